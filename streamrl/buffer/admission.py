@@ -1,0 +1,91 @@
+"""Admission by credit: the rule that bounds staleness before anything is generated."""
+
+import asyncio
+
+from streamrl.buffer.ledger import Ledger
+from streamrl.errors import ConfigError
+
+
+def credit_limit(version: int, *, max_staleness: int, groups_per_step: int) -> int:
+    """How many groups may ever have been claimed while `version` is the newest.
+
+    A group admitted as number n (from 0) is trained in step n // groups_per_step; admitting it
+    only once version >= that step - max_staleness keeps its tokens within the bound.
+    """
+    return (max_staleness + version + 1) * groups_per_step
+
+
+def check_capacity(capacity_groups: int, *, max_staleness: int, groups_per_step: int) -> None:
+    """Raise ConfigError if the queue cannot hold what the staleness bound keeps in flight.
+
+    With fewer places the trainer would wait for groups that are never admitted: a deadlock.
+    """
+    needed = (max_staleness + 1) * groups_per_step
+    if capacity_groups < needed:
+        raise ConfigError(
+            f"queue.capacity_groups={capacity_groups}: must be at least {needed}"
+            f" = (pipeline.max_staleness {max_staleness} + 1)"
+            f" * pipeline.groups_per_step {groups_per_step}"
+        )
+
+
+class Admission:
+    """Counts credits against the ledger and lets the admitting loop wait for one.
+
+    `total_groups` ends the run: no prompt is admitted that no step will train.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        max_staleness: int,
+        groups_per_step: int,
+        capacity_groups: int,
+        total_groups: int,
+        version: int = 0,
+    ) -> None:
+        check_capacity(
+            capacity_groups, max_staleness=max_staleness, groups_per_step=groups_per_step
+        )
+        self.ledger = ledger
+        self.version = version
+        self.max_staleness = max_staleness
+        self.groups_per_step = groups_per_step
+        self._capacity_groups = capacity_groups
+        self._total_groups = total_groups
+        self._changed = asyncio.Event()
+
+    @property
+    def credit(self) -> int:
+        """Groups that may be admitted now."""
+        limit = credit_limit(
+            self.version, max_staleness=self.max_staleness, groups_per_step=self.groups_per_step
+        )
+        free = self._capacity_groups - len(self.ledger.in_flight)
+        return max(0, min(min(limit, self._total_groups) - self.ledger.claimed, free))
+
+    @property
+    def finished(self) -> bool:
+        """True once every group the run will train is trained."""
+        return self.ledger.counts.trained >= self._total_groups
+
+    async def wait_credit(self, wait_s: float) -> int:
+        """The credit, waiting up to `wait_s` for one; 0 if none came."""
+        self._changed.clear()
+        if not self.credit:
+            try:
+                await asyncio.wait_for(self._changed.wait(), wait_s)
+            except TimeoutError:
+                return 0
+        return self.credit
+
+    def advance(self, version: int) -> None:
+        """A new version was published: credits for one more step."""
+        assert version == self.version + 1, (version, self.version)
+        self.version = version
+        self._changed.set()
+
+    def refund(self) -> None:
+        """A group was dropped or filtered: whoever waits for a credit looks again."""
+        self._changed.set()

@@ -1,0 +1,120 @@
+"""The accounts of a run: where every admitted prompt is, by uid."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from streamrl.errors import LedgerError
+
+
+@dataclass(frozen=True)
+class LedgerCounts:
+    """The five numbers of the conservation law, in groups, and the drops by cause."""
+
+    admitted: int
+    trained: int
+    filtered: int
+    dropped: int
+    in_flight: int
+    drops: tuple[tuple[str, int], ...] = ()
+
+    def __str__(self) -> str:
+        return (
+            f"admitted {self.admitted} = trained {self.trained} + filtered {self.filtered}"
+            f" + dropped {self.dropped} + in flight {self.in_flight}"
+        )
+
+
+class Ledger:
+    """Every prompt uid is in one state: in flight until it is trained, filtered or dropped.
+
+    Raises LedgerError at the transition that would admit a uid twice or end one that is not in
+    flight, which is how training a group twice would show.
+    """
+
+    def __init__(self) -> None:
+        self.in_flight: dict[str, None] = {}
+        self._admitted = 0
+        self._trained = 0
+        self._filtered = 0
+        self._drops: Counter[str] = Counter()
+
+    def admit(self, uid: str) -> None:
+        """A prompt enters the stream."""
+        if uid in self.in_flight:
+            raise LedgerError(f"prompt {uid} is admitted, but it is in flight already")
+        self.in_flight[uid] = None
+        self._admitted += 1
+
+    def train(self, uid: str) -> None:
+        """Its group was part of an optimizer step."""
+        self._end(uid, "trained")
+        self._trained += 1
+
+    def filter(self, uid: str) -> None:
+        """A predicate took its scored group out."""
+        self._end(uid, "filtered")
+        self._filtered += 1
+
+    def drop(self, uid: str, cause: str) -> None:
+        """Its group was given up, for a cause that is counted."""
+        self._end(uid, f"dropped ({cause})")
+        self._drops[cause] += 1
+
+    def _end(self, uid: str, how: str) -> None:
+        if uid not in self.in_flight:
+            raise LedgerError(f"prompt {uid} is {how}, but it is not in flight")
+        del self.in_flight[uid]
+
+    @property
+    def counts(self) -> LedgerCounts:
+        """The numbers as they stand."""
+        return LedgerCounts(
+            admitted=self._admitted,
+            trained=self._trained,
+            filtered=self._filtered,
+            dropped=self._drops.total(),
+            in_flight=len(self.in_flight),
+            drops=tuple(sorted(self._drops.items())),
+        )
+
+    @property
+    def claimed(self) -> int:
+        """Groups that were or still may be trained: what a credit was spent on and not returned."""
+        return self._admitted - self._filtered - self._drops.total()
+
+    def check(self, held: Iterable[str]) -> LedgerCounts:
+        """Check the conservation law against the uids the shards hold; returns the counts.
+
+        Raises LedgerError naming the uids that only one side knows.
+        """
+        counts, held = self.counts, set(held)
+        ended = counts.trained + counts.filtered + counts.dropped
+        if counts.admitted != ended + counts.in_flight:
+            raise LedgerError(f"the ledger does not balance: {counts}")
+        if held != self.in_flight.keys():
+            lost = sorted(self.in_flight.keys() - held)[:5]
+            unknown = sorted(held - self.in_flight.keys())[:5]
+            raise LedgerError(f"lost from the queue: {lost}; in the queue but ended: {unknown}")
+        return counts
+
+    def state_dict(self) -> dict[str, object]:
+        """JSON-able state for a checkpoint."""
+        return {
+            "in_flight": list(self.in_flight),
+            "admitted": self._admitted,
+            "trained": self._trained,
+            "filtered": self._filtered,
+            "drops": dict(self._drops),
+        }
+
+    @classmethod
+    def from_state(cls, state: dict) -> "Ledger":  # type: ignore[type-arg]
+        """Inverse of `state_dict`."""
+        ledger = cls()
+        ledger.in_flight = dict.fromkeys(state["in_flight"])
+        ledger._admitted = state["admitted"]
+        ledger._trained = state["trained"]
+        ledger._filtered = state["filtered"]
+        ledger._drops = Counter(state["drops"])
+        return ledger

@@ -1,0 +1,109 @@
+"""An algorithm as data: its model calls and the columns that flow between them.
+
+Pure: executors (the pipelined run, others later) read this declaration; nothing here runs anything.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+
+import networkx as nx
+
+from streamrl.messages import ROLLOUT_COLUMNS
+
+
+class Kind(Enum):
+    """What a call does with its model."""
+
+    GENERATE = "generate"
+    SCORE = "score"
+    TRAIN = "train"
+
+
+@dataclass(frozen=True)
+class Call:
+    """One model call: the stage it runs in, the role it calls, the columns in and out."""
+
+    stage: str
+    role: str
+    kind: Kind
+    needs: tuple[str, ...]
+    produces: tuple[str, ...]
+
+
+GENERATE = Call("generate", "generator", Kind.GENERATE, (), ROLLOUT_COLUMNS)
+REWARD = Call("reward", "reward", Kind.SCORE, ROLLOUT_COLUMNS, ("scores",))
+REFERENCE = Call(
+    "reference", "reference", Kind.SCORE, ("token_ids", "loss_mask", "lengths"), ("ref_logprobs",)
+)
+SOURCES = (GENERATE, REWARD, REFERENCE)
+
+
+class Dataflow:
+    """A checked set of calls. Raises ValueError naming the column or stage that is wrong."""
+
+    def __init__(self, calls: Iterable[Call]) -> None:
+        self.calls = tuple(calls)
+        self._producer: dict[str, Call] = {}
+        for call in self.calls:
+            for column in call.produces:
+                if column in self._producer:
+                    rivals = f"{self._producer[column].stage} and {call.stage}"
+                    raise ValueError(f"column {column} is produced twice: by {rivals}")
+                self._producer[column] = call
+        self._check()
+
+    def _check(self) -> None:
+        stages = [call.stage for call in self.calls]
+        for stage in stages:
+            if stages.count(stage) > 1:
+                raise ValueError(f"stage {stage} is declared {stages.count(stage)} times")
+        for call in self.calls:
+            for column in call.needs:
+                if column not in self._producer:
+                    raise ValueError(f"stage {call.stage} needs column {column}: nobody makes it")
+        if not nx.is_directed_acyclic_graph(self.graph):
+            cycle = nx.find_cycle(self.graph)
+            raise ValueError(f"the calls wait for each other in a circle: {cycle}")
+
+    @property
+    def graph(self) -> nx.DiGraph:
+        """Stages as nodes; an edge per pair of stages, with the columns that flow along it."""
+        graph = nx.DiGraph()
+        graph.add_nodes_from((call.stage, {"call": call}) for call in self.calls)
+        for call in self.calls:
+            for column in call.needs:
+                source = self._producer[column].stage
+                if not graph.has_edge(source, call.stage):
+                    graph.add_edge(source, call.stage, columns=[])
+                graph.edges[source, call.stage]["columns"].append(column)
+        return graph
+
+    @property
+    def stages(self) -> list[str]:
+        """Stage names in an order in which data can flow."""
+        order = {call.stage: i for i, call in enumerate(self.calls)}
+        return list(nx.lexicographical_topological_sort(self.graph, key=order.__getitem__))
+
+    def of_kind(self, kind: Kind) -> list[Call]:
+        """The calls of one kind, in flow order."""
+        by_stage = {call.stage: call for call in self.calls}
+        return [by_stage[stage] for stage in self.stages if by_stage[stage].kind is kind]
+
+
+def dataflow_for(columns: Iterable[str]) -> Dataflow:
+    """The dataflow that trains a policy on `columns`: the sources they need, and no others.
+
+    Raises ValueError if no source makes one of the columns.
+    """
+    train = Call("train", "policy", Kind.TRAIN, tuple(columns), ())
+    wanted = set(train.needs)
+    calls: list[Call] = []
+    while True:
+        missing = [c for c in SOURCES if c not in calls and wanted.intersection(c.produces)]
+        if not missing:
+            break
+        calls += missing
+        wanted.update(column for call in missing for column in call.needs)
+    ordered = [call for call in SOURCES if call in calls]
+    return Dataflow([*ordered, train])

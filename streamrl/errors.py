@@ -1,0 +1,41 @@
+"""The few named errors of streamrl. Each takes one message, so that each survives pickling."""
+
+
+class StreamError(Exception):
+    """Base of what streamrl raises on purpose while a run is under way."""
+
+
+class ConfigError(ValueError):
+    """A setting, file or row the user gave cannot be used: rule, value and place in one line."""
+
+
+class DeadlineError(StreamError):
+    """A wait passed its deadline; the message names what was waited for and who holds it."""
+
+
+class StaleGroupError(StreamError):
+    """A group older than max_staleness reached a step. A bug in admission, never a user's fault."""
+
+
+class LeaseError(StreamError):
+    """A commit came with a lease that expired or was already settled."""
+
+
+class LedgerError(StreamError):
+    """The conservation law admitted = trained + filtered + dropped + in flight does not hold."""
+
+
+class WeightsError(StreamError):
+    """A weight bucket is missing, or does not match its checksum, or its version goes backwards."""
+
+
+class RewardError(StreamError):
+    """A reward could not be computed for a group (never a score of 0)."""
+
+
+class CheckpointError(StreamError):
+    """A checkpoint could not be written or read."""
+
+
+class ActorError(StreamError):
+    """An actor of the run died; the message names the actor and what it was doing."""

@@ -1,0 +1,260 @@
+"""What travels between the stages: prompts, rollouts, leases, and the columns of an experience.
+
+A group is the rollouts of one prompt. In the queue it is an experience: a prompt, some facts about
+it (`GroupInfo`) and named columns. Columns are numpy arrays, because Ray hands those from process
+to process without a copy. A column has one entry per token of the group or one per rollout; token
+columns of a group are the rollouts laid end to end, and `lengths` says where one ends.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[Any]
+Columns = Mapping[str, Array]
+
+
+class Per(Enum):
+    """What a column has one entry for."""
+
+    TOKEN = "token"
+    ROLLOUT = "rollout"
+
+
+@dataclass(frozen=True)
+class ColumnSpec:
+    """Type and meaning of a column."""
+
+    dtype: str
+    per: Per
+    meaning: str
+
+
+SCHEMA: Mapping[str, ColumnSpec] = {
+    "token_ids": ColumnSpec("int32", Per.TOKEN, "prompt and completion, as the generator saw them"),
+    "loss_mask": ColumnSpec("bool", Per.TOKEN, "true where the policy sampled the token"),
+    "generator_logprobs": ColumnSpec("float32", Per.TOKEN, "logprob when sampled; 0 elsewhere"),
+    "policy_version": ColumnSpec("int32", Per.TOKEN, "version that sampled it; -1 elsewhere"),
+    "lengths": ColumnSpec("int32", Per.ROLLOUT, "tokens of each rollout, prompt included"),
+    "finish_reason": ColumnSpec("int8", Per.ROLLOUT, "code of FinishReason"),
+    "scores": ColumnSpec("float32", Per.ROLLOUT, "the combined reward of a rollout"),
+    "ref_logprobs": ColumnSpec("float32", Per.TOKEN, "logprob under the reference; 0 elsewhere"),
+}
+ROLLOUT_COLUMNS = (
+    "token_ids",
+    "loss_mask",
+    "generator_logprobs",
+    "policy_version",
+    "lengths",
+    "finish_reason",
+)
+COMPONENT_PREFIX = "reward/"
+COMPONENT_SPEC = ColumnSpec("float32", Per.ROLLOUT, "one named reward before combination")
+
+
+def column_spec(name: str) -> ColumnSpec:
+    """Spec of a column; `reward/<name>` are the reward components. Raises KeyError otherwise."""
+    return COMPONENT_SPEC if name.startswith(COMPONENT_PREFIX) else SCHEMA[name]
+
+
+class FinishReason(Enum):
+    """Why a rollout ended; the value is its code in the `finish_reason` column."""
+
+    STOP = 0
+    LENGTH = 1
+    ABORT = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """One prompt as admitted: what the generator reads and what a reward may ask for.
+
+    `uid` is unique in a run and says where the prompt comes from: epoch, row, attempt.
+    `token_ids` is int32 [P], the rendered chat; the rest is carried from the data row.
+    """
+
+    uid: str
+    token_ids: Array
+    messages: Sequence[Mapping[str, Any]] = ()
+    data_source: str = ""
+    ground_truth: Any = None
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+
+def make_uid(epoch: int, index: int, attempt: int = 0) -> str:
+    """Uid of row `index` in `epoch`; a later `attempt` is the same prompt admitted anew."""
+    return f"{epoch}:{index}:{attempt}"
+
+
+def parse_uid(uid: str) -> tuple[int, int, int]:
+    """The (epoch, index, attempt) that `make_uid` was given."""
+    epoch, index, attempt = uid.split(":")
+    return int(epoch), int(index), int(attempt)
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """One completion and how it was sampled. All arrays are [T] over prompt and completion alike.
+
+    Nothing here assumes one turn: tokens a tool or an environment wrote sit between the policy's
+    own with loss_mask false, logprob 0 and version -1.
+    """
+
+    token_ids: Array
+    loss_mask: Array
+    generator_logprobs: Array
+    policy_version: Array
+    finish_reason: FinishReason
+
+    def __post_init__(self) -> None:
+        arrays = (self.loss_mask, self.generator_logprobs, self.policy_version)
+        if any(array.shape != self.token_ids.shape for array in arrays):
+            raise ValueError(f"rollout arrays differ in length: {[a.shape for a in arrays]}")
+        if not self.loss_mask.any():
+            raise ValueError("a rollout needs at least one token sampled by the policy")
+        if (self.policy_version[self.loss_mask] < 0).any():
+            raise ValueError("a sampled token has no policy_version")
+
+    @classmethod
+    def single_turn(
+        cls,
+        prompt_ids: Array,
+        completion_ids: Sequence[int],
+        *,
+        logprobs: Sequence[float],
+        versions: Sequence[int],
+        finish_reason: FinishReason,
+    ) -> "Rollout":
+        """A rollout of one prompt [P] followed by one completion [C]; T = P + C."""
+        total = len(prompt_ids) + len(completion_ids)
+        generator_logprobs = np.zeros(total, np.float32)
+        policy_version = np.full(total, -1, np.int32)
+        loss_mask = np.zeros(total, np.bool_)
+        generator_logprobs[len(prompt_ids) :] = logprobs
+        policy_version[len(prompt_ids) :] = versions
+        loss_mask[len(prompt_ids) :] = True
+        token_ids = np.concatenate([prompt_ids, np.asarray(completion_ids)]).astype(np.int32)
+        return cls(token_ids, loss_mask, generator_logprobs, policy_version, finish_reason)
+
+    @property
+    def completion_ids(self) -> Array:
+        """All that follows the initial prompt, int32 [C]: the policy's turns and what is between."""
+        return self.token_ids[int(np.argmax(self.loss_mask)) :]
+
+
+def group_columns(rollouts: Sequence[Rollout]) -> dict[str, Array]:
+    """The rollouts of one group as the columns the queue holds (ROLLOUT_COLUMNS)."""
+    token_names = ("token_ids", "loss_mask", "generator_logprobs", "policy_version")
+    columns: dict[str, Array] = {
+        name: np.concatenate([getattr(rollout, name) for rollout in rollouts])
+        for name in token_names
+    }
+    columns["lengths"] = np.array([len(r.token_ids) for r in rollouts], np.int32)
+    columns["finish_reason"] = np.array([r.finish_reason.value for r in rollouts], np.int8)
+    return columns
+
+
+def split_tokens(column: Array, lengths: Array) -> list[Array]:
+    """A token column [sum(lengths)] cut into one view per rollout."""
+    return np.split(column, np.cumsum(lengths)[:-1])
+
+
+def group_rollouts(columns: Columns) -> list[Rollout]:
+    """Inverse of `group_columns`; arrays are views of the columns."""
+    lengths = columns["lengths"]
+    cut = {
+        name: split_tokens(columns[name], lengths)
+        for name in ("token_ids", "loss_mask", "generator_logprobs", "policy_version")
+    }
+    return [
+        Rollout(
+            token_ids=cut["token_ids"][i],
+            loss_mask=cut["loss_mask"][i],
+            generator_logprobs=cut["generator_logprobs"][i],
+            policy_version=cut["policy_version"][i],
+            finish_reason=FinishReason(int(columns["finish_reason"][i])),
+        )
+        for i in range(len(lengths))
+    ]
+
+
+def check_columns(columns: Columns, *, num_tokens: int, num_rollouts: int) -> None:
+    """Raise ValueError if a column's type or size is not what its spec says."""
+    for name, column in columns.items():
+        spec = column_spec(name)
+        size = num_tokens if spec.per is Per.TOKEN else num_rollouts
+        if column.dtype != np.dtype(spec.dtype) or column.shape != (size,):
+            raise ValueError(
+                f"column {name}: {column.dtype}{list(column.shape)}, wanted {spec.dtype}[{size}]"
+            )
+
+
+@dataclass(frozen=True)
+class GroupInfo:
+    """What the coordinator knows of a group: sizes and versions, never tokens.
+
+    `version_tokens` counts the sampled tokens per policy_version, ascending.
+    """
+
+    lengths: tuple[int, ...]
+    num_loss_tokens: int
+    version_tokens: tuple[tuple[int, int], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the group, prompts included."""
+        return sum(self.lengths)
+
+    @property
+    def min_version(self) -> int:
+        """The oldest version that sampled a token of the group."""
+        return self.version_tokens[0][0]
+
+    @classmethod
+    def of(cls, columns: Columns) -> "GroupInfo":
+        """Facts about a group that holds ROLLOUT_COLUMNS."""
+        versions, counts = np.unique(
+            columns["policy_version"][columns["loss_mask"]], return_counts=True
+        )
+        return cls(
+            lengths=tuple(columns["lengths"].tolist()),
+            num_loss_tokens=int(columns["loss_mask"].sum()),
+            version_tokens=tuple(zip(versions.tolist(), counts.tolist(), strict=True)),
+        )
+
+
+@dataclass(frozen=True)
+class Lease:
+    """The right of one stage to work on one group until `expires_at` (the shard's clock, s)."""
+
+    token: int
+    uid: str
+    stage: str
+    attempt: int
+    expires_at: float
+
+
+@dataclass(frozen=True, eq=False)
+class Experience:
+    """A leased group as a stage sees it: its prompt and the columns it asked for.
+
+    `admitted_version` is the version at admission: no token of the group may be sampled by an
+    older one. `info` is there once the group is generated. `dropped` names the cause if the group
+    ended without reaching the trainer; such a group is only handed to the coordinator.
+    """
+
+    lease: Lease
+    admitted_version: int
+    prompt: Prompt | None = None
+    columns: Columns = field(default_factory=dict)
+    info: GroupInfo | None = None
+    dropped: str | None = None
+
+    @property
+    def uid(self) -> str:
+        """The prompt's uid."""
+        return self.lease.uid
