@@ -2,7 +2,12 @@
 
 
 class StreamError(Exception):
-    """Base of what streamrl raises on purpose while a run is under way."""
+    """Base of what streamrl raises on purpose while a run is under way.
+
+    `cause` is the name under which a group dropped for this error is counted (drops/<cause>).
+    """
+
+    cause = "error"
 
 
 class ConfigError(ValueError):
@@ -11,6 +16,8 @@ class ConfigError(ValueError):
 
 class DeadlineError(StreamError):
     """A wait passed its deadline; the message names what was waited for and who holds it."""
+
+    cause = "deadline"
 
 
 class StaleGroupError(StreamError):
@@ -31,6 +38,8 @@ class WeightsError(StreamError):
 
 class RewardError(StreamError):
     """A reward could not be computed for a group (never a score of 0)."""
+
+    cause = "reward_error"
 
 
 class CheckpointError(StreamError):

@@ -142,7 +142,7 @@ class Rollout:
 
     @property
     def completion_ids(self) -> Array:
-        """All that follows the initial prompt, int32 [C]: the policy's turns and what is between."""
+        """What follows the initial prompt, int32 [C]: the policy's turns and what is between."""
         return self.token_ids[int(np.argmax(self.loss_mask)) :]
 
 
@@ -243,8 +243,9 @@ class Experience:
     """A leased group as a stage sees it: its prompt and the columns it asked for.
 
     `admitted_version` is the version at admission: no token of the group may be sampled by an
-    older one. `info` is there once the group is generated. `dropped` names the cause if the group
-    ended without reaching the trainer; such a group is only handed to the coordinator.
+    older one. `info` is there once the group is generated. `ready_version` is the version being
+    trained when the group became ready for its step. `dropped` names the cause if the group ended
+    without reaching the trainer; such a group is only handed to the coordinator.
     """
 
     lease: Lease
@@ -252,6 +253,7 @@ class Experience:
     prompt: Prompt | None = None
     columns: Columns = field(default_factory=dict)
     info: GroupInfo | None = None
+    ready_version: int | None = None
     dropped: str | None = None
 
     @property

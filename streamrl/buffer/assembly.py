@@ -1,6 +1,7 @@
 """Step assembly: which ready groups enter the step of a version. Pure bookkeeping, no waiting."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from streamrl.errors import StaleGroupError
 from streamrl.messages import Experience
@@ -30,11 +31,11 @@ class StepAssembler:
         """The group will never be ready."""
         del self._pending[uid]
 
-    def offer(self, experiences: Iterable[Experience]) -> None:
-        """Groups that are ready to be trained."""
+    def offer(self, experiences: Iterable[Experience], version: int) -> None:
+        """Groups that are ready to be trained, while the step of `version` is being filled."""
         for experience in experiences:
             del self._pending[experience.uid]
-            self._ready[experience.uid] = experience
+            self._ready[experience.uid] = replace(experience, ready_version=version)
 
     @property
     def complete(self) -> bool:
@@ -46,21 +47,25 @@ class StepAssembler:
         newest_due = version - self._max_staleness
         return [uid for uid, admitted in self._pending.items() if admitted <= newest_due]
 
+    def drawable(self, version: int) -> list[Experience]:
+        """The ready groups that may enter the step of `version` now, the most urgent first."""
+        places = self._groups_per_step - len(self._entered)
+        free = places - len(self.due(version))
+        chosen: list[Experience] = []
+        for experience in sorted(self._ready.values(), key=lambda e: e.admitted_version):
+            is_due = experience.admitted_version <= version - self._max_staleness
+            if len(chosen) < (places if is_due else free):
+                chosen.append(experience)
+        return chosen
+
     def draw(self, version: int) -> list[Experience]:
-        """The ready groups that enter the step of `version` now, the most urgent first.
+        """Let the drawable groups enter the step.
 
         Raises StaleGroupError if one of them holds a token beyond the bound.
         """
-        places = self._groups_per_step - len(self._entered)
-        free = places - len(self.due(version))
-        by_age = sorted(self._ready.values(), key=lambda e: e.admitted_version)
-        drawn: list[Experience] = []
-        for experience in by_age:
-            is_due = experience.admitted_version <= version - self._max_staleness
-            if len(drawn) < places if is_due else len(drawn) < free:
-                self._check(experience, version)
-                drawn.append(experience)
+        drawn = self.drawable(version)
         for experience in drawn:
+            self._check(experience, version)
             del self._ready[experience.uid]
         self._entered += drawn
         return drawn

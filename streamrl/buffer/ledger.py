@@ -83,19 +83,20 @@ class Ledger:
         """Groups that were or still may be trained: what a credit was spent on and not returned."""
         return self._admitted - self._filtered - self._drops.total()
 
-    def check(self, held: Iterable[str]) -> LedgerCounts:
+    def check(self, held: Iterable[str], *, booked: Iterable[str] | None = None) -> LedgerCounts:
         """Check the conservation law against the uids the shards hold; returns the counts.
 
-        Raises LedgerError naming the uids that only one side knows.
+        `booked` are the uids that must be among them, by default all in flight: those that were in
+        a shard when it was asked. Raises LedgerError naming the uids that only one side knows.
         """
         counts, held = self.counts, set(held)
         ended = counts.trained + counts.filtered + counts.dropped
         if counts.admitted != ended + counts.in_flight:
             raise LedgerError(f"the ledger does not balance: {counts}")
-        if held != self.in_flight.keys():
-            lost = sorted(self.in_flight.keys() - held)[:5]
-            unknown = sorted(held - self.in_flight.keys())[:5]
-            raise LedgerError(f"lost from the queue: {lost}; in the queue but ended: {unknown}")
+        lost = sorted(set(self.in_flight if booked is None else booked) - held)
+        unknown = sorted(held - self.in_flight.keys())
+        if lost or unknown:
+            raise LedgerError(f"lost from the queue: {lost[:5]}; ended but in it: {unknown[:5]}")
         return counts
 
     def state_dict(self) -> dict[str, object]:

@@ -1,0 +1,47 @@
+# The commands a user or CI needs. `make` alone lists them.
+
+# cpu or gpu: which vLLM and PyTorch are installed. A CUDA toolkit without a GPU does not count.
+DEVICE ?= $(shell nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && echo gpu || echo cpu)
+# The Python that builds .venv; the first that fits, unless one is named.
+PYTHON ?= python3 python3.11 python3.12
+FITS := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
+# More for pytest, as in: make test ARGS="tests/buffer -x"
+ARGS ?=
+
+BIN := .venv/bin
+STAMP = .venv/installed-for-$(DEVICE)
+BASE_MODEL = $(BIN)/python examples/arithmetic/make.py
+
+.PHONY: help install demo test lint clean
+
+help: ## list these targets (the default)
+	@sed -n 's/^\([a-z]*\):[^#]*## /  make \1\t/p' Makefile
+
+install: $(STAMP) ## build .venv, for the GPU if there is one (DEVICE=cpu or DEVICE=gpu decides)
+	@echo 'streamrl: .venv is installed for $(DEVICE)'
+
+demo: $(STAMP) ## train a small model to add with GRPO, into runs/demo
+	$(BASE_MODEL)
+	$(BIN)/streamrl train configs/grpo_arithmetic.yaml run.name=demo run.overwrite=true
+
+test: lint ## lint, make the arithmetic base model, run the tests (ARGS="..." goes to pytest)
+	$(BASE_MODEL)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP) ## ruff check, ruff format --check and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+clean: ## remove .venv and the tools' caches; runs/ stays
+	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +
+
+$(STAMP): setup.cfg requirements/cpu_overrides.txt scripts/install.py
+	@for python in $(PYTHON); do \
+	    $$python -c '$(FITS)' 2>/dev/null \
+	    && exec $$python scripts/install.py --device $(DEVICE) --stamp $@; \
+	done; \
+	echo 'streamrl: needs Python 3.11 or 3.12 with venv (Debian, Ubuntu: apt install python3-venv);' \
+	    'tried $(PYTHON); name another with make PYTHON=...' >&2; \
+	exit 1

@@ -1,0 +1,117 @@
+"""Build .venv: streamrl, editable, with vLLM, DeepSpeed and Ray for this machine's device.
+
+`make` runs this with a bare Python (standard library only). It starts from nothing every time and
+writes its stamp last, so an interrupted install is never taken for a complete one.
+"""
+
+import argparse
+import ast
+import os
+import subprocess
+import sys
+import time
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+
+SMOKE_CHECK = """
+import deepspeed, ray, torch
+from transformers import Qwen2ForCausalLM
+from vllm import LLM
+built_for = "cpu" if torch.version.cuda is None else "gpu"
+assert built_for == "{device}", f"torch {{torch.__version__}} is no {device} build"
+"""
+
+
+def main() -> None:
+    """Install for the device named on the command line; exit with one line where that fails."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", choices=["cpu", "gpu"], required=True)
+    parser.add_argument("--stamp", type=Path, required=True, help="file to write when done")
+    arguments = parser.parse_args()
+    started = time.monotonic()
+    say(f"building .venv for {arguments.device} with Python {sys.version.split()[0]}")
+    try:
+        venv.create(VENV, clear=True, with_pip=True)
+        install(arguments.device)
+        say("checking that torch, transformers, vllm, ray and deepspeed import together")
+        check(arguments.device)
+    except subprocess.CalledProcessError as error:
+        print(error.output or "", end="", file=sys.stderr)
+        sys.exit(f"streamrl: not installed: {' '.join(map(str, error.cmd))[:200]} failed")
+    arguments.stamp.touch()
+    say(f".venv is ready after {time.monotonic() - started:.0f} s")
+
+
+def say(text: str) -> None:
+    """Tell the user what happens now."""
+    print(f"streamrl: {text}", flush=True)
+
+
+def install(device: str) -> None:
+    """Put streamrl, the device's engines and the development tools into .venv."""
+    pip = [PYTHON, "-m", "pip", "--disable-pip-version-check"]
+    subprocess.run([*pip, "install", "--quiet", "uv>=0.9,<1"], check=True)
+    command = [PYTHON, "-m", "uv", "pip", "install", "--python", PYTHON]
+    command += ["--editable", f".[{device},dev]"]
+    if device == "cpu":
+        command += ["--override", "requirements/cpu_overrides.txt"]
+    subprocess.run(command, cwd=ROOT, env=uv_environment(device), check=True)
+
+
+def uv_environment(device: str) -> dict[str, str]:
+    """The environment for uv, which does not read pip's configuration: what pip would use.
+
+    PyTorch's CPU builds come from the folders or pages that find-links names, or, where it names
+    none, from where uv's `cpu` backend takes them. What the caller has set for uv comes first.
+    """
+    pip = pip_settings()
+    settings = {
+        "SSL_CERT_FILE": pip.get("cert"),
+        "UV_DEFAULT_INDEX": pip.get("index-url"),
+        "UV_FIND_LINKS": ",".join(pip.get("find-links", "").split()),
+    }
+    environment = {name: value for name, value in settings.items() if value} | dict(os.environ)
+    if device == "cpu" and "UV_FIND_LINKS" not in environment:
+        environment.setdefault("UV_TORCH_BACKEND", "cpu")
+    return environment
+
+
+def pip_settings() -> dict[str, str]:
+    """What `pip install` would read from its files and from PIP_* variables, by setting."""
+    listing = subprocess.run(
+        [PYTHON, "-m", "pip", "config", "list"], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+    lines = [line.partition("=") for line in listing.splitlines()]
+    keys = {key: ast.literal_eval(value) for key, _, value in lines}
+    settings = {}
+    for section in ("global", "install", ":env:"):  # the later one wins, as in pip
+        for key, value in keys.items():
+            if key.startswith(f"{section}."):
+                settings[key.removeprefix(f"{section}.")] = value
+    return settings
+
+
+def check(device: str) -> None:
+    """Import the engines in one process; what they print is shown only where that fails.
+
+    Compiled modules are kept even where the caller forbids Python to write them, as container
+    images do: without them each of a run's actors spends 13 seconds more on these imports.
+    """
+    environment = dict(os.environ)
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    subprocess.run(
+        [PYTHON, "-c", SMOKE_CHECK.format(device=device)],
+        env=environment,
+        check=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+if __name__ == "__main__":
+    main()

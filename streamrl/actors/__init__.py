@@ -1,0 +1,1 @@
+"""Ray actors that host the stages. The only room that knows Ray."""

@@ -1,0 +1,55 @@
+"""Calling an actor with a deadline, and turning what Ray raises into the errors of streamrl."""
+
+import asyncio
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from streamrl.errors import ActorError, DeadlineError, StreamError
+
+CALL_TIMEOUT_S = 120.0
+"""Deadline of a call that only keeps books, s. Work that computes brings its own."""
+
+
+async def call(reply: Any, what: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    """Await the reply of an actor. `what` names the call in errors, e.g. "shard-0.put".
+
+    Raises DeadlineError after `timeout_s`, ActorError if the actor died, and the actor's own
+    StreamError if it raised one.
+    """
+    try:
+        return await asyncio.wait_for(reply, timeout_s)
+    except TimeoutError:
+        raise DeadlineError(f"{what}: no answer within {timeout_s:g} s") from None
+    except RayError as error:
+        raise translate(error, what) from None
+
+
+def fetch(replies: Any, what: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    """`call` for the driver, which is not asyncio: one reply or a list of them."""
+    try:
+        return ray.get(replies, timeout=timeout_s)
+    except GetTimeoutError:
+        raise DeadlineError(f"{what}: no answer within {timeout_s:g} s") from None
+    except RayError as error:
+        raise translate(error, what) from None
+
+
+def translate(error: RayError, what: str) -> StreamError:
+    """The streamrl error that says the same as an error of Ray, in one line."""
+    if isinstance(error, RayTaskError):
+        cause = innermost(error.cause)
+        if isinstance(cause, StreamError):
+            return cause
+        return ActorError(f"{what}: {type(cause).__name__}: {cause}\n{error.traceback_str}")
+    if isinstance(error, RayActorError):
+        return ActorError(f"{what}: the actor died ({str(error).splitlines()[0]})")
+    return ActorError(f"{what}: {type(error).__name__}: {error}")
+
+
+def innermost(error: BaseException) -> BaseException:
+    """The first error inside nested exception groups (asyncio task groups wrap what fails)."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -1,0 +1,56 @@
+"""The Ray cluster a run uses: an existing one by address, or a local instance of its own."""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator
+
+import ray
+from ray.exceptions import RayError
+
+from streamrl.errors import ConfigError
+from streamrl.placement import Demand, PlacementConfig, check_fits, total
+
+
+@contextlib.contextmanager
+def cluster(placement: PlacementConfig, wanted: Callable[[bool], list[Demand]]) -> Iterator[bool]:
+    """Connect to a cluster or start a local one; yields whether it has GPUs, and disconnects.
+
+    `wanted` says what the run needs, given whether there are GPUs. Raises ConfigError if the
+    cluster cannot be reached or cannot hold the run.
+    """
+    # Ray hides the GPUs from actors that ask for none only if told so.
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
+    if placement.address:
+        _connect(placement.address)
+    else:
+        cpus = placement.cpus or max(total(wanted(False))[0], os.cpu_count() or 1)
+        check_fits(wanted(False), cpus=cpus, gpus=0)
+        _start_local(cpus, placement.object_store_mb << 20)
+    try:
+        have = ray.cluster_resources()
+        on_gpu = have.get("GPU", 0) > 0
+        check_fits(wanted(on_gpu), cpus=have.get("CPU", 0), gpus=have.get("GPU", 0))
+        yield on_gpu
+    finally:
+        ray.shutdown()
+
+
+def _connect(address: str) -> None:
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="error")
+    except (RayError, ConnectionError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"placement.address={address}: {reason}") from None
+
+
+def _start_local(cpus: int, object_store_bytes: int) -> None:
+    # The local instance serves this run alone; there is nobody to authenticate.
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    ray.init(
+        address="local",
+        num_cpus=cpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="error",
+        object_store_memory=object_store_bytes,
+    )

@@ -1,0 +1,141 @@
+"""How an actor makes what it hosts. The real engines here; tests and benchmarks bring their own."""
+
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from streamrl.config import RunConfig
+from streamrl.data import load_tokenizer
+from streamrl.engines.generation import GenerationEngine
+from streamrl.engines.group_generator import GroupGenerator
+from streamrl.engines.packing import Pick
+from streamrl.engines.scoring import LogprobScorer
+from streamrl.engines.training import PolicyTrainer
+from streamrl.errors import StreamError
+from streamrl.messages import Columns, Experience, Prompt, Rollout
+from streamrl.rewards import build_rewards
+from streamrl.rewards.scorer import RewardScorer
+
+
+class HostedGenerator(Protocol):
+    """What a generator actor hosts: the pipeline's Generator, and sampling for evaluations."""
+
+    async def rollouts(self, prompt: Prompt) -> list[Rollout]: ...
+
+    async def sample(
+        self, prompt: Prompt, seeds: Sequence[int], *, temperature: float
+    ) -> list[Rollout]: ...
+
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> None: ...
+
+
+class HostedScorer(Protocol):
+    """What a scorer actor hosts: the pipeline's Scorer, and a few scored texts to look at."""
+
+    async def score(self, experiences: Sequence[Experience]) -> list[Columns | StreamError]: ...
+
+    def drain_samples(self) -> Sequence[Mapping[str, Any]]: ...
+
+
+class HostedRank(Protocol):
+    """What a trainer actor hosts. Not asyncio; called from one thread."""
+
+    def train_micro_batch(
+        self, groups: Mapping[str, Columns], picks: Sequence[Pick]
+    ) -> Mapping[str, float]: ...
+
+    def step(self, normaliser: float) -> Mapping[str, float]: ...
+
+    def full_state(self) -> Iterable[tuple[str, torch.Tensor]]: ...
+
+    def save(self, folder: Path) -> None: ...
+
+    def save_model(self, folder: Path) -> None: ...
+
+    def load(self, folder: Path) -> None: ...
+
+
+class EngineFactory(Protocol):
+    """Makes the engines of a run, each in the process that hosts it. Must be picklable."""
+
+    async def generator(
+        self, config: RunConfig, max_length: int, replica: int
+    ) -> HostedGenerator: ...
+
+    async def scorer(self, config: RunConfig, role: str) -> HostedScorer: ...
+
+    def trainer(self, config: RunConfig, rank: int) -> HostedRank: ...
+
+
+class ReferenceScorer:
+    """The reference stage: logprobs of the model the run started from."""
+
+    def __init__(self, model: LogprobScorer) -> None:
+        self._model = model
+
+    async def score(self, experiences: Sequence[Experience]) -> list[Columns | StreamError]:
+        """The column ref_logprobs of each group, computed beside the event loop."""
+        return [
+            await asyncio.to_thread(self._model.ref_logprobs, experience.columns)
+            for experience in experiences
+        ]
+
+    def drain_samples(self) -> Sequence[Mapping[str, Any]]:
+        """Nothing to look at."""
+        return ()
+
+
+class RealEngines:
+    """vLLM, transformers, DeepSpeed or torch: what a run is made of."""
+
+    async def generator(self, config: RunConfig, max_length: int, replica: int) -> HostedGenerator:
+        """A vLLM engine of its own per replica."""
+        engine = await GenerationEngine.start(
+            config.model.path,
+            config.generator,
+            seed=config.run.seed + replica,
+            max_length=max_length,
+        )
+        return GroupGenerator(
+            engine, group_size=config.algorithm.group_size, run_seed=config.run.seed
+        )
+
+    async def scorer(self, config: RunConfig, role: str) -> HostedScorer:
+        """The scorer of a role of the dataflow: reward or reference."""
+        return SCORERS[role](config)
+
+    def trainer(self, config: RunConfig, rank: int) -> HostedRank:
+        """One rank of the policy's trainer."""
+        return PolicyTrainer(
+            config.model.path,
+            config=config.trainer,
+            algorithm=config.algorithm,
+            temperature=config.generator.temperature,
+            rank=rank,
+        )
+
+
+def _reward_scorer(config: RunConfig) -> HostedScorer:
+    rewards = build_rewards(config.rewards, timeout_s=config.scorer.timeout_s)
+    return RewardScorer(rewards, load_tokenizer(config.model.path))
+
+
+def _reference_scorer(config: RunConfig) -> HostedScorer:
+    return ReferenceScorer(
+        LogprobScorer(
+            config.model.path,
+            temperature=config.generator.temperature,
+            micro_batch_tokens=config.pipeline.micro_batch_tokens,
+            threads=config.trainer.threads,
+            dtype=config.trainer.dtype,
+        )
+    )
+
+
+SCORERS: Mapping[str, Callable[[RunConfig], HostedScorer]] = {
+    "reward": _reward_scorer,
+    "reference": _reference_scorer,
+}

@@ -1,0 +1,60 @@
+"""What the coordinator tells the driver, in order, for as long as the run lasts."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from streamrl.telemetry.contract import Row
+from streamrl.telemetry.spans import Span
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """A finished step: its row, the spans for the trace, a few scored texts."""
+
+    step: int
+    row: Row
+    spans: Sequence[Span] = ()
+    samples: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
+
+
+@dataclass(frozen=True)
+class EventReport:
+    """Something that happened between steps."""
+
+    name: str
+    fields: Mapping[str, str | int | float | bool]
+
+
+@dataclass(frozen=True)
+class StatusReport:
+    """What the run is doing while no step is under way."""
+
+    text: str
+
+
+Report = StepReport | EventReport | StatusReport
+
+
+class Feed:
+    """An append-only list of reports with a place to wait for the next."""
+
+    def __init__(self) -> None:
+        self._reports: list[Report] = []
+        self._posted = asyncio.Event()
+
+    def post(self, report: Report) -> None:
+        """Add a report."""
+        self._reports.append(report)
+        self._posted.set()
+
+    async def after(self, count: int, wait_s: float) -> list[Report]:
+        """The reports behind the first `count`, waiting up to `wait_s` for one."""
+        if len(self._reports) <= count:
+            self._posted.clear()
+            try:
+                await asyncio.wait_for(self._posted.wait(), wait_s)
+            except TimeoutError:
+                return []
+        return self._reports[count:]

@@ -1,0 +1,51 @@
+"""A generator replica: hosts the generate loop and follows the weights."""
+
+import asyncio
+from collections.abc import Sequence
+
+import ray
+
+from streamrl.actors.wiring import ActorReport, RemoteChannel, Wiring
+from streamrl.messages import Prompt, Rollout
+from streamrl.pipeline import follow_weights, generate
+from streamrl.weights import HeldVersion
+
+
+@ray.remote
+class GeneratorActor:
+    """Long-lived: engine and loops live as long as the run."""
+
+    async def start(self, wiring: Wiring, replica: int) -> None:
+        """Load the engine. It serves nothing until `run` has pulled the current version."""
+        name = f"generator-{replica}"
+        self._wiring = wiring
+        self._stage = wiring.stage("generate", name)
+        self._held = HeldVersion(name)
+        self._channel = RemoteChannel(wiring.coordinator, name)
+        self._generator = await wiring.engines.generator(wiring.config, wiring.max_length, replica)
+
+    async def run(self) -> None:
+        """The loops of the stage, until the actor is killed."""
+        config = self._wiring.config
+        slots = max(1, config.generator.max_concurrent_rollouts // config.algorithm.group_size)
+        stall_s = config.pipeline.stall_s
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(
+                follow_weights(self._stage, self._generator, self._channel, self._held)
+            )
+            tasks.create_task(
+                generate(self._stage, self._generator, self._held, slots=slots, stall_s=stall_s)
+            )
+
+    async def sample(
+        self, prompt: Prompt, seeds: Sequence[int], temperature: float, version: int
+    ) -> list[Rollout]:
+        """Rollouts for an evaluation of `version` (or a newer one)."""
+        stall_s = self._wiring.config.pipeline.stall_s
+        await self._held.at_least(version, timeout_s=stall_s)
+        async with self._stage.lease.hold("evaluate"):
+            return await self._generator.sample(prompt, seeds, temperature=temperature)
+
+    async def drain(self) -> ActorReport:
+        """What this replica did since the last call."""
+        return ActorReport(self._stage.spans.process, self._stage.spans.drain())

@@ -1,0 +1,142 @@
+"""The trainer: a rank as an actor, and all ranks as one for the training loop."""
+
+import asyncio
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from streamrl.actors.calls import call
+from streamrl.actors.wiring import ActorReport, Wiring
+from streamrl.algorithms.losses import normaliser
+from streamrl.checkpoint import CheckpointWriter
+from streamrl.config import RunConfig
+from streamrl.engines.packing import Pick, Round
+from streamrl.engines.rollout_sums import rollout_sums
+from streamrl.pipeline import StepTotals, Update, add_sums
+from streamrl.weights import WeightManifest, publish
+
+
+def step_normaliser(config: RunConfig, totals: StepTotals) -> float:
+    """What the summed loss of a step is divided by, as the run's aggregation has it."""
+    return normaliser(
+        config.algorithm.settings.loss_aggregation,
+        num_tokens=totals.num_loss_tokens,
+        num_sequences=totals.num_rollouts,
+        max_length=config.generator.max_new_tokens,
+    )
+
+
+@ray.remote
+class TrainerActor:
+    """One rank. What touches the model runs in one thread; the queue is read beside it."""
+
+    async def rendezvous(self) -> tuple[str, int]:
+        """Address and free port at which the ranks of a trainer may meet, asked of rank 0."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), int(probe.getsockname()[1])
+
+    async def start(
+        self, wiring: Wiring, rank: int, rendezvous: tuple[str, int], resume_dir: Path | None
+    ) -> None:
+        """Load the model, join the other ranks, and load the training state of a checkpoint."""
+        self._config = wiring.config
+        self._rank = rank
+        self._stage = wiring.stage("train", f"trainer-{rank}")
+        self._columns = wiring.train_columns
+        self._thread = ThreadPoolExecutor(1, "trainer")
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = rendezvous[0], str(rendezvous[1])
+        self._trainer = await self._in_thread(wiring.engines.trainer, wiring.config, rank)
+        if resume_dir is not None:
+            await self._in_thread(self._trainer.load, resume_dir)
+
+    async def train(self, picks: Sequence[Pick]) -> Mapping[str, float]:
+        """Forward and backward of one micro-batch; sums for the step's metrics."""
+        uids = dict.fromkeys(uid for uid, _ in picks)
+        groups = await self._stage.queue.read(uids, self._columns)
+        with self._stage.spans.span("train", rollouts=len(picks)):
+            sums = await self._in_thread(self._trainer.train_micro_batch, groups, picks)
+        return {**sums, **rollout_sums(groups, picks)}
+
+    async def update(self, totals: StepTotals, version: int) -> tuple[Mapping[str, float], Any]:
+        """Optimizer update, then publish: metrics of this rank, and the manifest on rank 0."""
+        with self._stage.spans.span("update", version=version):
+            divisor = step_normaliser(self._config, totals)
+            metrics = await self._in_thread(self._trainer.step, divisor)
+        return metrics, await self.publish(version)
+
+    async def publish(self, version: int) -> WeightManifest | None:
+        """Put the weights into the object store as `version`. All ranks must take part."""
+        with self._stage.spans.span("publish", version=version):
+            return await self._in_thread(self._publish, version)
+
+    def _publish(self, version: int) -> WeightManifest | None:
+        tensors = self._trainer.full_state()
+        if self._rank:
+            for _ in tensors:
+                pass
+            return None
+        bucket_bytes = self._config.weights.bucket_bytes
+        return publish(tensors, version=version, bucket_bytes=bucket_bytes, put=ray.put)
+
+    async def save(self, model_dir: Path, trainer_dir: Path) -> None:
+        """Write this rank's part of a checkpoint. All ranks must take part."""
+        with self._stage.spans.span("save"):
+            await self._in_thread(self._trainer.save, trainer_dir)
+            await self._in_thread(self._trainer.save_model, model_dir)
+
+    async def drain(self) -> ActorReport:
+        """What this rank did since the last call."""
+        return ActorReport(self._stage.spans.process, self._stage.spans.drain())
+
+    async def _in_thread(self, function: Any, *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+
+
+class TrainerGroup:
+    """All ranks as the one trainer the training loop calls."""
+
+    def __init__(self, ranks: Sequence[Any], *, timeout_s: float) -> None:
+        self._ranks = ranks
+        self._timeout_s = timeout_s
+        self.world_size = len(ranks)
+
+    async def train_round(self, work: Round) -> Mapping[str, float]:
+        """One micro-batch on every rank; sums over the ranks."""
+        parts = await self._all(
+            "train",
+            [rank.train.remote(picks) for rank, picks in zip(self._ranks, work, strict=True)],
+        )
+        sums: dict[str, float] = {}
+        for part in parts:
+            add_sums(sums, part)
+        return sums
+
+    async def update(self, totals: StepTotals, version: int) -> Update:
+        """Update and publish on every rank; rank 0 speaks for all."""
+        replies = await self._all("update", [r.update.remote(totals, version) for r in self._ranks])
+        metrics, manifest = replies[0]
+        return Update(metrics, manifest)
+
+    async def publish(self, version: int) -> WeightManifest:
+        """Publish the weights as they are."""
+        replies = await self._all("publish", [r.publish.remote(version) for r in self._ranks])
+        manifest = replies[0]
+        assert isinstance(manifest, WeightManifest)
+        return manifest
+
+    async def save(self, writer: CheckpointWriter) -> None:
+        """Write every rank's part of a checkpoint."""
+        model, state = writer.model_dir, writer.trainer_dir
+        await self._all("save", [rank.save.remote(model, state) for rank in self._ranks])
+
+    async def _all(self, what: str, replies: Sequence[Any]) -> list[Any]:
+        names = (f"trainer-{rank}.{what}" for rank in range(self.world_size))
+        return await asyncio.gather(
+            *(call(r, name, self._timeout_s) for r, name in zip(replies, names, strict=True))
+        )

@@ -1,0 +1,103 @@
+"""What connects an actor to the run: config, queue, weight channel, device lease, engines."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from streamrl.actors.calls import CALL_TIMEOUT_S, call
+from streamrl.actors.engine_factory import EngineFactory
+from streamrl.actors.shard import RemoteShard
+from streamrl.buffer import ExperienceQueue
+from streamrl.config import RunConfig
+from streamrl.dataflow import Dataflow, Kind
+from streamrl.lease import FreeLease, SharedLease
+from streamrl.messages import COMPONENT_PREFIX
+from streamrl.pipeline import Stage
+from streamrl.telemetry.spans import Span, SpanRecorder
+from streamrl.weights import WeightManifest, unpack
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """Given to every actor of a run at its start.
+
+    components: names of the rewards that are combined into the scores.
+    max_length: most tokens of prompt and completion together.
+    """
+
+    config: RunConfig
+    dataflow: Dataflow
+    components: tuple[str, ...]
+    max_length: int
+    shards: tuple[RemoteShard, ...]
+    coordinator: Any
+    engines: EngineFactory
+
+    @property
+    def train_columns(self) -> tuple[str, ...]:
+        """What a rank reads of a group: what the algorithm needs, and the reward components."""
+        (train,) = self.dataflow.of_kind(Kind.TRAIN)
+        return (*train.needs, *(f"{COMPONENT_PREFIX}{name}" for name in self.components))
+
+    def stage(self, name: str, process: str) -> Stage:
+        """The place of an actor called `process` in stage `name`."""
+        arbiter = RemoteArbiter(self.coordinator, self.config.pipeline.stall_s)
+        shared = self.config.placement.one_at_a_time
+        return Stage(
+            name=name,
+            queue=ExperienceQueue(self.shards),
+            lease=SharedLease(arbiter, process) if shared else FreeLease(),
+            spans=SpanRecorder(process),
+        )
+
+
+@dataclass(frozen=True)
+class ActorReport:
+    """What an actor did since its last report."""
+
+    process: str
+    spans: Sequence[Span]
+    samples: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
+
+
+class RemoteArbiter:
+    """The coordinator's device lease, from another process."""
+
+    def __init__(self, coordinator: Any, timeout_s: float) -> None:
+        self._coordinator = coordinator
+        self._timeout_s = timeout_s + CALL_TIMEOUT_S
+
+    async def acquire(self, holder: str) -> None:
+        """Wait for the pool."""
+        await call(self._coordinator.acquire.remote(holder), "lease.acquire", self._timeout_s)
+
+    async def release(self, holder: str) -> None:
+        """Give the pool back."""
+        await call(self._coordinator.release.remote(holder), "lease.release")
+
+
+class RemoteChannel:
+    """The readers' end of weight sync: manifests from the coordinator, buckets from the store."""
+
+    def __init__(self, coordinator: Any, reader: str) -> None:
+        self._coordinator = coordinator
+        self._reader = reader
+
+    async def newest(self, *, after: int, wait_s: float) -> WeightManifest | None:
+        """The newest version above `after`, if there is one within `wait_s`."""
+        reply = self._coordinator.newest.remote(after, wait_s)
+        manifest = await call(reply, "coordinator.newest", wait_s + CALL_TIMEOUT_S)
+        assert manifest is None or isinstance(manifest, WeightManifest)
+        return manifest
+
+    async def fetch(self, manifest: WeightManifest) -> Mapping[str, Any]:
+        """The tensors of a version, verified: views of the buckets in the object store."""
+        what = f"{self._reader}: bucket of weights version {manifest.version}"
+        buckets = await asyncio.gather(*(call(handle, what) for handle in manifest.handles))
+        return await asyncio.to_thread(unpack, manifest, buckets)
+
+    async def pulled(self, version: int, seconds: float) -> None:
+        """Tell the coordinator what this reader serves from now on."""
+        reply = self._coordinator.pulled.remote(self._reader, version, seconds)
+        await call(reply, "coordinator.pulled")

@@ -1,0 +1,201 @@
+"""A run's configuration: composes each room's config, reads YAML and key=value overrides."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, is_dataclass
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from streamrl.algorithms.table import AlgorithmConfig
+from streamrl.buffer.admission import check_capacity
+from streamrl.buffer.shard import QueueConfig
+from streamrl.checkpoint import CheckpointConfig
+from streamrl.data import DataConfig
+from streamrl.engines.generation import GeneratorConfig
+from streamrl.engines.training import TrainerConfig
+from streamrl.errors import ConfigError
+from streamrl.evaluation import EvaluationConfig
+from streamrl.pipeline import PipelineConfig
+from streamrl.placement import PlacementConfig
+from streamrl.rewards import RewardConfig, ScorerConfig
+from streamrl.telemetry import TelemetryConfig
+from streamrl.weights import WeightsConfig
+
+
+@dataclass
+class RunSettings:
+    """The run itself.
+
+    name: names the run directory, dir/name.
+    dir: where run directories are.
+    seed: of the prompts' order and of every rollout.
+    steps: optimizer steps in all, those before a resume included.
+    overwrite: replace a run directory of that name that exists.
+    """
+
+    name: str = "run"
+    dir: str = "runs"
+    seed: int = 0
+    steps: int = 100
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ConfigError(f"run.steps={self.steps}: must be at least 1")
+        if not self.name or "/" in self.name:
+            raise ConfigError(f"run.name={self.name!r}: must be a plain folder name")
+
+
+@dataclass
+class ModelConfig:
+    """The policy's starting point.
+
+    path: a Hugging Face model directory.
+    max_length: most tokens of prompt and completion; null takes the model's own limit.
+    """
+
+    path: str = ""
+    max_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_length is not None and self.max_length <= 1:
+            raise ConfigError(f"model.max_length={self.max_length}: must be at least 2 tokens")
+
+
+@dataclass
+class RunConfig:
+    """All settings of a run, a room each."""
+
+    run: RunSettings = field(default_factory=RunSettings)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    generator: GeneratorConfig = field(default_factory=GeneratorConfig)
+    rewards: list[RewardConfig] = field(default_factory=list)
+    scorer: ScorerConfig = field(default_factory=ScorerConfig)
+    trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    queue: QueueConfig = field(default_factory=QueueConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
+
+    def __post_init__(self) -> None:
+        if not self.model.path:
+            raise ConfigError("model.path: missing; it names a Hugging Face model directory")
+        if not self.data.train:
+            raise ConfigError("data.train: missing; it names a parquet or JSONL file of prompts")
+        if not self.rewards:
+            raise ConfigError("rewards: empty; a run needs at least one, e.g. [{kind: exact}]")
+        check_capacity(
+            self.capacity_groups,
+            max_staleness=self.pipeline.max_staleness,
+            groups_per_step=self.pipeline.groups_per_step,
+        )
+
+    @property
+    def run_dir(self) -> Path:
+        """The run's directory."""
+        return Path(self.run.dir) / self.run.name
+
+    @property
+    def capacity_groups(self) -> int:
+        """Groups the queue may hold; by default what the staleness bound keeps in flight."""
+        needed = (self.pipeline.max_staleness + 1) * self.pipeline.groups_per_step
+        return needed if self.queue.capacity_groups is None else self.queue.capacity_groups
+
+
+def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+    """Read a YAML file and key=value overrides into a checked RunConfig.
+
+    Raises ConfigError: one line with the key, the value and the rule, or the nearest right key.
+    """
+    merged = OmegaConf.merge(_read_yaml(path), _read_overrides(overrides))
+    assert isinstance(merged, DictConfig)
+    return resolve(merged, place=str(path))
+
+
+def resolve(settings: DictConfig, *, place: str) -> RunConfig:
+    """Check loose settings against the structure of RunConfig; `place` is where they come from."""
+    loose = OmegaConf.to_container(settings)
+    for key, value, inside in _walk(loose, RunConfig, ""):
+        _check_key(key, value, inside, place)
+    try:
+        config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), loose))
+    except OmegaConfBaseException as error:
+        reason = str(error.msg or error).splitlines()[0]
+        raise ConfigError(f"{place}: {error.full_key or 'config'}: {reason}") from None
+    assert isinstance(config, RunConfig)
+    return config
+
+
+def dump_config(config: RunConfig) -> str:
+    """The resolved configuration as YAML."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def to_dict(config: RunConfig) -> dict[str, Any]:
+    """The configuration as plain nested dicts and lists."""
+    return dataclasses.asdict(config)
+
+
+def _read_yaml(path: Path) -> DictConfig:
+    try:
+        loaded = OmegaConf.load(path)
+    except OSError as error:
+        raise ConfigError(f"config {path}: {error.strerror or error}") from None
+    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+        raise ConfigError(f"config {path}: not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(loaded, DictConfig):
+        raise ConfigError(f"config {path}: must be a mapping of settings, not a list")
+    return loaded
+
+
+def _read_overrides(overrides: Sequence[str]) -> DictConfig:
+    for override in overrides:
+        key, equals, _ = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{override!r}: an override is written key=value")
+    try:
+        return OmegaConf.from_dotlist(list(overrides))
+    except (YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"overrides: {' '.join(str(error).split())}") from None
+
+
+def _walk(loose: Any, kind: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
+    """Every setting given, as (full key, value, dataclass that should have it)."""
+    if get_origin(kind) is list and isinstance(loose, list):
+        for i, item in enumerate(loose):
+            yield from _walk(item, get_args(kind)[0], f"{prefix.removesuffix('.')}[{i}].")
+    elif is_dataclass(kind) and isinstance(loose, dict):
+        hints = get_type_hints(kind)
+        for name, value in loose.items():
+            yield f"{prefix}{name}", value, kind
+            yield from _walk(value, hints.get(str(name)), f"{prefix}{name}.")
+
+
+def _check_key(key: str, value: Any, inside: Any, place: str) -> None:
+    hints = get_type_hints(inside)
+    parent, _, name = key.rpartition(".")
+    if name not in hints:
+        near = difflib.get_close_matches(key, list(_all_keys(RunConfig)), n=1, cutoff=0.0)
+        local = difflib.get_close_matches(name, hints, n=1)
+        right = f"{parent}.{local[0]}".removeprefix(".") if local else near[0]
+        raise ConfigError(f"{place}: unknown key {key}={value!r}; the nearest key is {right}")
+    if is_dataclass(hints[name]) and not isinstance(value, dict):
+        raise ConfigError(f"{place}: {key}={value!r}: must be a mapping of settings")
+
+
+def _all_keys(kind: Any, prefix: str = "") -> Iterator[str]:
+    for name, hint in get_type_hints(kind).items():
+        item = get_args(hint)[0] if get_origin(hint) is list else hint
+        yield f"{prefix}{name}"
+        if is_dataclass(item):
+            yield from _all_keys(item, f"{prefix}{name}.")

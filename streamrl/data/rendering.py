@@ -1,0 +1,84 @@
+"""Chat messages to token ids, as the model was trained to read them."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from streamrl.data.rows import Row
+from streamrl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a model directory. Raises ConfigError naming the path if there is none."""
+    from transformers import AutoTokenizer
+
+    _check_model_directory(model_path)
+    try:
+        return AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+    # The tokenizers library raises bare Exception for a damaged tokenizer.json.
+    except Exception as error:
+        raise ConfigError(f"{model_path}: its tokenizer cannot be loaded: {_why(error)}") from error
+
+
+def load_vocab_size(model_path: str) -> int:
+    """How many token ids the model of a directory knows, from its config.json."""
+    from transformers import AutoConfig
+
+    _check_model_directory(model_path)
+    try:
+        config = AutoConfig.from_pretrained(model_path, local_files_only=True)
+        return int(config.get_text_config().vocab_size)
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{model_path}: config.json cannot be used: {_why(error)}") from error
+
+
+def render(tokenizer: "PreTrainedTokenizerBase", rows: Sequence[Row]) -> list[list[int]]:
+    """Token ids of each row's prompt, ending where the policy is to write.
+
+    By the model's own chat template; for a tokenizer without one the contents joined by newlines,
+    with the special tokens the tokenizer puts at the start and end of a text. Raises ConfigError
+    naming the row that the template refuses.
+    """
+    templated = tokenizer.chat_template is not None
+    texts = [
+        _templated(tokenizer, row)
+        if templated
+        else "\n".join(message["content"] for message in row.messages)
+        for row in rows
+    ]
+    # A template writes its special tokens itself. One call for all: it is far faster than a loop.
+    encoded: Mapping[str, Any] = tokenizer(
+        texts, add_special_tokens=not templated, return_attention_mask=False
+    )
+    return list(encoded["input_ids"])
+
+
+def _templated(tokenizer: "PreTrainedTokenizerBase", row: Row) -> str:
+    from jinja2 import TemplateError
+
+    try:
+        text = tokenizer.apply_chat_template(
+            [dict(message) for message in row.messages], add_generation_prompt=True, tokenize=False
+        )
+    # TypeError and ValueError come from Python expressions inside a template.
+    except (TemplateError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{row.place}: the model's chat template refuses the prompt: {_why(error)}"
+        ) from error
+    return str(text)
+
+
+def _check_model_directory(model_path: str) -> None:
+    path = Path(model_path)
+    if not path.is_dir():
+        fact = "is not a directory" if path.exists() else "does not exist"
+        raise ConfigError(f"{model_path}: {fact}; the model must be a directory on this machine")
+    if not (path / "config.json").is_file():
+        raise ConfigError(f"{model_path}: not a model directory: it has no config.json")
+
+
+def _why(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,170 @@
+"""DeepSpeed as the training backend: ZeRO stages 0 to 3, on nccl and on gloo.
+
+A step here is open-ended: gradients of plain sums pile up until the caller knows what to divide
+them by. So DeepSpeed is told to leave the accumulation to the caller, and the division is put where
+it belongs, after the reduction over the ranks and before the clipping:
+
+- ZeRO 1 to 3 divide by `loss_scale` there, made for fp16, which is neither used nor checked for
+  overflow in float32 and bfloat16. `backward` multiplies by it, so it is 1 except during a step.
+- The bfloat16 optimizer that stage 1 brings has no such thing: its float32 gradients, still this
+  rank's own, are scaled before it steps.
+- Stage 0 leaves all of it to the torch optimizer, and reports no norm: a hook before its step
+  divides and clips.
+
+DeepSpeed averages over the ranks; dividing by `divisor / world_size` makes that the sum again.
+"""
+
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from streamrl.engines.ranks import bound_collectives
+from streamrl.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from streamrl.engines.training import TrainerConfig
+
+TAG = "zero"
+SHARDS_PARAMETERS = 3
+"""The ZeRO stage in which a rank holds only its part of the parameters."""
+BUCKET_ELEMENTS = 50_000_000
+"""Elements in one reduction; DeepSpeed allocates that much, and its own default is ten times it."""
+
+
+class DeepSpeedBackend:
+    """One rank's DeepSpeed engine behind the trainer's face."""
+
+    def __init__(self, module: "PreTrainedModel", config: "TrainerConfig") -> None:
+        deepspeed = _import_deepspeed()
+        self.module = module
+        self._deepspeed = deepspeed
+        self._clip = config.grad_clip
+        self._stage = config.zero_stage
+        optimizer = torch.optim.AdamW(
+            module.parameters(),
+            lr=config.lr,
+            betas=(config.betas[0], config.betas[1]),
+            weight_decay=config.weight_decay,
+        )
+        deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False)
+        self._engine, *_ = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=engine_config(module, config)
+        )
+        self.forward = self._engine
+        if self._stage == 0:
+            optimizer.register_step_pre_hook(self._divide_and_clip)
+        self._norm = 0.0
+        self._scale = 1.0
+        bound_collectives(config.collective_timeout_s)
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a summed loss. Collective in stages 2 and 3."""
+        self._engine.backward(loss)
+
+    def step(self, *, divisor: float, lr: float) -> float:
+        """Update with the gradient over all ranks divided by `divisor`; its norm before clipping.
+
+        Collective. A norm that is not finite leaves the parameters as they are.
+        """
+        engine, optimizer = self._engine, self._engine.optimizer
+        self._scale = divisor / dist.get_world_size()
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        if self._stage == 0:
+            engine.step()
+            return self._norm
+        if _is_bf16_optimizer(optimizer):
+            for gradients in optimizer.fp32_groups_gradients_flat:
+                gradients.div_(self._scale)
+            engine.step()
+        else:
+            optimizer.loss_scale = self._scale
+            engine.step()
+            optimizer.loss_scale = 1.0
+        return float(engine.get_global_grad_norm())
+
+    def _divide_and_clip(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        for parameter in parameters:
+            parameter.grad /= self._scale
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self._clip or math.inf)
+        if not norm.isfinite():
+            optimizer.zero_grad()  # without gradients the step that follows changes nothing
+        self._norm = norm.item()
+
+    def full_state(self) -> Iterator[tuple[str, Tensor]]:
+        """The whole parameters under all their names. Collective in stage 3: exhaust it."""
+        shared: dict[torch.nn.Parameter, list[str]] = {}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            shared.setdefault(parameter, []).append(name)
+        for parameter, names in shared.items():
+            tensor: Tensor = parameter.detach()
+            if self._stage == SHARDS_PARAMETERS:
+                # Copied inside, yielded outside: a reader that stops must not hold up the ranks.
+                with self._deepspeed.zero.GatheredParameters([parameter]):
+                    tensor = parameter.detach().clone()
+            yield from ((name, tensor) for name in names)
+
+    def save(self, directory: Path) -> None:
+        """Write every rank's part of parameters and optimizer. Collective."""
+        self._engine.save_checkpoint(str(directory), tag=TAG)
+
+    def load(self, directory: Path) -> None:
+        """Read what `save` wrote. Collective; raises CheckpointError if there is nothing."""
+        path, _ = self._engine.load_checkpoint(str(directory), tag=TAG)
+        if path is None:
+            raise CheckpointError(f"{directory} holds no DeepSpeed checkpoint")
+
+    def close(self) -> None:
+        """Release the engine and leave the ranks."""
+        self._engine.destroy()
+        self._deepspeed.comm.destroy_process_group()
+
+
+def engine_config(module: "PreTrainedModel", config: "TrainerConfig") -> dict[str, Any]:
+    """DeepSpeed's configuration of a trainer."""
+    settings: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "managed_gradient_accumulation": False,
+        "gradient_clipping": config.grad_clip if config.zero_stage else 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": config.zero_stage,
+            "overlap_comm": False,
+            "reduce_bucket_size": BUCKET_ELEMENTS,
+            # Below this a parameter stays whole on every rank.
+            "stage3_param_persistence_threshold": 10 * module.config.hidden_size,
+        },
+    }
+    if module.dtype == torch.bfloat16:
+        settings["bf16"] = {"enabled": True, "check_grad_overflow": True}
+        settings["data_types"] = {"grad_accum_dtype": "fp32"}
+    return settings
+
+
+def _import_deepspeed() -> Any:
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    import deepspeed.ops
+    from deepspeed.utils import logger
+
+    logger.setLevel("WARNING")
+    # Its shared-memory collectives for CPUs are built with a compiler on first use: over a minute.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def _is_bf16_optimizer(optimizer: Any) -> bool:
+    from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+
+    return isinstance(optimizer, BF16_Optimizer)

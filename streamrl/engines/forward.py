@@ -1,0 +1,110 @@
+"""A policy's forward pass: the log-probability it gives to every token of a batch."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from streamrl.algorithms.losses import entropy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CHUNK_TOKENS = 2048
+"""Tokens whose distributions over the vocabulary are held in float32 at a time."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+EntropyMode = Literal["none", "value", "gradient"]
+
+
+class TokenScores(NamedTuple):
+    """Log-probabilities and entropies, float32 [B, T]; 0 at position 0 and in the padding."""
+
+    logprobs: Tensor
+    entropy: Tensor
+
+
+def local_device() -> torch.device:
+    """The GPU this process works on, or the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def resolve_dtype(name: str) -> torch.dtype:
+    """The dtype of that name; auto is bfloat16 on a GPU and float32 on the CPU."""
+    if name == "auto":
+        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
+    return DTYPES[name]
+
+
+def load_model(path: str, *, dtype: torch.dtype) -> "PreTrainedModel":
+    """The causal language model in a Hugging Face directory, in training mode, without dropout.
+
+    Dropout would make the policy that is trained another one than the policy that sampled.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(path)
+    for name, value in config.to_dict().items():
+        if "drop" in name and isinstance(value, float):
+            setattr(config, name, 0.0)
+    model: Any = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
+    return model.to(local_device()).train()
+
+
+def token_logprobs(
+    model: Callable[..., Any],
+    token_ids: Tensor,
+    attention_mask: Tensor,
+    *,
+    temperature: float,
+    entropy_mode: EntropyMode = "none",
+) -> TokenScores:
+    """Log-probability of every token given those before it, at the sampling temperature.
+
+    `token_ids` int64 [B, T] and `attention_mask` bool [B, T] with the padding on the right.
+    Position t holds the log-probability of token t; the first has none. Logits are divided by
+    `temperature` as they were when the token was sampled. The float32 distributions are made chunk
+    by chunk, in the backward pass again. Entropies are 0 unless asked for, and have a gradient only
+    if that is asked for.
+    """
+    output = model(input_ids=token_ids, attention_mask=attention_mask.long(), use_cache=False)
+    # Splitting all of it and dropping the last position of the small result keeps the backward
+    # pass at one concatenation; a slice of the logits would be padded back to full size.
+    targets = token_ids.roll(-1, dims=1)
+    width = max(1, CHUNK_TOKENS // len(token_ids))
+    pairs = zip(output.logits.split(width, dim=1), targets.split(width, dim=1), strict=True)
+    chunks = [
+        checkpoint(
+            _score,
+            logits,
+            ids,
+            temperature,
+            entropy_mode,
+            use_reentrant=False,
+            preserve_rng_state=False,
+        )
+        for logits, ids in pairs
+    ]
+    logprobs, entropies = (torch.cat(parts, dim=1) for parts in zip(*chunks, strict=True))
+    return TokenScores(_shift(logprobs, attention_mask), _shift(entropies, attention_mask))
+
+
+def _score(
+    logits: Tensor, targets: Tensor, temperature: float, entropy_mode: EntropyMode
+) -> tuple[Tensor, Tensor]:
+    scaled = logits.float() / temperature
+    chosen = scaled.gather(-1, targets[..., None])[..., 0] - scaled.logsumexp(-1)
+    if entropy_mode == "none":
+        return chosen, torch.zeros_like(chosen)
+    with torch.set_grad_enabled(entropy_mode == "gradient" and torch.is_grad_enabled()):
+        return chosen, entropy(scaled)
+
+
+def _shift(values: Tensor, attention_mask: Tensor) -> Tensor:
+    """From "what position t says of the next token" to "what was said of token t"."""
+    shifted = torch.nn.functional.pad(values[:, :-1], (1, 0))
+    return torch.where(attention_mask, shifted, 0.0)

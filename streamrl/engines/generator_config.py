@@ -1,0 +1,122 @@
+"""The settings of the generators and what they mean to vLLM: environment and engine arguments."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from streamrl.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_MB_ON_CPU = 64
+#: Tokens of one engine step on a CPU; a step takes whole prompts, so a long one may exceed it.
+STEP_TOKENS_ON_CPU = 4096
+
+
+@dataclass
+class GeneratorConfig:
+    """The generators: how many, what they sample, and what they may use."""
+
+    #: Number of engines, each with the whole model.
+    replicas: int = 1
+    #: Longest completion, tokens.
+    max_new_tokens: int = 256
+    #: Temperature of the sampling distribution. There is no top-p and no top-k: logprobs would be
+    #: those of another distribution than the one that is trained.
+    temperature: float = 1.0
+    #: Rollouts one replica samples at the same time; more wait in its queue.
+    max_concurrent_rollouts: int = 256
+    #: Memory for keys and values, MB per replica. Unset: 64 on a CPU, and on a GPU what
+    #: gpu_memory_utilization leaves.
+    kv_cache_mb: int | None = None
+    #: Fraction of a GPU's memory a replica may use; without meaning if kv_cache_mb is set.
+    gpu_memory_utilization: float = 0.9
+    #: CPU threads a replica computes with.
+    threads: int = 1
+    #: Type of weights and activations: float32, bfloat16, float16, or auto, which is the model's
+    #: own on a GPU and float32 on a CPU.
+    dtype: str = "auto"
+    #: Deadline of starting an engine, s.
+    start_timeout_s: float = 600.0
+    #: Deadline of the rollouts of one prompt, and of applying one version of the weights, s.
+    request_timeout_s: float = 600.0
+
+    def __post_init__(self) -> None:
+        for name in (
+            "replicas",
+            "max_new_tokens",
+            "temperature",
+            "max_concurrent_rollouts",
+            "kv_cache_mb",
+            "gpu_memory_utilization",
+            "threads",
+            "start_timeout_s",
+            "request_timeout_s",
+        ):
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ConfigError(f"generator.{name}={value}: must be above 0")
+        if self.gpu_memory_utilization > 1:
+            raise ConfigError(
+                f"generator.gpu_memory_utilization={self.gpu_memory_utilization}: must be at most 1"
+            )
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"generator.dtype={self.dtype}: must be one of {', '.join(DTYPES)}")
+
+
+def generation_env(device: str, *, threads: int = 1) -> dict[str, str]:
+    """Environment a process needs before it imports vLLM; `device` is "cpu" or "cuda".
+
+    Raises ValueError on another device.
+    """
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device {device!r}: must be cpu or cuda")
+    env = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_DO_NOT_TRACK": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": str(threads),
+    }
+    if device == "cpu":
+        # vLLM compiles one function of the sampler even in eager mode: 20 s in the C++ compiler.
+        env["TORCHDYNAMO_DISABLE"] = "1"
+    return env
+
+
+def engine_arguments(
+    model_path: str, config: GeneratorConfig, *, seed: int, max_length: int, on_cpu: bool
+) -> dict[str, Any]:
+    """vLLM's EngineArgs for one replica; `max_length` is in tokens, prompt and completion."""
+    arguments: dict[str, Any] = {
+        "model": model_path,
+        "dtype": config.dtype,
+        "seed": seed,
+        "max_model_len": max_length,
+        "max_num_seqs": config.max_concurrent_rollouts,
+        "logprobs_mode": "processed_logprobs",
+        "enable_prefix_caching": True,
+        # With it, a step is in flight while the weights change between two steps.
+        "async_scheduling": False,
+        "disable_log_stats": True,
+        "use_tqdm_on_load": False,
+    }
+    kv_cache_mb = config.kv_cache_mb
+    if on_cpu:
+        kv_cache_mb = kv_cache_mb or KV_CACHE_MB_ON_CPU
+        arguments |= {
+            "dtype": "float32" if config.dtype == "auto" else config.dtype,
+            "enforce_eager": True,
+            # A prompt cut in two makes vLLM rewind the request's random generator, which a CPU
+            # generator cannot do: the engine would die.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(
+                max_length, config.max_concurrent_rollouts, STEP_TOKENS_ON_CPU
+            ),
+        }
+    if kv_cache_mb is None:
+        arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
+    else:
+        arguments["kv_cache_memory_bytes"] = kv_cache_mb << 20
+    return arguments

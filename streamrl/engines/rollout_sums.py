@@ -1,0 +1,40 @@
+"""What a micro-batch says about its rollouts, as sums that add up over a step."""
+
+from collections.abc import Mapping, Sequence
+
+from streamrl.engines.packing import Pick
+from streamrl.messages import COMPONENT_PREFIX, Columns, FinishReason, split_tokens
+
+
+def rollout_sums(groups: Mapping[str, Columns], picks: Sequence[Pick]) -> dict[str, float]:
+    """Sums over the picked rollouts: scores, reward components, sampled tokens, truncations.
+
+    `sampled_max` is a maximum; everything else is added.
+    """
+    sums = {
+        "rollouts": float(len(picks)),
+        "score_sum": 0.0,
+        "score_squared_sum": 0.0,
+        "sampled_sum": 0.0,
+        "sampled_max": 0.0,
+        "truncated_sum": 0.0,
+    }
+    sampled = {uid: _sampled(columns) for uid, columns in groups.items()}
+    for uid, index in picks:
+        columns = groups[uid]
+        score, tokens = float(columns["scores"][index]), sampled[uid][index]
+        sums["score_sum"] += score
+        sums["score_squared_sum"] += score * score
+        sums["sampled_sum"] += tokens
+        sums["sampled_max"] = max(sums["sampled_max"], tokens)
+        sums["truncated_sum"] += columns["finish_reason"][index] == FinishReason.LENGTH.value
+        for name in columns:
+            if name.startswith(COMPONENT_PREFIX):
+                total = sums.get(f"{name}_sum", 0.0)
+                sums[f"{name}_sum"] = total + float(columns[name][index])
+    return sums
+
+
+def _sampled(columns: Columns) -> list[float]:
+    """Tokens the policy sampled, per rollout of a group."""
+    return [float(m.sum()) for m in split_tokens(columns["loss_mask"], columns["lengths"])]

@@ -1,0 +1,11 @@
+"""Seeds of rollouts: a rollout is a function of the weights, the prompt and its seed."""
+
+import hashlib
+
+
+def rollout_seeds(run_seed: int, uid: str, count: int) -> list[int]:
+    """One sampling seed (0 to 2^31 - 1) per rollout of the prompt `uid`."""
+    digests = (
+        hashlib.blake2b(f"{run_seed}/{uid}/{i}".encode(), digest_size=4) for i in range(count)
+    )
+    return [int.from_bytes(digest.digest(), "big") >> 1 for digest in digests]

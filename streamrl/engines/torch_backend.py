@@ -1,0 +1,81 @@
+"""Plain data parallelism in torch: whole parameters and optimizer on every rank, float32.
+
+Small and easy to follow; the reference the DeepSpeed backend is tested against.
+"""
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from streamrl.engines.ranks import leave_ranks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from streamrl.engines.training import TrainerConfig
+
+STATE_FILE = "torch_state.pt"
+
+
+class TorchBackend:
+    """Gradients add up in `.grad`; a step sums them over the ranks and divides once."""
+
+    def __init__(self, module: "PreTrainedModel", config: "TrainerConfig") -> None:
+        self.module = module
+        self.forward = module
+        self._clip = config.grad_clip
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        self._optimizer = torch.optim.AdamW(
+            self._parameters,
+            lr=config.lr,
+            betas=(config.betas[0], config.betas[1]),
+            weight_decay=config.weight_decay,
+        )
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradient of a summed loss."""
+        loss.backward()
+
+    def step(self, *, divisor: float, lr: float) -> float:
+        """Update with the gradient over all ranks divided by `divisor`; its norm before clipping.
+
+        A norm that is not finite leaves the parameters as they are.
+        """
+        for parameter in self._parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= divisor
+        norm = torch.nn.utils.clip_grad_norm_(self._parameters, self._clip or math.inf)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        if norm.isfinite():
+            self._optimizer.step()
+        self._optimizer.zero_grad()
+        return norm.item()
+
+    def full_state(self) -> Iterator[tuple[str, Tensor]]:
+        """The parameters under all their names; views, which the next step changes."""
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            yield name, parameter.detach()
+
+    def save(self, directory: Path) -> None:
+        """Write parameters and optimizer; rank 0 does, the others have the same."""
+        if dist.get_rank() == 0:
+            state = {"model": self.module.state_dict(), "optimizer": self._optimizer.state_dict()}
+            torch.save(state, directory / STATE_FILE)
+
+    def load(self, directory: Path) -> None:
+        """Read what `save` wrote."""
+        state = torch.load(directory / STATE_FILE, map_location="cpu", weights_only=True)
+        self.module.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+    def close(self) -> None:
+        """Leave the ranks."""
+        leave_ranks()

@@ -1,0 +1,142 @@
+"""How good the policy is on prompts it is not trained on: pass@1, pass@k and mean score.
+
+Runtime-free: the caller says how a prompt is sampled and how its rollouts are scored.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from streamrl.engines.seeds import rollout_seeds
+from streamrl.errors import ConfigError, DeadlineError
+from streamrl.messages import Array, Columns, Prompt, Rollout
+
+Generate = Callable[[Prompt, Sequence[int]], Awaitable[list[Rollout]]]
+Score = Callable[[Prompt, list[Rollout]], Awaitable[Columns]]
+
+
+@dataclass
+class EvaluationConfig:
+    """When the policy is evaluated, and how.
+
+    every: optimizer steps between evaluations; 0: only those at the start and the end.
+    at_start: evaluate before the first step.
+    at_end: evaluate after the last step.
+    samples: completions per prompt, the k of pass@k.
+    temperature: of sampling; 0 takes the likeliest token.
+    limit: evaluate the first so many prompts of the file; null: all.
+    seed: of sampling; the same weights and seed give the same result.
+    pass_score: score from which a completion passes.
+    """
+
+    every: int = 0
+    at_start: bool = True
+    at_end: bool = True
+    samples: int = 4
+    temperature: float = 1.0
+    limit: int | None = None
+    seed: int = 0
+    pass_score: float = 1.0
+
+    def __post_init__(self) -> None:
+        for key, least in (("every", 0), ("samples", 1), ("temperature", 0)):
+            if not vars(self)[key] >= least:
+                raise ConfigError(f"evaluation.{key}={vars(self)[key]}: must be {least} or more")
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"evaluation.limit={self.limit}: must be 1 or more, or null")
+
+    def is_due(self, step: int, *, num_steps: int) -> bool:
+        """Whether to evaluate when `step` of `num_steps` optimizer steps have been made."""
+        on_the_way = self.every > 0 and step > 0 and step % self.every == 0
+        at_an_end = (self.at_start and step == 0) or (self.at_end and step == num_steps)
+        return on_the_way or at_an_end
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """Scores of `samples` completions for each of `num_prompts` prompts.
+
+    pass_at_1: fraction of all completions that pass; the unbiased estimate for a single try.
+    pass_at_k: fraction of prompts of which any completion passes, k = samples.
+    mean_at_k: mean score of all completions.
+    by_source: the same for the prompts of each data_source.
+    """
+
+    num_prompts: int
+    samples: int
+    pass_at_1: float
+    pass_at_k: float
+    mean_at_k: float
+    by_source: Mapping[str, "EvaluationResult"] = field(default_factory=dict)
+
+
+async def evaluate(
+    prompts: Sequence[Prompt],
+    *,
+    generate: Generate,
+    score: Score,
+    config: EvaluationConfig,
+    concurrency: int = 64,
+    timeout_s: float = 600.0,
+) -> EvaluationResult:
+    """Sample and score the first `config.limit` prompts, `concurrency` of them at once.
+
+    `generate` is given one seed per completion wanted, a function of config.seed and the prompt's
+    uid alone, so that the result does not depend on what runs beside what. Raises what `generate`
+    or `score` raises, and DeadlineError if a prompt takes longer than `timeout_s`; nothing goes on
+    in the background then.
+    """
+    chosen = list(prompts[: config.limit])
+    if not chosen:
+        raise ValueError("evaluation: no prompts")
+    slots = asyncio.Semaphore(concurrency)
+
+    async def scores_of(prompt: Prompt) -> Array:
+        async with slots:
+            try:
+                async with asyncio.timeout(timeout_s) as deadline:
+                    seeds = rollout_seeds(config.seed, prompt.uid, config.samples)
+                    rollouts = await generate(prompt, seeds)
+                    columns = await score(prompt, rollouts)
+            except TimeoutError as error:
+                if not deadline.expired():
+                    raise
+                raise DeadlineError(
+                    f"evaluation of uid {prompt.uid}: no scores in {timeout_s:g} s"
+                ) from error
+        if columns["scores"].shape != (config.samples,):
+            raise ValueError(
+                f"evaluation of uid {prompt.uid}: {columns['scores'].shape} scores, "
+                f"wanted {config.samples}"
+            )
+        return columns["scores"]
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(scores_of(prompt)) for prompt in chosen]
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    scores = np.stack([task.result() for task in tasks])
+    sources = [prompt.data_source for prompt in chosen]
+    by_source = {
+        source: _result(scores[[s == source for s in sources]], config.pass_score)
+        for source in sorted(set(sources))
+    }
+    return _result(scores, config.pass_score, by_source)
+
+
+def _result(
+    scores: Array, pass_score: float, by_source: Mapping[str, EvaluationResult] | None = None
+) -> EvaluationResult:
+    """What [prompts, samples] scores come to."""
+    passed = scores >= pass_score
+    return EvaluationResult(
+        num_prompts=scores.shape[0],
+        samples=scores.shape[1],
+        pass_at_1=float(passed.mean()),
+        pass_at_k=float(passed.any(axis=1).mean()),
+        mean_at_k=float(scores.mean(dtype=np.float64)),
+        by_source=by_source or {},
+    )

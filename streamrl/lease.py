@@ -1,0 +1,80 @@
+"""The device lease: who may compute on a pool. Free, or one stage at a time."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from streamrl.errors import DeadlineError
+
+
+class FreeLease:
+    """Every stage has a pool of its own: nobody waits."""
+
+    @asynccontextmanager
+    async def hold(self, stage: str) -> AsyncIterator[None]:
+        """Nothing to hold."""
+        yield
+
+
+class Arbiter:
+    """Lends one pool to one holder at a time, first come, first served."""
+
+    def __init__(self, *, timeout_s: float) -> None:
+        self._lock = asyncio.Lock()
+        self._timeout_s = timeout_s
+        self._holder = ""
+        self._since = 0.0
+
+    async def acquire(self, holder: str) -> None:
+        """Wait for the pool. Raises DeadlineError naming who has it and for how long."""
+        try:
+            await asyncio.wait_for(self._lock.acquire(), self._timeout_s)
+        except TimeoutError:
+            raise DeadlineError(
+                f"{holder} waited {self._timeout_s:g} s for the device lease;"
+                f" {self._holder} has held it for {time.monotonic() - self._since:.0f} s"
+            ) from None
+        self._holder, self._since = holder, time.monotonic()
+
+    async def release(self, holder: str) -> None:
+        """Give the pool back."""
+        assert self._holder == holder, (self._holder, holder)
+        self._holder = ""
+        self._lock.release()
+
+
+class ArbiterFace(Protocol):
+    """An arbiter, here or in another process."""
+
+    async def acquire(self, holder: str) -> None: ...
+
+    async def release(self, holder: str) -> None: ...
+
+
+class SharedLease:
+    """One holder's share in an arbiter. Work of the same holder runs together under one lease.
+
+    A generator's groups are one holder: it keeps the pool until the last of them is done.
+    """
+
+    def __init__(self, arbiter: ArbiterFace, holder: str) -> None:
+        self._arbiter = arbiter
+        self._holder = holder
+        self._users = 0
+        self._turn = asyncio.Lock()
+
+    @asynccontextmanager
+    async def hold(self, stage: str) -> AsyncIterator[None]:
+        """Hold the pool for a piece of work of `stage`."""
+        async with self._turn:
+            if not self._users:
+                await self._arbiter.acquire(self._holder)
+            self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
+            if not self._users:
+                await self._arbiter.release(self._holder)

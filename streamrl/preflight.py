@@ -1,0 +1,132 @@
+"""Everything that can be checked before a process is started or a file is written.
+
+What passes here is loaded already: the prompts, rendered and measured, and the dataflow.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamrl.algorithms.table import columns_needed
+from streamrl.config import RunConfig
+from streamrl.data import LoadedPrompts, PromptStream, load_prompts, load_tokenizer, load_vocab_size
+from streamrl.dataflow import Dataflow, Kind, dataflow_for
+from streamrl.errors import ConfigError
+from streamrl.messages import Prompt
+from streamrl.placement import Demand
+from streamrl.rewards import build_rewards
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that may start. `max_length`: most tokens of prompt and completion together."""
+
+    dataflow: Dataflow
+    prompts: PromptStream
+    eval_prompts: Sequence[Prompt]
+    components: tuple[str, ...]
+    max_length: int
+    notes: tuple[str, ...]
+
+
+def prepare(config: RunConfig) -> Prepared:
+    """Load and check what the run reads. Raises ConfigError in one line; writes nothing."""
+    rewards = build_rewards(config.rewards, timeout_s=config.scorer.timeout_s)
+    model_tokens = model_length(config.model.path, limit=config.model.max_length)
+    limit = config.data.prompt_limit(
+        model_tokens=model_tokens, max_new_tokens=config.generator.max_new_tokens
+    )
+    train = _load(config, config.data.train, limit)
+    evaluation = _load(config, config.data.eval, limit) if config.data.eval else None
+    eval_prompts = evaluation.prompts if evaluation else []
+    rewards.check([*train.prompts, *eval_prompts])
+    longest = max(len(prompt.token_ids) for prompt in [*train.prompts, *eval_prompts])
+    max_length = longest + config.generator.max_new_tokens
+    _check_micro_batch(config, max_length)
+    return Prepared(
+        dataflow=dataflow_for(columns_needed(config.algorithm)),
+        prompts=PromptStream(train.prompts, seed=config.run.seed, shuffle=config.data.shuffle),
+        eval_prompts=eval_prompts,
+        components=rewards.names,
+        max_length=max_length,
+        notes=_notes(config, train),
+    )
+
+
+def model_length(path: str, *, limit: int | None) -> int:
+    """Tokens a model takes, or `limit` if that is less. Raises ConfigError for what is no model."""
+    _check_weights(Path(path))
+    from transformers import AutoConfig
+
+    try:
+        settings = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.path={path}: {' '.join(str(error).split())}") from None
+    tokens = int(settings.max_position_embeddings)
+    if limit is not None and limit > tokens:
+        raise ConfigError(f"model.max_length={limit}: the model takes at most {tokens} tokens")
+    return tokens if limit is None else limit
+
+
+def _check_weights(path: Path) -> None:
+    """Raise ConfigError unless the directory holds safetensors files with readable headers."""
+    from safetensors import SafetensorError, safe_open
+
+    if not path.is_dir():
+        raise ConfigError(f"model.path={path}: no such directory")
+    files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ConfigError(f"model.path={path}: holds no .safetensors file")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                opened.keys()
+        except (OSError, SafetensorError) as error:
+            raise ConfigError(f"model.path={path}: {file.name}: {error}") from None
+
+
+def demands(config: RunConfig, dataflow: Dataflow, *, on_gpu: bool) -> list[Demand]:
+    """The actors a run needs that take a CPU slot or a GPU; shards and coordinator take none."""
+    gpus = int(on_gpu)
+    wanted = [
+        Demand("generators", "generator.replicas", config.generator.replicas, gpus=gpus),
+        Demand("trainer ranks", "trainer.world_size", config.trainer.world_size, gpus=gpus),
+    ]
+    for call in dataflow.of_kind(Kind.SCORE):
+        if call.role == "reward":
+            wanted.append(Demand("reward scorers", "scorer.replicas", config.scorer.replicas))
+        else:
+            wanted.append(Demand(f"{call.role} scorers", "algorithm.kl_coef", 1, gpus=gpus))
+    return wanted
+
+
+def _load(config: RunConfig, path: str, limit: int) -> LoadedPrompts:
+    return load_prompts(
+        path,
+        load_tokenizer(config.model.path),
+        config=config.data,
+        max_prompt_tokens=limit,
+        vocab_size=load_vocab_size(config.model.path),
+    )
+
+
+def _check_micro_batch(config: RunConfig, max_length: int) -> None:
+    budget, new = config.pipeline.micro_batch_tokens, config.generator.max_new_tokens
+    if budget < max_length:
+        raise ConfigError(
+            f"pipeline.micro_batch_tokens={budget}: must hold one rollout, {max_length} tokens"
+            f" = longest prompt {max_length - new} + generator.max_new_tokens {new}"
+        )
+
+
+def _notes(config: RunConfig, train: LoadedPrompts) -> tuple[str, ...]:
+    """What the user should know before the run starts."""
+    notes = []
+    if train.num_skipped:
+        notes.append(f"{config.data.train}: {train.num_skipped} prompts skipped, too long")
+    if train.num_truncated:
+        notes.append(f"{config.data.train}: {train.num_truncated} prompts truncated")
+    groups = config.run.steps * config.pipeline.groups_per_step
+    epochs = groups / len(train.prompts)
+    notes.append(f"{len(train.prompts)} prompts; {groups} groups are {epochs:.2f} epochs")
+    return tuple(notes)

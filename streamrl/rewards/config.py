@@ -1,0 +1,66 @@
+"""Settings of the rewards and of the stage that computes them."""
+
+import math
+import re
+from dataclasses import dataclass
+
+from streamrl.errors import ConfigError
+
+# reward/mean and reward/std are metrics of the combined reward.
+_TAKEN_NAMES = ("mean", "std")
+
+
+@dataclass
+class RewardConfig:
+    """One reward of a run: an entry of the list `rewards`.
+
+    kind: how it is computed; a key of KINDS in streamrl/rewards/registry.py.
+    name: the component's name, logged as reward/<name>; empty: the kind.
+    weight: factor in the weighted sum that is the score; 0 only logs the component.
+    pattern: kind regex: what to find; exact, numeric: where the answer stands; empty: everywhere.
+    path: kind function: the Python file.
+    function: kind function: the function's name in it.
+    """
+
+    kind: str = ""
+    name: str = ""
+    weight: float = 1.0
+    pattern: str = ""
+    path: str = ""
+    function: str = ""
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.weight):
+            raise ConfigError(f"rewards.weight={self.weight}: must be finite")
+        if self.name and not re.fullmatch(r"[\w.-]+", self.name, re.ASCII):
+            raise ConfigError(f"rewards.name={self.name}: letters, digits and _ . - only")
+        if self.name in _TAKEN_NAMES:
+            raise ConfigError(f"rewards.name={self.name}: reward/{self.name} is another metric")
+
+    @property
+    def component(self) -> str:
+        """Name of the component."""
+        return self.name or self.kind
+
+
+@dataclass
+class ScorerConfig:
+    """The stage that computes the rewards.
+
+    replicas: scorer processes.
+    max_groups: groups a replica works on at once.
+    timeout_s: deadline of scoring one group once, s.
+    attempts: tries before a group that cannot be scored is dropped and counted.
+    """
+
+    replicas: int = 1
+    max_groups: int = 32
+    timeout_s: float = 30.0
+    attempts: int = 3
+
+    def __post_init__(self) -> None:
+        for key in ("replicas", "max_groups", "attempts"):
+            if vars(self)[key] < 1:
+                raise ConfigError(f"scorer.{key}={vars(self)[key]}: must be 1 or more")
+        if not 0 < self.timeout_s < math.inf:
+            raise ConfigError(f"scorer.timeout_s={self.timeout_s}: must be above 0 and finite")

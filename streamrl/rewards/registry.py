@@ -1,0 +1,66 @@
+"""The kinds of reward, and the rewards of a run from its config."""
+
+import difflib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from streamrl.errors import ConfigError
+from streamrl.rewards.config import RewardConfig
+from streamrl.rewards.exact import ExactReward
+from streamrl.rewards.function import FunctionReward
+from streamrl.rewards.numeric import NumericReward
+from streamrl.rewards.pattern import PatternReward
+from streamrl.rewards.reward_set import Component, Reward, RewardSet
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How a kind is made, the options it must be given and those it may be given."""
+
+    make: Callable[[RewardConfig], Reward]
+    needs: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+
+
+KINDS: Mapping[str, Kind] = {
+    "exact": Kind(ExactReward, takes=("pattern",)),
+    "numeric": Kind(NumericReward, takes=("pattern",)),
+    "regex": Kind(PatternReward, needs=("pattern",)),
+    "function": Kind(FunctionReward, needs=("path", "function")),
+}
+_OPTIONS = ("pattern", "path", "function")
+
+
+def build_rewards(configs: Sequence[RewardConfig], *, timeout_s: float) -> RewardSet:
+    """The rewards of a run; `timeout_s` is the deadline of scoring one group.
+
+    Raises ConfigError: no rewards, an unknown kind, a name given twice, an option that is missing
+    or means nothing to the kind, or what the kind itself refuses.
+    """
+    if not configs:
+        raise ConfigError("rewards: empty; a run needs at least one, e.g. [{kind: exact}]")
+    components = [
+        Component(config.component, config.weight, _kind(config).make(config)) for config in configs
+    ]
+    names = [component.name for component in components]
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"rewards.name={name}: given {names.count(name)} times, must differ")
+    return RewardSet(components, timeout_s=timeout_s)
+
+
+def _kind(config: RewardConfig) -> Kind:
+    kind = KINDS.get(config.kind)
+    if kind is None:
+        near = difflib.get_close_matches(config.kind, KINDS, n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise ConfigError(f"rewards.kind={config.kind}: must be one of {', '.join(KINDS)}{hint}")
+    for option in _OPTIONS:
+        value = vars(config)[option]
+        if option in kind.needs and not value:
+            raise ConfigError(f"rewards.{option}=: kind {config.kind} needs it")
+        if value and option not in kind.needs + kind.takes:
+            raise ConfigError(
+                f"rewards.{option}={value}: means nothing to a reward of kind {config.kind}"
+            )
+    return kind

@@ -1,0 +1,72 @@
+"""From tokens to the text that is judged, and to the answer in it."""
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import regex
+
+from streamrl.errors import ConfigError, RewardError
+from streamrl.messages import Rollout
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+#: Deadline of one search, s. A pattern with nested repeats can take longer than the run.
+SEARCH_TIMEOUT_S = 0.5
+
+
+def decode_completions(
+    tokenizer: "PreTrainedTokenizerBase", rollouts: Sequence[Rollout]
+) -> list[str]:
+    """Text of each rollout after its initial prompt, special tokens left out, spaces as written."""
+    texts = tokenizer.batch_decode(
+        [rollout.completion_ids.tolist() for rollout in rollouts],
+        skip_special_tokens=True,
+        clean_up_tokenization_spaces=False,
+    )
+    return [str(text) for text in texts]
+
+
+class AnswerPattern:
+    """Where the answer stands in a completion, as a regular expression of the `regex` package.
+
+    That package rather than `re`, because it can be given a deadline. Raises ConfigError if the
+    expression is wrong.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        try:
+            self._compiled = regex.compile(pattern)
+        except regex.error as error:
+            raise ConfigError(f"rewards.pattern={pattern}: {error}") from error
+
+    def last(self, text: str) -> str | None:
+        """First group of the last match (all of it if there are no groups); None: no match.
+
+        Raises RewardError if the search takes longer than SEARCH_TIMEOUT_S.
+        """
+        matches = self._matches(text, most=None)
+        answer: str | None = None
+        if matches:
+            answer = matches[-1][1 if self._compiled.groups else 0]
+        return answer
+
+    def occurs(self, text: str) -> bool:
+        """Whether there is a match anywhere. Raises RewardError like `last`."""
+        return bool(self._matches(text, most=1))
+
+    def _matches(self, text: str, most: int | None) -> list["regex.Match[str]"]:
+        try:
+            return list(islice(self._compiled.finditer(text, timeout=SEARCH_TIMEOUT_S), most))
+        except TimeoutError as error:
+            raise RewardError(
+                f"pattern {self._compiled.pattern} took more than {SEARCH_TIMEOUT_S} s on a "
+                f"completion of {len(text)} characters"
+            ) from error
+
+
+def answer_in(completion: str, pattern: AnswerPattern | None) -> str | None:
+    """The answer a completion gives, trimmed: what `pattern` finds, or all of it without one."""
+    answer = completion if pattern is None else pattern.last(completion)
+    return None if answer is None else answer.strip()

@@ -1,0 +1,199 @@
+"""A reward function in a user's Python file: found, loaded, and told apart by its parameters."""
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import Parameter
+from pathlib import Path
+from typing import Any
+
+from streamrl.data.rows import TEXT_PROMPT
+from streamrl.errors import ConfigError, RewardError
+from streamrl.messages import Prompt
+
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Style:
+    """A way to write a reward function, known by the names of its parameters.
+
+    `marks` are the parameters that tell it from the others; `offers` all it may ask for, None
+    where the row's columns are offered too. `arguments` makes what a call is given for some
+    completions of a prompt: for one completion, or for the whole group if `per_group`.
+    """
+
+    signature: str
+    marks: frozenset[str]
+    offers: frozenset[str] | None
+    per_group: bool
+    arguments: Callable[[Prompt, Sequence[str]], Arguments]
+
+
+def _streamrl_arguments(prompt: Prompt, completions: Sequence[str]) -> Arguments:
+    return {"prompt": prompt, "completion": completions[0]}
+
+
+def _verl_arguments(prompt: Prompt, completions: Sequence[str]) -> Arguments:
+    return {
+        "data_source": prompt.data_source,
+        "solution_str": completions[0],
+        "ground_truth": prompt.ground_truth,
+        "extra_info": dict(prompt.extra_info),
+    }
+
+
+def _trl_arguments(prompt: Prompt, completions: Sequence[str]) -> Arguments:
+    """Every column is a list with an entry per completion; chat rows get chat completions."""
+    text = prompt.extra_info.get(TEXT_PROMPT)
+    columns = {
+        **prompt.extra_info,
+        "data_source": prompt.data_source,
+        "ground_truth": prompt.ground_truth,
+        "prompts": list(prompt.messages) if text is None else text,
+    }
+    arguments: Arguments = {name: [value] * len(completions) for name, value in columns.items()}
+    arguments["completions"] = [
+        [{"role": "assistant", "content": completion}] if text is None else completion
+        for completion in completions
+    ]
+    return arguments
+
+
+STYLES = (
+    Style(
+        "score(prompt, completion)",
+        marks=frozenset({"prompt", "completion"}),
+        offers=frozenset({"prompt", "completion"}),
+        per_group=False,
+        arguments=_streamrl_arguments,
+    ),
+    Style(
+        "compute_score(data_source, solution_str, ground_truth, extra_info)",
+        marks=frozenset({"solution_str", "ground_truth"}),
+        offers=frozenset({"data_source", "solution_str", "ground_truth", "extra_info"}),
+        per_group=False,
+        arguments=_verl_arguments,
+    ),
+    Style(
+        "f(prompts, completions, **columns)",
+        marks=frozenset({"completions"}),
+        offers=None,
+        per_group=True,
+        arguments=_trl_arguments,
+    ),
+)
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """A loaded function: what it is called with, and where it is from."""
+
+    path: str
+    name: str
+    function: Callable[..., Any]
+    style: Style
+    parameters: Mapping[str, Parameter]
+
+    @property
+    def is_async(self) -> bool:
+        """Whether a call gives an awaitable."""
+        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
+            type(self.function).__call__
+        )
+
+    def arguments(self, prompt: Prompt, completions: Sequence[str]) -> Arguments:
+        """What to call it with, by name. Raises RewardError if it wants a column the row lacks."""
+        offered = self.style.arguments(prompt, completions)
+        missing = _required(self.parameters) - offered.keys()
+        if missing:
+            raise RewardError(
+                f"{self.name} in {self.path} needs {', '.join(sorted(missing))}; "
+                f"the row has {', '.join(sorted(offered))}"
+            )
+        if any(p.kind is Parameter.VAR_KEYWORD for p in self.parameters.values()):
+            return offered
+        return {name: value for name, value in offered.items() if name in self.parameters}
+
+    def error(self, failure: BaseException) -> RewardError:
+        """What the function raised, with the innermost line of the user's file."""
+        return RewardError(f"{self.name} at {_failure(self.path, failure)}")
+
+
+def load_function(path: str, name: str) -> UserFunction:
+    """Function `name` of the Python file `path`.
+
+    Raises ConfigError if the file is missing or cannot be imported (with its line), has no such
+    function, or the function's parameters fit none of STYLES.
+    """
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise ConfigError(f"rewards.path={path}: no such file")
+    module = _import(file)
+    if name not in vars(module):
+        names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+        raise ConfigError(
+            f"rewards.function={name}: not in {path}, which has {', '.join(names) or 'none'}"
+        )
+    function = vars(module)[name]
+    if not callable(function) or inspect.isclass(function):
+        raise ConfigError(f"rewards.function={name}: in {path} it is no function")
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError as error:  # some functions written in C do not tell
+        raise ConfigError(f"rewards.function={name}: in {path}: {error}") from error
+    return UserFunction(str(file), name, function, _style(path, name, parameters), parameters)
+
+
+def _import(file: Path) -> Any:
+    if file.suffix != ".py":
+        raise ConfigError(f"rewards.path={file}: must be a .py file")
+    # A name of its own per file: two tasks may both have a reward.py.
+    name = f"streamrl_user_{hashlib.blake2b(str(file).encode(), digest_size=6).hexdigest()}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    # Whatever a user's module does wrong while it is imported, exit() included.
+    except (Exception, SystemExit) as error:
+        del sys.modules[name]
+        raise ConfigError(f"rewards.path={_failure(str(file), error)}") from error
+    return module
+
+
+def _failure(path: str, error: BaseException) -> str:
+    """`path:line: type: message`, the line being the innermost of that file."""
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == path]
+    if isinstance(error, SyntaxError) and error.filename == path:
+        lines.append(error.lineno)
+    place = f"{path}:{lines[-1]}" if lines else path
+    return f"{place}: {type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _style(path: str, name: str, parameters: Mapping[str, Parameter]) -> Style:
+    by_name = {key for key, p in parameters.items() if p.kind is not Parameter.POSITIONAL_ONLY}
+    for style in STYLES:
+        fits = style.offers is None or _required(parameters) <= style.offers
+        if style.marks <= by_name and fits:
+            return style
+    ways = "; ".join(style.signature for style in STYLES)
+    raise ConfigError(
+        f"rewards.function={name}: its parameters in {path} ({', '.join(parameters)}) fit none of "
+        f"the ways to write a reward: {ways}"
+    )
+
+
+def _required(parameters: Mapping[str, Parameter]) -> set[str]:
+    return {
+        name
+        for name, parameter in parameters.items()
+        if parameter.default is Parameter.empty
+        and parameter.kind not in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
+    }

@@ -1,0 +1,207 @@
+"""What a run prints: one line per step where output is no terminal, and the final summary anywhere.
+
+The live view of a terminal is in live.py; both print evaluations, events and log lines alike.
+"""
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from streamrl.telemetry.contract import Row
+from streamrl.telemetry.progress import (
+    DEPTH,
+    IDLE,
+    Progress,
+    RunFacts,
+    duration_text,
+    fields_text,
+    number_text,
+)
+from streamrl.telemetry.sinks import EVENTS_FILE, Fields
+
+EVENTS_PER_STEP = 3
+_HEADER_EVERY = 25
+_LABEL_WIDTH = 11
+_GAP = "  "
+
+
+class RunConsole:
+    """A sink that talks to a person. This class prints lines; a subclass shows the steps.
+
+    Of the events of one name, EVENTS_PER_STEP are printed per step, and how many more there were.
+    """
+
+    def __init__(
+        self,
+        facts: RunFacts,
+        console: Console,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.progress = Progress(facts)
+        self.console = console
+        self.clock = clock
+        self.started_at = clock()
+        self._events: Counter[str] = Counter()
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Begin the display."""
+        self.started_at = self.clock()
+
+    def resume(self, rows: Iterable[tuple[int, Row]]) -> None:
+        """Take over the rows of the run's earlier part, so that first values stay the first."""
+        for step, row in rows:
+            self.progress.add(step, row)
+
+    def status(self, text: str) -> None:
+        """Say what is being waited for; an empty text ends it."""
+
+    def step(self, step: int, row: Row) -> None:
+        """Show a step."""
+        self._print_left_out()
+        evals = self.take(step, row)
+        if evals:
+            self.line("eval", fields_text([("step", step), *evals.items()]), style="green")
+        self.show()
+
+    def take(self, step: int, row: Row) -> Mapping[str, float]:
+        """Add the row to the progress; returns its evaluations."""
+        return self.progress.add(step, row)
+
+    def show(self) -> None:
+        """Show the progress, which has just taken a step."""
+
+    def event(self, name: str, fields: Fields) -> None:
+        """Print an event, unless this step had enough of its name."""
+        self._events[name] += 1
+        if self._events[name] <= EVENTS_PER_STEP:
+            self.line(name, fields_text(fields.items()), style="yellow")
+
+    def _print_left_out(self) -> None:
+        for name, count in self._events.items():
+            if count > EVENTS_PER_STEP:
+                more = f"{count - EVENTS_PER_STEP} more, see {EVENTS_FILE}"
+                self.line(name, more, style="yellow")
+        self._events.clear()
+
+    def close(self, summary: Fields) -> None:
+        """End the display and print the summary of the run, if it got as far as a step."""
+        self._print_left_out()
+        if self.progress.latest:
+            wall_s = self.clock() - self.started_at
+            self.console.print()
+            self.console.print(summary_table(self.progress, wall_s, summary))
+
+    def line(self, label: str, text: str, *, style: str = "") -> None:
+        """Print one thing that happened; long text continues below its beginning."""
+        grid = Table.grid(padding=(0, 2, 0, 0))
+        grid.add_column(no_wrap=True, min_width=_LABEL_WIDTH)
+        grid.add_column(overflow="fold")
+        grid.add_row(Text(f" {label}", style=style), Text(text))
+        self.console.print(grid)
+
+
+class PlainConsole(RunConsole):
+    """One aligned line per step under a header that comes back now and then. ASCII only.
+
+    Columns that do not fit the console's width are left out, the last ones first.
+    """
+
+    _steps_shown = 0
+    _last_status = ""
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Print what the run is going to do."""
+        super().start(config)
+        facts = self.progress.facts
+        resumed = f", resumed after step {self.progress.step}" if facts.resume_step else ""
+        self.line(facts.name, f"{facts.num_steps} steps{resumed}, writing {facts.run_dir}")
+
+    def status(self, text: str) -> None:
+        """Print the status if it changed."""
+        if text and text != self._last_status:
+            self.line(duration_text(self.clock() - self.started_at), text)
+        self._last_status = text
+
+    def show(self) -> None:
+        """Print the line of the step; a row with nothing but evaluations has none."""
+        progress = self.progress
+        if progress.step == 0:
+            return
+        columns = _columns(progress)
+        if self._steps_shown % _HEADER_EVERY == 0:
+            self.line("", f"queue and idle of: {', '.join(progress.stages)}")
+            self._print_cells([header for header, _, _ in columns], columns)
+        self._print_cells([value for _, value, _ in columns], columns)
+        self._steps_shown += 1
+
+    def _print_cells(self, cells: list[str], columns: list[tuple[str, str, int]]) -> None:
+        text = ""
+        for cell, (_, _, width) in zip(cells, columns, strict=True):
+            longer = f"{text}{_GAP if text else ' '}{cell:>{width}}"
+            if text and len(longer) > self.console.width:
+                break
+            text = longer
+        self.console.print(Text(text), no_wrap=True, overflow="crop")
+
+
+def _columns(progress: Progress) -> list[tuple[str, str, int]]:
+    """Header, value and width of each column of a step's line."""
+    get, facts, stages = progress.get, progress.facts, progress.stages
+    num_steps = str(facts.num_steps)
+    depths = " ".join(f"{number_text(get(DEPTH + stage), 0):>3}" for stage in stages)
+    idles = " ".join(f"{number_text(get(IDLE + stage) * 100, 0):>3}" for stage in stages)
+    staleness = f"{number_text(get('staleness/mean'), 1)}/{number_text(get('staleness/max'), 0)}"
+    return [
+        ("step", f"{progress.step}/{num_steps}", 2 * len(num_steps) + 1),
+        ("reward", number_text(get("reward/mean")), 7),
+        ("stale", staleness, 6),
+        ("queue", depths, max(len(depths), 5)),
+        ("idle %", idles, max(len(idles), 6)),
+        ("tok/s", number_text(get("throughput/tokens_per_s"), 0), 6),
+        ("step s", number_text(get("time/step_s"), 1), 6),
+        ("left", duration_text(progress.left_s()), 7),
+    ]
+
+
+def summary_table(progress: Progress, wall_s: float, summary: Fields) -> Table:
+    """First and last reward and evaluations, totals, the ledger, and where it was all written."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="dim", no_wrap=True, min_width=_LABEL_WIDTH)
+    table.add_column(overflow="fold")
+    rewards, facts = progress.rewards, progress.facts
+    rows = [("steps", f"{progress.step} of {facts.num_steps}")]
+    if rewards:
+        rows.append(("reward", f"{number_text(rewards[0])} -> {number_text(rewards[-1])}"))
+    for name, last in progress.last_evals.items():
+        first = progress.first_evals[name]
+        rows.append(("eval", f"{name} {number_text(first)} -> {number_text(last)}"))
+    since = " since the resume" if facts.resume_step is not None else ""
+    rows.append(("wall time", duration_text(wall_s) + since))
+    rows.append(("tokens", f"{progress.tokens:,.0f}"))
+    rows.append(("ledger", progress.ledger_line()))
+    rows += [(name, str(value)) for name, value in summary.items()]
+    rows.append(("written", str(facts.run_dir)))
+    for label, text in rows:
+        if text:
+            table.add_row(Text(f" {label}"), Text(text))
+    return table
+
+
+class ConsoleLogHandler(logging.Handler):
+    """Sends log records through the run's console, so that they do not tear a live display."""
+
+    def __init__(self, console: RunConsole, level: int = logging.WARNING) -> None:
+        super().__init__(level)
+        self._console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Print the record as a line under its level."""
+        style = "red" if record.levelno >= logging.ERROR else "yellow"
+        self._console.line(record.levelname.lower(), self.format(record), style=style)

@@ -1,0 +1,152 @@
+"""What the console shows of a run so far, computed from its rows; and how numbers are written.
+
+No terminal in here: everything returns plain values and strings, in ASCII but for `sparkline`.
+"""
+
+import itertools
+import math
+import statistics
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from streamrl.telemetry.contract import Histogram, Row
+
+DEPTH, IDLE, EVAL, LEDGER = "queue/depth/", "idle/", "eval/", "ledger/"
+BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+_RECENT_STEPS = 10
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What is known of a run before its first step.
+
+    `num_steps` counts the steps of the whole run, `max_staleness` is in versions; `resume_step` is
+    the last step of the checkpoint that a resumed run starts from, else None.
+    """
+
+    name: str
+    run_dir: Path
+    num_steps: int
+    max_staleness: int
+    resume_step: int | None = None
+
+
+@dataclass
+class Progress:
+    """The latest numbers of a run, its reward so far and its first and last evaluations.
+
+    Metrics a row does not hold read as NaN.
+    """
+
+    facts: RunFacts
+    step: int = 0
+    latest: dict[str, float] = field(default_factory=dict)
+    rewards: list[float] = field(default_factory=list)
+    first_evals: dict[str, float] = field(default_factory=dict)
+    last_evals: dict[str, float] = field(default_factory=dict)
+    stages: list[str] = field(default_factory=list)
+    tokens: float = 0.0
+    recent_step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
+
+    def __post_init__(self) -> None:
+        self.step = self.facts.resume_step or 0
+
+    def add(self, step: int, row: Row) -> dict[str, float]:
+        """Take a step's row; returns its evaluations by name, without `eval/`."""
+        numbers = {n: float(v) for n, v in row.items() if not isinstance(v, Histogram)}
+        self.step = step
+        self.latest.update(numbers)
+        reward = numbers.get("reward/mean", math.nan)
+        if math.isfinite(reward):
+            self.rewards.append(reward)
+        step_s = numbers.get("time/step_s", math.nan)
+        if math.isfinite(step_s):
+            self.recent_step_s.append(step_s)
+            tokens = numbers.get("throughput/tokens_per_s", 0.0) * step_s
+            self.tokens += tokens if math.isfinite(tokens) else 0.0
+        self._add_stages(numbers)
+        evals = dict(part(numbers, EVAL))
+        self.last_evals.update(evals)
+        self.first_evals = {**evals, **self.first_evals}
+        return evals
+
+    def _add_stages(self, numbers: Mapping[str, float]) -> None:
+        # In the order of the row: a stage that idles and has no queue (generate) comes first.
+        for prefix in (IDLE, DEPTH):
+            for stage in part(numbers, prefix):
+                if stage not in self.stages:
+                    self.stages.append(stage)
+
+    @property
+    def has_steps(self) -> bool:
+        """True once a step was timed; before, there may be evaluations of the base model."""
+        return bool(self.recent_step_s)
+
+    def get(self, name: str) -> float:
+        """The latest value of a metric; NaN if it was never logged."""
+        return self.latest.get(name, math.nan)
+
+    def left_s(self, since_step_s: float = 0.0) -> float:
+        """Time to the last step: the median of recent steps times those left; NaN before the first.
+
+        `since_step_s` is the time since the latest step ended.
+        """
+        if not self.recent_step_s:
+            return math.nan
+        steps_left = max(self.facts.num_steps - self.step, 0)
+        total_s = steps_left * statistics.median(self.recent_step_s)
+        return max(total_s - since_step_s, 0.0)
+
+    def ledger_line(self) -> str:
+        """The conservation law with its numbers; "!=" shows that it does not hold."""
+        names = ("admitted", "trained", "filtered", "dropped", "in_flight")
+        values = [self.get(LEDGER + name) for name in names]
+        if not all(map(math.isfinite, values)):
+            return ""
+        terms = [f"{int(v)} {n.replace('_', ' ')}" for n, v in zip(names, values, strict=True)]
+        sign = "=" if values[0] == sum(values[1:]) else "!="
+        return f"{terms[0]} {sign} {' + '.join(terms[1:])}"
+
+
+def part(numbers: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """The numbers whose names start with `prefix`, without it."""
+    return {n.removeprefix(prefix): v for n, v in numbers.items() if n.startswith(prefix)}
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """A row of at most `width` block characters; longer series show means of equal pieces.
+
+    The lowest value is the lowest block; a constant series lies at the bottom.
+    """
+    count = min(len(values), max(width, 0))
+    cuts = [i * len(values) // count for i in range(count + 1)] if count else [0]
+    means = [statistics.fmean(values[a:b]) for a, b in itertools.pairwise(cuts)]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BLOCKS[round((mean - low) * scale)] for mean in means)
+
+
+def number_text(value: float, digits: int = 3) -> str:
+    """A number in few characters: "0.412", "-1.250", "12.3k", "4.6M"; "-" for NaN."""
+    if not math.isfinite(value):
+        return "-"
+    for limit, divisor, letter in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / divisor:.1f}{letter}"
+    return f"{value:.{digits}f}"
+
+
+def duration_text(seconds: float) -> str:
+    """Seconds as "0:07", "4:12" or "1:02:03"; "-" for NaN."""
+    if not math.isfinite(seconds):
+        return "-"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def fields_text(fields: Iterable[tuple[str, object]]) -> str:
+    """Names and values in one line: "step=3 cause=timeout"; floats with three digits."""
+    return "  ".join(f"{n}={v:.3f}" if isinstance(v, float) else f"{n}={v}" for n, v in fields)

@@ -1,0 +1,129 @@
+"""Where metrics and events go: the `Sink` protocol, and the JSONL files of the run directory."""
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from numbers import Real
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+
+from streamrl.errors import ConfigError
+from streamrl.telemetry.contract import Row, json_value
+
+METRICS_FILE = "metrics.jsonl"
+EVENTS_FILE = "events.jsonl"
+FieldValue = str | int | float | bool
+Fields = Mapping[str, FieldValue]
+
+
+class Sink(Protocol):
+    """Receives what a run reports: one `start`, then steps and events, then one `close`."""
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Open what the sink writes to; `config` is the resolved configuration."""
+
+    def step(self, step: int, row: Row) -> None:
+        """Take the one row of a step; steps ascend."""
+
+    def event(self, name: str, fields: Fields) -> None:
+        """Take something that happened between steps: a start, a death, a drop, a stall."""
+
+    def close(self, summary: Fields) -> None:
+        """Write what is left; `summary` holds facts about the whole run."""
+
+
+class JsonlSink:
+    """Writes `metrics.jsonl` and `events.jsonl`, each line flushed as it comes.
+
+    A row is {"step": int, "time": epoch seconds, <name>: value, ...}; NaN and infinities are null.
+    An event is {"time": ..., "event": name, <field>: value, ...}. With `resume_step`, rows of later
+    steps are cut off first, so that no step appears twice; events are kept.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        resume_step: int | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._paths = (run_dir / METRICS_FILE, run_dir / EVENTS_FILE)
+        self._resume_step = resume_step
+        self._clock = clock
+        self._files: tuple[TextIO, ...] = ()
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Open both files. Raises ConfigError if they exist and the run is not resumed."""
+        metrics, events = self._paths
+        metrics.parent.mkdir(parents=True, exist_ok=True)
+        if self._resume_step is not None:
+            last = self._resume_step
+            _rewrite(metrics, [row for row in read_jsonl(metrics) if row["step"] <= last])
+            _rewrite(events, read_jsonl(events))
+        elif metrics.exists() or events.exists():
+            raise ConfigError(f"{metrics.parent} already holds a run: resume it or name another")
+        self._files = tuple(path.open("a", encoding="utf-8", buffering=1) for path in self._paths)
+
+    def step(self, step: int, row: Row) -> None:
+        """Append the row to metrics.jsonl."""
+        values = {name: json_value(value) for name, value in row.items()}
+        self._write(0, {"step": step, "time": self._clock(), **values})
+
+    def event(self, name: str, fields: Fields) -> None:
+        """Append the event to events.jsonl."""
+        self._write(1, {"time": self._clock(), "event": name, **json_fields(fields)})
+
+    def close(self, summary: Fields) -> None:
+        """Append the summary as the event "close", and close both files."""
+        if self._files:
+            self.event("close", summary)
+        for file in self._files:
+            file.close()
+        self._files = ()
+
+    def _write(self, index: int, line: Mapping[str, Any]) -> None:
+        self._files[index].write(_dump(line))
+
+
+def json_fields(fields: Fields) -> dict[str, Any]:
+    """Fields as JSON: numbers as `json_value` has them, all else unchanged."""
+    return {
+        name: json_value(value)
+        if isinstance(value, Real) and not isinstance(value, bool)
+        else value
+        for name, value in fields.items()
+    }
+
+
+def read_jsonl(path: Path) -> list[dict[str, Any]]:
+    """The lines of a JSONL file as dicts; [] if there is no file.
+
+    The last line may be torn by a crash and is then left out. Raises ValueError with the line's
+    number if another line is not JSON.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines()
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ValueError(f"{path}:{number}: not a line of JSON") from error
+    return rows
+
+
+def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Replace the file by `rows`, whole or not at all."""
+    partial = path.with_suffix(".partial")
+    with partial.open("w", encoding="utf-8") as file:
+        file.writelines(map(_dump, rows))
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _dump(line: Mapping[str, Any]) -> str:
+    return json.dumps(line, allow_nan=False) + "\n"

@@ -1,0 +1,101 @@
+"""What a process did and when: spans, and how much of a window they fill.
+
+Each actor records into its own `SpanRecorder` and hands the spans over with `drain`; the run writes
+them to the trace and computes how idle each stage was.
+"""
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+ArgValue = str | int | float | bool
+
+
+@dataclass(frozen=True)
+class Span:
+    """One piece of work: [start_s, end_s] in seconds of the recorder's clock (epoch by default).
+
+    Spans of one process in one lane never overlap. `is_open` is set where the work was still going
+    on when the span was drained; `end_s` is then the time of that drain, and the whole span comes
+    with a later drain.
+    """
+
+    process: str
+    name: str
+    lane: int
+    start_s: float
+    end_s: float
+    args: Mapping[str, ArgValue] = field(default_factory=dict, hash=False)
+    is_open: bool = False
+
+
+class SpanRecorder:
+    """Records the spans of one process, across its threads and asyncio tasks."""
+
+    def __init__(self, process: str, clock: Callable[[], float] = time.time) -> None:
+        self.process = process
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._open: dict[int, Span] = {}
+        self._closed: list[Span] = []
+
+    @contextmanager
+    def span(self, name: str, **args: ArgValue) -> Iterator[None]:
+        """Record the block as one span, also if it raises; `args` are a few small facts."""
+        with self._lock:
+            lane = next(lane for lane in itertools.count() if lane not in self._open)
+            start_s = self._clock()
+            self._open[lane] = Span(self.process, name, lane, start_s, start_s, args)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._closed.append(self._ended(self._open.pop(lane), self._clock()))
+
+    def drain(self, now: float | None = None) -> list[Span]:
+        """Spans closed since the last drain, then those still open, marked so and ended at `now`.
+
+        `now` is in the recorder's clock and defaults to its time.
+        """
+        with self._lock:
+            end_s = self._clock() if now is None else now
+            closed, self._closed = self._closed, []
+            still_open = [replace(self._ended(s, end_s), is_open=True) for s in self._open.values()]
+        return closed + still_open
+
+    @staticmethod
+    def _ended(span: Span, end_s: float) -> Span:
+        # A wall clock may be set back while a span is open; its length is then 0, not negative.
+        return replace(span, end_s=max(end_s, span.start_s))
+
+
+def busy_s(spans: Iterable[Span], *, start: float, end: float) -> float:
+    """Length of the union of the spans within [start, end], in seconds."""
+    total, covered_until = 0.0, start
+    for span in sorted(spans, key=lambda s: (s.start_s, s.end_s)):
+        left, right = max(span.start_s, covered_until), min(span.end_s, end)
+        if right > left:
+            total += right - left
+            covered_until = right
+    return min(total, max(end - start, 0.0))
+
+
+def idle_fraction(
+    spans: Iterable[Span], *, start: float, end: float, num_processes: int = 1
+) -> float:
+    """Part of [start, end] that a stage's processes did not work, averaged over them; 0 to 1.
+
+    `num_processes` counts the stage's processes: one that has no span was idle throughout. Raises
+    ValueError if the window is empty.
+    """
+    if end <= start:
+        raise ValueError(f"idle_fraction: the window [{start}, {end}] is empty")
+    by_process: dict[str, list[Span]] = {}
+    for span in spans:
+        by_process.setdefault(span.process, []).append(span)
+    busy = sum(busy_s(own, start=start, end=end) for own in by_process.values())
+    idle = 1.0 - busy / (max(num_processes, len(by_process)) * (end - start))
+    return min(max(idle, 0.0), 1.0)

@@ -1,0 +1,147 @@
+"""`trace.json`: the spans of every process, for Perfetto (ui.perfetto.dev) or chrome://tracing.
+
+The file is a JSON array in the Trace Event Format, one event per line. New events overwrite the
+closing bracket in one write and put it back, so that the file can be opened while the run goes on,
+and what a crash leaves can be opened as well.
+"""
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from streamrl.telemetry.contract import Histogram, Row, json_value
+from streamrl.telemetry.sinks import Fields, json_fields
+from streamrl.telemetry.spans import Span
+
+TRACE_FILE = "trace.json"
+COUNTERS = ("queue/depth/", "staleness/mean", "staleness/max", "weights/version", "reward/mean")
+_RUN = "run"
+_LANES_PER_PROCESS = 1000
+_OPENING, _CLOSING = b"[\n", b"\n]\n"
+
+
+class TraceSink:
+    """Writes spans per process and lane, a mark per step and event, and a few metrics as counters.
+
+    Times are microseconds since the epoch. With `resume`, events are added to the file that is
+    there; without, a new file takes its place.
+    """
+
+    def __init__(
+        self, run_dir: Path, *, resume: bool = False, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._path = run_dir / TRACE_FILE
+        self._resume = resume
+        self._clock = clock
+        self._file: FileIO | None = None
+        self._end = 0
+        self._pids: dict[str, int] = {}
+        self._tids: set[int] = set()
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Open the file, and learn from an earlier part what its processes are called."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        kept = _complete_events(self._path) if self._resume else []
+        for event in kept:
+            if event["name"] == "process_name":
+                self._pids[event["args"]["name"]] = event["pid"]
+            elif event["name"] == "thread_name":
+                self._tids.add(event["tid"])
+        partial = self._path.with_suffix(".partial")
+        self._file = FileIO(partial, "w")
+        self._append(kept + self._new_names(_RUN, 0))
+        partial.replace(self._path)
+
+    def spans(self, spans: Iterable[Span]) -> None:
+        """Add spans; an open one is left out, as it comes whole with a later drain."""
+        events: list[dict[str, Any]] = []
+        for span in spans:
+            if not span.is_open:
+                events += self._new_names(span.process, span.lane)
+                events.append(self._complete_event(span))
+        self._append(events)
+
+    def step(self, step: int, row: Row) -> None:
+        """Mark the step's end across all processes, and plot its counters."""
+        events = [self._mark(f"step {step}", "g", {})]
+        for name, value in row.items():
+            if name.startswith(COUNTERS) and not isinstance(value, Histogram):
+                number = json_value(value)
+                if number is not None:
+                    events.append(self._event("C", name, {"args": {"value": number}}))
+        self._append(events)
+
+    def event(self, name: str, fields: Fields) -> None:
+        """Mark an event in the row of the run."""
+        self._append([self._mark(name, "p", fields)])
+
+    def close(self, summary: Fields) -> None:
+        """Make the file durable and close it."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+            self._file.close()
+            self._file = None
+
+    def _place(self, process: str, lane: int) -> dict[str, int]:
+        # Perfetto takes pid and tid 0 for the kernel's, and a tid for unique across processes.
+        pid = self._pids[process]
+        return {"pid": pid, "tid": pid * _LANES_PER_PROCESS + lane}
+
+    def _new_names(self, process: str, lane: int) -> list[dict[str, Any]]:
+        """Names for a process and a lane where they are met for the first time."""
+        names: list[tuple[str, dict[str, Any]]] = []
+        if process not in self._pids:
+            self._pids[process] = len(self._pids) + 1
+            names.append(("process_name", {"name": process}))
+            names.append(("process_sort_index", {"sort_index": self._pids[process]}))
+        place = self._place(process, lane)
+        if place["tid"] not in self._tids:
+            self._tids.add(place["tid"])
+            names.append(("thread_name", {"name": f"lane {lane}"}))
+        return [{"ph": "M", "name": name, **place, "args": args} for name, args in names]
+
+    def _complete_event(self, span: Span) -> dict[str, Any]:
+        start_us = _us(span.start_s)
+        duration_us = _us(span.end_s) - start_us
+        place = self._place(span.process, span.lane)
+        times = {"ts": start_us, "dur": duration_us}
+        return {"ph": "X", "name": span.name, **place, **times, "args": json_fields(span.args)}
+
+    def _mark(self, name: str, scope: str, args: Fields) -> dict[str, Any]:
+        return self._event("i", name, {"s": scope, "args": json_fields(args)})
+
+    def _event(self, phase: str, name: str, more: Mapping[str, Any]) -> dict[str, Any]:
+        ts = _us(self._clock())
+        return {"ph": phase, "name": name, **self._place(_RUN, 0), "ts": ts, **more}
+
+    def _append(self, events: list[dict[str, Any]]) -> None:
+        assert self._file is not None, "the trace is not open"
+        if not events:
+            return
+        body = b",\n".join(json.dumps(event).encode() for event in events)
+        self._file.seek(self._end)
+        self._file.write((b",\n" if self._end else _OPENING) + body + _CLOSING)
+        self._end = self._file.tell() - len(_CLOSING)
+
+
+def _us(seconds: float) -> int:
+    return round(seconds * 1e6)
+
+
+def _complete_events(path: Path) -> list[dict[str, Any]]:
+    """The events of a trace, without a last line that a crash tore."""
+    if not path.exists():
+        return []
+    events = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            event = json.loads(line.rstrip(","))
+        except json.JSONDecodeError:
+            continue
+        if isinstance(event, dict):
+            events.append(event)
+    return events

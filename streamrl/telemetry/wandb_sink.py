@@ -1,0 +1,206 @@
+"""Weights & Biases: every metric of every step, offline by default.
+
+Offline needs no account, asks nothing and sends nothing: the run lies in `<run directory>/wandb`
+and `wandb sync` uploads it later. The configuration decides, not the environment: WANDB_MODE and
+the like are overruled (WANDB_API_KEY, WANDB_BASE_URL and WANDB_ENTITY still count).
+"""
+
+import logging
+import secrets
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psutil
+
+from streamrl.errors import ConfigError
+from streamrl.telemetry.contract import Histogram, Row
+from streamrl.telemetry.sinks import Fields
+
+if TYPE_CHECKING:
+    import wandb
+
+MODES = ("offline", "online", "disabled")
+RUN_ID_FILE = "run_id.txt"
+FINISH_S = 10.0
+_GRACE_S = 2.0
+_INIT_S = 30.0
+_SERVICE = "wandb-core"
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class WandbConfig:
+    """Whether and where metrics go to Weights & Biases.
+
+    mode: offline (files only, no account needed), online (needs `wandb login`) or disabled.
+    project: the project's name.
+    entity: the user or team that owns it; empty is the account's default.
+    """
+
+    mode: str = "offline"
+    project: str = "streamrl"
+    entity: str = ""
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError(
+                f"telemetry.wandb.mode={self.mode}: must be one of {', '.join(MODES)}"
+            )
+        if self.mode != "disabled" and not self.project:
+            raise ConfigError("telemetry.wandb.project=: must not be empty")
+
+
+def saved_run_id(run_dir: Path) -> str | None:
+    """The wandb id of the run in this directory, if it ever had one."""
+    path = run_dir / "wandb" / RUN_ID_FILE
+    return path.read_text(encoding="utf-8").strip() if path.exists() else None
+
+
+class WandbSink:
+    """Logs every row to one wandb run. Events stay in events.jsonl: wandb has no place for them.
+
+    With `resume_id` (see `saved_run_id`) the rows go to that run. Online, wandb ignores a step it
+    already holds, so steps repeated after a crash keep their first values there; offline, each
+    start writes a directory of its own under the same id.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: WandbConfig,
+        *,
+        run_name: str,
+        resume_id: str | None = None,
+        finish_s: float = FINISH_S,
+    ) -> None:
+        self._run_dir = run_dir
+        self._config = config
+        self._run_name = run_name
+        self._run_id = resume_id or secrets.token_hex(4)
+        self._finish_s = finish_s
+        self._run: wandb.Run | None = None
+        self._is_dead = False
+
+    def start(self, config: Mapping[str, Any]) -> None:
+        """Start the wandb run, with the run's configuration as its config.
+
+        Raises ConfigError if wandb is missing, cannot start, or is online without an account.
+        """
+        mode = self._config.mode
+        directory = self._run_dir / "wandb"
+        directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self._run = self._init(config)
+        except ConfigError:
+            raise
+        except ImportError as error:
+            raise ConfigError(f"telemetry.wandb.mode={mode}: cannot import wandb") from error
+        # Much of what wandb raises derives from Exception alone, in private modules.
+        except Exception as error:
+            raise ConfigError(
+                f"telemetry.wandb.mode={mode}: wandb did not start: {error!r}; "
+                "telemetry.wandb.mode=disabled runs without it"
+            ) from error
+        (directory / RUN_ID_FILE).write_text(self._run_id + "\n", encoding="utf-8")
+
+    def _init(self, config: Mapping[str, Any]) -> "wandb.Run":
+        import wandb
+
+        mode = self._config.mode
+        settings = wandb.Settings.model_validate(
+            {
+                "mode": mode,
+                "console": "off",
+                "silent": True,
+                "disable_git": True,
+                "disable_code": True,
+                "save_code": False,
+                "disable_job_creation": True,
+                "use_dot_wandb": False,
+                "init_timeout": _INIT_S,
+                "finish_timeout": self._finish_s,
+            }
+        )
+        # For the whole process, before anything else: wandb 0.31 reports its own use over the
+        # network at exit, also for an offline run, unless the process as a whole is offline.
+        wandb.setup(settings)
+        if mode == "online" and not wandb.login(prompt=False, verify=False):
+            raise ConfigError(
+                "telemetry.wandb.mode=online: no wandb account is set up here; run `wandb login`, "
+                "set WANDB_API_KEY, or use telemetry.wandb.mode=offline"
+            )
+        return wandb.init(
+            settings=settings,
+            dir=self._run_dir,
+            project=self._config.project,
+            entity=self._config.entity or None,
+            name=self._run_name,
+            id=self._run_id,
+            resume="allow",
+            reinit="create_new",
+            config=dict(config),
+        )
+
+    def step(self, step: int, row: Row) -> None:
+        """Log all of the row under wandb's own step.
+
+        Should wandb's service have died, that is logged once and the run goes on without wandb:
+        metrics.jsonl holds every row.
+        """
+        import wandb
+
+        assert self._run is not None, "wandb is not started"
+        if self._is_dead:
+            return
+        values = {
+            name: wandb.Histogram(np_histogram=(np.asarray(value.counts), np.asarray(value.edges)))
+            if isinstance(value, Histogram)
+            else value
+            for name, value in row.items()
+        }
+        try:
+            self._run.log(values, step=step)
+        except OSError:
+            _log.warning("wandb died; metrics now go to metrics.jsonl only", exc_info=True)
+            self._is_dead = True
+
+    def event(self, name: str, fields: Fields) -> None:
+        """Do nothing."""
+
+    def close(self, summary: Fields) -> None:
+        """Write the summary and finish the run; takes `finish_s` and a few seconds at most.
+
+        Uploads that take longer are given up (`wandb sync` can repeat them). Should wandb's service
+        not answer at all, it is ended: the program must not hang on exit.
+        """
+        run, self._run = self._run, None
+        if run is None:
+            return
+        finishing = threading.Thread(target=_finish, args=(run, summary), daemon=True)
+        finishing.start()
+        finishing.join(self._finish_s + _GRACE_S)
+        if finishing.is_alive():
+            _log.warning("wandb did not finish within %g s; ending it", self._finish_s + _GRACE_S)
+            for child in psutil.Process().children():
+                if child.name() == _SERVICE:
+                    child.kill()
+            finishing.join(_GRACE_S)
+
+
+def _finish(run: "wandb.Run", summary: Fields) -> None:
+    """Finish the run and wandb's service with it, so that nothing of it is left at exit."""
+    import wandb
+    from wandb.sdk.mailbox import HandleAbandonedError, MailboxClosedError
+
+    try:
+        try:
+            run.summary.update(dict(summary))
+            run.finish()
+        finally:
+            wandb.teardown()
+    except (wandb.Error, OSError, HandleAbandonedError, MailboxClosedError):
+        _log.exception("wandb did not finish; metrics.jsonl holds every row")

@@ -1,0 +1,26 @@
+"""Weights on their way from the trainer to those who follow it: versions, buckets, checks."""
+
+from streamrl.weights.manifest import (
+    Bucket,
+    TensorSlot,
+    TensorSpec,
+    WeightManifest,
+    plan_buckets,
+)
+from streamrl.weights.parameters import ParameterSet
+from streamrl.weights.publisher import WeightsConfig, pack, publish
+from streamrl.weights.subscriber import HeldVersion, unpack
+
+__all__ = [
+    "Bucket",
+    "HeldVersion",
+    "ParameterSet",
+    "TensorSlot",
+    "TensorSpec",
+    "WeightManifest",
+    "WeightsConfig",
+    "pack",
+    "plan_buckets",
+    "publish",
+    "unpack",
+]

@@ -1,0 +1,145 @@
+"""Which tensor lies where in which bucket: the table of contents of one version of the weights.
+
+Pure data and arithmetic. A bucket is a run of bytes that travels as one object, large enough that
+the cost per object is small and small enough that a copy of it fits anywhere. The bytes of a
+manifest are counted before anything moves.
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from streamrl.messages import Array
+
+#: A tensor starts at a multiple of this, so that any dtype can be viewed in place.
+ALIGNMENT_BYTES = 64
+
+#: What can travel, by name: numpy has no bfloat16, so a name is what manifest and tensor share.
+DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in (
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+        torch.int64,
+        torch.int32,
+        torch.int16,
+        torch.int8,
+        torch.uint8,
+        torch.bool,
+    )
+}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Name, dtype (a key of DTYPES) and shape of a tensor that has no place yet."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensor in bytes."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class TensorSlot:
+    """A tensor and the place of its `num_bytes` bytes: `offset` bytes into its bucket."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+    @property
+    def end(self) -> int:
+        """The first byte after the tensor."""
+        return self.offset + self.num_bytes
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One run of bytes: the slots in it, its size and the checksum of all of it, gaps included."""
+
+    slots: tuple[TensorSlot, ...]
+    num_bytes: int
+    checksum: str
+
+
+@dataclass(frozen=True)
+class WeightManifest:
+    """One version of the weights: its buckets and, one for each, the handle to fetch it by."""
+
+    version: int
+    buckets: tuple[Bucket, ...]
+    handles: tuple[Any, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.handles) != len(self.buckets):
+            raise ValueError(f"{len(self.handles)} handles for {len(self.buckets)} buckets")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes one pull of this version moves."""
+        return sum(bucket.num_bytes for bucket in self.buckets)
+
+
+class SlotAllocator:
+    """Gives tensors their places one at a time, in the order they come, never looking back."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._bucket = 0
+        self._end = 0
+
+    def place(self, spec: TensorSpec) -> tuple[int, TensorSlot]:
+        """The bucket (counted from 0) and the slot of the next tensor."""
+        offset = -(-self._end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if self._end and offset + spec.num_bytes > self._max_bytes:
+            self._bucket += 1
+            offset = 0
+        slot = TensorSlot(spec.name, spec.dtype, spec.shape, offset, spec.num_bytes)
+        self._end = slot.end
+        return self._bucket, slot
+
+
+def plan_buckets(
+    specs: Iterable[TensorSpec], *, max_bytes: int
+) -> tuple[tuple[TensorSlot, ...], ...]:
+    """The slots of every bucket for tensors in this order; a bucket has at most `max_bytes`.
+
+    A tensor larger than that gets a bucket of its own.
+    """
+    allocator = SlotAllocator(max_bytes)
+    buckets: list[list[TensorSlot]] = []
+    for spec in specs:
+        index, slot = allocator.place(spec)
+        if index == len(buckets):
+            buckets.append([])
+        buckets[index].append(slot)
+    return tuple(tuple(slots) for slots in buckets)
+
+
+def checksum(data: Array) -> str:
+    """XXH3 (64 bits, hex) of a contiguous array's bytes."""
+    return xxhash.xxh3_64_hexdigest(data.data)
+
+
+def tensor_view(data: Array, slot: TensorSlot) -> torch.Tensor:
+    """The tensor of a slot as a view of its bucket's bytes; `data` may be read-only.
+
+    Through DLPack, because torch.from_numpy warns of a read-only array.
+    """
+    raw = torch.from_dlpack(data[slot.offset : slot.end])
+    return raw.view(DTYPES[slot.dtype]).view(slot.shape)

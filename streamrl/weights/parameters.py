@@ -1,0 +1,58 @@
+"""What a full set of a model's parameters is: every name, its shape, and which names are one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from streamrl.errors import WeightsError
+from streamrl.messages import Array
+
+
+@dataclass(frozen=True)
+class ParameterSet:
+    """Shapes by name, and the groups of names that share one tensor (tied embeddings)."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    tied: tuple[frozenset[str], ...]
+
+    @classmethod
+    def of(cls, module: torch.nn.Module) -> "ParameterSet":
+        """The parameters of a module, which may be on the meta device."""
+        named = list(module.named_parameters(remove_duplicate=False))
+        groups: dict[int, set[str]] = {}
+        for name, parameter in named:
+            groups.setdefault(id(parameter), set()).add(name)
+        return cls(
+            shapes={name: tuple(parameter.shape) for name, parameter in named},
+            tied=tuple(frozenset(names) for names in groups.values() if len(names) > 1),
+        )
+
+    def complete(self, tensors: Mapping[str, torch.Tensor | Array]) -> dict[str, torch.Tensor]:
+        """The same tensors under every name of the set: one of several tied names is enough.
+
+        Nothing is copied. Raises WeightsError if names are missing or unknown, or a shape is not
+        the model's.
+        """
+        full = {name: _as_tensor(value) for name, value in tensors.items()}
+        for names in self.tied:
+            given = names & full.keys()
+            if given:
+                full.update(dict.fromkeys(names - given, full[min(given)]))
+        for fault, odd in (
+            ("lack", self.shapes.keys() - full.keys()),
+            ("have unknown", full.keys() - self.shapes.keys()),
+        ):
+            if odd:
+                first = ", ".join(sorted(odd)[:3])
+                raise WeightsError(f"the weights {fault} {len(odd)} parameters, as {first}")
+        for name, shape in self.shapes.items():
+            if tuple(full[name].shape) != shape:
+                raise WeightsError(f"{name} has shape {tuple(full[name].shape)}, wanted {shape}")
+        return full
+
+
+def _as_tensor(value: torch.Tensor | Array) -> torch.Tensor:
+    # DLPack takes read-only arrays without a warning.
+    return torch.from_dlpack(value) if isinstance(value, np.ndarray) else value

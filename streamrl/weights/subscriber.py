@@ -1,0 +1,89 @@
+"""The follower's side: buckets in, tensors out, and the version that is held."""
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from streamrl.errors import DeadlineError, WeightsError
+from streamrl.messages import Array
+from streamrl.weights.manifest import Bucket, WeightManifest, checksum, tensor_view
+
+
+def unpack(manifest: WeightManifest, arrays: Sequence[Array]) -> dict[str, torch.Tensor]:
+    """The tensors of a version as views of its buckets, uint8 [num_bytes] each; nothing is copied.
+
+    The views are as read-only as the arrays are, though torch does not know it: copy before
+    writing. Raises WeightsError naming version, bucket and what is wrong if a bucket is missing,
+    is one too many, has another size or another checksum, or does not hold its tensors.
+    """
+    num_buckets = len(manifest.buckets)
+    if len(arrays) != num_buckets:
+        raise WeightsError(
+            f"weights version {manifest.version}: {len(arrays)} buckets came, wanted {num_buckets}"
+        )
+    tensors: dict[str, torch.Tensor] = {}
+    for index, (bucket, data) in enumerate(zip(manifest.buckets, arrays, strict=True)):
+        fault = _fault(bucket, data)
+        if fault:
+            place = f"weights version {manifest.version}, bucket {index} of {num_buckets}"
+            raise WeightsError(f"{place}: {fault}")
+        tensors.update((slot.name, tensor_view(data, slot)) for slot in bucket.slots)
+    return tensors
+
+
+def _fault(bucket: Bucket, data: Array) -> str | None:
+    """What is wrong with a bucket's bytes, if anything."""
+    if data.dtype != np.uint8 or data.shape != (bucket.num_bytes,):
+        return f"is {data.dtype}{list(data.shape)}, wanted uint8[{bucket.num_bytes}]"
+    for slot in bucket.slots:
+        if slot.end > bucket.num_bytes:
+            return f"{slot.name} ends at byte {slot.end}, the bucket at {bucket.num_bytes}"
+    found = checksum(data)
+    if found != bucket.checksum:
+        return f"checksum is {found}, wanted {bucket.checksum}"
+    return None
+
+
+class HeldVersion:
+    """The version one holder (a generator, a scorer) serves, and a place to wait for a newer one.
+
+    Belongs to one event loop. -1 is no version at all.
+    """
+
+    def __init__(self, holder: str, version: int = -1) -> None:
+        self._holder = holder
+        self._version = version
+        self._changed = asyncio.Event()
+
+    @property
+    def version(self) -> int:
+        """The version that is held now."""
+        return self._version
+
+    def advance(self, version: int) -> None:
+        """From now on `version` is held. Raises WeightsError unless it is newer."""
+        if version <= self._version:
+            raise WeightsError(
+                f"{self._holder} holds version {self._version}: cannot go to version {version}"
+            )
+        self._version = version
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    async def at_least(self, version: int, timeout_s: float) -> int:
+        """Wait until `version` or a newer one is held, and say which one is.
+
+        Raises DeadlineError after `timeout_s` seconds.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._version < version:
+                    await self._changed.wait()
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"waited {timeout_s:g} s for version {version} of the weights: "
+                f"{self._holder} holds version {self._version}"
+            ) from error
+        return self._version

@@ -1,0 +1,90 @@
+import json
+
+import pytest
+
+from streamrl.data import load_rows, load_tokenizer, load_vocab_size
+from streamrl.data.rendering import render
+from streamrl.errors import ConfigError
+
+CHAT = [
+    {"role": "user", "content": "hi <s>"},
+    {"role": "assistant", "content": "h\u00e9"},
+    {"role": "user", "content": " bye\n"},
+]
+
+
+def test_a_prompt_is_what_the_models_own_chat_template_makes_of_it(tokenizer, write_rows):
+    rows = list(load_rows(write_rows({"prompt": CHAT}, {"prompt": "2+3="})))
+    rendered = render(tokenizer, rows)
+    for token_ids, messages in zip(rendered, (CHAT, [dict(rows[1].messages[0])]), strict=True):
+        expected = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False
+        )
+        assert token_ids == expected
+    assert tokenizer.decode(rendered[1]) == "<user>2+3=</s><assistant>"
+
+
+def test_without_a_template_the_contents_are_joined_and_the_text_starts_as_texts_do(
+    tokenizer, write_rows
+):
+    tokenizer.chat_template = None
+    rows = list(load_rows(write_rows({"prompt": CHAT[1:]}, {"prompt": ""})))
+    joined, empty = render(tokenizer, rows)
+    assert joined[0] == empty[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(joined[1:]) == "h\u00e9\n bye\n"
+    assert len(empty) == 1
+
+
+def test_a_row_the_template_refuses_is_named(tokenizer, write_rows):
+    path = write_rows({"prompt": "fine"}, {"prompt": [{"role": "system", "content": "be good"}]})
+    with pytest.raises(ConfigError, match=r"line 2: the model's chat template .*no system role"):
+        render(tokenizer, list(load_rows(path)))
+
+
+def test_a_template_with_a_python_slip_is_reported_with_the_row(tokenizer, write_rows):
+    tokenizer.chat_template = "{{ messages[0].content + 1 }}"
+    with pytest.raises(ConfigError, match=r"line 1: the model's chat template .*TypeError"):
+        render(tokenizer, list(load_rows(write_rows({"prompt": "fine"}))))
+
+
+def test_the_vocabulary_size_comes_from_the_models_config(model_dir):
+    assert load_vocab_size(str(model_dir)) == 300
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, load_vocab_size])
+def test_a_path_that_is_no_model_directory_is_refused_by_name(load, tmp_path):
+    file = tmp_path / "model.txt"
+    file.write_text("")
+    for path, words in (
+        (tmp_path / "none", "does not exist"),
+        (file, "is not a directory"),
+        (tmp_path, "it has no config.json"),
+    ):
+        with pytest.raises(ConfigError, match=words) as caught:
+            load(str(path))
+        assert str(caught.value).startswith(str(path))
+
+
+@pytest.mark.parametrize(
+    ("files", "load"),
+    [
+        ({"config.json": "{"}, load_vocab_size),
+        ({"config.json": "{}"}, load_vocab_size),
+        ({"config.json": '{"model_type": "llama"}'}, load_tokenizer),
+        ({"config.json": '{"model_type": "llama"}', "tokenizer.json": "{}"}, load_tokenizer),
+        ({"config.json": '{"model_type": "llama"}', "tokenizer.json": "{"}, load_tokenizer),
+    ],
+)
+def test_a_damaged_model_directory_is_refused_in_one_line(files, load, tmp_path):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(str(tmp_path))
+    assert str(caught.value).startswith(f"{tmp_path}: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_nested_text_config_gives_the_vocabulary_size(tmp_path):
+    config = {"model_type": "qwen2_vl", "text_config": {"vocab_size": 77}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert load_vocab_size(str(tmp_path)) == 77

@@ -1,0 +1,199 @@
+import json
+import pickle
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from streamrl.data import TEXT_PROMPT, load_rows
+from streamrl.errors import ConfigError
+
+CHAT = [{"role": "user", "content": "What is 2 plus 3?"}]
+VERL_ROWS = [
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": CHAT,
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": "5"},
+        "extra_info": {"split": "train", "index": 0, "tools": {"calc": {"digits": [1, 2]}}},
+    },
+    {
+        "data_source": "openai/gsm8k",
+        "prompt": [*CHAT, {"role": "assistant", "content": "5"}, {"role": "user", "content": "?"}],
+        "reward_model": {"style": "rule", "ground_truth": "6"},
+        "extra_info": {"split": "train", "index": 1, "hint": "carry"},
+    },
+]
+
+
+def rows_of(path, **options):
+    return list(load_rows(str(path), **options))
+
+
+def refusal(path, **options):
+    with pytest.raises(ConfigError) as caught:
+        rows_of(path, **options)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(path) in message
+    return message
+
+
+def test_a_verl_row_is_read_whole(write_rows):
+    row = rows_of(write_rows(*VERL_ROWS))[0]
+    assert row.messages == tuple(CHAT)
+    assert (row.data_source, row.ground_truth, row.index) == ("openai/gsm8k", "5", 0)
+    assert row.extra_info == {
+        "ability": "math",
+        "split": "train",
+        "index": 0,
+        "tools": {"calc": {"digits": [1, 2]}},
+    }
+
+
+def test_parquet_and_jsonl_give_the_same_plain_python_rows(tmp_path, write_rows):
+    parquet = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(VERL_ROWS), parquet)
+    from_parquet, from_jsonl = rows_of(parquet), rows_of(write_rows(*VERL_ROWS))
+    for one, other in zip(from_parquet, from_jsonl, strict=True):
+        assert {**vars(one), "place": ""} == {**vars(other), "place": ""}
+    assert "hint" not in from_parquet[0].extra_info
+    assert json.loads(json.dumps(from_parquet[1].extra_info)) == from_parquet[1].extra_info
+
+
+def test_parquet_maps_become_dicts(tmp_path):
+    path = tmp_path / "rows.parquet"
+    prompts = pa.array(["a"])
+    maps = pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int64()))
+    pq.write_table(pa.table({"prompt": prompts, "extra_info": maps}), path)
+    assert rows_of(path)[0].extra_info == {TEXT_PROMPT: "a", "k": 1}
+
+
+def test_text_is_one_user_message_and_is_remembered_as_text(write_rows):
+    row = rows_of(write_rows({"prompt": "2+3=", "ground_truth": "5", "solution": "five"}))[0]
+    assert row.messages == ({"role": "user", "content": "2+3="},)
+    assert row.ground_truth == "5"
+    assert row.extra_info == {"solution": "five", TEXT_PROMPT: "2+3="}
+
+
+def test_a_key_of_extra_info_wins_over_a_column_of_that_name(write_rows):
+    row = rows_of(write_rows({"prompt": CHAT, "index": 7, "extra_info": {"index": 1}}))[0]
+    assert row.extra_info == {"index": 1}
+
+
+def test_another_column_can_hold_the_prompt(write_rows):
+    path = write_rows({"question": "2+3=", "prompt": "unused"})
+    row = rows_of(path, prompt_key="question")[0]
+    assert row.messages[0]["content"] == "2+3="
+    assert row.extra_info["prompt"] == "unused"
+
+
+def test_nulls_in_objects_vanish_and_nulls_in_lists_stay(write_rows):
+    path = write_rows({"prompt": CHAT, "extra_info": {"a": None, "b": [None, {"c": None}]}})
+    assert rows_of(path)[0].extra_info == {"b": [None, {}]}
+
+
+def test_blank_lines_and_a_byte_order_mark_do_no_harm_and_places_still_count(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n\r\n{"prompt": "b"}')
+    rows = rows_of(path)
+    assert [row.index for row in rows] == [0, 2]
+    assert rows[1].place == f"{path} line 3"
+
+
+def test_rows_come_one_at_a_time(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "a"}\nnot json\n')
+    assert next(load_rows(str(path))).index == 0
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("{", "line 2: not JSON: Expecting"),
+        ('{"prompt": "a"} {"prompt": "b"}', "line 2: not JSON: Extra data"),
+        ("[" * 100_000, "line 2: not JSON:"),
+        ("[1]", "line 2: must be a JSON object, is a list"),
+        ('{"question": "x", "answer": 1}', "no column 'prompt' (data.prompt_key); the columns are"),
+        ("{}", "the columns are: none"),
+        ('{"prompt": null}', "prompt must be text or a list of chat messages, is null or missing"),
+        ('{"prompt": []}', "is an empty list"),
+        ('{"prompt": 5}', "is int"),
+        ('{"prompt": ["hello"]}', "message 1 of prompt must be an object, is str"),
+        ('{"prompt": [{"role": "user"}]}', "content of message 1 of prompt must be text"),
+        (
+            '{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}',
+            "content of message 1 of prompt must be text, is list",
+        ),
+        ('{"prompt": "\\ud800"}', "content of message 1 of prompt is not valid Unicode"),
+        ('{"prompt": "a", "data_source": 3}', "data_source must be text, is int"),
+        ('{"prompt": "a", "extra_info": "x"}', "extra_info must be an object, is str"),
+        ('{"prompt": "a", "reward_model": "5"}', "reward_model must be an object, is str"),
+        (
+            '{"prompt": "a", "ground_truth": 1, "reward_model": {"ground_truth": 2}}',
+            "give it once",
+        ),
+    ],
+)
+def test_a_bad_row_is_refused_by_line_and_rule(tmp_path, line, words):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "fine"}\n' + line + "\n")
+    message = refusal(path)
+    assert message.startswith(f"{path} line 2: ")
+    assert words in message
+
+
+def test_a_line_that_is_not_utf8_is_refused_by_number(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"prompt": "a"}\n{"prompt": "\xff"}\n')
+    assert "line 2: not JSON: 'utf-8'" in refusal(path)
+
+
+def test_a_missing_parquet_column_names_those_there_are(tmp_path):
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"question": ["a"], "answer": ["b"]}), path)
+    assert refusal(path).endswith(
+        "row 1: no column 'prompt' (data.prompt_key); the columns are: question, answer"
+    )
+
+
+def test_a_file_that_is_no_parquet_is_refused(tmp_path):
+    path = tmp_path / "rows.parquet"
+    path.write_text("nonsense")
+    assert "cannot be read as parquet" in refusal(path)
+
+
+def test_a_truncated_parquet_file_is_refused(tmp_path):
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"prompt": ["a"] * 1000}), path)
+    path.write_bytes(path.read_bytes()[:-20])
+    assert "cannot be read" in refusal(path)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_a_missing_file_and_a_directory_are_refused(tmp_path, name):
+    assert "No such file" in refusal(tmp_path / name)
+    (tmp_path / name).mkdir()
+    assert "cannot be read" in refusal(tmp_path / name)
+
+
+def test_an_unknown_extension_is_refused_with_the_known_ones(tmp_path):
+    assert "must be one of .parquet, .jsonl" in refusal(tmp_path / "rows.csv")
+
+
+@pytest.mark.parametrize("text", ["", "\n \n"])
+def test_an_empty_file_is_refused(tmp_path, text):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    assert refusal(path).endswith("holds no rows")
+
+
+def test_an_empty_parquet_file_is_refused(tmp_path):
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), path)
+    assert refusal(path).endswith("holds no rows")
+
+
+def test_rows_pickle(write_rows):
+    row = rows_of(write_rows(*VERL_ROWS))[0]
+    assert pickle.loads(pickle.dumps(row)) == row

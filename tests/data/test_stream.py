@@ -1,0 +1,159 @@
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.data import PromptStream
+from streamrl.errors import ConfigError
+from streamrl.messages import Prompt, make_uid, parse_uid
+
+sizes = st.integers(1, 40)
+seeds = st.integers(0, 2**63)
+
+
+def prompts(size, step=1):
+    return [
+        Prompt(make_uid(0, i * step), np.array([i, 7], np.int32), ground_truth=str(i))
+        for i in range(size)
+    ]
+
+
+def uids(stream, count):
+    return [prompt.uid for prompt in stream.draw(count)]
+
+
+@given(sizes, seeds, st.booleans(), st.integers(1, 3))
+def test_every_row_comes_exactly_once_per_epoch(size, seed, shuffle, step):
+    stream = PromptStream(prompts(size, step), seed=seed, shuffle=shuffle)
+    for epoch in range(3):
+        places = [parse_uid(uid) for uid in uids(stream, size)]
+        assert {place[0] for place in places} == {epoch}
+        assert sorted(place[1] for place in places) == [i * step for i in range(size)]
+
+
+@given(sizes, seeds, st.booleans(), st.data())
+def test_a_resume_at_any_place_goes_on_exactly(size, seed, shuffle, data):
+    stream = PromptStream(prompts(size), seed=seed, shuffle=shuffle)
+    stream.draw(data.draw(st.integers(0, 3 * size), label="drawn before"))
+    state = json.loads(json.dumps(stream.state_dict()))
+    resumed = PromptStream(prompts(size), seed=seed, shuffle=shuffle)
+    resumed.draw(data.draw(st.integers(0, 2), label="drawn by the other before"))
+    resumed.load_state_dict(state)
+    assert uids(resumed, 2 * size + 1) == uids(stream, 2 * size + 1)
+
+
+@given(sizes, seeds, st.integers(0, 99))
+def test_a_uid_gives_its_prompt_back_anywhere(size, seed, attempt):
+    stream = PromptStream(prompts(size), seed=seed)
+    other = PromptStream(prompts(size), seed=seed)
+    for given_out in stream.draw(2 * size):
+        again = other.prompt(given_out.uid)
+        assert again.uid == given_out.uid
+        assert again.token_ids is not None
+        assert again.token_ids.tolist() == given_out.token_ids.tolist()
+        assert again.ground_truth == given_out.ground_truth
+        epoch, index, _ = parse_uid(given_out.uid)
+        assert other.prompt(make_uid(epoch, index, attempt)).ground_truth == str(index)
+    assert other.state_dict()["position"] == 0
+
+
+def test_the_order_is_fixed_by_seed_and_epoch():
+    # Worked out once; another numpy or another machine must give the same.
+    stream = PromptStream(prompts(6), seed=3)
+    assert uids(stream, 6) == [f"0:{i}:0" for i in [0, 4, 1, 5, 3, 2]]
+    assert uids(stream, 6) == [f"1:{i}:0" for i in [0, 2, 1, 3, 4, 5]]
+
+
+def test_other_seeds_and_epochs_give_other_orders():
+    orders = set()
+    for seed in range(20):
+        stream = PromptStream(prompts(50), seed=seed)
+        for _ in range(5):
+            orders.add(tuple(parse_uid(uid)[1] for uid in uids(stream, 50)))
+    assert len(orders) == 100
+
+
+def test_without_shuffling_the_order_is_that_of_the_file():
+    stream = PromptStream(prompts(3, step=2), seed=5, shuffle=False)
+    assert uids(stream, 4) == ["0:0:0", "0:2:0", "0:4:0", "1:0:0"]
+
+
+def test_one_row_comes_again_and_again():
+    assert uids(PromptStream(prompts(1), seed=0), 3) == ["0:0:0", "1:0:0", "2:0:0"]
+
+
+def test_drawing_nothing_changes_nothing():
+    stream = PromptStream(prompts(3), seed=0)
+    assert stream.draw(0) == []
+    assert stream.state_dict()["position"] == 0
+
+
+def test_a_retry_is_the_same_prompt_under_the_next_attempt():
+    stream = PromptStream(prompts(5), seed=1)
+    first = next(stream)
+    second = stream.retry(stream.retry(first.uid).uid)
+    epoch, index, attempt = parse_uid(second.uid)
+    assert (epoch, index, attempt) == (0, parse_uid(first.uid)[1], 2)
+    assert second.token_ids is first.token_ids
+
+
+@pytest.mark.parametrize("uid", ["0:5:0", "3:-1:0"])
+def test_a_uid_of_other_data_is_refused(uid):
+    with pytest.raises(ValueError, match=f"uid {uid}: no prompt with index"):
+        PromptStream(prompts(5), seed=1).prompt(uid)
+
+
+def other_tokens(rows):
+    return [replace(rows[0], token_ids=np.array([9, 7], np.int32)), *rows[1:]]
+
+
+def other_split_of_tokens(rows):
+    """The same tokens end to end, cut elsewhere."""
+    first, second = rows[0].token_ids, rows[1].token_ids
+    return [
+        replace(rows[0], token_ids=first[:1]),
+        replace(rows[1], token_ids=np.concatenate([first[1:], second])),
+        *rows[2:],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        (lambda rows: rows[:-1], "number of prompts"),
+        (lambda rows: [rows[1], rows[0], *rows[2:]], "fingerprint"),
+        (other_tokens, "fingerprint"),
+        (other_split_of_tokens, "fingerprint"),
+        (lambda rows: [replace(rows[0], ground_truth="x"), *rows[1:]], "fingerprint"),
+        (lambda rows: [replace(rows[0], uid="0:77:0"), *rows[1:]], "fingerprint"),
+    ],
+)
+def test_resuming_on_other_data_is_refused(change, word):
+    state = PromptStream(prompts(5), seed=1).state_dict()
+    stream = PromptStream(change(prompts(5)), seed=1)
+    with pytest.raises(ConfigError, match=f"cannot resume the data stream: .*{word}.* was .* now"):
+        stream.load_state_dict(state)
+
+
+@pytest.mark.parametrize("settings", [{"seed": 2}, {"seed": 1, "shuffle": False}])
+def test_resuming_in_another_order_is_refused(settings):
+    state = PromptStream(prompts(5), seed=1).state_dict()
+    with pytest.raises(ConfigError, match=r"(shuffle|seed of the data order) was"):
+        PromptStream(prompts(5), **settings).load_state_dict(state)
+
+
+def test_a_place_outside_the_data_is_refused():
+    stream = PromptStream(prompts(5), seed=1)
+    for place in ({"position": 6}, {"position": -1}, {"epoch": -1}):
+        with pytest.raises(ValueError, match="of 5 prompts"):
+            stream.load_state_dict({**stream.state_dict(), **place})
+
+
+def test_prompts_that_share_an_index_are_refused():
+    with pytest.raises(ValueError, match="2 prompts with 1 different indices"):
+        PromptStream([*prompts(1), *prompts(1)], seed=0)
+    with pytest.raises(ValueError, match="0 prompts"):
+        PromptStream([], seed=0)
