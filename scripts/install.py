@@ -54,7 +54,7 @@ def say(text: str) -> None:
 def install(device: str) -> None:
     """Put streamrl, the device's engines and the development tools into .venv."""
     pip = [PYTHON, "-m", "pip", "--disable-pip-version-check"]
-    subprocess.run([*pip, "install", "--quiet", "uv>=0.9,<1"], check=True)
+    subprocess.run([*pip, "install", "-qq", "uv>=0.9,<1"], check=True)
     command = [PYTHON, "-m", "uv", "pip", "install", "--python", PYTHON]
     command += ["--editable", f".[{device},dev]"]
     if device == "cpu":

@@ -135,6 +135,14 @@ def find_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(folder, state)
 
 
+def discard_later(checkpoint: Checkpoint) -> None:
+    """Remove the run's checkpoints behind this one: the run goes on from here another way."""
+    folder = checkpoint.path.parent
+    for path in list_checkpoints(folder):
+        if int(path.name.removeprefix("step_")) > checkpoint.version:
+            shutil.rmtree(path)
+
+
 def run_dir_of(checkpoint: Checkpoint) -> Path:
     """The run directory a checkpoint lies in."""
     return checkpoint.path.parent.parent

@@ -119,7 +119,9 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     merged = OmegaConf.merge(_read_yaml(path), _read_overrides(overrides))
     assert isinstance(merged, DictConfig)
-    return resolve(merged, place=str(path))
+    config = resolve(merged, place=str(path))
+    _make_paths_absolute(config)
+    return config
 
 
 def resolve(settings: DictConfig, *, place: str) -> RunConfig:
@@ -134,6 +136,17 @@ def resolve(settings: DictConfig, *, place: str) -> RunConfig:
         raise ConfigError(f"{place}: {error.full_key or 'config'}: {reason}") from None
     assert isinstance(config, RunConfig)
     return config
+
+
+def _make_paths_absolute(config: RunConfig) -> None:
+    """Actors and a later resume may be in another working directory."""
+    config.model.path = str(Path(config.model.path).absolute())
+    for key in ("train", "eval"):
+        if vars(config.data)[key]:
+            setattr(config.data, key, str(Path(vars(config.data)[key]).absolute()))
+    for reward in config.rewards:
+        if reward.path:
+            reward.path = str(Path(reward.path).absolute())
 
 
 def dump_config(config: RunConfig) -> str:

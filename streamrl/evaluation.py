@@ -119,10 +119,10 @@ async def evaluate(
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
     scores = np.stack([task.result() for task in tasks])
-    sources = [prompt.data_source for prompt in chosen]
+    sources = np.array([prompt.data_source for prompt in chosen])
     by_source = {
-        source: _result(scores[[s == source for s in sources]], config.pass_score)
-        for source in sorted(set(sources))
+        str(source): _result(scores[sources == source], config.pass_score)
+        for source in np.unique(sources)
     }
     return _result(scores, config.pass_score, by_source)
 

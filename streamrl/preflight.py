@@ -39,7 +39,8 @@ def prepare(config: RunConfig) -> Prepared:
     train = _load(config, config.data.train, limit)
     evaluation = _load(config, config.data.eval, limit) if config.data.eval else None
     eval_prompts = evaluation.prompts if evaluation else []
-    rewards.check([*train.prompts, *eval_prompts])
+    rewards.check(train.prompts, place=config.data.train)
+    rewards.check(eval_prompts, place=config.data.eval)
     longest = max(len(prompt.token_ids) for prompt in [*train.prompts, *eval_prompts])
     max_length = longest + config.generator.max_new_tokens
     _check_micro_batch(config, max_length)

@@ -66,6 +66,7 @@ class CoordinatorActor:
     async def start(self, wiring: Wiring, cast: Cast, start: Start) -> None:
         """Open the books, put back what was in flight, publish the version the run starts from."""
         config = self._config = wiring.config
+        self._run_dir = wiring.run_dir
         self._prompts, state = start.prompts, start.state
         version, ledger = 0, Ledger()
         if state is not None:
@@ -182,7 +183,7 @@ class CoordinatorActor:
             "ledger": self._control.admission.ledger.state_dict(),
             "prompts": self._prompts.state_dict(),
         }
-        writer = CheckpointWriter(self._config.run_dir.absolute(), version)
+        writer = CheckpointWriter(self._run_dir, version)
         await self._trainer.save(writer)
         path: Path = writer.commit(state, keep=self._config.checkpoint.keep)
         self._checkpoint, self._saved_version = str(path), version

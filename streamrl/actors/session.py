@@ -132,6 +132,7 @@ class Session:
             dataflow=self._prepared.dataflow,
             components=self._prepared.components,
             max_length=self._prepared.max_length,
+            run_dir=self._config.run_dir.absolute(),
             shards=shards,
             coordinator=coordinator,
             engines=self._engines,

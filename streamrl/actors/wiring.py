@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from streamrl.actors.calls import CALL_TIMEOUT_S, call
@@ -24,12 +25,14 @@ class Wiring:
 
     components: names of the rewards that are combined into the scores.
     max_length: most tokens of prompt and completion together.
+    run_dir: where checkpoints go, absolute.
     """
 
     config: RunConfig
     dataflow: Dataflow
     components: tuple[str, ...]
     max_length: int
+    run_dir: Path
     shards: tuple[RemoteShard, ...]
     coordinator: Any
     engines: EngineFactory

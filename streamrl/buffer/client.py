@@ -90,11 +90,12 @@ class ExperienceQueue:
             poll = self._polls.get((stage, i))
             if poll is None or poll.done():
                 self._polls[stage, i] = asyncio.ensure_future(shard.ready(stage, wait_s=wait_s))
-        polls = {self._polls[stage, i]: i for i in range(len(self._shards))}
+        polls = [self._polls[stage, i] for i in range(len(self._shards))]
         waiting = set(polls)
         while waiting:
             done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            counts = {polls[poll]: poll.result() for poll in done if poll.result()}
+            # In the order of the shards, not of the set: what is taken follows from the schedule.
+            counts = {i: p.result() for i, p in enumerate(polls) if p in done and p.result()}
             if counts:
                 return counts
         return {}

@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from streamrl.engines.forward import local_device
 from streamrl.engines.ranks import bound_collectives
 from streamrl.errors import CheckpointError
 
@@ -154,6 +155,8 @@ def engine_config(module: "PreTrainedModel", config: "TrainerConfig") -> dict[st
 def _import_deepspeed() -> Any:
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Which device this is; a launcher would have set it.
+    os.environ["LOCAL_RANK"] = str(local_device().index or 0)
     import deepspeed
     import deepspeed.ops
     from deepspeed.utils import logger

@@ -46,7 +46,9 @@ def load_model(path: str, *, dtype: torch.dtype) -> "PreTrainedModel":
     Dropout would make the policy that is trained another one than the policy that sampled.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     config = AutoConfig.from_pretrained(path)
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):

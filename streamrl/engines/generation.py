@@ -13,7 +13,13 @@ from typing import Any
 import torch
 
 from streamrl.engines.generator_config import GeneratorConfig, generation_env
-from streamrl.engines.vllm_thread import EngineSpec, EngineThread, Sampled, SampleRequest
+from streamrl.engines.vllm_thread import (
+    Checkpoint,
+    EngineSpec,
+    EngineThread,
+    Sampled,
+    SampleRequest,
+)
 from streamrl.errors import ConfigError, DeadlineError, StreamError, WeightsError
 from streamrl.messages import Array, Rollout
 from streamrl.weights import ParameterSet
@@ -132,7 +138,7 @@ class GenerationEngine:
         self._calls.check_alive()
         if version <= self._newest:
             raise WeightsError(f"version {version} came after version {self._newest}")
-        full = self._calls.parameters.complete(tensors)
+        full = self._calls.checkpoint.parameters.complete(tensors)
         self._newest = version
         loaded = self._calls.loads[version] = asyncio.get_running_loop().create_future()
         self._flush()
@@ -169,6 +175,12 @@ class GenerationEngine:
             raise ConfigError(
                 f"a prompt of {len(prompt_ids)} tokens: must have at least one and leave room for "
                 f"another below the maximum length {self._spec.max_length}"
+            )
+        vocab_size = self._calls.checkpoint.vocab_size
+        if not 0 <= prompt_ids.min() <= prompt_ids.max() < vocab_size:
+            raise ConfigError(
+                f"a prompt with token ids {prompt_ids.min()} to {prompt_ids.max()}: the model has "
+                f"{vocab_size} tokens"
             )
         if not seeds or min(seeds) < 0:
             raise ValueError(f"seeds={list(seeds)}: needs at least one, and none below 0")
@@ -214,14 +226,14 @@ class _Calls:
         self._model_path = model_path
         self._failure: str | None = None
         self.version = -1
-        self.parameters = ParameterSet({}, ())
+        self.checkpoint = Checkpoint(ParameterSet({}, ()), 0)
         self.groups: dict[int, _Group] = {}
         self.loads: dict[int, asyncio.Future[None]] = {}
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.Event()
 
-    def on_started(self, parameters: ParameterSet) -> None:
-        self.parameters = parameters
+    def on_started(self, checkpoint: Checkpoint) -> None:
+        self.checkpoint = checkpoint
         if not self.started.done():
             self.started.set_result(None)
 

@@ -10,7 +10,8 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,6 +26,8 @@ from streamrl.weights import ParameterSet
 Engine = Any
 Command = Callable[[Engine], None]
 
+_PROCESS = threading.Lock()
+
 
 @dataclass(frozen=True)
 class EngineSpec:
@@ -34,6 +37,14 @@ class EngineSpec:
     config: GeneratorConfig
     seed: int
     max_length: int
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What the model directory says: the parameters, by their names in transformers, and tokens."""
+
+    parameters: ParameterSet
+    vocab_size: int
 
 
 @dataclass(frozen=True)
@@ -59,8 +70,8 @@ class Sampled:
 class EngineListener(Protocol):
     """Who hears from the thread; every method is called on the event loop."""
 
-    def on_started(self, parameters: ParameterSet) -> None:
-        """The engine is up; its weights are a full set of these parameters."""
+    def on_started(self, checkpoint: Checkpoint) -> None:
+        """The engine is up, with a model such as this."""
 
     def on_sampled(self, batch: Sequence[Sampled]) -> None:
         """Rollouts that one step finished."""
@@ -109,10 +120,11 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            engine = build_engine(self._spec)
-            self._post(self._listener.on_started, checkpoint_parameters(self._spec.model_path))
-            self._serve(engine)
-            _shut_down(engine)
+            with _only_engine_of_the_process():
+                engine = build_engine(self._spec)
+                self._post(self._listener.on_started, read_checkpoint(self._spec.model_path))
+                self._serve(engine)
+                _shut_down(engine)
         finally:
             self._post(self._listener.on_ended, sys.exception())
 
@@ -162,6 +174,17 @@ class EngineThread:
         self._post(self._listener.on_loaded, version)
 
 
+@contextmanager
+def _only_engine_of_the_process() -> Iterator[None]:
+    """Two engines stepped by two threads corrupt each other: vLLM's forward context is global."""
+    if not _PROCESS.acquire(blocking=False):
+        raise RuntimeError("this process has a generation engine already; vLLM allows one")
+    try:
+        yield
+    finally:
+        _PROCESS.release()
+
+
 def build_engine(spec: EngineSpec) -> Engine:
     """A vLLM engine in this process; its environment must be that of `generation_env`."""
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
@@ -180,13 +203,14 @@ def build_engine(spec: EngineSpec) -> Engine:
     return LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
 
 
-def checkpoint_parameters(model_path: str) -> ParameterSet:
-    """The parameters a checkpoint of the model holds, by their names in transformers."""
+def read_checkpoint(model_path: str) -> Checkpoint:
+    """What a model directory holds, without reading its weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    config = AutoConfig.from_pretrained(model_path)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path))
-    return ParameterSet.of(model)
+        model = AutoModelForCausalLM.from_config(config)
+    return Checkpoint(ParameterSet.of(model), config.get_text_config().vocab_size)
 
 
 def _sampling_params(request: SampleRequest) -> list[Any]:

@@ -50,16 +50,14 @@ class ScorerConfig:
     replicas: scorer processes.
     max_groups: groups a replica works on at once.
     timeout_s: deadline of scoring one group once, s.
-    attempts: tries before a group that cannot be scored is dropped and counted.
     """
 
     replicas: int = 1
     max_groups: int = 32
     timeout_s: float = 30.0
-    attempts: int = 3
 
     def __post_init__(self) -> None:
-        for key in ("replicas", "max_groups", "attempts"):
+        for key in ("replicas", "max_groups"):
             if vars(self)[key] < 1:
                 raise ConfigError(f"scorer.{key}={vars(self)[key]}: must be 1 or more")
         if not 0 < self.timeout_s < math.inf:

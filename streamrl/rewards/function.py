@@ -110,7 +110,9 @@ def _start(work: Callable[[], T]) -> tuple[threading.Thread, "concurrent.futures
 
 
 def _group_numbers(user: UserFunction, results: Any, size: int) -> list[float]:
-    if not isinstance(results, list | tuple | np.ndarray) or len(results) != size:
+    if isinstance(results, np.ndarray):
+        results = results.tolist()
+    if not isinstance(results, list | tuple) or len(results) != size:
         raise RewardError(
             f"{user.name} in {user.path} returned {reprlib.repr(results)}, "
             f"not a list of {size} numbers"

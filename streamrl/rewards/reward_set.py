@@ -46,8 +46,11 @@ class RewardSet:
         """Component names, in the order of the config."""
         return tuple(component.name for component in self._components)
 
-    def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise ConfigError for the first prompt, of a data file, that a reward cannot judge."""
+    def check(self, prompts: Sequence[Prompt], *, place: str = "prompts") -> None:
+        """Raise ConfigError for the first prompt that a reward cannot judge.
+
+        `place` is named with the row: the data file, where the prompts are of one.
+        """
         for prompt in prompts:
             for component in self._components:
                 try:
@@ -55,7 +58,7 @@ class RewardSet:
                 except RewardError as error:
                     number = parse_uid(prompt.uid)[1] + 1
                     raise ConfigError(
-                        f"row {number} (uid {prompt.uid}): reward {component.name}: {error}"
+                        f"{place} row {number} (uid {prompt.uid}): reward {component.name}: {error}"
                     ) from error
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> dict[str, Array]:

@@ -72,6 +72,7 @@ class JsonlSink:
 
     def event(self, name: str, fields: Fields) -> None:
         """Append the event to events.jsonl."""
+        assert not {"time", "event"} & set(fields), f"reserved field in event {name}"
         self._write(1, {"time": self._clock(), "event": name, **json_fields(fields)})
 
     def close(self, summary: Fields) -> None:

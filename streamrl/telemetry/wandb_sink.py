@@ -102,7 +102,8 @@ class WandbSink:
         # Much of what wandb raises derives from Exception alone, in private modules.
         except Exception as error:
             raise ConfigError(
-                f"telemetry.wandb.mode={mode}: wandb did not start: {error!r}; "
+                f"telemetry.wandb.mode={mode}: wandb did not start: "
+                f"{type(error).__name__}: {' '.join(str(error).split())}; "
                 "telemetry.wandb.mode=disabled runs without it"
             ) from error
         (directory / RUN_ID_FILE).write_text(self._run_id + "\n", encoding="utf-8")
@@ -110,6 +111,8 @@ class WandbSink:
     def _init(self, config: Mapping[str, Any]) -> "wandb.Run":
         import wandb
 
+        # What wandb notes about itself goes to its own files, not to the program's log handlers.
+        logging.getLogger("wandb").propagate = False
         mode = self._config.mode
         settings = wandb.Settings.model_validate(
             {
@@ -185,9 +188,10 @@ class WandbSink:
         finishing.join(self._finish_s + _GRACE_S)
         if finishing.is_alive():
             _log.warning("wandb did not finish within %g s; ending it", self._finish_s + _GRACE_S)
-            for child in psutil.Process().children():
-                if child.name() == _SERVICE:
-                    child.kill()
+            services = [c for c in psutil.Process().children() if c.name() == _SERVICE]
+            for service in services:
+                service.kill()
+            psutil.wait_procs(services, timeout=_GRACE_S)
             finishing.join(_GRACE_S)
 
 

@@ -1,0 +1,112 @@
+"""Engines that only take time, to measure the pipeline itself. Picklable; see EngineFactory."""
+
+import asyncio
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from streamrl.actors.engine_factory import HostedGenerator, HostedRank, HostedScorer
+from streamrl.config import RunConfig
+from streamrl.engines.packing import Pick
+from streamrl.errors import StreamError
+from streamrl.messages import Columns, Experience, FinishReason, Prompt, Rollout
+
+COMPLETION_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class TimedEngines:
+    """generate_s per group, score_s per call, train_s per rollout of a rank; all 0 is nothing."""
+
+    generate_s: float = 0.0
+    score_s: float = 0.0
+    train_s: float = 0.0
+
+    async def generator(self, config: RunConfig, max_length: int, replica: int) -> HostedGenerator:
+        """A generator that sleeps."""
+        return _Generator(self.generate_s, config.algorithm.group_size)
+
+    async def scorer(self, config: RunConfig, role: str) -> HostedScorer:
+        """A scorer that sleeps."""
+        return _Scorer(self.score_s)
+
+    def trainer(self, config: RunConfig, rank: int) -> HostedRank:
+        """A rank that sleeps."""
+        return _Rank(self.train_s)
+
+
+class _Generator:
+    def __init__(self, seconds: float, group_size: int) -> None:
+        self._seconds = seconds
+        self._group_size = group_size
+        self._version = -1
+
+    async def rollouts(self, prompt: Prompt) -> list[Rollout]:
+        if self._seconds:
+            await asyncio.sleep(self._seconds)
+        return [self._rollout(prompt)] * self._group_size
+
+    def _rollout(self, prompt: Prompt) -> Rollout:
+        return Rollout.single_turn(
+            prompt.token_ids,
+            [5] * COMPLETION_TOKENS,
+            logprobs=[-1.0] * COMPLETION_TOKENS,
+            versions=[self._version] * COMPLETION_TOKENS,
+            finish_reason=FinishReason.STOP,
+        )
+
+    async def sample(
+        self, prompt: Prompt, seeds: Sequence[int], *, temperature: float
+    ) -> list[Rollout]:
+        return [self._rollout(prompt)] * len(seeds)
+
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> None:
+        self._version = version
+
+
+class _Scorer:
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    async def score(self, experiences: Sequence[Experience]) -> list[Columns | StreamError]:
+        if self._seconds:
+            await asyncio.sleep(self._seconds)
+        return [
+            {"scores": np.ones(n, np.float32), "reward/exact": np.ones(n, np.float32)}
+            for n in (len(experience.columns["lengths"]) for experience in experiences)
+        ]
+
+    def drain_samples(self) -> Sequence[Mapping[str, Any]]:
+        return ()
+
+
+class _Rank:
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+
+    def train_micro_batch(
+        self, groups: Mapping[str, Columns], picks: Sequence[Pick]
+    ) -> Mapping[str, float]:
+        if self._seconds:
+            time.sleep(self._seconds * len(picks))
+        return {}
+
+    def step(self, normaliser: float) -> Mapping[str, float]:
+        return {"policy/grad_norm": 0.0}
+
+    def full_state(self) -> Iterable[tuple[str, torch.Tensor]]:
+        yield "weight", torch.zeros(16)
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def save_model(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def load(self, folder: Path) -> None:
+        assert folder.is_dir()

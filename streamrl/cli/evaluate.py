@@ -1,0 +1,150 @@
+"""`streamrl evaluate`: sample a model on a file of prompts, score, and say how good it is."""
+
+import argparse
+import asyncio
+import json
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamrl.checkpoint import find_checkpoint, run_dir_of
+from streamrl.config import load_config
+from streamrl.data import DataConfig, load_prompts, load_tokenizer, load_vocab_size
+from streamrl.engines.generation import GenerationEngine
+from streamrl.engines.generator_config import GeneratorConfig, generation_env
+from streamrl.errors import ConfigError
+from streamrl.evaluation import EvaluationConfig, EvaluationResult, evaluate
+from streamrl.messages import Columns, Prompt, Rollout
+from streamrl.preflight import model_length
+from streamrl.rewards import RewardConfig, RewardSet, build_rewards, decode_completions
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is evaluated, and the settings it was trained with, if it is of a run."""
+
+    model_dir: Path
+    rewards: Sequence[RewardConfig]
+    max_new_tokens: int
+    data: DataConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `streamrl evaluate`."""
+    defaults = EvaluationConfig()
+    parser.add_argument("model", type=Path, help="model directory, checkpoint or run directory")
+    parser.add_argument("--data", required=True, help="parquet or JSONL file of prompts")
+    parser.add_argument(
+        "--samples", type=int, default=defaults.samples, help="completions per prompt, k"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=defaults.temperature, help="0 takes the likeliest"
+    )
+    parser.add_argument("--limit", type=int, help="only the first so many prompts")
+    parser.add_argument("--seed", type=int, default=0, help="seed of sampling")
+    parser.add_argument(
+        "--pass-score", type=float, default=defaults.pass_score, help="score that passes"
+    )
+    parser.add_argument("--max-new-tokens", type=int, help="longest completion (256, or the run's)")
+    parser.add_argument("--reward", help="kind of reward (exact, or the run's rewards)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; returns its exit code."""
+    config = EvaluationConfig(
+        samples=arguments.samples,
+        temperature=arguments.temperature,
+        limit=arguments.limit,
+        seed=arguments.seed,
+        pass_score=arguments.pass_score,
+    )
+    subject = _subject(arguments)
+    started = time.monotonic()
+    result = asyncio.run(_evaluate(subject, arguments.data, config))
+    _print(result, subject.model_dir, time.monotonic() - started, as_json=arguments.json)
+    return 0
+
+
+def _subject(arguments: argparse.Namespace) -> Subject:
+    """The model itself, or the newest checkpoint of a run, or the checkpoint named."""
+    path: Path = arguments.model
+    rewards, max_new_tokens, data = [RewardConfig(kind="exact")], 256, DataConfig()
+    if not (path / "config.json").is_file():
+        if not (path / "state.json").is_file() and not (path / "checkpoints").is_dir():
+            raise ConfigError(f"{path}: neither a model directory, nor a checkpoint, nor a run")
+        checkpoint = find_checkpoint(path)
+        config = load_config(run_dir_of(checkpoint) / "config.yaml")
+        path, rewards, data = checkpoint.model_dir, config.rewards, config.data
+        max_new_tokens = config.generator.max_new_tokens
+    if arguments.reward is not None:
+        rewards = [RewardConfig(kind=arguments.reward)]
+    return Subject(path, rewards, arguments.max_new_tokens or max_new_tokens, data)
+
+
+async def _evaluate(subject: Subject, file: str, config: EvaluationConfig) -> EvaluationResult:
+    rewards = build_rewards(subject.rewards, timeout_s=60.0)
+    model = str(subject.model_dir)
+    tokenizer = load_tokenizer(model)
+    limit = subject.data.prompt_limit(
+        model_tokens=model_length(model, limit=None), max_new_tokens=subject.max_new_tokens
+    )
+    loaded = load_prompts(
+        file,
+        tokenizer,
+        config=subject.data,
+        max_prompt_tokens=limit,
+        vocab_size=load_vocab_size(model),
+    )
+    prompts = loaded.prompts[: config.limit]
+    rewards.check(prompts, place=file)
+    longest = max(len(prompt.token_ids) for prompt in prompts)
+    engine = await _engine(subject, config.seed, longest + subject.max_new_tokens)
+
+    async def generate(prompt: Prompt, seeds: Sequence[int]) -> list[Rollout]:
+        return await engine.generate(
+            prompt.token_ids, seeds=seeds, temperature=config.temperature
+        )
+
+    async def score(prompt: Prompt, rollouts: list[Rollout]) -> Columns:
+        return await rewards.score(prompt, decode_completions(tokenizer, rollouts))
+
+    try:
+        return await evaluate(prompts, generate=generate, score=score, config=config)
+    finally:
+        await engine.close()
+
+
+async def _engine(subject: Subject, seed: int, max_length: int) -> GenerationEngine:
+    """An engine that serves the model directory's own weights."""
+    import torch
+
+    threads = os.cpu_count() or 1
+    # vLLM reads these when it is imported, which the engine does when it starts.
+    os.environ.update(generation_env("cuda" if torch.cuda.is_available() else "cpu", threads=threads))
+    config = GeneratorConfig(max_new_tokens=subject.max_new_tokens, threads=threads)
+    return await GenerationEngine.start(
+        str(subject.model_dir), config, seed=seed, max_length=max_length, version=0
+    )
+
+
+def _print(result: EvaluationResult, model: Path, seconds: float, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"model": str(model), "seconds": seconds, **_numbers(result)}))
+        return
+    print(f"{model}: {result.num_prompts} prompts x {result.samples} samples in {seconds:.1f} s")
+    for name, value in _numbers(result).items():
+        print(f"  {name:<12} {value:.4f}")
+    if len(result.by_source) > 1:
+        for source, part in result.by_source.items():
+            print(f"  {source}: pass@1 {part.pass_at_1:.4f} over {part.num_prompts} prompts")
+
+
+def _numbers(result: EvaluationResult) -> dict[str, float]:
+    return {
+        "pass@1": result.pass_at_1,
+        f"pass@{result.samples}": result.pass_at_k,
+        f"mean@{result.samples}": result.mean_at_k,
+    }

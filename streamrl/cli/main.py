@@ -1,0 +1,76 @@
+"""`streamrl`: reads the command line, runs a command, turns errors into one line and a code.
+
+Exit codes: 0 done, 1 the run failed, 2 bad input, 130 interrupted.
+"""
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from streamrl import __version__
+from streamrl.errors import ConfigError, StreamError
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+COMMANDS = {
+    "train": "train a model from a config, or go on with a run",
+    "evaluate": "pass@1 and mean@k of a model or checkpoint on a file of prompts",
+    "doctor": "what this machine has and what would run on it",
+}
+
+
+class OneLineParser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """Print the rule and where help is, then exit with 2."""
+        self.exit(BAD_INPUT, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+def build_parser(command: str | None) -> argparse.ArgumentParser:
+    """The parser; only the named command's own module is loaded, so that help is quick."""
+    parser = OneLineParser(prog="streamrl", description="Post-train language models with RL.")
+    parser.add_argument("--version", action="version", version=f"streamrl {__version__}")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="COMMAND", parser_class=OneLineParser
+    )
+    for name, purpose in COMMANDS.items():
+        sub = commands.add_parser(name, help=purpose, description=purpose)
+        if name == command:
+            module = importlib.import_module(f"streamrl.cli.{name}")
+            module.add_arguments(sub)
+            sub.set_defaults(run=module.run)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    command = next((a for a in arguments if a in COMMANDS), None)
+    try:
+        parsed = build_parser(command).parse_args(arguments)
+        return int(parsed.run(parsed))
+    except ConfigError as error:
+        return _say(str(error), BAD_INPUT)
+    except StreamError as error:
+        return _say(str(error), FAILED)
+    except KeyboardInterrupt:
+        return _say("interrupted", INTERRUPTED)
+    except BrokenPipeError:
+        # Whoever read our output is gone; there is nobody to tell.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+
+
+def _say(message: str, code: int) -> int:
+    sys.stdout.flush()
+    print(f"streamrl: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

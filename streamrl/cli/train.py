@@ -1,0 +1,156 @@
+"""`streamrl train`: check everything, start the run, follow it, end it."""
+
+import argparse
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from streamrl.actors.cluster import cluster
+from streamrl.actors.coordinator import Finish
+from streamrl.actors.engine_factory import EngineFactory, RealEngines
+from streamrl.actors.feed import EventReport, Report, StatusReport, StepReport
+from streamrl.actors.session import Session
+from streamrl.checkpoint import Checkpoint, discard_later, find_checkpoint, run_dir_of
+from streamrl.cli.interrupts import graceful_interrupt, uninterrupted
+from streamrl.config import RunConfig, dump_config, load_config, to_dict
+from streamrl.errors import ConfigError, StreamError
+from streamrl.preflight import demands, prepare
+from streamrl.telemetry import Fanout, RunFacts, make_sinks
+from streamrl.telemetry.rollout_log import RolloutLog
+
+INTERRUPTED = 130
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `streamrl train`."""
+    parser.usage = "streamrl train CONFIG [key=value ...] | --resume RUN [key=value ...]"
+    parser.add_argument(
+        "words",
+        nargs="*",
+        metavar="CONFIG|key=value",
+        help="a YAML file, then settings that override it, e.g. trainer.lr=1e-4",
+    )
+    parser.add_argument(
+        "--resume",
+        type=Path,
+        metavar="RUN",
+        help="go on with a run directory (its newest checkpoint) or with one checkpoint of it",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; returns its exit code."""
+    if arguments.resume is not None:
+        config, checkpoint = _resumed(arguments.resume, arguments.words)
+    else:
+        config, checkpoint = _fresh(arguments.words), None
+    finish = train(config, checkpoint, RealEngines())
+    return INTERRUPTED if finish.interrupted else 0
+
+
+def train(config: RunConfig, checkpoint: Checkpoint | None, engines: EngineFactory) -> Finish:
+    """Train from a config, or from a checkpoint of the run; writes the run directory.
+
+    Raises ConfigError before anything is written, and the StreamError that ended the run.
+    """
+    prepared = prepare(config)
+    wanted = lambda on_gpu: demands(config, prepared.dataflow, on_gpu=on_gpu)  # noqa: E731
+    with cluster(config.placement, wanted) as on_gpu:
+        _write_run_dir(config, checkpoint)
+        sinks = make_sinks(config.telemetry, _facts(config, checkpoint))
+        session = Session(config, prepared, on_gpu=on_gpu, engines=engines)
+        sinks.start(to_dict(config))
+        summary: dict[str, str] = {"outcome": "failed"}
+        try:
+            for note in prepared.notes:
+                sinks.event("note", {"text": note})
+            session.start(checkpoint, sinks.status)
+            finish = _follow(session, sinks, RolloutLog(config.run_dir))
+            summary = _summary(finish)
+        except StreamError as error:
+            sinks.event("failed", {"error": str(error)})
+            raise
+        finally:
+            with uninterrupted():
+                session.close()
+                sinks.close(summary)
+    return finish
+
+
+def _follow(session: Session, sinks: Fanout, log: RolloutLog) -> Finish:
+    """Hand every report to the sinks until the run ends."""
+
+    def handle(report: Report) -> None:
+        match report:
+            case StepReport(step, row, spans, samples):
+                sinks.step(step, row)
+                sinks.spans(spans)
+                log.write(step, samples)
+            case EventReport(name, fields):
+                sinks.event(name, fields)
+            case StatusReport(text):
+                sinks.status(text)
+
+    with graceful_interrupt() as stopping:
+        return session.watch(handle, stopping)
+
+
+def _fresh(words: Sequence[str]) -> RunConfig:
+    """The config of a new run from the words of the command line."""
+    if not words or "=" in words[0]:
+        raise ConfigError("train: name a config file first, or --resume a run")
+    config = load_config(Path(words[0]), words[1:])
+    if config.run_dir.exists() and not config.run.overwrite:
+        raise ConfigError(
+            f"run directory {config.run_dir} exists: --resume it, name another (run.name=...),"
+            " or replace it (run.overwrite=true)"
+        )
+    return config
+
+
+def _resumed(path: Path, words: Sequence[str]) -> tuple[RunConfig, Checkpoint]:
+    """Config and checkpoint of a run that is to go on."""
+    if words and "=" not in words[0]:
+        raise ConfigError(f"--resume goes on with the run's own config; {words[0]} is one too many")
+    checkpoint = find_checkpoint(path)
+    folder = run_dir_of(checkpoint).absolute()
+    config = load_config(folder / "config.yaml", words)
+    # The directory may have been moved since.
+    config = replace(config, run=replace(config.run, name=folder.name, dir=str(folder.parent)))
+    if checkpoint.version >= config.run.steps:
+        raise ConfigError(
+            f"run.steps={config.run.steps}: the checkpoint is at step {checkpoint.version};"
+            " give a larger run.steps to go on"
+        )
+    return config, checkpoint
+
+
+def _write_run_dir(config: RunConfig, checkpoint: Checkpoint | None) -> None:
+    """Make the directory of a new run, or cut a resumed one back to its checkpoint."""
+    if checkpoint is None:
+        if config.run_dir.exists():
+            shutil.rmtree(config.run_dir)
+        config.run_dir.mkdir(parents=True)
+    else:
+        discard_later(checkpoint)
+    partial = config.run_dir / ".config.yaml.partial"
+    partial.write_text(dump_config(config))
+    partial.rename(config.run_dir / "config.yaml")
+
+
+def _facts(config: RunConfig, checkpoint: Checkpoint | None) -> RunFacts:
+    return RunFacts(
+        name=config.run.name,
+        run_dir=config.run_dir,
+        num_steps=config.run.steps,
+        max_staleness=config.pipeline.max_staleness,
+        resume_step=checkpoint.version if checkpoint else None,
+    )
+
+
+def _summary(finish: Finish) -> dict[str, str]:
+    summary = {"outcome": "interrupted" if finish.interrupted else "finished"}
+    if finish.checkpoint:
+        summary["checkpoint"] = finish.checkpoint
+    return summary

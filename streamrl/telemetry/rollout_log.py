@@ -1,0 +1,22 @@
+"""A few rollouts of every step as text, to be read by people."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+class RolloutLog:
+    """Writes `rollouts/step_000012.jsonl`: per line a prompt, its completions and their scores."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / "rollouts"
+
+    def write(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
+        """The sampled groups of a step; nothing if there are none."""
+        if not samples:
+            return
+        self._folder.mkdir(exist_ok=True)
+        lines = [json.dumps(sample, default=str, ensure_ascii=False) for sample in samples]
+        path = self._folder / f"step_{step:06d}.jsonl"
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")

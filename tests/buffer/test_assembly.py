@@ -1,0 +1,75 @@
+"""Which groups enter a step."""
+
+import pytest
+
+from streamrl.buffer import StepAssembler
+from streamrl.errors import StaleGroupError
+from streamrl.messages import Experience, GroupInfo, Lease
+
+
+def group(uid: str, admitted: int, sampled: int | None = None) -> Experience:
+    version = admitted if sampled is None else sampled
+    return Experience(
+        lease=Lease(1, uid, "train", 1, float("inf")),
+        admitted_version=admitted,
+        info=GroupInfo((4,), 2, ((version, 2),)),
+    )
+
+
+def assembler(staleness: int, groups: int, **admitted: int) -> StepAssembler:
+    made = StepAssembler(max_staleness=staleness, groups_per_step=groups)
+    for uid, version in admitted.items():
+        made.admit(uid, version)
+    return made
+
+
+def uids(groups: list[Experience]) -> list[str]:
+    return [g.uid for g in groups]
+
+
+def test_groups_enter_in_any_order_while_there_is_room() -> None:
+    steps = assembler(1, 2, a=0, b=0, c=1, d=1)
+    steps.offer([group("d", 1)], 0)
+    assert uids(steps.draw(0)) == ["d"]
+    steps.offer([group("a", 0)], 0)
+    assert uids(steps.draw(0)) == ["a"]
+    assert steps.complete
+
+
+def test_a_group_that_would_be_too_old_next_time_keeps_its_place() -> None:
+    steps = assembler(1, 2, a=0, b=0, c=1, d=1)
+    steps.offer([group("c", 1), group("d", 1)], 1)
+    assert steps.due(1) == ["a", "b"]
+    assert uids(steps.draw(1)) == [], "both places are kept for a and b"
+    steps.offer([group("b", 0)], 1)
+    assert uids(steps.draw(1)) == ["b"]
+    steps.offer([group("a", 0)], 1)
+    assert uids(steps.draw(1)) == ["a"]
+    steps.finish()
+    assert uids(steps.draw(2)) == ["c", "d"]
+
+
+def test_the_oldest_ready_group_goes_first() -> None:
+    steps = assembler(2, 1, a=1, b=0)
+    steps.offer([group("a", 1), group("b", 0)], 1)
+    assert uids(steps.draw(1)) == ["b"]
+
+
+def test_a_dropped_group_frees_the_place_that_was_kept_for_it() -> None:
+    steps = assembler(0, 1, a=0)
+    steps.drop("a")
+    assert steps.due(0) == []
+
+
+def test_a_token_beyond_the_bound_is_an_error_that_names_the_group() -> None:
+    steps = assembler(1, 1, a=1)
+    steps.offer([group("a", 1, sampled=0)], 2)
+    with pytest.raises(StaleGroupError, match="group a was sampled by version 0: 2 behind"):
+        steps.draw(2)
+
+
+def test_a_group_remembers_the_version_it_became_ready_in() -> None:
+    steps = assembler(3, 1, a=0)
+    steps.offer([group("a", 0)], 2)
+    steps.draw(3)
+    assert [g.ready_version for g in steps.finish()] == [2]

@@ -1,0 +1,238 @@
+"""A shard: readiness, leases, commits, bounds."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamrl.buffer import Ports, QueueConfig, Shard
+from streamrl.errors import ConfigError, DeadlineError
+from streamrl.messages import (
+    ROLLOUT_COLUMNS,
+    Columns,
+    Experience,
+    FinishReason,
+    Prompt,
+    Rollout,
+    group_columns,
+)
+from tests.virtual_clock import run_virtual
+
+STAGES = {
+    "generate": Ports((), ROLLOUT_COLUMNS),
+    "reward": Ports(ROLLOUT_COLUMNS, ("scores",)),
+    "reference": Ports(("token_ids", "lengths"), ("ref_logprobs",)),
+    "train": Ports((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"), ()),
+}
+
+
+def on_shard(
+    test: Callable[[Shard], Awaitable[None]], *, capacity: int = 8, **settings: Any
+) -> None:
+    async def main() -> None:
+        config = QueueConfig(**{"lease_s": 10.0, "max_attempts": 2, **settings})
+        await test(Shard(STAGES, config, capacity_groups=capacity))
+
+    run_virtual(main())
+
+
+def prompt(uid: str) -> Prompt:
+    return Prompt(uid, np.array([1, 2], np.int32))
+
+
+def rollouts(version: int = 0) -> dict[str, Any]:
+    one = Rollout.single_turn(
+        np.array([1, 2], np.int32),
+        [5, 6, 7],
+        logprobs=[-1.0, -2.0, -3.0],
+        versions=[version] * 3,
+        finish_reason=FinishReason.STOP,
+    )
+    return group_columns([one, one])
+
+
+def take(shard: Shard, stage: str, columns: tuple[str, ...] = ()) -> list[Experience]:
+    return shard.take(stage, max_groups=10, columns=columns)
+
+
+SCORES: Columns = {"scores": np.ones(2, np.float32)}
+REFERENCE: Columns = {"ref_logprobs": np.zeros(10, np.float32)}
+
+
+def test_a_stage_sees_a_group_once_its_columns_are_there() -> None:
+    async def test(shard: Shard) -> None:
+        await shard.admit([(prompt("a"), 3)], wait_s=1.0)
+        assert not take(shard, "reward")
+        (generating,) = take(shard, "generate")
+        assert generating.prompt is not None and generating.admitted_version == 3
+        assert shard.put([(generating.lease, rollouts())]) == []
+        (scoring,) = take(shard, "reward", ("token_ids",))
+        assert scoring.columns["token_ids"].tolist() == [1, 2, 5, 6, 7] * 2
+        assert not take(shard, "train")
+
+    on_shard(test)
+
+
+def test_scorers_work_on_the_same_group_side_by_side() -> None:
+    async def test(shard: Shard) -> None:
+        await shard.admit([(prompt("a"), 0)], wait_s=1.0)
+        (generating,) = take(shard, "generate")
+        shard.put([(generating.lease, rollouts())])
+        (reward,) = take(shard, "reward")
+        (reference,) = take(shard, "reference")
+        shard.put([(reference.lease, REFERENCE)])
+        assert not take(shard, "train")
+        shard.put([(reward.lease, SCORES)])
+        (training,) = take(shard, "train")
+        assert training.info is not None
+        assert training.info.lengths == (5, 5)
+        assert training.info.num_loss_tokens == 6
+        shard.settle([training.lease])
+        assert shard.stats().uids == ()
+
+    on_shard(test)
+
+
+def test_a_leased_group_is_not_handed_out_twice() -> None:
+    async def test(shard: Shard) -> None:
+        await shard.admit([(prompt("a"), 0)], wait_s=1.0)
+        assert len(take(shard, "generate")) == 1
+        assert not take(shard, "generate")
+
+    on_shard(test)
+
+
+def test_an_expired_lease_is_redelivered_and_the_late_commit_refused() -> None:
+    async def test(shard: Shard) -> None:
+        await shard.admit([(prompt("a"), 0)], wait_s=1.0)
+        (slow,) = take(shard, "generate")
+        await asyncio.sleep(11.0)
+        (again,) = take(shard, "generate")
+        assert again.lease.attempt == 2
+        assert shard.put([(slow.lease, rollouts())]) == ["a"]
+        assert shard.put([(again.lease, rollouts())]) == []
+        assert shard.put([(again.lease, rollouts())]) == ["a"], "a duplicate commit is refused"
+
+    on_shard(test)
+
+
+def test_whoever_waits_for_work_is_woken_by_an_expired_lease() -> None:
+    async def test(shard: Shard) -> None:
+        await shard.admit([(prompt("a"), 0)], wait_s=1.0)
+        take(shard, "generate")
+        loop = asyncio.get_running_loop()
+        assert await shard.ready("generate", wait_s=60.0) == 1
+        assert loop.time() == pytest.approx(10.0, abs=0.1)
+
+    on_shard(test)
+
+
+def test_a_group_that_fails_too_often_goes_to_the_coordinator_as_dropped() -> None:
+    async def test(shard: Shard) -> None:
+        await shard.admit([(prompt("a"), 0)], wait_s=1.0)
+        (generating,) = take(shard, "generate")
+        shard.put([(generating.lease, rollouts())])
+        for _ in range(2):
+            assert not take(shard, "train")
+            (scoring,) = take(shard, "reward")
+            shard.fail([(scoring.lease, "reward_error")])
+        (dropped,) = take(shard, "train", ("scores",))
+        assert dropped.dropped == "reward_error"
+        assert not take(shard, "reference"), "nobody works on what is given up"
+        shard.settle([dropped.lease])
+
+    on_shard(test)
+
+
+def test_a_full_shard_blocks_until_a_group_leaves() -> None:
+    async def test(shard: Shard) -> None:
+        await shard.admit([(prompt("a"), 0)], wait_s=1.0)
+        blocked = asyncio.create_task(shard.admit([(prompt("b"), 0)], wait_s=60.0))
+        await asyncio.sleep(5.0)
+        assert not blocked.done()
+        (generating,) = take(shard, "generate")
+        shard.put([(generating.lease, rollouts())])
+        for stage, columns in (("reward", SCORES), ("reference", REFERENCE)):
+            (work,) = take(shard, stage)
+            shard.put([(work.lease, columns)])
+        (training,) = take(shard, "train")
+        shard.settle([training.lease])
+        await blocked
+        assert shard.stats().uids == ("b",)
+
+    on_shard(test, capacity=1)
+
+
+def test_waiting_for_room_has_a_deadline_that_names_what_is_in_the_way() -> None:
+    async def test(shard: Shard) -> None:
+        await shard.admit([(prompt("a"), 0)], wait_s=1.0)
+        with pytest.raises(DeadlineError, match=r"prompt b waited .* full shard of 1 .*'a'"):
+            await shard.admit([(prompt("b"), 0)], wait_s=5.0)
+
+    on_shard(test, capacity=1)
+
+
+def test_waiting_for_work_ends_at_its_deadline() -> None:
+    async def test(shard: Shard) -> None:
+        assert await shard.ready("train", wait_s=7.0) == 0
+        assert asyncio.get_running_loop().time() == pytest.approx(7.0, abs=0.1)
+
+    on_shard(test)
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({}, "stage reward put no \\['scores'\\] for a"),
+        ({"scores": np.ones(3, np.float32)}, r"scores: float32\[3\], wanted float32\[2\]"),
+        ({"scores": np.ones(2, np.float64)}, r"scores: float64\[2\], wanted float32\[2\]"),
+    ],
+)
+def test_columns_that_are_not_as_declared_are_refused(
+    columns: Mapping[str, Any], message: str
+) -> None:
+    async def test(shard: Shard) -> None:
+        await shard.admit([(prompt("a"), 0)], wait_s=1.0)
+        (generating,) = take(shard, "generate")
+        shard.put([(generating.lease, rollouts())])
+        (scoring,) = take(shard, "reward")
+        with pytest.raises(ValueError, match=message):
+            shard.put([(scoring.lease, columns)])
+
+    on_shard(test)
+
+
+def test_depth_is_the_mean_over_time_not_the_moment() -> None:
+    async def test(shard: Shard) -> None:
+        await shard.admit([(prompt("a"), 0), (prompt("b"), 0)], wait_s=1.0)
+        await asyncio.sleep(3.0)
+        take(shard, "generate")
+        await asyncio.sleep(1.0)
+        assert shard.stats().depth["generate"] == pytest.approx(1.5)
+        await asyncio.sleep(1.0)
+        assert shard.stats().depth["generate"] == 0.0
+
+    on_shard(test)
+
+
+def test_where_a_group_is_can_be_asked() -> None:
+    async def test(shard: Shard) -> None:
+        await shard.admit([(prompt("a"), 0), (prompt("b"), 0)], wait_s=1.0)
+        shard.take("generate", max_groups=1, columns=())
+        await asyncio.sleep(2.0)
+        assert shard.whereabouts(["a", "b", "c"]) == {
+            "a": "held by generate (attempt 1), admitted 2.0 s ago",
+            "b": "ready for generate, admitted 2.0 s ago",
+        }
+
+    on_shard(test)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("shards", 0), ("lease_s", 0.0), ("max_attempts", 0)]
+)
+def test_impossible_queue_settings_are_refused(key: str, value: float) -> None:
+    with pytest.raises(ConfigError, match=rf"queue\.{key}={value}: must be"):
+        QueueConfig(**{key: value})

@@ -1,0 +1,175 @@
+"""Engines that start, end and die; one at a time, because vLLM allows one in a process."""
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from streamrl.engines import vllm_thread
+from streamrl.engines.generation import (
+    GenerationEngine,
+    GenerationError,
+    GeneratorConfig,
+    generation_env,
+)
+from streamrl.engines.vllm_thread import EngineSpec
+from streamrl.errors import ConfigError, DeadlineError, WeightsError
+from tests.engines.tiny_qwen import (
+    MAX_LENGTH,
+    endless_model,
+    prompt,
+    save,
+    tiny_model,
+    weights_of,
+    worst_error,
+)
+
+SHORT = prompt(5, 14, 6, 18)
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in generation_env("cpu").items():
+        monkeypatch.setenv(name, value)
+
+
+@asynccontextmanager
+async def started(
+    folder: str, config: GeneratorConfig, *, seed: int = 0
+) -> AsyncIterator[GenerationEngine]:
+    engine = await GenerationEngine.start(folder, config, seed=seed, max_length=MAX_LENGTH)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def test_a_tied_model_takes_each_parameter_once(tmp_path: Path) -> None:
+    models = {version: tiny_model(tied=True, seed=version) for version in range(3)}
+    folder = save(models[0], tmp_path)
+    async with started(folder, GeneratorConfig(max_new_tokens=32)) as engine:
+        for version, model in models.items():
+            weights = weights_of(model)
+            assert "lm_head.weight" not in weights
+            await engine.load_weights(weights, version)
+            rollouts = await engine.generate(SHORT, seeds=range(16))
+            assert worst_error(rollouts, models) < 1e-4
+
+
+async def test_replicas_give_the_same_tokens_for_the_same_seeds(tmp_path: Path) -> None:
+    # The second has another seed of its own, runs fewer at once, and so little memory that
+    # rollouts push each other out and are resumed.
+    model = endless_model(seed=1)
+    folder = save(model, tmp_path)
+    found = []
+    for seed, config in enumerate(
+        (GeneratorConfig(), GeneratorConfig(kv_cache_mb=1, max_concurrent_rollouts=20))
+    ):
+        async with started(folder, config, seed=seed) as engine:
+            await engine.load_weights(weights_of(model), 0)
+            calls = (engine.generate(SHORT, seeds=[i], max_new_tokens=150) for i in range(24))
+            groups = await asyncio.gather(*calls)
+        found.append([rollout.token_ids.tolist() for (rollout,) in groups])
+    assert found[0] == found[1]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_load_that_fails_half_way_fails_all_who_wait_and_all_who_come(
+    tmp_path: Path,
+) -> None:
+    model = endless_model(seed=1)
+    async with started(save(model, tmp_path), GeneratorConfig()) as engine:
+        await engine.load_weights(weights_of(model), 0)
+        running = asyncio.gather(
+            *(engine.generate(SHORT, seeds=[i], max_new_tokens=500) for i in range(8)),
+            return_exceptions=True,
+        )
+        await asyncio.sleep(0.05)
+        # Tensors without data: they have the right names and shapes and cannot be read.
+        broken = {name: tensor.to("meta") for name, tensor in weights_of(model).items()}
+        began = time.monotonic()
+        with pytest.raises(WeightsError, match=r"version 1 was not loaded: the engine of .* died"):
+            await engine.load_weights(broken, 1)
+        errors = await running
+        assert time.monotonic() - began < 5
+        assert [type(error) for error in errors] == [GenerationError] * 8
+        with pytest.raises(GenerationError, match="died: NotImplementedError: Cannot copy out"):
+            await engine.generate(SHORT, seeds=[1])
+        with pytest.raises(GenerationError, match="died"):
+            await engine.load_weights(weights_of(model), 2)
+        assert engine.version == 0
+
+
+async def test_a_load_past_its_deadline_is_the_end_of_the_engine(tmp_path: Path) -> None:
+    model = endless_model(seed=1)
+    config = GeneratorConfig()
+    async with started(save(model, tmp_path), config) as engine:
+        await engine.load_weights(weights_of(model), 0)
+        config.request_timeout_s = 1e-6
+        with pytest.raises(DeadlineError, match="version 1 was not loaded within 1e-06 s"):
+            await engine.load_weights(weights_of(model), 1)
+        with pytest.raises(GenerationError, match="version 1 was not loaded"):
+            await engine.generate(SHORT, seeds=[1])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_process_has_one_engine_and_a_closed_one_serves_nothing(tmp_path: Path) -> None:
+    model = endless_model(seed=1)
+    folder = save(model, tmp_path)
+    async with started(folder, GeneratorConfig()) as engine:
+        with pytest.raises(GenerationError, match="has a generation engine already"):
+            await GenerationEngine.start(folder, GeneratorConfig(), seed=1, max_length=64)
+        await engine.load_weights(weights_of(model), 0)
+        running = asyncio.create_task(engine.generate(SHORT, seeds=[1], max_new_tokens=500))
+        await asyncio.sleep(0.05)
+        await engine.close()
+        with pytest.raises(GenerationError, match="closed"):
+            await running
+        with pytest.raises(GenerationError, match="closed"):
+            await engine.generate(SHORT, seeds=[1])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize(
+    ("config", "max_length"),
+    [(GeneratorConfig(), 2 * MAX_LENGTH), (GeneratorConfig(kv_cache_mb=1, threads=1), 10**6)],
+)
+async def test_settings_that_do_not_fit_the_model_are_refused_at_start(
+    tmp_path: Path, config: GeneratorConfig, max_length: int
+) -> None:
+    folder = save(tiny_model(tied=True, seed=1), tmp_path)
+    with pytest.raises(ConfigError, match="max_model_len"):
+        await GenerationEngine.start(folder, config, seed=0, max_length=max_length)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_start_past_its_deadline_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+
+    def stuck(spec: EngineSpec) -> None:
+        release.wait()
+        raise RuntimeError("too late")
+
+    monkeypatch.setattr(vllm_thread, "build_engine", stuck)
+    with pytest.raises(DeadlineError, match=r"did not start .* within 0.01 s"):
+        await GenerationEngine.start(
+            str(tmp_path), GeneratorConfig(start_timeout_s=0.01), seed=0, max_length=MAX_LENGTH
+        )
+    release.set()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_process_without_the_environment_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
+    with pytest.raises(GenerationError, match="generation_env"):
+        await GenerationEngine.start(
+            str(tmp_path), GeneratorConfig(), seed=0, max_length=MAX_LENGTH
+        )

@@ -1,0 +1,69 @@
+import pytest
+
+from streamrl.engines.generator_config import GeneratorConfig, engine_arguments, generation_env
+from streamrl.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("replicas", 0, "must be above 0"),
+        ("max_new_tokens", 0, "must be above 0"),
+        ("temperature", 0.0, "must be above 0"),
+        ("max_concurrent_rollouts", -1, "must be above 0"),
+        ("kv_cache_mb", 0, "must be above 0"),
+        ("gpu_memory_utilization", 1.5, "must be at most 1"),
+        ("threads", 0, "must be above 0"),
+        ("dtype", "float8", "must be one of auto, float32, bfloat16, float16"),
+        ("start_timeout_s", 0.0, "must be above 0"),
+        ("request_timeout_s", -2.0, "must be above 0"),
+    ],
+)
+def test_an_impossible_setting_is_named(name: str, value: float | str, rule: str) -> None:
+    with pytest.raises(ConfigError, match=f"^generator.{name}={value}: {rule}$"):
+        GeneratorConfig(**{name: value})
+
+
+def arguments(config: GeneratorConfig, *, on_cpu: bool) -> dict[str, object]:
+    return engine_arguments("m", config, seed=3, max_length=8192, on_cpu=on_cpu)
+
+
+def test_on_a_cpu_the_engine_is_eager_float32_with_a_small_cache() -> None:
+    found = arguments(GeneratorConfig(max_concurrent_rollouts=10), on_cpu=True)
+    assert found["enforce_eager"] is True
+    assert found["dtype"] == "float32"
+    assert found["kv_cache_memory_bytes"] == 64 * 2**20
+    assert found["max_num_seqs"] == 10
+
+
+def test_on_a_cpu_a_step_has_room_for_the_longest_prompt_in_one_piece() -> None:
+    found = arguments(GeneratorConfig(), on_cpu=True)
+    assert found["enable_chunked_prefill"] is False
+    assert found["max_num_batched_tokens"] == 8192
+
+
+def test_on_a_gpu_vllm_decides_but_for_the_memory() -> None:
+    found = arguments(GeneratorConfig(gpu_memory_utilization=0.5), on_cpu=False)
+    assert found["gpu_memory_utilization"] == 0.5
+    assert found["dtype"] == "auto"
+    assert not {"enforce_eager", "kv_cache_memory_bytes", "max_num_batched_tokens"} & found.keys()
+    assert (
+        arguments(GeneratorConfig(kv_cache_mb=5), on_cpu=False)["kv_cache_memory_bytes"] == 5 << 20
+    )
+
+
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_logprobs_are_of_the_sampling_distribution_and_no_step_spans_an_update(
+    on_cpu: bool,
+) -> None:
+    found = arguments(GeneratorConfig(), on_cpu=on_cpu)
+    assert found["logprobs_mode"] == "processed_logprobs"
+    assert found["async_scheduling"] is False
+
+
+def test_only_a_cpu_process_has_dynamo_off() -> None:
+    assert generation_env("cpu", threads=2)["TORCHDYNAMO_DISABLE"] == "1"
+    assert generation_env("cpu", threads=2)["OMP_NUM_THREADS"] == "2"
+    assert "TORCHDYNAMO_DISABLE" not in generation_env("cuda")
+    with pytest.raises(ValueError, match="tpu"):
+        generation_env("tpu")

@@ -1,0 +1,98 @@
+"""A random two-layer Qwen2 with 64 tokens, on disk for vLLM and in memory to check vLLM against."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from streamrl.messages import Array, Rollout
+
+VOCABULARY = 64
+EOS = 2
+MAX_LENGTH = 512
+
+
+def tiny_model(*, tied: bool, seed: int) -> Qwen2ForCausalLM:
+    """A float32 model whose distributions are far from uniform and differ from seed to seed."""
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=tied,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        pad_token_id=0,
+    )
+    model = Qwen2ForCausalLM(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(0.15 * noise + (1 if name.endswith("norm.weight") else 0))
+    return model.eval()
+
+
+def endless_model(*, seed: int) -> Qwen2ForCausalLM:
+    """An untied model that never ends a completion: one direction is always on, and bars EOS."""
+    model = tiny_model(tied=False, seed=seed)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[:, 0] = 4
+        model.lm_head.weight[EOS, 0] = -10
+    return model
+
+
+def save(model: Qwen2ForCausalLM, folder: Path) -> str:
+    """Write the model and a tokenizer of words t0 to t63; the folder as vLLM wants it."""
+    model.save_pretrained(folder)
+    words = {f"t{i}": i for i in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t3"))
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=f"t{EOS}", bos_token="t1", pad_token="t0"
+    )
+    fast.save_pretrained(folder)
+    return str(folder)
+
+
+def weights_of(model: Qwen2ForCausalLM) -> dict[str, torch.Tensor]:
+    """All parameters, each once: a tied lm_head goes by the name of the embedding."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def prompt(*token_ids: int) -> Array:
+    """Token ids as a prompt."""
+    return np.array(token_ids, np.int32)
+
+
+@torch.no_grad()
+def forward_logprobs(
+    model: Qwen2ForCausalLM, rollout: Rollout, *, temperature: float = 1.0
+) -> Array:
+    """Logprob of each token of a rollout under the model, [T]; 0 where the policy wrote none."""
+    token_ids = torch.from_numpy(rollout.token_ids).long()
+    logits = model(token_ids[None]).logits[0, :-1] / temperature
+    logprobs = torch.log_softmax(logits, -1).gather(1, token_ids[1:, None])[:, 0]
+    return np.where(rollout.loss_mask, np.concatenate([[0], logprobs.numpy()]), 0)
+
+
+def worst_error(
+    rollouts: Sequence[Rollout],
+    models_by_version: Mapping[int, Qwen2ForCausalLM],
+    *,
+    temperature: float = 1.0,
+) -> float:
+    """Largest error of a token's logprob against a forward of the model of its version."""
+    errors = [0.0]
+    for rollout in rollouts:
+        for version in np.unique(rollout.policy_version[rollout.loss_mask]):
+            model = models_by_version[int(version)]
+            expected = forward_logprobs(model, rollout, temperature=temperature)
+            of_version = rollout.policy_version == version
+            errors.append(np.abs(expected - rollout.generator_logprobs)[of_version].max())
+    return float(max(errors))

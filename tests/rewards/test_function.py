@@ -1,0 +1,340 @@
+import asyncio
+import textwrap
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from streamrl.data import TEXT_PROMPT
+from streamrl.errors import ConfigError, RewardError
+from streamrl.messages import Prompt
+from streamrl.rewards import RewardConfig
+from streamrl.rewards import function as function_module
+from streamrl.rewards.function import FunctionReward
+
+CHAT = ({"role": "user", "content": "2+3="},)
+
+
+def prompt(**extra_info):
+    return Prompt(
+        "0:4:0",
+        np.array([1], np.int32),
+        messages=CHAT,
+        data_source="sums",
+        ground_truth="5",
+        extra_info=extra_info,
+    )
+
+
+@pytest.fixture
+def reward_from(tmp_path):
+    """A FunctionReward from the source of a file; `name` is the function in it."""
+
+    def make(source, name="f"):
+        path = tmp_path / "reward.py"
+        path.write_text(textwrap.dedent(source))
+        return FunctionReward(RewardConfig("function", path=str(path), function=name))
+
+    return make
+
+
+async def scores(reward, completions=("5", "6"), row=None):
+    return await reward.score(row or prompt(), list(completions))
+
+
+async def test_streamrls_own_signature_gets_the_prompt(reward_from):
+    reward = reward_from("""
+        def f(prompt, completion, scale=2):
+            return scale * (completion == prompt.ground_truth)
+    """)
+    assert await scores(reward) == [2.0, 0.0]
+
+
+async def test_verls_signature_gets_the_row(reward_from):
+    reward = reward_from(
+        """
+        def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+            assert data_source == "sums" and extra_info == {"n": 1}
+            return {"score": float(solution_str == ground_truth), "acc": True}
+    """,
+        "compute_score",
+    )
+    assert await scores(reward, row=prompt(n=1)) == [1.0, 0.0]
+
+
+async def test_a_verl_function_may_take_fewer_parameters_or_any_others(reward_from):
+    few = reward_from("def f(solution_str, ground_truth): return solution_str == ground_truth")
+    assert await scores(few) == [1.0, 0.0]
+    more = reward_from("""
+        def f(solution_str, ground_truth, **rest): return len(rest)
+    """)
+    assert await scores(more) == [2.0, 2.0]
+
+
+async def test_a_function_cannot_change_the_row_for_the_next(reward_from):
+    reward = reward_from("""
+        def f(solution_str, ground_truth, extra_info):
+            extra_info["n"] += 1
+            return extra_info["n"]
+    """)
+    row = prompt(n=0)
+    assert await scores(reward, row=row) == [1.0, 1.0]
+    assert row.extra_info == {"n": 0}
+
+
+async def test_trls_signature_gets_the_group_at_once_with_columns_as_lists(reward_from):
+    reward = reward_from("""
+        def f(prompts, completions, solution, **columns):
+            assert prompts == ["2+3=", "2+3="]
+            assert columns["ground_truth"] == ["5", "5"]
+            return [float(c == s) for c, s in zip(completions, solution)]
+    """)
+    assert await scores(reward, row=prompt(solution="6", prompt_text="2+3=")) == [0.0, 1.0]
+    assert TEXT_PROMPT == "prompt_text"
+
+
+async def test_trls_signature_gets_chat_for_a_row_that_was_chat(reward_from):
+    reward = reward_from("""
+        def f(completions, prompts):
+            assert prompts[0] == [{"role": "user", "content": "2+3="}]
+            return [len(c[0]["content"]) for c in completions]
+    """)
+    assert await scores(reward, ["5", "five"]) == [1.0, 4.0]
+
+
+async def test_async_functions_run_side_by_side(reward_from):
+    reward = reward_from("""
+        import asyncio
+        met = asyncio.Barrier(2)
+        async def f(prompt, completion):
+            await met.wait()
+            return int(completion)
+    """)
+    assert await asyncio.wait_for(scores(reward), 5) == [5.0, 6.0]
+
+
+async def test_an_async_group_function_and_an_object_with_call_are_functions_too(reward_from):
+    group = reward_from("async def f(completions): return [1] * len(completions)")
+    assert await scores(group, row=prompt(prompt_text="")) == [1.0, 1.0]
+    thing = reward_from("""
+        class Judge:
+            async def __call__(self, prompt, completion): return 0.5
+        f = Judge()
+    """)
+    assert await scores(thing) == [0.5, 0.5]
+
+
+WAITING = "def f(prompt, completion): return float(prompt.extra_info['go'].wait(30))"
+
+
+async def test_a_plain_function_does_not_block_the_event_loop(reward_from):
+    go = threading.Event()
+    task = asyncio.create_task(scores(reward_from(WAITING), row=prompt(go=go)))
+    await asyncio.sleep(0.01)
+    assert not task.done()
+    go.set()
+    assert await task == [1.0, 1.0]
+
+
+async def test_a_cancelled_call_returns_at_once_and_hung_calls_are_bounded(
+    reward_from, monkeypatch
+):
+    monkeypatch.setattr(function_module, "MAX_HUNG_CALLS", 2)
+    reward, go = reward_from(WAITING), threading.Event()
+    before = set(threading.enumerate())
+    for _ in range(2):
+        started = time.monotonic()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(scores(reward, row=prompt(go=go)), 0.02)
+        assert time.monotonic() - started < 5
+    with pytest.raises(RewardError, match=r"2 calls of f in .*reward.py hang"):
+        await scores(reward, row=prompt(go=go))
+    go.set()
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+    assert await scores(reward, row=prompt(go=go)) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("body", "number"),
+    [
+        ("True", 1.0),
+        ("3", 3.0),
+        ("-0.5", -0.5),
+        ("__import__('numpy').float32(0.5)", 0.5),
+        ("__import__('numpy').int64(2)", 2.0),
+        ("__import__('numpy').bool_(True)", 1.0),
+        ("__import__('fractions').Fraction(1, 4)", 0.25),
+        ("{'score': 1, 'note': 'x'}", 1.0),
+    ],
+)
+async def test_numbers_of_any_kind_are_scores(reward_from, body, number):
+    assert await scores(reward_from(f"def f(prompt, completion): return {body}"), ["5"]) == [number]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "None",
+        "'1.0'",
+        "float('nan')",
+        "float('inf')",
+        "1e300",
+        "10 ** 400",
+        "__import__('numpy').float16('inf')",
+        "[1.0]",
+        "1j",
+        "{}",
+        "{'score': None}",
+        "{'acc': 1.0}",
+        "print",
+    ],
+)
+async def test_anything_else_is_an_error_that_names_function_file_and_completion(reward_from, body):
+    reward = reward_from(f"""
+        def f(prompt, completion):
+            return 1.0 if completion == "5" else {body}
+    """)
+    with pytest.raises(
+        RewardError, match=r"f in .*reward.py returned .* for completion 1, not a finite number"
+    ):
+        await scores(reward)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "[1.0]",
+        "[1.0] * 3",
+        "1.0",
+        "None",
+        "'ab'",
+        "{'score': 1}",
+        "__import__('numpy').array(1.0)",
+    ],
+)
+async def test_a_group_function_must_return_a_number_per_completion(reward_from, body):
+    reward = reward_from(f"def f(completions): return {body}")
+    with pytest.raises(RewardError, match=r"f in .*reward.py returned .*, not a list of 2 numbers"):
+        await scores(reward)
+
+
+async def test_a_group_function_may_return_an_array(reward_from):
+    reward = reward_from("import numpy\ndef f(completions): return numpy.array([0.5, 1])")
+    assert await scores(reward) == [0.5, 1.0]
+
+
+async def test_a_none_of_a_group_function_is_an_error_not_a_zero(reward_from):
+    reward = reward_from("def f(completions): return [0.0, None]")
+    with pytest.raises(RewardError, match=r"returned None for completion 1"):
+        await scores(reward)
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        ("return 1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise ValueError('two\\nlines')", "ValueError: two lines"),
+        ("assert False", "AssertionError: "),
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("import json; json.loads('{')", "JSONDecodeError: Expecting"),
+    ],
+)
+async def test_what_a_function_raises_is_reported_with_its_line(
+    reward_from, kind, statement, words
+):
+    reward = reward_from(f"""
+        # line 2
+        {kind} f(prompt, completion):
+            {statement}
+    """)
+    with pytest.raises(RewardError, match=rf"f at .*reward.py:4: ({words})") as caught:
+        await scores(reward)
+    assert "\n" not in str(caught.value)
+
+
+async def test_running_out_of_an_iterator_is_reported_too(reward_from):
+    for kind, words in (("def", "StopIteration"), ("async def", "RuntimeError: .*StopIteration")):
+        reward = reward_from(f"{kind} f(prompt, completion): return next(iter([]))")
+        with pytest.raises(RewardError, match=words):
+            await scores(reward)
+
+
+async def test_a_function_in_a_thread_that_wants_signals_is_told_so(reward_from):
+    reward = reward_from("""
+        import signal
+        def f(prompt, completion):
+            signal.signal(signal.SIGALRM, print)
+            return 1.0
+    """)
+    with pytest.raises(RewardError, match=r"ValueError: signal only works in main thread"):
+        await scores(reward)
+
+
+async def test_a_column_the_row_lacks_is_named_before_and_during_the_run(reward_from):
+    reward = reward_from("def f(completions, solution, hint=None): return [1.0]")
+    reward.check(prompt(solution="5"))
+    words = r"f in .*reward.py needs solution; the row has answer, completions, data_source"
+    with pytest.raises(RewardError, match=words):
+        reward.check(prompt(answer="5"))
+    with pytest.raises(RewardError, match=words):
+        await scores(reward, row=prompt(answer="5"))
+
+
+@pytest.mark.parametrize(
+    "signature",
+    [
+        "()",
+        "(text)",
+        "(prompt)",
+        "(prompt, completion, tokenizer)",
+        "(solution_str)",
+        "(solution_str, ground_truth, model)",
+        "(prompt, completion, /)",
+        "(*args, **columns)",
+    ],
+)
+def test_a_signature_that_fits_nothing_is_refused_with_those_that_do(reward_from, signature):
+    with pytest.raises(
+        ConfigError, match=r"rewards.function=f: its parameters in .* fit none of .*score\(prompt,"
+    ):
+        reward_from(f"def f{signature}: return 1.0")
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("x = 1\ndef other(): pass", r"rewards.function=f: not in .*reward.py, which has other"),
+        ("", r"which has none"),
+        ("f = 5", r"in .*reward.py it is no function"),
+        ("class f: pass", r"in .*reward.py it is no function"),
+        ("f = max", r"rewards.function=f: in .*reward.py: no signature"),
+        ("x = 1\nimport no_such_module", r"rewards.path=.*reward.py:2: ModuleNotFoundError: No"),
+        ("x = 1\ny = = 2", r"rewards.path=.*reward.py:2: SyntaxError"),
+        ("raise SystemExit(1)", r"rewards.path=.*reward.py:1: SystemExit: 1"),
+    ],
+)
+def test_a_file_that_does_not_hold_the_function_is_refused(reward_from, source, words):
+    with pytest.raises(ConfigError, match=words):
+        reward_from(source)
+
+
+def test_a_missing_file_and_another_kind_of_file_are_refused(tmp_path):
+    for name, words in (("none.py", "no such file"), ("reward.txt", "must be a .py file")):
+        path = tmp_path / name
+        if name == "reward.txt":
+            path.write_text("")
+        with pytest.raises(ConfigError, match=words):
+            FunctionReward(RewardConfig("function", path=str(path), function="f"))
+
+
+async def test_two_files_of_one_name_do_not_mix(tmp_path):
+    rewards = []
+    for number in (1, 2):
+        path = tmp_path / str(number) / "reward.py"
+        path.parent.mkdir()
+        path.write_text(f"def f(prompt, completion): return {number}")
+        rewards.append(FunctionReward(RewardConfig("function", path=str(path), function="f")))
+    assert [await scores(reward, ["x"]) for reward in rewards] == [[1.0], [2.0]]

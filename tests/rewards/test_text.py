@@ -1,0 +1,62 @@
+import numpy as np
+import pytest
+
+from streamrl.messages import FinishReason, Rollout, group_columns, group_rollouts
+from streamrl.rewards import decode_completions
+
+WORDS = ["<eos>", "<pad>", "hello", "world", "tool", "says", "."]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, "<pad>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", pad_token="<pad>")
+
+
+def rollout(prompt_ids, completion_ids):
+    return Rollout.single_turn(
+        np.array(prompt_ids, np.int32),
+        completion_ids,
+        logprobs=[-1.0] * len(completion_ids),
+        versions=[0] * len(completion_ids),
+        finish_reason=FinishReason.STOP,
+    )
+
+
+def test_the_text_is_what_follows_the_prompt_without_special_tokens(tokenizer):
+    rollouts = [rollout([2], [3, 2, 0]), rollout([2, 2, 2], [4, 0, 5])]
+    assert decode_completions(tokenizer, rollouts) == ["world hello", "tool says"]
+
+
+def test_spaces_are_kept_as_the_policy_wrote_them(tokenizer):
+    assert decode_completions(tokenizer, [rollout([2], [3, 6])]) == ["world ."]
+
+
+def test_a_completion_of_special_tokens_only_is_empty_text(tokenizer):
+    assert decode_completions(tokenizer, [rollout([2], [0])]) == [""]
+
+
+def test_tokens_a_tool_wrote_between_turns_belong_to_the_completion(tokenizer):
+    loss_mask = np.array([False, True, False, True])
+    turns = Rollout(
+        token_ids=np.array([2, 3, 4, 5], np.int32),
+        loss_mask=loss_mask,
+        generator_logprobs=np.zeros(4, np.float32),
+        policy_version=np.where(loss_mask, 0, -1).astype(np.int32),
+        finish_reason=FinishReason.STOP,
+    )
+    assert decode_completions(tokenizer, [turns]) == ["world tool says"]
+
+
+def test_rollouts_out_of_the_queue_decode_alike(tokenizer):
+    rollouts = [rollout([2], [3, 2, 0]), rollout([2], [4])]
+    again = group_rollouts(group_columns(rollouts))
+    assert decode_completions(tokenizer, again) == decode_completions(tokenizer, rollouts)
+
+
+def test_a_token_id_beyond_the_tokenizers_words_has_no_text(tokenizer):
+    assert decode_completions(tokenizer, [rollout([2], [3, 5000])]) == ["world"]

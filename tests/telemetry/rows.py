@@ -1,0 +1,37 @@
+"""A run's rows as the tests use them, and a clock that only moves when told."""
+
+from pathlib import Path
+
+from streamrl.telemetry.contract import METRICS, STALENESS_HISTOGRAM, Histogram
+from streamrl.telemetry.progress import RunFacts
+
+STAGES = ("generate", "reward", "reference", "train")
+
+
+class Clock:
+    """Seconds that pass by assignment."""
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def facts(run_dir: Path, *, num_steps: int = 40, resume_step: int | None = None) -> RunFacts:
+    return RunFacts("demo", run_dir, num_steps, 2, resume_step)
+
+
+def full_row(step: int) -> dict[str, float | Histogram]:
+    """Every name of the contract; reward rises from 0.1 by 0.1 a step."""
+    row: dict[str, float | Histogram] = {
+        metric.name: 0.5 for metric in METRICS if not metric.is_pattern
+    }
+    row[STALENESS_HISTOGRAM] = Histogram((0, 1, 2, 3), (100, 20, 3))
+    row |= {f"idle/{stage}": 0.25 * i for i, stage in enumerate(STAGES)}
+    row |= {f"queue/depth/{stage}": i + step for i, stage in enumerate(STAGES[1:])}
+    row |= {"reward/correct": 0.3, "drops/reward_error": 1}
+    row |= {"ledger/admitted": 20, "ledger/trained": 10, "ledger/filtered": 2}
+    row |= {"ledger/dropped": 1, "ledger/in_flight": 7}
+    row |= {"time/step_s": 2.0, "throughput/tokens_per_s": 12_345.0, "weights/version": step}
+    return row | {"reward/mean": 0.1 * step, "staleness/mean": 0.61, "staleness/max": 2}

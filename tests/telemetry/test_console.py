@@ -1,0 +1,245 @@
+import io
+import logging
+import re
+import sys
+
+import pytest
+from rich.console import Console
+
+from streamrl.telemetry.console import ConsoleLogHandler, PlainConsole
+from streamrl.telemetry.live import LiveConsole
+from tests.telemetry.rows import Clock, facts, full_row
+
+WIDTHS = (60, 80, 120)
+ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+HIDE_CURSOR, SHOW_CURSOR = "\x1b[?25l", "\x1b[?25h"
+
+
+def terminal(width):
+    return Console(file=io.StringIO(), force_terminal=True, width=width, height=40, _environ={})
+
+
+def pipe(width):
+    return Console(file=io.StringIO(), force_terminal=False, width=width)
+
+
+def lines(console):
+    return ESCAPES.sub("", console.file.getvalue()).replace("\r", "\n").splitlines()
+
+
+def view(live, width):
+    """The live view as text."""
+    console = Console(file=io.StringIO(), width=width)
+    console.print(live.render())
+    return console.file.getvalue()
+
+
+def run(console, *, steps=(1, 2, 3), clock=None):
+    """A short run: start-up, the base model's evaluation, steps with events, a last evaluation."""
+    clock = clock or console.clock
+    console.start({})
+    console.status("starting: generator 0/1, trainer 1/2")
+    clock.now += 25.0
+    console.step(0, {"eval/pass_at_1": 0.125})
+    for step in steps:
+        clock.now += 2.0
+        for number in range(5):
+            console.event("drop", {"cause": "reward_error", "uid": f"0:{number}:0"})
+        console.step(step, full_row(step))
+    console.step(steps[-1] + 1, full_row(steps[-1] + 1) | {"eval/pass_at_1": 0.75})
+
+
+@pytest.fixture
+def live(tmp_path):
+    """A live console at width 80 that is not started, so that nothing draws beside the test."""
+    return LiveConsole(facts(tmp_path), terminal(80), clock=Clock())
+
+
+@pytest.fixture
+def plain(tmp_path):
+    return PlainConsole(facts(tmp_path), pipe(80), clock=Clock())
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize(("kind", "output"), [(LiveConsole, terminal), (PlainConsole, pipe)])
+def test_no_line_is_wider_than_the_terminal(kind, output, width, tmp_path):
+    console = kind(facts(tmp_path / ("long" * 30)), output(width), clock=Clock())
+    run(console)
+    console.event("stall", {"reason": "a reason of many words " * 10})
+    console.close({"note": "x" * 200})
+    printed = lines(console.console)
+    assert max(len(line) for line in printed) <= width
+    assert any("pass_at_1" in line for line in printed)
+
+
+def test_the_plain_console_prints_one_aligned_line_per_step(plain):
+    run(plain)
+    printed = lines(plain.console)
+    start = next(i for i, line in enumerate(printed) if line.lstrip().startswith("step"))
+    header, steps = printed[start], [line for line in printed if re.match(r" +\d+/40 ", line)]
+    assert " ".join(header.split()) == "step reward stale queue idle % tok/s step s"
+    assert len(steps) == 4
+    assert {len(line) for line in steps} == {len(header)}
+    assert " ".join(steps[0].split()) == "1/40 0.100 0.6/2 - 1 2 3 0 25 50 75 12.3k 2.0"
+
+
+def test_the_plain_console_shows_more_where_there_is_room(tmp_path):
+    console = PlainConsole(facts(tmp_path), pipe(120), clock=Clock())
+    run(console)
+    assert any(line.endswith("left") for line in lines(console.console))
+
+
+def test_the_plain_console_names_the_stages_behind_its_columns(plain):
+    run(plain)
+    text = "\n".join(lines(plain.console))
+    assert "queue and idle of: generate, reward, reference, train" in text
+
+
+def test_the_plain_header_comes_back(plain):
+    plain.start({})
+    for step in range(1, 31):
+        plain.step(step, full_row(step))
+    assert sum("queue and idle of" in line for line in lines(plain.console)) == 2
+
+
+def test_the_plain_console_is_ascii_without_escapes(plain):
+    run(plain)
+    plain.close({})
+    assert plain.console.file.getvalue().isascii()
+    assert "\x1b" not in plain.console.file.getvalue()
+
+
+def test_the_plain_status_is_printed_when_it_changes(plain):
+    plain.start({})
+    for text in ("generator 0/1", "generator 0/1", "generator 1/1", ""):
+        plain.status(text)
+    text = "\n".join(lines(plain.console))
+    assert text.count("generator 0/1") == 1 and text.count("generator 1/1") == 1
+
+
+def test_a_flood_of_events_of_one_name_is_cut_short_and_counted(plain):
+    plain.start({})
+    for _ in range(10):
+        plain.event("drop", {"cause": "timeout"})
+    plain.event("stall", {"stage": "train"})
+    plain.step(1, full_row(1))
+    text = "\n".join(lines(plain.console))
+    assert text.count("cause=timeout") == 3
+    assert "7 more, see events.jsonl" in text
+    assert "stage=train" in text
+
+
+@pytest.mark.parametrize(("kind", "output"), [(LiveConsole, terminal), (PlainConsole, pipe)])
+def test_the_summary_tells_how_the_run_went(kind, output, tmp_path):
+    console = kind(facts(tmp_path), output(120), clock=Clock())
+    run(console)
+    console.close({"wandb": "offline"})
+    printed = [" ".join(line.split()) for line in lines(console.console)]
+    assert "steps 4 of 40" in printed
+    assert "reward 0.100 -> 0.400" in printed
+    assert "eval pass_at_1 0.125 -> 0.750" in printed
+    assert "wall time 0:31" in printed
+    assert "tokens 98,760" in printed
+    assert "ledger 20 admitted = 10 trained + 2 filtered + 1 dropped + 7 in flight" in printed
+    assert "wandb offline" in printed
+    assert any(line.startswith("written ") for line in printed)
+
+
+def test_a_run_without_a_step_has_no_summary(plain):
+    plain.start({})
+    plain.close({})
+    assert not any("steps" in line and "of" in line for line in lines(plain.console))
+
+
+def test_a_resumed_console_goes_on_from_the_earlier_rewards(tmp_path):
+    console = PlainConsole(facts(tmp_path, resume_step=2), pipe(120), clock=Clock())
+    console.resume([(1, full_row(1)), (2, full_row(2))])
+    console.start({})
+    console.step(3, full_row(3))
+    console.close({})
+    printed = [" ".join(line.split()) for line in lines(console.console)]
+    assert "reward 0.100 -> 0.300" in printed
+    assert "wall time 0:00 since the resume" in printed
+    assert any("resumed after step 2" in line for line in printed)
+
+
+def test_before_the_first_step_the_view_says_what_is_awaited(live):
+    live.status("starting: generator 0/1, trainer 1/2")
+    live.clock.now = 12.0
+    text = view(live, 80)
+    assert "demo  step 0/40" in text
+    assert "starting: generator 0/1, trainer 1/2  0:12" in text
+    assert "reward" not in text
+
+
+def test_the_view_shows_reward_staleness_and_every_stage(live):
+    for step in (1, 2, 3):
+        live.step(step, full_row(step))
+    live.clock.now += 1.0
+    text = view(live, 80)
+    rows = [" ".join(line.split()) for line in text.splitlines()]
+    assert "step 3/40" in text and "1:13 left" in text
+    assert "reward 0.300 \u2581\u2584\u2588 from 0.100" in rows
+    assert "staleness 0.61 max 2, bound 2" in rows
+    assert "tokens/s 12.3k 2.0 s per step" in rows
+    assert "weights v3 publish 0.50 s, pull 0.50 s" in rows
+    assert "generate 0%" in rows
+    assert re.search(r"train +5 +\S+ +75%", text)
+    assert "starting" not in text
+
+
+def test_the_view_shows_a_status_during_the_run_until_it_ends(live):
+    live.step(1, full_row(1))
+    live.status("evaluating")
+    assert "evaluating" in view(live, 80)
+    live.status("")
+    assert "evaluating" not in view(live, 80)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_view_fits_the_terminal_however_long_the_run(live, width):
+    for step in range(1, 200):
+        live.step(step, full_row(step))
+    live.status("evaluating " * 3)
+    assert max(len(line) for line in view(live, width).splitlines()) <= width
+    assert "from 0.100" in view(live, width)
+
+
+def test_a_full_idle_bar_and_unknown_values_can_be_drawn(live):
+    row = full_row(1) | {"idle/train": 1.0, "idle/reward": float("nan"), "queue/depth/train": 0}
+    live.step(1, row | {"reward/mean": float("nan"), "weights/version": float("nan")})
+    assert re.search(r"train +0 +\S+ +100%", view(live, 80))
+
+
+def test_the_cursor_comes_back_after_an_interrupt(live):
+    with pytest.raises(KeyboardInterrupt):
+        try:
+            live.start({})
+            raise KeyboardInterrupt
+        finally:
+            live.close({})
+    text = live.console.file.getvalue()
+    assert text.rindex(SHOW_CURSOR) > text.rindex(HIDE_CURSOR)
+    assert sys.stdout is not None and not hasattr(sys.stdout, "rich_proxied_file")
+
+
+def test_evaluations_events_and_logs_are_lines_above_the_view(live):
+    live.start({})
+    logger = logging.Logger("room")
+    logger.addHandler(ConsoleLogHandler(live))
+    live.step(1, full_row(1) | {"eval/pass_at_1": 0.5})
+    live.event("death", {"actor": "scorer-1"})
+    logger.warning("slow %s", "disk")
+    logger.info("not of interest")
+    live.close({})
+    printed = [" ".join(line.split()) for line in lines(live.console)]
+    assert "eval step=1 pass_at_1=0.500" in printed
+    assert "death actor=scorer-1" in printed
+    assert "warning slow disk" in printed
+    assert not any("not of interest" in line for line in printed)
+
+
+def test_names_that_look_like_markup_are_printed_as_they_are(plain):
+    plain.start({})
+    plain.event("[bold]", {"text": "[red]x[/red]"})
+    assert any("[bold]" in line and "text=[red]x[/red]" in line for line in lines(plain.console))

@@ -1,0 +1,102 @@
+import json
+import math
+
+import pytest
+
+from streamrl.errors import ConfigError
+from streamrl.telemetry.contract import Histogram
+from streamrl.telemetry.sinks import JsonlSink, read_jsonl
+from tests.telemetry.rows import Clock, full_row
+
+
+def started(run_dir, **options):
+    sink = JsonlSink(run_dir, clock=Clock(1000.0), **options)
+    sink.start({})
+    return sink
+
+
+def test_each_step_is_a_line_that_is_on_disk_at_once(tmp_path):
+    sink = started(tmp_path)
+    sink.step(1, {"reward/mean": 0.5, "loss/value": math.nan, "policy/ess": math.inf})
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert json.loads(line) == {
+        "step": 1,
+        "time": 1000.0,
+        "reward/mean": 0.5,
+        "loss/value": None,
+        "policy/ess": None,
+    }
+
+
+def test_a_full_row_keeps_every_name(tmp_path):
+    sink = started(tmp_path)
+    sink.step(1, full_row(1))
+    (row,) = read_jsonl(tmp_path / "metrics.jsonl")
+    assert set(row) == {"step", "time", *full_row(1)}
+    histogram = Histogram.from_json(row["staleness/histogram"])
+    assert histogram == full_row(1)["staleness/histogram"]
+
+
+def test_events_go_to_a_file_of_their_own_and_the_summary_ends_it(tmp_path):
+    sink = started(tmp_path)
+    sink.event("drop", {"cause": "timeout", "age_s": math.nan, "last": True})
+    sink.close({"steps": 3})
+    assert read_jsonl(tmp_path / "events.jsonl") == [
+        {"time": 1000.0, "event": "drop", "cause": "timeout", "age_s": None, "last": True},
+        {"time": 1000.0, "event": "close", "steps": 3},
+    ]
+
+
+def test_closing_twice_is_closing_once(tmp_path):
+    sink = started(tmp_path)
+    sink.close({})
+    sink.close({})
+    assert len(read_jsonl(tmp_path / "events.jsonl")) == 1
+
+
+def test_a_resumed_run_repeats_no_step_and_keeps_all_events(tmp_path):
+    sink = started(tmp_path)
+    for step in range(1, 6):
+        sink.step(step, {"reward/mean": 0.1})
+    sink.event("stall", {})
+    sink = started(tmp_path, resume_step=3)
+    sink.step(4, {"reward/mean": 0.2})
+    rows = read_jsonl(tmp_path / "metrics.jsonl")
+    assert [(row["step"], row["reward/mean"]) for row in rows] == [
+        (1, 0.1),
+        (2, 0.1),
+        (3, 0.1),
+        (4, 0.2),
+    ]
+    assert [event["event"] for event in read_jsonl(tmp_path / "events.jsonl")] == ["stall"]
+
+
+def test_a_line_torn_by_a_crash_is_cut_off_on_resume(tmp_path):
+    started(tmp_path).step(1, {"reward/mean": 0.1})
+    for name in ("metrics.jsonl", "events.jsonl"):
+        with (tmp_path / name).open("a") as file:
+            file.write('{"step": 2, "rew')
+    sink = started(tmp_path, resume_step=1)
+    sink.step(2, {"reward/mean": 0.2})
+    sink.event("start", {})
+    assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2]
+    assert [event["event"] for event in read_jsonl(tmp_path / "events.jsonl")] == ["start"]
+
+
+def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnot json\n{"step": 3}\n')
+    with pytest.raises(ValueError, match=r"metrics.jsonl:2: not a line of JSON"):
+        read_jsonl(path)
+
+
+def test_resuming_before_the_first_step_starts_empty_files(tmp_path):
+    started(tmp_path, resume_step=0)
+    assert read_jsonl(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_directory_with_a_run_in_it_is_refused(tmp_path):
+    started(tmp_path).step(1, {"reward/mean": 0.1})
+    with pytest.raises(ConfigError, match="already holds a run"):
+        JsonlSink(tmp_path).start({})
+    assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 1

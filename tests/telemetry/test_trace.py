@@ -1,0 +1,100 @@
+import json
+
+import pytest
+
+from streamrl.telemetry.spans import Span
+from streamrl.telemetry.trace import TRACE_FILE, TraceSink
+from tests.telemetry.rows import Clock, full_row
+
+SPANS = [
+    Span("generator-0", "generate", 0, 100.0, 102.0, {"groups": 4}),
+    Span("generator-0", "pull", 1, 101.0, 101.5),
+    Span("trainer-0", "train", 0, 102.25, 103.0),
+]
+
+
+def events(run_dir, phase):
+    return [e for e in json.loads((run_dir / TRACE_FILE).read_text()) if e["ph"] == phase]
+
+
+@pytest.fixture
+def sink(tmp_path):
+    sink = TraceSink(tmp_path, clock=Clock(104.0))
+    sink.start({})
+    return sink
+
+
+def test_a_span_is_a_complete_event_in_microseconds(sink, tmp_path):
+    sink.spans(SPANS)
+    first = events(tmp_path, "X")[0]
+    assert (first["name"], first["ts"], first["dur"]) == ("generate", 100_000_000, 2_000_000)
+    assert first["args"] == {"groups": 4}
+
+
+def test_processes_and_lanes_are_named_and_none_is_zero(sink, tmp_path):
+    sink.spans(SPANS)
+    named = events(tmp_path, "M")
+    pids = {e["args"]["name"]: e["pid"] for e in named if e["name"] == "process_name"}
+    lanes = {(e["pid"], e["tid"]) for e in named if e["name"] == "thread_name"}
+    assert list(pids) == ["run", "generator-0", "trainer-0"]
+    assert min(pids.values()) > 0 and len(set(pids.values())) == 3
+    spans = events(tmp_path, "X")
+    assert [e["pid"] for e in spans] == [pids[s.process] for s in SPANS]
+    assert {(e["pid"], e["tid"]) for e in spans} < lanes
+    assert len({tid for _, tid in lanes}) == len(lanes)
+
+
+def test_an_open_span_waits_for_its_end(sink, tmp_path):
+    sink.spans([Span("p", "work", 0, 1.0, 2.0, is_open=True)])
+    assert events(tmp_path, "X") == []
+
+
+def test_a_step_is_marked_and_plots_its_counters(sink, tmp_path):
+    sink.step(3, full_row(3) | {"reward/mean": float("nan")})
+    (mark,) = events(tmp_path, "i")
+    assert (mark["name"], mark["s"], mark["ts"]) == ("step 3", "g", 104_000_000)
+    counters = {e["name"]: e["args"]["value"] for e in events(tmp_path, "C")}
+    assert counters["queue/depth/train"] == 5
+    assert "reward/mean" not in counters and "staleness/histogram" not in counters
+
+
+def test_an_event_is_marked_with_its_fields(sink, tmp_path):
+    sink.event("drop", {"cause": "timeout", "age_s": float("inf")})
+    (mark,) = events(tmp_path, "i")
+    assert (mark["name"], mark["args"]) == ("drop", {"cause": "timeout", "age_s": None})
+
+
+def test_the_file_is_whole_json_after_every_addition(sink, tmp_path):
+    for number in range(1, 4):
+        sink.spans([SPANS[0]])
+        assert len(events(tmp_path, "X")) == number
+    sink.close({})
+    assert len(events(tmp_path, "X")) == 3
+    assert list(tmp_path.iterdir()) == [tmp_path / TRACE_FILE]
+
+
+def test_a_resumed_trace_goes_on_with_the_same_processes(sink, tmp_path):
+    sink.spans(SPANS)
+    sink.close({})
+    again = TraceSink(tmp_path, resume=True)
+    again.start({})
+    again.spans([SPANS[2], Span("trainer-1", "train", 0, 103.0, 104.0)])
+    again.close({})
+    named = [e for e in events(tmp_path, "M") if e["name"] == "process_name"]
+    assert [e["args"]["name"] for e in named] == ["run", "generator-0", "trainer-0", "trainer-1"]
+    assert len(events(tmp_path, "X")) == 5
+
+
+def test_a_torn_trace_can_be_resumed(sink, tmp_path):
+    sink.spans(SPANS)
+    path = tmp_path / TRACE_FILE
+    path.write_bytes(path.read_bytes()[:-20])
+    again = TraceSink(tmp_path, resume=True)
+    again.start({})
+    assert [e["name"] for e in events(tmp_path, "X")] == ["generate", "pull"]
+
+
+def test_a_run_that_is_not_resumed_starts_an_empty_trace(sink, tmp_path):
+    sink.spans(SPANS)
+    TraceSink(tmp_path).start({})
+    assert events(tmp_path, "X") == []

@@ -1,0 +1,78 @@
+"""Reads an offline `.wandb` file: LevelDB's log framing around wandb's protobuf records.
+
+Framing: a file header of 7 bytes, then blocks of 32 KiB counted from the file's start. A block
+holds fragments, each under 4 bytes of checksum, 2 of length and 1 of kind; fewer than 7 bytes at
+the end of a block are padding. A record is one whole fragment, or a first, some middle and a last.
+"""
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_BLOCK = 32 * 1024
+_HEADER = struct.Struct("<IHB")
+_WHOLE, _LAST = 1, 4
+
+
+@dataclass
+class WandbFile:
+    """History rows in the order they were logged, the final summary, and the run's config."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    summary: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] = field(default_factory=dict)
+    run_id: str = ""
+    run_name: str = ""
+
+
+def read_wandb_file(path: Path) -> WandbFile:
+    """Everything of interest in one `run-<id>.wandb`."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    found = WandbFile()
+    for data in _records(path.read_bytes()):
+        record = Record.FromString(data)
+        if record.HasField("history"):
+            found.rows.append(_values(record.history.item))
+        elif record.HasField("summary"):
+            found.summary |= _values(record.summary.update)
+        elif record.HasField("run"):
+            found.config |= _values(record.run.config.update)
+            found.run_id, found.run_name = record.run.run_id, record.run.display_name
+    return found
+
+
+def _values(items: Any) -> dict[str, Any]:
+    """Items by their name; a name of several parts leads into dicts within dicts."""
+    values: dict[str, Any] = {}
+    for item in items:
+        *outer, name = item.nested_key or [item.key]
+        place = values
+        for part in outer:
+            place = place.setdefault(part, {})
+        place[name] = json.loads(item.value_json)
+    return values
+
+
+def _records(data: bytes) -> Iterator[bytes]:
+    parts: list[bytes] = []
+    for kind, fragment in _fragments(data):
+        parts.append(fragment)
+        if kind in (_WHOLE, _LAST):
+            yield b"".join(parts)
+            parts = []
+
+
+def _fragments(data: bytes) -> Iterator[tuple[int, bytes]]:
+    assert data.startswith(b":W&B"), "not a .wandb file"
+    for start in range(0, len(data), _BLOCK):
+        block = data[start : start + _BLOCK]
+        at = _HEADER.size if start == 0 else 0
+        while at + _HEADER.size <= len(block):
+            _, length, kind = _HEADER.unpack_from(block, at)
+            at += _HEADER.size
+            yield kind, block[at : at + length]
+            at += length

@@ -1,0 +1,236 @@
+import asyncio
+
+import numpy as np
+import pytest
+
+from streamrl.errors import ConfigError, DeadlineError, RewardError
+from streamrl.evaluation import EvaluationConfig, evaluate
+from streamrl.messages import FinishReason, Prompt, Rollout, make_uid
+
+
+def prompts(*sources):
+    return [
+        Prompt(make_uid(0, i), np.array([i], np.int32), data_source=source)
+        for i, source in enumerate(sources)
+    ]
+
+
+async def generate(prompt, seeds):
+    """One rollout per seed; its only sampled token is the seed."""
+    return [
+        Rollout.single_turn(
+            prompt.token_ids, [seed], logprobs=[0.0], versions=[0], finish_reason=FinishReason.STOP
+        )
+        for seed in seeds
+    ]
+
+
+def scoring(table):
+    """Scores by the prompt's uid."""
+
+    async def score(prompt, rollouts):
+        return {"scores": np.array(table[prompt.uid][: len(rollouts)], np.float32)}
+
+    return score
+
+
+TABLE = {
+    "0:0:0": [1.0, 0.0, 0.0, 1.0],
+    "0:1:0": [0.0, 0.5, 0.0, 0.5],
+    "0:2:0": [1.0, 1.0, 1.0, 2.0],
+}
+
+
+async def test_the_figures_of_a_worked_example():
+    result = await evaluate(
+        prompts("easy", "hard", "easy"),
+        generate=generate,
+        score=scoring(TABLE),
+        config=EvaluationConfig(samples=4),
+    )
+    # 12 completions, of which 2 + 0 + 4 pass; 2 of 3 prompts have one that does; scores sum to 8.
+    assert (result.num_prompts, result.samples) == (3, 4)
+    assert result.pass_at_1 == pytest.approx(6 / 12)
+    assert result.pass_at_k == pytest.approx(2 / 3)
+    assert result.mean_at_k == pytest.approx(8 / 12)
+    assert list(result.by_source) == ["easy", "hard"]
+    easy, hard = result.by_source.values()
+    assert (easy.num_prompts, easy.pass_at_1, easy.pass_at_k, easy.mean_at_k) == (
+        2,
+        0.75,
+        1.0,
+        0.875,
+    )
+    assert (hard.num_prompts, hard.pass_at_1, hard.pass_at_k, hard.mean_at_k) == (1, 0.0, 0.0, 0.25)
+
+
+async def test_the_passing_score_is_a_setting():
+    result = await evaluate(
+        prompts("", "", ""),
+        generate=generate,
+        score=scoring(TABLE),
+        config=EvaluationConfig(pass_score=0.5),
+    )
+    assert result.pass_at_1 == pytest.approx(8 / 12)
+    assert result.pass_at_k == 1.0
+
+
+async def test_one_sample_makes_all_three_rates_of_zero_one_scores_equal():
+    result = await evaluate(
+        prompts("", "", ""),
+        generate=generate,
+        score=scoring(TABLE),
+        config=EvaluationConfig(samples=1),
+    )
+    assert result.pass_at_1 == result.pass_at_k == result.mean_at_k == pytest.approx(2 / 3)
+
+
+async def test_the_first_prompts_up_to_the_limit_are_used():
+    for limit, used in ((1, 1), (2, 2), (None, 3), (9, 3)):
+        result = await evaluate(
+            prompts("", "", ""),
+            generate=generate,
+            score=scoring(TABLE),
+            config=EvaluationConfig(limit=limit),
+        )
+        assert result.num_prompts == used
+
+
+async def seeds_used(config, delays, **settings):
+    """Seeds each prompt was given, when prompts take those times."""
+    seen = {}
+
+    async def slow(prompt, seeds):
+        await asyncio.sleep(delays[prompt.token_ids[0]])
+        seen[prompt.uid] = list(seeds)
+        return await generate(prompt, seeds)
+
+    await evaluate(
+        prompts("", "", ""), generate=slow, score=scoring(TABLE), config=config, **settings
+    )
+    return seen
+
+
+async def test_seeds_depend_on_the_prompt_and_the_config_alone():
+    one = await seeds_used(EvaluationConfig(), [0.0, 0.01, 0.02])
+    other = await seeds_used(EvaluationConfig(), [0.02, 0.01, 0.0], concurrency=1)
+    assert one == other
+    everything = [seed for seeds in one.values() for seed in seeds]
+    assert len(set(everything)) == 12
+    assert all(0 <= seed < 2**31 for seed in everything)
+    assert one != await seeds_used(EvaluationConfig(seed=1), [0, 0, 0])
+    fewer = await seeds_used(EvaluationConfig(samples=2), [0, 0, 0])
+    assert fewer == {uid: seeds[:2] for uid, seeds in one.items()}
+
+
+@pytest.mark.parametrize("concurrency", [1, 3, 50])
+async def test_no_more_prompts_than_allowed_are_under_way(concurrency):
+    running = most = 0
+
+    async def counted(prompt, seeds):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.001)
+        running -= 1
+        return await generate(prompt, seeds)
+
+    async def ones(prompt, rollouts):
+        return {"scores": np.ones(len(rollouts), np.float32)}
+
+    await evaluate(
+        prompts(*[""] * 20),
+        generate=counted,
+        score=ones,
+        config=EvaluationConfig(),
+        concurrency=concurrency,
+    )
+    assert most == min(concurrency, 20)
+
+
+async def test_a_failure_is_raised_as_it_is_and_nothing_runs_on():
+    ended = []
+
+    async def failing(prompt, seeds):
+        if prompt.uid == "0:1:0":
+            raise RewardError("judge is down")
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(prompt.uid)
+
+    with pytest.raises(RewardError, match="judge is down"):
+        await evaluate(
+            prompts("", "", ""), generate=failing, score=scoring(TABLE), config=EvaluationConfig()
+        )
+    assert sorted(ended) == ["0:0:0", "0:2:0"]
+
+
+async def test_a_prompt_that_takes_too_long_is_named():
+    async def hanging(prompt, seeds):
+        await asyncio.sleep(60)
+
+    with pytest.raises(DeadlineError, match=r"evaluation of uid 0:0:0: no scores in 0.05 s"):
+        await evaluate(
+            prompts(""),
+            generate=hanging,
+            score=scoring(TABLE),
+            config=EvaluationConfig(),
+            timeout_s=0.05,
+        )
+
+
+async def test_a_timeout_of_the_generator_is_its_own():
+    async def failing(prompt, seeds):
+        raise TimeoutError("engine")
+
+    with pytest.raises(TimeoutError, match="engine"):
+        await evaluate(
+            prompts(""), generate=failing, score=scoring(TABLE), config=EvaluationConfig()
+        )
+
+
+async def test_a_missing_score_is_refused():
+    with pytest.raises(ValueError, match=r"uid 0:0:0: \(3,\) scores, wanted 4"):
+        await evaluate(
+            prompts(""),
+            generate=generate,
+            score=scoring({"0:0:0": [1, 1, 1]}),
+            config=EvaluationConfig(),
+        )
+
+
+async def test_no_prompts_are_refused():
+    with pytest.raises(ValueError, match="no prompts"):
+        await evaluate([], generate=generate, score=scoring(TABLE), config=EvaluationConfig())
+
+
+@pytest.mark.parametrize(
+    ("settings", "due"),
+    [
+        ({}, [0, 10]),
+        ({"every": 4}, [0, 4, 8, 10]),
+        ({"every": 5}, [0, 5, 10]),
+        ({"every": 5, "at_end": False}, [0, 5, 10]),
+        ({"every": 4, "at_start": False, "at_end": False}, [4, 8]),
+        ({"at_start": False, "at_end": False}, []),
+    ],
+)
+def test_evaluations_are_due_at_the_ends_and_every_so_many_steps(settings, due):
+    config = EvaluationConfig(**settings)
+    assert [step for step in range(11) if config.is_due(step, num_steps=10)] == due
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"every": -1}, "evaluation.every=-1: must be 0 or more"),
+        ({"samples": 0}, "evaluation.samples=0: must be 1 or more"),
+        ({"temperature": -0.1}, "evaluation.temperature=-0.1: must be 0 or more"),
+        ({"temperature": float("nan")}, "evaluation.temperature=nan: must be 0 or more"),
+        ({"limit": 0}, "evaluation.limit=0: must be 1 or more, or null"),
+    ],
+)
+def test_impossible_settings_are_refused(settings, words):
+    with pytest.raises(ConfigError, match=words):
+        EvaluationConfig(**settings)

@@ -1,0 +1,171 @@
+"""The stage loops on fakes and a virtual clock: what must hold under any schedule."""
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.errors import DeadlineError
+from streamrl.pipeline import Slots, add_sums
+from streamrl.telemetry.spans import busy_s
+from tests.fakes import Plan, Stream, run_stream
+from tests.virtual_clock import run_virtual
+
+plans = st.builds(
+    Plan,
+    seed=st.integers(0, 10_000),
+    steps=st.integers(1, 5),
+    groups_per_step=st.integers(1, 6),
+    group_size=st.integers(1, 3),
+    max_staleness=st.integers(0, 3),
+    shards=st.integers(1, 3),
+    generators=st.integers(1, 3),
+    scorers=st.integers(1, 2),
+    world_size=st.integers(1, 2),
+    micro_batch_tokens=st.integers(11, 120),
+    generate_s=st.sampled_from([(0.0, 0.1), (0.5, 2.0), (0.1, 20.0)]),
+    score_s=st.sampled_from([(0.0, 0.0), (0.1, 0.5), (1.0, 5.0)]),
+    train_s=st.sampled_from([0.0, 0.3, 3.0]),
+    pull_s=st.sampled_from([0.0, 0.5, 4.0]),
+    fail_rate=st.sampled_from([0.0, 0.2]),
+    reference=st.booleans(),
+    one_at_a_time=st.booleans(),
+)
+
+
+def uids(stream: Stream) -> list[str]:
+    return [group.uid for outcome in stream.outcomes for group in outcome.groups]
+
+
+@settings(max_examples=100, deadline=None)
+@given(plans)
+def test_under_any_schedule_the_stream_keeps_its_promises(plan: Plan) -> None:
+    stream = run_virtual(run_stream(plan))
+    trained = uids(stream)
+
+    assert [outcome.version for outcome in stream.outcomes] == list(range(plan.steps))
+    assert all(len(outcome.groups) == plan.groups_per_step for outcome in stream.outcomes)
+    assert len(set(trained)) == len(trained), "a group was trained twice"
+    expected = [(uid, i) for uid in trained for i in range(plan.group_size)]
+    assert sorted(stream.trainer.trained) == sorted(expected), "each rollout is trained once"
+
+    for outcome in stream.outcomes:
+        for group in outcome.groups:
+            assert group.info is not None
+            for version, _ in group.info.version_tokens:
+                assert 0 <= outcome.version - version <= plan.max_staleness
+
+    counts = stream.ledger.counts
+    assert counts.trained == plan.steps * plan.groups_per_step
+    assert counts.admitted == counts.trained + counts.dropped + counts.in_flight
+
+
+@settings(max_examples=30, deadline=None)
+@given(plans)
+def test_the_same_seed_gives_the_same_steps(plan: Plan) -> None:
+    first, second = run_virtual(run_stream(plan)), run_virtual(run_stream(plan))
+    assert uids(first) == uids(second)
+    assert first.step_ends == second.step_ends
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 1000), st.integers(1, 3))
+def test_on_policy_placement_does_not_change_which_groups_a_step_trains(
+    seed: int, generators: int
+) -> None:
+    plan = Plan(seed=seed, max_staleness=0, generators=generators)
+    pipelined = run_virtual(run_stream(plan))
+    sequential = run_virtual(run_stream(Plan(**{**vars(plan), "one_at_a_time": True})))
+    steps = [
+        [sorted(group.uid for group in outcome.groups) for outcome in stream.outcomes]
+        for stream in (pipelined, sequential)
+    ]
+    assert steps[0] == steps[1]
+
+
+def test_on_policy_training_overlaps_the_generation_of_its_own_step() -> None:
+    plan = Plan(
+        max_staleness=0,
+        groups_per_step=12,
+        generate_s=(1.0, 6.0),
+        train_s=0.2,
+        micro_batch_tokens=30,
+    )
+    stream = run_virtual(run_stream(plan))
+    end = stream.step_ends[0]
+    generating = [s for p in ("generator-0", "generator-1") for s in spans(stream, p, "generate")]
+    training = [s for s in spans(stream, "trainer", "train") if s.start_s < end]
+    last_generated = max(s.end_s for s in generating if s.end_s <= end)
+    assert min(s.start_s for s in training) < last_generated
+
+
+def test_one_step_of_staleness_generates_the_next_step_while_this_one_trains() -> None:
+    balanced = {"generate_s": (4.0, 4.0), "train_s": 2.0, "micro_batch_tokens": 1000, "steps": 8}
+    slow = run_virtual(run_stream(Plan(max_staleness=0, **balanced)))
+    fast = run_virtual(run_stream(Plan(max_staleness=1, **balanced)))
+    assert fast.step_ends[-1] < 0.75 * slow.step_ends[-1]
+
+
+def test_one_at_a_time_no_two_stages_compute_at_once() -> None:
+    stream = run_virtual(run_stream(Plan(max_staleness=0, one_at_a_time=True, reference=True)))
+    work = [
+        span
+        for process in stream.recorders
+        for span in spans(stream, process)
+        if span.name in ("generate", "reward", "reference", "train")
+    ]
+    end = max(span.end_s for span in work)
+    by_stage = {
+        name: busy_s([s for s in work if s.name == name], start=0.0, end=end)
+        for name in {span.name for span in work}
+    }
+    # Generators share a stage, so only stages are exclusive.
+    generators = [
+        busy_s(spans(stream, f"generator-{i}", "generate"), start=0.0, end=end) for i in range(2)
+    ]
+    apart = sum(v for name, v in by_stage.items() if name != "generate") + sum(generators)
+    assert busy_s(work, start=0.0, end=end) == pytest.approx(apart)
+
+
+def test_a_group_that_cannot_be_scored_is_dropped_counted_and_replaced() -> None:
+    stream = run_virtual(run_stream(Plan(seed=3, fail_rate=0.5, max_attempts=1, steps=6)))
+    counts = stream.ledger.counts
+    assert counts.trained == 24
+    assert counts.dropped > 0
+    assert dict(counts.drops) == {"reward_error": counts.dropped}
+
+
+def test_a_stall_names_the_groups_and_where_they_are() -> None:
+    plan = Plan(score_s=(500.0, 500.0), stall_s=50.0, lease_s=1000.0)
+    with pytest.raises(DeadlineError) as stall:
+        run_virtual(run_stream(plan))
+    message = str(stall.value)
+    assert "stage train got no group for 50 s at version 0" in message
+    assert "0:0:0: held by reward (attempt 1), admitted" in message
+
+
+def test_slots_count_what_is_free() -> None:
+    async def main() -> int:
+        slots = Slots(2)
+        slots.claim(2)
+        waiting = asyncio.create_task(slots.some())
+        await asyncio.sleep(1.0)
+        assert not waiting.done()
+        slots.give(1)
+        return await waiting
+
+    assert run_virtual(main()) == 1
+
+
+def test_sums_add_and_maxima_stay_maxima() -> None:
+    total = {"tokens": 3.0, "length_max": 7.0}
+    add_sums(total, {"tokens": 4.0, "length_max": 5.0, "new": 1.0})
+    assert total == {"tokens": 7.0, "length_max": 7.0, "new": 1.0}
+
+
+def spans(stream: Stream, process: str, name: str | None = None) -> list:  # type: ignore[type-arg]
+    recorder = stream.recorders[process]
+    if not hasattr(recorder, "kept"):
+        recorder.kept = recorder.drain()  # type: ignore[attr-defined]
+    return [s for s in recorder.kept if name is None or s.name == name]  # type: ignore[attr-defined]

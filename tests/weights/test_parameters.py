@@ -1,0 +1,63 @@
+import numpy as np
+import pytest
+import torch
+
+from streamrl.errors import WeightsError
+from streamrl.weights import ParameterSet
+
+
+class Tied(torch.nn.Module):
+    """An embedding whose weight is the head's as well, and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(6, 4)
+        self.norm = torch.nn.LayerNorm(4, bias=False)
+        self.head = torch.nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def test_a_set_has_all_names_and_knows_which_are_one_tensor() -> None:
+    found = ParameterSet.of(Tied())
+    assert found.shapes == {"embed.weight": (6, 4), "norm.weight": (4,), "head.weight": (6, 4)}
+    assert found.tied == (frozenset({"embed.weight", "head.weight"}),)
+
+
+@pytest.mark.parametrize("given", ["embed.weight", "head.weight"])
+def test_one_of_two_tied_names_is_enough(given: str) -> None:
+    weight = torch.ones(6, 4)
+    full = ParameterSet.of(Tied()).complete({given: weight, "norm.weight": torch.ones(4)})
+    assert full["embed.weight"] is weight
+    assert full["head.weight"] is weight
+
+
+def test_what_is_whole_stays_as_it_is() -> None:
+    tensors = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
+    full = ParameterSet.of(torch.nn.Linear(3, 2)).complete(tensors)
+    assert all(full[name] is tensor for name, tensor in tensors.items())
+
+
+def test_arrays_are_taken_without_a_copy() -> None:
+    arrays = {"weight": np.ones((2, 3), np.float32), "bias": np.zeros(2, np.float32)}
+    arrays["bias"].flags.writeable = False
+    full = ParameterSet.of(torch.nn.Linear(3, 2)).complete(arrays)
+    assert all(full[name].data_ptr() == array.ctypes.data for name, array in arrays.items())
+
+
+@pytest.mark.parametrize(
+    ("tensors", "fault"),
+    [
+        ({"weight": torch.ones(2, 3)}, "the weights lack 1 parameters, as bias"),
+        (
+            {"weight": torch.ones(2, 3), "bias": torch.ones(2), "c": torch.ones(1)},
+            "the weights have unknown 1 parameters, as c",
+        ),
+        (
+            {"weight": torch.ones(3, 2), "bias": torch.ones(2)},
+            r"weight has shape \(3, 2\), wanted \(2, 3\)",
+        ),
+    ],
+)
+def test_what_is_not_the_set_is_named(tensors: dict[str, torch.Tensor], fault: str) -> None:
+    with pytest.raises(WeightsError, match=fault):
+        ParameterSet.of(torch.nn.Linear(3, 2)).complete(tensors)
