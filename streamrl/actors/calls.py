@@ -42,7 +42,7 @@ def translate(error: RayError, what: str) -> StreamError:
         cause = innermost(error.cause)
         if isinstance(cause, StreamError):
             return cause
-        return ActorError(f"{what}: {type(cause).__name__}: {cause}\n{error.traceback_str}")
+        return ActorError(f"{what}: {type(cause).__name__}: {cause}\n{error}")
     if isinstance(error, RayActorError):
         return ActorError(f"{what}: the actor died ({str(error).splitlines()[0]})")
     return ActorError(f"{what}: {type(error).__name__}: {error}")

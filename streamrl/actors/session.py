@@ -65,6 +65,8 @@ class Session:
             **self._start_generators(wiring),
             **self._start_scorers(wiring),
         }
+        order = wiring.dataflow.stages
+        self._stages.sort(key=lambda stage: order.index(stage.stage))
         self._await_ready(waits, status)
         start = Start(
             prompts=self._prepared.prompts,

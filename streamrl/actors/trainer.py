@@ -3,6 +3,7 @@
 import asyncio
 import os
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -68,7 +69,9 @@ class TrainerActor:
         with self._stage.spans.span("update", version=version):
             divisor = step_normaliser(self._config, totals)
             metrics = await self._in_thread(self._trainer.step, divisor)
-        return metrics, await self.publish(version)
+        started = time.perf_counter()
+        manifest = await self.publish(version)
+        return {**metrics, "weights/publish_s": time.perf_counter() - started}, manifest
 
     async def publish(self, version: int) -> WeightManifest | None:
         """Put the weights into the object store as `version`. All ranks must take part."""

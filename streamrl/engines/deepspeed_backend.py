@@ -16,6 +16,7 @@ DeepSpeed averages over the ranks; dividing by `divisor / world_size` makes that
 
 import math
 import os
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +32,7 @@ from streamrl.errors import CheckpointError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from streamrl.engines.training import TrainerConfig
+    from streamrl.engines.trainer_config import TrainerConfig
 
 TAG = "zero"
 SHARDS_PARAMETERS = 3
@@ -162,6 +163,8 @@ def _import_deepspeed() -> Any:
     from deepspeed.utils import logger
 
     logger.setLevel("WARNING")
+    # DeepSpeed calls collectives by names that torch is about to drop: nothing a user can change.
+    warnings.filterwarnings("ignore", "`torch.distributed.*` is deprecated", FutureWarning)
     # Its shared-memory collectives for CPUs are built with a compiler on first use: over a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

@@ -65,10 +65,12 @@ class GenerationEngine:
             async with asyncio.timeout(config.start_timeout_s):
                 await engine._calls.started
         except TimeoutError as error:
-            engine._thread.stop()
             raise DeadlineError(
                 f"vLLM did not start {model_path} within {config.start_timeout_s:g} s"
             ) from error
+        finally:
+            if engine._calls.started.cancelled():  # nobody waits for it any more
+                engine._thread.stop()
         return engine
 
     @property
@@ -261,7 +263,8 @@ class _Calls:
             self.started.set_exception(
                 ConfigError(f"generator: vLLM cannot start {self._model_path}: {error}")
             )
-        self.fail(f"the engine of {self._model_path} died: {type(error).__name__}: {error}")
+        ending = "ended" if error is None else f"died: {type(error).__name__}: {error}"
+        self.fail(f"the engine of {self._model_path} {ending}")
 
     def fail(self, reason: str) -> None:
         """From now on every call raises, the pending ones first; the first reason counts."""

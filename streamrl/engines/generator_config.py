@@ -63,9 +63,10 @@ class GeneratorConfig:
 
 
 def generation_env(device: str, *, threads: int = 1) -> dict[str, str]:
-    """Environment a process needs before it imports vLLM; `device` is "cpu" or "cuda".
+    """Environment a process needs before it imports torch; `device` is "cpu" or "cuda".
 
-    Raises ValueError on another device.
+    `threads` is GeneratorConfig.threads, which has no effect but through here. Raises ValueError on
+    another device.
     """
     if device not in ("cpu", "cuda"):
         raise ValueError(f"device {device!r}: must be cpu or cuda")

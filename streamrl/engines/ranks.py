@@ -1,18 +1,22 @@
 """The ranks of a trainer as a torch.distributed group in which no collective waits for ever."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+from streamrl.errors import DeadlineError
+
 
 def join_ranks(*, rank: int, world_size: int, timeout_s: float) -> None:
-    """Become one of the ranks; idempotent in a process that already is.
+    """Become one of the ranks; nothing happens in a process that already is.
 
-    With more than one rank, MASTER_ADDR and MASTER_PORT in the environment say where rank 0
-    listens. nccl on GPUs, gloo on CPUs. Raises torch.distributed.DistError if the others do not
-    come within `timeout_s`, s.
+    nccl on GPUs, gloo on CPUs. With more than one rank, MASTER_ADDR and MASTER_PORT in the
+    environment say where rank 0 listens; after `leave_ranks` that has to be another port. Raises
+    DeadlineError if the others do not come within `timeout_s`, s.
     """
     if dist.is_initialized():
         joined = (dist.get_rank(), dist.get_world_size())
@@ -20,13 +24,20 @@ def join_ranks(*, rank: int, world_size: int, timeout_s: float) -> None:
         return
     if torch.cuda.is_available():
         torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group(
-        "nccl" if torch.cuda.is_available() else "gloo",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-        store=dist.HashStore() if world_size == 1 else None,
-    )
+    with deadline(f"rank {rank} waited {timeout_s:g} s for all {world_size} ranks to join"):
+        dist.init_process_group(
+            "nccl" if torch.cuda.is_available() else "gloo",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+            store=dist.HashStore() if world_size == 1 else None,
+        )
+
+
+def leave_ranks() -> None:
+    """Undo `join_ranks`; nothing if it was undone already."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def bound_collectives(timeout_s: float) -> None:
@@ -35,7 +46,12 @@ def bound_collectives(timeout_s: float) -> None:
         c10d._set_pg_timeout(timedelta(seconds=timeout_s), group)
 
 
-def leave_ranks() -> None:
-    """Undo `join_ranks`; nothing if it was undone already."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+@contextmanager
+def deadline(message: str) -> Iterator[None]:
+    """Turn a collective's timeout into a DeadlineError: torch has no type of its own for it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "timed out" in str(error).lower():
+            raise DeadlineError(f"{message}: {str(error).splitlines()[0]}") from error
+        raise

@@ -17,7 +17,7 @@ from streamrl.engines.ranks import leave_ranks
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from streamrl.engines.training import TrainerConfig
+    from streamrl.engines.trainer_config import TrainerConfig
 
 STATE_FILE = "torch_state.pt"
 

@@ -179,9 +179,11 @@ def _only_engine_of_the_process() -> Iterator[None]:
     """Two engines stepped by two threads corrupt each other: vLLM's forward context is global."""
     if not _PROCESS.acquire(blocking=False):
         raise RuntimeError("this process has a generation engine already; vLLM allows one")
+    set_num_threads = torch.set_num_threads
     try:
         yield
     finally:
+        torch.set_num_threads = set_num_threads  # vLLM makes it do nothing
         _PROCESS.release()
 
 

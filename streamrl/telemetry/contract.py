@@ -102,6 +102,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/ess", "fraction", "effective sample size of the ratios over the token count"),
     Metric("policy/kl_ref", "nats", "mean KL estimate of the policy to the reference per token"),
     Metric("policy/grad_norm", "", "norm of the policy's gradient before clipping"),
+    Metric("policy/lr", "", "learning rate of the step"),
     Metric("rollout/length_mean", "tokens", "mean sampled tokens of a rollout"),
     Metric("rollout/length_max", "tokens", "most sampled tokens of a rollout"),
     Metric("rollout/truncated_frac", "fraction", "rollouts that ended at the length limit"),

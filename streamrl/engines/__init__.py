@@ -1,0 +1,1 @@
+"""The engines behind the stages: generation, training, scoring forwards. No Ray in here."""

@@ -1,0 +1,82 @@
+"""How the policy is trained: the trainer's settings."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from streamrl.engines.forward import DTYPES, resolve_dtype
+from streamrl.errors import ConfigError
+
+BACKENDS = ("deepspeed", "torch")
+
+
+@dataclass
+class TrainerConfig:
+    """How the policy is trained."""
+
+    #: deepspeed, or torch: plain data parallelism in float32.
+    backend: str = "deepspeed"
+    #: Ranks, all data parallel.
+    world_size: int = 1
+    #: What ZeRO shards: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters.
+    zero_stage: int = 1
+    #: Learning rate.
+    lr: float = 1e-6
+    #: Steps in which the learning rate rises to that in equal parts.
+    warmup_steps: int = 0
+    #: AdamW's weight decay.
+    weight_decay: float = 0.0
+    #: AdamW's decay of its first and second moment.
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    #: Largest norm of the gradient; 0 for no clipping.
+    grad_clip: float = 1.0
+    #: float32, bfloat16 (with float32 master weights), or auto: bfloat16 on GPUs where there are
+    #: master weights, float32 otherwise.
+    dtype: str = "auto"
+    #: CPU threads of a rank.
+    threads: int = 1
+    #: Trade time for memory: recompute activations in the backward pass.
+    gradient_checkpointing: bool = False
+    #: Longest a rank waits for the others in a collective, s.
+    collective_timeout_s: float = 300.0
+
+    def __post_init__(self) -> None:
+        self._check_choices()
+        for key in ("world_size", "threads"):
+            if vars(self)[key] < 1:
+                raise ConfigError(f"trainer.{key}={vars(self)[key]}: must be at least 1")
+        for key in ("warmup_steps", "weight_decay", "grad_clip"):
+            if vars(self)[key] < 0:
+                raise ConfigError(f"trainer.{key}={vars(self)[key]}: must not be negative")
+        for key in ("lr", "collective_timeout_s"):
+            if vars(self)[key] <= 0:
+                raise ConfigError(f"trainer.{key}={vars(self)[key]}: must be above 0")
+        if [0 <= beta < 1 for beta in self.betas] != [True, True]:
+            raise ConfigError(f"trainer.betas={self.betas}: must be two numbers from 0 to below 1")
+
+    def _check_choices(self) -> None:
+        if self.backend not in BACKENDS:
+            raise ConfigError(f"trainer.backend={self.backend}: must be {' or '.join(BACKENDS)}")
+        if self.zero_stage not in (0, 1, 2, 3):
+            raise ConfigError(f"trainer.zero_stage={self.zero_stage}: must be 0, 1, 2 or 3")
+        if self.dtype != "auto" and self.dtype not in DTYPES:
+            allowed = ", ".join(("auto", *DTYPES))
+            raise ConfigError(f"trainer.dtype={self.dtype}: must be one of {allowed}")
+        if self.dtype == "bfloat16" and not self._master_weights:
+            raise ConfigError(
+                "trainer.dtype=bfloat16: needs master weights, which backend deepspeed keeps from"
+                " zero_stage 1 on"
+            )
+
+    @property
+    def _master_weights(self) -> bool:
+        return self.backend == "deepspeed" and self.zero_stage > 0
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """What the parameters are held in on this machine."""
+        return resolve_dtype(self.dtype) if self._master_weights else torch.float32
+
+    def lr_at(self, step: int) -> float:
+        """Learning rate of a step, counted from 0."""
+        return self.lr * min(1.0, (step + 1) / max(1, self.warmup_steps))

@@ -1,0 +1,127 @@
+"""Log-probabilities of a batch against a plain forward pass of each row."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+from streamrl.engines import forward
+from streamrl.engines.batching import build_batch
+from streamrl.engines.forward import load_model, resolve_dtype, token_logprobs
+from streamrl.messages import group_rollouts
+from tests.engines.tiny_groups import made_up_groups
+from tests.engines.tiny_qwen import forward_logprobs, save, tiny_model
+
+TEMPERATURE = 0.7
+UID = "0:0:0"
+COLUMNS = made_up_groups(num_groups=1)[UID]
+PICKS = [(UID, index) for index in range(4)]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_model(tied=True, seed=0)
+
+
+def batch_of(picks=PICKS):
+    return build_batch({UID: COLUMNS}, picks, advantages={UID: torch.zeros(4)})
+
+
+def scores_of(model, batch, **options):
+    options = {"temperature": TEMPERATURE} | options
+    return token_logprobs(model, batch["token_ids"], batch["attention_mask"], **options)
+
+
+def test_rows_match_a_forward_pass_of_each_rollout_alone(model):
+    batch = batch_of()
+    logprobs = scores_of(model, batch).logprobs.detach()
+    for row, rollout in enumerate(group_rollouts(COLUMNS)):
+        expected = forward_logprobs(model, rollout, temperature=TEMPERATURE)
+        got = np.where(rollout.loss_mask, logprobs[row, : len(rollout.token_ids)].numpy(), 0)
+        assert np.abs(got - expected).max() < 2e-5
+
+
+def test_the_first_position_and_the_padding_are_zero(model):
+    batch = batch_of()
+    scores = scores_of(model, batch, entropy_mode="value")
+    for values in scores:
+        assert (values[:, 0] == 0).all()
+        assert (values[~batch["attention_mask"]] == 0).all()
+
+
+def test_what_is_in_the_padding_does_not_matter(model):
+    batch = batch_of()
+    before = scores_of(model, batch).logprobs
+    batch["token_ids"][~batch["attention_mask"]] = 33
+    assert torch.equal(scores_of(model, batch).logprobs, before)
+
+
+def test_the_order_of_rows_does_not_matter(model):
+    batch, turned = batch_of(), batch_of(PICKS[::-1])
+    torch.testing.assert_close(
+        scores_of(model, turned).logprobs.flip(0), scores_of(model, batch).logprobs
+    )
+
+
+def test_entropy_is_that_of_the_distribution_at_the_sampling_temperature(model):
+    batch = batch_of(PICKS[:1])
+    scores = scores_of(model, batch, entropy_mode="value")
+    with torch.no_grad():
+        logits = model(batch["token_ids"]).logits[0, :-1].double() / TEMPERATURE
+    probabilities = logits.softmax(-1)
+    expected = -(probabilities * probabilities.log()).sum(-1).float()
+    torch.testing.assert_close(scores.entropy[0, 1:], expected)
+    assert not scores.entropy.requires_grad
+    assert scores_of(model, batch, entropy_mode="gradient").entropy.requires_grad
+    assert not scores_of(model, batch).entropy.any()
+
+
+def test_chunks_change_neither_values_nor_gradients(model, monkeypatch):
+    batch = batch_of()
+    results = []
+    for chunk_tokens in (2048, 8, 1):
+        monkeypatch.setattr(forward, "CHUNK_TOKENS", chunk_tokens)
+        model.zero_grad()
+        scores = scores_of(model, batch, entropy_mode="gradient")
+        (scores.logprobs.sum() + scores.entropy.sum()).backward()
+        gradient = model.model.embed_tokens.weight.grad.clone()
+        results.append((scores.logprobs.detach(), scores.entropy.detach(), gradient))
+    model.zero_grad()
+    for other in results[1:]:
+        torch.testing.assert_close(other, results[0], atol=1e-4, rtol=1e-5)
+
+
+def test_logprobs_of_all_tokens_add_up_to_one(model):
+    token_ids = torch.tensor([[5, token] for token in range(64)])
+    logprobs = token_logprobs(
+        model, token_ids, torch.ones_like(token_ids, dtype=torch.bool), temperature=1.3
+    ).logprobs[:, 1]
+    assert logprobs.exp().sum().item() == pytest.approx(1.0, abs=1e-5)
+
+
+def test_a_loaded_model_has_no_dropout(tmp_path):
+    config = Qwen2Config(
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        attention_dropout=0.5,
+    )
+    Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), dtype=torch.float32)
+    token_ids = torch.tensor([[1, 2, 3, 4]])
+    mask = torch.ones_like(token_ids, dtype=torch.bool)
+    first, second = (token_logprobs(model, token_ids, mask, temperature=1.0) for _ in range(2))
+    assert model.training
+    assert torch.equal(first.logprobs, second.logprobs)
+
+
+def test_a_loaded_model_is_the_saved_one(model, tmp_path):
+    loaded = load_model(save(model, tmp_path), dtype=resolve_dtype("float32"))
+    batch = batch_of()
+    assert torch.equal(scores_of(loaded, batch).logprobs, scores_of(model, batch).logprobs)
+    assert math.isfinite(scores_of(loaded, batch).logprobs.sum().item())

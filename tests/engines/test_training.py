@@ -1,0 +1,253 @@
+"""The trainer's update, whatever the backend, the ranks and the cut into micro-batches."""
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from streamrl.algorithms import policy_loss, summarise
+from streamrl.algorithms.losses import entropy
+from streamrl.engines.batching import group_advantages
+from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.errors import ConfigError
+from streamrl.messages import split_tokens
+from tests.engines.tiny_qwen import save, tiny_model
+from tests.engines.trainer_ranks import (
+    ALGORITHM,
+    CUTS,
+    GROUPS,
+    LATE_S,
+    LAYOUTS,
+    LR,
+    TEMPERATURE,
+    Layout,
+    divisor_of,
+    start_ranks,
+)
+
+SAVED = [layout for layout in LAYOUTS if layout.world_size == 2 or layout.zero_stage == 2]
+ODD = [layout for layout in LAYOUTS if layout.world_size == 2]
+LATE = Layout("deepspeed", 1, 2)
+TIMEOUT_S = 400
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return save(tiny_model(tied=True, seed=0), tmp_path_factory.mktemp("policy"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def seen(model_path, folder):
+    """What every rank saw: {(world_size, rank): {case: ...}}."""
+    plans = [
+        [("same_update", layout) for layout in LAYOUTS if layout.world_size == world_size]
+        + [("save_and_go_on", layout) for layout in SAVED if layout.world_size == world_size]
+        for world_size in (1, 2)
+    ]
+    plans[0].append(("other_settings", Layout("deepspeed", 1, 1)))
+    plans[1] += [("steps_that_do_not_count", layout) for layout in ODD]
+    plans[1].append(("come_late", LATE))
+    processes = [
+        process
+        for plan in plans
+        for process in start_ranks(plan, model_path=model_path, folder=folder)
+    ]
+    for process in processes:
+        process.join(TIMEOUT_S)
+        assert process.exitcode == 0
+    return {
+        (world_size, rank): torch.load(folder / f"seen_{world_size}_{rank}.pt", weights_only=True)
+        for world_size in (1, 2)
+        for rank in range(world_size)
+    }
+
+
+def plain_steps(num_steps: int):
+    """The same steps written out: rollout by rollout, without padding, in one process."""
+    model = tiny_model(tied=True, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
+    advantages = group_advantages(ALGORITHM.row, ALGORITHM.settings, GROUPS)
+    norms = []
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        total = torch.zeros(())
+        for uid, columns in GROUPS.items():
+            cut = {
+                name: split_tokens(torch.from_numpy(columns[name]).numpy(), columns["lengths"])
+                for name in ("token_ids", "loss_mask", "generator_logprobs", "ref_logprobs")
+            }
+            for i in range(len(columns["lengths"])):
+                row = {name: torch.from_numpy(parts[i])[None, 1:] for name, parts in cut.items()}
+                ids = torch.from_numpy(cut["token_ids"][i])[None].long()
+                logits = model(ids).logits[:, :-1] / TEMPERATURE
+                logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+                batch = row | {"advantages": advantages[uid][i : i + 1]}
+                loss, _ = policy_loss(
+                    ALGORITHM.row,
+                    ALGORITHM.settings,
+                    batch,
+                    logprobs=logprobs,
+                    entropy=entropy(logits),
+                )
+                total = total + loss
+        (total / divisor_of(GROUPS)).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+    names = dict(model.named_parameters(remove_duplicate=False))
+    return norms, {name: parameter.detach() for name, parameter in names.items()}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return plain_steps(2)
+
+
+def furthest(parameters, others) -> float:
+    assert parameters.keys() == others.keys()
+    return max((parameters[name] - others[name]).abs().max().item() for name in others)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cuts", CUTS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.label)
+def test_the_update_is_that_of_one_plain_step_however_it_is_cut(seen, expected, layout, cuts):
+    norms, parameters = expected
+    for rank in range(layout.world_size):
+        case = seen[layout.world_size, rank][f"update/{layout.label}/{cuts}"]
+        assert case["norms"] == pytest.approx(norms, rel=1e-5)
+        assert furthest(case["parameters"], parameters) < 1e-6
+
+
+@pytest.mark.slow
+def test_the_gradient_is_clipped_and_the_parameters_move(expected):
+    norms, parameters = expected
+    assert min(norms) > 1
+    start = dict(tiny_model(tied=True, seed=0).named_parameters(remove_duplicate=False))
+    assert furthest({name: p.detach() for name, p in start.items()}, parameters) > LR
+
+
+@pytest.mark.slow
+def test_tied_parameters_come_under_both_their_names(seen):
+    case = seen[2, 1]["update/deepspeed3-2/1"]["parameters"]
+    assert torch.equal(case["lm_head.weight"], case["model.embed_tokens.weight"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.label)
+def test_metric_sums_of_micro_batches_and_ranks_add_up_to_those_of_the_step(seen, layout):
+    metrics = []
+    for cuts in CUTS:
+        cases = [
+            seen[layout.world_size, rank][f"update/{layout.label}/{cuts}"]["sums"]
+            for rank in range(layout.world_size)
+        ]
+        total = {name: sum(case[name] for case in cases) for name in cases[0]}
+        metrics.append(summarise(total, divisor_of(GROUPS)))
+    assert metrics[0].keys() >= {"policy/kl_ref", "loss/kl", "policy/ess", "loss/policy"}
+    assert all(math.isfinite(value) for value in metrics[0].values())
+    for other in metrics[1:]:
+        assert other == pytest.approx(metrics[0], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", SAVED, ids=lambda layout: layout.label)
+def test_a_loaded_trainer_goes_on_as_if_it_had_not_stopped(seen, layout):
+    for rank in range(layout.world_size):
+        (report, parameters, num_steps), again = seen[layout.world_size, rank][
+            f"resume/{layout.label}"
+        ]["runs"]
+        assert again[0] == report
+        assert report["policy/lr"] == pytest.approx(LR * 2 / 4)  # the second of four warm-up steps
+        assert furthest(again[1], parameters) == 0
+        assert again[2] == num_steps == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", SAVED, ids=lambda layout: layout.label)
+def test_a_checkpoint_of_another_layout_is_refused(seen, layout):
+    refusal = seen[layout.world_size, 0][f"resume/{layout.label}"]["refusal"]
+    assert f"was written with backend={layout.backend}" in refusal
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", ["torch-2", "deepspeed1-2", "deepspeed3-2"])
+def test_a_saved_policy_is_a_hugging_face_model(seen, folder, label):
+    model = AutoModelForCausalLM.from_pretrained(folder / f"{label}-model", dtype=torch.float32)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    assert furthest(seen[2, 0][f"model/{label}"], parameters) == 0
+    assert AutoTokenizer.from_pretrained(folder / f"{label}-model").eos_token == "t2"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ODD, ids=lambda layout: layout.label)
+def test_a_step_nobody_trained_anything_in_updates_nothing(seen, layout):
+    for rank in range(2):
+        case = seen[2, rank][f"skipped/{layout.label}"]
+        assert case["report"]["policy/grad_norm"] == 0
+        assert case["unchanged"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ODD, ids=lambda layout: layout.label)
+def test_a_gradient_that_is_not_finite_is_an_error_and_no_update(seen, layout):
+    for rank in range(2):
+        case = seen[2, rank][f"skipped/{layout.label}"]
+        assert "step 0: the gradient's norm is" in case["message"]
+        assert case["unchanged"]
+
+
+@pytest.mark.slow
+def test_recomputing_activations_does_not_change_the_update(seen, expected):
+    case = seen[1, 0]["checkpointed"]
+    assert case["norms"] == pytest.approx(expected[0], rel=1e-5)
+    assert furthest(case["parameters"], expected[1]) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_bfloat16_has_the_same_gradient_to_its_precision(seen, expected, stage):
+    case = seen[1, 0][f"bfloat16/{stage}"]
+    assert case["norms"] == pytest.approx(expected[0], rel=0.03)
+
+
+@pytest.mark.slow
+def test_a_rank_does_not_wait_for_ever_for_one_that_stays_away(seen):
+    message, waited_s = seen[2, 0]["late"]
+    assert message.startswith("rank 0 waited 2 s for the other ranks in the update of step 0: ")
+    assert waited_s < 3 * LATE_S
+
+
+def test_the_learning_rate_rises_in_equal_parts():
+    config = TrainerConfig(lr=8.0, warmup_steps=4)
+    assert [config.lr_at(step) for step in range(6)] == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
+    assert TrainerConfig(lr=8.0).lr_at(0) == 8.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"zero_stage": 7}, "trainer.zero_stage=7: must be 0, 1, 2 or 3"),
+        ({"backend": "fsdp"}, "trainer.backend=fsdp: must be deepspeed or torch"),
+        ({"dtype": "int8"}, "trainer.dtype=int8: must be one of auto, float32, bfloat16"),
+        ({"world_size": 0}, "trainer.world_size=0: must be at least 1"),
+        ({"grad_clip": -1.0}, "trainer.grad_clip=-1.0: must not be negative"),
+        ({"lr": 0.0}, "trainer.lr=0.0: must be above 0"),
+        ({"betas": [0.9]}, "trainer.betas=[0.9]: must be two numbers from 0 to below 1"),
+        (
+            {"dtype": "bfloat16", "zero_stage": 0},
+            "trainer.dtype=bfloat16: needs master weights, which backend deepspeed keeps from"
+            " zero_stage 1 on",
+        ),
+    ],
+)
+def test_an_impossible_config_is_refused(settings, message):
+    with pytest.raises(ConfigError) as refusal:
+        TrainerConfig(**settings)
+    assert str(refusal.value) == message

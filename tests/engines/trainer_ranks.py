@@ -1,0 +1,244 @@
+"""Trainers in processes of their own: one process per rank, several trainers after each other.
+
+A trainer brings torch.distributed and DeepSpeed into its process, so none runs in that of pytest.
+`run_ranks` starts the ranks of one world size, which go through `CASES` in step and write what they
+saw to a file; the tests read it.
+"""
+
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from streamrl.algorithms import AlgorithmConfig, normaliser
+from streamrl.engines.packing import Round
+from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.engines.training import PolicyTrainer
+from streamrl.errors import CheckpointError, DeadlineError, StreamError
+from streamrl.messages import Columns
+from tests.engines.tiny_groups import made_up_groups
+
+TEMPERATURE = 0.8
+LR = 1e-4
+GROUPS = made_up_groups()
+ALGORITHM = AlgorithmConfig(kl_coef=0.1, entropy_coef=0.01)
+LATE_S = 2.0
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A backend on a number of ranks."""
+
+    backend: str
+    zero_stage: int
+    world_size: int
+
+    @property
+    def label(self) -> str:
+        stage = "" if self.backend == "torch" else str(self.zero_stage)
+        return f"{self.backend}{stage}-{self.world_size}"
+
+
+LAYOUTS = [
+    Layout(backend, stage, world_size)
+    for world_size in (1, 2)
+    for backend, stage in [("torch", 1), *(("deepspeed", stage) for stage in range(4))]
+]
+CUTS = (1, 2, 5)
+
+
+@dataclass
+class Seat:
+    """A rank's place in a job, and what it has seen."""
+
+    rank: int
+    model_path: str
+    folder: Path
+    ports: list[int]
+    seen: dict[str, Any] = field(default_factory=dict)
+
+    def trainer(self, layout: Layout, **changes: Any) -> PolicyTrainer:
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.ports.pop()))
+        config = TrainerConfig(
+            backend=layout.backend,
+            zero_stage=layout.zero_stage,
+            world_size=layout.world_size,
+            lr=LR,
+            dtype="float32",
+        )
+        return PolicyTrainer(
+            self.model_path,
+            config=replace(config, **changes),
+            algorithm=ALGORITHM,
+            temperature=TEMPERATURE,
+            rank=self.rank,
+        )
+
+
+def cut(groups: dict[str, Columns], *, num_micro_batches: int, world_size: int) -> list[Round]:
+    """All rollouts in rounds; with five micro-batches the last rank goes without in the last."""
+    picks = [(uid, i) for uid, columns in groups.items() for i in range(len(columns["lengths"]))]
+    places = num_micro_batches * world_size
+    if places > CUTS[-1]:
+        places -= 1
+    parts = [tuple(picks[start::places]) for start in range(places)]
+    parts += [()] * (num_micro_batches * world_size - places)
+    return [tuple(parts[start : start + world_size]) for start in range(0, len(parts), world_size)]
+
+
+def divisor_of(groups: dict[str, Columns]) -> float:
+    return normaliser(
+        ALGORITHM.settings.loss_aggregation,
+        num_tokens=sum(int(columns["loss_mask"].sum()) for columns in groups.values()),
+        num_sequences=sum(len(columns["lengths"]) for columns in groups.values()),
+    )
+
+
+def train_step(
+    trainer: PolicyTrainer, num_micro_batches: int, world_size: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """One step over all groups: this rank's metric sums, and what the update reports."""
+    sums: dict[str, float] = {}
+    for work in cut(GROUPS, num_micro_batches=num_micro_batches, world_size=world_size):
+        for name, value in trainer.train_micro_batch(GROUPS, work[trainer.rank]).items():
+            sums[name] = sums.get(name, 0.0) + value
+    return sums, trainer.step(divisor_of(GROUPS))
+
+
+def parameters_of(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.float().clone() for name, tensor in trainer.full_state()}
+
+
+def two_steps(seat: Seat, layout: Layout, cuts: int, **changes: Any) -> dict[str, Any]:
+    trainer = seat.trainer(layout, **changes)
+    steps = [train_step(trainer, cuts, layout.world_size) for _ in range(2)]
+    seen = {
+        "norms": [report["policy/grad_norm"] for _, report in steps],
+        "sums": steps[0][0],
+        "parameters": parameters_of(trainer),
+    }
+    trainer.close()
+    return seen
+
+
+def same_update(seat: Seat, layout: Layout) -> None:
+    for cuts in CUTS:
+        seat.seen[f"update/{layout.label}/{cuts}"] = two_steps(seat, layout, cuts)
+
+
+def save_and_go_on(seat: Seat, layout: Layout) -> None:
+    """Step, save, step; and the last step again from what was saved."""
+    trainer = seat.trainer(layout, warmup_steps=4)
+    train_step(trainer, 1, layout.world_size)
+    trainer.save(seat.folder / layout.label)
+    if layout.zero_stage in (1, 3):
+        trainer.save_model(seat.folder / f"{layout.label}-model")
+        seat.seen[f"model/{layout.label}"] = parameters_of(trainer)
+    runs = []
+    for _ in range(2):
+        _, report = train_step(trainer, 2, layout.world_size)
+        runs.append((report, parameters_of(trainer), trainer.num_steps))
+        trainer.close()
+        trainer = seat.trainer(layout, warmup_steps=4)
+        trainer.load(seat.folder / layout.label)
+    other = replace(layout, zero_stage=(layout.zero_stage + 1) % 4, backend="deepspeed")
+    trainer.close()
+    trainer = seat.trainer(other)
+    try:
+        trainer.load(seat.folder / layout.label)
+    except CheckpointError as error:
+        refusal = str(error)
+    trainer.close()
+    seat.seen[f"resume/{layout.label}"] = {"runs": runs, "refusal": refusal}
+
+
+def steps_that_do_not_count(seat: Seat, layout: Layout) -> None:
+    """A step without rollouts, then one whose gradient is not finite."""
+    trainer = seat.trainer(layout)
+    before = parameters_of(trainer)
+    trainer.train_micro_batch({}, [])
+    report = trainer.step(0.0)
+    broken = dict(next(iter(GROUPS.values())))
+    broken["scores"] = broken["scores"] * float("nan")
+    trainer.train_micro_batch({"0:9:0": broken}, [("0:9:0", 0)] if seat.rank == 0 else [])
+    try:
+        trainer.step(1.0)
+    except StreamError as error:
+        message = str(error)
+    after = parameters_of(trainer)
+    trainer.close()
+    seat.seen[f"skipped/{layout.label}"] = {
+        "report": report,
+        "message": message,
+        "unchanged": all(torch.equal(before[name], after[name]) for name in before),
+    }
+
+
+def other_settings(seat: Seat, layout: Layout) -> None:
+    seat.seen["checkpointed"] = two_steps(seat, layout, 2, gradient_checkpointing=True)
+    for stage in (1, 2, 3):
+        seat.seen[f"bfloat16/{stage}"] = two_steps(
+            seat, replace(layout, zero_stage=stage), 5, dtype="bfloat16"
+        )
+
+
+def come_late(seat: Seat, layout: Layout) -> None:
+    """Rank 1 stays away from a collective. The last case: nothing works after it."""
+    trainer = seat.trainer(layout, collective_timeout_s=LATE_S)
+    trainer.train_micro_batch(GROUPS, [("0:0:0", 0)])
+    started = time.monotonic()
+    if seat.rank == 0:
+        try:
+            trainer.step(1.0)
+        except DeadlineError as error:
+            seat.seen["late"] = (str(error), time.monotonic() - started)
+    else:
+        time.sleep(3 * LATE_S)
+
+
+CASES: dict[str, Callable[[Seat, Layout], None]] = {
+    "same_update": same_update,
+    "save_and_go_on": save_and_go_on,
+    "steps_that_do_not_count": steps_that_do_not_count,
+    "other_settings": other_settings,
+    "come_late": come_late,
+}
+Plan = list[tuple[str, Layout]]
+
+
+def sit(rank: int, plan: Plan, model_path: str, folder: Path, ports: list[int]) -> None:
+    """The life of a rank's process."""
+    seat = Seat(rank, model_path, folder, list(ports))
+    for case, layout in plan:
+        CASES[case](seat, layout)
+    torch.save(seat.seen, folder / f"seen_{plan[0][1].world_size}_{rank}.pt")
+    os._exit(0)  # what is left of a broken group would wait for its peers
+
+
+def start_ranks(plan: Plan, *, model_path: str, folder: Path) -> list[BaseProcess]:
+    """Start one process per rank of the plan's world size."""
+    context = mp.get_context("spawn")
+    ports = free_ports(64)
+    processes = [
+        context.Process(target=sit, args=(rank, plan, model_path, folder, ports), daemon=True)
+        for rank in range(plan[0][1].world_size)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on right now."""
+    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [listener.getsockname()[1] for listener in listeners]
+    for listener in listeners:
+        listener.close()
+    return ports

@@ -1,0 +1,126 @@
+"""The configuration: from YAML and overrides to a checked RunConfig, or one line that says why not."""
+
+from pathlib import Path
+
+import pytest
+
+from streamrl.config import RunConfig, dump_config, load_config
+from streamrl.errors import ConfigError
+
+MINIMAL = """
+model: {path: some/model}
+data: {train: some/rows.jsonl}
+rewards: [{kind: exact}]
+"""
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(MINIMAL)
+    return path
+
+
+def test_what_is_not_named_is_at_its_default(recipe: Path) -> None:
+    config = load_config(recipe)
+    assert config.pipeline.max_staleness == 1
+    assert config.queue.shards == 2
+    assert config.capacity_groups == 2 * config.pipeline.groups_per_step
+
+
+def test_any_key_can_be_overridden(recipe: Path) -> None:
+    config = load_config(
+        recipe,
+        [
+            "trainer.lr=1e-3",
+            "pipeline.max_staleness=0",
+            "telemetry.wandb.mode=disabled",
+            "rewards=[{kind: numeric, weight: 0.5}, {kind: exact}]",
+            "run.name=other",
+        ],
+    )
+    assert config.trainer.lr == 1e-3
+    assert config.pipeline.max_staleness == 0
+    assert config.telemetry.wandb.mode == "disabled"
+    assert [(r.kind, r.weight) for r in config.rewards] == [("numeric", 0.5), ("exact", 1.0)]
+    assert config.run_dir == Path("runs/other")
+
+
+def test_the_resolved_config_reads_back_as_itself(recipe: Path, tmp_path: Path) -> None:
+    config = load_config(recipe, ["trainer.lr=3e-4", "model.max_length=64"])
+    (tmp_path / "resolved.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "resolved.yaml") == config
+
+
+def test_paths_hold_wherever_an_actor_runs(recipe: Path) -> None:
+    config = load_config(recipe)
+    assert Path(config.model.path).is_absolute()
+    assert Path(config.data.train).is_absolute()
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.learning_rate=1", "unknown key trainer.learning_rate=1; the nearest key is "),
+        ("pipline.max_staleness=1", "unknown key pipline=.*pipeline"),
+        ("trainer.lrr=1", "unknown key trainer.lrr=1; the nearest key is trainer.lr"),
+        ("rewards=[{kind: exact, wieght: 2}]", r"rewards\[0\].wieght=2; .*weight"),
+        ("trainer.lr=fast", "trainer.lr: Value 'fast' .*could not be converted"),
+        ("run.steps=1.5", "run.steps: Value '1.5'"),
+        ("trainer=3", "trainer=3: must be a mapping"),
+        ("run.steps=0", "run.steps=0: must be at least 1"),
+        ("run.name=a/b", "run.name='a/b': must be a plain folder name"),
+        ("pipeline.max_staleness=-1", "pipeline.max_staleness=-1: must be 0 or more"),
+        ("pipeline.groups_per_step=0", "pipeline.groups_per_step=0: must be above 0"),
+        ("algorithm.group_size=1", "algorithm.group_size=1: .*at least 2"),
+        ("algorithm.name=grop", "algorithm.name=grop: .*grpo"),
+        ("trainer.zero_stage=4", "trainer.zero_stage=4: must be 0, 1, 2 or 3"),
+        ("trainer.backend=jax", "trainer.backend=jax: must be"),
+        ("generator.temperature=0", "generator.temperature=0.*: must be above 0"),
+        ("queue.capacity_groups=3", "queue.capacity_groups=3: must be at least 64 = "),
+        ("queue.shards=0", "queue.shards=0: must be at least 1"),
+        ("placement.mode=magic", "placement.mode=magic: must be one of"),
+        ("telemetry.wandb.mode=maybe", "telemetry.wandb.mode=maybe: must be"),
+        ("checkpoint.every=-1", "checkpoint.every=-1"),
+        ("model.path=''", "model.path: missing"),
+        ("data.train=''", "data.train: missing"),
+        ("rewards=[]", "rewards: empty"),
+        ("weights.bucket_mb=0", "weights.bucket_mb=0: must be positive"),
+        ("justaword", "'justaword': an override is written key=value"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_with_key_value_and_rule(
+    recipe: Path, override: str, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config(recipe, [override])
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_and_a_file_that_is_not_yaml_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml: No such file"):
+        load_config(tmp_path / "nowhere.yaml")
+    broken = tmp_path / "broken.yaml"
+    broken.write_text("a: [1")
+    with pytest.raises(ConfigError, match=r"broken\.yaml: not YAML") as error:
+        load_config(broken)
+    assert "\n" not in str(error.value)
+    broken.write_text("- 1")
+    with pytest.raises(ConfigError, match="must be a mapping"):
+        load_config(broken)
+
+
+def test_the_number_of_settings_stays_one_a_person_can_know() -> None:
+    from dataclasses import fields, is_dataclass
+    from typing import get_args, get_origin, get_type_hints
+
+    def count(kind: type) -> int:
+        total = 0
+        hints = get_type_hints(kind)
+        for field in fields(kind):
+            hint = hints[field.name]
+            inner = get_args(hint)[0] if get_origin(hint) is list else hint
+            total += count(inner) if is_dataclass(inner) else 1
+        return total
+
+    assert count(RunConfig) < 150

@@ -1,0 +1,81 @@
+"""The device lease: one holder at a time, in turn, with a deadline."""
+
+import asyncio
+
+import pytest
+
+from streamrl.errors import DeadlineError
+from streamrl.lease import Arbiter, SharedLease
+from tests.virtual_clock import run_virtual
+
+
+def test_holders_take_turns_and_never_overlap() -> None:
+    async def main() -> list[str]:
+        arbiter, log = Arbiter(timeout_s=100.0), list[str]()
+
+        async def work(holder: str) -> None:
+            lease = SharedLease(arbiter, holder)
+            async with lease.hold("stage"):
+                log.append(f"{holder} in")
+                await asyncio.sleep(1.0)
+                log.append(f"{holder} out")
+
+        await asyncio.gather(work("a"), work("b"), work("c"))
+        return log
+
+    assert run_virtual(main()) == ["a in", "a out", "b in", "b out", "c in", "c out"]
+
+
+def test_work_of_one_holder_runs_together() -> None:
+    async def main() -> float:
+        lease = SharedLease(Arbiter(timeout_s=100.0), "generator-0")
+
+        async def work() -> None:
+            async with lease.hold("generate"):
+                await asyncio.sleep(5.0)
+
+        await asyncio.gather(*(work() for _ in range(10)))
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == pytest.approx(5.0)
+
+
+def test_the_pool_is_kept_until_the_last_piece_of_work_is_done() -> None:
+    async def main() -> float:
+        arbiter = Arbiter(timeout_s=100.0)
+        mine = SharedLease(arbiter, "generator-0")
+
+        async def work(seconds: float) -> None:
+            async with mine.hold("generate"):
+                await asyncio.sleep(seconds)
+
+        running = asyncio.gather(work(1.0), work(7.0))
+        await asyncio.sleep(0.5)
+        async with SharedLease(arbiter, "trainer").hold("train"):
+            got = asyncio.get_running_loop().time()
+        await running
+        return got
+
+    assert run_virtual(main()) == pytest.approx(7.0)
+
+
+def test_waiting_for_the_pool_names_who_has_it() -> None:
+    async def main() -> None:
+        arbiter = Arbiter(timeout_s=3.0)
+        await arbiter.acquire("generator-0")
+        with pytest.raises(DeadlineError, match="trainer waited 3 s .* generator-0 has held it"):
+            await arbiter.acquire("trainer")
+
+    run_virtual(main())
+
+
+def test_the_pool_comes_back_when_the_work_fails() -> None:
+    async def main() -> None:
+        arbiter = Arbiter(timeout_s=3.0)
+        with pytest.raises(RuntimeError, match="boom"):
+            async with SharedLease(arbiter, "a").hold("stage"):
+                raise RuntimeError("boom")
+        async with SharedLease(arbiter, "b").hold("stage"):
+            pass
+
+    run_virtual(main())
