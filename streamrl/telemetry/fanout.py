@@ -12,7 +12,15 @@ from streamrl.telemetry.console import PlainConsole, RunConsole
 from streamrl.telemetry.contract import Histogram, Row, check_row
 from streamrl.telemetry.live import LiveConsole
 from streamrl.telemetry.progress import RunFacts
-from streamrl.telemetry.sinks import METRICS_FILE, Fields, JsonlSink, Sink, read_jsonl
+from streamrl.telemetry.sinks import (
+    BASE_EVALUATION,
+    EVENTS_FILE,
+    METRICS_FILE,
+    Fields,
+    JsonlSink,
+    Sink,
+    read_jsonl,
+)
 from streamrl.telemetry.spans import Span
 from streamrl.telemetry.trace import TraceSink
 from streamrl.telemetry.wandb_sink import WandbConfig, WandbSink, saved_run_id
@@ -142,7 +150,10 @@ def make_console(kind: str, facts: RunFacts, console: Console | None = None) -> 
 
 
 def _rows(facts: RunFacts) -> Iterable[tuple[int, Row]]:
-    """The rows of metrics.jsonl up to the step that is resumed."""
+    """The base model's evaluation and the rows of metrics.jsonl up to the step that is resumed."""
+    for line in read_jsonl(facts.run_dir / EVENTS_FILE):
+        if line["event"] == BASE_EVALUATION:
+            yield 0, {name: value for name, value in line.items() if name.startswith("eval/")}
     for line in read_jsonl(facts.run_dir / METRICS_FILE):
         values = {
             name: Histogram.from_json(value) if isinstance(value, dict) else value

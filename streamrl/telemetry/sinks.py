@@ -13,6 +13,7 @@ from streamrl.telemetry.contract import Row, json_value
 
 METRICS_FILE = "metrics.jsonl"
 EVENTS_FILE = "events.jsonl"
+BASE_EVALUATION = "base_evaluation"
 FieldValue = str | int | float | bool
 Fields = Mapping[str, FieldValue]
 
@@ -66,8 +67,14 @@ class JsonlSink:
         self._files = tuple(path.open("a", encoding="utf-8", buffering=1) for path in self._paths)
 
     def step(self, step: int, row: Row) -> None:
-        """Append the row to metrics.jsonl."""
+        """Append the row to metrics.jsonl; the base model's evaluation, step 0, is an event.
+
+        So every row of metrics.jsonl is a step that was trained.
+        """
         values = {name: json_value(value) for name, value in row.items()}
+        if step == 0:
+            self._write(1, {"time": self._clock(), "event": BASE_EVALUATION, **values})
+            return
         self._write(0, {"step": step, "time": self._clock(), **values})
 
     def event(self, name: str, fields: Fields) -> None:

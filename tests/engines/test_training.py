@@ -24,12 +24,11 @@ from tests.engines.trainer_ranks import (
     TEMPERATURE,
     Layout,
     divisor_of,
-    start_ranks,
+    run_ranks,
 )
 
 SAVED = [layout for layout in LAYOUTS if layout.world_size == 2 or layout.zero_stage == 2]
-ODD = [layout for layout in LAYOUTS if layout.world_size == 2]
-LATE = Layout("deepspeed", 1, 2)
+PAIRS = [layout for layout in LAYOUTS if layout.world_size == 2]
 TIMEOUT_S = 400
 
 
@@ -45,28 +44,22 @@ def folder(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def seen(model_path, folder):
-    """What every rank saw: {(world_size, rank): {case: ...}}."""
-    plans = [
-        [("same_update", layout) for layout in LAYOUTS if layout.world_size == world_size]
-        + [("save_and_go_on", layout) for layout in SAVED if layout.world_size == world_size]
-        for world_size in (1, 2)
+    """What the ranks saw, by case: a list with one entry per rank."""
+    single = [("same_update", layout) for layout in LAYOUTS if layout.world_size == 1]
+    single += [("save_and_go_on", layout) for layout in SAVED if layout.world_size == 1]
+    single.append(("other_settings", Layout("deepspeed", 1, 1)))
+    together = [
+        (case, layout)
+        for case in ("same_update", "save_and_go_on", "steps_that_do_not_count")
+        for layout in PAIRS
     ]
-    plans[0].append(("other_settings", Layout("deepspeed", 1, 1)))
-    plans[1] += [("steps_that_do_not_count", layout) for layout in ODD]
-    plans[1].append(("come_late", LATE))
-    processes = [
-        process
-        for plan in plans
-        for process in start_ranks(plan, model_path=model_path, folder=folder)
-    ]
-    for process in processes:
-        process.join(TIMEOUT_S)
-        assert process.exitcode == 0
-    return {
-        (world_size, rank): torch.load(folder / f"seen_{world_size}_{rank}.pt", weights_only=True)
-        for world_size in (1, 2)
-        for rank in range(world_size)
-    }
+    return run_ranks(
+        [single[::2], single[1::2]],
+        [*together, ("come_late", Layout("deepspeed", 1, 2))],
+        model_path=model_path,
+        folder=folder,
+        timeout_s=TIMEOUT_S,
+    )
 
 
 def plain_steps(num_steps: int):
@@ -119,8 +112,9 @@ def furthest(parameters, others) -> float:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.label)
 def test_the_update_is_that_of_one_plain_step_however_it_is_cut(seen, expected, layout, cuts):
     norms, parameters = expected
-    for rank in range(layout.world_size):
-        case = seen[layout.world_size, rank][f"update/{layout.label}/{cuts}"]
+    cases = seen[f"update/{layout.label}/{cuts}"]
+    assert len(cases) == layout.world_size
+    for case in cases:
         assert case["norms"] == pytest.approx(norms, rel=1e-5)
         assert furthest(case["parameters"], parameters) < 1e-6
 
@@ -135,8 +129,9 @@ def test_the_gradient_is_clipped_and_the_parameters_move(expected):
 
 @pytest.mark.slow
 def test_tied_parameters_come_under_both_their_names(seen):
-    case = seen[2, 1]["update/deepspeed3-2/1"]["parameters"]
-    assert torch.equal(case["lm_head.weight"], case["model.embed_tokens.weight"])
+    for case in seen["update/deepspeed3-2/1"]:
+        parameters = case["parameters"]
+        assert torch.equal(parameters["lm_head.weight"], parameters["model.embed_tokens.weight"])
 
 
 @pytest.mark.slow
@@ -144,10 +139,7 @@ def test_tied_parameters_come_under_both_their_names(seen):
 def test_metric_sums_of_micro_batches_and_ranks_add_up_to_those_of_the_step(seen, layout):
     metrics = []
     for cuts in CUTS:
-        cases = [
-            seen[layout.world_size, rank][f"update/{layout.label}/{cuts}"]["sums"]
-            for rank in range(layout.world_size)
-        ]
+        cases = [case["sums"] for case in seen[f"update/{layout.label}/{cuts}"]]
         total = {name: sum(case[name] for case in cases) for name in cases[0]}
         metrics.append(summarise(total, divisor_of(GROUPS)))
     assert metrics[0].keys() >= {"policy/kl_ref", "loss/kl", "policy/ess", "loss/policy"}
@@ -159,10 +151,8 @@ def test_metric_sums_of_micro_batches_and_ranks_add_up_to_those_of_the_step(seen
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", SAVED, ids=lambda layout: layout.label)
 def test_a_loaded_trainer_goes_on_as_if_it_had_not_stopped(seen, layout):
-    for rank in range(layout.world_size):
-        (report, parameters, num_steps), again = seen[layout.world_size, rank][
-            f"resume/{layout.label}"
-        ]["runs"]
+    for case in seen[f"resume/{layout.label}"]:
+        (report, parameters, num_steps), again = case["runs"]
         assert again[0] == report
         assert report["policy/lr"] == pytest.approx(LR * 2 / 4)  # the second of four warm-up steps
         assert furthest(again[1], parameters) == 0
@@ -172,8 +162,8 @@ def test_a_loaded_trainer_goes_on_as_if_it_had_not_stopped(seen, layout):
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", SAVED, ids=lambda layout: layout.label)
 def test_a_checkpoint_of_another_layout_is_refused(seen, layout):
-    refusal = seen[layout.world_size, 0][f"resume/{layout.label}"]["refusal"]
-    assert f"was written with backend={layout.backend}" in refusal
+    for case in seen[f"resume/{layout.label}"]:
+        assert f"was written with backend={layout.backend}" in case["refusal"]
 
 
 @pytest.mark.slow
@@ -181,31 +171,29 @@ def test_a_checkpoint_of_another_layout_is_refused(seen, layout):
 def test_a_saved_policy_is_a_hugging_face_model(seen, folder, label):
     model = AutoModelForCausalLM.from_pretrained(folder / f"{label}-model", dtype=torch.float32)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    assert furthest(seen[2, 0][f"model/{label}"], parameters) == 0
+    assert furthest(seen[f"model/{label}"][0], parameters) == 0
     assert AutoTokenizer.from_pretrained(folder / f"{label}-model").eos_token == "t2"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ODD, ids=lambda layout: layout.label)
+@pytest.mark.parametrize("layout", PAIRS, ids=lambda layout: layout.label)
 def test_a_step_nobody_trained_anything_in_updates_nothing(seen, layout):
-    for rank in range(2):
-        case = seen[2, rank][f"skipped/{layout.label}"]
+    for case in seen[f"skipped/{layout.label}"]:
         assert case["report"]["policy/grad_norm"] == 0
         assert case["unchanged"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ODD, ids=lambda layout: layout.label)
+@pytest.mark.parametrize("layout", PAIRS, ids=lambda layout: layout.label)
 def test_a_gradient_that_is_not_finite_is_an_error_and_no_update(seen, layout):
-    for rank in range(2):
-        case = seen[2, rank][f"skipped/{layout.label}"]
+    for case in seen[f"skipped/{layout.label}"]:
         assert "step 0: the gradient's norm is" in case["message"]
         assert case["unchanged"]
 
 
 @pytest.mark.slow
 def test_recomputing_activations_does_not_change_the_update(seen, expected):
-    case = seen[1, 0]["checkpointed"]
+    (case,) = seen["checkpointed"]
     assert case["norms"] == pytest.approx(expected[0], rel=1e-5)
     assert furthest(case["parameters"], expected[1]) < 1e-6
 
@@ -213,13 +201,16 @@ def test_recomputing_activations_does_not_change_the_update(seen, expected):
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bfloat16_has_the_same_gradient_to_its_precision(seen, expected, stage):
-    case = seen[1, 0][f"bfloat16/{stage}"]
-    assert case["norms"] == pytest.approx(expected[0], rel=0.03)
+    (case,) = seen[f"bfloat16/{stage}"]
+    (other,) = seen["bfloat16/1"]
+    # Rounded to bfloat16, the parameters of the second step are not those of float32.
+    assert case["norms"][0] == pytest.approx(expected[0][0], rel=0.02)
+    assert case["norms"] == pytest.approx(other["norms"], rel=1e-3)
 
 
 @pytest.mark.slow
 def test_a_rank_does_not_wait_for_ever_for_one_that_stays_away(seen):
-    message, waited_s = seen[2, 0]["late"]
+    ((message, waited_s),) = seen["late"]
     assert message.startswith("rank 0 waited 2 s for the other ranks in the update of step 0: ")
     assert waited_s < 3 * LATE_S
 

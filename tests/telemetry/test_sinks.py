@@ -100,3 +100,16 @@ def test_a_directory_with_a_run_in_it_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="already holds a run"):
         JsonlSink(tmp_path).start({})
     assert len(read_jsonl(tmp_path / "metrics.jsonl")) == 1
+
+
+def test_the_base_models_evaluation_is_an_event_and_no_row(tmp_path):
+    sink = JsonlSink(tmp_path)
+    sink.start({})
+    sink.step(0, {"eval/pass_at_1": 0.25})
+    sink.step(1, {"reward/mean": 0.5})
+    sink.close({})
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1]
+    assert events[0]["event"] == "base_evaluation"
+    assert events[0]["eval/pass_at_1"] == 0.25

@@ -1,0 +1,30 @@
+"""The docs say what the code does."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from streamrl.telemetry.contract import contract_table
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def test_the_metrics_page_is_the_contract() -> None:
+    assert contract_table() in (ROOT / "docs" / "metrics.md").read_text()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text()):
+        assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_the_folder_map_names_what_is_there() -> None:
+    text = (ROOT / "README.md").read_text().split("## The house")[1]
+    named = set(re.findall(r"^  ([a-z_]+(?:/|\.py))", text, flags=re.MULTILINE))
+    package = ROOT / "streamrl"
+    rooms = {f"{p.name}/" for p in package.iterdir() if (p / "__init__.py").exists()}
+    files = {p.name for p in package.glob("*.py")} - {"__init__.py", "errors.py"}
+    assert named == rooms | files
