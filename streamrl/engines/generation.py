@@ -8,30 +8,22 @@ on.
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 
 from streamrl.engines.generator_config import GeneratorConfig, generation_env
-from streamrl.engines.vllm_thread import (
-    Checkpoint,
-    EngineSpec,
-    EngineThread,
-    Sampled,
-    SampleRequest,
-)
-from streamrl.errors import ConfigError, DeadlineError, StreamError, WeightsError
+from streamrl.engines.pending import GenerationError, PendingCalls, PendingGroup
+from streamrl.engines.vllm_engine import EngineSpec, SampleRequest
+from streamrl.engines.vllm_thread import EngineThread
+from streamrl.errors import ConfigError, DeadlineError, WeightsError
 from streamrl.messages import Array, Rollout
-from streamrl.weights import ParameterSet
 
 __all__ = ["GenerationEngine", "GenerationError", "GeneratorConfig", "generation_env"]
 
 #: An idle engine shuts down in a second; a step may be under way.
 CLOSE_TIMEOUT_S = 60.0
-
-
-class GenerationError(StreamError):
-    """The generation engine died or was closed, and serves nothing more; the message says why."""
+#: Larger seeds do not fit where vLLM keeps them, and -1 would mean none.
+MAX_SEED = 2**63 - 1
 
 
 class GenerationEngine:
@@ -43,7 +35,7 @@ class GenerationEngine:
 
     def __init__(self, spec: EngineSpec) -> None:
         self._spec = spec
-        self._calls = _Calls(spec.model_path)
+        self._calls = PendingCalls(spec.model_path)
         self._thread = EngineThread(spec, self._calls)
         self._outbox: list[SampleRequest] = []
         self._num_requests = 0
@@ -99,20 +91,21 @@ class GenerationEngine:
         those of temperature 1. A rollout ends with the model's end-of-sequence token, which is part
         of it, or for length.
 
-        Raises ConfigError for a prompt the model cannot take, WeightsError before the first
-        version, DeadlineError after `request_timeout_s` and GenerationError if the engine dies.
+        Raises ConfigError for a prompt or setting the model cannot take, WeightsError before the
+        first version, DeadlineError after `request_timeout_s` and GenerationError if the engine
+        dies.
         """
         self._check_request(prompt_ids, seeds)
         config = self._spec.config
         request = SampleRequest(
             number=self._num_requests,
             prompt_ids=prompt_ids.tolist(),
-            seeds=tuple(seeds),
+            seeds=tuple(int(seed) for seed in seeds),
             temperature=config.temperature if temperature is None else temperature,
             max_new_tokens=config.max_new_tokens if max_new_tokens is None else max_new_tokens,
         )
         self._num_requests += 1
-        group = self._calls.groups[request.number] = _Group(len(seeds))
+        group = self._calls.groups[request.number] = PendingGroup(len(seeds))
         self._send(request)
         try:
             async with asyncio.timeout(config.request_timeout_s):
@@ -184,8 +177,8 @@ class GenerationEngine:
                 f"a prompt with token ids {prompt_ids.min()} to {prompt_ids.max()}: the model has "
                 f"{vocab_size} tokens"
             )
-        if not seeds or min(seeds) < 0:
-            raise ValueError(f"seeds={list(seeds)}: needs at least one, and none below 0")
+        if not seeds or not 0 <= min(seeds) <= max(seeds) <= MAX_SEED:
+            raise ValueError(f"seeds={list(seeds)}: needs at least one, all from 0 to {MAX_SEED}")
 
     def _send(self, request: SampleRequest) -> None:
         """Hand over all requests of one turn of the event loop together: they start in one step."""
@@ -204,78 +197,3 @@ class GenerationEngine:
         if missing:
             self._flush()
             self._thread.abort(number, sorted(missing))
-
-
-class _Group:
-    """The rollouts of one request, as they come in."""
-
-    def __init__(self, num_rollouts: int) -> None:
-        self.done: asyncio.Future[list[Rollout]] = asyncio.get_running_loop().create_future()
-        self.missing = set(range(num_rollouts))
-        self._rollouts: dict[int, Rollout] = {}
-
-    def add(self, index: int, rollout: Rollout) -> None:
-        self.missing.discard(index)
-        self._rollouts[index] = rollout
-        if not self.missing and not self.done.done():
-            self.done.set_result([self._rollouts[i] for i in range(len(self._rollouts))])
-
-
-class _Calls:
-    """What callers of the engine wait for; an EngineListener."""
-
-    def __init__(self, model_path: str) -> None:
-        self._model_path = model_path
-        self._failure: str | None = None
-        self.version = -1
-        self.checkpoint = Checkpoint(ParameterSet({}, ()), 0)
-        self.groups: dict[int, _Group] = {}
-        self.loads: dict[int, asyncio.Future[None]] = {}
-        self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.ended = asyncio.Event()
-
-    def on_started(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
-        if not self.started.done():
-            self.started.set_result(None)
-
-    def on_sampled(self, batch: Sequence[Sampled]) -> None:
-        for sampled in batch:
-            group = self.groups.get(sampled.number)
-            if group is not None:
-                group.add(sampled.index, sampled.rollout)
-
-    def on_refused(self, number: int, reason: str) -> None:
-        group = self.groups.get(number)
-        if group is not None and not group.done.done():
-            group.missing.clear()
-            group.done.set_exception(ConfigError(f"vLLM refuses the request: {reason}"))
-
-    def on_loaded(self, version: int) -> None:
-        self.version = version
-        loaded = self.loads.get(version)
-        if loaded is not None and not loaded.done():
-            loaded.set_result(None)
-
-    def on_ended(self, error: BaseException | None) -> None:
-        self.ended.set()
-        if isinstance(error, ValueError) and not self.started.done():
-            self.started.set_exception(
-                ConfigError(f"generator: vLLM cannot start {self._model_path}: {error}")
-            )
-        ending = "ended" if error is None else f"died: {type(error).__name__}: {error}"
-        self.fail(f"the engine of {self._model_path} {ending}")
-
-    def fail(self, reason: str) -> None:
-        """From now on every call raises, the pending ones first; the first reason counts."""
-        self._failure = self._failure or reason
-        waiting: list[asyncio.Future[Any]] = [self.started, *self.loads.values()]
-        waiting += [group.done for group in self.groups.values()]
-        for future in waiting:
-            if not future.done():
-                future.set_exception(GenerationError(self._failure))
-
-    def check_alive(self) -> None:
-        """Raise GenerationError if the engine is dead or closed."""
-        if self._failure is not None:
-            raise GenerationError(self._failure)

@@ -25,7 +25,7 @@ from streamrl.telemetry.spans import Span
 from streamrl.telemetry.trace import TraceSink
 from streamrl.telemetry.wandb_sink import WandbConfig, WandbSink, saved_run_id
 
-CONSOLES = ("auto", "live", "plain", "off")
+CONSOLES = ("auto", "live", "plain", "none")
 
 
 @dataclass
@@ -33,7 +33,7 @@ class TelemetryConfig:
     """What a run reports beside metrics.jsonl and events.jsonl, which it always writes.
 
     wandb: Weights & Biases, see WandbConfig.
-    console: live (a view that is redrawn), plain (a line per step), off, or auto, which is live on
+    console: live (a view that is redrawn), plain (a line per step), none, or auto, which is live on
         a terminal and plain elsewhere.
     trace: whether to write trace.json, the spans of every process (for Perfetto).
     """
@@ -132,11 +132,11 @@ def make_sinks(
 
 
 def make_console(kind: str, facts: RunFacts, console: Console | None = None) -> RunConsole | None:
-    """The console for a `telemetry.console` setting; None for off.
+    """The console for a `telemetry.console` setting; None for none.
 
     A live view needs a terminal that can be redrawn and shows Unicode; auto is plain elsewhere.
     """
-    if kind == "off":
+    if kind == "none":
         return None
     console = console or Console(highlight=False)
     can_be_live = console.is_terminal and not console.is_dumb_terminal

@@ -142,6 +142,12 @@ async def test_seeds_give_the_same_tokens_alone_and_in_company(bench: Bench) -> 
     )
 
 
+async def test_a_seed_may_be_any_kind_of_integer(bench: Bench) -> None:
+    plain = await bench.engine.generate(SHORT, seeds=[2**63 - 1, 5])
+    numpy = await bench.engine.generate(SHORT, seeds=list(np.array([2**63 - 1, 5], np.uint64)))
+    assert tokens(plain) == tokens(numpy)
+
+
 async def test_different_seeds_differ(bench: Bench) -> None:
     rollouts = await bench.engine.generate(SHORT, seeds=range(32))
     assert len({tuple(row) for row in tokens(rollouts)}) == 32
@@ -291,8 +297,8 @@ async def test_what_vllm_refuses_fails_alone(bench: Bench) -> None:
     assert bench.engine.num_running == 0
 
 
-@pytest.mark.parametrize("seeds", [[], [3, -1]])
-async def test_seeds_are_needed_and_not_negative(bench: Bench, seeds: list[int]) -> None:
+@pytest.mark.parametrize("seeds", [[], [3, -1], [2**63]])
+async def test_seeds_must_be_there_and_fit(bench: Bench, seeds: list[int]) -> None:
     with pytest.raises(ValueError, match="seeds"):
         await bench.engine.generate(SHORT, seeds=seeds)
 

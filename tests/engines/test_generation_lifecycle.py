@@ -3,20 +3,20 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
-from streamrl.engines import vllm_thread
+from streamrl.engines import vllm_engine
 from streamrl.engines.generation import (
     GenerationEngine,
     GenerationError,
     GeneratorConfig,
     generation_env,
 )
-from streamrl.engines.vllm_thread import EngineSpec
+from streamrl.engines.vllm_engine import EngineSpec
 from streamrl.errors import ConfigError, DeadlineError, WeightsError
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,
@@ -32,9 +32,14 @@ SHORT = prompt(5, 14, 6, 18)
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in generation_env("cpu").items():
         monkeypatch.setenv(name, value)
+    yield
+    # A dying thread reports its error once more after its listener has heard it.
+    for thread in threading.enumerate():
+        if thread.name == "vllm-engine":
+            thread.join(timeout=60)
 
 
 @asynccontextmanager
@@ -156,11 +161,11 @@ async def test_a_start_past_its_deadline_is_named(
         release.wait()
         raise RuntimeError("too late")
 
-    monkeypatch.setattr(vllm_thread, "build_engine", stuck)
+    monkeypatch.setattr(vllm_engine, "build_engine", stuck)
+    folder = save(tiny_model(tied=True, seed=1), tmp_path)
+    config = GeneratorConfig(start_timeout_s=0.01)
     with pytest.raises(DeadlineError, match=r"did not start .* within 0.01 s"):
-        await GenerationEngine.start(
-            str(tmp_path), GeneratorConfig(start_timeout_s=0.01), seed=0, max_length=MAX_LENGTH
-        )
+        await GenerationEngine.start(folder, config, seed=0, max_length=MAX_LENGTH)
     release.set()
 
 
@@ -169,7 +174,14 @@ async def test_a_process_without_the_environment_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("VLLM_ENABLE_V1_MULTIPROCESSING")
+    folder = save(tiny_model(tied=True, seed=1), tmp_path)
     with pytest.raises(GenerationError, match="generation_env"):
+        await GenerationEngine.start(folder, GeneratorConfig(), seed=0, max_length=MAX_LENGTH)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+async def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"cannot start {tmp_path}"):
         await GenerationEngine.start(
             str(tmp_path), GeneratorConfig(), seed=0, max_length=MAX_LENGTH
         )

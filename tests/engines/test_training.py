@@ -29,6 +29,7 @@ from tests.engines.trainer_ranks import (
 
 SAVED = [layout for layout in LAYOUTS if layout.world_size == 2 or layout.zero_stage == 2]
 PAIRS = [layout for layout in LAYOUTS if layout.world_size == 2]
+LATE = Layout("deepspeed", 1, 2)
 TIMEOUT_S = 400
 
 
@@ -54,8 +55,7 @@ def seen(model_path, folder):
         for layout in PAIRS
     ]
     return run_ranks(
-        [single[::2], single[1::2]],
-        [*together, ("come_late", Layout("deepspeed", 1, 2))],
+        [[*together, *single[rank::2], ("come_late", LATE)] for rank in range(2)],
         model_path=model_path,
         folder=folder,
         timeout_s=TIMEOUT_S,

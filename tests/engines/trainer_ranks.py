@@ -1,4 +1,4 @@
-"""Trainers in two processes of their own: each alone first, then the two as ranks of one trainer.
+"""Trainers in two processes of their own: the two as ranks of one trainer, or each alone.
 
 A trainer brings torch.distributed and DeepSpeed into its process, so none runs in that of pytest.
 The processes go through cases and write what they saw to a file; the tests read it. Most of their
@@ -225,16 +225,18 @@ def sit(rank: int, plan: Plan, model_path: str, folder: Path, ports: list[int]) 
 
 
 def run_ranks(
-    alone: Sequence[Plan], together: Plan, *, model_path: str, folder: Path, timeout_s: float
+    plans: Sequence[Plan], *, model_path: str, folder: Path, timeout_s: float
 ) -> dict[str, list[Any]]:
-    """What the processes saw, by case: one entry if one saw it alone, one per rank otherwise."""
+    """What the processes saw, by case: one entry if one saw it alone, one per rank otherwise.
+
+    What they do together comes first: ZeRO 3 numbers the parameters a process has ever had, and
+    the numbers have to agree.
+    """
     context = mp.get_context("spawn")
     ports = free_ports(64)
     processes = [
-        context.Process(
-            target=sit, args=(rank, [*plan, *together], model_path, folder, ports), daemon=True
-        )
-        for rank, plan in enumerate(alone)
+        context.Process(target=sit, args=(rank, plan, model_path, folder, ports), daemon=True)
+        for rank, plan in enumerate(plans)
     ]
     for process in processes:
         process.start()

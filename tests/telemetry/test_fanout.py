@@ -40,7 +40,7 @@ class Recording:
 
 
 def quiet(**options):
-    return TelemetryConfig(wandb=WandbConfig(mode="disabled"), console="off", **options)
+    return TelemetryConfig(wandb=WandbConfig(mode="disabled"), console="none", **options)
 
 
 def output(*, is_terminal, encoding="utf-8"):
@@ -149,7 +149,7 @@ def test_without_a_trace_spans_are_let_go(tmp_path):
 
 
 def test_wandb_is_a_sink_unless_disabled(tmp_path):
-    run = make_sinks(TelemetryConfig(console="off"), facts(tmp_path))
+    run = make_sinks(TelemetryConfig(console="none"), facts(tmp_path))
     assert any(isinstance(sink, WandbSink) for sink in run.sinks)
     assert not any(
         isinstance(sink, WandbSink) for sink in make_sinks(quiet(), facts(tmp_path)).sinks
@@ -171,7 +171,7 @@ def test_the_console_suits_the_output(kind, console, wanted, tmp_path):
 
 
 def test_the_console_can_be_off(tmp_path):
-    assert make_console("off", facts(tmp_path)) is None
+    assert make_console("none", facts(tmp_path)) is None
 
 
 @pytest.mark.parametrize(
