@@ -1,0 +1,174 @@
+"""What a user gets for bad input: one line with the rule, exit code 2, and nothing written."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli.main import main
+from tests.toy import write_toy
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_toy(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture
+def refused(
+    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """Runs `streamrl train` with overrides and returns the one line it is refused with."""
+
+    def run(*overrides: str) -> str:
+        runs = tmp_path / "runs"
+        words = ["train", str(toy / "recipe.yaml"), f"run.dir={runs}", *overrides]
+        assert main(words) == 2
+        assert not runs.exists(), "something was written"
+        error = capsys.readouterr().err.strip()
+        assert "\n" not in error
+        assert error.startswith("streamrl: ")
+        return error
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        (["trainer.lrr=1"], ["unknown key trainer.lrr=1", "trainer.lr"]),
+        (["run.steps=many"], ["run.steps", "'many'"]),
+        (["algorithm.group_size=1"], ["algorithm.group_size=1", "at least 2"]),
+        (["pipeline.max_staleness=-1"], ["pipeline.max_staleness=-1", "0 or more"]),
+        (["pipeline.micro_batch_tokens=5"], ["pipeline.micro_batch_tokens=5", "one rollout"]),
+        (["queue.capacity_groups=2"], ["queue.capacity_groups=2", "= (pipeline.max_staleness"]),
+        (["model.path=nowhere"], ["nowhere", "no such directory"]),
+        (["data.train=nowhere.jsonl"], ["nowhere.jsonl"]),
+        (["data.train=rows.csv"], ["rows.csv"]),
+        (["generator.max_new_tokens=500"], ["generator.max_new_tokens=500", "128"]),
+        (["model.max_length=4096"], ["model.max_length=4096", "at most 128"]),
+        (["rewards=[{kind: exakt}]"], ["exakt", "exact"]),
+        (["rewards=[{kind: function, path: no.py, function: f}]"], ["no.py"]),
+        (["placement.cpus=2"], ["needs 3 CPU slots", "the cluster has 2"]),
+    ],
+)
+def test_an_impossible_run_is_refused_before_anything_is_written(
+    refused: Callable[..., str], overrides: list[str], parts: list[str]
+) -> None:
+    line = refused(*overrides)
+    for part in parts:
+        assert part in line
+
+
+def rows(tmp_path: Path, *records: object) -> str:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return str(path)
+
+
+def row(content: str, **changes: object) -> dict[str, object]:
+    return {
+        "data_source": "toy",
+        "prompt": [{"role": "user", "content": content}],
+        "reward_model": {"style": "rule", "ground_truth": "1"},
+        **changes,
+    }
+
+
+def test_an_empty_data_set_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
+    assert "rows.jsonl" in refused(f"data.train={rows(tmp_path)}")
+
+
+def test_a_missing_column_is_named_with_its_row(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    path = rows(tmp_path, row("1+1"), {"question": "1+1"})
+    line = refused(f"data.train={path}")
+    assert "prompt" in line and "2" in line
+
+
+def test_a_prompt_longer_than_the_model_allows_is_named_by_row(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    path = rows(tmp_path, row("1+1"), row("1+" * 100 + "1"))
+    line = refused(f"data.train={path}", f"data.eval={path}")
+    assert "rows.jsonl" in line and "2" in line and "202 tokens" in line
+
+
+def test_long_prompts_can_be_skipped_but_not_all_of_them(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    path = rows(tmp_path, row("1+" * 100 + "1"))
+    assert "all 1 prompts are longer" in refused(
+        f"data.train={path}", "data.on_long_prompt=skip"
+    )
+
+
+def test_a_row_the_reward_cannot_judge_is_named(
+    refused: Callable[..., str], tmp_path: Path
+) -> None:
+    path = rows(tmp_path, row("1+1"), row("2+2", reward_model={"style": "rule"}))
+    line = refused(f"data.train={path}")
+    assert "ground_truth" in line and "row 2" in line
+
+
+def test_a_damaged_model_is_named(refused: Callable[..., str], toy: Path, tmp_path: Path) -> None:
+    import shutil
+
+    broken = tmp_path / "broken"
+    shutil.copytree(toy / "model", broken)
+    (broken / "model.safetensors").write_bytes(b"nothing")
+    assert "model.safetensors" in refused(f"model.path={broken}")
+
+
+def test_a_run_directory_that_exists_is_not_touched(
+    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "precious").write_text("data")
+    words = ["train", str(toy / "recipe.yaml"), f"run.dir={tmp_path}", "run.name=taken"]
+    assert main(words) == 2
+    assert "exists: --resume it, name another" in capsys.readouterr().err
+    assert (tmp_path / "taken" / "precious").read_text() == "data"
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["train"], "name a config file first"),
+        (["train", "run.steps=3"], "name a config file first"),
+        (["train", "nowhere.yaml"], "nowhere.yaml: No such file"),
+        (["train", "--resume", "nowhere"], "no such directory"),
+        (["evaluate", "nowhere", "--data", "x.jsonl"], "neither a model directory"),
+        (["evaluate", "nowhere"], "--data"),
+        (["dance"], "invalid choice"),
+        ([], "COMMAND"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(
+    words: list[str], part: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(words)
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    assert code == 2
+    error = capsys.readouterr().err.strip()
+    assert part in error and "\n" not in error
+
+
+def test_resuming_from_what_is_no_checkpoint_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "--resume", str(tmp_path)]) == 2
+    assert "not a checkpoint" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", [[], ["train"], ["evaluate"], ["doctor"]])
+def test_help_is_everywhere(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main([*command, "--help"])
+    assert stop.value.code == 0
+    assert "usage: streamrl" in capsys.readouterr().out
