@@ -67,9 +67,9 @@ class Dataflow:
             raise ValueError(f"the calls wait for each other in a circle: {cycle}")
 
     @property
-    def graph(self) -> nx.DiGraph:
+    def graph(self) -> "nx.DiGraph[str]":
         """Stages as nodes; an edge per pair of stages, with the columns that flow along it."""
-        graph = nx.DiGraph()
+        graph: nx.DiGraph[str] = nx.DiGraph()
         graph.add_nodes_from((call.stage, {"call": call}) for call in self.calls)
         for call in self.calls:
             for column in call.needs:

@@ -11,8 +11,15 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.buffer import Admission, ExperienceQueue, Ledger, Ports, QueueConfig, Shard
-from streamrl.buffer import StepAssembler
+from streamrl.buffer import (
+    Admission,
+    ExperienceQueue,
+    Ledger,
+    Ports,
+    QueueConfig,
+    Shard,
+    StepAssembler,
+)
 from streamrl.buffer.shard import ShardStats
 from streamrl.dataflow import Dataflow, Kind, dataflow_for
 from streamrl.engines.packing import Round
@@ -242,9 +249,7 @@ def build_stream(plan: Plan) -> Stream:
     columns = (*STREAM_COLUMNS, "ref_logprobs") if plan.reference else STREAM_COLUMNS
     dataflow = dataflow_for(columns)
     ports = {call.stage: Ports(call.needs, call.produces) for call in dataflow.calls}
-    config = QueueConfig(
-        shards=plan.shards, lease_s=plan.lease_s, max_attempts=plan.max_attempts
-    )
+    config = QueueConfig(shards=plan.shards, lease_s=plan.lease_s, max_attempts=plan.max_attempts)
     capacity = (plan.max_staleness + 1) * plan.groups_per_step
     shards = [Shard(ports, config, capacity_groups=capacity) for _ in range(plan.shards)]
     admission = Admission(
@@ -298,18 +303,14 @@ async def run_stream(plan: Plan) -> Stream:
         channel = LocalChannel(stream.control.registry, name)
         loops.append(asyncio.create_task(follow_weights(place, generator, channel, held)))
         loops.append(
-            asyncio.create_task(
-                generate(place, generator, held, slots=3, stall_s=plan.stall_s)
-            )
+            asyncio.create_task(generate(place, generator, held, slots=3, stall_s=plan.stall_s))
         )
     for call in stream.dataflow.of_kind(Kind.SCORE):
         for i in range(plan.scorers):
             scorer = FakeScorer(plan, rng, call.stage)
             place = stage(call.stage, f"{call.stage}-{i}")
             loops.append(
-                asyncio.create_task(
-                    score(place, scorer, columns=call.needs, slots=4, batch=2)
-                )
+                asyncio.create_task(score(place, scorer, columns=call.needs, slots=4, batch=2))
             )
     loops.append(asyncio.create_task(admit(stream.control, stream.queue, FakePrompts())))
     training = asyncio.create_task(

@@ -1,4 +1,4 @@
-"""The configuration: from YAML and overrides to a checked RunConfig, or one line that says why not."""
+"""From YAML and overrides to a checked RunConfig, or to one line that says why not."""
 
 from pathlib import Path
 

@@ -72,7 +72,9 @@ def test_only_actors_say_ray(path: Path) -> None:
         assert ".remote(" not in path.read_text()
 
 
-@pytest.mark.parametrize("module", ["streamrl.messages", "streamrl.dataflow", "streamrl.algorithms"])
+@pytest.mark.parametrize(
+    "module", ["streamrl.messages", "streamrl.dataflow", "streamrl.algorithms"]
+)
 def test_pure_rooms_load_no_runtime(module: str) -> None:
     code = (
         f"import sys, {module}, streamrl.placement\n"
@@ -116,9 +118,7 @@ def test_words_and_manners(path: Path) -> None:
             assert not (node.func.id == "getattr" and len(node.args) == 3), name(path)
 
 
-@pytest.mark.parametrize(
-    "path", [p for p in FILES if p.name != "__init__.py"], ids=name
-)
+@pytest.mark.parametrize("path", [p for p in FILES if p.name != "__init__.py"], ids=name)
 def test_every_module_and_public_definition_says_what_it_is(path: Path) -> None:
     tree = ast.parse(path.read_text())
     assert ast.get_docstring(tree), f"{name(path)} has no docstring"

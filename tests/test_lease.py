@@ -63,7 +63,7 @@ def test_waiting_for_the_pool_names_who_has_it() -> None:
     async def main() -> None:
         arbiter = Arbiter(timeout_s=3.0)
         await arbiter.acquire("generator-0")
-        with pytest.raises(DeadlineError, match="trainer waited 3 s .* generator-0 has held it"):
+        with pytest.raises(DeadlineError, match=r"trainer waited 3 s .* generator-0 has held it"):
             await arbiter.acquire("trainer")
 
     run_virtual(main())

@@ -138,7 +138,9 @@ def batches(examples: list[Example], recipe: Recipe, *, seed: int) -> Iterator[l
             waiting = rng.sample(examples, len(examples))
         batch, waiting = waiting[: recipe.rows_per_step], waiting[recipe.rows_per_step :]
         slip_rate = recipe.slip_rate if step >= num_clean_steps else 0.0
-        yield [with_slip(example, rng) if rng.random() < slip_rate else example for example in batch]
+        yield [
+            with_slip(example, rng) if rng.random() < slip_rate else example for example in batch
+        ]
 
 
 def with_slip(example: Example, rng: random.Random) -> Example:

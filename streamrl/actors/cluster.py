@@ -1,6 +1,7 @@
 """The Ray cluster a run uses: an existing one by address, or a local instance of its own."""
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable, Iterator
 
@@ -37,7 +38,7 @@ def cluster(placement: PlacementConfig, wanted: Callable[[bool], list[Demand]]) 
 
 def _connect(address: str) -> None:
     try:
-        ray.init(address=address, log_to_driver=False, logging_level="error")
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (RayError, ConnectionError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"placement.address={address}: {reason}") from None
@@ -51,6 +52,6 @@ def _start_local(cpus: int, object_store_bytes: int) -> None:
         num_cpus=cpus,
         include_dashboard=False,
         log_to_driver=False,
-        logging_level="error",
+        logging_level=logging.ERROR,
         object_store_memory=object_store_bytes,
     )

@@ -162,7 +162,7 @@ class Session:
         return {a.start.remote(wiring, i): f"generator-{i}" for i, a in enumerate(actors)}
 
     def _start_scorers(self, wiring: Wiring) -> dict[Any, str]:
-        waits = {}
+        waits: dict[Any, str] = {}
         for call in wiring.dataflow.of_kind(Kind.SCORE):
             is_reward = call.role == "reward"
             actors = self._replicas(

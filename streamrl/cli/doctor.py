@@ -81,7 +81,9 @@ def find_problems(machine: Machine) -> list[str]:
     if not machine.gpus and machine.vllm.startswith("vllm "):
         problems.append("there is no GPU, but vLLM is the GPU build: make install DEVICE=cpu")
     if machine.memory_gib < LEAST_MEMORY_GIB:
-        problems.append(f"{machine.memory_gib:.1f} GiB of memory: the demo needs {LEAST_MEMORY_GIB}")
+        problems.append(
+            f"{machine.memory_gib:.1f} GiB of memory: the demo needs {LEAST_MEMORY_GIB}"
+        )
     return problems
 
 
@@ -108,6 +110,4 @@ def _what_runs(machine: Machine, problems: list[str]) -> str:
         return "small models on the CPU in float32: `make demo`, and every stage as on a cluster"
     if len(machine.gpus) == 1:
         return "a generator or a trainer on the GPU; a pipelined run needs two (docs/clusters.md)"
-    return (
-        f"pipelined runs with generator.replicas + trainer.world_size up to {len(machine.gpus)}"
-    )
+    return f"pipelined runs with generator.replicas + trainer.world_size up to {len(machine.gpus)}"

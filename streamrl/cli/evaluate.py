@@ -18,7 +18,7 @@ from streamrl.errors import ConfigError
 from streamrl.evaluation import EvaluationConfig, EvaluationResult, evaluate
 from streamrl.messages import Columns, Prompt, Rollout
 from streamrl.preflight import model_length
-from streamrl.rewards import RewardConfig, RewardSet, build_rewards, decode_completions
+from streamrl.rewards import RewardConfig, build_rewards, decode_completions
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,7 @@ async def _evaluate(subject: Subject, file: str, config: EvaluationConfig) -> Ev
     engine = await _engine(subject, config.seed, longest + subject.max_new_tokens)
 
     async def generate(prompt: Prompt, seeds: Sequence[int]) -> list[Rollout]:
-        return await engine.generate(
-            prompt.token_ids, seeds=seeds, temperature=config.temperature
-        )
+        return await engine.generate(prompt.token_ids, seeds=seeds, temperature=config.temperature)
 
     async def score(prompt: Prompt, rollouts: list[Rollout]) -> Columns:
         return await rewards.score(prompt, decode_completions(tokenizer, rollouts))
@@ -123,11 +121,15 @@ async def _engine(subject: Subject, seed: int, max_length: int) -> GenerationEng
 
     threads = os.cpu_count() or 1
     # vLLM reads these when it is imported, which the engine does when it starts.
-    os.environ.update(generation_env("cuda" if torch.cuda.is_available() else "cpu", threads=threads))
-    config = GeneratorConfig(max_new_tokens=subject.max_new_tokens, threads=threads)
-    return await GenerationEngine.start(
-        str(subject.model_dir), config, seed=seed, max_length=max_length, version=0
+    os.environ.update(
+        generation_env("cuda" if torch.cuda.is_available() else "cpu", threads=threads)
     )
+    config = GeneratorConfig(max_new_tokens=subject.max_new_tokens, threads=threads)
+    engine = await GenerationEngine.start(
+        str(subject.model_dir), config, seed=seed, max_length=max_length
+    )
+    await engine.use_checkpoint(0)
+    return engine
 
 
 def _print(result: EvaluationResult, model: Path, seconds: float, *, as_json: bool) -> None:

@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     command = next((a for a in arguments if a in COMMANDS), None)
     try:
         parsed = build_parser(command).parse_args(arguments)

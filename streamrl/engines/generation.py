@@ -7,7 +7,7 @@ on.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -131,13 +131,25 @@ class GenerationEngine:
         fails half-way; DeadlineError, the engine dead, after `request_timeout_s`.
         """
         self._calls.check_alive()
+        full = self._calls.checkpoint.parameters.complete(tensors)
+        await self._apply(version, lambda: self._thread.load(full, version))
+
+    async def use_checkpoint(self, version: int) -> None:
+        """Sample with the weights of the model directory, and call them `version`.
+
+        For those who follow no trainer. Raises as `load_weights` does.
+        """
+        self._calls.check_alive()
+        await self._apply(version, lambda: self._thread.use_checkpoint(version))
+
+    async def _apply(self, version: int, send: Callable[[], None]) -> None:
+        """Send the thread what makes it serve `version`, and wait until it does."""
         if version <= self._newest:
             raise WeightsError(f"version {version} came after version {self._newest}")
-        full = self._calls.checkpoint.parameters.complete(tensors)
         self._newest = version
         loaded = self._calls.loads[version] = asyncio.get_running_loop().create_future()
         self._flush()
-        self._thread.load(full, version)
+        send()
         timeout_s = self._spec.config.request_timeout_s
         try:
             async with asyncio.timeout(timeout_s):

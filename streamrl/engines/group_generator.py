@@ -1,4 +1,4 @@
-"""The generation engine as the generate stage sees it: a prompt in, the rollouts of its group out."""
+"""The generation engine as the generate stage sees it: a prompt in, its group of rollouts out."""
 
 from collections.abc import Mapping, Sequence
 

@@ -6,6 +6,7 @@ must come from one thread.
 
 import os
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -99,9 +100,12 @@ def build_engine(spec: EngineSpec) -> Engine:
     """A vLLM engine in this process, whose environment must be that of `generation_env`."""
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
         raise RuntimeError("generation_env() must be in the environment before vLLM is imported")
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
-    from vllm.v1.engine.llm_engine import LLMEngine
+    with warnings.catch_warnings():
+        # Of its own imports; nothing a user could act on.
+        warnings.simplefilter("ignore", FutureWarning)
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.platforms import current_platform
+        from vllm.v1.engine.llm_engine import LLMEngine
 
     arguments = engine_arguments(
         spec.model_path,
@@ -141,6 +145,11 @@ def load_weights(engine: Engine, tensors: Mapping[str, torch.Tensor], version: i
     # Running rollouts go back to the queue and are prefilled anew: no key or value of the old
     # weights is left, neither theirs nor a cached prefix.
     engine.reset_prefix_cache(reset_running_requests=True)
+    label_weights(engine, version)
+
+
+def label_weights(engine: Engine, version: int) -> None:
+    """From the next token on, tokens are sampled by `version`."""
     engine.engine_core.set_weight_version(str(version))
 
 

@@ -67,6 +67,10 @@ class EngineThread:
         """Put a full set of parameters into the model before the next step, as `version`."""
         self._commands.put(lambda engine: self._load(engine, tensors, version))
 
+    def use_checkpoint(self, version: int) -> None:
+        """Call the weights the engine was built with `version`."""
+        self._commands.put(lambda engine: self._label(engine, version))
+
     def stop(self) -> None:
         """End before the next step, whatever runs."""
         self._commands.put(None)
@@ -114,4 +118,8 @@ class EngineThread:
 
     def _load(self, engine: Engine, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         vllm_engine.load_weights(engine, tensors, version)
+        self._post(self._listener.on_loaded, version)
+
+    def _label(self, engine: Engine, version: int) -> None:
+        vllm_engine.label_weights(engine, version)
         self._post(self._listener.on_loaded, version)

@@ -55,7 +55,7 @@ def step_row(facts: StepFacts) -> dict[str, float | Histogram]:
     row |= _staleness(facts)
     row |= _queue(facts)
     row |= _time(facts)
-    return row | facts.metrics
+    return {**row, **facts.metrics}
 
 
 def _rewards(sums: Mapping[str, float]) -> dict[str, float | Histogram]:

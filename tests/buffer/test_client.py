@@ -54,9 +54,7 @@ def test_every_group_is_taken_once_wherever_it_lives(shards: int) -> None:
 def test_a_waiting_take_is_answered_when_a_prompt_arrives_anywhere() -> None:
     async def main() -> None:
         queue = queue_of(3)
-        waiting = asyncio.create_task(
-            queue.take("generate", max_groups=4, columns=(), wait_s=60.0)
-        )
+        waiting = asyncio.create_task(queue.take("generate", max_groups=4, columns=(), wait_s=60.0))
         await asyncio.sleep(5.0)
         await queue.admit([prompt("0:7:0")], 0)
         (found,) = await waiting

@@ -230,9 +230,7 @@ def test_where_a_group_is_can_be_asked() -> None:
     on_shard(test)
 
 
-@pytest.mark.parametrize(
-    ("key", "value"), [("shards", 0), ("lease_s", 0.0), ("max_attempts", 0)]
-)
+@pytest.mark.parametrize(("key", "value"), [("shards", 0), ("lease_s", 0.0), ("max_attempts", 0)])
 def test_impossible_queue_settings_are_refused(key: str, value: float) -> None:
     with pytest.raises(ConfigError, match=rf"queue\.{key}={value}: must be"):
         QueueConfig(**{key: value})

@@ -16,9 +16,7 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def refused(
-    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., str]:
+def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Runs `streamrl train` with overrides and returns the one line it is refused with."""
 
     def run(*overrides: str) -> str:
@@ -100,9 +98,7 @@ def test_long_prompts_can_be_skipped_but_not_all_of_them(
     refused: Callable[..., str], tmp_path: Path
 ) -> None:
     path = rows(tmp_path, row("1+" * 100 + "1"))
-    assert "all 1 prompts are longer" in refused(
-        f"data.train={path}", "data.on_long_prompt=skip"
-    )
+    assert "all 1 prompts are longer" in refused(f"data.train={path}", "data.on_long_prompt=skip")
 
 
 def test_a_row_the_reward_cannot_judge_is_named(

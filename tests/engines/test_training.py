@@ -7,9 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from streamrl.algorithms import policy_loss, summarise
+from streamrl.algorithms import group_relative, policy_loss, summarise
 from streamrl.algorithms.losses import entropy
-from streamrl.engines.batching import group_advantages
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.messages import split_tokens
@@ -66,14 +65,15 @@ def plain_steps(num_steps: int):
     """The same steps written out: rollout by rollout, without padding, in one process."""
     model = tiny_model(tied=True, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
-    advantages = group_advantages(ALGORITHM.row, ALGORITHM.settings, GROUPS)
     norms = []
     for _ in range(num_steps):
         optimizer.zero_grad()
         total = torch.zeros(())
-        for uid, columns in GROUPS.items():
+        for columns in GROUPS.values():
+            scores = torch.from_numpy(columns["scores"])
+            advantages = group_relative(scores, torch.zeros(len(scores), dtype=torch.long))
             cut = {
-                name: split_tokens(torch.from_numpy(columns[name]).numpy(), columns["lengths"])
+                name: split_tokens(columns[name], columns["lengths"])
                 for name in ("token_ids", "loss_mask", "generator_logprobs", "ref_logprobs")
             }
             for i in range(len(columns["lengths"])):
@@ -81,7 +81,7 @@ def plain_steps(num_steps: int):
                 ids = torch.from_numpy(cut["token_ids"][i])[None].long()
                 logits = model(ids).logits[:, :-1] / TEMPERATURE
                 logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-                batch = row | {"advantages": advantages[uid][i : i + 1]}
+                batch = row | {"advantages": advantages[i : i + 1]}
                 loss, _ = policy_loss(
                     ALGORITHM.row,
                     ALGORITHM.settings,

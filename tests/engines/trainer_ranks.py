@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.multiprocessing as mp
@@ -19,10 +19,12 @@ import torch.multiprocessing as mp
 from streamrl.algorithms import AlgorithmConfig, normaliser
 from streamrl.engines.packing import Round
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.training import PolicyTrainer
 from streamrl.errors import CheckpointError, DeadlineError, StreamError
 from streamrl.messages import Columns
 from tests.engines.tiny_groups import made_up_groups
+
+if TYPE_CHECKING:
+    from streamrl.engines.training import PolicyTrainer
 
 TEMPERATURE = 0.8
 # Adam turns gradients that are next to nothing (those of the key biases) into steps of this size
@@ -65,7 +67,9 @@ class Seat:
     ports: list[int]
     seen: dict[str, Any] = field(default_factory=dict)
 
-    def trainer(self, layout: Layout, **changes: Any) -> PolicyTrainer:
+    def trainer(self, layout: Layout, **changes: Any) -> "PolicyTrainer":
+        from streamrl.engines.training import PolicyTrainer  # seconds pytest's process can save
+
         if layout.world_size > 1:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.ports.pop()))
         config = TrainerConfig(
@@ -104,7 +108,7 @@ def divisor_of(groups: dict[str, Columns]) -> float:
 
 
 def train_step(
-    trainer: PolicyTrainer, num_micro_batches: int, world_size: int
+    trainer: "PolicyTrainer", num_micro_batches: int, world_size: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """One step over all groups: this rank's metric sums, and what the update reports."""
     sums: dict[str, float] = {}
@@ -114,7 +118,7 @@ def train_step(
     return sums, trainer.step(divisor_of(GROUPS))
 
 
-def parameters_of(trainer: PolicyTrainer) -> dict[str, torch.Tensor]:
+def parameters_of(trainer: "PolicyTrainer") -> dict[str, torch.Tensor]:
     return {name: tensor.float().clone() for name, tensor in trainer.full_state()}
 
 

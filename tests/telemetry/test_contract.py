@@ -23,7 +23,8 @@ from tests.telemetry.rows import full_row
 NAMES = """
 reward/mean reward/std reward/<component>
 loss/policy loss/value loss/kl loss/entropy
-policy/clip_frac policy/ratio_mean policy/entropy policy/ess policy/kl_ref policy/grad_norm policy/lr
+policy/clip_frac policy/ratio_mean policy/entropy policy/ess policy/kl_ref policy/grad_norm
+policy/lr
 rollout/length_mean rollout/length_max rollout/truncated_frac rollout/tokens_per_s
 queue/depth/<stage> queue/bytes queue/oldest_age_s
 staleness/mean staleness/max staleness/in_flight_mean staleness/in_queue_mean staleness/histogram
