@@ -22,10 +22,11 @@ from streamrl.telemetry.step_row import Activity, StepFacts, step_row
 
 @dataclass(frozen=True)
 class StageActors:
-    """The actors of one stage. `kind` is generate, score or train."""
+    """The actors of one stage and their names. `kind` is generate, score or train."""
 
     stage: str
     kind: str
+    names: Sequence[str]
     actors: Sequence[Any]
 
 
@@ -94,9 +95,9 @@ class Reporter:
     async def _drain(self) -> dict[str, list[ActorReport]]:
         """What every actor did since the last step, by stage."""
         calls = [
-            call(actor.drain.remote(), f"{stage.stage}-{i}.drain")
+            call(actor.drain.remote(), f"{name}.drain")
             for stage in self._stages
-            for i, actor in enumerate(stage.actors)
+            for name, actor in zip(stage.names, stage.actors, strict=True)
         ]
         replies = iter(await asyncio.gather(*calls))
         return {s.stage: list(itertools.islice(replies, len(s.actors))) for s in self._stages}

@@ -200,7 +200,7 @@ class Session:
         role = "trainer" if call.kind is Kind.TRAIN else call.role
         names = [f"{role}-{i}" for i in range(count)]
         actors = [self._create(name, actor_class, env=env, cpus=1, gpus=gpus) for name in names]
-        self._stages.append(StageActors(call.stage, call.kind.value, actors))
+        self._stages.append(StageActors(call.stage, call.kind.value, names, actors))
         return actors
 
     def _create(

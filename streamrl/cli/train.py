@@ -60,7 +60,7 @@ def train(config: RunConfig, checkpoint: Checkpoint | None, engines: EngineFacto
         _write_run_dir(config, checkpoint)
         sinks = make_sinks(config.telemetry, _facts(config, checkpoint))
         session = Session(config, prepared, on_gpu=on_gpu, engines=engines)
-        sinks.start(to_dict(config))
+        _open(sinks, config, checkpoint)
         summary: dict[str, str] = {"outcome": "failed"}
         try:
             for note in prepared.notes:
@@ -76,6 +76,16 @@ def train(config: RunConfig, checkpoint: Checkpoint | None, engines: EngineFacto
                 session.close()
                 sinks.close(summary)
     return finish
+
+
+def _open(sinks: Fanout, config: RunConfig, checkpoint: Checkpoint | None) -> None:
+    """Start the sinks; a new run one of them refuses leaves no directory behind."""
+    try:
+        sinks.start(to_dict(config))
+    except ConfigError:
+        if checkpoint is None:
+            shutil.rmtree(config.run_dir)
+        raise
 
 
 def _follow(session: Session, sinks: Fanout, log: RolloutLog) -> Finish:

@@ -117,7 +117,7 @@ class WandbSink:
         settings = wandb.Settings.model_validate(
             {
                 "mode": mode,
-                "console": "none",
+                "console": "off",
                 "silent": True,
                 "disable_git": True,
                 "disable_code": True,

@@ -5,7 +5,9 @@ The processes go through cases and write what they saw to a file; the tests read
 time is spent on imports, hence many trainers after each other in few processes.
 """
 
+import contextlib
 import os
+import random
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -254,9 +256,11 @@ def run_ranks(
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on right now."""
-    listeners = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in listeners]
-    for listener in listeners:
-        listener.close()
+    """Ports nobody listens on, below those the system hands to outgoing connections."""
+    ports: list[int] = []
+    for port in random.sample(range(10_000, 32_000), 1000):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            ports.append(port)
+        if len(ports) == count:
+            break
     return ports

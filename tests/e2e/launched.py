@@ -1,0 +1,93 @@
+"""`streamrl` as a process of its own, as a user starts it, and what it leaves behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+MARK = "STREAMRL_TEST_RUN"
+
+
+class Launched:
+    """A running command; its output goes to a file. Every process it starts carries a mark."""
+
+    def __init__(self, words: list[str], folder: Path) -> None:
+        self._mark = uuid.uuid4().hex
+        self._log = folder / f"output-{self._mark[:8]}.txt"
+        # A session of its own is a process group of its own, as a shell gives a command.
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "streamrl.cli.main", *words],
+            stdin=subprocess.DEVNULL,
+            stdout=self._log.open("w"),
+            stderr=subprocess.STDOUT,
+            env={**os.environ, MARK: self._mark},
+            start_new_session=True,
+        )
+
+    @property
+    def output(self) -> str:
+        """What it printed so far, both streams."""
+        return self._log.read_text()
+
+    def wait(self, timeout_s: float = 240.0) -> int:
+        """Its exit code."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            raise AssertionError(f"did not end in {timeout_s:g} s:\n{self.output}") from None
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = 180.0) -> None:
+        """Wait for something to become true while it runs."""
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert self.process.poll() is None, f"it ended early:\n{self.output}"
+            assert time.monotonic() < deadline, f"not in {timeout_s:g} s:\n{self.output}"
+            time.sleep(0.1)
+
+    def interrupt(self) -> None:
+        """Ctrl-C: the terminal signals the whole process group."""
+        os.killpg(self.process.pid, signal.SIGINT)
+
+    def processes(self) -> list[psutil.Process]:
+        """Everything alive that it started, however deep, itself included."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get(MARK) == self._mark and process.status() != "zombie":
+                    found.append(process)
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        return found
+
+    def actor(self, kind: str) -> psutil.Process:
+        """The process of an actor class."""
+        return next(p for p in self.processes() if f"ray::{kind}" in " ".join(p.cmdline()))
+
+    def orphans(self, within_s: float = 5.0) -> list[str]:
+        """What is still alive a little after it ended."""
+        deadline = time.monotonic() + within_s
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        return [" ".join(process.cmdline()) for process in left]
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl that are complete."""
+    path = run_dir / "metrics.jsonl"
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    return [json.loads(line) for line in lines]
+
+
+def events(run_dir: Path, name: str) -> list[dict[str, Any]]:
+    """The events of one name."""
+    lines = (run_dir / "events.jsonl").read_text().splitlines()
+    return [event for event in map(json.loads, lines) if event["event"] == name]
