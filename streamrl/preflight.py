@@ -87,18 +87,21 @@ def _check_weights(path: Path) -> None:
 
 
 def demands(config: RunConfig, dataflow: Dataflow, *, on_gpu: bool) -> list[Demand]:
-    """The actors a run needs that take a CPU slot or a GPU; shards and coordinator take none."""
-    gpus = int(on_gpu)
-    wanted = [
-        Demand("generators", "generator.replicas", config.generator.replicas, gpus=gpus),
-        Demand("trainer ranks", "trainer.world_size", config.trainer.world_size, gpus=gpus),
-    ]
-    for call in dataflow.of_kind(Kind.SCORE):
-        if call.role == "reward":
-            wanted.append(Demand("reward scorers", "scorer.replicas", config.scorer.replicas))
-        else:
-            wanted.append(Demand(f"{call.role} scorers", "algorithm.kl_coef", 1, gpus=gpus))
-    return wanted
+    """The actors a run needs, in flow order; shards and coordinator take no slot."""
+    one = int(on_gpu)
+    wanted = {
+        "generator": ("generator.replicas", config.generator.replicas, one),
+        "reward": ("scorer.replicas", config.scorer.replicas, 0),
+        "reference": ("algorithm.kl_coef", 1, one),
+        "policy": ("trainer.world_size", config.trainer.world_size, one),
+    }
+    calls = {call.stage: call for call in dataflow.calls}
+    found = []
+    for stage in dataflow.stages:
+        key, count, gpus = wanted[calls[stage].role]
+        role = "trainer" if calls[stage].kind is Kind.TRAIN else calls[stage].role
+        found.append(Demand(calls[stage], role, key, count, gpus=gpus))
+    return found
 
 
 def _load(config: RunConfig, path: str, limit: int) -> LoadedPrompts:

@@ -14,6 +14,7 @@ from streamrl.algorithms.objective import summarise
 from streamrl.buffer.ledger import LedgerCounts
 from streamrl.buffer.shard import ShardStats
 from streamrl.config import RunConfig
+from streamrl.dataflow import Kind
 from streamrl.pipeline import StepOutcome
 from streamrl.telemetry.contract import check_row
 from streamrl.telemetry.spans import Span
@@ -22,10 +23,10 @@ from streamrl.telemetry.step_row import Activity, StepFacts, step_row
 
 @dataclass(frozen=True)
 class StageActors:
-    """The actors of one stage and their names. `kind` is generate, score or train."""
+    """The actors of one stage and their names."""
 
     stage: str
-    kind: str
+    kind: Kind
     names: Sequence[str]
     actors: Sequence[Any]
 
@@ -110,7 +111,7 @@ class Reporter:
             spans = kept + [s for report in reports[stage.stage] for s in report.spans]
             spans = [span for span in spans if span.end_s > self._window_start]
             self._spans[stage.stage] = spans
-            activity[stage.stage] = Activity(stage.kind, len(stage.actors), spans)
+            activity[stage.stage] = Activity(stage.kind.value, len(stage.actors), spans)
         return activity
 
     def _metrics(self, snapshot: Snapshot) -> dict[str, float]:

@@ -15,11 +15,11 @@ from streamrl.pipeline import score
 class ScorerActor:
     """Long-lived: models and reward workers live as long as the run."""
 
-    async def start(self, wiring: Wiring, call: Call, replica: int) -> None:
+    async def start(self, wiring: Wiring, replica: int, call: Call) -> None:
         """Load what the stage scores with."""
         self._config = wiring.config.scorer
         self._call = call
-        self._stage = wiring.stage(call.stage, f"{call.stage}-{replica}")
+        self._stage = wiring.stage(call.stage, f"{call.role}-{replica}")
         self._scorer = await wiring.engines.scorer(wiring.config, call.role)
 
     async def run(self) -> None:

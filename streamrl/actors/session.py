@@ -21,10 +21,11 @@ from streamrl.actors.wiring import Wiring
 from streamrl.buffer import Ports
 from streamrl.checkpoint import Checkpoint
 from streamrl.config import RunConfig
-from streamrl.dataflow import Call, Kind
+from streamrl.dataflow import Kind
 from streamrl.engines.generator_config import generation_env
 from streamrl.errors import ActorError, DeadlineError
-from streamrl.preflight import Prepared
+from streamrl.placement import Demand
+from streamrl.preflight import Prepared, demands
 
 POLL_S = 0.2
 STOP_TIMEOUT_S = 12.0
@@ -36,6 +37,7 @@ ACTOR_ENV = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
 }
+HOSTS = {Kind.GENERATE: GeneratorActor, Kind.SCORE: ScorerActor, Kind.TRAIN: TrainerActor}
 
 
 class Session:
@@ -59,14 +61,9 @@ class Session:
         """
         coordinator = self._create("coordinator", CoordinatorActor)
         wiring = self._wire(coordinator)
-        waits = {
-            **self._start_shards(wiring),
-            **self._start_trainers(wiring, checkpoint),
-            **self._start_generators(wiring),
-            **self._start_scorers(wiring),
-        }
-        order = wiring.dataflow.stages
-        self._stages.sort(key=lambda stage: order.index(stage.stage))
+        waits = self._start_shards(wiring)
+        for demand in demands(self._config, wiring.dataflow, on_gpu=self._on_gpu):
+            waits |= self._start_stage(demand, wiring, checkpoint)
         self._await_ready(waits, status)
         start = Start(
             prompts=self._prepared.prompts,
@@ -76,11 +73,10 @@ class Session:
         status("publishing the first weights")
         fetch(coordinator.start.remote(wiring, Cast(self._stages), start), "coordinator.start")
         for stage in self._stages:
-            if stage.kind != Kind.TRAIN.value:
-                names = (f"{stage.stage}-{i}" for i in range(len(stage.actors)))
-                self._loops |= {a.run.remote(): n for a, n in zip(stage.actors, names, strict=True)}
-        self._finish = coordinator.run.remote()
-        self._loops[self._finish] = "coordinator"
+            if stage.kind is not Kind.TRAIN:
+                pairs = zip(stage.names, stage.actors, strict=True)
+                self._loops |= {actor.run.remote(): name for name, actor in pairs}
+        self._loops[coordinator.run.remote()] = "coordinator"
 
     def watch(self, handle: Callable[[Report], None], stopping: Callable[[], bool]) -> Finish:
         """Hand on every report until the run ends; `stopping` turning true ends it early.
@@ -149,66 +145,43 @@ class Session:
             for name in names
         }
 
-    def _start_generators(self, wiring: Wiring) -> dict[Any, str]:
-        config = self._config.generator
-        env = generation_env("cuda" if self._on_gpu else "cpu", threads=config.threads)
-        actors = self._replicas(
-            Call("generate", "generator", Kind.GENERATE, (), ()),
-            GeneratorActor,
-            count=config.replicas,
-            env=env,
-            gpus=int(self._on_gpu),
-        )
-        return {a.start.remote(wiring, i): f"generator-{i}" for i, a in enumerate(actors)}
-
-    def _start_scorers(self, wiring: Wiring) -> dict[Any, str]:
-        waits: dict[Any, str] = {}
-        for call in wiring.dataflow.of_kind(Kind.SCORE):
-            is_reward = call.role == "reward"
-            actors = self._replicas(
-                call,
-                ScorerActor,
-                count=self._config.scorer.replicas if is_reward else 1,
-                env={},
-                gpus=0 if is_reward else int(self._on_gpu),
-            )
-            waits |= {
-                a.start.remote(wiring, call, i): f"{call.stage}-{i}" for i, a in enumerate(actors)
-            }
-        return waits
-
-    def _start_trainers(self, wiring: Wiring, checkpoint: Checkpoint | None) -> dict[Any, str]:
-        config = self._config.trainer
-        (call,) = wiring.dataflow.of_kind(Kind.TRAIN)
-        env = {"OMP_NUM_THREADS": str(config.threads)}
-        if not self._on_gpu:
-            env["DS_ACCELERATOR"] = "cpu"
-        ranks = self._replicas(
-            call, TrainerActor, count=config.world_size, env=env, gpus=int(self._on_gpu)
-        )
-        meeting = fetch(ranks[0].rendezvous.remote(), "trainer-0.rendezvous")
-        folder = checkpoint.trainer_dir.absolute() if checkpoint else None
+    def _start_stage(
+        self, demand: Demand, wiring: Wiring, checkpoint: Checkpoint | None
+    ) -> dict[Any, str]:
+        """Create the actors of one stage, note them as its cast, and let them start."""
+        kind = demand.call.kind
+        names = [f"{demand.role}-{i}" for i in range(demand.count)]
+        actors = [
+            self._create(name, HOSTS[kind], self._env(kind), cpus=demand.cpus, gpus=demand.gpus)
+            for name in names
+        ]
+        self._stages.append(StageActors(demand.call.stage, kind, names, actors))
+        arguments: tuple[Any, ...] = ()
+        if kind is Kind.SCORE:
+            arguments = (demand.call,)
+        elif kind is Kind.TRAIN:
+            meeting = fetch(actors[0].rendezvous.remote(), f"{names[0]}.rendezvous")
+            arguments = (meeting, checkpoint.trainer_dir.absolute() if checkpoint else None)
         return {
-            rank.start.remote(wiring, i, meeting, folder): f"trainer-{i}"
-            for i, rank in enumerate(ranks)
+            actor.start.remote(wiring, i, *arguments): names[i] for i, actor in enumerate(actors)
         }
 
-    def _replicas(
-        self, call: Call, actor_class: Any, *, count: int, env: Mapping[str, str], gpus: int
-    ) -> list[Any]:
-        """Create the actors of one stage and note them as its cast."""
-        role = "trainer" if call.kind is Kind.TRAIN else call.role
-        names = [f"{role}-{i}" for i in range(count)]
-        actors = [self._create(name, actor_class, env=env, cpus=1, gpus=gpus) for name in names]
-        self._stages.append(StageActors(call.stage, call.kind.value, names, actors))
-        return actors
+    def _env(self, kind: Kind) -> dict[str, str]:
+        """What a process must have in its environment before it imports its engine."""
+        if kind is Kind.GENERATE:
+            device = "cuda" if self._on_gpu else "cpu"
+            return generation_env(device, threads=self._config.generator.threads)
+        if kind is Kind.TRAIN:
+            env = {"OMP_NUM_THREADS": str(self._config.trainer.threads)}
+            return env if self._on_gpu else {**env, "DS_ACCELERATOR": "cpu"}
+        return {}
 
     def _create(
         self,
         name: str,
         actor_class: Any,
-        *,
         env: Mapping[str, str] | None = None,
+        *,
         cpus: int = 0,
         gpus: int = 0,
     ) -> Any:

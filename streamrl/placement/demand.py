@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from streamrl.dataflow import Call
 from streamrl.errors import ConfigError
 
 LEAST_STORE_MB = 80
@@ -45,8 +46,9 @@ class PlacementConfig:
 
 @dataclass(frozen=True)
 class Demand:
-    """`count` actors of one role, each with so many CPU slots and GPUs; `key` is its setting."""
+    """`count` actors for a call, each with so many CPU slots and GPUs; `key` is their setting."""
 
+    call: Call
     role: str
     key: str
     count: int
@@ -67,6 +69,6 @@ def check_fits(demands: Sequence[Demand], *, cpus: float, gpus: float) -> None:
     need_cpus, need_gpus = total(demands)
     for what, need, have in (("CPU slots", need_cpus, cpus), ("GPUs", need_gpus, gpus)):
         if need > have:
-            per = [(d, d.cpus if what == "CPU slots" else d.gpus) for d in demands]
-            terms = " + ".join(f"{d.count} {d.role} ({d.key}) x {n}" for d, n in per if n)
+            each = [(d, d.cpus if what == "CPU slots" else d.gpus) for d in demands]
+            terms = " + ".join(f"{d.count * n} {d.role} ({d.key})" for d, n in each if n)
             raise ConfigError(f"the run needs {need} {what} = {terms}; the cluster has {have:g}")
