@@ -16,8 +16,8 @@ from streamrl.buffer.admission import check_capacity
 from streamrl.buffer.shard import QueueConfig
 from streamrl.checkpoint import CheckpointConfig
 from streamrl.data import DataConfig
-from streamrl.engines.generation import GeneratorConfig
-from streamrl.engines.training import TrainerConfig
+from streamrl.engines.generator_config import GeneratorConfig
+from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.evaluation import EvaluationConfig
 from streamrl.pipeline import PipelineConfig

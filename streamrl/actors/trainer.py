@@ -1,7 +1,9 @@
 """The trainer: a rank as an actor, and all ranks as one for the training loop."""
 
 import asyncio
+import contextlib
 import os
+import random
 import socket
 import time
 from collections.abc import Mapping, Sequence
@@ -18,8 +20,18 @@ from streamrl.checkpoint import CheckpointWriter
 from streamrl.config import RunConfig
 from streamrl.engines.packing import Pick, Round
 from streamrl.engines.rollout_sums import rollout_sums
+from streamrl.errors import ActorError
 from streamrl.pipeline import StepTotals, Update, add_sums
 from streamrl.weights import WeightManifest, publish
+
+
+def free_port() -> int:
+    """A port nobody listens at, below those the system hands out: gloo's own sockets take these."""
+    for port in random.sample(range(20_000, 32_000), 50):
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("", port))
+            return port
+    raise ActorError("trainer: found no free port between 20000 and 32000")
 
 
 def step_normaliser(config: RunConfig, totals: StepTotals) -> float:
@@ -38,9 +50,7 @@ class TrainerActor:
 
     async def rendezvous(self) -> tuple[str, int]:
         """Address and free port at which the ranks of a trainer may meet, asked of rank 0."""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return ray.util.get_node_ip_address(), int(probe.getsockname()[1])
+        return ray.util.get_node_ip_address(), free_port()
 
     async def start(
         self, wiring: Wiring, rank: int, rendezvous: tuple[str, int], resume_dir: Path | None

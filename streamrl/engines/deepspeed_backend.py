@@ -4,8 +4,8 @@ A step here is open-ended: gradients of plain sums pile up until the caller know
 them by. So DeepSpeed is told to leave the accumulation to the caller, and the division is put where
 it belongs, after the reduction over the ranks and before the clipping:
 
-- ZeRO 1 to 3 divide by `loss_scale` there, made for fp16, which is neither used nor checked for
-  overflow in float32 and bfloat16. `backward` multiplies by it, so it is 1 except during a step.
+- ZeRO 1 to 3 divide by `loss_scale` there, which is made for fp16 and idle in float32 and
+  bfloat16. `backward` multiplies by it, so it is 1 except during a step.
 - The bfloat16 optimizer that stage 1 brings has no such thing: its float32 gradients, still this
   rank's own, are scaled before it steps.
 - Stage 0 leaves all of it to the torch optimizer, and reports no norm: a hook before its step

@@ -161,9 +161,11 @@ def test_a_loaded_trainer_goes_on_as_if_it_had_not_stopped(seen, layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", SAVED, ids=lambda layout: layout.label)
-def test_a_checkpoint_of_another_layout_is_refused(seen, layout):
+def test_checkpoints_of_other_layouts_are_refused(seen, layout):
     for case in seen[f"resume/{layout.label}"]:
-        assert f"was written with backend={layout.backend}" in case["refusal"]
+        assert len(case["refusals"]) == case["num_others"]
+        for refusal in case["refusals"]:
+            assert f"not backend={layout.backend}" in refusal
 
 
 @pytest.mark.slow
@@ -211,8 +213,8 @@ def test_bfloat16_has_the_same_gradient_to_its_precision(seen, expected, stage):
 @pytest.mark.slow
 def test_a_rank_does_not_wait_for_ever_for_one_that_stays_away(seen):
     ((message, waited_s),) = seen["late"]
-    assert message.startswith("rank 0 waited 2 s for the other ranks in the update of step 0: ")
-    assert waited_s < 3 * LATE_S
+    assert message.startswith("rank 0 waited 4 s for the other ranks in the update of step 0: ")
+    assert LATE_S - 0.5 < waited_s < 5 * LATE_S
 
 
 def test_the_learning_rate_rises_in_equal_parts():
