@@ -1,23 +1,22 @@
-"""How an actor makes what it hosts. The real engines here; tests and benchmarks bring their own."""
+"""How an actor makes what it hosts. The real engines here; tests and benchmarks bring their own.
+
+Engines are imported where they are made: every actor unpickles the factory, one of them needs vLLM.
+"""
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
-
-import torch
+from typing import TYPE_CHECKING, Any, Protocol
 
 from streamrl.config import RunConfig
-from streamrl.data import load_tokenizer
-from streamrl.engines.generation import GenerationEngine
-from streamrl.engines.group_generator import GroupGenerator
 from streamrl.engines.packing import Pick
-from streamrl.engines.scoring import LogprobScorer
-from streamrl.engines.training import PolicyTrainer
 from streamrl.errors import StreamError
 from streamrl.messages import Columns, Experience, Prompt, Rollout
-from streamrl.rewards import build_rewards
-from streamrl.rewards.scorer import RewardScorer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from streamrl.engines.scoring import LogprobScorer
 
 
 class HostedGenerator(Protocol):
@@ -49,7 +48,7 @@ class HostedRank(Protocol):
 
     def step(self, normaliser: float) -> Mapping[str, float]: ...
 
-    def full_state(self) -> Iterable[tuple[str, torch.Tensor]]: ...
+    def full_state(self) -> Iterable[tuple[str, "Tensor"]]: ...
 
     def save(self, folder: Path) -> None: ...
 
@@ -73,7 +72,7 @@ class EngineFactory(Protocol):
 class ReferenceScorer:
     """The reference stage: logprobs of the model the run started from."""
 
-    def __init__(self, model: LogprobScorer) -> None:
+    def __init__(self, model: "LogprobScorer") -> None:
         self._model = model
 
     async def score(self, experiences: Sequence[Experience]) -> list[Columns | StreamError]:
@@ -93,6 +92,9 @@ class RealEngines:
 
     async def generator(self, config: RunConfig, max_length: int, replica: int) -> HostedGenerator:
         """A vLLM engine of its own per replica."""
+        from streamrl.engines.generation import GenerationEngine
+        from streamrl.engines.group_generator import GroupGenerator
+
         engine = await GenerationEngine.start(
             config.model.path,
             config.generator,
@@ -109,6 +111,8 @@ class RealEngines:
 
     def trainer(self, config: RunConfig, rank: int) -> HostedRank:
         """One rank of the policy's trainer."""
+        from streamrl.engines.training import PolicyTrainer
+
         return PolicyTrainer(
             config.model.path,
             config=config.trainer,
@@ -119,11 +123,17 @@ class RealEngines:
 
 
 def _reward_scorer(config: RunConfig) -> HostedScorer:
+    from streamrl.data import load_tokenizer
+    from streamrl.rewards import build_rewards
+    from streamrl.rewards.scorer import RewardScorer
+
     rewards = build_rewards(config.rewards, timeout_s=config.scorer.timeout_s)
     return RewardScorer(rewards, load_tokenizer(config.model.path))
 
 
 def _reference_scorer(config: RunConfig) -> HostedScorer:
+    from streamrl.engines.scoring import LogprobScorer
+
     return ReferenceScorer(
         LogprobScorer(
             config.model.path,
