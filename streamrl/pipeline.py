@@ -266,6 +266,8 @@ async def train_step(
             assert group.info is not None
             packer.add(group.uid, group.info.lengths)
         for work in packer.rounds(final=control.assembler.complete):
+            if control.stopping.is_set():
+                return None
             async with stage.computing(version=version):
                 add_sums(sums, await trainer.train_round(work))
     groups = control.assembler.finish()

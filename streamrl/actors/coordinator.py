@@ -113,8 +113,7 @@ class CoordinatorActor:
         self._reporter = Reporter(config, self._cast.stages, self._feed, start_s=time.time())
         reporting = asyncio.create_task(self._reporter.run())
         await self._stream(reporting)
-        await self._reporter.finish()
-        reporting.cancel()
+        await self._reporter.finish(reporting)
         interrupted = not control.admission.finished
         if config.checkpoint.on_interrupt if interrupted else config.checkpoint.at_end:
             await self._save()
@@ -163,9 +162,15 @@ class CoordinatorActor:
         if not self._eval_prompts or not self._config.evaluation.is_due(version, num_steps=steps):
             return {}
         self._feed.post(StatusReport(f"evaluating version {version}"))
-        metrics = await self._evaluator.run(self._eval_prompts, version)
+        evaluation = asyncio.create_task(self._evaluator.run(self._eval_prompts, version))
+        stopping = asyncio.create_task(self._control.stopping.wait())
+        await asyncio.wait({evaluation, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
         self._feed.post(StatusReport(""))
-        return {f"eval/{name}": value for name, value in metrics.items()}
+        if not evaluation.done():
+            evaluation.cancel()
+            return {}
+        return {f"eval/{name}": value for name, value in evaluation.result().items()}
 
     async def _evaluate_base(self) -> None:
         """What the run starts from is reported as step 0."""

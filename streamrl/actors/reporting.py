@@ -66,9 +66,13 @@ class Reporter:
             await self._report(snapshot)
             self._snapshots.task_done()
 
-    async def finish(self) -> None:
-        """Wait until every noted step is reported."""
-        await self._snapshots.join()
+    async def finish(self, running: "asyncio.Task[None]") -> None:
+        """Wait until every noted step is reported by `running`, the task of `run`; end it."""
+        joined = asyncio.create_task(self._snapshots.join())
+        await asyncio.wait({joined, running}, return_when=asyncio.FIRST_COMPLETED)
+        if not joined.done():
+            running.result()
+        running.cancel()
 
     async def _report(self, snapshot: Snapshot) -> None:
         reports = await self._drain()
