@@ -26,7 +26,7 @@ from streamrl.errors import ConfigError, DeadlineError, StreamError
 from streamrl.messages import Columns, Experience, Lease, Prompt, Rollout, group_columns
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import HeldVersion, WeightManifest
-from streamrl.weights.registry import WeightRegistry
+from streamrl.weights.registry import Held, WeightRegistry
 
 WAIT_S = 1.0
 """Length of one wait in a loop, s: a loop looks up this often to see whether the run has ended."""
@@ -89,11 +89,9 @@ class Trainer(Protocol):
 class WeightChannel(Protocol):
     """The readers' end of weight sync."""
 
-    async def newest(self, *, after: int, wait_s: float) -> WeightManifest | None: ...
+    async def newest(self, held: Held, *, wait_s: float) -> WeightManifest | None: ...
 
     async def fetch(self, manifest: WeightManifest) -> Mapping[str, Any]: ...
-
-    async def pulled(self, version: int, seconds: float) -> None: ...
 
 
 class PromptSource(Protocol):
@@ -237,8 +235,9 @@ async def follow_weights(
     stage: Stage, generator: Generator, channel: WeightChannel, held: HeldVersion
 ) -> None:
     """Waits for: a version newer than the one held. Produces: that version, in the generator."""
+    pull_s = 0.0
     while True:
-        manifest = await channel.newest(after=held.version, wait_s=WAIT_S)
+        manifest = await channel.newest(Held(held.version, pull_s), wait_s=WAIT_S)
         if manifest is None:
             continue
         started = time.perf_counter()
@@ -246,7 +245,7 @@ async def follow_weights(
             tensors = await channel.fetch(manifest)
             await generator.load_weights(tensors, manifest.version)
         held.advance(manifest.version)
-        await channel.pulled(manifest.version, time.perf_counter() - started)
+        pull_s = time.perf_counter() - started
 
 
 # What the loops are made of.
@@ -324,7 +323,7 @@ async def give_up(stage: Stage, control: Control, dropped: Sequence[Experience])
 async def stall_error(stage: Stage, control: Control, stall_s: float) -> DeadlineError:
     """The error that says what the step of the current version waits for, and where it is."""
     version = control.admission.version
-    uids = control.assembler.due(version) or list(control.admission.ledger.in_flight)
+    uids = control.assembler.awaited
     places = await stage.queue.whereabouts(uids[:8])
     waited = "; ".join(f"{uid}: {place}" for uid, place in places.items()) or "no prompt admitted"
     return DeadlineError(

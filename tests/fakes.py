@@ -50,7 +50,7 @@ from streamrl.pipeline import (
 )
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import HeldVersion, WeightManifest
-from streamrl.weights.registry import WeightRegistry
+from streamrl.weights.registry import Held, WeightRegistry
 
 STREAM_COLUMNS = (*ROLLOUT_COLUMNS, "scores")
 
@@ -91,13 +91,11 @@ class LocalShard:
         await asyncio.sleep(0.001)
         await self.shard.admit(entries, wait_s=wait_s)
 
-    async def ready(self, stage: str, *, wait_s: float) -> int:
-        return await self.shard.ready(stage, wait_s=wait_s)
-
     async def take(
-        self, stage: str, *, max_groups: int, columns: Sequence[str]
+        self, stage: str, *, max_groups: int, columns: Sequence[str], wait_s: float
     ) -> list[Experience]:
         await asyncio.sleep(0.001)
+        await self.shard.ready(stage, wait_s=wait_s)
         return self.shard.take(stage, max_groups=max_groups, columns=columns)
 
     async def put(self, entries: Sequence[tuple[Lease, Columns]]) -> list[str]:
@@ -216,14 +214,11 @@ class LocalChannel:
         self._registry = registry
         self._reader = reader
 
-    async def newest(self, *, after: int, wait_s: float) -> WeightManifest | None:
-        return await self._registry.newest(after=after, wait_s=wait_s)
+    async def newest(self, held: Held, *, wait_s: float) -> WeightManifest | None:
+        return await self._registry.newest(self._reader, held, wait_s=wait_s)
 
     async def fetch(self, manifest: WeightManifest) -> Mapping[str, Any]:
         return {}
-
-    async def pulled(self, version: int, seconds: float) -> None:
-        self._registry.pulled(self._reader, version, seconds)
 
 
 @dataclass
@@ -288,7 +283,9 @@ async def run_stream(plan: Plan) -> Stream:
     def stage(name: str, process: str) -> Stage:
         lease = SharedLease(arbiter, process) if plan.one_at_a_time else FreeLease()
         stream.recorders[process] = SpanRecorder(process, clock)
-        return Stage(name, stream.queue, lease, stream.recorders[process])
+        # Every actor has a client of its own.
+        queue = ExperienceQueue(stream.queue.shards)
+        return Stage(name, queue, lease, stream.recorders[process])
 
     async def report(outcome: StepOutcome) -> None:
         stream.outcomes.append(outcome)

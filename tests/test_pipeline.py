@@ -38,7 +38,7 @@ def uids(stream: Stream) -> list[str]:
     return [group.uid for outcome in stream.outcomes for group in outcome.groups]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(plans)
 def test_under_any_schedule_the_stream_keeps_its_promises(plan: Plan) -> None:
     stream = run_virtual(run_stream(plan))

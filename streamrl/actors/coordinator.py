@@ -23,7 +23,7 @@ from streamrl.messages import Prompt
 from streamrl.pipeline import Control, Stage, StepOutcome, admit, train
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
-from streamrl.weights.registry import WeightRegistry
+from streamrl.weights.registry import Held, WeightRegistry
 
 
 @dataclass(frozen=True)
@@ -202,13 +202,9 @@ class CoordinatorActor:
         """See Feed.after."""
         return await self._feed.after(after, wait_s)
 
-    async def newest(self, after: int, wait_s: float) -> WeightManifest | None:
+    async def newest(self, reader: str, held: Held, wait_s: float) -> WeightManifest | None:
         """See WeightRegistry.newest."""
-        return await self._registry.newest(after=after, wait_s=wait_s)
-
-    async def pulled(self, reader: str, version: int, seconds: float) -> None:
-        """See WeightRegistry.pulled."""
-        self._registry.pulled(reader, version, seconds)
+        return await self._registry.newest(reader, held, wait_s=wait_s)
 
     async def acquire(self, holder: str) -> None:
         """See Arbiter.acquire."""

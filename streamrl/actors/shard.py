@@ -1,6 +1,5 @@
 """A shard of the experience queue as an actor, and the face the queue's client calls."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +33,8 @@ def store_columns(columns: Columns) -> Mapping[str, Any]:
 async def resolve_columns(values: Mapping[str, Any]) -> Columns:
     """Inverse of `store_columns`, on the reader's side; arrays are views of the object store."""
     references = {v.reference for v in values.values() if isinstance(v, Stored)}
+    if not references:
+        return values
     objects = {r: await call(r, "column of a group") for r in references}
     return {
         name: objects[value.reference][value.name] if isinstance(value, Stored) else value
@@ -55,12 +56,11 @@ class ShardActor:
         """See Shard.admit."""
         await self._shard.admit(entries, wait_s=wait_s)
 
-    async def ready(self, stage: str, wait_s: float) -> int:
-        """See Shard.ready."""
-        return await self._shard.ready(stage, wait_s=wait_s)
-
-    async def take(self, stage: str, max_groups: int, columns: Sequence[str]) -> list[Experience]:
-        """See Shard.take."""
+    async def take(
+        self, stage: str, max_groups: int, columns: Sequence[str], wait_s: float
+    ) -> list[Experience]:
+        """See Shard.ready and Shard.take."""
+        await self._shard.ready(stage, wait_s=wait_s)
         return self._shard.take(stage, max_groups=max_groups, columns=columns)
 
     async def put(self, entries: Sequence[tuple[Lease, Columns]]) -> list[str]:
@@ -100,19 +100,13 @@ class RemoteShard:
         reply = self._actor.admit.remote(entries, wait_s)
         await call(reply, f"{self._name}.admit", wait_s + CALL_TIMEOUT_S)
 
-    async def ready(self, stage: str, *, wait_s: float) -> int:
-        """Groups ready for a stage."""
-        reply = self._actor.ready.remote(stage, wait_s)
-        return int(await call(reply, f"{self._name}.ready({stage})", wait_s + CALL_TIMEOUT_S))
-
     async def take(
-        self, stage: str, *, max_groups: int, columns: Sequence[str]
+        self, stage: str, *, max_groups: int, columns: Sequence[str], wait_s: float
     ) -> list[Experience]:
-        """Lease groups; their columns arrive as arrays."""
-        reply = self._actor.take.remote(stage, max_groups, columns)
-        taken = await call(reply, f"{self._name}.take({stage})")
-        resolved = await asyncio.gather(*(resolve_columns(e.columns) for e in taken))
-        return [replace(e, columns=c) for e, c in zip(taken, resolved, strict=True)]
+        """Lease groups, waiting for the first; their columns arrive as arrays."""
+        reply = self._actor.take.remote(stage, max_groups, columns, wait_s)
+        taken = await call(reply, f"{self._name}.take({stage})", wait_s + CALL_TIMEOUT_S)
+        return [replace(e, columns=await resolve_columns(e.columns)) for e in taken]
 
     async def put(self, entries: Sequence[tuple[Lease, Columns]]) -> list[str]:
         """Commit columns."""
@@ -125,7 +119,7 @@ class RemoteShard:
     async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Columns]:
         """Columns of groups, as arrays."""
         found = await call(self._actor.read.remote(uids, columns), f"{self._name}.read")
-        return list(await asyncio.gather(*(resolve_columns(values) for values in found)))
+        return [await resolve_columns(values) for values in found]
 
     async def settle(self, leases: Sequence[Lease]) -> None:
         """Let groups leave."""

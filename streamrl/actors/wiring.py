@@ -17,6 +17,7 @@ from streamrl.messages import COMPONENT_PREFIX
 from streamrl.pipeline import Stage
 from streamrl.telemetry.spans import Span, SpanRecorder
 from streamrl.weights import WeightManifest, unpack
+from streamrl.weights.registry import Held
 
 
 @dataclass(frozen=True)
@@ -87,9 +88,9 @@ class RemoteChannel:
         self._coordinator = coordinator
         self._reader = reader
 
-    async def newest(self, *, after: int, wait_s: float) -> WeightManifest | None:
-        """The newest version above `after`, if there is one within `wait_s`."""
-        reply = self._coordinator.newest.remote(after, wait_s)
+    async def newest(self, held: Held, *, wait_s: float) -> WeightManifest | None:
+        """The newest version if it is newer than the one held, if it comes within `wait_s`."""
+        reply = self._coordinator.newest.remote(self._reader, held, wait_s)
         manifest = await call(reply, "coordinator.newest", wait_s + CALL_TIMEOUT_S)
         assert manifest is None or isinstance(manifest, WeightManifest)
         return manifest
@@ -99,8 +100,3 @@ class RemoteChannel:
         what = f"{self._reader}: bucket of weights version {manifest.version}"
         buckets = await asyncio.gather(*(call(handle, what) for handle in manifest.handles))
         return await asyncio.to_thread(unpack, manifest, buckets)
-
-    async def pulled(self, version: int, seconds: float) -> None:
-        """Tell the coordinator what this reader serves from now on."""
-        reply = self._coordinator.pulled.remote(self._reader, version, seconds)
-        await call(reply, "coordinator.pulled")

@@ -1,6 +1,7 @@
 """Step assembly: which ready groups enter the step of a version. Pure bookkeeping, no waiting."""
 
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from streamrl.errors import StaleGroupError
@@ -10,10 +11,11 @@ from streamrl.messages import Experience
 class StepAssembler:
     """Fills steps of `groups_per_step` groups in free order, within the staleness bound.
 
-    A group admitted at version a must be trained by the step of version a + max_staleness: later,
-    a token of it could be too old. Such due groups go first and keep places free for those not
-    ready yet; everything else fills what is left, first come, first served. The credits make sure
-    that the due groups of a step never outnumber its places.
+    A group admitted at version a has a deadline: the step of version a + max_staleness. A ready
+    group enters a step as soon as the groups with earlier deadlines, ready or not, still fit into
+    the places that are left until then; the earliest deadline goes first. To look only at what is
+    due now would not do: newcomers could crowd the groups of one deadline into their last step.
+    The credits see to it that all groups fit when they are admitted.
     """
 
     def __init__(self, *, max_staleness: int, groups_per_step: int) -> None:
@@ -42,21 +44,37 @@ class StepAssembler:
         """True if the step has all its groups."""
         return len(self._entered) == self._groups_per_step
 
-    def due(self, version: int) -> list[str]:
-        """Uids not ready yet that the step of `version` has to wait for."""
-        newest_due = version - self._max_staleness
-        return [uid for uid, admitted in self._pending.items() if admitted <= newest_due]
+    @property
+    def awaited(self) -> list[str]:
+        """Uids that are not ready yet, the earliest deadline first."""
+        return sorted(self._pending, key=self._pending.__getitem__)
 
     def drawable(self, version: int) -> list[Experience]:
-        """The ready groups that may enter the step of `version` now, the most urgent first."""
+        """The ready groups that may enter the step of `version`, the earliest deadline first."""
         places = self._groups_per_step - len(self._entered)
-        free = places - len(self.due(version))
+        waiting = Counter(self._pending.values())
+        waiting.update(experience.admitted_version for experience in self._ready.values())
         chosen: list[Experience] = []
         for experience in sorted(self._ready.values(), key=lambda e: e.admitted_version):
-            is_due = experience.admitted_version <= version - self._max_staleness
-            if len(chosen) < (places if is_due else free):
+            if places and self._others_fit(experience, version, places - 1, waiting):
                 chosen.append(experience)
+                waiting[experience.admitted_version] -= 1
+                places -= 1
         return chosen
+
+    def _others_fit(
+        self, chosen: Experience, version: int, places: int, waiting: Mapping[int, int]
+    ) -> bool:
+        """Whether all groups with a deadline before `chosen`'s fit if it takes a place now.
+
+        `waiting` counts groups by the version they were admitted at.
+        """
+        first = version - self._max_staleness
+        for admitted in range(first, chosen.admitted_version):
+            due = sum(count for at, count in waiting.items() if at <= admitted)
+            if due > places + (admitted - first) * self._groups_per_step:
+                return False
+        return True
 
     def draw(self, version: int) -> list[Experience]:
         """Let the drawable groups enter the step.

@@ -1,9 +1,18 @@
 """Which version is the newest, and which one each reader holds."""
 
 import asyncio
+from dataclasses import dataclass
 
 from streamrl.errors import WeightsError
 from streamrl.weights.manifest import WeightManifest
+
+
+@dataclass(frozen=True)
+class Held:
+    """The version a reader serves, and the seconds it took to pull it."""
+
+    version: int
+    pull_s: float = 0.0
 
 
 class WeightRegistry:
@@ -33,9 +42,11 @@ class WeightRegistry:
         self._manifests = [*self._manifests, manifest][-self._keep_versions :]
         self._published.set()
 
-    async def newest(self, *, after: int, wait_s: float) -> WeightManifest | None:
-        """The newest manifest if its version is above `after`, waiting up to `wait_s` for it."""
-        if self.version <= after:
+    async def newest(self, reader: str, held: "Held", *, wait_s: float) -> WeightManifest | None:
+        """The newest manifest if it is newer than what `reader` holds, waiting up to `wait_s`."""
+        if held.version > self._held.get(reader, -1):
+            self._note_pull(reader, held)
+        if self.version <= held.version:
             self._published.clear()
             try:
                 await asyncio.wait_for(self._published.wait(), wait_s)
@@ -43,11 +54,10 @@ class WeightRegistry:
                 return None
         return self._manifests[-1]
 
-    def pulled(self, reader: str, version: int, seconds: float) -> None:
-        """A reader serves `version` from now on; the pull took `seconds`."""
-        self._held[reader] = version
-        self._pull_s.append(seconds)
-        self._moved_bytes += sum(m.num_bytes for m in self._manifests if m.version == version)
+    def _note_pull(self, reader: str, held: "Held") -> None:
+        self._held[reader] = held.version
+        self._pull_s.append(held.pull_s)
+        self._moved_bytes += sum(m.num_bytes for m in self._manifests if m.version == held.version)
 
     def drain_metrics(self) -> dict[str, float]:
         """weights/* since the last call: longest pull, bytes moved, skew of the readers."""

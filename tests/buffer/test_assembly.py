@@ -39,7 +39,7 @@ def test_groups_enter_in_any_order_while_there_is_room() -> None:
 def test_a_group_that_would_be_too_old_next_time_keeps_its_place() -> None:
     steps = assembler(1, 2, a=0, b=0, c=1, d=1)
     steps.offer([group("c", 1), group("d", 1)], 1)
-    assert steps.due(1) == ["a", "b"]
+    assert steps.awaited == ["a", "b"]
     assert uids(steps.draw(1)) == [], "both places are kept for a and b"
     steps.offer([group("b", 0)], 1)
     assert uids(steps.draw(1)) == ["b"]
@@ -58,7 +58,16 @@ def test_the_oldest_ready_group_goes_first() -> None:
 def test_a_dropped_group_frees_the_place_that_was_kept_for_it() -> None:
     steps = assembler(0, 1, a=0)
     steps.drop("a")
-    assert steps.due(0) == []
+    assert steps.awaited == []
+
+
+def test_newcomers_do_not_crowd_older_groups_into_their_last_step() -> None:
+    steps = assembler(2, 1, b=0, c=0, d=1)
+    # b and c have the steps of versions 1 and 2 left, one place each: d cannot have the first.
+    steps.offer([group("d", 1)], 1)
+    assert uids(steps.draw(1)) == []
+    steps.offer([group("b", 0)], 1)
+    assert uids(steps.draw(1)) == ["b"]
 
 
 def test_a_token_beyond_the_bound_is_an_error_that_names_the_group() -> None:

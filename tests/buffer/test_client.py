@@ -3,11 +3,8 @@
 import asyncio
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from streamrl.buffer import ExperienceQueue, QueueConfig, Shard
-from streamrl.buffer.client import share_out
 from tests.buffer.test_shard import STAGES, prompt, rollouts
 from tests.fakes import LocalShard
 from tests.virtual_clock import run_virtual
@@ -18,19 +15,6 @@ def queue_of(count: int) -> ExperienceQueue:
     return ExperienceQueue(
         [LocalShard(Shard(STAGES, config, capacity_groups=100)) for _ in range(count)]
     )
-
-
-@given(st.integers(0, 50), st.dictionaries(st.integers(0, 5), st.integers(0, 20)))
-def test_shares_add_up_and_ask_nobody_for_more_than_it_has(
-    total: int, counts: dict[int, int]
-) -> None:
-    shares = share_out(total, counts)
-    assert sum(shares.values()) == min(total, sum(counts.values()))
-    assert all(0 < share <= counts[key] for key, share in shares.items())
-
-
-def test_shares_are_even_where_they_can_be() -> None:
-    assert share_out(6, {0: 10, 1: 10, 2: 1}) == {0: 3, 1: 2, 2: 1}
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
