@@ -20,7 +20,8 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from streamrl.buffer import Admission, ExperienceQueue, StepAssembler
+from streamrl.buffer import Admission, ExperienceQueue, ShardStats, StepAssembler
+from streamrl.buffer.ledger import LedgerCounts
 from streamrl.engines.packing import Packer, Round
 from streamrl.errors import ConfigError, DeadlineError, StreamError
 from streamrl.messages import Columns, Experience, Lease, Prompt, Rollout, group_columns
@@ -124,13 +125,18 @@ class Update:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """A finished step of `version`; `sums` are those of its micro-batches. Times are epoch s."""
+    """A finished step of `version`; `sums` are those of its micro-batches. Times are epoch s.
+
+    `queue` and `ledger` are as of its end, when the ledger was checked against the queue.
+    """
 
     version: int
     totals: StepTotals
     groups: Sequence[Experience]
     sums: Mapping[str, float]
     update: Update
+    queue: ShardStats
+    ledger: LedgerCounts
     started_at: float
     ended_at: float
 
@@ -162,6 +168,11 @@ class Control:
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     arriving: set[str] = field(default_factory=set)
     """Uids that are booked and on their way into a shard."""
+
+    @property
+    def booked(self) -> set[str]:
+        """Uids that must be in a shard: all in flight but those on their way into one."""
+        return set(self.admission.ledger.in_flight) - self.arriving
 
     async def enter(self, queue: ExperienceQueue, prompts: Sequence[Prompt]) -> None:
         """Book prompts at the current version, then put them into the queue."""
@@ -281,8 +292,12 @@ async def train_step(
     for group in groups:
         control.admission.ledger.train(group.uid)
     control.admission.advance(version + 1)
-    await stage.queue.settle([group.lease for group in groups])
-    return StepOutcome(version, totals, groups, sums, update, started_at, time.time())
+    booked = control.booked
+    figures = await stage.queue.end_step([group.lease for group in groups])
+    counts = control.admission.ledger.check(figures.uids, booked=booked)
+    return StepOutcome(
+        version, totals, groups, sums, update, figures, counts, started_at, time.time()
+    )
 
 
 async def collect(stage: Stage, control: Control, *, stall_s: float) -> bool:

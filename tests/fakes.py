@@ -111,8 +111,8 @@ class LocalShard:
     async def settle(self, leases: Sequence[Lease]) -> None:
         self.shard.settle(leases)
 
-    async def stats(self) -> ShardStats:
-        return self.shard.stats()
+    async def end_step(self, leases: Sequence[Lease]) -> ShardStats:
+        return self.shard.end_step(leases)
 
     async def whereabouts(self, uids: Sequence[str]) -> dict[str, str]:
         return self.shard.whereabouts(uids)

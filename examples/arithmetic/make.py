@@ -93,3 +93,7 @@ def report(losses: Iterator[float]) -> None:
         if step % STEPS_PER_LINE == 0:
             seconds = time.monotonic() - start_s
             print(f"arithmetic: step {step}, loss {loss:.2f}, {seconds:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()

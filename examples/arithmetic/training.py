@@ -118,7 +118,7 @@ def step(
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return float(loss)
+    return loss.item()
 
 
 def pass_rate(

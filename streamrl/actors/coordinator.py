@@ -117,7 +117,7 @@ class CoordinatorActor:
         interrupted = not control.admission.finished
         if config.checkpoint.on_interrupt if interrupted else config.checkpoint.at_end:
             await self._save()
-        counts = control.admission.ledger.check((await self._queue.stats()).uids)
+        counts = control.admission.ledger.check((await self._queue.end_step([])).uids)
         return Finish(control.admission.version, str(counts), interrupted, self._checkpoint)
 
     async def _stream(self, reporting: "asyncio.Task[None]") -> None:
@@ -144,14 +144,11 @@ class CoordinatorActor:
         return SharedLease(self._arbiter, "trainer") if shared else FreeLease()
 
     async def _step(self, outcome: StepOutcome) -> None:
-        """After each step: check the ledger, evaluate if it is time, note the step, maybe save."""
+        """After each step: evaluate if it is time, note the step, maybe save."""
         admission = self._control.admission
-        booked = set(admission.ledger.in_flight) - self._control.arriving
-        stats = await self._queue.stats()
-        counts = admission.ledger.check(stats.uids, booked=booked)
         evaluation = await self._evaluate_if_due()
         weights = self._registry.drain_metrics()
-        self._reporter.note(Snapshot(outcome, stats, counts, weights, evaluation))
+        self._reporter.note(Snapshot(outcome, weights, evaluation))
         every = self._config.checkpoint.every
         if every and admission.version % every == 0:
             await self._save()

@@ -11,8 +11,6 @@ from streamrl.actors.feed import Feed, StepReport
 from streamrl.actors.trainer import step_normaliser
 from streamrl.actors.wiring import ActorReport
 from streamrl.algorithms.objective import summarise
-from streamrl.buffer.ledger import LedgerCounts
-from streamrl.buffer.shard import ShardStats
 from streamrl.config import RunConfig
 from streamrl.dataflow import Kind
 from streamrl.pipeline import StepOutcome
@@ -36,8 +34,6 @@ class Snapshot:
     """What was read at the end of a step, before the next one changed it."""
 
     outcome: StepOutcome
-    queue: ShardStats
-    ledger: LedgerCounts
     weights: Mapping[str, float]
     evaluation: Mapping[str, float]
 
@@ -85,8 +81,8 @@ class Reporter:
                 groups=outcome.groups,
                 sums=outcome.sums,
                 metrics=self._metrics(snapshot),
-                queue=snapshot.queue,
-                ledger=snapshot.ledger,
+                queue=outcome.queue,
+                ledger=outcome.ledger,
                 activity=self._activity(reports),
                 start_s=self._window_start,
                 end_s=outcome.ended_at,

@@ -79,9 +79,9 @@ class ShardActor:
         """See Shard.settle."""
         self._shard.settle(leases)
 
-    async def stats(self) -> ShardStats:
-        """See Shard.stats."""
-        return self._shard.stats()
+    async def end_step(self, leases: Sequence[Lease]) -> ShardStats:
+        """See Shard.end_step."""
+        return self._shard.end_step(leases)
 
     async def whereabouts(self, uids: Sequence[str]) -> dict[str, str]:
         """See Shard.whereabouts."""
@@ -125,9 +125,9 @@ class RemoteShard:
         """Let groups leave."""
         await call(self._actor.settle.remote(leases), f"{self._name}.settle")
 
-    async def stats(self) -> ShardStats:
-        """The shard's figures."""
-        stats = await call(self._actor.stats.remote(), f"{self._name}.stats")
+    async def end_step(self, leases: Sequence[Lease]) -> ShardStats:
+        """Let the groups of a step leave; the shard's figures."""
+        stats = await call(self._actor.end_step.remote(leases), f"{self._name}.end_step")
         assert isinstance(stats, ShardStats)
         return stats
 

@@ -33,7 +33,7 @@ class ShardFace(Protocol):
 
     async def settle(self, leases: Sequence[Lease]) -> None: ...
 
-    async def stats(self) -> ShardStats: ...
+    async def end_step(self, leases: Sequence[Lease]) -> ShardStats: ...
 
     async def whereabouts(self, uids: Sequence[str]) -> dict[str, str]: ...
 
@@ -116,13 +116,16 @@ class ExperienceQueue:
         }
 
     async def settle(self, leases: Sequence[Lease]) -> None:
-        """Trained, filtered or dropped: these groups leave the queue."""
+        """Filtered or dropped: these groups leave the queue."""
         parts = self._route([(lease.uid, lease) for lease in leases])
         await asyncio.gather(*(self.shards[i].settle(p) for i, p in parts.items()))
 
-    async def stats(self) -> ShardStats:
-        """The shards' figures as one: depths and bytes added, the oldest age."""
-        parts = await asyncio.gather(*(shard.stats() for shard in self.shards))
+    async def end_step(self, leases: Sequence[Lease]) -> ShardStats:
+        """Settle the groups of a finished step; the shards' figures since the last step as one."""
+        routed = self._route([(lease.uid, lease) for lease in leases])
+        parts = await asyncio.gather(
+            *(shard.end_step(routed.get(i, [])) for i, shard in enumerate(self.shards))
+        )
         return ShardStats(
             depth={s: sum(part.depth[s] for part in parts) for s in parts[0].depth},
             num_bytes=sum(part.num_bytes for part in parts),

@@ -225,8 +225,9 @@ class Shard:
             assert group.leases.get(lease.stage) == lease, lease
         self._space.set()
 
-    def stats(self) -> ShardStats:
-        """Depths averaged since the last call; bytes, age and uids as of now."""
+    def end_step(self, leases: Sequence[Lease]) -> ShardStats:
+        """Settle the groups of a step here; depths since the last one, the rest as of now."""
+        self.settle(leases)
         now = self._clock()
         groups = self._groups.values()
         return ShardStats(

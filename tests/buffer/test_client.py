@@ -60,7 +60,7 @@ def test_columns_are_read_back_by_uid() -> None:
         found = await queue.read(uids, ("policy_version", "lengths"))
         assert set(found) == set(uids)
         assert all(columns["lengths"].tolist() == [5, 5] for columns in found.values())
-        stats = await queue.stats()
+        stats = await queue.end_step([])
         assert set(stats.uids) == set(uids)
         assert stats.depth["reward"] >= 0
 

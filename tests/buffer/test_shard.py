@@ -90,7 +90,7 @@ def test_scorers_work_on_the_same_group_side_by_side() -> None:
         assert training.info.lengths == (5, 5)
         assert training.info.num_loss_tokens == 6
         shard.settle([training.lease])
-        assert shard.stats().uids == ()
+        assert shard.end_step([]).uids == ()
 
     on_shard(test)
 
@@ -160,7 +160,7 @@ def test_a_full_shard_blocks_until_a_group_leaves() -> None:
         (training,) = take(shard, "train")
         shard.settle([training.lease])
         await blocked
-        assert shard.stats().uids == ("b",)
+        assert shard.end_step([]).uids == ("b",)
 
     on_shard(test, capacity=1)
 
@@ -210,9 +210,9 @@ def test_depth_is_the_mean_over_time_not_the_moment() -> None:
         await asyncio.sleep(3.0)
         take(shard, "generate")
         await asyncio.sleep(1.0)
-        assert shard.stats().depth["generate"] == pytest.approx(1.5)
+        assert shard.end_step([]).depth["generate"] == pytest.approx(1.5)
         await asyncio.sleep(1.0)
-        assert shard.stats().depth["generate"] == 0.0
+        assert shard.end_step([]).depth["generate"] == 0.0
 
     on_shard(test)
 
