@@ -30,7 +30,8 @@ def main() -> None:
     # Torch takes seconds to import, and most calls end above.
     import torch
 
-    torch.set_num_threads(2)
+    # So small a model is no faster on more, and far slower where other processes want the cores.
+    torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     build(args.out, seed=args.seed)
 

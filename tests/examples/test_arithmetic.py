@@ -1,0 +1,106 @@
+"""The arithmetic task: its problems, its model's tokenizer, and how it is made."""
+
+import json
+import random
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples" / "arithmetic"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_path() -> Iterator[None]:
+    """The example's modules import each other as scripts do."""
+    sys.path.insert(0, str(FOLDER))
+    yield
+    sys.path.remove(str(FOLDER))
+
+
+def value(question: str) -> int:
+    """The answer, by other means than the example's."""
+    assert set(question) <= set("0123456789+-")
+    return int(eval(question, {"__builtins__": {}}))
+
+
+def rows(seed: int = 0) -> dict[str, list[dict[str, Any]]]:
+    import problems
+
+    return problems.make_rows(seed=seed)
+
+
+def test_every_answer_is_right_and_in_verls_place() -> None:
+    for name, part in rows().items():
+        for row in part:
+            (message,) = row["prompt"]
+            assert message["role"] == "user"
+            truth = row["reward_model"]["ground_truth"]
+            assert truth == str(value(message["content"]))
+            assert row["extra_info"]["split"] == name
+            assert row["data_source"] == "arithmetic"
+
+
+def test_held_out_problems_are_not_trained_on() -> None:
+    made = rows()
+    train, held_out = (
+        {row["prompt"][0]["content"] for row in made[name]} for name in ("train", "eval")
+    )
+    assert len(train) == len(made["train"]) > 3000
+    assert len(held_out) == len(made["eval"]) == 256
+    assert not train & held_out
+
+
+def test_the_seed_decides_the_split() -> None:
+    assert rows(seed=1) == rows(seed=1)
+    assert rows(seed=1)["eval"] != rows(seed=2)["eval"]
+
+
+def test_worked_solutions_end_on_the_answer_unless_there_is_a_slip() -> None:
+    import training
+
+    recipe, rng = training.Recipe(), random.Random(0)
+    for row in rows()["eval"]:
+        question = row["prompt"][0]["content"]
+        right = training.worked_solution(question, rng, recipe, 0.0)
+        assert training.answer_of(right) == value(question)
+        wrong = training.worked_solution(question, rng, recipe, 1.0)
+        assert training.answer_of(wrong) is not None
+    assert training.worked_solution("7+5-3", rng, recipe, 0.0) == "12-3=9"
+    assert training.answer_of("12-3=9") == 9
+    assert training.answer_of("12-3") is None
+
+
+def test_the_tokenizer_is_one_token_per_character_and_reads_back() -> None:
+    import base_model
+
+    tokenizer = base_model.make_tokenizer()
+    text = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "7+5-3"}], add_generation_prompt=True, tokenize=False
+    )
+    assert text == "<bos>7+5-3="
+    ids = tokenizer(text).input_ids
+    assert len(ids) == 7
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "7+5-3="
+
+
+def test_a_build_is_whole_and_is_not_made_twice(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import make
+    import training
+    from transformers import AutoModelForCausalLM
+
+    out = tmp_path / "build"
+    recipe = training.Recipe(num_clean_steps=2, num_slip_steps=2, rows_per_step=4)
+    make.build(out, seed=0, recipe=recipe)
+    assert [path.name for path in tmp_path.iterdir()] == ["build"], "nothing half-made is left"
+    assert make.is_made(out, seed=0)
+    first = json.loads((out / "train.jsonl").read_text().splitlines()[0])
+    assert first == rows()["train"][0]
+    assert AutoModelForCausalLM.from_pretrained(out / "base_model").config.model_type == "qwen2"
+    with pytest.raises(SystemExit, match="not this task made with seed 1"):
+        make.is_made(out, seed=1)
+    assert "arithmetic" in capsys.readouterr().out
