@@ -34,7 +34,8 @@ class RewardScorer:
             columns = await self._rewards.score(experience.prompt, texts)
         except (RewardError, DeadlineError) as error:
             return error
-        if len(self._samples) < SAMPLES_PER_DRAIN:
+        # What is scored for an evaluation comes without a lease.
+        if experience.lease.token and len(self._samples) < SAMPLES_PER_DRAIN:
             self._keep(experience, texts, columns)
         return columns
 

@@ -44,7 +44,7 @@ def endless_model(*, seed: int) -> Qwen2ForCausalLM:
     model = tiny_model(tied=False, seed=seed)
     with torch.no_grad():
         model.model.embed_tokens.weight[:, 0] = 4
-        model.lm_head.weight[EOS, 0] = -10
+        model.lm_head.weight[EOS, 0] = -100
     return model
 
 

@@ -177,7 +177,7 @@ def test_the_console_can_be_off(tmp_path):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"console": "loud"}, "telemetry.console=loud: must be one of auto, live, plain, off"),
+        ({"console": "loud"}, "telemetry.console=loud: must be one of auto, live, plain, none"),
         ({"wandb": {"mode": "on"}}, "telemetry.wandb.mode=on: must be one of"),
         ({"wandb": {"project": ""}}, "telemetry.wandb.project=: must not be empty"),
     ],
