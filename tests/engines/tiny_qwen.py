@@ -43,6 +43,10 @@ def endless_model(*, seed: int) -> Qwen2ForCausalLM:
     """An untied model that never ends a completion: one direction is always on, and bars EOS."""
     model = tiny_model(tied=False, seed=seed)
     with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.o_proj.weight[0] = 0
+            layer.mlp.down_proj.weight[0] = 0
+        model.model.norm.weight[0] = 1
         model.model.embed_tokens.weight[:, 0] = 4
         model.lm_head.weight[EOS, 0] = -100
     return model
