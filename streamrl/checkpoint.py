@@ -118,9 +118,9 @@ def find_checkpoint(path: Path) -> Checkpoint:
     """
     if not path.is_dir():
         raise ConfigError(f"--resume {path}: no such directory")
-    folder = path
+    folder = path.resolve()
     if not (path / "state.json").is_file():
-        complete = list_checkpoints(path / "checkpoints")
+        complete = list_checkpoints(folder / "checkpoints")
         if not complete:
             raise ConfigError(
                 f"--resume {path}: not a checkpoint, nor a run directory that holds one"
@@ -132,6 +132,8 @@ def find_checkpoint(path: Path) -> Checkpoint:
         raise ConfigError(f"--resume {folder}/state.json: {error}") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ConfigError(f"--resume {folder}/state.json: not a checkpoint of format {FORMAT}")
+    if not {"version", "ledger", "prompts"} <= state.keys():
+        raise ConfigError(f"--resume {folder}/state.json: lacks version, ledger or prompts")
     return Checkpoint(folder, state)
 
 

@@ -47,7 +47,7 @@ class RunSettings:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ConfigError(f"run.steps={self.steps}: must be at least 1")
-        if not self.name or "/" in self.name:
+        if self.name in ("", ".", "..") or "/" in self.name:
             raise ConfigError(f"run.name={self.name!r}: must be a plain folder name")
 
 
@@ -117,9 +117,10 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises ConfigError: one line with the key, the value and the rule, or the nearest right key.
     """
-    merged = OmegaConf.merge(_read_yaml(path), _read_overrides(overrides))
-    assert isinstance(merged, DictConfig)
-    config = resolve(merged, place=str(path))
+    settings = _read_yaml(path)
+    for override in overrides:
+        _apply_override(settings, override)
+    config = resolve(settings, place=str(path))
     _make_paths_absolute(config)
     return config
 
@@ -171,15 +172,16 @@ def _read_yaml(path: Path) -> DictConfig:
     return loaded
 
 
-def _read_overrides(overrides: Sequence[str]) -> DictConfig:
-    for override in overrides:
-        key, equals, _ = override.partition("=")
-        if not equals or not key:
-            raise ConfigError(f"{override!r}: an override is written key=value")
+def _apply_override(settings: DictConfig, override: str) -> None:
+    """Set one key=value; an entry of a list is named by its index, as in rewards[0].weight=2."""
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"{override!r}: an override is written key=value")
     try:
-        return OmegaConf.from_dotlist(list(overrides))
-    except (YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"overrides: {' '.join(str(error).split())}") from None
+        parsed = OmegaConf.from_dotlist([f"value={value}"])["value"]
+        OmegaConf.update(settings, key, parsed, merge=False, force_add=True)
+    except (YAMLError, OmegaConfBaseException, TypeError, IndexError) as error:
+        raise ConfigError(f"{override!r}: {' '.join(str(error).split())}") from None
 
 
 def _walk(loose: Any, kind: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:

@@ -20,7 +20,7 @@ def write(run_dir: Path, version: int, keep: int = 10) -> Path:
     writer = CheckpointWriter(run_dir, version)
     writer.model_dir.mkdir()
     (writer.model_dir / "weights").write_text(str(version))
-    return writer.commit({"version": version}, keep=keep)
+    return writer.commit({"version": version, "ledger": {}, "prompts": {}}, keep=keep)
 
 
 def test_the_newest_checkpoint_of_a_run_is_found(tmp_path: Path) -> None:
@@ -77,6 +77,9 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
         find_checkpoint(tmp_path)
     (tmp_path / "state.json").write_text(json.dumps({"format": 99}))
     with pytest.raises(ConfigError, match="not a checkpoint of format 1"):
+        find_checkpoint(tmp_path)
+    (tmp_path / "state.json").write_text(json.dumps({"format": 1}))
+    with pytest.raises(ConfigError, match="lacks version"):
         find_checkpoint(tmp_path)
 
 

@@ -46,6 +46,12 @@ def test_any_key_can_be_overridden(recipe: Path) -> None:
     assert config.run_dir == Path("runs/other")
 
 
+def test_one_entry_of_a_list_can_be_overridden(recipe: Path) -> None:
+    assert load_config(recipe, ["rewards[0].weight=2"]).rewards[0].weight == 2.0
+    with pytest.raises(ConfigError, match=r"rewards\[5\]"):
+        load_config(recipe, ["rewards[5].weight=2"])
+
+
 def test_the_resolved_config_reads_back_as_itself(recipe: Path, tmp_path: Path) -> None:
     config = load_config(recipe, ["trainer.lr=3e-4", "model.max_length=64"])
     (tmp_path / "resolved.yaml").write_text(dump_config(config))
@@ -70,6 +76,7 @@ def test_paths_hold_wherever_an_actor_runs(recipe: Path) -> None:
         ("trainer=3", "trainer=3: must be a mapping"),
         ("run.steps=0", "run.steps=0: must be at least 1"),
         ("run.name=a/b", "run.name='a/b': must be a plain folder name"),
+        ("run.name=..", "run.name='..': must be a plain folder name"),
         ("pipeline.max_staleness=-1", "pipeline.max_staleness=-1: must be 0 or more"),
         ("pipeline.groups_per_step=0", "pipeline.groups_per_step=0: must be above 0"),
         ("algorithm.group_size=1", "algorithm.group_size=1: .*at least 2"),

@@ -62,6 +62,7 @@ class CoordinatorActor:
 
     def __init__(self) -> None:
         self._feed = Feed()
+        self._loop_spans = SpanRecorder("train-loop")
 
     async def start(self, wiring: Wiring, cast: Cast, start: Start) -> None:
         """Open the books, put back what was in flight, publish the version the run starts from."""
@@ -122,7 +123,7 @@ class CoordinatorActor:
 
     async def _stream(self, reporting: "asyncio.Task[None]") -> None:
         """Admit and train side by side; the first error of either, or of reporting, ends both."""
-        stage = Stage("train", self._queue, self._train_lease(), SpanRecorder("train-loop"))
+        stage = Stage("train", self._queue, self._train_lease(), self._loop_spans)
         training = asyncio.create_task(
             train(stage, self._control, self._trainer, self._config.pipeline, report=self._step)
         )
@@ -146,6 +147,8 @@ class CoordinatorActor:
     async def _step(self, outcome: StepOutcome) -> None:
         """After each step: evaluate if it is time, note the step, maybe save."""
         admission = self._control.admission
+        # The ranks' own spans are reported; those of the loop around them only take memory.
+        self._loop_spans.drain()
         evaluation = await self._evaluate_if_due()
         weights = self._registry.drain_metrics()
         self._reporter.note(Snapshot(outcome, weights, evaluation))

@@ -1,6 +1,7 @@
 """What the coordinator tells the driver, in order, for as long as the run lasts."""
 
 import asyncio
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,10 +39,11 @@ Report = StepReport | EventReport | StatusReport
 
 
 class Feed:
-    """An append-only list of reports with a place to wait for the next."""
+    """A list of reports for one reader, with a place to wait for the next."""
 
     def __init__(self) -> None:
-        self._reports: list[Report] = []
+        self._reports: deque[Report] = deque()
+        self._forgotten = 0
         self._posted = asyncio.Event()
 
     def post(self, report: Report) -> None:
@@ -50,11 +52,17 @@ class Feed:
         self._posted.set()
 
     async def after(self, count: int, wait_s: float) -> list[Report]:
-        """The reports behind the first `count`, waiting up to `wait_s` for one."""
-        if len(self._reports) <= count:
+        """The reports behind the first `count`, waiting up to `wait_s` for one.
+
+        Who asks for what comes behind `count` has those before: they are forgotten.
+        """
+        while self._forgotten < count:
+            self._reports.popleft()
+            self._forgotten += 1
+        if not self._reports:
             self._posted.clear()
             try:
                 await asyncio.wait_for(self._posted.wait(), wait_s)
             except TimeoutError:
                 return []
-        return self._reports[count:]
+        return list(self._reports)

@@ -55,6 +55,9 @@ def train(config: RunConfig, checkpoint: Checkpoint | None, engines: EngineFacto
     Raises ConfigError before anything is written, and the StreamError that ended the run.
     """
     prepared = prepare(config)
+    if checkpoint is not None:
+        # Refused here, other data or another order costs nothing.
+        prepared.prompts.load_state_dict(checkpoint.state["prompts"])
     wanted = lambda on_gpu: demands(config, prepared.dataflow, on_gpu=on_gpu)  # noqa: E731
     with cluster(config.placement, wanted) as on_gpu:
         _write_run_dir(config, checkpoint)
@@ -116,6 +119,8 @@ def _fresh(words: Sequence[str]) -> RunConfig:
             f"run directory {config.run_dir} exists: --resume it, name another (run.name=...),"
             " or replace it (run.overwrite=true)"
         )
+    if config.run_dir.exists() and not (config.run_dir / "config.yaml").is_file():
+        raise ConfigError(f"run.overwrite=true: {config.run_dir} is no run directory; left alone")
     return config
 
 
@@ -126,6 +131,7 @@ def _resumed(path: Path, words: Sequence[str]) -> tuple[RunConfig, Checkpoint]:
     checkpoint = find_checkpoint(path)
     folder = run_dir_of(checkpoint).absolute()
     config = load_config(folder / "config.yaml", words)
+    _check_same_run(load_config(folder / "config.yaml"), config)
     # The directory may have been moved since.
     config = replace(config, run=replace(config.run, name=folder.name, dir=str(folder.parent)))
     if checkpoint.version >= config.run.steps:
@@ -136,17 +142,39 @@ def _resumed(path: Path, words: Sequence[str]) -> tuple[RunConfig, Checkpoint]:
     return config, checkpoint
 
 
+def _check_same_run(stored: RunConfig, config: RunConfig) -> None:
+    """Refuse overrides under which the saved state would mean something else."""
+    kept = {
+        "pipeline.groups_per_step": lambda c: c.pipeline.groups_per_step,
+        "trainer.backend": lambda c: c.trainer.backend,
+        "trainer.world_size": lambda c: c.trainer.world_size,
+        "trainer.zero_stage": lambda c: c.trainer.zero_stage,
+    }
+    for key, value in kept.items():
+        if value(config) != value(stored):
+            raise ConfigError(f"{key}={value(config)}: a resumed run keeps its {value(stored)}")
+    before, now = stored.pipeline.max_staleness, config.pipeline.max_staleness
+    if now < before:
+        raise ConfigError(
+            f"pipeline.max_staleness={now}: a resumed run has prompts in flight for {before};"
+            " it may only grow"
+        )
+
+
 def _write_run_dir(config: RunConfig, checkpoint: Checkpoint | None) -> None:
     """Make the directory of a new run, or cut a resumed one back to its checkpoint."""
-    if checkpoint is None:
-        if config.run_dir.exists():
-            shutil.rmtree(config.run_dir)
-        config.run_dir.mkdir(parents=True)
-    else:
-        discard_later(checkpoint)
-    partial = config.run_dir / ".config.yaml.partial"
-    partial.write_text(dump_config(config))
-    partial.rename(config.run_dir / "config.yaml")
+    try:
+        if checkpoint is None:
+            if config.run_dir.exists():
+                shutil.rmtree(config.run_dir)
+            config.run_dir.mkdir(parents=True)
+        else:
+            discard_later(checkpoint)
+        partial = config.run_dir / ".config.yaml.partial"
+        partial.write_text(dump_config(config))
+        partial.rename(config.run_dir / "config.yaml")
+    except OSError as error:
+        raise ConfigError(f"run directory {config.run_dir}: {error.strerror or error}") from None
 
 
 def _facts(config: RunConfig, checkpoint: Checkpoint | None) -> RunFacts:

@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.checkpoint import CheckpointWriter
 from streamrl.cli.main import main
+from streamrl.config import dump_config, load_config
+from streamrl.preflight import prepare
 from tests.toy import write_toy
 
 
@@ -127,6 +130,42 @@ def test_a_run_directory_that_exists_is_not_touched(
     assert main(words) == 2
     assert "exists: --resume it, name another" in capsys.readouterr().err
     assert (tmp_path / "taken" / "precious").read_text() == "data"
+
+
+def test_overwrite_replaces_runs_and_nothing_else(
+    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "papers").mkdir()
+    (tmp_path / "papers" / "precious").write_text("data")
+    words = ["train", str(toy / "recipe.yaml"), f"run.dir={tmp_path}", "run.name=papers"]
+    assert main([*words, "run.overwrite=true"]) == 2
+    assert "is no run directory" in capsys.readouterr().err
+    assert (tmp_path / "papers" / "precious").read_text() == "data"
+
+
+@pytest.mark.parametrize(
+    ("override", "part"),
+    [
+        ("pipeline.groups_per_step=8", "a resumed run keeps its 4"),
+        ("pipeline.max_staleness=0", "it may only grow"),
+        ("trainer.world_size=2", "a resumed run keeps its 1"),
+        ("run.seed=5", "cannot resume the data stream"),
+    ],
+)
+def test_a_resume_that_would_mean_another_run_is_refused_and_nothing_is_cut(
+    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str, part: str
+) -> None:
+    run_dir, config = tmp_path / "run", load_config(toy / "recipe.yaml")
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(dump_config(config))
+    (run_dir / "metrics.jsonl").write_text('{"step": 9}\n')
+    state = {"version": 1, "ledger": {}, "prompts": prepare(config).prompts.state_dict()}
+    CheckpointWriter(run_dir, 1).commit(state, keep=1)
+    before = (run_dir / "config.yaml").read_text()
+    assert main(["train", "--resume", str(run_dir), override]) == 2
+    assert part in capsys.readouterr().err
+    assert (run_dir / "config.yaml").read_text() == before
+    assert (run_dir / "metrics.jsonl").read_text() == '{"step": 9}\n'
 
 
 @pytest.mark.parametrize(
