@@ -1,7 +1,6 @@
 """The device lease: who may compute on a pool. Free, or one stage at a time."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Protocol
@@ -32,11 +31,12 @@ class Arbiter:
         try:
             await asyncio.wait_for(self._lock.acquire(), self._timeout_s)
         except TimeoutError:
+            held_s = asyncio.get_running_loop().time() - self._since
             raise DeadlineError(
                 f"{holder} waited {self._timeout_s:g} s for the device lease;"
-                f" {self._holder} has held it for {time.monotonic() - self._since:.0f} s"
+                f" {self._holder} has held it for {held_s:.0f} s"
             ) from None
-        self._holder, self._since = holder, time.monotonic()
+        self._holder, self._since = holder, asyncio.get_running_loop().time()
 
     async def release(self, holder: str) -> None:
         """Give the pool back."""

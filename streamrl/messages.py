@@ -245,7 +245,8 @@ class Experience:
     `admitted_version` is the version at admission: no token of the group may be sampled by an
     older one. `info` is there once the group is generated. `ready_version` is the version being
     trained when the group became ready for its step. `dropped` names the cause if the group ended
-    without reaching the trainer; such a group is only handed to the coordinator.
+    without reaching the trainer, `reason` says it in words; such a group is only handed to the
+    coordinator.
     """
 
     lease: Lease
@@ -255,6 +256,7 @@ class Experience:
     info: GroupInfo | None = None
     ready_version: int | None = None
     dropped: str | None = None
+    reason: str = ""
 
     @property
     def uid(self) -> str:

@@ -168,6 +168,8 @@ class Control:
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     arriving: set[str] = field(default_factory=set)
     """Uids that are booked and on their way into a shard."""
+    on_drop: Callable[[Experience], None] = lambda _: None
+    """Told of every group that is given up."""
 
     @property
     def booked(self) -> set[str]:
@@ -330,6 +332,7 @@ async def give_up(stage: Stage, control: Control, dropped: Sequence[Experience])
         assert experience.dropped is not None
         control.assembler.drop(experience.uid)
         control.admission.ledger.drop(experience.uid, experience.dropped)
+        control.on_drop(experience)
     if dropped:
         await stage.queue.settle([experience.lease for experience in dropped])
         control.admission.refund()
@@ -340,10 +343,12 @@ async def stall_error(stage: Stage, control: Control, stall_s: float) -> Deadlin
     version = control.admission.version
     uids = control.assembler.awaited
     places = await stage.queue.whereabouts(uids[:8])
+    counts = dict(control.admission.ledger.counts.drops)
+    drops = f"; dropped so far: {counts}" if counts else ""
     waited = "; ".join(f"{uid}: {place}" for uid, place in places.items()) or "no prompt admitted"
     return DeadlineError(
         f"stage {stage.name} got no group for {stall_s:g} s at version {version};"
-        f" it waits for {len(uids)} groups ({waited})"
+        f" it waits for {len(uids)} groups ({waited}){drops}"
     )
 
 
@@ -418,7 +423,7 @@ class Outbox:
             batch = [await self._posted.get()]
             while not self._posted.empty():
                 batch.append(self._posted.get_nowait())
-            failed = [(lease, r.cause) for lease, r in batch if isinstance(r, StreamError)]
+            failed = [(lease, r) for lease, r in batch if isinstance(r, StreamError)]
             done = [(lease, r) for lease, r in batch if not isinstance(r, StreamError)]
             if done:
                 await self._queue.put(done)

@@ -102,7 +102,7 @@ class LocalShard:
         await asyncio.sleep(0.001)
         return self.shard.put(entries)
 
-    async def fail(self, entries: Sequence[tuple[Lease, str]]) -> None:
+    async def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None:
         self.shard.fail(entries)
 
     async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Columns]:

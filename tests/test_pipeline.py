@@ -31,6 +31,8 @@ plans = st.builds(
     fail_rate=st.sampled_from([0.0, 0.2]),
     reference=st.booleans(),
     one_at_a_time=st.booleans(),
+    # One at a time, 24 groups in 3 slots of 20 s each keep the trainer waiting for minutes.
+    stall_s=st.just(1000.0),
 )
 
 

@@ -19,7 +19,7 @@ from streamrl.buffer import Admission, ExperienceQueue, Ledger, StepAssembler
 from streamrl.checkpoint import CheckpointWriter
 from streamrl.data import PromptStream
 from streamrl.lease import Arbiter, FreeLease, SharedLease
-from streamrl.messages import Prompt
+from streamrl.messages import Experience, Prompt
 from streamrl.pipeline import Control, Stage, StepOutcome, admit, train
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
@@ -86,7 +86,9 @@ class CoordinatorActor:
             version=version,
         )
         self._registry = WeightRegistry(keep_versions=config.weights.keep_versions)
-        self._control = Control(admission, StepAssembler(**limits), self._registry)
+        self._control = Control(
+            admission, StepAssembler(**limits), self._registry, on_drop=self._report_drop
+        )
         self._queue = ExperienceQueue(wiring.shards)
         self._arbiter = Arbiter(timeout_s=pipeline.stall_s)
         timeout_s = config.trainer.collective_timeout_s + CALL_TIMEOUT_S
@@ -155,6 +157,10 @@ class CoordinatorActor:
         every = self._config.checkpoint.every
         if every and admission.version % every == 0:
             await self._save()
+
+    def _report_drop(self, experience: Experience) -> None:
+        fields = {"uid": experience.uid, "cause": str(experience.dropped)}
+        self._feed.post(EventReport("drop", {**fields, "reason": experience.reason}))
 
     async def _evaluate_if_due(self) -> dict[str, float]:
         """Score the evaluation prompts under the current weights, outside the stream."""

@@ -8,6 +8,7 @@ import ray
 
 from streamrl.actors.calls import CALL_TIMEOUT_S, call
 from streamrl.buffer.shard import Ports, QueueConfig, Shard, ShardStats
+from streamrl.errors import StreamError
 from streamrl.messages import Columns, Experience, Lease, Prompt
 
 INLINE_BYTES = 64 * 1024
@@ -67,7 +68,7 @@ class ShardActor:
         """See Shard.put."""
         return self._shard.put(entries)
 
-    async def fail(self, entries: Sequence[tuple[Lease, str]]) -> None:
+    async def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None:
         """See Shard.fail."""
         self._shard.fail(entries)
 
@@ -112,7 +113,7 @@ class RemoteShard:
         """Commit columns."""
         return list(await call(self._actor.put.remote(entries), f"{self._name}.put"))
 
-    async def fail(self, entries: Sequence[tuple[Lease, str]]) -> None:
+    async def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None:
         """Give groups back."""
         await call(self._actor.fail.remote(entries), f"{self._name}.fail")
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol, TypeVar
 
 from streamrl.buffer.shard import ShardStats
+from streamrl.errors import StreamError
 from streamrl.messages import Columns, Experience, Lease, Prompt
 
 T = TypeVar("T")
@@ -27,7 +28,7 @@ class ShardFace(Protocol):
 
     async def put(self, entries: Sequence[tuple[Lease, Columns]]) -> list[str]: ...
 
-    async def fail(self, entries: Sequence[tuple[Lease, str]]) -> None: ...
+    async def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None: ...
 
     async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Columns]: ...
 
@@ -100,9 +101,9 @@ class ExperienceQueue:
         refused = await asyncio.gather(*(self.shards[i].put(p) for i, p in parts.items()))
         return [uid for part in refused for uid in part]
 
-    async def fail(self, entries: Sequence[tuple[Lease, str]]) -> None:
-        """Give groups back that could not be worked on, each with the cause."""
-        parts = self._route([(lease.uid, (lease, cause)) for lease, cause in entries])
+    async def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None:
+        """Give groups back that could not be worked on, each with the error."""
+        parts = self._route([(lease.uid, (lease, error)) for lease, error in entries])
         await asyncio.gather(*(self.shards[i].fail(p) for i, p in parts.items()))
 
     async def read(self, uids: Iterable[str], columns: Sequence[str]) -> dict[str, Columns]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from streamrl.buffer.depth import DepthMeter
-from streamrl.errors import ConfigError, DeadlineError
+from streamrl.errors import ConfigError, DeadlineError, StreamError
 from streamrl.messages import (
     Columns,
     Experience,
@@ -81,6 +81,7 @@ class _Group:
     attempts: dict[str, int] = field(default_factory=dict)
     done: set[str] = field(default_factory=set)
     dropped: str | None = None
+    reason: str = ""
 
 
 class Shard:
@@ -176,6 +177,7 @@ class Shard:
             columns={} if group.dropped else {name: group.columns[name] for name in columns},
             info=group.info,
             dropped=group.dropped,
+            reason=group.reason,
         )
 
     def put(self, entries: Sequence[tuple[Lease, Columns]]) -> list[str]:
@@ -206,12 +208,12 @@ class Shard:
         del group.leases[lease.stage]
         self._refresh(group)
 
-    def fail(self, entries: Sequence[tuple[Lease, str]]) -> None:
-        """Give work back undone: the group is handed out again, or dropped for `cause` at last."""
-        for lease, cause in entries:
+    def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None:
+        """Give work back undone: the group is handed out again, or at last dropped."""
+        for lease, error in entries:
             group = self._groups.get(lease.uid)
             if group is not None and group.leases.get(lease.stage) == lease:
-                self._give_back(group, lease.stage, cause)
+                self._give_back(group, lease.stage, error.cause, str(error))
 
     def read(self, uids: Sequence[str], columns: Iterable[str]) -> list[Mapping[str, Any]]:
         """Columns of groups held here, in the order of `uids`."""
@@ -267,10 +269,10 @@ class Shard:
             return stage == self._last_stage
         return group.columns.keys() >= set(ports.needs)
 
-    def _give_back(self, group: _Group, stage: str, cause: str) -> None:
+    def _give_back(self, group: _Group, stage: str, cause: str, reason: str) -> None:
         del group.leases[stage]
         if group.attempts[stage] >= self._config.max_attempts:
-            group.dropped = cause
+            group.dropped, group.reason = cause, reason
             group.leases.clear()
         self._refresh(group)
 
@@ -281,7 +283,8 @@ class Shard:
             _, _, lease = heapq.heappop(self._expiries)
             group = self._groups.get(lease.uid)
             if group is not None and group.leases.get(lease.stage) == lease:
-                self._give_back(group, lease.stage, f"{lease.stage}_lease_expired")
+                reason = f"{lease.stage} had it for {self._config.lease_s:g} s (queue.lease_s)"
+                self._give_back(group, lease.stage, f"{lease.stage}_lease_expired", reason)
 
     def _next_expiry(self) -> float:
         return self._expiries[0][0] if self._expiries else float("inf")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from streamrl.buffer import Ports, QueueConfig, Shard
-from streamrl.errors import ConfigError, DeadlineError
+from streamrl.errors import ConfigError, DeadlineError, RewardError
 from streamrl.messages import (
     ROLLOUT_COLUMNS,
     Columns,
@@ -137,9 +137,9 @@ def test_a_group_that_fails_too_often_goes_to_the_coordinator_as_dropped() -> No
         for _ in range(2):
             assert not take(shard, "train")
             (scoring,) = take(shard, "reward")
-            shard.fail([(scoring.lease, "reward_error")])
+            shard.fail([(scoring.lease, RewardError("no verdict"))])
         (dropped,) = take(shard, "train", ("scores",))
-        assert dropped.dropped == "reward_error"
+        assert (dropped.dropped, dropped.reason) == ("reward_error", "no verdict")
         assert not take(shard, "reference"), "nobody works on what is given up"
         shard.settle([dropped.lease])
 

@@ -93,4 +93,7 @@ def test_a_reward_that_cannot_be_computed_is_counted_and_never_a_zero(toy: Path)
     last = found[-1]
     assert last["drops/reward_error"] == last["ledger/dropped"] > 0
     assert last["ledger/trained"] == 16
+    drop = events(run_dir, "drop")[0]
+    assert drop["cause"] == "reward_error"
+    assert "no verdict" in drop["reason"] and "shaky.py" in drop["reason"]
     assert last["ledger/admitted"] == 16 + last["ledger/dropped"] + last["ledger/in_flight"]
