@@ -229,13 +229,15 @@ class GroupInfo:
 
 @dataclass(frozen=True)
 class Lease:
-    """The right of one stage to work on one group until `expires_at` (the shard's clock, s)."""
+    """The right of a stage's `holder` to work on one group. Times are of the shard's clock, s."""
 
     token: int
     uid: str
     stage: str
     attempt: int
     expires_at: float
+    holder: str = ""
+    taken_at: float = 0.0
 
 
 @dataclass(frozen=True, eq=False)

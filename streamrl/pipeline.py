@@ -295,7 +295,7 @@ async def train_step(
         control.admission.ledger.train(group.uid)
     control.admission.advance(version + 1)
     booked = control.booked
-    figures = await stage.queue.end_step([group.lease for group in groups])
+    figures = await stage.queue.end_step([group.lease for group in groups], version + 1)
     counts = control.admission.ledger.check(figures.uids, booked=booked)
     return StepOutcome(
         version, totals, groups, sums, update, figures, counts, started_at, time.time()
@@ -317,7 +317,7 @@ async def collect(stage: Stage, control: Control, *, stall_s: float) -> bool:
             stage.name, max_groups=control.admission.groups_per_step, columns=(), wait_s=WAIT_S
         )
         ready = [experience for experience in found if experience.dropped is None]
-        control.assembler.offer(ready, version)
+        control.assembler.offer(ready)
         await give_up(stage, control, [e for e in found if e.dropped is not None])
         if ready:
             return True

@@ -92,11 +92,12 @@ class LocalShard:
         await self.shard.admit(entries, wait_s=wait_s)
 
     async def take(
-        self, stage: str, *, max_groups: int, columns: Sequence[str], wait_s: float
+        self, stage: str, *, max_groups: int, columns: Sequence[str], wait_s: float, holder: str
     ) -> list[Experience]:
         await asyncio.sleep(0.001)
-        await self.shard.ready(stage, wait_s=wait_s)
-        return self.shard.take(stage, max_groups=max_groups, columns=columns)
+        return await self.shard.take(
+            stage, max_groups=max_groups, columns=columns, wait_s=wait_s, holder=holder
+        )
 
     async def put(self, entries: Sequence[tuple[Lease, Columns]]) -> list[str]:
         await asyncio.sleep(0.001)
@@ -111,8 +112,8 @@ class LocalShard:
     async def settle(self, leases: Sequence[Lease]) -> None:
         self.shard.settle(leases)
 
-    async def end_step(self, leases: Sequence[Lease]) -> ShardStats:
-        return self.shard.end_step(leases)
+    async def end_step(self, leases: Sequence[Lease], version: int) -> ShardStats:
+        return self.shard.end_step(leases, version)
 
     async def whereabouts(self, uids: Sequence[str]) -> dict[str, str]:
         return self.shard.whereabouts(uids)
@@ -261,7 +262,7 @@ def build_stream(plan: Plan) -> Stream:
     return Stream(
         plan=plan,
         control=Control(admission, assembler, registry),
-        queue=ExperienceQueue([LocalShard(shard) for shard in shards]),
+        queue=ExperienceQueue([LocalShard(shard) for shard in shards], "coordinator"),
         trainer=FakeTrainer(plan, world_size=plan.world_size),
         dataflow=dataflow,
     )
@@ -284,7 +285,7 @@ async def run_stream(plan: Plan) -> Stream:
         lease = SharedLease(arbiter, process) if plan.one_at_a_time else FreeLease()
         stream.recorders[process] = SpanRecorder(process, clock)
         # Every actor has a client of its own.
-        queue = ExperienceQueue(stream.queue.shards)
+        queue = ExperienceQueue(stream.queue.shards, process)
         return Stage(name, queue, lease, stream.recorders[process])
 
     async def report(outcome: StepOutcome) -> None:

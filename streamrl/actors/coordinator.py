@@ -89,7 +89,7 @@ class CoordinatorActor:
         self._control = Control(
             admission, StepAssembler(**limits), self._registry, on_drop=self._report_drop
         )
-        self._queue = ExperienceQueue(wiring.shards)
+        self._queue = ExperienceQueue(wiring.shards, "coordinator")
         self._arbiter = Arbiter(timeout_s=pipeline.stall_s)
         timeout_s = config.trainer.collective_timeout_s + CALL_TIMEOUT_S
         self._trainer = TrainerGroup(cast.of("train"), timeout_s=timeout_s)
@@ -120,7 +120,8 @@ class CoordinatorActor:
         interrupted = not control.admission.finished
         if config.checkpoint.on_interrupt if interrupted else config.checkpoint.at_end:
             await self._save()
-        counts = control.admission.ledger.check((await self._queue.end_step([])).uids)
+        left = await self._queue.end_step([], control.admission.version)
+        counts = control.admission.ledger.check(left.uids)
         return Finish(control.admission.version, str(counts), interrupted, self._checkpoint)
 
     async def _stream(self, reporting: "asyncio.Task[None]") -> None:

@@ -58,11 +58,12 @@ class ShardActor:
         await self._shard.admit(entries, wait_s=wait_s)
 
     async def take(
-        self, stage: str, max_groups: int, columns: Sequence[str], wait_s: float
+        self, stage: str, max_groups: int, columns: Sequence[str], wait_s: float, holder: str
     ) -> list[Experience]:
-        """See Shard.ready and Shard.take."""
-        await self._shard.ready(stage, wait_s=wait_s)
-        return self._shard.take(stage, max_groups=max_groups, columns=columns)
+        """See Shard.take."""
+        return await self._shard.take(
+            stage, max_groups=max_groups, columns=columns, wait_s=wait_s, holder=holder
+        )
 
     async def put(self, entries: Sequence[tuple[Lease, Columns]]) -> list[str]:
         """See Shard.put."""
@@ -80,9 +81,9 @@ class ShardActor:
         """See Shard.settle."""
         self._shard.settle(leases)
 
-    async def end_step(self, leases: Sequence[Lease]) -> ShardStats:
+    async def end_step(self, leases: Sequence[Lease], version: int) -> ShardStats:
         """See Shard.end_step."""
-        return self._shard.end_step(leases)
+        return self._shard.end_step(leases, version)
 
     async def whereabouts(self, uids: Sequence[str]) -> dict[str, str]:
         """See Shard.whereabouts."""
@@ -102,10 +103,10 @@ class RemoteShard:
         await call(reply, f"{self._name}.admit", wait_s + CALL_TIMEOUT_S)
 
     async def take(
-        self, stage: str, *, max_groups: int, columns: Sequence[str], wait_s: float
+        self, stage: str, *, max_groups: int, columns: Sequence[str], wait_s: float, holder: str
     ) -> list[Experience]:
         """Lease groups, waiting for the first; their columns arrive as arrays."""
-        reply = self._actor.take.remote(stage, max_groups, columns, wait_s)
+        reply = self._actor.take.remote(stage, max_groups, columns, wait_s, holder)
         taken = await call(reply, f"{self._name}.take({stage})", wait_s + CALL_TIMEOUT_S)
         return [replace(e, columns=await resolve_columns(e.columns)) for e in taken]
 
@@ -126,9 +127,9 @@ class RemoteShard:
         """Let groups leave."""
         await call(self._actor.settle.remote(leases), f"{self._name}.settle")
 
-    async def end_step(self, leases: Sequence[Lease]) -> ShardStats:
+    async def end_step(self, leases: Sequence[Lease], version: int) -> ShardStats:
         """Let the groups of a step leave; the shard's figures."""
-        stats = await call(self._actor.end_step.remote(leases), f"{self._name}.end_step")
+        stats = await call(self._actor.end_step.remote(leases, version), f"{self._name}.end_step")
         assert isinstance(stats, ShardStats)
         return stats
 

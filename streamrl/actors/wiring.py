@@ -50,7 +50,7 @@ class Wiring:
         shared = self.config.placement.one_at_a_time
         return Stage(
             name=name,
-            queue=ExperienceQueue(self.shards),
+            queue=ExperienceQueue(self.shards, process),
             lease=SharedLease(arbiter, process) if shared else FreeLease(),
             spans=SpanRecorder(process),
         )

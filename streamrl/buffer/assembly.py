@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 
 from streamrl.errors import StaleGroupError
 from streamrl.messages import Experience
@@ -33,11 +32,11 @@ class StepAssembler:
         """The group will never be ready."""
         del self._pending[uid]
 
-    def offer(self, experiences: Iterable[Experience], version: int) -> None:
-        """Groups that are ready to be trained, while the step of `version` is being filled."""
+    def offer(self, experiences: Iterable[Experience]) -> None:
+        """Groups that are ready to be trained."""
         for experience in experiences:
             del self._pending[experience.uid]
-            self._ready[experience.uid] = replace(experience, ready_version=version)
+            self._ready[experience.uid] = experience
 
     @property
     def complete(self) -> bool:

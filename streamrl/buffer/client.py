@@ -23,7 +23,7 @@ class ShardFace(Protocol):
     async def admit(self, entries: Sequence[tuple[Prompt, int]], *, wait_s: float) -> None: ...
 
     async def take(
-        self, stage: str, *, max_groups: int, columns: Sequence[str], wait_s: float
+        self, stage: str, *, max_groups: int, columns: Sequence[str], wait_s: float, holder: str
     ) -> list[Experience]: ...
 
     async def put(self, entries: Sequence[tuple[Lease, Columns]]) -> list[str]: ...
@@ -34,7 +34,7 @@ class ShardFace(Protocol):
 
     async def settle(self, leases: Sequence[Lease]) -> None: ...
 
-    async def end_step(self, leases: Sequence[Lease]) -> ShardStats: ...
+    async def end_step(self, leases: Sequence[Lease], version: int) -> ShardStats: ...
 
     async def whereabouts(self, uids: Sequence[str]) -> dict[str, str]: ...
 
@@ -42,11 +42,13 @@ class ShardFace(Protocol):
 class ExperienceQueue:
     """Sharded queue of experiences. A group lives in the shard its uid hashes to.
 
-    A client belongs to one user on one event loop; any number of clients share the shards.
+    A client belongs to one user, its leases' `holder`, on one event loop; any number of clients
+    share the shards.
     """
 
-    def __init__(self, shards: Sequence[ShardFace]) -> None:
+    def __init__(self, shards: Sequence[ShardFace], holder: str) -> None:
         self.shards = shards
+        self._holder = holder
         self._requests: dict[tuple[str, int], asyncio.Future[list[Experience]]] = {}
         self._pending: dict[str, deque[Experience]] = {}
 
@@ -83,7 +85,13 @@ class ExperienceQueue:
         for i, shard in enumerate(self.shards):
             if (stage, i) not in self._requests:
                 self._requests[stage, i] = asyncio.ensure_future(
-                    shard.take(stage, max_groups=share, columns=columns, wait_s=REQUEST_WAIT_S)
+                    shard.take(
+                        stage,
+                        max_groups=share,
+                        columns=columns,
+                        wait_s=REQUEST_WAIT_S,
+                        holder=self._holder,
+                    )
                 )
         mine = {i: self._requests[stage, i] for i in range(len(self.shards))}
         done, _ = await asyncio.wait(
@@ -121,11 +129,11 @@ class ExperienceQueue:
         parts = self._route([(lease.uid, lease) for lease in leases])
         await asyncio.gather(*(self.shards[i].settle(p) for i, p in parts.items()))
 
-    async def end_step(self, leases: Sequence[Lease]) -> ShardStats:
-        """Settle the groups of a finished step; the shards' figures since the last step as one."""
+    async def end_step(self, leases: Sequence[Lease], version: int) -> ShardStats:
+        """Settle the groups of the step that made `version`; the shards' figures as one."""
         routed = self._route([(lease.uid, lease) for lease in leases])
         parts = await asyncio.gather(
-            *(shard.end_step(routed.get(i, [])) for i, shard in enumerate(self.shards))
+            *(shard.end_step(routed.get(i, []), version) for i, shard in enumerate(self.shards))
         )
         return ShardStats(
             depth={s: sum(part.depth[s] for part in parts) for s in parts[0].depth},

@@ -7,6 +7,7 @@ it. Values of columns are opaque here: `store` turns arrays into whatever reader
 import asyncio
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +75,7 @@ class _Group:
     admitted_version: int
     admitted_at: float
     order: int
+    ready_version: int | None = None
     columns: dict[str, Any] = field(default_factory=dict)
     num_bytes: int = 0
     info: GroupInfo | None = None
@@ -89,7 +91,8 @@ class Shard:
 
     `stages` maps a stage to its ports; the stage that produces nothing is the last one, and it is
     handed the dropped groups too, so that the coordinator hears of each exactly once.
-    `capacity_groups` bounds the groups held here.
+    `capacity_groups` bounds the groups held here. The version being trained is learnt from
+    admissions and ends of steps.
     """
 
     def __init__(
@@ -107,9 +110,11 @@ class Shard:
         self._store = store
         self._clock = clock or asyncio.get_running_loop().time
         self._last_stage = next(s for s, ports in stages.items() if not ports.produces)
+        self._version = 0
         self._groups: dict[str, _Group] = {}
         self._ready: dict[str, dict[str, _Group]] = {stage: {} for stage in stages}
         self._wake = {stage: asyncio.Event() for stage in stages}
+        self._takers: Counter[str] = Counter()
         self._space = asyncio.Event()
         self._lease_tokens = itertools.count(1)
         self._orders = itertools.count()
@@ -125,6 +130,7 @@ class Shard:
         for prompt, version in entries:
             while len(self._groups) >= self._capacity_groups:
                 await self._wait_space(deadline, prompt.uid)
+            self._version = max(self._version, version)
             group = _Group(prompt, version, self._clock(), next(self._orders))
             self._groups[prompt.uid] = group
             self._refresh(group)
@@ -139,14 +145,31 @@ class Shard:
                 f" it holds {list(self._groups)[:5]}..."
             ) from None
 
-    async def ready(self, stage: str, *, wait_s: float) -> int:
-        """Groups the stage could take now, waiting up to `wait_s` for the first."""
-        deadline = self._clock() + wait_s
+    async def take(
+        self, stage: str, *, max_groups: int, columns: Sequence[str], wait_s: float, holder: str
+    ) -> list[Experience]:
+        """Lease groups that are ready for a stage to `holder`, the earliest admitted first.
+
+        At most `max_groups`, and no more than an equal share if others of the stage wait too;
+        none if there is none within `wait_s`.
+        """
+        self._takers[stage] += 1
+        try:
+            await self._await_ready(stage, self._clock() + wait_s)
+            share = -(-len(self._ready[stage]) // self._takers[stage])
+        finally:
+            self._takers[stage] -= 1
+        chosen = heapq.nsmallest(
+            min(max_groups, share), self._ready[stage].values(), key=lambda g: g.order
+        )
+        return [self._lease(group, stage, columns, holder) for group in chosen]
+
+    async def _await_ready(self, stage: str, deadline: float) -> None:
         while True:
             self._expire()
             now = self._clock()
             if self._ready[stage] or now >= deadline:
-                return len(self._ready[stage])
+                return
             self._wake[stage].clear()
             pause = min(deadline, self._next_expiry()) - now
             try:
@@ -154,21 +177,20 @@ class Shard:
             except TimeoutError:
                 continue
 
-    def take(self, stage: str, *, max_groups: int, columns: Iterable[str]) -> list[Experience]:
-        """Lease up to `max_groups` groups to a stage, the earliest admitted first."""
-        self._expire()
-        ready = self._ready[stage]
-        groups = heapq.nsmallest(max_groups, ready.values(), key=lambda g: g.order)
-        columns = tuple(columns)
-        return [self._lease(group, stage, columns) for group in groups]
-
-    def _lease(self, group: _Group, stage: str, columns: tuple[str, ...]) -> Experience:
-        last = stage == self._last_stage
+    def _lease(self, group: _Group, stage: str, columns: Sequence[str], holder: str) -> Experience:
+        last, now = stage == self._last_stage, self._clock()
         attempt = group.attempts[stage] = group.attempts.get(stage, 0) + 1
-        expires_at = float("inf") if last else self._clock() + self._config.lease_s
-        lease = Lease(next(self._lease_tokens), group.prompt.uid, stage, attempt, expires_at)
+        lease = Lease(
+            token=next(self._lease_tokens),
+            uid=group.prompt.uid,
+            stage=stage,
+            attempt=attempt,
+            expires_at=float("inf") if last else now + self._config.lease_s,
+            holder=holder,
+            taken_at=now,
+        )
         group.leases[stage] = lease
-        heapq.heappush(self._expiries, (expires_at, lease.token, lease))
+        heapq.heappush(self._expiries, (lease.expires_at, lease.token, lease))
         self._refresh(group)
         return Experience(
             lease=lease,
@@ -176,6 +198,7 @@ class Shard:
             prompt=None if last else group.prompt,
             columns={} if group.dropped else {name: group.columns[name] for name in columns},
             info=group.info,
+            ready_version=group.ready_version,
             dropped=group.dropped,
             reason=group.reason,
         )
@@ -227,9 +250,10 @@ class Shard:
             assert group.leases.get(lease.stage) == lease, lease
         self._space.set()
 
-    def end_step(self, leases: Sequence[Lease]) -> ShardStats:
-        """Settle the groups of a step here; depths since the last one, the rest as of now."""
+    def end_step(self, leases: Sequence[Lease], version: int) -> ShardStats:
+        """Settle the groups of the step that made `version`; depths are means since the last."""
         self.settle(leases)
+        self._version = version
         now = self._clock()
         groups = self._groups.values()
         return ShardStats(
@@ -244,11 +268,15 @@ class Shard:
         return {uid: self._describe(self._groups[uid]) for uid in uids if uid in self._groups}
 
     def _describe(self, group: _Group) -> str:
-        age = self._clock() - group.admitted_at
-        held = [f"{lease.stage} (attempt {lease.attempt})" for lease in group.leases.values()]
+        now = self._clock()
+        held = [
+            f"{lease.holder} for {now - lease.taken_at:.1f} s"
+            f" ({lease.stage}, attempt {lease.attempt})"
+            for lease in group.leases.values()
+        ]
         waits = [stage for stage in self._stages if group.prompt.uid in self._ready[stage]]
         state = f"held by {', '.join(held)}" if held else f"ready for {', '.join(waits) or 'none'}"
-        return f"{state}, admitted {age:.1f} s ago"
+        return f"{state}, admitted {now - group.admitted_at:.1f} s ago"
 
     def _refresh(self, group: _Group) -> None:
         """Bring the ready sets in line with a group that has just changed."""
@@ -256,6 +284,8 @@ class Shard:
         for stage, ports in self._stages.items():
             ready = self._ready[stage]
             if self._is_ready(group, stage, ports):
+                if stage == self._last_stage and group.ready_version is None:
+                    group.ready_version = self._version
                 ready[uid] = group
                 self._wake[stage].set()
             else:
@@ -283,7 +313,7 @@ class Shard:
             _, _, lease = heapq.heappop(self._expiries)
             group = self._groups.get(lease.uid)
             if group is not None and group.leases.get(lease.stage) == lease:
-                reason = f"{lease.stage} had it for {self._config.lease_s:g} s (queue.lease_s)"
+                reason = f"{lease.holder} had it for {self._config.lease_s:g} s (queue.lease_s)"
                 self._give_back(group, lease.stage, f"{lease.stage}_lease_expired", reason)
 
     def _next_expiry(self) -> float:

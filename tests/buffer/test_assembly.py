@@ -29,21 +29,21 @@ def uids(groups: list[Experience]) -> list[str]:
 
 def test_groups_enter_in_any_order_while_there_is_room() -> None:
     steps = assembler(1, 2, a=0, b=0, c=1, d=1)
-    steps.offer([group("d", 1)], 0)
+    steps.offer([group("d", 1)])
     assert uids(steps.draw(0)) == ["d"]
-    steps.offer([group("a", 0)], 0)
+    steps.offer([group("a", 0)])
     assert uids(steps.draw(0)) == ["a"]
     assert steps.complete
 
 
 def test_a_group_that_would_be_too_old_next_time_keeps_its_place() -> None:
     steps = assembler(1, 2, a=0, b=0, c=1, d=1)
-    steps.offer([group("c", 1), group("d", 1)], 1)
+    steps.offer([group("c", 1), group("d", 1)])
     assert steps.awaited == ["a", "b"]
     assert uids(steps.draw(1)) == [], "both places are kept for a and b"
-    steps.offer([group("b", 0)], 1)
+    steps.offer([group("b", 0)])
     assert uids(steps.draw(1)) == ["b"]
-    steps.offer([group("a", 0)], 1)
+    steps.offer([group("a", 0)])
     assert uids(steps.draw(1)) == ["a"]
     steps.finish()
     assert uids(steps.draw(2)) == ["c", "d"]
@@ -51,7 +51,7 @@ def test_a_group_that_would_be_too_old_next_time_keeps_its_place() -> None:
 
 def test_the_oldest_ready_group_goes_first() -> None:
     steps = assembler(2, 1, a=1, b=0)
-    steps.offer([group("a", 1), group("b", 0)], 1)
+    steps.offer([group("a", 1), group("b", 0)])
     assert uids(steps.draw(1)) == ["b"]
 
 
@@ -64,21 +64,14 @@ def test_a_dropped_group_frees_the_place_that_was_kept_for_it() -> None:
 def test_newcomers_do_not_crowd_older_groups_into_their_last_step() -> None:
     steps = assembler(2, 1, b=0, c=0, d=1)
     # b and c have the steps of versions 1 and 2 left, one place each: d cannot have the first.
-    steps.offer([group("d", 1)], 1)
+    steps.offer([group("d", 1)])
     assert uids(steps.draw(1)) == []
-    steps.offer([group("b", 0)], 1)
+    steps.offer([group("b", 0)])
     assert uids(steps.draw(1)) == ["b"]
 
 
 def test_a_token_beyond_the_bound_is_an_error_that_names_the_group() -> None:
     steps = assembler(1, 1, a=1)
-    steps.offer([group("a", 1, sampled=0)], 2)
+    steps.offer([group("a", 1, sampled=0)])
     with pytest.raises(StaleGroupError, match="group a was sampled by version 0: 2 behind"):
         steps.draw(2)
-
-
-def test_a_group_remembers_the_version_it_became_ready_in() -> None:
-    steps = assembler(3, 1, a=0)
-    steps.offer([group("a", 0)], 2)
-    steps.draw(3)
-    assert [g.ready_version for g in steps.finish()] == [2]

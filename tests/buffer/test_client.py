@@ -13,7 +13,7 @@ from tests.virtual_clock import run_virtual
 def queue_of(count: int) -> ExperienceQueue:
     config = QueueConfig(shards=count)
     return ExperienceQueue(
-        [LocalShard(Shard(STAGES, config, capacity_groups=100)) for _ in range(count)]
+        [LocalShard(Shard(STAGES, config, capacity_groups=100)) for _ in range(count)], "me"
     )
 
 
@@ -60,7 +60,7 @@ def test_columns_are_read_back_by_uid() -> None:
         found = await queue.read(uids, ("policy_version", "lengths"))
         assert set(found) == set(uids)
         assert all(columns["lengths"].tolist() == [5, 5] for columns in found.values())
-        stats = await queue.end_step([])
+        stats = await queue.end_step([], 1)
         assert set(stats.uids) == set(uids)
         assert stats.depth["reward"] >= 0
 
