@@ -36,6 +36,10 @@ class WeightsError(StreamError):
     """A weight bucket is missing, or does not match its checksum, or its version goes backwards."""
 
 
+class GenerationError(StreamError):
+    """The generation engine died or was closed, and serves nothing more; the message says why."""
+
+
 class RewardError(StreamError):
     """A reward could not be computed for a group (never a score of 0)."""
 

@@ -5,12 +5,12 @@ Runtime-free: the caller says how a prompt is sampled and how its rollouts are s
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from streamrl.engines.seeds import rollout_seeds
-from streamrl.errors import ConfigError, DeadlineError
+from streamrl.errors import ConfigError, DeadlineError, RewardError
 from streamrl.messages import Array, Columns, Prompt, Rollout
 
 Generate = Callable[[Prompt, Sequence[int]], Awaitable[list[Rollout]]]
@@ -29,6 +29,7 @@ class EvaluationConfig:
     limit: evaluate the first so many prompts of the file; null: all.
     seed: of sampling; the same weights and seed give the same result.
     pass_score: score from which a completion passes.
+    concurrency: prompts under way at once.
     """
 
     every: int = 0
@@ -39,9 +40,10 @@ class EvaluationConfig:
     limit: int | None = None
     seed: int = 0
     pass_score: float = 1.0
+    concurrency: int = 64
 
     def __post_init__(self) -> None:
-        for key, least in (("every", 0), ("samples", 1), ("temperature", 0)):
+        for key, least in (("every", 0), ("samples", 1), ("temperature", 0), ("concurrency", 1)):
             if not vars(self)[key] >= least:
                 raise ConfigError(f"evaluation.{key}={vars(self)[key]}: must be {least} or more")
         if self.limit is not None and self.limit < 1:
@@ -58,6 +60,8 @@ class EvaluationConfig:
 class EvaluationResult:
     """Scores of `samples` completions for each of `num_prompts` prompts.
 
+    num_unscored: prompts left out of all figures, as no reward could be computed for them.
+    problem: why, for one of those.
     pass_at_1: fraction of all completions that pass; the unbiased estimate for a single try.
     pass_at_k: fraction of prompts of which any completion passes, k = samples.
     mean_at_k: mean score of all completions.
@@ -69,6 +73,8 @@ class EvaluationResult:
     pass_at_1: float
     pass_at_k: float
     mean_at_k: float
+    num_unscored: int = 0
+    problem: str = ""
     by_source: Mapping[str, "EvaluationResult"] = field(default_factory=dict)
 
 
@@ -78,34 +84,34 @@ async def evaluate(
     generate: Generate,
     score: Score,
     config: EvaluationConfig,
-    concurrency: int = 64,
     timeout_s: float = 600.0,
+    attempts: int = 3,
 ) -> EvaluationResult:
-    """Sample and score the first `config.limit` prompts, `concurrency` of them at once.
+    """Sample and score the first `config.limit` prompts, config.concurrency of them at once.
 
     `generate` is given one seed per completion wanted, a function of config.seed and the prompt's
-    uid alone, so that the result does not depend on what runs beside what. Raises what `generate`
-    or `score` raises, and DeadlineError if a prompt takes longer than `timeout_s`; nothing goes on
-    in the background then.
+    uid alone, so that the result does not depend on what runs beside what. A RewardError of
+    `score` leaves its prompt out after so many attempts; if that happens to all, it is raised.
+    Raises what else `generate` or `score` raises, and DeadlineError if an attempt takes longer
+    than `timeout_s`; nothing goes on in the background then.
     """
     chosen = list(prompts[: config.limit])
     if not chosen:
         raise ValueError("evaluation: no prompts")
-    slots = asyncio.Semaphore(concurrency)
+    slots = asyncio.Semaphore(config.concurrency)
 
-    async def scores_of(prompt: Prompt) -> Array:
-        async with slots:
-            try:
-                async with asyncio.timeout(timeout_s) as deadline:
-                    seeds = rollout_seeds(config.seed, prompt.uid, config.samples)
-                    rollouts = await generate(prompt, seeds)
-                    columns = await score(prompt, rollouts)
-            except TimeoutError as error:
-                if not deadline.expired():
-                    raise
-                raise DeadlineError(
-                    f"evaluation of uid {prompt.uid}: no scores in {timeout_s:g} s"
-                ) from error
+    async def attempt(prompt: Prompt) -> Array:
+        try:
+            async with asyncio.timeout(timeout_s) as deadline:
+                seeds = rollout_seeds(config.seed, prompt.uid, config.samples)
+                rollouts = await generate(prompt, seeds)
+                columns = await score(prompt, rollouts)
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise
+            raise DeadlineError(
+                f"evaluation of uid {prompt.uid}: no scores in {timeout_s:g} s"
+            ) from error
         if columns["scores"].shape != (config.samples,):
             raise ValueError(
                 f"evaluation of uid {prompt.uid}: {columns['scores'].shape} scores, "
@@ -113,23 +119,46 @@ async def evaluate(
             )
         return columns["scores"]
 
+    async def scores_of(prompt: Prompt) -> Array | RewardError:
+        async with slots:
+            for _ in range(attempts):
+                try:
+                    return await attempt(prompt)
+                except RewardError as error:
+                    problem = error
+            return problem
+
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(scores_of(prompt)) for prompt in chosen]
     except ExceptionGroup as errors:
         raise errors.exceptions[0] from None
-    scores = np.stack([task.result() for task in tasks])
-    sources = np.array([prompt.data_source for prompt in chosen])
-    by_source = {
-        str(source): _result(scores[sources == source], config.pass_score)
-        for source in np.unique(sources)
-    }
-    return _result(scores, config.pass_score, by_source)
+    return _result(chosen, [task.result() for task in tasks], config.pass_score)
 
 
 def _result(
-    scores: Array, pass_score: float, by_source: Mapping[str, EvaluationResult] | None = None
+    prompts: Sequence[Prompt], outcomes: Sequence[Array | RewardError], pass_score: float
 ) -> EvaluationResult:
+    """The figures over the prompts that have scores, in all and by source."""
+    problems = [outcome for outcome in outcomes if isinstance(outcome, RewardError)]
+    scored = [not isinstance(outcome, RewardError) for outcome in outcomes]
+    if not any(scored):
+        raise problems[0]
+    scores = np.stack([o for o in outcomes if not isinstance(o, RewardError)])
+    sources = np.array([p.data_source for p, kept in zip(prompts, scored, strict=True) if kept])
+    by_source = {
+        str(source): _figures(scores[sources == source], pass_score)
+        for source in np.unique(sources)
+    }
+    return replace(
+        _figures(scores, pass_score),
+        by_source=by_source,
+        num_unscored=len(problems),
+        problem=str(problems[0]) if problems else "",
+    )
+
+
+def _figures(scores: Array, pass_score: float) -> EvaluationResult:
     """What [prompts, samples] scores come to."""
     passed = scores >= pass_score
     return EvaluationResult(
@@ -138,5 +167,4 @@ def _result(
         pass_at_1=float(passed.mean()),
         pass_at_k=float(passed.any(axis=1).mean()),
         mean_at_k=float(scores.mean(dtype=np.float64)),
-        by_source=by_source or {},
     )

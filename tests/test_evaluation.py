@@ -3,7 +3,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from streamrl.errors import ConfigError, DeadlineError, RewardError
+from streamrl.errors import ActorError, ConfigError, DeadlineError, RewardError
 from streamrl.evaluation import EvaluationConfig, evaluate
 from streamrl.messages import FinishReason, Prompt, Rollout, make_uid
 
@@ -96,7 +96,7 @@ async def test_the_first_prompts_up_to_the_limit_are_used():
         assert result.num_prompts == used
 
 
-async def seeds_used(config, delays, **settings):
+async def seeds_used(config, delays):
     """Seeds each prompt was given, when prompts take those times."""
     seen = {}
 
@@ -105,15 +105,13 @@ async def seeds_used(config, delays, **settings):
         seen[prompt.uid] = list(seeds)
         return await generate(prompt, seeds)
 
-    await evaluate(
-        prompts("", "", ""), generate=slow, score=scoring(TABLE), config=config, **settings
-    )
+    await evaluate(prompts("", "", ""), generate=slow, score=scoring(TABLE), config=config)
     return seen
 
 
 async def test_seeds_depend_on_the_prompt_and_the_config_alone():
     one = await seeds_used(EvaluationConfig(), [0.0, 0.01, 0.02])
-    other = await seeds_used(EvaluationConfig(), [0.02, 0.01, 0.0], concurrency=1)
+    other = await seeds_used(EvaluationConfig(concurrency=1), [0.02, 0.01, 0.0])
     assert one == other
     everything = [seed for seeds in one.values() for seed in seeds]
     assert len(set(everything)) == 12
@@ -142,10 +140,47 @@ async def test_no_more_prompts_than_allowed_are_under_way(concurrency):
         prompts(*[""] * 20),
         generate=counted,
         score=ones,
-        config=EvaluationConfig(),
-        concurrency=concurrency,
+        config=EvaluationConfig(concurrency=concurrency),
     )
     assert most == min(concurrency, 20)
+
+
+def failing_scores(table, failures):
+    """Scores by the prompt's uid; a prompt in `failures` fails so many times before."""
+    left = dict(failures)
+    right = scoring(table)
+
+    async def score(prompt, rollouts):
+        if left.get(prompt.uid, 0):
+            left[prompt.uid] -= 1
+            raise RewardError("judge is down")
+        return await right(prompt, rollouts)
+
+    return score
+
+
+async def test_a_reward_that_fails_is_tried_again_then_its_prompt_is_left_out_and_counted():
+    result = await evaluate(
+        prompts("easy", "hard", "easy"),
+        generate=generate,
+        score=failing_scores(TABLE, {"0:0:0": 2, "0:1:0": 3}),
+        config=EvaluationConfig(),
+        attempts=3,
+    )
+    assert (result.num_prompts, result.num_unscored) == (2, 1)
+    assert result.problem == "judge is down"
+    assert result.pass_at_1 == pytest.approx(6 / 8)
+    assert list(result.by_source) == ["easy"]
+
+
+async def test_an_evaluation_without_any_score_is_an_error_not_a_figure():
+    with pytest.raises(RewardError, match="judge is down"):
+        await evaluate(
+            prompts("", ""),
+            generate=generate,
+            score=failing_scores(TABLE, {"0:0:0": 9, "0:1:0": 9}),
+            config=EvaluationConfig(),
+        )
 
 
 async def test_a_failure_is_raised_as_it_is_and_nothing_runs_on():
@@ -153,13 +188,13 @@ async def test_a_failure_is_raised_as_it_is_and_nothing_runs_on():
 
     async def failing(prompt, seeds):
         if prompt.uid == "0:1:0":
-            raise RewardError("judge is down")
+            raise ActorError("generator-0 died")
         try:
             await asyncio.sleep(60)
         finally:
             ended.append(prompt.uid)
 
-    with pytest.raises(RewardError, match="judge is down"):
+    with pytest.raises(ActorError, match="generator-0 died"):
         await evaluate(
             prompts("", "", ""), generate=failing, score=scoring(TABLE), config=EvaluationConfig()
         )

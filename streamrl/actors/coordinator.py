@@ -177,7 +177,15 @@ class CoordinatorActor:
         if not evaluation.done():
             evaluation.cancel()
             return {}
-        return {f"eval/{name}": value for name, value in evaluation.result().items()}
+        result = evaluation.result()
+        if result.num_unscored:
+            fields = {"version": version, "prompts": result.num_unscored}
+            self._feed.post(EventReport("unscored", {**fields, "reason": result.problem}))
+        return {
+            "eval/pass_at_1": result.pass_at_1,
+            "eval/pass_at_k": result.pass_at_k,
+            "eval/mean_at_k": result.mean_at_k,
+        }
 
     async def _evaluate_base(self) -> None:
         """What the run starts from is reported as step 0."""

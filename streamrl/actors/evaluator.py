@@ -7,7 +7,7 @@ from typing import Any
 from streamrl.actors.calls import call
 from streamrl.config import RunConfig
 from streamrl.errors import StreamError
-from streamrl.evaluation import evaluate
+from streamrl.evaluation import EvaluationResult, evaluate
 from streamrl.messages import Columns, Experience, Lease, Prompt, Rollout, group_columns
 
 
@@ -18,12 +18,13 @@ class Evaluator:
         self, config: RunConfig, generators: Sequence[Any], scorers: Sequence[Any]
     ) -> None:
         self._config = config.evaluation
+        self._attempts = config.queue.max_attempts
         self._timeout_s = config.pipeline.stall_s + config.generator.request_timeout_s
         self._generators = itertools.cycle(enumerate(generators))
         self._scorers = itertools.cycle(enumerate(scorers))
 
-    async def run(self, prompts: Sequence[Prompt], version: int) -> dict[str, float]:
-        """pass_at_1, pass_at_k and mean_at_k of `version` on the prompts."""
+    async def run(self, prompts: Sequence[Prompt], version: int) -> EvaluationResult:
+        """How good `version` is on the prompts."""
 
         async def generate(prompt: Prompt, seeds: Sequence[int]) -> list[Rollout]:
             replica, actor = next(self._generators)
@@ -38,18 +39,14 @@ class Evaluator:
                 raise columns
             return dict(columns)
 
-        result = await evaluate(
+        return await evaluate(
             prompts,
             generate=generate,
             score=score,
             config=self._config,
             timeout_s=self._timeout_s,
+            attempts=self._attempts,
         )
-        return {
-            "pass_at_1": result.pass_at_1,
-            "pass_at_k": result.pass_at_k,
-            "mean_at_k": result.mean_at_k,
-        }
 
 
 def _outside(prompt: Prompt, rollouts: Sequence[Rollout], version: int) -> Experience:

@@ -134,11 +134,14 @@ async def _engine(subject: Subject, seed: int, max_length: int) -> GenerationEng
 
 def _print(result: EvaluationResult, model: Path, seconds: float, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps({"model": str(model), "seconds": seconds, **_numbers(result)}))
+        facts = {"model": str(model), "seconds": seconds, "unscored": result.num_unscored}
+        print(json.dumps({**facts, **_numbers(result)}))
         return
     print(f"{model}: {result.num_prompts} prompts x {result.samples} samples in {seconds:.1f} s")
     for name, value in _numbers(result).items():
         print(f"  {name:<12} {value:.4f}")
+    if result.num_unscored:
+        print(f"  {result.num_unscored} prompts more have no score: {result.problem}")
     if len(result.by_source) > 1:
         for source, part in result.by_source.items():
             print(f"  {source}: pass@1 {part.pass_at_1:.4f} over {part.num_prompts} prompts")

@@ -12,13 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from streamrl.engines.generator_config import GeneratorConfig, generation_env
-from streamrl.engines.pending import GenerationError, PendingCalls, PendingGroup
+from streamrl.engines.pending import PendingCalls, PendingGroup
 from streamrl.engines.vllm_engine import EngineSpec, SampleRequest
 from streamrl.engines.vllm_thread import EngineThread
-from streamrl.errors import ConfigError, DeadlineError, WeightsError
+from streamrl.errors import ConfigError, DeadlineError, GenerationError, WeightsError
 from streamrl.messages import Array, Rollout
 
-__all__ = ["GenerationEngine", "GenerationError", "GeneratorConfig", "generation_env"]
+__all__ = ["GenerationEngine", "GeneratorConfig", "generation_env"]
 
 #: An idle engine shuts down in a second; a step may be under way.
 CLOSE_TIMEOUT_S = 60.0

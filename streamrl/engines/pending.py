@@ -5,13 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from streamrl.engines.vllm_engine import Checkpoint, Sampled
-from streamrl.errors import ConfigError, StreamError
+from streamrl.errors import ConfigError, GenerationError
 from streamrl.messages import Rollout
 from streamrl.weights import ParameterSet
-
-
-class GenerationError(StreamError):
-    """The generation engine died or was closed, and serves nothing more; the message says why."""
 
 
 class PendingGroup:

@@ -12,12 +12,11 @@ import pytest
 from streamrl.engines import vllm_engine
 from streamrl.engines.generation import (
     GenerationEngine,
-    GenerationError,
     GeneratorConfig,
     generation_env,
 )
 from streamrl.engines.vllm_engine import EngineSpec
-from streamrl.errors import ConfigError, DeadlineError, WeightsError
+from streamrl.errors import ConfigError, DeadlineError, GenerationError, WeightsError
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,
     endless_model,
