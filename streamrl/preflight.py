@@ -16,16 +16,24 @@ from streamrl.messages import Prompt
 from streamrl.placement import Demand
 from streamrl.rewards import build_rewards
 
+GIB = 1 << 30
+PROCESS_GIB = 0.4
+"""What an actor takes once its libraries are loaded, before any model, GiB."""
+
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that may start. `max_length`: most tokens of prompt and completion together."""
+    """A run that may start. `max_length`: most tokens of prompt and completion together.
+
+    `model_bytes`: size of the model's weights as stored.
+    """
 
     dataflow: Dataflow
     prompts: PromptStream
     eval_prompts: Sequence[Prompt]
     components: tuple[str, ...]
     max_length: int
+    model_bytes: int
     notes: tuple[str, ...]
 
 
@@ -50,6 +58,7 @@ def prepare(config: RunConfig) -> Prepared:
         eval_prompts=eval_prompts,
         components=rewards.names,
         max_length=max_length,
+        model_bytes=sum(p.stat().st_size for p in Path(config.model.path).glob("*.safetensors")),
         notes=_notes(config, train),
     )
 
@@ -86,21 +95,30 @@ def _check_weights(path: Path) -> None:
             raise ConfigError(f"model.path={path}: {file.name}: {error}") from None
 
 
-def demands(config: RunConfig, dataflow: Dataflow, *, on_gpu: bool) -> list[Demand]:
+def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]:
     """The actors a run needs, in flow order; shards and coordinator take no slot."""
-    one = int(on_gpu)
     wanted = {
-        "generator": ("generator.replicas", config.generator.replicas, one),
-        "reward": ("scorer.replicas", config.scorer.replicas, 0),
-        "reference": ("algorithm.kl_coef", 1, one),
-        "policy": ("trainer.world_size", config.trainer.world_size, one),
+        "generator": ("generator.replicas", config.generator.replicas),
+        "reward": ("scorer.replicas", config.scorer.replicas),
+        "reference": ("algorithm.kl_coef", 1),
+        "policy": ("trainer.world_size", config.trainer.world_size),
     }
-    calls = {call.stage: call for call in dataflow.calls}
+    calls = {call.stage: call for call in prepared.dataflow.calls}
     found = []
-    for stage in dataflow.stages:
-        key, count, gpus = wanted[calls[stage].role]
-        role = "trainer" if calls[stage].kind is Kind.TRAIN else calls[stage].role
-        found.append(Demand(calls[stage], role, key, count, gpus=gpus))
+    for stage in prepared.dataflow.stages:
+        call = calls[stage]
+        key, count = wanted[call.role]
+        has_model = call.role != "reward"
+        found.append(
+            Demand(
+                call,
+                role="trainer" if call.kind is Kind.TRAIN else call.role,
+                key=key,
+                count=count,
+                gpus=int(on_gpu and has_model),
+                memory_gib=PROCESS_GIB + (has_model and not on_gpu) * prepared.model_bytes / GIB,
+            )
+        )
     return found
 
 

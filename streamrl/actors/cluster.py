@@ -5,11 +5,14 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 
+import psutil
 import ray
 from ray.exceptions import RayError
 
 from streamrl.errors import ConfigError
-from streamrl.placement import Demand, PlacementConfig, check_fits, total
+from streamrl.placement import Capacity, Demand, PlacementConfig, check_fits, total_cpus
+
+GIB = 1 << 30
 
 
 @contextlib.contextmanager
@@ -21,17 +24,18 @@ def cluster(placement: PlacementConfig, wanted: Callable[[bool], list[Demand]]) 
     """
     # Ray hides the GPUs from actors that ask for none only if told so.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
-    if placement.address:
-        _connect(placement.address)
-    else:
-        cpus = placement.cpus or max(total(wanted(False))[0], os.cpu_count() or 1)
-        check_fits(wanted(False), cpus=cpus, gpus=0)
-        _start_local(cpus, placement.object_store_mb << 20)
     try:
+        if placement.address:
+            _connect(placement.address)
+        else:
+            demands = wanted(False)
+            cpus = placement.cpus or max(total_cpus(demands), os.cpu_count() or 1)
+            check_fits(demands, Capacity(cpus, 0, psutil.virtual_memory().total / GIB))
+            _start_local(cpus, placement.object_store_mb << 20)
         have = ray.cluster_resources()
-        on_gpu = have.get("GPU", 0) > 0
-        check_fits(wanted(on_gpu), cpus=have.get("CPU", 0), gpus=have.get("GPU", 0))
-        yield on_gpu
+        gpus = have.get("GPU", 0)
+        check_fits(wanted(gpus > 0), Capacity(have.get("CPU", 0), gpus))
+        yield gpus > 0
     finally:
         ray.shutdown()
 

@@ -21,7 +21,7 @@ from streamrl.actors.wiring import Wiring
 from streamrl.buffer import Ports
 from streamrl.checkpoint import Checkpoint
 from streamrl.config import RunConfig
-from streamrl.dataflow import Kind
+from streamrl.dataflow import Call, Kind
 from streamrl.engines.generator_config import generation_env
 from streamrl.errors import ActorError, DeadlineError
 from streamrl.placement import Demand
@@ -59,11 +59,15 @@ class Session:
 
         `status` is told what is being waited for. Raises the error of an actor that cannot start.
         """
+        # Engines take longest to come up: their processes first.
+        needed = demands(self._config, self._prepared, self._on_gpu)
+        self._stages = [self._create_stage(demand) for demand in needed]
         coordinator = self._create("coordinator", CoordinatorActor)
         wiring = self._wire(coordinator)
         waits = self._start_shards(wiring)
-        for demand in demands(self._config, wiring.dataflow, on_gpu=self._on_gpu):
-            waits |= self._start_stage(demand, wiring, checkpoint)
+        status(f"starting {', '.join(sorted(self._actors))}")
+        for demand, stage in zip(needed, self._stages, strict=True):
+            waits |= self._start_stage(demand.call, stage, wiring, checkpoint)
         self._await_ready(waits, status)
         start = Start(
             prompts=self._prepared.prompts,
@@ -145,25 +149,28 @@ class Session:
             for name in names
         }
 
-    def _start_stage(
-        self, demand: Demand, wiring: Wiring, checkpoint: Checkpoint | None
-    ) -> dict[Any, str]:
-        """Create the actors of one stage, note them as its cast, and let them start."""
+    def _create_stage(self, demand: Demand) -> StageActors:
         kind = demand.call.kind
         names = [f"{demand.role}-{i}" for i in range(demand.count)]
         actors = [
             self._create(name, HOSTS[kind], self._env(kind), cpus=demand.cpus, gpus=demand.gpus)
             for name in names
         ]
-        self._stages.append(StageActors(demand.call.stage, kind, names, actors))
+        return StageActors(demand.call.stage, kind, names, actors)
+
+    def _start_stage(
+        self, call: Call, stage: StageActors, wiring: Wiring, checkpoint: Checkpoint | None
+    ) -> dict[Any, str]:
+        """Let the actors of one stage start: replies to wait for, with the names behind them."""
         arguments: tuple[Any, ...] = ()
-        if kind is Kind.SCORE:
-            arguments = (demand.call,)
-        elif kind is Kind.TRAIN:
-            meeting = fetch(actors[0].rendezvous.remote(), f"{names[0]}.rendezvous")
+        if stage.kind is Kind.SCORE:
+            arguments = (call,)
+        elif stage.kind is Kind.TRAIN:
+            meeting = fetch(stage.actors[0].rendezvous.remote(), f"{stage.names[0]}.rendezvous")
             arguments = (meeting, checkpoint.trainer_dir.absolute() if checkpoint else None)
         return {
-            actor.start.remote(wiring, i, *arguments): names[i] for i, actor in enumerate(actors)
+            actor.start.remote(wiring, i, *arguments): name
+            for i, (actor, name) in enumerate(zip(stage.actors, stage.names, strict=True))
         }
 
     def _env(self, kind: Kind) -> dict[str, str]:

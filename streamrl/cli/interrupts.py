@@ -29,9 +29,14 @@ def graceful_interrupt() -> Iterator[Callable[[], bool]]:
 
 
 @contextlib.contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Within the block signals wait: an orderly end is not to be cut short half way."""
-    with contextlib.ExitStack() as stack:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            stack.callback(signal.signal, number, signal.signal(number, signal.SIG_IGN))
-        yield
+def uninterrupted_end() -> Iterator[contextlib.ExitStack]:
+    """A stack whose callbacks run with signals ignored: an orderly end is not cut short half way.
+
+    The handlers that were there come back after it.
+    """
+    with contextlib.ExitStack() as before, contextlib.ExitStack() as stack:
+        try:
+            yield stack
+        finally:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before.callback(signal.signal, number, signal.signal(number, signal.SIG_IGN))

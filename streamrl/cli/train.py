@@ -1,9 +1,11 @@
 """`streamrl train`: check everything, start the run, follow it, end it."""
 
 import argparse
+import contextlib
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from streamrl.actors.cluster import cluster
@@ -12,12 +14,13 @@ from streamrl.actors.engine_factory import EngineFactory, RealEngines
 from streamrl.actors.feed import EventReport, Report, StatusReport, StepReport
 from streamrl.actors.session import Session
 from streamrl.checkpoint import Checkpoint, discard_later, find_checkpoint, run_dir_of
-from streamrl.cli.interrupts import graceful_interrupt, uninterrupted
+from streamrl.cli.interrupts import graceful_interrupt, uninterrupted_end
 from streamrl.config import RunConfig, dump_config, load_config, to_dict
 from streamrl.errors import ConfigError, StreamError
 from streamrl.preflight import demands, prepare
 from streamrl.telemetry import Fanout, RunFacts, make_sinks
 from streamrl.telemetry.rollout_log import RolloutLog
+from streamrl.telemetry.sinks import METRICS_FILE
 
 INTERRUPTED = 130
 
@@ -58,37 +61,29 @@ def train(config: RunConfig, checkpoint: Checkpoint | None, engines: EngineFacto
     if checkpoint is not None:
         # Refused here, other data or another order costs nothing.
         prepared.prompts.load_state_dict(checkpoint.state["prompts"])
-    wanted = lambda on_gpu: demands(config, prepared.dataflow, on_gpu=on_gpu)  # noqa: E731
-    with cluster(config.placement, wanted) as on_gpu:
-        _write_run_dir(config, checkpoint)
+    with uninterrupted_end() as end:
+        on_gpu = end.enter_context(cluster(config.placement, partial(demands, config, prepared)))
+        log = end.enter_context(_run_directory(config, checkpoint))
         sinks = make_sinks(config.telemetry, _facts(config, checkpoint))
+        sinks.start(to_dict(config))
+        summary = {"outcome": "failed"}
+        end.callback(sinks.close, summary)
         session = Session(config, prepared, on_gpu=on_gpu, engines=engines)
-        _open(sinks, config, checkpoint)
-        summary: dict[str, str] = {"outcome": "failed"}
+        end.callback(session.close)
         try:
             for note in prepared.notes:
                 sinks.event("note", {"text": note})
             session.start(checkpoint, sinks.status)
-            finish = _follow(session, sinks, RolloutLog(config.run_dir))
-            summary = _summary(finish)
+            finish = _follow(session, sinks, log)
         except StreamError as error:
             sinks.event("failed", {"error": str(error)})
+            summary |= {"written": str(config.run_dir)}
             raise
-        finally:
-            with uninterrupted():
-                session.close()
-                sinks.close(summary)
+        except KeyboardInterrupt:
+            summary |= {"outcome": "interrupted"}
+            raise
+        summary |= _summary(finish, config.run_dir)
     return finish
-
-
-def _open(sinks: Fanout, config: RunConfig, checkpoint: Checkpoint | None) -> None:
-    """Start the sinks; a new run one of them refuses leaves no directory behind."""
-    try:
-        sinks.start(to_dict(config))
-    except ConfigError:
-        if checkpoint is None:
-            shutil.rmtree(config.run_dir)
-        raise
 
 
 def _follow(session: Session, sinks: Fanout, log: RolloutLog) -> Finish:
@@ -161,8 +156,24 @@ def _check_same_run(stored: RunConfig, config: RunConfig) -> None:
         )
 
 
-def _write_run_dir(config: RunConfig, checkpoint: Checkpoint | None) -> None:
-    """Make the directory of a new run, or cut a resumed one back to its checkpoint."""
+@contextlib.contextmanager
+def _run_directory(config: RunConfig, checkpoint: Checkpoint | None) -> Iterator[RolloutLog]:
+    """Make the directory of a new run, or cut a resumed one back to its checkpoint.
+
+    A new run that is refused or interrupted before its first step leaves none behind.
+    """
+    log = RolloutLog(config.run_dir)
+    _write_run_dir(config, checkpoint, log)
+    try:
+        yield log
+    except (ConfigError, KeyboardInterrupt):
+        metrics = config.run_dir / METRICS_FILE
+        if checkpoint is None and not (metrics.exists() and metrics.stat().st_size):
+            shutil.rmtree(config.run_dir)
+        raise
+
+
+def _write_run_dir(config: RunConfig, checkpoint: Checkpoint | None, log: RolloutLog) -> None:
     try:
         if checkpoint is None:
             if config.run_dir.exists():
@@ -170,9 +181,10 @@ def _write_run_dir(config: RunConfig, checkpoint: Checkpoint | None) -> None:
             config.run_dir.mkdir(parents=True)
         else:
             discard_later(checkpoint)
-        partial = config.run_dir / ".config.yaml.partial"
-        partial.write_text(dump_config(config))
-        partial.rename(config.run_dir / "config.yaml")
+            log.discard_after(checkpoint.version)
+        unfinished = config.run_dir / ".config.yaml.partial"
+        unfinished.write_text(dump_config(config))
+        unfinished.rename(config.run_dir / "config.yaml")
     except OSError as error:
         raise ConfigError(f"run directory {config.run_dir}: {error.strerror or error}") from None
 
@@ -187,8 +199,8 @@ def _facts(config: RunConfig, checkpoint: Checkpoint | None) -> RunFacts:
     )
 
 
-def _summary(finish: Finish) -> dict[str, str]:
+def _summary(finish: Finish, run_dir: Path) -> dict[str, str]:
     summary = {"outcome": "interrupted" if finish.interrupted else "finished"}
     if finish.checkpoint:
         summary["checkpoint"] = finish.checkpoint
-    return summary
+    return summary | {"written": str(run_dir)}

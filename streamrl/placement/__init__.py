@@ -1,5 +1,5 @@
 """Which actors a run needs and whether a cluster can hold them. Pure arithmetic."""
 
-from streamrl.placement.demand import Demand, PlacementConfig, check_fits, total
+from streamrl.placement.demand import Capacity, Demand, PlacementConfig, check_fits, total_cpus
 
-__all__ = ["Demand", "PlacementConfig", "check_fits", "total"]
+__all__ = ["Capacity", "Demand", "PlacementConfig", "check_fits", "total_cpus"]

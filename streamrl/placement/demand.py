@@ -1,5 +1,6 @@
 """What a run asks of a cluster, as data, and the check that it fits."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,7 +47,10 @@ class PlacementConfig:
 
 @dataclass(frozen=True)
 class Demand:
-    """`count` actors for a call, each with so many CPU slots and GPUs; `key` is their setting."""
+    """`count` actors for a call, each with so much; `key` is the setting that says how many.
+
+    memory_gib: the least main memory one takes; it may well take more.
+    """
 
     call: Call
     role: str
@@ -54,21 +58,37 @@ class Demand:
     count: int
     cpus: int = 1
     gpus: int = 0
+    memory_gib: float = 0.0
 
 
-def total(demands: Sequence[Demand]) -> tuple[int, int]:
-    """CPU slots and GPUs of all demands together."""
-    return (
-        sum(d.count * d.cpus for d in demands),
-        sum(d.count * d.gpus for d in demands),
-    )
+@dataclass(frozen=True)
+class Capacity:
+    """What a cluster has. Memory is bounded only where the run brings its own, local instance."""
+
+    cpus: float
+    gpus: float
+    memory_gib: float = math.inf
 
 
-def check_fits(demands: Sequence[Demand], *, cpus: float, gpus: float) -> None:
-    """Raise ConfigError with the arithmetic if the cluster has too few CPU slots or GPUs."""
-    need_cpus, need_gpus = total(demands)
-    for what, need, have in (("CPU slots", need_cpus, cpus), ("GPUs", need_gpus, gpus)):
-        if need > have:
-            each = [(d, d.cpus if what == "CPU slots" else d.gpus) for d in demands]
-            terms = " + ".join(f"{d.count * n} {d.role} ({d.key})" for d, n in each if n)
-            raise ConfigError(f"the run needs {need} {what} = {terms}; the cluster has {have:g}")
+def total_cpus(demands: Sequence[Demand]) -> int:
+    """CPU slots of all demands together."""
+    return sum(d.count * d.cpus for d in demands)
+
+
+def check_fits(demands: Sequence[Demand], have: Capacity) -> None:
+    """Raise ConfigError with the arithmetic if the cluster has too little of anything."""
+    parts: dict[str, tuple[Sequence[float], float]] = {
+        "CPU slots": ([d.count * d.cpus for d in demands], have.cpus),
+        "GPUs": ([d.count * d.gpus for d in demands], have.gpus),
+        "GiB of memory": ([d.count * d.memory_gib for d in demands], have.memory_gib),
+    }
+    for what, (needs, held) in parts.items():
+        if sum(needs) > held:
+            terms = " + ".join(
+                f"{need:.4g} for {d.count} {d.role} ({d.key})"
+                for d, need in zip(demands, needs, strict=True)
+                if need
+            )
+            raise ConfigError(
+                f"the run needs {sum(needs):.4g} {what} = {terms}; the cluster has {held:.4g}"
+            )

@@ -171,7 +171,7 @@ def _columns(progress: Progress) -> list[tuple[str, str, int]]:
 
 
 def summary_table(progress: Progress, wall_s: float, summary: Fields) -> Table:
-    """First and last reward and evaluations, totals, the ledger, and where it was all written."""
+    """First and last reward and evaluations, totals, the ledger, and what the run's end says."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="dim", no_wrap=True, min_width=_LABEL_WIDTH)
     table.add_column(overflow="fold")
@@ -187,7 +187,6 @@ def summary_table(progress: Progress, wall_s: float, summary: Fields) -> Table:
     rows.append(("tokens", f"{progress.tokens:,.0f}"))
     rows.append(("ledger", progress.ledger_line()))
     rows += [(name, str(value)) for name, value in summary.items()]
-    rows.append(("written", str(facts.run_dir)))
     for label, text in rows:
         if text:
             table.add_row(Text(f" {label}"), Text(text))

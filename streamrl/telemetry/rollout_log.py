@@ -12,6 +12,12 @@ class RolloutLog:
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / "rollouts"
 
+    def discard_after(self, step: int) -> None:
+        """Remove the samples of later steps: the run goes on from `step` another way."""
+        for path in self._folder.glob("step_*.jsonl"):
+            if int(path.stem.removeprefix("step_")) > step:
+                path.unlink()
+
     def write(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
         """The sampled groups of a step; nothing if there are none."""
         if not samples:

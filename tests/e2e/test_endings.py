@@ -1,9 +1,12 @@
-"""How a run ends when it is not left alone: Ctrl-C, a killed actor, a reward that fails."""
+"""A run that is not left alone: its reward fails, it is interrupted, resumed, and killed."""
 
+import json
 import os
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,36 +21,135 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_toy(tmp_path_factory.mktemp("toy"))
 
 
+SHAKY = """
+def score(prompt, completion):
+    if prompt.extra_info["index"] % 3 == 0:
+        raise ValueError("no verdict")
+    return 1.0
+"""
+
+
 def launch(toy: Path, name: str, *overrides: str) -> tuple[Launched, Path]:
     words = ["train", str(toy / "recipe.yaml"), f"run.dir={toy}/runs", f"run.name={name}"]
     run = Launched([*words, "run.steps=100000", *overrides], toy)
     return run, toy / "runs" / name
 
 
-def test_ctrl_c_saves_and_ends_within_fifteen_seconds_and_the_run_goes_on(toy: Path) -> None:
-    run, run_dir = launch(toy, "stopped")
-    run.until(lambda: len(rows(run_dir)) >= 3)
+@dataclass(frozen=True)
+class Stopped:
+    """A run with a reward that fails for every third prompt, after Ctrl-C."""
+
+    run: Launched
+    run_dir: Path
+    exit_code: int
+    seconds: float
+    rows: list[dict[str, Any]]
+    state: dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def stopped(toy: Path) -> Stopped:
+    (toy / "shaky.py").write_text(SHAKY)
+    reward = f"rewards=[{{kind: function, path: {toy}/shaky.py, function: score}}]"
+    run, run_dir = launch(toy, "stopped", reward)
+    run.until(lambda: bool(found := rows(run_dir)) and found[-1]["ledger/dropped"] > 1)
     started = time.monotonic()
     run.interrupt()
-    assert run.wait() == 130, run.output
-    assert time.monotonic() - started < 15
-    assert run.orphans() == []
-    assert "Traceback" not in run.output
-    assert "interrupted" in run.output
-    found = rows(run_dir)
+    exit_code = run.wait()
+    seconds = time.monotonic() - started
     (saved,) = (run_dir / "checkpoints").glob("step_*")
-    assert saved.name == f"step_{found[-1]['step']:06d}"
+    state = json.loads((saved / "state.json").read_text())
+    return Stopped(run, run_dir, exit_code, seconds, rows(run_dir), state)
 
-    steps = found[-1]["step"] + 2
-    again = Launched(["train", "--resume", str(run_dir), f"run.steps={steps}"], toy)
-    assert again.wait() == 0, again.output
-    last = rows(run_dir)[-1]
-    assert last["step"] == steps
-    assert last["ledger/admitted"] == last["ledger/trained"] == 4 * steps
+
+def test_ctrl_c_saves_and_ends_within_fifteen_seconds(stopped: Stopped) -> None:
+    assert stopped.exit_code == 130, stopped.run.output
+    assert stopped.seconds < 15
+    assert stopped.run.orphans() == []
+    assert "Traceback" not in stopped.run.output
+    assert "interrupted" in stopped.run.output
+    assert stopped.state["version"] == stopped.rows[-1]["step"]
+
+
+def test_a_reward_that_cannot_be_computed_is_counted_and_never_a_zero(stopped: Stopped) -> None:
+    assert all(row["reward/mean"] == 1.0 for row in stopped.rows)
+    last = stopped.rows[-1]
+    assert last["drops/reward_error"] == last["ledger/dropped"] > 1
+    assert last["ledger/trained"] == 4 * last["step"]
+    ended = last["ledger/trained"] + last["ledger/dropped"]
+    assert last["ledger/admitted"] == ended + last["ledger/in_flight"]
+    drop = events(stopped.run_dir, "drop")[0]
+    assert drop["cause"] == "reward_error"
+    assert "no verdict" in drop["reason"] and "shaky.py" in drop["reason"]
+
+
+@pytest.fixture(scope="module")
+def killed(stopped: Stopped) -> tuple[Launched, int]:
+    """The run goes on for two steps; then its generator is killed."""
+    run = Launched(["train", "--resume", str(stopped.run_dir)], stopped.run_dir.parent)
+    run.until(lambda: len(rows(stopped.run_dir)) >= len(stopped.rows) + 2)
+    os.kill(run.actor("GeneratorActor").pid, signal.SIGKILL)
+    return run, run.wait(timeout_s=90.0)
+
+
+def test_an_interrupted_run_goes_on_without_gap_or_repeat(
+    stopped: Stopped, killed: tuple[Launched, int]
+) -> None:
+    found = rows(stopped.run_dir)
+    assert [row["step"] for row in found] == list(range(1, len(found) + 1))
+    assert found[: len(stopped.rows)] == stopped.rows
+    prompts = stopped.state["prompts"]
+    assert prompts["epoch"] * 100 + prompts["position"] == stopped.state["ledger"]["admitted"]
+    before, after = stopped.rows[-1], found[len(stopped.rows)]
+    assert after["ledger/trained"] == before["ledger/trained"] + 4
+    assert after["ledger/dropped"] >= before["ledger/dropped"]
+    assert after["policy/lr"] == before["policy/lr"] > 0
+
+
+def test_a_killed_generator_ends_the_run_and_is_named(
+    stopped: Stopped, killed: tuple[Launched, int]
+) -> None:
+    run, exit_code = killed
+    check_named(run, exit_code, "generator-0")
+    (failed,) = events(stopped.run_dir, "failed")
+    assert "generator-0" in failed["error"]
+
+
+def test_a_killed_trainer_among_all_roles_is_named(toy: Path) -> None:
+    run, run_dir = launch(
+        toy,
+        "wide",
+        "algorithm.name=dapo",
+        "algorithm.kl_coef=0.01",
+        "generator.replicas=2",
+        "trainer.world_size=2",
+        "trainer.zero_stage=3",
+        "queue.shards=3",
+        "pipeline.max_staleness=0",
+        "weights.bucket_mb=1",
+        "evaluation.at_start=false",
+    )
+    run.until(lambda: len(rows(run_dir)) >= 2)
+    os.kill(run.actor("TrainerActor").pid, signal.SIGKILL)
+    check_named(run, run.wait(timeout_s=90.0), "trainer-")
+    found = rows(run_dir)
+    assert {row["staleness/max"] for row in found} == {0}
+    assert found[0]["policy/kl_ref"] == pytest.approx(0.0, abs=1e-4), "the base is its reference"
+    assert found[1]["policy/kl_ref"] > 0
+    assert "idle/reference" in found[0]
+    assert found[1]["weights/skew_max"] <= 1
+
+
+def check_named(run: Launched, exit_code: int, name: str) -> None:
+    assert exit_code == 1, run.output
+    last = run.output.strip().splitlines()[-1]
+    assert last.startswith("streamrl: ") and name in last and "died" in last
+    assert "Traceback" not in run.output
+    assert run.orphans() == []
 
 
 def test_ctrl_c_during_start_up_ends_cleanly(toy: Path) -> None:
-    run, _ = launch(toy, "early")
+    run, run_dir = launch(toy, "early")
     run.until(lambda: "starting" in run.output)
     started = time.monotonic()
     run.interrupt()
@@ -55,45 +157,4 @@ def test_ctrl_c_during_start_up_ends_cleanly(toy: Path) -> None:
     assert time.monotonic() - started < 15
     assert run.orphans() == []
     assert "Traceback" not in run.output
-
-
-@pytest.mark.parametrize("kind", ["GeneratorActor", "TrainerActor"])
-def test_a_killed_actor_ends_the_run_and_is_named(toy: Path, kind: str) -> None:
-    run, run_dir = launch(toy, f"killed-{kind}")
-    run.until(lambda: len(rows(run_dir)) >= 1)
-    os.kill(run.actor(kind).pid, signal.SIGKILL)
-    assert run.wait(timeout_s=90.0) == 1, run.output
-    role = kind.removesuffix("Actor").lower()
-    last = run.output.strip().splitlines()[-1]
-    assert last.startswith("streamrl: ") and f"{role}-0" in last and "died" in last
-    assert "Traceback" not in run.output
-    assert run.orphans() == []
-    (failed,) = events(run_dir, "failed")
-    assert f"{role}-0" in failed["error"]
-
-
-def test_a_reward_that_cannot_be_computed_is_counted_and_never_a_zero(toy: Path) -> None:
-    (toy / "shaky.py").write_text(
-        "def score(prompt, completion):\n"
-        "    if prompt.extra_info['index'] % 3 == 0:\n"
-        "        raise ValueError('no verdict')\n"
-        "    return 1.0\n"
-    )
-    run, run_dir = launch(
-        toy,
-        "shaky",
-        f"rewards=[{{kind: function, path: {toy}/shaky.py, function: score}}]",
-        "run.steps=4",
-        "evaluation.at_start=false",
-        "evaluation.at_end=false",
-    )
-    assert run.wait() == 0, run.output
-    found = rows(run_dir)
-    assert all(row["reward/mean"] == 1.0 for row in found)
-    last = found[-1]
-    assert last["drops/reward_error"] == last["ledger/dropped"] > 0
-    assert last["ledger/trained"] == 16
-    drop = events(run_dir, "drop")[0]
-    assert drop["cause"] == "reward_error"
-    assert "no verdict" in drop["reason"] and "shaky.py" in drop["reason"]
-    assert last["ledger/admitted"] == 16 + last["ledger/dropped"] + last["ledger/in_flight"]
+    assert not run_dir.exists(), "there is nothing to resume"

@@ -1,7 +1,6 @@
 """A short run on the real engines: vLLM, Ray, DeepSpeed, wandb."""
 
 import json
-import math
 from pathlib import Path
 
 import pytest
@@ -68,6 +67,7 @@ def test_the_numbers_of_a_run_make_sense(finished: tuple[Path, str]) -> None:
         assert row["ledger/admitted"] == ended + row["ledger/in_flight"]
     assert found[0]["policy/ratio_mean"] == pytest.approx(1.0, abs=1e-3), "on-policy at first"
     assert found[-1]["ledger/in_flight"] == 0
+    assert found[-1]["ledger/admitted"] == 16
 
 
 def test_the_offline_wandb_run_holds_the_same_keys(finished: tuple[Path, str]) -> None:
@@ -124,46 +124,3 @@ def test_the_run_ends_with_a_summary_of_what_it_did(finished: tuple[Path, str]) 
     run_dir, output = finished
     assert "16 admitted = 16 trained + 0 filtered + 0 dropped + 0 in flight" in output
     assert str(run_dir) in output.replace("\n", "")
-
-
-def test_a_run_is_resumed_without_gap_or_repeat(finished: tuple[Path, str], toy: Path) -> None:
-    run_dir, _ = finished
-    again = Launched(["train", "--resume", str(run_dir), "run.steps=6"], toy)
-    assert again.wait() == 0, again.output
-    found = rows(run_dir)
-    assert [row["step"] for row in found] == [1, 2, 3, 4, 5, 6]
-    assert found[-1]["ledger/admitted"] == found[-1]["ledger/trained"] == 24
-    state = json.loads((run_dir / "checkpoints" / "step_000006" / "state.json").read_text())
-    assert state["version"] == 6
-    assert (state["prompts"]["epoch"], state["prompts"]["position"]) == (0, 24)
-    assert math.isclose(found[4]["policy/lr"], 1e-3)
-
-
-def test_all_roles_at_once_train_with_a_reference_and_sharded_ranks(toy: Path) -> None:
-    run = Launched(
-        [
-            "train",
-            str(toy / "recipe.yaml"),
-            f"run.dir={toy}/runs",
-            "run.name=wide",
-            "run.steps=2",
-            "algorithm.name=dapo",
-            "algorithm.kl_coef=0.01",
-            "generator.replicas=2",
-            "trainer.world_size=2",
-            "trainer.zero_stage=3",
-            "queue.shards=3",
-            "pipeline.max_staleness=0",
-            "weights.bucket_mb=1",
-            "evaluation.at_start=false",
-            "evaluation.at_end=false",
-        ],
-        toy,
-    )
-    assert run.wait() == 0, run.output
-    found = rows(toy / "runs" / "wide")
-    assert [row["staleness/max"] for row in found] == [0, 0]
-    assert found[0]["policy/kl_ref"] == pytest.approx(0.0, abs=1e-4), "the base is its reference"
-    assert found[1]["policy/kl_ref"] > 0
-    assert "idle/reference" in found[0]
-    assert found[1]["weights/skew_max"] <= 1

@@ -133,7 +133,7 @@ def test_a_flood_of_events_of_one_name_is_cut_short_and_counted(plain):
 def test_the_summary_tells_how_the_run_went(kind, output, tmp_path):
     console = kind(facts(tmp_path), output(120), clock=Clock())
     run(console)
-    console.close({"wandb": "offline"})
+    console.close({"wandb": "offline", "written": "runs/demo"})
     printed = [" ".join(line.split()) for line in lines(console.console)]
     assert "steps 4 of 40" in printed
     assert "reward 0.100 -> 0.400" in printed
@@ -142,7 +142,7 @@ def test_the_summary_tells_how_the_run_went(kind, output, tmp_path):
     assert "tokens 98,760" in printed
     assert "ledger 20 admitted = 10 trained + 2 filtered + 1 dropped + 7 in flight" in printed
     assert "wandb offline" in printed
-    assert any(line.startswith("written ") for line in printed)
+    assert "written runs/demo" in printed
 
 
 def test_a_run_without_a_step_has_no_summary(plain):
