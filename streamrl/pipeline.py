@@ -31,6 +31,8 @@ from streamrl.weights.registry import Held, WeightRegistry
 
 WAIT_S = 1.0
 """Length of one wait in a loop, s: a loop looks up this often to see whether the run has ended."""
+GATHER_S = 0.003
+"""How long a result waits for others to be committed with it, s: a message costs about as much."""
 
 
 @dataclass
@@ -407,7 +409,7 @@ class Slots:
 
 
 class Outbox:
-    """Commits results; those that are finished while a commit travels leave with the next one."""
+    """Commits results, those that are finished close together in one commit."""
 
     def __init__(self, queue: ExperienceQueue) -> None:
         self._queue = queue
@@ -421,6 +423,7 @@ class Outbox:
         """Put and fail what was posted, without end. Late results are refused by the queue."""
         while True:
             batch = [await self._posted.get()]
+            await asyncio.sleep(GATHER_S)
             while not self._posted.empty():
                 batch.append(self._posted.get_nowait())
             failed = [(lease, r) for lease, r in batch if isinstance(r, StreamError)]

@@ -38,6 +38,10 @@ class Snapshot:
     evaluation: Mapping[str, float]
 
 
+DRAIN_EVERY_S = 0.2
+"""Actors are asked what they did at most this often, s; quicker steps are reported together."""
+
+
 class Reporter:
     """Drains the actors after each step, computes the step's row and posts it."""
 
@@ -49,6 +53,7 @@ class Reporter:
         self._feed = feed
         self._window_start = start_s
         self._spans: dict[str, list[Span]] = {stage.stage: [] for stage in stages}
+        self._drained_at = 0.0
         self._snapshots: asyncio.Queue[Snapshot] = asyncio.Queue()
 
     def note(self, snapshot: Snapshot) -> None:
@@ -57,10 +62,18 @@ class Reporter:
 
     async def run(self) -> None:
         """Report every noted step, without end."""
+        clock = asyncio.get_running_loop().time
         while True:
-            snapshot = await self._snapshots.get()
-            await self._report(snapshot)
-            self._snapshots.task_done()
+            snapshots = [await self._snapshots.get()]
+            await asyncio.sleep(max(0.0, self._drained_at + DRAIN_EVERY_S - clock()))
+            self._drained_at = clock()
+            while not self._snapshots.empty():
+                snapshots.append(self._snapshots.get_nowait())
+            spans, samples = self._keep(await self._drain())
+            for snapshot in snapshots:
+                self._report(snapshot, spans, samples)
+                self._snapshots.task_done()
+                spans, samples = [], []
 
     async def finish(self, running: "asyncio.Task[None]") -> None:
         """Wait until every noted step is reported by `running`, the task of `run`; end it."""
@@ -70,10 +83,9 @@ class Reporter:
             running.result()
         running.cancel()
 
-    async def _report(self, snapshot: Snapshot) -> None:
-        reports = await self._drain()
-        closed = [s for stage in reports.values() for r in stage for s in r.spans if not s.is_open]
-        samples = [sample for stage in reports.values() for r in stage for sample in r.samples]
+    def _report(
+        self, snapshot: Snapshot, spans: Sequence[Span], samples: Sequence[Mapping[str, Any]]
+    ) -> None:
         outcome = snapshot.outcome
         row = step_row(
             StepFacts(
@@ -83,7 +95,7 @@ class Reporter:
                 metrics=self._metrics(snapshot),
                 queue=outcome.queue,
                 ledger=outcome.ledger,
-                activity=self._activity(reports),
+                activity=self._activity(),
                 start_s=self._window_start,
                 end_s=outcome.ended_at,
                 max_staleness=self._config.pipeline.max_staleness,
@@ -91,7 +103,7 @@ class Reporter:
         )
         check_row(row)
         self._window_start = outcome.ended_at
-        self._feed.post(StepReport(outcome.version + 1, row, closed, samples))
+        self._feed.post(StepReport(outcome.version + 1, row, spans, samples))
 
     async def _drain(self) -> dict[str, list[ActorReport]]:
         """What every actor did since the last step, by stage."""
@@ -103,13 +115,25 @@ class Reporter:
         replies = iter(await asyncio.gather(*calls))
         return {s.stage: list(itertools.islice(replies, len(s.actors))) for s in self._stages}
 
-    def _activity(self, reports: Mapping[str, Sequence[ActorReport]]) -> dict[str, Activity]:
-        """Spans that reach into the window; those drained early are kept for the next one."""
+    def _keep(
+        self, reports: Mapping[str, Sequence[ActorReport]]
+    ) -> tuple[list[Span], list[Mapping[str, Any]]]:
+        """Keep what was drained for the windows to come; the spans that ended, and the samples.
+
+        A span that is open now comes again with the next drain.
+        """
+        for stage, parts in reports.items():
+            ended = [span for span in self._spans[stage] if not span.is_open]
+            self._spans[stage] = ended + [span for part in parts for span in part.spans]
+        parts = [part for stage in reports.values() for part in stage]
+        spans = [span for part in parts for span in part.spans if not span.is_open]
+        return spans, [sample for part in parts for sample in part.samples]
+
+    def _activity(self) -> dict[str, Activity]:
+        """What reaches into the window; what ended before it is forgotten."""
         activity = {}
         for stage in self._stages:
-            kept = [s for s in self._spans[stage.stage] if not s.is_open]
-            spans = kept + [s for report in reports[stage.stage] for s in report.spans]
-            spans = [span for span in spans if span.end_s > self._window_start]
+            spans = [s for s in self._spans[stage.stage] if s.end_s > self._window_start]
             self._spans[stage.stage] = spans
             activity[stage.stage] = Activity(stage.kind.value, len(stage.actors), spans)
         return activity

@@ -111,8 +111,6 @@ class WandbSink:
     def _init(self, config: Mapping[str, Any]) -> "wandb.Run":
         import wandb
 
-        # What wandb notes about itself goes to its own files, not to the program's log handlers.
-        logging.getLogger("wandb").propagate = False
         mode = self._config.mode
         settings = wandb.Settings.model_validate(
             {

@@ -1,3 +1,4 @@
+import io
 import logging
 import math
 import socket
@@ -28,7 +29,6 @@ def alone(tmp_path, monkeypatch):
     import wandb
 
     wandb.teardown()
-    logging.getLogger("wandb").propagate = True
 
 
 @pytest.fixture
@@ -51,6 +51,16 @@ def called(monkeypatch):
     return addresses
 
 
+@pytest.fixture
+def program_log():
+    """What the program's own log handlers hear; caplog hears loggers that do not propagate too."""
+    stream, root = io.StringIO(), logging.getLogger()
+    handler = logging.StreamHandler(stream)
+    root.addHandler(handler)
+    yield stream
+    root.removeHandler(handler)
+
+
 def started(run_dir, config=None, **options):
     sink = WandbSink(run_dir, config or WandbConfig(), run_name="demo", **options)
     sink.start({"seed": 7, "pipeline": {"max_staleness": 2}})
@@ -67,7 +77,7 @@ def services():
     return [c for c in psutil.Process().children() if c.name() == "wandb-core"]
 
 
-def test_an_offline_run_holds_every_metric_of_every_step(tmp_path, called, capfd, caplog):
+def test_an_offline_run_holds_every_metric_of_every_step(tmp_path, called, capfd, program_log):
     sink = started(tmp_path)
     for step in (1, 2, 3):
         sink.step(step, full_row(step) | {"loss/value": math.nan})
@@ -84,7 +94,7 @@ def test_an_offline_run_holds_every_metric_of_every_step(tmp_path, called, capfd
     assert run.config["pipeline"] == {"max_staleness": 2}
     assert run.run_name == "demo"
     assert called == []
-    assert "".join(capfd.readouterr()) == "" == caplog.text
+    assert "".join(capfd.readouterr()) == "" == program_log.getvalue()
 
 
 def test_many_rows_span_several_blocks_of_the_file(tmp_path):
