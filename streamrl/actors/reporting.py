@@ -87,6 +87,8 @@ class Reporter:
         self, snapshot: Snapshot, spans: Sequence[Span], samples: Sequence[Mapping[str, Any]]
     ) -> None:
         outcome = snapshot.outcome
+        # A wall clock may be set back; the step's length is then next to nothing, not negative.
+        end_s = max(outcome.ended_at, self._window_start + 1e-3)
         row = step_row(
             StepFacts(
                 version=outcome.version,
@@ -97,12 +99,12 @@ class Reporter:
                 ledger=outcome.ledger,
                 activity=self._activity(),
                 start_s=self._window_start,
-                end_s=outcome.ended_at,
+                end_s=end_s,
                 max_staleness=self._config.pipeline.max_staleness,
             )
         )
         check_row(row)
-        self._window_start = outcome.ended_at
+        self._window_start = end_s
         self._feed.post(StepReport(outcome.version + 1, row, spans, samples))
 
     async def _drain(self) -> dict[str, list[ActorReport]]:

@@ -1,0 +1,155 @@
+"""Reports of steps: the right spans in the right step, however quickly the steps come."""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from streamrl.actors.feed import Feed, StepReport
+from streamrl.actors.reporting import DRAIN_EVERY_S, Reporter, Snapshot, StageActors
+from streamrl.actors.wiring import ActorReport
+from streamrl.buffer.ledger import LedgerCounts
+from streamrl.buffer.shard import ShardStats
+from streamrl.config import load_config
+from streamrl.dataflow import Kind
+from streamrl.messages import Experience, GroupInfo, Lease
+from streamrl.pipeline import StepOutcome, StepTotals, Update
+from streamrl.telemetry.spans import SpanRecorder
+from streamrl.weights import WeightManifest
+from tests.virtual_clock import run_virtual
+
+RECIPE = Path(__file__).parents[2] / "configs" / "grpo_arithmetic.yaml"
+SUMS = {
+    "rollouts": 1.0,
+    "score_sum": 1.0,
+    "score_squared_sum": 1.0,
+    "sampled_sum": 4.0,
+    "sampled_max": 4.0,
+    "truncated_sum": 0.0,
+}
+
+
+class Worker:
+    """An actor that records what it does on the loop's clock; `drain.remote()` as on a handle."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.spans = SpanRecorder(name, lambda: asyncio.get_running_loop().time())
+        self.drains: list[float] = []
+        self.drain = self
+
+    async def remote(self) -> ActorReport:
+        """The reply to drain."""
+        self.drains.append(asyncio.get_running_loop().time())
+        return ActorReport(self.name, self.spans.drain(), [{"by": self.name}])
+
+    async def work(self, seconds: float) -> None:
+        """One span."""
+        with self.spans.span("work"):
+            await asyncio.sleep(seconds)
+
+
+def snapshot(version: int, ended_at: float) -> Snapshot:
+    group = Experience(
+        lease=Lease(1, "a", "train", 1, 0.0),
+        admitted_version=version,
+        info=GroupInfo((6,), 4, ((version, 4),)),
+        ready_version=version,
+    )
+    outcome = StepOutcome(
+        version=version,
+        totals=StepTotals(4, 1),
+        groups=[group],
+        sums=SUMS,
+        update=Update({}, WeightManifest(version + 1, (), ())),
+        queue=ShardStats({}, 0, 0.0, ()),
+        ledger=LedgerCounts(1, 1, 0, 0, 0, ()),
+        started_at=0.0,
+        ended_at=ended_at,
+    )
+    return Snapshot(outcome, {}, {})
+
+
+class Reported:
+    """A reporter over two workers; what it posted, and when each was drained."""
+
+    def __init__(self) -> None:
+        self.generator, self.rank = Worker("generator-0"), Worker("trainer-0")
+        self.feed = Feed()
+        stages = [
+            StageActors("generate", Kind.GENERATE, ["generator-0"], [self.generator]),
+            StageActors("train", Kind.TRAIN, ["trainer-0"], [self.rank]),
+        ]
+        self.reporter = Reporter(load_config(RECIPE), stages, self.feed, start_s=0.0)
+        self.running = asyncio.create_task(self.reporter.run())
+
+    async def finish(self) -> Sequence[StepReport]:
+        await self.reporter.finish(self.running)
+        reports = await self.feed.after(0, 1.0)
+        assert all(isinstance(report, StepReport) for report in reports)
+        return reports  # type: ignore[return-value]
+
+
+def test_work_across_the_end_of_a_step_counts_in_both_and_is_traced_once() -> None:
+    async def scenario() -> None:
+        run = Reported()
+        working = asyncio.create_task(run.generator.work(3.0))
+        await asyncio.sleep(2.0)
+        run.reporter.note(snapshot(0, ended_at=2.0))
+        await asyncio.sleep(2.0)
+        run.reporter.note(snapshot(1, ended_at=4.0))
+        first, second = await run.finish()
+        await working
+        assert [first.row["idle/generate"], second.row["idle/generate"]] == pytest.approx([0, 0.5])
+        assert (first.row["idle/train"], second.row["idle/train"]) == (1.0, 1.0)
+        assert list(first.spans) == []
+        assert [(span.start_s, span.end_s) for span in second.spans] == [(0.0, 3.0)]
+
+    run_virtual(scenario())
+
+
+def test_quick_steps_share_a_drain_and_keep_windows_of_their_own() -> None:
+    async def scenario() -> None:
+        run = Reported()
+        await asyncio.sleep(1.0)
+        run.reporter.note(snapshot(0, ended_at=1.0))
+        for version in range(1, 6):
+            start = asyncio.get_running_loop().time()
+            await run.rank.work(0.01)
+            await asyncio.sleep(0.01)
+            run.reporter.note(snapshot(version, ended_at=start + 0.02))
+        reports = await run.finish()
+        assert run.rank.drains == pytest.approx([1.0, 1.0 + DRAIN_EVERY_S])
+        assert [report.step for report in reports] == [1, 2, 3, 4, 5, 6]
+        assert [report.row["idle/train"] for report in reports[2:]] == pytest.approx([0.5] * 4)
+        assert sum(len(report.spans) for report in reports) == 5
+        assert [len(report.samples) for report in reports] == [2, 2, 0, 0, 0, 0]
+
+    run_virtual(scenario())
+
+
+def test_a_clock_that_is_set_back_does_not_end_the_run() -> None:
+    async def scenario() -> None:
+        run = Reported()
+        for version, ended_at in enumerate((9.0, 5.0, 12.0)):
+            run.reporter.note(snapshot(version, ended_at=ended_at))
+        lengths = [report.row["time/step_s"] for report in await run.finish()]
+        assert lengths == pytest.approx([9.0, 0.0, 3.0], abs=0.01)
+
+    run_virtual(scenario())
+
+
+def test_an_actor_that_cannot_be_drained_ends_the_wait_for_reports() -> None:
+    async def scenario() -> None:
+        run = Reported()
+
+        async def fail() -> ActorReport:
+            raise RuntimeError("gone")
+
+        run.rank.remote = fail  # type: ignore[method-assign]
+        run.reporter.note(snapshot(0, ended_at=1.0))
+        with pytest.raises(RuntimeError, match="gone"):
+            await run.finish()
+
+    run_virtual(scenario())
