@@ -3,8 +3,9 @@
 real: the demo's pipeline with max_staleness 0 and 1, against the same pipeline run stage after
 stage (placement.mode=sequential), same work, same cores. sleeps: 8 generators, 4 scorers and
 2 trainers that only sleep, so that cores are no limit. empty: engines that do nothing, where a
-step is what the pipeline itself costs. overlap_efficiency is the busy time of the busiest stage
-over the step time: 1 means that the slowest stage never waits.
+step is what the pipeline itself costs, in seconds and in calls of an idle Ray actor.
+overlap_efficiency is the busy time of the busiest stage over the step time: 1 means that the
+slowest stage never waits.
 """
 
 import argparse
@@ -13,14 +14,19 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import ray
+
 from benchmarks.timed_engines import TimedEngines
+from streamrl.actors.cluster import cluster
 from streamrl.actors.engine_factory import EngineFactory, RealEngines
 from streamrl.cli.train import train
 from streamrl.config import load_config
+from streamrl.placement import PlacementConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "configs" / "grpo_arithmetic.yaml"
@@ -86,13 +92,36 @@ def measure_sleeps(steps: int) -> dict[str, Any]:
 
 
 def measure_empty(steps: int) -> dict[str, Any]:
-    """The pipeline's own cost."""
-    return {
+    """The pipeline's own cost, also as a multiple of what one message costs on this machine."""
+    call_s = measure_call()
+    found = {
         f"max_staleness_{bound}": measure(
             TimedEngines(), 4 * steps, [f"pipeline.max_staleness={bound}"]
         )
         for bound in (0, 1)
     }
+    for figures in found.values():
+        figures["step_per_call"] = figures["step_s"] / call_s
+    return {"call_s": call_s, **found}
+
+
+def measure_call(count: int = 500) -> float:
+    """Median seconds of a call to an idle Ray actor and back, one after the other."""
+    with cluster(PlacementConfig(), lambda on_gpu: []):
+        actor = ray.remote(Echo).remote()
+        seconds = []
+        for _ in range(count):
+            start = time.perf_counter()
+            ray.get(actor.echo.remote())
+            seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds)
+
+
+class Echo:
+    """An actor as those of the run are: asyncio, one process."""
+
+    async def echo(self) -> None:
+        """Do nothing."""
 
 
 def measure(engines: EngineFactory, steps: int, overrides: Sequence[str]) -> dict[str, Any]:
