@@ -365,7 +365,7 @@ async def serve(
     """Take groups, compute, put the results: up to `slots` groups at once, `batch` to a call."""
     free = Slots(slots)
     async with asyncio.TaskGroup() as tasks:
-        outbox = Outbox(stage.queue)
+        outbox = Outbox(stage.queue, free)
         tasks.create_task(outbox.deliver())
 
         async def work(experiences: Sequence[Experience]) -> None:
@@ -388,8 +388,14 @@ class Slots:
     """Groups a stage may still take on."""
 
     def __init__(self, total: int) -> None:
+        self._total = total
         self._free = total
         self._given = asyncio.Event()
+
+    @property
+    def claimed(self) -> int:
+        """Groups the stage works on."""
+        return self._total - self._free
 
     async def some(self) -> int:
         """Free slots, waiting for one: bounded by the deadlines of the work that holds them."""
@@ -411,8 +417,9 @@ class Slots:
 class Outbox:
     """Commits results, those that are finished close together in one commit."""
 
-    def __init__(self, queue: ExperienceQueue) -> None:
+    def __init__(self, queue: ExperienceQueue, slots: Slots) -> None:
         self._queue = queue
+        self._slots = slots
         self._posted: asyncio.Queue[tuple[Lease, Columns | StreamError]] = asyncio.Queue()
 
     def post(self, lease: Lease, result: Columns | StreamError) -> None:
@@ -423,7 +430,8 @@ class Outbox:
         """Put and fail what was posted, without end. Late results are refused by the queue."""
         while True:
             batch = [await self._posted.get()]
-            await asyncio.sleep(GATHER_S)
+            if self._slots.claimed:
+                await asyncio.sleep(GATHER_S)
             while not self._posted.empty():
                 batch.append(self._posted.get_nowait())
             failed = [(lease, r) for lease, r in batch if isinstance(r, StreamError)]
