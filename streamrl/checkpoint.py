@@ -6,7 +6,6 @@
 """
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from streamrl.durable import move_whole
 from streamrl.errors import CheckpointError, ConfigError
 
 FORMAT = 1
@@ -84,24 +84,13 @@ class CheckpointWriter:
         try:
             text = json.dumps({"format": FORMAT, **state}, indent=1)
             (self._partial / "state.json").write_text(text + "\n")
-            for path in [*self._partial.rglob("*"), self._partial]:
-                _fsync(path)
             shutil.rmtree(self._final, ignore_errors=True)
-            self._partial.rename(self._final)
-            _fsync(self._final.parent)
+            move_whole(self._partial, self._final)
         except OSError as error:
             raise CheckpointError(f"checkpoint {self._final}: {error}") from error
         for old in list_checkpoints(self._final.parent)[:-keep]:
             shutil.rmtree(old)
         return self._final
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

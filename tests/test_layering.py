@@ -28,6 +28,7 @@ LEVELS = (
         "evaluation",
         "lease",
         "checkpoint",
+        "durable",
     },
     {"config", "preflight", "actors"},
     {"cli"},

@@ -16,6 +16,7 @@ from streamrl.actors.session import Session
 from streamrl.checkpoint import Checkpoint, discard_later, find_checkpoint, run_dir_of
 from streamrl.cli.interrupts import graceful_interrupt, uninterrupted_end
 from streamrl.config import RunConfig, dump_config, load_config, to_dict
+from streamrl.durable import write_whole
 from streamrl.errors import ConfigError, StreamError
 from streamrl.preflight import demands, prepare
 from streamrl.telemetry import Fanout, RunFacts, make_sinks
@@ -182,9 +183,7 @@ def _write_run_dir(config: RunConfig, checkpoint: Checkpoint | None, log: Rollou
         else:
             discard_later(checkpoint)
             log.discard_after(checkpoint.version)
-        unfinished = config.run_dir / ".config.yaml.partial"
-        unfinished.write_text(dump_config(config))
-        unfinished.rename(config.run_dir / "config.yaml")
+        write_whole(config.run_dir / "config.yaml", dump_config(config))
     except OSError as error:
         raise ConfigError(f"run directory {config.run_dir}: {error.strerror or error}") from None
 

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from streamrl.durable import write_whole
+
 
 class RolloutLog:
     """Writes `rollouts/step_000012.jsonl`: per line a prompt, its completions and their scores."""
@@ -25,4 +27,4 @@ class RolloutLog:
         self._folder.mkdir(exist_ok=True)
         lines = [json.dumps(sample, default=str, ensure_ascii=False) for sample in samples]
         path = self._folder / f"step_{step:06d}.jsonl"
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        write_whole(path, "\n".join(lines) + "\n")

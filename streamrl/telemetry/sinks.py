@@ -1,13 +1,13 @@
 """Where metrics and events go: the `Sink` protocol, and the JSONL files of the run directory."""
 
 import json
-import os
 import time
 from collections.abc import Callable, Mapping
 from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
+from streamrl.durable import write_whole
 from streamrl.errors import ConfigError
 from streamrl.telemetry.contract import Row, json_value
 
@@ -60,8 +60,9 @@ class JsonlSink:
         metrics.parent.mkdir(parents=True, exist_ok=True)
         if self._resume_step is not None:
             last = self._resume_step
-            _rewrite(metrics, [row for row in read_jsonl(metrics) if row["step"] <= last])
-            _rewrite(events, read_jsonl(events))
+            kept = [row for row in read_jsonl(metrics) if row["step"] <= last]
+            write_whole(metrics, "".join(map(_dump, kept)))
+            write_whole(events, "".join(map(_dump, read_jsonl(events))))
         elif metrics.exists() or events.exists():
             raise ConfigError(f"{metrics.parent} already holds a run: resume it or name another")
         self._files = tuple(path.open("a", encoding="utf-8", buffering=1) for path in self._paths)
@@ -121,16 +122,6 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
             if number < len(lines):
                 raise ValueError(f"{path}:{number}: not a line of JSON") from error
     return rows
-
-
-def _rewrite(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Replace the file by `rows`, whole or not at all."""
-    partial = path.with_suffix(".partial")
-    with partial.open("w", encoding="utf-8") as file:
-        file.writelines(map(_dump, rows))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def _dump(line: Mapping[str, Any]) -> str:

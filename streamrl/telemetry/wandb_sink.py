@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
+from streamrl.durable import write_whole
 from streamrl.errors import ConfigError
 from streamrl.telemetry.contract import Histogram, Row
 from streamrl.telemetry.sinks import Fields
@@ -106,7 +107,7 @@ class WandbSink:
                 f"{type(error).__name__}: {' '.join(str(error).split())}; "
                 "telemetry.wandb.mode=disabled runs without it"
             ) from error
-        (directory / RUN_ID_FILE).write_text(self._run_id + "\n", encoding="utf-8")
+        write_whole(directory / RUN_ID_FILE, self._run_id + "\n")
 
     def _init(self, config: Mapping[str, Any]) -> "wandb.Run":
         import wandb

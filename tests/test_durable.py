@@ -1,0 +1,52 @@
+"""A file is there whole, or as it was."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from streamrl.durable import move_whole, write_whole
+
+
+def test_a_file_is_replaced_and_nothing_else_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "file.txt"
+    for text in ("first", "sécond"):
+        write_whole(path, text)
+        assert path.read_text(encoding="utf-8") == text
+    assert os.listdir(tmp_path) == ["file.txt"]
+
+
+def test_what_was_there_survives_a_disk_that_refuses(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file.txt"
+    write_whole(path, "before")
+
+    def refuse(descriptor: int) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(OSError, match="no space"):
+        write_whole(path, "after")
+    assert path.read_text() == "before"
+
+
+def test_a_directory_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    partial, final = tmp_path / "partial", tmp_path / "final"
+    (partial / "inner").mkdir(parents=True)
+    (partial / "inner" / "file").write_text("x")
+    synced: list[tuple[str, bool]] = []
+    fsync = os.fsync
+
+    def watched(descriptor: int) -> None:
+        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), final.exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    move_whole(partial, final)
+    inside = {str(partial), str(partial / "inner"), str(partial / "inner" / "file")}
+    assert {path for path, named in synced if not named} == inside
+    assert [path for path, named in synced if named] == [str(tmp_path)]
+    assert (final / "inner" / "file").read_text() == "x"
