@@ -51,6 +51,10 @@ def _connect(address: str) -> None:
 def _start_local(cpus: int, object_store_bytes: int) -> None:
     # The local instance serves this run alone; there is nobody to authenticate.
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    # Ray prints a warning once there are four times as many processes as may start at once, by
+    # default one per core. A run needs one per slot and a few more.
+    at_once = max(os.cpu_count() or 1, -(-(cpus + 8) // 4))
+    os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(at_once))
     ray.init(
         address="local",
         num_cpus=cpus,

@@ -137,6 +137,7 @@ def test_a_killed_trainer_among_all_roles_is_named(toy: Path) -> None:
     assert found[0]["policy/kl_ref"] == pytest.approx(0.0, abs=1e-4), "the base is its reference"
     assert found[1]["policy/kl_ref"] > 0
     assert "idle/reference" in found[0]
+    assert "worker processes have been started" not in run.output
     assert found[1]["weights/skew_max"] <= 1
 
 
