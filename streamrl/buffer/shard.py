@@ -190,7 +190,8 @@ class Shard:
             taken_at=now,
         )
         group.leases[stage] = lease
-        heapq.heappush(self._expiries, (lease.expires_at, lease.token, lease))
+        if not last:
+            heapq.heappush(self._expiries, (lease.expires_at, lease.token, lease))
         self._refresh(group)
         return Experience(
             lease=lease,

@@ -1,6 +1,8 @@
 """A shard: readiness, leases, commits, bounds."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
@@ -282,3 +284,25 @@ def test_where_a_group_is_can_be_asked() -> None:
 def test_impossible_queue_settings_are_refused(key: str, value: float) -> None:
     with pytest.raises(ConfigError, match=rf"queue\.{key}={value}: must be"):
         QueueConfig(**{key: value})
+
+
+def test_a_shard_forgets_the_groups_that_have_left() -> None:
+    async def test(shard: Shard) -> None:
+        left = []
+        for uid in ("a", "b", "c"):
+            await shard.admit([(prompt(uid), 0)], wait_s=1.0)
+            for stage, columns in {"generate": rollouts(), "reward": SCORES}.items():
+                (one,) = await take(shard, stage)
+                shard.put([(one.lease, columns)])
+            (one,) = await take(shard, "reference")
+            shard.put([(one.lease, REFERENCE)])
+            (one,) = await take(shard, "train")
+            left.append(weakref.ref(one.lease))
+            shard.settle([one.lease])
+            del one
+        await asyncio.sleep(11.0)
+        assert not await take(shard, "train")
+        gc.collect()
+        assert [lease() for lease in left] == [None] * 3
+
+    on_shard(test)
