@@ -123,6 +123,8 @@ def find_checkpoint(path: Path) -> Checkpoint:
         raise ConfigError(f"--resume {folder}/state.json: not a checkpoint of format {FORMAT}")
     if not {"version", "ledger", "prompts"} <= state.keys():
         raise ConfigError(f"--resume {folder}/state.json: lacks version, ledger or prompts")
+    if not isinstance(state["version"], int):
+        raise ConfigError(f"--resume {folder}/state.json: version {state['version']!r}: no integer")
     return Checkpoint(folder, state)
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
@@ -19,12 +20,14 @@ from streamrl.data import DataConfig
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
-from streamrl.evaluation import EvaluationConfig
+from streamrl.evaluation import MAX_SEED, EvaluationConfig
 from streamrl.pipeline import PipelineConfig
 from streamrl.placement import PlacementConfig
 from streamrl.rewards import RewardConfig, ScorerConfig
 from streamrl.telemetry import TelemetryConfig
 from streamrl.weights import WeightsConfig
+
+MAX_NAME_BYTES = 200
 
 
 @dataclass
@@ -47,8 +50,14 @@ class RunSettings:
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ConfigError(f"run.steps={self.steps}: must be at least 1")
-        if self.name in ("", ".", "..") or "/" in self.name:
-            raise ConfigError(f"run.name={self.name!r}: must be a plain folder name")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ConfigError(f"run.seed={self.seed}: must be from 0 to {MAX_SEED}")
+        is_plain = self.name not in ("", ".", "..") and "/" not in self.name
+        if not is_plain or not self.name.isprintable() or len(self.name.encode()) > MAX_NAME_BYTES:
+            raise ConfigError(
+                f"run.name={self.name!r}: must be a plain folder name of at most"
+                f" {MAX_NAME_BYTES} bytes"
+            )
 
 
 @dataclass
@@ -135,8 +144,29 @@ def resolve(settings: DictConfig, *, place: str) -> RunConfig:
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
         raise ConfigError(f"{place}: {error.full_key or 'config'}: {reason}") from None
+    except (TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(f"{place}: {error}") from None
     assert isinstance(config, RunConfig)
+    for key, value in _leaves(to_dict(config), ""):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{key}={value}: must be a finite number")
+        if isinstance(value, str) and "\0" in value:
+            raise ConfigError(f"{key}={value!r}: must not hold a zero byte")
     return config
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Every setting that is not made of others, with its full key."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{key}.{name}".removeprefix("."))
+    elif isinstance(value, list):
+        for i, inner in enumerate(value):
+            yield from _leaves(inner, f"{key}[{i}]")
+    else:
+        yield key, value
 
 
 def _make_paths_absolute(config: RunConfig) -> None:
@@ -206,6 +236,8 @@ def _check_key(key: str, value: Any, inside: Any, place: str) -> None:
         raise ConfigError(f"{place}: unknown key {key}={value!r}; the nearest key is {right}")
     if is_dataclass(hints[name]) and not isinstance(value, dict):
         raise ConfigError(f"{place}: {key}={value!r}: must be a mapping of settings")
+    if get_origin(hints[name]) is list and not isinstance(value, list):
+        raise ConfigError(f"{place}: {key}={value!r}: must be a list")
 
 
 def _all_keys(kind: Any, prefix: str = "") -> Iterator[str]:

@@ -4,6 +4,7 @@ Runtime-free: the caller says how a prompt is sampled and how its rollouts are s
 """
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -15,6 +16,7 @@ from streamrl.messages import Array, Columns, Prompt, Rollout
 
 Generate = Callable[[Prompt, Sequence[int]], Awaitable[list[Rollout]]]
 Score = Callable[[Prompt, list[Rollout]], Awaitable[Columns]]
+MAX_SEED = 2**32 - 1
 
 
 @dataclass
@@ -46,6 +48,10 @@ class EvaluationConfig:
         for key, least in (("every", 0), ("samples", 1), ("temperature", 0), ("concurrency", 1)):
             if not vars(self)[key] >= least:
                 raise ConfigError(f"evaluation.{key}={vars(self)[key]}: must be {least} or more")
+        if not math.isfinite(self.temperature):
+            raise ConfigError(f"evaluation.temperature={self.temperature}: must be finite")
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ConfigError(f"evaluation.seed={self.seed}: must be from 0 to {MAX_SEED}")
         if self.limit is not None and self.limit < 1:
             raise ConfigError(f"evaluation.limit={self.limit}: must be 1 or more, or null")
 

@@ -66,13 +66,14 @@ def prepare(config: RunConfig) -> Prepared:
 def model_length(path: str, *, limit: int | None) -> int:
     """Tokens a model takes, or `limit` if that is less. Raises ConfigError for what is no model."""
     _check_weights(Path(path))
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         settings = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
-    except (OSError, ValueError, KeyError) as error:
+        tokens = int(settings.max_position_embeddings)
+    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ConfigError(f"model.path={path}: {' '.join(str(error).split())}") from None
-    tokens = int(settings.max_position_embeddings)
     if limit is not None and limit > tokens:
         raise ConfigError(f"model.max_length={limit}: the model takes at most {tokens} tokens")
     return tokens if limit is None else limit

@@ -6,7 +6,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from streamrl.errors import ActorError, DeadlineError, StreamError
+from streamrl.errors import ActorError, ConfigError, DeadlineError, StreamError
 
 CALL_TIMEOUT_S = 120.0
 """Deadline of a call that only keeps books, s. Work that computes brings its own."""
@@ -16,7 +16,7 @@ async def call(reply: Any, what: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
     """Await the reply of an actor. `what` names the call in errors, e.g. "shard-0.put".
 
     Raises DeadlineError after `timeout_s`, ActorError if the actor died, and the actor's own
-    StreamError if it raised one.
+    StreamError or ConfigError if it raised one.
     """
     try:
         return await asyncio.wait_for(reply, timeout_s)
@@ -36,11 +36,11 @@ def fetch(replies: Any, what: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         raise translate(error, what) from None
 
 
-def translate(error: RayError, what: str) -> StreamError:
+def translate(error: RayError, what: str) -> StreamError | ConfigError:
     """The streamrl error that says the same as an error of Ray, in one line."""
     if isinstance(error, RayTaskError):
         cause = innermost(error.cause)
-        if isinstance(cause, StreamError):
+        if isinstance(cause, StreamError | ConfigError):
             return cause
         return ActorError(f"{what}: {type(cause).__name__}: {cause}\n{error}")
     if isinstance(error, RayActorError):

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterator
 
 import psutil
@@ -13,6 +14,8 @@ from streamrl.errors import ConfigError
 from streamrl.placement import Capacity, Demand, PlacementConfig, check_fits, total_cpus
 
 GIB = 1 << 30
+CONNECT_S = 10.0
+"""Longest wait for a cluster's address to answer, s."""
 
 
 @contextlib.contextmanager
@@ -41,10 +44,23 @@ def cluster(placement: PlacementConfig, wanted: Callable[[bool], list[Demand]]) 
 
 
 def _connect(address: str) -> None:
+    _check_reachable(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (RayError, ConnectionError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())
+        raise ConfigError(f"placement.address={address}: {reason}") from None
+
+
+def _check_reachable(address: str) -> None:
+    """Raise ConfigError if nobody listens at host:port: Ray itself would try for minutes."""
+    host, colon, port = address.removeprefix("ray://").rpartition(":")
+    if not colon or not port.isdecimal():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except (OSError, OverflowError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ConfigError(f"placement.address={address}: {reason}") from None
 
 

@@ -42,6 +42,10 @@ DRAIN_EVERY_S = 0.2
 """Actors are asked what they did at most this often, s; quicker steps are reported together."""
 
 
+SAMPLES_KEPT = 200
+"""Most scored texts that wait for their groups to be trained."""
+
+
 class Reporter:
     """Drains the actors after each step, computes the step's row and posts it."""
 
@@ -53,6 +57,7 @@ class Reporter:
         self._feed = feed
         self._window_start = start_s
         self._spans: dict[str, list[Span]] = {stage.stage: [] for stage in stages}
+        self._samples: list[Mapping[str, Any]] = []
         self._drained_at = 0.0
         self._snapshots: asyncio.Queue[Snapshot] = asyncio.Queue()
 
@@ -69,11 +74,11 @@ class Reporter:
             self._drained_at = clock()
             while not self._snapshots.empty():
                 snapshots.append(self._snapshots.get_nowait())
-            spans, samples = self._keep(await self._drain())
+            spans = self._keep(await self._drain())
             for snapshot in snapshots:
-                self._report(snapshot, spans, samples)
+                self._report(snapshot, spans)
                 self._snapshots.task_done()
-                spans, samples = [], []
+                spans = []
 
     async def finish(self, running: "asyncio.Task[None]") -> None:
         """Wait until every noted step is reported by `running`, the task of `run`; end it."""
@@ -83,9 +88,7 @@ class Reporter:
             running.result()
         running.cancel()
 
-    def _report(
-        self, snapshot: Snapshot, spans: Sequence[Span], samples: Sequence[Mapping[str, Any]]
-    ) -> None:
+    def _report(self, snapshot: Snapshot, spans: Sequence[Span]) -> None:
         outcome = snapshot.outcome
         # A wall clock may be set back; the step's length is then next to nothing, not negative.
         end_s = max(outcome.ended_at, self._window_start + 1e-3)
@@ -105,7 +108,16 @@ class Reporter:
         )
         check_row(row)
         self._window_start = end_s
+        samples = self._samples_of(outcome)
         self._feed.post(StepReport(outcome.version + 1, row, spans, samples))
+
+    def _samples_of(self, outcome: StepOutcome) -> list[Mapping[str, Any]]:
+        """The samples of the step's groups. Those of groups that were dropped age out."""
+        trained = {group.uid for group in outcome.groups}
+        found = [sample for sample in self._samples if sample["uid"] in trained]
+        others = [sample for sample in self._samples if sample["uid"] not in trained]
+        self._samples = others[-SAMPLES_KEPT:]
+        return found
 
     async def _drain(self) -> dict[str, list[ActorReport]]:
         """What every actor did since the last step, by stage."""
@@ -117,10 +129,8 @@ class Reporter:
         replies = iter(await asyncio.gather(*calls))
         return {s.stage: list(itertools.islice(replies, len(s.actors))) for s in self._stages}
 
-    def _keep(
-        self, reports: Mapping[str, Sequence[ActorReport]]
-    ) -> tuple[list[Span], list[Mapping[str, Any]]]:
-        """Keep what was drained for the windows to come; the spans that ended, and the samples.
+    def _keep(self, reports: Mapping[str, Sequence[ActorReport]]) -> list[Span]:
+        """Keep what was drained for the windows and steps to come; returns the spans that ended.
 
         A span that is open now comes again with the next drain.
         """
@@ -128,8 +138,8 @@ class Reporter:
             ended = [span for span in self._spans[stage] if not span.is_open]
             self._spans[stage] = ended + [span for part in parts for span in part.spans]
         parts = [part for stage in reports.values() for part in stage]
-        spans = [span for part in parts for span in part.spans if not span.is_open]
-        return spans, [sample for part in parts for sample in part.samples]
+        self._samples += [sample for part in parts for sample in part.samples]
+        return [span for part in parts for span in part.spans if not span.is_open]
 
     def _activity(self) -> dict[str, Activity]:
         """What reaches into the window; what ended before it is forgotten."""

@@ -106,6 +106,11 @@ class AlgorithmConfig:
             if value is not None and value <= bound:
                 raise ConfigError(f"algorithm.{key}={value}: must be above {bound}")
 
+        if self.clip_low is not None and self.clip_low > 1:
+            raise ConfigError(
+                f"algorithm.clip_low={self.clip_low}: must be at most 1, as ratios are above 0"
+            )
+
     def _check_choices(self) -> None:
         choices = {"loss_aggregation": MODES, "advantage_scale": SCALES, "kl_kind": KINDS}
         for key, allowed in choices.items():

@@ -37,7 +37,7 @@ class QueueConfig:
 
     shards: int = 2
     capacity_groups: int | None = None
-    lease_s: float = 300.0
+    lease_s: float = 900.0
     max_attempts: int = 3
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from streamrl.checkpoint import find_checkpoint, run_dir_of
@@ -47,8 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pass-score", type=float, default=defaults.pass_score, help="score that passes"
     )
-    parser.add_argument("--max-new-tokens", type=int, help="longest completion (256, or the run's)")
-    parser.add_argument("--reward", help="kind of reward (exact, or the run's rewards)")
+    parser.add_argument(
+        "--config", type=Path, help="score as this recipe does: its rewards, its longest completion"
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        help="longest completion (the run's or recipe's; 256, or half of what the model takes)",
+    )
+    parser.add_argument("--reward", help="kind of reward (the run's or recipe's rewards; exact)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -64,24 +71,30 @@ def run(arguments: argparse.Namespace) -> int:
     subject = _subject(arguments)
     started = time.monotonic()
     result = asyncio.run(_evaluate(subject, arguments.data, config))
-    _print(result, subject.model_dir, time.monotonic() - started, as_json=arguments.json)
+    _print(result, subject, time.monotonic() - started, as_json=arguments.json)
     return 0
 
 
 def _subject(arguments: argparse.Namespace) -> Subject:
     """The model itself, or the newest checkpoint of a run, or the checkpoint named."""
     path: Path = arguments.model
-    rewards, max_new_tokens, data = [RewardConfig(kind="exact")], 256, DataConfig()
+    recipe: Path | None = arguments.config
     if not (path / "config.json").is_file():
         if not (path / "state.json").is_file() and not (path / "checkpoints").is_dir():
             raise ConfigError(f"{path}: neither a model directory, nor a checkpoint, nor a run")
         checkpoint = find_checkpoint(path)
-        config = load_config(run_dir_of(checkpoint) / "config.yaml")
-        path, rewards, data = checkpoint.model_dir, config.rewards, config.data
-        max_new_tokens = config.generator.max_new_tokens
+        path, recipe = checkpoint.model_dir, recipe or run_dir_of(checkpoint) / "config.yaml"
+    if recipe is None:
+        tokens = min(256, model_length(str(path), limit=None) // 2)
+        subject = Subject(path, [RewardConfig(kind="exact")], tokens, DataConfig())
+    else:
+        config = load_config(recipe)
+        subject = Subject(path, config.rewards, config.generator.max_new_tokens, config.data)
     if arguments.reward is not None:
-        rewards = [RewardConfig(kind=arguments.reward)]
-    return Subject(path, rewards, arguments.max_new_tokens or max_new_tokens, data)
+        subject = replace(subject, rewards=[RewardConfig(kind=arguments.reward)])
+    if arguments.max_new_tokens is not None:
+        subject = replace(subject, max_new_tokens=arguments.max_new_tokens)
+    return subject
 
 
 async def _evaluate(subject: Subject, file: str, config: EvaluationConfig) -> EvaluationResult:
@@ -132,12 +145,14 @@ async def _engine(subject: Subject, seed: int, max_length: int) -> GenerationEng
     return engine
 
 
-def _print(result: EvaluationResult, model: Path, seconds: float, *, as_json: bool) -> None:
+def _print(result: EvaluationResult, subject: Subject, seconds: float, *, as_json: bool) -> None:
+    model, rewards = subject.model_dir, [reward.kind for reward in subject.rewards]
     if as_json:
-        facts = {"model": str(model), "seconds": seconds, "unscored": result.num_unscored}
-        print(json.dumps({**facts, **_numbers(result)}))
+        facts = {"model": str(model), "rewards": rewards, "seconds": seconds}
+        print(json.dumps({**facts, "unscored": result.num_unscored, **_numbers(result)}))
         return
     print(f"{model}: {result.num_prompts} prompts x {result.samples} samples in {seconds:.1f} s")
+    print(f"  scored by {', '.join(rewards)}; at most {subject.max_new_tokens} new tokens")
     for name, value in _numbers(result).items():
         print(f"  {name:<12} {value:.4f}")
     if result.num_unscored:

@@ -28,6 +28,11 @@ def graceful_interrupt() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
+def interrupt_on_sigterm() -> None:
+    """From now on SIGTERM is a Ctrl-C. Ray's own handler, set when it starts, would abort."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 @contextlib.contextmanager
 def uninterrupted_end() -> Iterator[contextlib.ExitStack]:
     """A stack whose callbacks run with signals ignored: an orderly end is not cut short half way.

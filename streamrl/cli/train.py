@@ -13,8 +13,13 @@ from streamrl.actors.coordinator import Finish
 from streamrl.actors.engine_factory import EngineFactory, RealEngines
 from streamrl.actors.feed import EventReport, Report, StatusReport, StepReport
 from streamrl.actors.session import Session
+from streamrl.buffer import Ledger
 from streamrl.checkpoint import Checkpoint, discard_later, find_checkpoint, run_dir_of
-from streamrl.cli.interrupts import graceful_interrupt, uninterrupted_end
+from streamrl.cli.interrupts import (
+    graceful_interrupt,
+    interrupt_on_sigterm,
+    uninterrupted_end,
+)
 from streamrl.config import RunConfig, dump_config, load_config, to_dict
 from streamrl.durable import write_whole
 from streamrl.errors import ConfigError, StreamError
@@ -61,9 +66,18 @@ def train(config: RunConfig, checkpoint: Checkpoint | None, engines: EngineFacto
     prepared = prepare(config)
     if checkpoint is not None:
         # Refused here, other data or another order costs nothing.
-        prepared.prompts.load_state_dict(checkpoint.state["prompts"])
+        try:
+            Ledger.from_state(checkpoint.state["ledger"])
+            prepared.prompts.load_state_dict(checkpoint.state["prompts"])
+        except (KeyError, TypeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(
+                f"--resume {checkpoint.path}: state.json: {type(error).__name__}: {error}"
+            ) from None
     with uninterrupted_end() as end:
         on_gpu = end.enter_context(cluster(config.placement, partial(demands, config, prepared)))
+        interrupt_on_sigterm()
         log = end.enter_context(_run_directory(config, checkpoint))
         sinks = make_sinks(config.telemetry, _facts(config, checkpoint))
         sinks.start(to_dict(config))
@@ -115,9 +129,22 @@ def _fresh(words: Sequence[str]) -> RunConfig:
             f"run directory {config.run_dir} exists: --resume it, name another (run.name=...),"
             " or replace it (run.overwrite=true)"
         )
-    if config.run_dir.exists() and not (config.run_dir / "config.yaml").is_file():
-        raise ConfigError(f"run.overwrite=true: {config.run_dir} is no run directory; left alone")
+    if config.run_dir.exists():
+        _check_replaceable(config)
     return config
+
+
+def _check_replaceable(config: RunConfig) -> None:
+    """Refuse to replace what is no run, or a run that the new one reads from."""
+    folder = config.run_dir
+    if not (folder / "config.yaml").is_file():
+        raise ConfigError(f"run.overwrite=true: {folder} is no run directory; left alone")
+    inputs = {"model.path": config.model.path, "data.train": config.data.train}
+    inputs |= {"data.eval": config.data.eval}
+    inputs |= {f"rewards[{i}].path": reward.path for i, reward in enumerate(config.rewards)}
+    for key, path in inputs.items():
+        if path and folder.resolve() in Path(path).resolve().parents:
+            raise ConfigError(f"{key}={path}: lies in the run that run.overwrite=true replaces")
 
 
 def _resumed(path: Path, words: Sequence[str]) -> tuple[RunConfig, Checkpoint]:
@@ -128,6 +155,9 @@ def _resumed(path: Path, words: Sequence[str]) -> tuple[RunConfig, Checkpoint]:
     folder = run_dir_of(checkpoint).absolute()
     config = load_config(folder / "config.yaml", words)
     _check_same_run(load_config(folder / "config.yaml"), config)
+    for part in (checkpoint.model_dir, checkpoint.trainer_dir):
+        if not part.is_dir() or not any(part.iterdir()):
+            raise ConfigError(f"--resume {checkpoint.path}: {part.name}/ is missing or empty")
     # The directory may have been moved since.
     config = replace(config, run=replace(config.run, name=folder.name, dir=str(folder.parent)))
     if checkpoint.version >= config.run.steps:
@@ -161,24 +191,35 @@ def _check_same_run(stored: RunConfig, config: RunConfig) -> None:
 def _run_directory(config: RunConfig, checkpoint: Checkpoint | None) -> Iterator[RolloutLog]:
     """Make the directory of a new run, or cut a resumed one back to its checkpoint.
 
-    A new run that is refused or interrupted before its first step leaves none behind.
+    A new run that is refused or interrupted before its first step leaves none behind, and one that
+    does not get so far gives the directory back to the run it was to replace.
     """
-    log = RolloutLog(config.run_dir)
-    _write_run_dir(config, checkpoint, log)
+    log, folder = RolloutLog(config.run_dir), config.run_dir
+    replaced = folder.with_name(f".{folder.name}.replaced")
+    _write_run_dir(config, checkpoint, log, replaced)
     try:
         yield log
-    except (ConfigError, KeyboardInterrupt):
-        metrics = config.run_dir / METRICS_FILE
-        if checkpoint is None and not (metrics.exists() and metrics.stat().st_size):
-            shutil.rmtree(config.run_dir)
+    except BaseException as error:
+        metrics = folder / METRICS_FILE
+        has_steps = metrics.exists() and metrics.stat().st_size
+        is_refused = isinstance(error, ConfigError | KeyboardInterrupt)
+        if checkpoint is None and not has_steps and (is_refused or replaced.exists()):
+            shutil.rmtree(folder)
+            if replaced.exists():
+                replaced.rename(folder)
         raise
+    finally:
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _write_run_dir(config: RunConfig, checkpoint: Checkpoint | None, log: RolloutLog) -> None:
+def _write_run_dir(
+    config: RunConfig, checkpoint: Checkpoint | None, log: RolloutLog, replaced: Path
+) -> None:
     try:
         if checkpoint is None:
             if config.run_dir.exists():
-                shutil.rmtree(config.run_dir)
+                shutil.rmtree(replaced, ignore_errors=True)
+                config.run_dir.rename(replaced)
             config.run_dir.mkdir(parents=True)
         else:
             discard_later(checkpoint)

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from streamrl.algorithms.losses import entropy
+from streamrl.errors import ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,7 +44,9 @@ def resolve_dtype(name: str) -> torch.dtype:
 def load_model(path: str, *, dtype: torch.dtype) -> "PreTrainedModel":
     """The causal language model in a Hugging Face directory, in training mode, without dropout.
 
-    Dropout would make the policy that is trained another one than the policy that sampled.
+    Dropout would make the policy that is trained another one than the policy that sampled. Raises
+    ConfigError if the directory lacks parameters or has them in another shape: transformers would
+    go on with random ones.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
@@ -53,7 +56,19 @@ def load_model(path: str, *, dtype: torch.dtype) -> "PreTrainedModel":
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
-    model: Any = AutoModelForCausalLM.from_pretrained(path, config=config, dtype=dtype)
+    try:
+        model: Any
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path, config=config, dtype=dtype, output_loading_info=True
+        )
+    except (OSError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model.path={path}: cannot be loaded: {reason[:500]}") from error
+    if info["missing_keys"]:
+        first = ", ".join(sorted(info["missing_keys"])[:3])
+        raise ConfigError(
+            f"model.path={path}: lacks {len(info['missing_keys'])} parameters, as {first}"
+        )
     return model.to(local_device()).train()
 
 

@@ -7,6 +7,7 @@ from streamrl.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_MB_ON_CPU = 64
+LEAST_TEMPERATURE = 0.01
 #: Tokens of one engine step on a CPU; a step takes whole prompts, so a long one may exceed it.
 STEP_TOKENS_ON_CPU = 4096
 
@@ -54,6 +55,11 @@ class GeneratorConfig:
             value = getattr(self, name)
             if value is not None and value <= 0:
                 raise ConfigError(f"generator.{name}={value}: must be above 0")
+        if self.temperature < LEAST_TEMPERATURE:
+            raise ConfigError(
+                f"generator.temperature={self.temperature}: must be at least {LEAST_TEMPERATURE};"
+                " vLLM samples no sharper than that"
+            )
         if self.gpu_memory_utilization > 1:
             raise ConfigError(
                 f"generator.gpu_memory_utilization={self.gpu_memory_utilization}: must be at most 1"

@@ -166,8 +166,8 @@ class WandbSink:
         }
         try:
             self._run.log(values, step=step)
-        except OSError:
-            _log.warning("wandb died; metrics now go to metrics.jsonl only", exc_info=True)
+        except OSError as error:
+            _log.warning("wandb died (%s); metrics now go to metrics.jsonl only", error)
             self._is_dead = True
 
     def event(self, name: str, fields: Fields) -> None:

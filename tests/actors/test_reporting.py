@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.actors.feed import Feed, StepReport
-from streamrl.actors.reporting import DRAIN_EVERY_S, Reporter, Snapshot, StageActors
+from streamrl.actors.reporting import DRAIN_EVERY_S, SAMPLES_KEPT, Reporter, Snapshot, StageActors
 from streamrl.actors.wiring import ActorReport
 from streamrl.buffer.ledger import LedgerCounts
 from streamrl.buffer.shard import ShardStats
@@ -37,12 +37,13 @@ class Worker:
         self.name = name
         self.spans = SpanRecorder(name, lambda: asyncio.get_running_loop().time())
         self.drains: list[float] = []
+        self.samples: list[dict[str, str]] = []
         self.drain = self
 
     async def remote(self) -> ActorReport:
         """The reply to drain."""
         self.drains.append(asyncio.get_running_loop().time())
-        return ActorReport(self.name, self.spans.drain(), [{"by": self.name}])
+        return ActorReport(self.name, self.spans.drain(), self.samples)
 
     async def work(self, seconds: float) -> None:
         """One span."""
@@ -50,9 +51,9 @@ class Worker:
             await asyncio.sleep(seconds)
 
 
-def snapshot(version: int, ended_at: float) -> Snapshot:
+def snapshot(version: int, ended_at: float, *, uid: str = "a") -> Snapshot:
     group = Experience(
-        lease=Lease(1, "a", "train", 1, 0.0),
+        lease=Lease(1, uid, "train", 1, 0.0),
         admitted_version=version,
         info=GroupInfo((6,), 4, ((version, 4),)),
         ready_version=version,
@@ -124,7 +125,26 @@ def test_quick_steps_share_a_drain_and_keep_windows_of_their_own() -> None:
         assert [report.step for report in reports] == [1, 2, 3, 4, 5, 6]
         assert [report.row["idle/train"] for report in reports[2:]] == pytest.approx([0.5] * 4)
         assert sum(len(report.spans) for report in reports) == 5
-        assert [len(report.samples) for report in reports] == [2, 2, 0, 0, 0, 0]
+
+    run_virtual(scenario())
+
+
+def test_a_sample_is_reported_with_the_step_that_trained_its_group() -> None:
+    async def scenario() -> None:
+        run = Reported()
+        run.generator.samples = [{"uid": uid} for uid in "ab"]
+        run.reporter.note(snapshot(0, ended_at=1.0, uid="a"))
+        await asyncio.sleep(1.0)
+        run.generator.samples = [{"uid": "c"}]
+        run.reporter.note(snapshot(1, ended_at=2.0, uid="c"))
+        await asyncio.sleep(1.0)
+        run.generator.samples = []
+        run.reporter.note(snapshot(2, ended_at=3.0, uid="b"))
+        await asyncio.sleep(1.0)
+        run.generator.samples = [{"uid": "dropped"} for _ in range(SAMPLES_KEPT)]
+        run.reporter.note(snapshot(3, ended_at=4.0, uid="d"))
+        found = [[sample["uid"] for sample in r.samples] for r in await run.finish()]
+        assert found == [["a"], ["c"], ["b"], []]
 
     run_virtual(scenario())
 

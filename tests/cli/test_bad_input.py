@@ -1,11 +1,13 @@
 """What a user gets for bad input: one line with the rule, exit code 2, and nothing written."""
 
 import json
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
+from streamrl.buffer import Ledger
 from streamrl.checkpoint import CheckpointWriter
 from streamrl.cli.main import main
 from streamrl.config import dump_config, load_config
@@ -51,6 +53,19 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
         (["model.max_length=4096"], ["model.max_length=4096", "at most 128"]),
         (["rewards=[{kind: exakt}]"], ["exakt", "exact"]),
         (["rewards=[{kind: function, path: no.py, function: f}]"], ["no.py"]),
+        (["rewards={kind: exact}"], ["rewards=", "must be a list"]),
+        (["trainer.lr=.nan"], ["trainer.lr=nan", "finite"]),
+        (["trainer.betas=[0.9,nan]"], ["trainer.betas"]),
+        (["pipeline.stall_s=.inf"], ["pipeline.stall_s=inf", "finite"]),
+        (["generator.temperature=nan"], ["generator.temperature=nan", "finite"]),
+        (["generator.temperature=1e-9"], ["generator.temperature=1e-09", "at least 0.01"]),
+        (["algorithm.clip_low=2"], ["algorithm.clip_low=2", "at most 1"]),
+        (["run.seed=-1"], ["run.seed=-1", "from 0"]),
+        (["run.seed=9999999999"], ["run.seed=9999999999", "to 4294967295"]),
+        (["run.name='a\tb'"], ["run.name", "plain folder name"]),
+        (["run.name=" + "x" * 300], ["run.name", "200 bytes"]),
+        ([r'data.train="a\0b.jsonl"'], ["data.train", "zero byte"]),
+        (["placement.address=127.0.0.1:1"], ["placement.address=127.0.0.1:1", "refused"]),
         (["placement.cpus=2"], ["needs 3 CPU slots", "the cluster has 2"]),
         (["generator.replicas=100000"], ["GiB of memory", "100000 generator (generator.replicas)"]),
     ],
@@ -114,12 +129,20 @@ def test_a_row_the_reward_cannot_judge_is_named(
 
 
 def test_a_damaged_model_is_named(refused: Callable[..., str], toy: Path, tmp_path: Path) -> None:
-    import shutil
-
     broken = tmp_path / "broken"
     shutil.copytree(toy / "model", broken)
     (broken / "model.safetensors").write_bytes(b"nothing")
     assert "model.safetensors" in refused(f"model.path={broken}")
+
+
+def test_a_model_that_transformers_cannot_configure_is_named(
+    refused: Callable[..., str], toy: Path, tmp_path: Path
+) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(toy / "model", broken)
+    settings = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": "many"}))
+    assert "max_position_embeddings" in refused(f"model.path={broken}")
 
 
 def test_a_run_directory_that_exists_is_not_touched(
@@ -131,6 +154,18 @@ def test_a_run_directory_that_exists_is_not_touched(
     assert main(words) == 2
     assert "exists: --resume it, name another" in capsys.readouterr().err
     assert (tmp_path / "taken" / "precious").read_text() == "data"
+
+
+def test_overwrite_does_not_remove_what_the_new_run_reads(
+    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "old" / "checkpoints" / "step_000003" / "model"
+    shutil.copytree(toy / "model", model)
+    (tmp_path / "old" / "config.yaml").write_text("")
+    words = ["train", str(toy / "recipe.yaml"), f"run.dir={tmp_path}", "run.name=old"]
+    assert main([*words, "run.overwrite=true", f"model.path={model}"]) == 2
+    assert "lies in the run that run.overwrite=true replaces" in capsys.readouterr().err
+    assert (model / "model.safetensors").is_file()
 
 
 def test_overwrite_replaces_runs_and_nothing_else(
@@ -160,12 +195,51 @@ def test_a_resume_that_would_mean_another_run_is_refused_and_nothing_is_cut(
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(dump_config(config))
     (run_dir / "metrics.jsonl").write_text('{"step": 9}\n')
-    state = {"version": 1, "ledger": {}, "prompts": prepare(config).prompts.state_dict()}
-    CheckpointWriter(run_dir, 1).commit(state, keep=1)
+    save_checkpoint(run_dir, prepare(config).prompts.state_dict())
     before = (run_dir / "config.yaml").read_text()
     assert main(["train", "--resume", str(run_dir), override]) == 2
     assert part in capsys.readouterr().err
     assert (run_dir / "config.yaml").read_text() == before
+    assert (run_dir / "metrics.jsonl").read_text() == '{"step": 9}\n'
+
+
+def save_checkpoint(run_dir: Path, prompts: object, state: Mapping[str, object] = {}) -> Path:
+    writer = CheckpointWriter(run_dir, 1)
+    for folder in (writer.model_dir, writer.trainer_dir):
+        folder.mkdir()
+        (folder / "file").write_text("state")
+    ledger = Ledger().state_dict()
+    whole = {"version": 1, "ledger": ledger, "prompts": prompts, **state}
+    return writer.commit(whole, keep=1)
+
+
+@pytest.mark.parametrize(
+    ("state", "part"),
+    [
+        ({"version": "x"}, "version 'x': no integer"),
+        ({"prompts": {}}, "state.json: KeyError"),
+        ({"ledger": {"in_flight": 3}}, "state.json: "),
+        ({}, "trainer/ is missing or empty"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_and_nothing_is_cut(
+    toy: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    state: dict[str, object],
+    part: str,
+) -> None:
+    run_dir, config = tmp_path / "run", load_config(toy / "recipe.yaml")
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(dump_config(config))
+    (run_dir / "metrics.jsonl").write_text('{"step": 9}\n')
+    saved = save_checkpoint(run_dir, prepare(config).prompts.state_dict(), state)
+    if not state:
+        (saved / "trainer" / "file").unlink()
+    assert main(["train", "--resume", str(run_dir), "run.steps=5"]) == 2
+    error = capsys.readouterr().err.strip()
+    assert part in error and "\n" not in error
+    assert (run_dir / "config.yaml").read_text() == dump_config(config)
     assert (run_dir / "metrics.jsonl").read_text() == '{"step": 9}\n'
 
 

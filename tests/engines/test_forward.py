@@ -1,15 +1,18 @@
 """Log-probabilities of a batch against a plain forward pass of each row."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from streamrl.engines import forward
 from streamrl.engines.batching import build_batch
 from streamrl.engines.forward import load_model, resolve_dtype, token_logprobs
+from streamrl.errors import ConfigError
 from streamrl.messages import group_rollouts
 from tests.engines.tiny_groups import made_up_groups
 from tests.engines.tiny_qwen import forward_logprobs, save, tiny_model
@@ -118,6 +121,17 @@ def test_a_loaded_model_has_no_dropout(tmp_path):
     first, second = (token_logprobs(model, token_ids, mask, temperature=1.0) for _ in range(2))
     assert model.training
     assert torch.equal(first.logprobs, second.logprobs)
+
+
+def test_a_model_that_lacks_parameters_is_refused_not_filled_up(model, tmp_path):
+    path = Path(save(model, tmp_path))
+    tensors = load_file(path / "model.safetensors")
+    lost = next(name for name in tensors if "mlp" in name)
+    for change in ({}, {lost: torch.zeros(3, 3)}):
+        kept = {name: tensor for name, tensor in tensors.items() if name != lost}
+        save_file(kept | change, path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ConfigError, match=r"model\.path=.*(lacks 1 parameters|mismatch)"):
+            load_model(str(path), dtype=torch.float32)
 
 
 def test_a_loaded_model_is_the_saved_one(model, tmp_path):
