@@ -11,6 +11,7 @@ from transformers import (
     Qwen2Config,
     Qwen2ForCausalLM,
 )
+from transformers.utils.logging import disable_progress_bar
 
 MAX_TOKENS = 256
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
@@ -77,5 +78,6 @@ def make_untrained(tokenizer: PreTrainedTokenizerFast, *, seed: int) -> Qwen2For
 
 def save(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
     """Write config, weights, generation config and tokenizer."""
+    disable_progress_bar()
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -3,8 +3,10 @@
 import argparse
 import asyncio
 import json
+import logging
 import os
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -133,6 +135,9 @@ async def _engine(subject: Subject, seed: int, max_length: int) -> GenerationEng
     import torch
 
     threads = os.cpu_count() or 1
+    # What vLLM and PyTorch say to each other while they are imported is no news to the user.
+    warnings.simplefilter("ignore", FutureWarning)
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     # vLLM reads these when it is imported, which the engine does when it starts.
     os.environ.update(
         generation_env("cuda" if torch.cuda.is_available() else "cpu", threads=threads)

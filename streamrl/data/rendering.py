@@ -10,12 +10,18 @@ from streamrl.errors import ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
+"""Files of which a tokenizer has at least one."""
+
 
 def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
     """The tokenizer of a model directory. Raises ConfigError naming the path if there is none."""
     from transformers import AutoTokenizer
 
     _check_model_directory(model_path)
+    # Without a file to read, transformers makes up a tokenizer that knows no token.
+    if not any(path for name in VOCABULARIES for path in Path(model_path).glob(name)):
+        raise ConfigError(f"{model_path}: holds no tokenizer (tokenizer.json or the like)")
     try:
         return AutoTokenizer.from_pretrained(model_path, local_files_only=True)
     # The tokenizers library raises bare Exception for a damaged tokenizer.json.

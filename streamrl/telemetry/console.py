@@ -91,12 +91,15 @@ class RunConsole:
         self._events.clear()
 
     def close(self, summary: Fields) -> None:
-        """End the display and print the summary of the run, if it got as far as a step."""
+        """End the display and print the summary; of a run without a step, what it left behind."""
         self._print_left_out()
         if self.progress.latest:
             wall_s = self.clock() - self.started_at
             self.console.print()
             self.console.print(summary_table(self.progress, wall_s, summary))
+        elif summary.get("checkpoint"):
+            for name in ("outcome", "written"):
+                self.line(name, str(summary[name]))
 
     def line(self, label: str, text: str, *, style: str = "") -> None:
         """Print one thing that happened; long text continues below its beginning."""

@@ -71,6 +71,7 @@ def test_a_path_that_is_no_model_directory_is_refused_by_name(load, tmp_path):
         ({"config.json": "{"}, load_vocab_size),
         ({"config.json": "{}"}, load_vocab_size),
         ({"config.json": '{"model_type": "llama"}'}, load_tokenizer),
+        ({"config.json": '{"model_type": "qwen2"}'}, load_tokenizer),
         ({"config.json": '{"model_type": "llama"}', "tokenizer.json": "{}"}, load_tokenizer),
         ({"config.json": '{"model_type": "llama"}', "tokenizer.json": "{"}, load_tokenizer),
     ],

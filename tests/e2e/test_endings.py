@@ -159,3 +159,17 @@ def test_ctrl_c_during_start_up_ends_cleanly(toy: Path) -> None:
     assert run.orphans() == []
     assert "Traceback" not in run.output
     assert not run_dir.exists(), "there is nothing to resume"
+
+
+def test_sigterm_during_start_up_gives_back_the_run_that_was_to_be_replaced(toy: Path) -> None:
+    earlier = toy / "runs" / "earlier"
+    earlier.mkdir(parents=True)
+    (earlier / "config.yaml").write_text("old")
+    run, _ = launch(toy, "earlier", "run.overwrite=true")
+    run.until(lambda: "starting" in run.output)
+    run.process.terminate()
+    assert run.wait(timeout_s=15.0) == 130, run.output
+    assert run.orphans() == []
+    assert run.output.splitlines()[-1] == "streamrl: interrupted"
+    assert (earlier / "config.yaml").read_text() == "old"
+    assert not list(earlier.parent.glob(".*")), "nothing is left beside it"

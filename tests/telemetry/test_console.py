@@ -151,6 +151,13 @@ def test_a_run_without_a_step_has_no_summary(plain):
     assert not any("steps" in line and "of" in line for line in lines(plain.console))
 
 
+def test_a_run_that_was_saved_before_its_first_step_says_where(plain):
+    plain.start({})
+    plain.close({"outcome": "interrupted", "checkpoint": "c", "written": "runs/demo"})
+    printed = [" ".join(line.split()) for line in lines(plain.console)]
+    assert printed[-2:] == ["outcome interrupted", "written runs/demo"]
+
+
 def test_a_resumed_console_goes_on_from_the_earlier_rewards(tmp_path):
     console = PlainConsole(facts(tmp_path, resume_step=2), pipe(120), clock=Clock())
     console.resume([(1, full_row(1)), (2, full_row(2))])
