@@ -14,6 +14,7 @@ the same ones in one process on a virtual clock.
 """
 
 import asyncio
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -315,8 +316,9 @@ async def collect(stage: Stage, control: Control, *, stall_s: float) -> bool:
         return not control.stopping.is_set()
     deadline = asyncio.get_running_loop().time() + stall_s
     while not control.stopping.is_set():
+        # All there are: the assembler keeps those that must wait for a later step.
         found = await stage.queue.take(
-            stage.name, max_groups=control.admission.groups_per_step, columns=(), wait_s=WAIT_S
+            stage.name, max_groups=sys.maxsize, columns=(), wait_s=WAIT_S
         )
         ready = [experience for experience in found if experience.dropped is None]
         control.assembler.offer(ready)
