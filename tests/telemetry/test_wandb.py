@@ -202,6 +202,9 @@ def test_a_run_outlives_a_service_that_dies(tmp_path, caplog):
         sink.step(step, {"reward/mean": 0.5})
         time.sleep(0.01)  # It takes wandb a moment to notice.
     assert caplog.text.count("metrics now go to metrics.jsonl only") == 1
+    assert not any(
+        record.exc_info for record in caplog.records if record.name.startswith("streamrl")
+    )
     sink.close({})
 
 

@@ -1,0 +1,20 @@
+"""What Ray raises, as the errors of streamrl."""
+
+import pytest
+from ray.exceptions import RayTaskError
+
+from streamrl.actors.calls import translate
+from streamrl.errors import ActorError, ConfigError, RewardError
+
+
+@pytest.mark.parametrize("error", [ConfigError("model.path=x: no"), RewardError("no verdict")])
+def test_an_actors_own_error_arrives_as_itself(error: Exception) -> None:
+    nested = ExceptionGroup("tasks", [error])
+    for cause in (error, nested):
+        assert translate(RayTaskError("start", "", cause), "trainer-0.start") is error
+
+
+def test_any_other_error_names_the_call() -> None:
+    found = translate(RayTaskError("put", "", KeyError("lengths")), "shard-0.put")
+    assert isinstance(found, ActorError)
+    assert str(found).startswith("shard-0.put: KeyError: 'lengths'")
