@@ -72,7 +72,14 @@ def model_length(path: str, *, limit: int | None) -> int:
     try:
         settings = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
         tokens = int(settings.max_position_embeddings)
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        StrictDataclassError,
+    ) as error:
         raise ConfigError(f"model.path={path}: {' '.join(str(error).split())}") from None
     if limit is not None and limit > tokens:
         raise ConfigError(f"model.max_length={limit}: the model takes at most {tokens} tokens")

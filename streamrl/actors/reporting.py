@@ -40,8 +40,6 @@ class Snapshot:
 
 DRAIN_EVERY_S = 0.2
 """Actors are asked what they did at most this often, s; quicker steps are reported together."""
-
-
 SAMPLES_KEPT = 200
 """Most scored texts that wait for their groups to be trained."""
 

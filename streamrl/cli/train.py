@@ -207,9 +207,9 @@ def _run_directory(config: RunConfig, checkpoint: Checkpoint | None) -> Iterator
             shutil.rmtree(folder)
             if replaced.exists():
                 replaced.rename(folder)
-        raise
-    finally:
         shutil.rmtree(replaced, ignore_errors=True)
+        raise
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _write_run_dir(
