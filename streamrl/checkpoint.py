@@ -2,7 +2,9 @@
 
 <run>/checkpoints/step_000020/model/       Hugging Face directory
                               trainer/     optimizer, scheduler and RNG of every rank
-                              state.json   version, ledger, data position
+                              queue/       the groups in flight, a folder per shard
+                              state.json   version, ledger, data position, cuts of the journals
+<run>/journal/                             a folder per shard, and the books: what came since
 """
 
 import json
@@ -13,10 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from streamrl.buffer.keeper import forget_from
+from streamrl.buffer.recovery import Base
 from streamrl.durable import move_whole
 from streamrl.errors import CheckpointError, ConfigError
 
-FORMAT = 1
+FORMAT = 2
+BOOKS = "books"
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -73,6 +78,7 @@ class CheckpointWriter:
         self._partial = self._final.with_name(f".{self._final.name}.partial")
         self.model_dir = self._partial / "model"
         self.trainer_dir = self._partial / "trainer"
+        self.queue_dir = self._partial / "queue"
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)
 
@@ -100,42 +106,81 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(complete, key=lambda path: int(path.name.removeprefix("step_")))
 
 
-def find_checkpoint(path: Path) -> Checkpoint:
-    """The checkpoint at `path`, or the newest of the run directory `path`.
-
-    Raises ConfigError if there is none.
-    """
-    if not path.is_dir():
-        raise ConfigError(f"--resume {path}: no such directory")
-    folder = path.resolve()
-    if not (path / "state.json").is_file():
-        complete = list_checkpoints(folder / "checkpoints")
-        if not complete:
-            raise ConfigError(
-                f"--resume {path}: not a checkpoint, nor a run directory that holds one"
-            )
-        folder = complete[-1]
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """The checkpoint in a directory. Raises ConfigError for one that cannot be used."""
     try:
         state = json.loads((folder / "state.json").read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"--resume {folder}/state.json: {error}") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ConfigError(f"--resume {folder}/state.json: not a checkpoint of format {FORMAT}")
-    if not {"version", "ledger", "prompts"} <= state.keys():
-        raise ConfigError(f"--resume {folder}/state.json: lacks version, ledger or prompts")
+    if not {"version", "ledger", "prompts", "cuts"} <= state.keys():
+        raise ConfigError(f"--resume {folder}/state.json: lacks version, ledger, prompts or cuts")
     if not isinstance(state["version"], int):
         raise ConfigError(f"--resume {folder}/state.json: version {state['version']!r}: no integer")
     return Checkpoint(folder, state)
 
 
-def discard_later(checkpoint: Checkpoint) -> None:
-    """Remove the run's checkpoints behind this one: the run goes on from here another way."""
-    folder = checkpoint.path.parent
-    for path in list_checkpoints(folder):
-        if int(path.name.removeprefix("step_")) > checkpoint.version:
-            shutil.rmtree(path)
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a run goes on: at a checkpoint, or at its very start if it died before its first.
+
+    `keeps_journal` says whether what came after the checkpoint is part of it; not so for a
+    checkpoint that is named itself, if there are newer ones.
+    """
+
+    run_dir: Path
+    checkpoint: Checkpoint | None
+    keeps_journal: bool = True
+
+    @property
+    def version(self) -> int:
+        """The policy_version it goes on from."""
+        return self.checkpoint.version if self.checkpoint else 0
+
+    def discard_later(self) -> None:
+        """Remove what lies behind this point: the run goes on from here another way."""
+        if self.checkpoint is None or self.keeps_journal:
+            return
+        # The journals first: cut off in between, the newer checkpoints still stand for themselves.
+        for name, cut in self.checkpoint.state["cuts"].items():
+            forget_from(journal_dir(self.run_dir, name), cut)
+        for path in reversed(list_checkpoints(self.checkpoint.path.parent)):
+            if int(path.name.removeprefix("step_")) > self.version:
+                shutil.rmtree(path)
 
 
-def run_dir_of(checkpoint: Checkpoint) -> Path:
-    """The run directory a checkpoint lies in."""
-    return checkpoint.path.parent.parent
+def find_resume_point(path: Path) -> ResumePoint:
+    """Where to go on: the newest checkpoint of a run directory, its start, or the one named.
+
+    Raises ConfigError if there is nothing to go on from.
+    """
+    if not path.is_dir():
+        raise ConfigError(f"--resume {path}: no such directory")
+    folder = path.resolve()
+    if (folder / "state.json").is_file():
+        run_dir = folder.parent.parent
+        newest = list_checkpoints(folder.parent)[-1:] == [folder]
+        return ResumePoint(run_dir, read_checkpoint(folder), keeps_journal=newest)
+    complete = list_checkpoints(folder / "checkpoints")
+    if complete:
+        return ResumePoint(folder, read_checkpoint(complete[-1]))
+    if not (folder / "config.yaml").is_file() or not journal_dir(folder, BOOKS).is_dir():
+        raise ConfigError(
+            f"--resume {path}: not a checkpoint, nor a run directory that holds one or a journal"
+        )
+    return ResumePoint(folder, None)
+
+
+def journal_dir(run_dir: Path, owner: str) -> Path:
+    """Where a shard (shard-<i>) or the coordinator (books) keeps its journal."""
+    return run_dir / "journal" / owner
+
+
+def find_base(run_dir: Path, shard: str) -> Base:
+    """The snapshot of a shard in the newest complete checkpoint, and the cut it was made at."""
+    complete = list_checkpoints(run_dir / "checkpoints")
+    if not complete:
+        return Base()
+    cut = read_checkpoint(complete[-1]).state["cuts"][shard]
+    return Base(complete[-1] / "queue" / shard, cut)

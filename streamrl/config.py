@@ -14,16 +14,17 @@ from yaml import YAMLError
 
 from streamrl.algorithms.table import AlgorithmConfig
 from streamrl.buffer.admission import check_capacity
-from streamrl.buffer.shard import QueueConfig
+from streamrl.buffer.config import QueueConfig
 from streamrl.checkpoint import CheckpointConfig
+from streamrl.control import PipelineConfig
 from streamrl.data import DataConfig
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.evaluation import MAX_SEED, EvaluationConfig
-from streamrl.pipeline import PipelineConfig
 from streamrl.placement import PlacementConfig
 from streamrl.rewards import RewardConfig, ScorerConfig
+from streamrl.rewards.filtering import FilterConfig
 from streamrl.telemetry import TelemetryConfig
 from streamrl.weights import WeightsConfig
 
@@ -39,6 +40,8 @@ class RunSettings:
     seed: of the prompts' order and of every rollout.
     steps: optimizer steps in all, those before a resume included.
     overwrite: replace a run directory of that name that exists.
+    max_restarts: times a generator or a scorer that died is started again, each.
+    debug: check the ledger uid by uid at every change, not only its sums at every step.
     """
 
     name: str = "run"
@@ -46,10 +49,14 @@ class RunSettings:
     seed: int = 0
     steps: int = 100
     overwrite: bool = False
+    max_restarts: int = 3
+    debug: bool = False
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ConfigError(f"run.steps={self.steps}: must be at least 1")
+        if self.max_restarts < 0:
+            raise ConfigError(f"run.max_restarts={self.max_restarts}: must be 0 or more")
         if not 0 <= self.seed <= MAX_SEED:
             raise ConfigError(f"run.seed={self.seed}: must be from 0 to {MAX_SEED}")
         is_plain = self.name not in ("", ".", "..") and "/" not in self.name
@@ -87,6 +94,7 @@ class RunConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     rewards: list[RewardConfig] = field(default_factory=list)
+    filter: FilterConfig = field(default_factory=FilterConfig)
     scorer: ScorerConfig = field(default_factory=ScorerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     queue: QueueConfig = field(default_factory=QueueConfig)
@@ -105,7 +113,7 @@ class RunConfig:
             raise ConfigError("rewards: empty; a run needs at least one, e.g. [{kind: exact}]")
         check_capacity(
             self.capacity_groups,
-            max_staleness=self.pipeline.max_staleness,
+            depth=self.pipeline.lead,
             groups_per_step=self.pipeline.groups_per_step,
         )
 
@@ -116,8 +124,8 @@ class RunConfig:
 
     @property
     def capacity_groups(self) -> int:
-        """Groups the queue may hold; by default what the staleness bound keeps in flight."""
-        needed = (self.pipeline.max_staleness + 1) * self.pipeline.groups_per_step
+        """Groups the queue may hold; by default what the depth keeps in flight."""
+        needed = (self.pipeline.lead + 1) * self.pipeline.groups_per_step
         return needed if self.queue.capacity_groups is None else self.queue.capacity_groups
 
 
@@ -178,6 +186,8 @@ def _make_paths_absolute(config: RunConfig) -> None:
     for reward in config.rewards:
         if reward.path:
             reward.path = str(Path(reward.path).absolute())
+    if config.filter.path:
+        config.filter.path = str(Path(config.filter.path).absolute())
 
 
 def dump_config(config: RunConfig) -> str:

@@ -46,9 +46,21 @@ class RewardError(StreamError):
     cause = "reward_error"
 
 
+class FilterError(StreamError):
+    """A step filtered so many groups that the data set seems to yield nothing."""
+
+
 class CheckpointError(StreamError):
     """A checkpoint could not be written or read."""
 
 
+class JournalError(StreamError):
+    """A journal cannot be written or read; the message names the file."""
+
+
 class ActorError(StreamError):
-    """An actor of the run died; the message names the actor and what it was doing."""
+    """An actor of the run failed; the message names the actor and what it was doing."""
+
+
+class ActorLostError(ActorError):
+    """The process of an actor died."""

@@ -182,17 +182,6 @@ def group_rollouts(columns: Columns) -> list[Rollout]:
     ]
 
 
-def check_columns(columns: Columns, *, num_tokens: int, num_rollouts: int) -> None:
-    """Raise ValueError if a column's type or size is not what its spec says."""
-    for name, column in columns.items():
-        spec = column_spec(name)
-        size = num_tokens if spec.per is Per.TOKEN else num_rollouts
-        if column.dtype != np.dtype(spec.dtype) or column.shape != (size,):
-            raise ValueError(
-                f"column {name}: {column.dtype}{list(column.shape)}, wanted {spec.dtype}[{size}]"
-            )
-
-
 @dataclass(frozen=True)
 class GroupInfo:
     """What the coordinator knows of a group: sizes and versions, never tokens.
@@ -226,10 +215,40 @@ class GroupInfo:
             version_tokens=tuple(zip(versions.tolist(), counts.tolist(), strict=True)),
         )
 
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> "GroupInfo":
+        """Inverse of dataclasses.asdict, after a trip through JSON."""
+        return cls(
+            lengths=tuple(facts["lengths"]),
+            num_loss_tokens=facts["num_loss_tokens"],
+            version_tokens=tuple((version, count) for version, count in facts["version_tokens"]),
+        )
+
+
+def column_sizes(columns: Columns) -> dict[str, tuple[str, int]]:
+    """Dtype and entries of each column. Raises ValueError for one that is not flat."""
+    for name, column in columns.items():
+        if column.ndim != 1:
+            raise ValueError(f"column {name}: shape {list(column.shape)}, wanted one dimension")
+    return {name: (column.dtype.name, column.size) for name, column in columns.items()}
+
+
+def check_sizes(sizes: Mapping[str, tuple[str, int]], info: GroupInfo) -> None:
+    """Raise ValueError if a column's type or size is not what its spec says for the group."""
+    for name, (dtype, entries) in sizes.items():
+        spec = column_spec(name)
+        wanted = info.num_tokens if spec.per is Per.TOKEN else len(info.lengths)
+        if (dtype, entries) != (spec.dtype, wanted):
+            raise ValueError(f"column {name}: {dtype}[{entries}], wanted {spec.dtype}[{wanted}]")
+
 
 @dataclass(frozen=True)
 class Lease:
-    """The right of a stage's `holder` to work on one group. Times are of the shard's clock, s."""
+    """The right of a stage's `holder` to work on one group. Times are of the shard's clock, s.
+
+    `token` tells it from every other lease of the shard, those before a restart included. It may
+    be renewed: `expires_at` is when it would end if it were not.
+    """
 
     token: int
     uid: str
@@ -240,15 +259,30 @@ class Lease:
     taken_at: float = 0.0
 
 
+@dataclass(frozen=True)
+class Filtered:
+    """What a stage gives instead of columns for a group that is not worth training."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Why a group ends untrained. `cause` is the name it is counted under, `reason` says it."""
+
+    cause: str
+    reason: str = ""
+    filtered: bool = False
+
+
 @dataclass(frozen=True, eq=False)
 class Experience:
     """A leased group as a stage sees it: its prompt and the columns it asked for.
 
     `admitted_version` is the version at admission: no token of the group may be sampled by an
     older one. `info` is there once the group is generated. `ready_version` is the version being
-    trained when the group became ready for its step. `dropped` names the cause if the group ended
-    without reaching the trainer, `reason` says it in words; such a group is only handed to the
-    coordinator.
+    trained when the group became ready for its step. `ended` is set if the group ended without
+    reaching the trainer; such a group is only handed to the coordinator.
     """
 
     lease: Lease
@@ -257,8 +291,7 @@ class Experience:
     columns: Columns = field(default_factory=dict)
     info: GroupInfo | None = None
     ready_version: int | None = None
-    dropped: str | None = None
-    reason: str = ""
+    ended: Ended | None = None
 
     @property
     def uid(self) -> str:

@@ -7,16 +7,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from streamrl.algorithms.table import columns_needed
+from streamrl.buffer.admission import check_bytes
 from streamrl.config import RunConfig
 from streamrl.data import LoadedPrompts, PromptStream, load_prompts, load_tokenizer, load_vocab_size
 from streamrl.dataflow import Dataflow, Kind, dataflow_for
 from streamrl.errors import ConfigError
-from streamrl.messages import Prompt
+from streamrl.messages import COMPONENT_SPEC, Per, Prompt, column_spec
 from streamrl.placement import Demand
 from streamrl.rewards import build_rewards
+from streamrl.rewards.filtering import build_filter
 
 GIB = 1 << 30
+BLOB_BYTES = 2048
+"""What names and types of a stage's columns take beside the columns themselves, at most."""
 PROCESS_GIB = 0.4
 """What an actor takes once its libraries are loaded, before any model, GiB."""
 
@@ -40,6 +46,7 @@ class Prepared:
 def prepare(config: RunConfig) -> Prepared:
     """Load and check what the run reads. Raises ConfigError in one line; writes nothing."""
     rewards = build_rewards(config.rewards, timeout_s=config.scorer.timeout_s)
+    build_filter(config.filter)
     model_tokens = model_length(config.model.path, limit=config.model.max_length)
     limit = config.data.prompt_limit(
         model_tokens=model_tokens, max_new_tokens=config.generator.max_new_tokens
@@ -128,6 +135,33 @@ def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]
             )
         )
     return found
+
+
+def largest_group_bytes(config: RunConfig, prepared: Prepared) -> int:
+    """Most bytes the columns of one group can take in the queue."""
+    rollouts, tokens = config.algorithm.group_size, prepared.max_length
+    produced = [name for call in prepared.dataflow.calls for name in call.produces]
+    specs = [column_spec(name) for name in produced] + [COMPONENT_SPEC] * len(prepared.components)
+    sizes = [
+        np.dtype(spec.dtype).itemsize * (tokens if spec.per is Per.TOKEN else 1) for spec in specs
+    ]
+    return rollouts * sum(sizes) + BLOB_BYTES * len(prepared.dataflow.calls)
+
+
+def shard_bytes(config: RunConfig, prepared: Prepared, *, store_bytes: float) -> int:
+    """What one shard may hold of the cluster's object stores.
+
+    Raises ConfigError if a step could need more.
+    """
+    share = int(config.queue.store_share * store_bytes / config.queue.shards)
+    check_bytes(
+        share,
+        group_bytes=largest_group_bytes(config, prepared),
+        groups_per_step=config.pipeline.groups_per_step,
+        place=f"queue.store_share={config.queue.store_share} of an object store of"
+        f" {store_bytes / 2**20:.0f} MB over queue.shards={config.queue.shards}",
+    )
+    return share
 
 
 def _load(config: RunConfig, path: str, limit: int) -> LoadedPrompts:

@@ -5,7 +5,8 @@ Times are virtual seconds (tests/virtual_clock.py). What each fake did is kept t
 
 import asyncio
 import random
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,44 +14,46 @@ import numpy as np
 
 from streamrl.buffer import (
     Admission,
+    Books,
+    Bounds,
     ExperienceQueue,
     Ledger,
     Ports,
     QueueConfig,
-    Shard,
     StepAssembler,
 )
-from streamrl.buffer.shard import ShardStats
+from streamrl.buffer.books import recover_books
+from streamrl.buffer.leases import Overdue
+from streamrl.control import Control, PipelineConfig
 from streamrl.dataflow import Dataflow, Kind, dataflow_for
 from streamrl.engines.packing import Round
-from streamrl.errors import RewardError, StreamError
+from streamrl.errors import RewardError
+from streamrl.faces import Stage, StepOutcome, StepTotals, Update
 from streamrl.lease import Arbiter, FreeLease, SharedLease
 from streamrl.messages import (
     ROLLOUT_COLUMNS,
-    Columns,
+    Ended,
     Experience,
+    Filtered,
     FinishReason,
-    Lease,
     Prompt,
     Rollout,
     make_uid,
+    parse_uid,
 )
 from streamrl.pipeline import (
-    Control,
-    PipelineConfig,
-    Stage,
-    StepOutcome,
-    StepTotals,
-    Update,
     admit,
     follow_weights,
     generate,
     score,
     train,
+    watch_stalls,
 )
+from streamrl.serving import Result
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import HeldVersion, WeightManifest
 from streamrl.weights.registry import Held, WeightRegistry
+from tests.fake_shards import LocalShard, MemoryLog
 
 STREAM_COLUMNS = (*ROLLOUT_COLUMNS, "scores")
 
@@ -64,6 +67,11 @@ class Plan:
     groups_per_step: int = 4
     group_size: int = 2
     max_staleness: int = 1
+    depth: int | None = None
+    on_stale: str = "wait"
+    on_stall: str = "abort"
+    readmits: bool = False
+    hedge_s: float | None = None
     shards: int = 2
     generators: int = 2
     scorers: int = 1
@@ -74,6 +82,9 @@ class Plan:
     train_s: float = 0.3
     pull_s: float = 0.1
     fail_rate: float = 0.0
+    filter_rate: float = 0.0
+    max_filtered: float = float("inf")
+    duplicate_rate: float = 0.0
     reference: bool = False
     one_at_a_time: bool = False
     stall_s: float = 100.0
@@ -81,69 +92,43 @@ class Plan:
     max_attempts: int = 3
 
 
-class LocalShard:
-    """ShardFace over a Shard in the same process, with a little delay on every call."""
-
-    def __init__(self, shard: Shard) -> None:
-        self.shard = shard
-
-    async def admit(self, entries: Sequence[tuple[Prompt, int]], *, wait_s: float) -> None:
-        await asyncio.sleep(0.001)
-        await self.shard.admit(entries, wait_s=wait_s)
-
-    async def take(
-        self, stage: str, *, max_groups: int, columns: Sequence[str], wait_s: float, holder: str
-    ) -> list[Experience]:
-        await asyncio.sleep(0.001)
-        return await self.shard.take(
-            stage, max_groups=max_groups, columns=columns, wait_s=wait_s, holder=holder
-        )
-
-    async def put(self, entries: Sequence[tuple[Lease, Columns]]) -> list[str]:
-        await asyncio.sleep(0.001)
-        return self.shard.put(entries)
-
-    async def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None:
-        self.shard.fail(entries)
-
-    async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Columns]:
-        return [dict(c) for c in self.shard.read(uids, columns)]
-
-    async def settle(self, leases: Sequence[Lease]) -> None:
-        self.shard.settle(leases)
-
-    async def end_step(self, leases: Sequence[Lease], version: int) -> ShardStats:
-        return self.shard.end_step(leases, version)
-
-    async def whereabouts(self, uids: Sequence[str]) -> dict[str, str]:
-        return self.shard.whereabouts(uids)
-
-
 class FakePrompts:
     """Endless prompts of three tokens."""
 
-    def __init__(self) -> None:
-        self.drawn = 0
+    def __init__(self, drawn: int = 0) -> None:
+        self.drawn = drawn
+
+    def retry(self, uid: str) -> Prompt:
+        epoch, index, attempt = parse_uid(uid)
+        return self.prompt_of(make_uid(epoch, index, attempt + 1))
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"drawn": self.drawn}
 
     def draw(self, count: int) -> list[Prompt]:
         prompts = [self.prompt(self.drawn + i) for i in range(count)]
         self.drawn += count
         return prompts
 
+    def prompt(self, index: int) -> Prompt:
+        return self.prompt_of(make_uid(0, index))
+
     @staticmethod
-    def prompt(index: int) -> Prompt:
-        return Prompt(make_uid(0, index), np.array([1, 2, 3], np.int32))
+    def prompt_of(uid: str) -> Prompt:
+        return Prompt(uid, np.array([1, 2, 3], np.int32))
 
 
 class FakeGenerator:
     """Rollouts whose tokens are sampled over time, each under the version held just then."""
 
-    def __init__(self, plan: Plan, rng: random.Random) -> None:
+    def __init__(self, plan: Plan, rng: random.Random, generated: Counter[str]) -> None:
         self.version = -1
         self._plan = plan
         self._rng = rng
+        self._generated = generated
 
     async def rollouts(self, prompt: Prompt) -> list[Rollout]:
+        self._generated[prompt.uid] += 1
         rng = random.Random(f"{self._plan.seed}/{prompt.uid}")
         count = rng.randint(1, 8)
         tokens: list[int] = []
@@ -175,36 +160,50 @@ class FakeScorer:
         self._rng = rng
         self._stage = stage
 
-    async def score(self, experiences: Sequence[Experience]) -> list[Columns | StreamError]:
+    async def score(self, experiences: Sequence[Experience]) -> Sequence[Result]:
         await asyncio.sleep(self._rng.uniform(*self._plan.score_s))
         return [self._one(experience) for experience in experiences]
 
-    def _one(self, experience: Experience) -> Columns | StreamError:
+    def _one(self, experience: Experience) -> Result:
         if self._stage == "reference":
             return {"ref_logprobs": np.zeros(len(experience.columns["token_ids"]), np.float32)}
         if self._rng.random() < self._plan.fail_rate:
             return RewardError("the verifier is down")
+        if self._rng.random() < self._plan.filter_rate:
+            return Filtered("all rewards are equal")
         return {"scores": np.zeros(len(experience.columns["lengths"]), np.float32)}
 
 
 @dataclass
 class FakeTrainer:
-    """Counts what it is given; the truth the properties are checked against."""
+    """Weights that are a digest of all that was trained: the truth properties are checked against.
+
+    `digests` has the weights of each version, `trained` the rollouts of each step.
+    """
 
     plan: Plan
     world_size: int = 1
-    trained: list[tuple[str, int]] = field(default_factory=list)
-    rounds_before_update: int = 0
+    version: int = 0
+    weights: int = 0
+    trained: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
+    digests: dict[int, int] = field(default_factory=dict)
+    gradient: list[Round] = field(default_factory=list)
 
     async def train_round(self, work: Round) -> Mapping[str, float]:
         assert len(work) == self.world_size
         await asyncio.sleep(self.plan.train_s)
+        self.gradient.append(work)
         picks = [pick for micro_batch in work for pick in micro_batch]
-        self.trained += picks
         return {"rollouts": len(picks), "length_max": 1.0}
 
     async def update(self, totals: StepTotals, version: int) -> Update:
         await asyncio.sleep(self.plan.train_s)
+        assert version == self.version + 1
+        works, self.gradient = self.gradient, []
+        self.trained[self.version] = [p for work in works for picks in work for p in picks]
+        self.weights = hash((self.weights, tuple(works)))
+        self.version = version
+        self.digests[version] = self.weights
         return Update({}, WeightManifest(version, (), ()))
 
 
@@ -223,105 +222,241 @@ class LocalChannel:
 
 
 @dataclass
+class Disk:
+    """What survives every process: the logs, and the newest checkpoint."""
+
+    books: MemoryLog
+    shards: list[MemoryLog]
+    generated: Counter[str] = field(default_factory=Counter)
+    state: dict[str, Any] | None = None
+    books_cut: int = 0
+
+    @classmethod
+    def empty(cls, plan: Plan) -> "Disk":
+        return cls(MemoryLog(), [MemoryLog() for _ in range(plan.shards)])
+
+
+@dataclass
 class Stream:
     """A stream that has run: its books, what was trained, when."""
 
     plan: Plan
+    disk: Disk
     control: Control
     queue: ExperienceQueue
+    shards: list[LocalShard]
     trainer: FakeTrainer
     dataflow: Dataflow
+    rng: random.Random
     outcomes: list[StepOutcome] = field(default_factory=list)
     step_ends: list[float] = field(default_factory=list)
     recorders: dict[str, SpanRecorder] = field(default_factory=dict)
+    ended: list[tuple[str, Ended]] = field(default_factory=list)
+    stalls: list[Overdue] = field(default_factory=list)
+    loops: dict[str, list["asyncio.Task[None]"]] = field(default_factory=dict)
+    start_generator: Callable[[int], None] = lambda index: None
 
     @property
     def ledger(self) -> Ledger:
         return self.control.admission.ledger
 
+    def checkpoint(self) -> None:
+        """Between two steps, as Durability does it."""
+        self.disk.state = {
+            "ledger": self.ledger.state_dict(),
+            "drawn": self.control.prompts.state_dict()["drawn"],
+            "trainer": (self.trainer.version, self.trainer.weights),
+        }
+        self.disk.books_cut = len(self.disk.books.records)
 
-def build_stream(plan: Plan) -> Stream:
-    """Shards, books and trainer of a plan; needs a running loop."""
+
+def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first") -> Stream:
+    """Shards, books and trainer of a plan as the disk has them; needs a running loop."""
+    disk = disk or Disk.empty(plan)
+    disk.books = disk.books.crash()
     columns = (*STREAM_COLUMNS, "ref_logprobs") if plan.reference else STREAM_COLUMNS
     dataflow = dataflow_for(columns)
     ports = {call.stage: Ports(call.needs, call.produces) for call in dataflow.calls}
-    config = QueueConfig(shards=plan.shards, lease_s=plan.lease_s, max_attempts=plan.max_attempts)
-    capacity = (plan.max_staleness + 1) * plan.groups_per_step
-    shards = [Shard(ports, config, capacity_groups=capacity) for _ in range(plan.shards)]
+    config = QueueConfig(
+        shards=plan.shards,
+        lease_s=plan.lease_s,
+        max_attempts=plan.max_attempts,
+        hedge_s=plan.hedge_s,
+    )
+    lead = plan.max_staleness if plan.depth is None else plan.depth
+    capacity = (lead + 1) * plan.groups_per_step
+    rng = random.Random(f"{plan.seed}/{session}")
+    disk.shards = [log.crash() for log in disk.shards]
+    shards = [
+        LocalShard(
+            ports,
+            config,
+            Bounds(capacity),
+            log=log,
+            session=session,
+            repeats=lambda: rng.random() < plan.duplicate_rate,
+        )
+        for log in disk.shards
+    ]
+    state = disk.state
+    trainer = FakeTrainer(plan, world_size=plan.world_size)
+    prompts = FakePrompts()
+    if state is not None:
+        trainer.version, trainer.weights = state["trainer"]
+        prompts.drawn = state["drawn"]
+    records = disk.books.records[disk.books_cut :]
+    found = recover_books(records, state["ledger"] if state else None, debug=True)
+    assert [prompt.uid for prompt in prompts.draw(len(found.drawn))] == list(found.drawn)
     admission = Admission(
-        Ledger(),
-        max_staleness=plan.max_staleness,
+        found.ledger,
+        depth=lead,
         groups_per_step=plan.groups_per_step,
         capacity_groups=capacity,
         total_groups=plan.steps * plan.groups_per_step,
+        version=trainer.version,
     )
     assembler = StepAssembler(
-        max_staleness=plan.max_staleness, groups_per_step=plan.groups_per_step
+        max_staleness=plan.max_staleness,
+        groups_per_step=plan.groups_per_step,
+        drops_stale=plan.on_stale == "drop",
     )
-    registry = WeightRegistry(keep_versions=2)
-    return Stream(
+    control = Control(
+        admission,
+        assembler,
+        Books(found.ledger, disk.books, found.steps),
+        WeightRegistry(keep_versions=2),
+        prompts,
+        max_attempts=plan.max_attempts,
+        readmits=plan.readmits,
+        max_filtered=plan.max_filtered,
+    )
+    stream = Stream(
         plan=plan,
-        control=Control(admission, assembler, registry),
-        queue=ExperienceQueue([LocalShard(shard) for shard in shards], "coordinator"),
-        trainer=FakeTrainer(plan, world_size=plan.world_size),
+        disk=disk,
+        control=control,
+        queue=ExperienceQueue(shards, "coordinator"),
+        shards=shards,
+        trainer=trainer,
         dataflow=dataflow,
+        rng=rng,
     )
+    control.on_end = lambda uid, how: stream.ended.append((uid, how))
+    control.on_stall = stream.stalls.extend
+    return stream
 
 
-async def run_stream(plan: Plan) -> Stream:
+async def run_stream(plan: Plan, *, disturb: "Disturb | None" = None) -> Stream:
     """Run all loops of a plan to the end of its last step."""
     stream = build_stream(plan)
-    rng = random.Random(plan.seed)
-    arbiter = Arbiter(timeout_s=plan.stall_s)
+    await reconcile(stream)
+    await run_loops(stream, disturb=disturb)
+    return stream
+
+
+async def reconcile(stream: Stream) -> None:
+    """As the coordinator does at its start."""
+    in_flight = stream.ledger.in_flight
+    for uid, version in in_flight.items():
+        stream.control.assembler.admit(uid, version)
+    held = set((await stream.queue.stats()).uids)
+    version = stream.control.admission.version
+    await stream.queue.leave(sorted(held - in_flight.keys()), version)
+    for uid, admitted in in_flight.items():
+        if uid not in held:
+            await stream.queue.admit([FakePrompts.prompt_of(uid)], admitted)
+
+
+Disturb = Callable[[Stream], Coroutine[Any, Any, None]]
+"""Something that goes on beside the stream and harms it."""
+
+
+async def run_loops(
+    stream: Stream, *, disturb: Disturb | None = None, checkpoint_every: int = 0
+) -> None:
+    """All loops of a stream, to the end of its last step."""
+    plan, clock = stream.plan, asyncio.get_running_loop().time
     config = PipelineConfig(
         max_staleness=plan.max_staleness,
+        depth=plan.depth,
+        on_stale=plan.on_stale,
         groups_per_step=plan.groups_per_step,
         micro_batch_tokens=plan.micro_batch_tokens,
         stall_s=plan.stall_s,
+        on_stall=plan.on_stall,
     )
-    clock = asyncio.get_running_loop().time
-
-    def stage(name: str, process: str) -> Stage:
-        lease = SharedLease(arbiter, process) if plan.one_at_a_time else FreeLease()
-        stream.recorders[process] = SpanRecorder(process, clock)
-        # Every actor has a client of its own.
-        queue = ExperienceQueue(stream.queue.shards, process)
-        return Stage(name, queue, lease, stream.recorders[process])
+    stage = StageMaker(stream)
 
     async def report(outcome: StepOutcome) -> None:
         stream.outcomes.append(outcome)
         stream.step_ends.append(clock())
+        due = checkpoint_every and (outcome.version + 1) % checkpoint_every == 0
+        if due and not stream.control.books.steps:
+            stream.checkpoint()
 
-    stream.control.registry.offer(WeightManifest(0, (), ()))
-    loops: list[asyncio.Task[None]] = []
+    version = stream.trainer.version
+    stream.control.registry.offer(WeightManifest(version, (), ()))
     for i in range(plan.generators):
-        name = f"generator-{i}"
-        generator, held = FakeGenerator(plan, rng), HeldVersion(name)
-        place = stage("generate", name)
-        channel = LocalChannel(stream.control.registry, name)
-        loops.append(asyncio.create_task(follow_weights(place, generator, channel, held)))
-        loops.append(
-            asyncio.create_task(generate(place, generator, held, slots=3, stall_s=plan.stall_s))
-        )
+        start_generator(stream, stage, i)
     for call in stream.dataflow.of_kind(Kind.SCORE):
         for i in range(plan.scorers):
-            scorer = FakeScorer(plan, rng, call.stage)
+            scorer = FakeScorer(plan, stream.rng, call.stage)
             place = stage(call.stage, f"{call.stage}-{i}")
-            loops.append(
-                asyncio.create_task(score(place, scorer, columns=call.needs, slots=4, batch=2))
-            )
-    loops.append(asyncio.create_task(admit(stream.control, stream.queue, FakePrompts())))
+            scoring = score(place, scorer, columns=call.needs, slots=4, batch=2)
+            stream.loops[f"{call.stage}-{i}"] = [asyncio.create_task(scoring)]
+    stream.start_generator = lambda i: start_generator(stream, stage, i)
+    loops = [
+        asyncio.create_task(admit(stream.control, stream.queue)),
+        asyncio.create_task(watch_stalls(stream.control, stream.queue, config)),
+    ]
+    if disturb is not None:
+        loops.append(asyncio.create_task(disturb(stream)))
     training = asyncio.create_task(
         train(stage("train", "trainer"), stream.control, stream.trainer, config, report=report)
     )
     try:
-        await asyncio.wait([training, *loops], return_when=asyncio.FIRST_COMPLETED)
-        for task in [training, *loops]:
-            if task.done():
-                task.result()
+        while not training.done():
+            running = [t for own in stream.loops.values() for t in own] + loops
+            await first_of([training, *running])
         await training
     finally:
-        for loop in [training, *loops]:
+        everything = [training, *loops, *(t for own in stream.loops.values() for t in own)]
+        for loop in everything:
             loop.cancel()
-        await asyncio.gather(training, *loops, return_exceptions=True)
-    return stream
+        await asyncio.gather(*everything, return_exceptions=True)
+
+
+async def first_of(tasks: Sequence["asyncio.Task[None]"]) -> None:
+    """Wait until one of those that still run has ended; its error is raised."""
+    running = [task for task in tasks if not task.done()]
+    done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        if not task.cancelled():
+            task.result()
+
+
+class StageMaker:
+    """Gives every process its place in a stream, with a client of its own."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._arbiter = Arbiter(timeout_s=stream.plan.stall_s)
+
+    def __call__(self, name: str, process: str) -> Stage:
+        stream, clock = self._stream, asyncio.get_running_loop().time
+        shared = stream.plan.one_at_a_time
+        lease = SharedLease(self._arbiter, process) if shared else FreeLease()
+        stream.recorders[process] = SpanRecorder(process, clock)
+        queue = ExperienceQueue(stream.shards, process)
+        return Stage(name, queue, lease, stream.recorders[process])
+
+
+def start_generator(stream: Stream, stage: Callable[[str, str], Stage], index: int) -> None:
+    """A generator, or the one that takes the place of a dead one: it holds no version yet."""
+    name, plan = f"generator-{index}", stream.plan
+    generator, held = FakeGenerator(plan, stream.rng, stream.disk.generated), HeldVersion(name)
+    place = stage("generate", name)
+    channel = LocalChannel(stream.control.registry, name)
+    stream.loops[name] = [
+        asyncio.create_task(follow_weights(place, generator, channel, held)),
+        asyncio.create_task(generate(place, generator, held, slots=3, stall_s=plan.stall_s)),
+    ]

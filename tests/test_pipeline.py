@@ -8,7 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.errors import DeadlineError
-from streamrl.pipeline import Slots, add_sums
+from streamrl.messages import Experience, Lease
+from streamrl.serving import Desk
+from streamrl.step import add_sums
 from streamrl.telemetry.spans import busy_s
 from tests.fakes import Plan, Stream, run_stream
 from tests.virtual_clock import run_virtual
@@ -51,7 +53,8 @@ def test_under_any_schedule_the_stream_keeps_its_promises(plan: Plan) -> None:
     assert all(len(outcome.groups) == plan.groups_per_step for outcome in stream.outcomes)
     assert len(set(trained)) == len(trained), "a group was trained twice"
     expected = [(uid, i) for uid in trained for i in range(plan.group_size)]
-    assert sorted(stream.trainer.trained) == sorted(expected), "each rollout is trained once"
+    picks = [pick for step in stream.trainer.trained.values() for pick in step]
+    assert sorted(picks) == sorted(expected), "each rollout is trained once"
 
     for outcome in stream.outcomes:
         for group in outcome.groups:
@@ -148,17 +151,40 @@ def test_a_stall_names_the_groups_and_where_they_are() -> None:
     assert re.search(r"held by reward-0 for \d+\.\d s \(reward, attempt 1\), admitted", message)
 
 
-def test_slots_count_what_is_free() -> None:
+def test_a_desk_counts_what_is_free_until_the_work_ends() -> None:
     async def main() -> int:
-        slots = Slots(2)
-        slots.claim(2)
-        waiting = asyncio.create_task(slots.some())
+        desk = Desk(2)
+        desk.begin([experience("0:0:0"), experience("0:1:0")], asyncio.ensure_future(idle(3.0)))
+        waiting = asyncio.create_task(desk.room())
         await asyncio.sleep(1.0)
         assert not waiting.done()
-        slots.give(1)
         return await waiting
 
-    assert run_virtual(main()) == 1
+    assert run_virtual(main()) == 2
+
+
+def test_work_is_cancelled_once_all_its_leases_are_lost() -> None:
+    async def main() -> list[bool]:
+        desk = Desk(2)
+        first, second = experience("0:0:0"), experience("0:1:0")
+        task = asyncio.ensure_future(idle(100.0))
+        desk.begin([first, second], task)
+        seen = []
+        for lost in (first, second):
+            desk.abandon(lost.lease)
+            await asyncio.sleep(1.0)
+            seen.append(task.cancelled())
+        return seen
+
+    assert run_virtual(main()) == [False, True]
+
+
+async def idle(seconds: float) -> None:
+    await asyncio.sleep(seconds)
+
+
+def experience(uid: str) -> Experience:
+    return Experience(Lease(1, uid, "reward", 1, 0.0), 0)
 
 
 def test_sums_add_and_maxima_stay_maxima() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
-from streamrl.errors import ActorError, ConfigError, DeadlineError, StreamError
+from streamrl.errors import ActorError, ActorLostError, ConfigError, DeadlineError, StreamError
 
 CALL_TIMEOUT_S = 120.0
 """Deadline of a call that only keeps books, s. Work that computes brings its own."""
@@ -15,7 +15,7 @@ CALL_TIMEOUT_S = 120.0
 async def call(reply: Any, what: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
     """Await the reply of an actor. `what` names the call in errors, e.g. "shard-0.put".
 
-    Raises DeadlineError after `timeout_s`, ActorError if the actor died, and the actor's own
+    Raises DeadlineError after `timeout_s`, ActorLostError if the actor died, and the actor's own
     StreamError or ConfigError if it raised one.
     """
     try:
@@ -44,7 +44,7 @@ def translate(error: RayError, what: str) -> StreamError | ConfigError:
             return cause
         return ActorError(f"{what}: {type(cause).__name__}: {cause}\n{error}")
     if isinstance(error, RayActorError):
-        return ActorError(f"{what}: the actor died ({str(error).splitlines()[0]})")
+        return ActorLostError(f"{what}: the actor died ({str(error).splitlines()[0]})")
     return ActorError(f"{what}: {type(error).__name__}: {error}")
 
 

@@ -43,6 +43,11 @@ def cluster(placement: PlacementConfig, wanted: Callable[[bool], list[Demand]]) 
         ray.shutdown()
 
 
+def store_bytes() -> float:
+    """Size of all object stores of the cluster together, bytes."""
+    return float(ray.cluster_resources().get("object_store_memory", 0.0))
+
+
 def _connect(address: str) -> None:
     _check_reachable(address)
     try:

@@ -4,23 +4,25 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import ray
 
 from streamrl.actors.calls import CALL_TIMEOUT_S
+from streamrl.actors.durability import Durability
 from streamrl.actors.evaluator import Evaluator
 from streamrl.actors.feed import EventReport, Feed, Report, StatusReport, StepReport
 from streamrl.actors.reporting import Reporter, Snapshot, StageActors
 from streamrl.actors.trainer import TrainerGroup
 from streamrl.actors.wiring import Wiring
-from streamrl.buffer import Admission, ExperienceQueue, Ledger, StepAssembler
-from streamrl.checkpoint import CheckpointWriter
+from streamrl.buffer import Admission, Books, ExperienceQueue, StepAssembler
+from streamrl.buffer.leases import Overdue
+from streamrl.control import Control
 from streamrl.data import PromptStream
+from streamrl.faces import Stage, StepOutcome
 from streamrl.lease import Arbiter, FreeLease, SharedLease
-from streamrl.messages import Experience, Prompt
-from streamrl.pipeline import Control, Stage, StepOutcome, admit, train
+from streamrl.messages import Ended, Prompt
+from streamrl.pipeline import admit, train, watch_stalls
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
 from streamrl.weights.registry import Held, WeightRegistry
@@ -39,7 +41,7 @@ class Cast:
 
 @dataclass(frozen=True)
 class Start:
-    """Where the run starts: prompts, and the state of a checkpoint if it is resumed."""
+    """Where the run starts: prompts, and the state of the checkpoint it goes on from, if any."""
 
     prompts: PromptStream
     eval_prompts: Sequence[Prompt]
@@ -65,32 +67,16 @@ class CoordinatorActor:
         self._loop_spans = SpanRecorder("train-loop")
 
     async def start(self, wiring: Wiring, cast: Cast, start: Start) -> None:
-        """Open the books, put back what was in flight, publish the version the run starts from."""
+        """Open the books, see to what was in flight, publish the version the run starts from."""
         config = self._config = wiring.config
-        self._run_dir = wiring.run_dir
-        self._prompts, state = start.prompts, start.state
-        version, ledger = 0, Ledger()
-        if state is not None:
-            version, ledger = int(state["version"]), Ledger.from_state(state["ledger"])
-            self._prompts.load_state_dict(state["prompts"])
-        pipeline = config.pipeline
-        limits = {
-            "max_staleness": pipeline.max_staleness,
-            "groups_per_step": pipeline.groups_per_step,
-        }
-        admission = Admission(
-            ledger,
-            **limits,
-            capacity_groups=config.capacity_groups,
-            total_groups=config.run.steps * pipeline.groups_per_step,
-            version=version,
-        )
-        self._registry = WeightRegistry(keep_versions=config.weights.keep_versions)
-        self._control = Control(
-            admission, StepAssembler(**limits), self._registry, on_drop=self._report_drop
-        )
+        self._prompts = start.prompts
+        version = 0 if start.state is None else int(start.state["version"])
+        self._durability = Durability(config, wiring.run_dir, wiring.shards, start.state)
+        books = await self._durability.open_books(self._prompts)
+        self._control = self._make_control(books, version)
+        self._registry = self._control.registry
         self._queue = ExperienceQueue(wiring.shards, "coordinator")
-        self._arbiter = Arbiter(timeout_s=pipeline.stall_s)
+        self._arbiter = Arbiter(timeout_s=config.pipeline.stall_s)
         timeout_s = config.trainer.collective_timeout_s + CALL_TIMEOUT_S
         self._trainer = TrainerGroup(cast.of("train"), timeout_s=timeout_s)
         self._evaluator = Evaluator(config, cast.of("generate"), cast.of("reward"))
@@ -98,15 +84,58 @@ class CoordinatorActor:
         self._cast = cast
         self._checkpoint = ""
         self._saved_version = version
-        await self._readmit(list(ledger.in_flight), version)
+        if books.steps:
+            steps = f"{min(books.steps)} to {max(books.steps)}"
+            text = f"steps {steps} were made after the checkpoint; they are made again as they were"
+            self._feed.post(EventReport("note", {"text": text}))
+        await self._reconcile()
         self._registry.offer(await self._trainer.publish(version))
 
-    async def _readmit(self, uids: Sequence[str], version: int) -> None:
-        """Prompts that were in flight when the checkpoint was taken are generated again."""
-        for uid in uids:
-            self._control.assembler.admit(uid, version)
-        if uids:
-            await self._queue.admit([self._prompts.prompt(uid) for uid in uids], version)
+    def _make_control(self, books: Books, version: int) -> Control:
+        config, pipeline = self._config, self._config.pipeline
+        per_step = pipeline.groups_per_step
+        admission = Admission(
+            books.ledger,
+            depth=pipeline.lead,
+            groups_per_step=per_step,
+            capacity_groups=config.capacity_groups,
+            total_groups=config.run.steps * per_step,
+            version=version,
+        )
+        assembler = StepAssembler(
+            max_staleness=pipeline.max_staleness,
+            groups_per_step=per_step,
+            drops_stale=pipeline.on_stale == "drop",
+        )
+        return Control(
+            admission,
+            assembler,
+            books,
+            WeightRegistry(keep_versions=config.weights.keep_versions),
+            self._prompts,
+            max_attempts=config.queue.max_attempts,
+            readmits=config.queue.on_failed_group == "readmit",
+            max_filtered=config.filter.max_filter_rounds * per_step,
+            on_end=self._report_end,
+            on_stall=self._report_stall,
+        )
+
+    async def _reconcile(self) -> None:
+        """Make the queue hold what is in flight by the books: they are the truth after a crash.
+
+        A prompt that did not get into its shard is put in; a group whose admission or whose leaving
+        did not get onto the books leaves.
+        """
+        control = self._control
+        in_flight = control.admission.ledger.in_flight
+        for uid, version in in_flight.items():
+            control.assembler.admit(uid, version)
+        held = set((await self._queue.stats()).uids)
+        await self._queue.leave(sorted(held - in_flight.keys()), control.admission.version)
+        for version in sorted(set(in_flight.values())):
+            missing = [u for u, v in in_flight.items() if v == version and u not in held]
+            if missing:
+                await self._queue.admit([self._prompts.prompt(uid) for uid in missing], version)
 
     async def run(self) -> Finish:
         """Evaluate, stream until the last step or until stopped, evaluate, save."""
@@ -120,7 +149,8 @@ class CoordinatorActor:
         interrupted = not control.admission.finished
         if config.checkpoint.on_interrupt if interrupted else config.checkpoint.at_end:
             await self._save()
-        left = await self._queue.end_step([], control.admission.version)
+        left = await self._queue.stats()
+        await self._durability.close()
         counts = control.admission.ledger.check(left.uids)
         return Finish(control.admission.version, str(counts), interrupted, self._checkpoint)
 
@@ -130,17 +160,21 @@ class CoordinatorActor:
         training = asyncio.create_task(
             train(stage, self._control, self._trainer, self._config.pipeline, report=self._step)
         )
-        admitting = asyncio.create_task(admit(self._control, self._queue, self._prompts))
-        loops = {training, admitting, reporting}
+        admitting = asyncio.create_task(admit(self._control, self._queue))
+        watching = asyncio.create_task(
+            watch_stalls(self._control, self._queue, self._config.pipeline)
+        )
+        loops = {training, admitting, reporting, watching}
         while not training.done():
             done, _ = await asyncio.wait(
-                {task for task in loops if not (task is admitting and task.done())},
+                {task for task in loops if task not in (admitting, watching) or not task.done()},
                 return_when=asyncio.FIRST_COMPLETED,
             )
             for task in done:
                 task.result()
         training.result()
         self._control.stopping.set()
+        watching.cancel()
         await admitting
 
     def _train_lease(self) -> Any:
@@ -156,12 +190,27 @@ class CoordinatorActor:
         weights = self._registry.drain_metrics()
         self._reporter.note(Snapshot(outcome, weights, evaluation))
         every = self._config.checkpoint.every
-        if every and admission.version % every == 0:
+        is_due = every and admission.version % every == 0
+        if is_due or outcome.queue.journal_bytes > self._config.queue.journal.max_mb << 20:
             await self._save()
 
-    def _report_drop(self, experience: Experience) -> None:
-        fields = {"uid": experience.uid, "cause": str(experience.dropped)}
-        self._feed.post(EventReport("drop", {**fields, "reason": experience.reason}))
+    def _report_end(self, uid: str, how: Ended) -> None:
+        if not how.filtered:
+            self._feed.post(
+                EventReport("drop", {"uid": uid, "cause": how.cause, "reason": how.reason})
+            )
+
+    def _report_stall(self, found: Sequence[Overdue]) -> None:
+        """One event per holder and stage, however many groups it has."""
+        action = self._config.pipeline.on_stall
+        by_holder: dict[tuple[str, str], list[Overdue]] = {}
+        for one in found:
+            by_holder.setdefault((one.stage, one.holder), []).append(one)
+        for (stage, holder), group in by_holder.items():
+            fields: dict[str, str | int | float] = {"stage": stage, "holder": holder}
+            fields |= {"groups": len(group), "age_s": round(max(one.age_s for one in group), 1)}
+            fields |= {"uids": " ".join(one.uid for one in group[:8]), "action": action}
+            self._feed.post(EventReport("stall", fields))
 
     async def _evaluate_if_due(self) -> dict[str, float]:
         """Score the evaluation prompts under the current weights, outside the stream."""
@@ -198,16 +247,16 @@ class CoordinatorActor:
         version = self._control.admission.version
         if self._checkpoint and version == self._saved_version:
             return
-        state = {
-            "version": version,
-            "ledger": self._control.admission.ledger.state_dict(),
-            "prompts": self._prompts.state_dict(),
-        }
-        writer = CheckpointWriter(self._run_dir, version)
-        await self._trainer.save(writer)
-        path: Path = writer.commit(state, keep=self._config.checkpoint.keep)
+        path = await self._durability.save(self._control, self._trainer)
+        if path is None:
+            return
         self._checkpoint, self._saved_version = str(path), version
         self._feed.post(EventReport("checkpoint", {"version": version, "path": self._checkpoint}))
+
+    async def lost(self, name: str) -> None:
+        """An actor has died and is started again: what it held is free."""
+        self._arbiter.forget(name)
+        await self._queue.release(name)
 
     async def request_stop(self) -> None:
         """End the stream after the micro-batch under way."""

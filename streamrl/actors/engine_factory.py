@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from streamrl.config import RunConfig
 from streamrl.engines.packing import Pick
-from streamrl.errors import StreamError
 from streamrl.messages import Columns, Experience, Prompt, Rollout
+from streamrl.serving import Result
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,7 @@ class HostedGenerator(Protocol):
 class HostedScorer(Protocol):
     """What a scorer actor hosts: the pipeline's Scorer, and a few scored texts to look at."""
 
-    async def score(self, experiences: Sequence[Experience]) -> list[Columns | StreamError]: ...
+    async def score(self, experiences: Sequence[Experience]) -> Sequence[Result]: ...
 
     def drain_samples(self) -> Sequence[Mapping[str, Any]]: ...
 
@@ -75,7 +75,7 @@ class ReferenceScorer:
     def __init__(self, model: "LogprobScorer") -> None:
         self._model = model
 
-    async def score(self, experiences: Sequence[Experience]) -> list[Columns | StreamError]:
+    async def score(self, experiences: Sequence[Experience]) -> Sequence[Result]:
         """The column ref_logprobs of each group, computed beside the event loop."""
         return [
             await asyncio.to_thread(self._model.ref_logprobs, experience.columns)
@@ -125,10 +125,11 @@ class RealEngines:
 def _reward_scorer(config: RunConfig) -> HostedScorer:
     from streamrl.data import load_tokenizer
     from streamrl.rewards import build_rewards
+    from streamrl.rewards.filtering import build_filter
     from streamrl.rewards.scorer import RewardScorer
 
     rewards = build_rewards(config.rewards, timeout_s=config.scorer.timeout_s)
-    return RewardScorer(rewards, load_tokenizer(config.model.path))
+    return RewardScorer(rewards, load_tokenizer(config.model.path), build_filter(config.filter))
 
 
 def _reference_scorer(config: RunConfig) -> HostedScorer:

@@ -1,14 +1,19 @@
 """Evaluation inside a run: the run's own generators and reward scorers, outside the stream."""
 
+import asyncio
 import itertools
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from streamrl.actors.calls import call
 from streamrl.config import RunConfig
-from streamrl.errors import StreamError
+from streamrl.errors import ActorLostError, StreamError
 from streamrl.evaluation import EvaluationResult, evaluate
 from streamrl.messages import Columns, Experience, Lease, Prompt, Rollout, group_columns
+
+RETRY_S = 0.5
+"""Between two calls of replicas that have died, s."""
 
 
 class Evaluator:
@@ -20,21 +25,20 @@ class Evaluator:
         self._config = config.evaluation
         self._attempts = config.queue.max_attempts
         self._timeout_s = config.pipeline.stall_s + config.generator.request_timeout_s
-        self._generators = itertools.cycle(enumerate(generators))
-        self._scorers = itertools.cycle(enumerate(scorers))
+        self._returns = config.run.max_restarts > 0
+        self._generators = _in_turn("generator", generators)
+        self._scorers = _in_turn("reward", scorers)
 
     async def run(self, prompts: Sequence[Prompt], version: int) -> EvaluationResult:
         """How good `version` is on the prompts."""
 
         async def generate(prompt: Prompt, seeds: Sequence[int]) -> list[Rollout]:
-            replica, actor = next(self._generators)
-            reply = actor.sample.remote(prompt, seeds, self._config.temperature, version)
-            return list(await call(reply, f"generator-{replica}.sample", self._timeout_s))
+            arguments = (prompt, seeds, self._config.temperature, version)
+            return list(await self._ask(self._generators, "sample", *arguments))
 
         async def score(prompt: Prompt, rollouts: list[Rollout]) -> Columns:
-            replica, actor = next(self._scorers)
-            reply = actor.score.remote([_outside(prompt, rollouts, version)])
-            (columns,) = await call(reply, f"reward-{replica}.score", self._timeout_s)
+            group = _outside(prompt, rollouts, version)
+            (columns,) = await self._ask(self._scorers, "score", [group])
             if isinstance(columns, StreamError):
                 raise columns
             return dict(columns)
@@ -47,6 +51,24 @@ class Evaluator:
             timeout_s=self._timeout_s,
             attempts=self._attempts,
         )
+
+    async def _ask(self, replicas: Iterator[tuple[str, Any]], method: str, *arguments: Any) -> Any:
+        """What the next replica answers. One that died may be back before the time is over."""
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            name, actor = next(replicas)
+            reply = getattr(actor, method).remote(*arguments)
+            try:
+                return await call(reply, f"{name}.{method}", self._timeout_s)
+            except ActorLostError:
+                if not self._returns or time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(RETRY_S)
+
+
+def _in_turn(role: str, actors: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    """The replicas of a role with their names, round and round."""
+    return itertools.cycle([(f"{role}-{i}", actor) for i, actor in enumerate(actors)])
 
 
 def _outside(prompt: Prompt, rollouts: Sequence[Rollout], version: int) -> Experience:

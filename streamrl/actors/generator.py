@@ -5,7 +5,9 @@ from collections.abc import Sequence
 
 import ray
 
+from streamrl.actors.engine_factory import HostedGenerator
 from streamrl.actors.wiring import ActorReport, RemoteChannel, Wiring
+from streamrl.errors import ActorLostError
 from streamrl.messages import Prompt, Rollout
 from streamrl.pipeline import follow_weights, generate
 from streamrl.weights import HeldVersion
@@ -13,7 +15,10 @@ from streamrl.weights import HeldVersion
 
 @ray.remote
 class GeneratorActor:
-    """Long-lived: engine and loops live as long as the run."""
+    """Long-lived: engine and loops live as long as the run, or as the process does."""
+
+    def __init__(self) -> None:
+        self._generator: HostedGenerator | None = None
 
     async def start(self, wiring: Wiring, replica: int) -> None:
         """Load the engine. It serves nothing until `run` has pulled the current version."""
@@ -27,6 +32,7 @@ class GeneratorActor:
     async def run(self) -> None:
         """The loops of the stage, until the actor is killed."""
         config = self._wiring.config
+        assert self._generator is not None
         slots = max(1, config.generator.max_concurrent_rollouts // config.algorithm.group_size)
         stall_s = config.pipeline.stall_s
         async with asyncio.TaskGroup() as tasks:
@@ -41,6 +47,8 @@ class GeneratorActor:
         self, prompt: Prompt, seeds: Sequence[int], temperature: float, version: int
     ) -> list[Rollout]:
         """Rollouts for an evaluation of `version` (or a newer one)."""
+        if self._generator is None:
+            raise ActorLostError("this generator has died and is not yet back")
         stall_s = self._wiring.config.pipeline.stall_s
         await self._held.at_least(version, timeout_s=stall_s)
         async with self._stage.lease.hold("evaluate"):
@@ -48,4 +56,6 @@ class GeneratorActor:
 
     async def drain(self) -> ActorReport:
         """What this replica did since the last call."""
+        if self._generator is None:
+            return ActorReport("", ())
         return ActorReport(self._stage.spans.process, self._stage.spans.drain())

@@ -13,7 +13,8 @@ from streamrl.actors.wiring import ActorReport
 from streamrl.algorithms.objective import summarise
 from streamrl.config import RunConfig
 from streamrl.dataflow import Kind
-from streamrl.pipeline import StepOutcome
+from streamrl.errors import ActorLostError
+from streamrl.faces import StepOutcome
 from streamrl.telemetry.contract import check_row
 from streamrl.telemetry.spans import Span
 from streamrl.telemetry.step_row import Activity, StepFacts, step_row
@@ -120,12 +121,22 @@ class Reporter:
     async def _drain(self) -> dict[str, list[ActorReport]]:
         """What every actor did since the last step, by stage."""
         calls = [
-            call(actor.drain.remote(), f"{name}.drain")
+            self._ask(name, actor)
             for stage in self._stages
             for name, actor in zip(stage.names, stage.actors, strict=True)
         ]
         replies = iter(await asyncio.gather(*calls))
         return {s.stage: list(itertools.islice(replies, len(s.actors))) for s in self._stages}
+
+    @staticmethod
+    async def _ask(name: str, actor: Any) -> ActorReport:
+        """What one actor did. What a dead one did is lost; others see to it."""
+        try:
+            report = await call(actor.drain.remote(), f"{name}.drain")
+        except ActorLostError:
+            return ActorReport(name, ())
+        assert isinstance(report, ActorReport)
+        return report
 
     def _keep(self, reports: Mapping[str, Sequence[ActorReport]]) -> list[Span]:
         """Keep what was drained for the windows and steps to come; returns the spans that ended.

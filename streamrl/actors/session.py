@@ -2,7 +2,10 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+import uuid
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import ray
@@ -11,21 +14,21 @@ from ray.exceptions import RayError
 from streamrl.actors.calls import CALL_TIMEOUT_S, fetch
 from streamrl.actors.coordinator import Cast, CoordinatorActor, Finish, Start
 from streamrl.actors.engine_factory import EngineFactory
-from streamrl.actors.feed import Report
+from streamrl.actors.feed import EventReport, Report
 from streamrl.actors.generator import GeneratorActor
 from streamrl.actors.reporting import StageActors
 from streamrl.actors.scorer import ScorerActor
-from streamrl.actors.shard import RemoteShard, ShardActor
+from streamrl.actors.shard import create_shards
 from streamrl.actors.trainer import TrainerActor
 from streamrl.actors.wiring import Wiring
-from streamrl.buffer import Ports
-from streamrl.checkpoint import Checkpoint
+from streamrl.buffer import Bounds, Files, Ports, ShardPlan
+from streamrl.checkpoint import Checkpoint, find_base, journal_dir
 from streamrl.config import RunConfig
 from streamrl.dataflow import Call, Kind
 from streamrl.engines.generator_config import generation_env
-from streamrl.errors import ActorError, DeadlineError
+from streamrl.errors import ActorError, ActorLostError, DeadlineError
 from streamrl.placement import Demand
-from streamrl.preflight import Prepared, demands
+from streamrl.preflight import Prepared, demands, largest_group_bytes
 
 POLL_S = 0.2
 STOP_TIMEOUT_S = 12.0
@@ -37,22 +40,37 @@ ACTOR_ENV = {
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
 }
+RETURNING = (Kind.GENERATE, Kind.SCORE)
+"""Kinds of stages whose actors are started again when they die: they hold nothing that is lost."""
 HOSTS = {Kind.GENERATE: GeneratorActor, Kind.SCORE: ScorerActor, Kind.TRAIN: TrainerActor}
 
 
 class Session:
-    """All actors of a run. Use `start`, then `watch`, and `close` whatever happens."""
+    """All actors of a run. Use `start`, then `watch`, and `close` whatever happens.
+
+    `shard_bytes` is what one shard may hold.
+    """
 
     def __init__(
-        self, config: RunConfig, prepared: Prepared, *, on_gpu: bool, engines: EngineFactory
+        self,
+        config: RunConfig,
+        prepared: Prepared,
+        *,
+        on_gpu: bool,
+        shard_bytes: int,
+        engines: EngineFactory,
     ) -> None:
         self._config = config
+        self._shard_bytes = shard_bytes
         self._prepared = prepared
         self._on_gpu = on_gpu
         self._engines = engines
         self._actors: dict[str, Any] = {}
         self._stages: list[StageActors] = []
         self._loops: dict[Any, str] = {}
+        self._comebacks: dict[Any, str] = {}
+        self._starts: dict[str, Callable[[], Any]] = {}
+        self._deaths: Counter[str] = Counter()
 
     def start(self, checkpoint: Checkpoint | None, status: Callable[[str], None]) -> None:
         """Create the actors, wait until each is ready, publish the weights, open the stream.
@@ -64,7 +82,7 @@ class Session:
         self._stages = [self._create_stage(demand) for demand in needed]
         coordinator = self._create("coordinator", CoordinatorActor)
         wiring = self._wire(coordinator)
-        waits = self._start_shards(wiring)
+        waits = {self._actors[s.name].ready.remote(): s.name for s in wiring.shards}
         status(f"starting {', '.join(sorted(self._actors))}")
         for demand, stage in zip(needed, self._stages, strict=True):
             waits |= self._start_stage(demand.call, stage, wiring, checkpoint)
@@ -95,12 +113,14 @@ class Session:
             if stopping() and stop_by == float("inf"):
                 coordinator.request_stop.remote()
                 stop_by = time.monotonic() + STOP_TIMEOUT_S
-            done, _ = ray.wait([feed, *self._loops], timeout=POLL_S)
+            done, _ = ray.wait([feed, *self._loops, *self._comebacks], timeout=POLL_S)
             if time.monotonic() > stop_by:
                 raise DeadlineError(f"the run did not stop within {STOP_TIMEOUT_S:g} s")
             if not done:
                 continue
-            finish = None if done[0] == feed else self._ended(done[0])
+            finish = None if done[0] == feed else self._ended(done[0], handle)
+            if done[0] != feed and not finish:
+                continue
             if finish:
                 feed = coordinator.reports.remote(seen, 0.0)
             reports = fetch(feed, "coordinator.reports")
@@ -111,12 +131,32 @@ class Session:
                 return finish
             feed = coordinator.reports.remote(seen, 1.0)
 
-    def _ended(self, loop: Any) -> Finish:
-        """What a loop that has ended says: the coordinator's result, or an error."""
-        finish = fetch(loop, self._loops[loop])
+    def _ended(self, loop: Any, handle: Callable[[Report], None]) -> Finish | None:
+        """What a reply that has come means: the end of the run, or that an actor is on its way."""
+        if loop in self._comebacks:
+            name = self._comebacks.pop(loop)
+            fetch(loop, f"{name}.start")
+            self._loops[self._actors[name].run.remote()] = name
+            handle(EventReport("restarted", {"actor": name}))
+            return None
+        name = self._loops.pop(loop)
+        try:
+            finish = fetch(loop, name)
+        except ActorLostError as error:
+            if name not in self._starts or self._deaths[name] >= self._config.run.max_restarts:
+                raise
+            self._bring_back(name, str(error), handle)
+            return None
         if not isinstance(finish, Finish):
-            raise ActorError(f"{self._loops[loop]}: its loop ended before the run did")
+            raise ActorError(f"{name}: its loop ended before the run did")
         return finish
+
+    def _bring_back(self, name: str, reason: str, handle: Callable[[Report], None]) -> None:
+        """Ray has started the process of a dead actor again; have it load what it had."""
+        self._deaths[name] += 1
+        handle(EventReport("died", {"actor": name, "reason": reason}))
+        fetch(self._actors["coordinator"].lost.remote(name), "coordinator.lost")
+        self._comebacks[self._starts[name]()] = name
 
     def close(self) -> None:
         """End every actor; what they had in memory is gone."""
@@ -125,36 +165,39 @@ class Session:
                 ray.kill(actor)
 
     def _wire(self, coordinator: Any) -> Wiring:
-        shards = tuple(
-            RemoteShard(f"shard-{i}", self._create(f"shard-{i}", ShardActor))
-            for i in range(self._config.queue.shards)
-        )
+        shards = create_shards(self._shard_plans(), self._create)
         return Wiring(
             config=self._config,
             dataflow=self._prepared.dataflow,
             components=self._prepared.components,
             max_length=self._prepared.max_length,
             run_dir=self._config.run_dir.absolute(),
-            shards=shards,
+            shards=tuple(shards),
             coordinator=coordinator,
             engines=self._engines,
         )
 
-    def _start_shards(self, wiring: Wiring) -> dict[Any, str]:
-        ports = {c.stage: Ports(c.needs, c.produces) for c in wiring.dataflow.calls}
-        config = self._config
-        names = [f"shard-{i}" for i in range(config.queue.shards)]
-        return {
-            self._actors[name].start.remote(ports, config.queue, config.capacity_groups): name
-            for name in names
-        }
+    def _shard_plans(self) -> dict[str, ShardPlan]:
+        config, run_dir = self._config, self._config.run_dir.absolute()
+        ports = {c.stage: Ports(c.needs, c.produces) for c in self._prepared.dataflow.calls}
+        group_bytes = largest_group_bytes(config, self._prepared)
+        bounds = Bounds(config.capacity_groups, self._shard_bytes, group_bytes)
+        session = uuid.uuid4().hex
+        plans = {}
+        for name in (f"shard-{i}" for i in range(config.queue.shards)):
+            files = Files(journal_dir(run_dir, name), partial(find_base, run_dir, name))
+            kept = files if config.queue.journal.enabled else None
+            plans[name] = ShardPlan(ports, config.queue, bounds, session, kept)
+        return plans
 
     def _create_stage(self, demand: Demand) -> StageActors:
         kind = demand.call.kind
+        options: dict[str, Any] = {"num_cpus": demand.cpus, "num_gpus": demand.gpus}
+        if kind in RETURNING:
+            options["max_restarts"] = self._config.run.max_restarts
         names = [f"{demand.role}-{i}" for i in range(demand.count)]
         actors = [
-            self._create(name, HOSTS[kind], self._env(kind), cpus=demand.cpus, gpus=demand.gpus)
-            for name in names
+            self._create(name, HOSTS[kind], options=options, env=self._env(kind)) for name in names
         ]
         return StageActors(demand.call.stage, kind, names, actors)
 
@@ -168,10 +211,14 @@ class Session:
         elif stage.kind is Kind.TRAIN:
             meeting = fetch(stage.actors[0].rendezvous.remote(), f"{stage.names[0]}.rendezvous")
             arguments = (meeting, checkpoint.trainer_dir.absolute() if checkpoint else None)
-        return {
-            actor.start.remote(wiring, i, *arguments): name
-            for i, (actor, name) in enumerate(zip(stage.actors, stage.names, strict=True))
-        }
+        waits = {}
+        for i, (actor, name) in enumerate(zip(stage.actors, stage.names, strict=True)):
+            waits[actor.start.remote(wiring, i, *arguments)] = name
+            if stage.kind in RETURNING:
+                # Waits for the new process, and dies with it like the first call.
+                again = actor.start.options(max_task_retries=-1)
+                self._starts[name] = partial(again.remote, wiring, i, *arguments)
+        return waits
 
     def _env(self, kind: Kind) -> dict[str, str]:
         """What a process must have in its environment before it imports its engine."""
@@ -187,14 +234,14 @@ class Session:
         self,
         name: str,
         actor_class: Any,
-        env: Mapping[str, str] | None = None,
+        arguments: Sequence[Any] = (),
         *,
-        cpus: int = 0,
-        gpus: int = 0,
+        options: Mapping[str, Any] | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> Any:
-        actor = actor_class.options(
-            num_cpus=cpus, num_gpus=gpus, runtime_env={"env_vars": {**ACTOR_ENV, **(env or {})}}
-        ).remote()
+        runtime_env = {"env_vars": {**ACTOR_ENV, **(env or {})}}
+        settings = {"num_cpus": 0, **(options or {}), "runtime_env": runtime_env}
+        actor = actor_class.options(**settings).remote(*arguments)
         self._actors[name] = actor
         return actor
 

@@ -1,138 +1,280 @@
 """A shard of the experience queue as an actor, and the face the queue's client calls."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import ray
 
 from streamrl.actors.calls import CALL_TIMEOUT_S, call
-from streamrl.buffer.shard import Ports, QueueConfig, Shard, ShardStats
-from streamrl.errors import StreamError
-from streamrl.messages import Columns, Experience, Lease, Prompt
+from streamrl.buffer import ShardKeeper, ShardPlan, ShardStats
+from streamrl.buffer.blob import Buffer
+from streamrl.buffer.leases import Overdue, Request
+from streamrl.buffer.shard import Commit, Grant
+from streamrl.errors import ActorLostError, StreamError
+from streamrl.messages import Filtered, Lease
 
 INLINE_BYTES = 64 * 1024
-"""Columns of a group up to this size travel inside messages; larger ones in the object store."""
+"""A blob up to this size travels inside messages; a larger one in the object store."""
+RESTARTS = 10
+"""Times Ray starts a shard anew that has a journal."""
+RECONNECT_S = 60.0
+"""Longest a caller waits for a shard that died to be back, s."""
+RETRY_S = 0.2
 
 
 @dataclass(frozen=True)
 class Stored:
-    """A column inside an object the shard owns; the object holds all columns of one commit."""
+    """A blob in the object store, in an object the shard owns."""
 
-    name: str
     reference: ray.ObjectRef
 
 
-def store_columns(columns: Columns) -> Mapping[str, Any]:
-    """Small columns as they are; large ones as one object owned by the calling actor."""
-    if sum(column.nbytes for column in columns.values()) <= INLINE_BYTES:
-        return columns
-    reference = ray.put(dict(columns))
-    return {name: Stored(name, reference) for name in columns}
+def store_blob(blob: Buffer) -> Any:
+    """A small blob as it is; a large one as an object owned by the calling actor."""
+    if len(blob) <= INLINE_BYTES:
+        return bytes(blob)
+    return Stored(ray.put(np.frombuffer(blob, np.uint8)))
 
 
-async def resolve_columns(values: Mapping[str, Any]) -> Columns:
-    """Inverse of `store_columns`, on the reader's side; arrays are views of the object store."""
-    references = {v.reference for v in values.values() if isinstance(v, Stored)}
-    if not references:
-        return values
-    objects = {r: await call(r, "column of a group") for r in references}
-    return {
-        name: objects[value.reference][value.name] if isinstance(value, Stored) else value
-        for name, value in values.items()
-    }
+async def resolve_blobs(blobs: Sequence[Any]) -> list[Buffer]:
+    """Inverse of `store_blob`, on the reader's side: views of the object store."""
+    return [
+        memoryview(await call(blob.reference, "columns of a group"))
+        if isinstance(blob, Stored)
+        else blob
+        for blob in blobs
+    ]
 
 
 @ray.remote(num_cpus=0)
 class ShardActor:
-    """Hosts one Shard on its event loop."""
+    """Hosts one shard on its event loop, from the first call after each start of the process."""
 
-    async def start(
-        self, stages: Mapping[str, Ports], config: QueueConfig, capacity_groups: int
-    ) -> None:
-        """Build the empty shard."""
-        self._shard = Shard(stages, config, capacity_groups=capacity_groups, store=store_columns)
+    def __init__(self, plan: ShardPlan) -> None:
+        self._plan = plan
+        self._opened: ShardKeeper | None = None
 
-    async def admit(self, entries: Sequence[tuple[Prompt, int]], wait_s: float) -> None:
+    @property
+    def _keeper(self) -> ShardKeeper:
+        if self._opened is None:
+            self._opened = ShardKeeper(self._plan, store_blob)
+        return self._opened
+
+    async def ready(self) -> list[str]:
+        """What could not be read of what a predecessor left, a line each."""
+        return [
+            f"{bad.file}, byte {bad.position.offset}: {bad.reason}" for bad in self._keeper.corrupt
+        ]
+
+    async def admit(self, entries: Sequence[tuple[str, bytes, int]], wait_s: float) -> None:
         """See Shard.admit."""
-        await self._shard.admit(entries, wait_s=wait_s)
+        await self._keeper.shard.admit(entries, wait_s=wait_s)
 
-    async def take(
-        self, stage: str, max_groups: int, columns: Sequence[str], wait_s: float, holder: str
-    ) -> list[Experience]:
+    async def add(
+        self, entries: Sequence[tuple[str, bytes, int]], commits: Sequence[Commit], wait_s: float
+    ) -> None:
+        """See Shard.add."""
+        await self._keeper.shard.add(entries, _received(commits), wait_s=wait_s)
+
+    async def take(self, request: Request, wait_s: float) -> list[Grant]:
         """See Shard.take."""
-        return await self._shard.take(
-            stage, max_groups=max_groups, columns=columns, wait_s=wait_s, holder=holder
-        )
+        return await self._keeper.shard.take(request, wait_s=wait_s)
 
-    async def put(self, entries: Sequence[tuple[Lease, Columns]]) -> list[str]:
+    async def put(self, commits: Sequence[Commit]) -> list[str]:
         """See Shard.put."""
-        return self._shard.put(entries)
+        return await self._keeper.shard.put(_received(commits))
 
     async def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None:
         """See Shard.fail."""
-        self._shard.fail(entries)
+        self._keeper.shard.fail(entries)
 
-    async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Mapping[str, Any]]:
+    async def filter(self, entries: Sequence[tuple[Lease, Filtered]]) -> None:
+        """See Shard.filter."""
+        self._keeper.shard.filter(entries)
+
+    async def renew(self, leases: Sequence[Lease]) -> list[Lease]:
+        """See Shard.renew."""
+        return self._keeper.shard.renew(leases)
+
+    async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Sequence[Any]]:
         """See Shard.read."""
-        return self._shard.read(uids, columns)
+        return self._keeper.shard.read(uids, columns)
 
-    async def settle(self, leases: Sequence[Lease]) -> None:
-        """See Shard.settle."""
-        self._shard.settle(leases)
+    async def leave(self, uids: Sequence[str], version: int) -> None:
+        """See Shard.leave."""
+        await self._keeper.shard.leave(uids, version)
 
-    async def end_step(self, leases: Sequence[Lease], version: int) -> ShardStats:
-        """See Shard.end_step."""
-        return self._shard.end_step(leases, version)
+    async def stats(self) -> ShardStats:
+        """See Shard.stats."""
+        return self._keeper.shard.stats()
+
+    async def release(self, holder: str) -> int:
+        """See Shard.release."""
+        return self._keeper.shard.release(holder)
+
+    async def overdue(self, age_s: float, take_back: bool) -> list[Overdue]:
+        """See Shard.overdue."""
+        return self._keeper.shard.overdue(age_s, take_back=take_back)
 
     async def whereabouts(self, uids: Sequence[str]) -> dict[str, str]:
         """See Shard.whereabouts."""
-        return self._shard.whereabouts(uids)
+        return self._keeper.shard.whereabouts(uids)
+
+    async def cut(self) -> int:
+        """See ShardKeeper.cut."""
+        return await self._keeper.cut()
+
+    async def snapshot(self, cut: int, out: Path) -> None:
+        """See ShardKeeper.snapshot."""
+        await self._keeper.snapshot(cut, out)
+
+    async def discard_before(self, cut: int) -> None:
+        """See ShardKeeper.discard_before."""
+        self._keeper.discard_before(cut)
+
+    async def close(self) -> None:
+        """See ShardKeeper.close."""
+        await self._keeper.close()
 
 
 class RemoteShard:
-    """ShardFace over an actor handle; picklable, so every actor gets its own."""
+    """ShardFace over an actor handle; picklable, so every actor gets its own.
 
-    def __init__(self, name: str, actor: Any) -> None:
-        self._name = name
+    A shard that has died is called again until it is back: what it is told twice it does once.
+    """
+
+    def __init__(self, name: str, actor: Any, *, returns: bool) -> None:
+        self.name = name
         self._actor = actor
+        self._reconnect_s = RECONNECT_S if returns else 0.0
 
-    async def admit(self, entries: Sequence[tuple[Prompt, int]], *, wait_s: float) -> None:
+    async def admit(self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float) -> None:
         """Put prompts in."""
-        reply = self._actor.admit.remote(entries, wait_s)
-        await call(reply, f"{self._name}.admit", wait_s + CALL_TIMEOUT_S)
+        await self._call("admit", entries, wait_s, timeout_s=wait_s + CALL_TIMEOUT_S)
 
-    async def take(
-        self, stage: str, *, max_groups: int, columns: Sequence[str], wait_s: float, holder: str
-    ) -> list[Experience]:
-        """Lease groups, waiting for the first; their columns arrive as arrays."""
-        reply = self._actor.take.remote(stage, max_groups, columns, wait_s, holder)
-        taken = await call(reply, f"{self._name}.take({stage})", wait_s + CALL_TIMEOUT_S)
-        return [replace(e, columns=await resolve_columns(e.columns)) for e in taken]
+    async def add(
+        self, entries: Sequence[tuple[str, bytes, int]], commits: Sequence[Commit], *, wait_s: float
+    ) -> None:
+        """Put prompts in with columns; large ones travel beside the message."""
+        timeout_s = wait_s + CALL_TIMEOUT_S
+        await self._call("add", entries, _to_send(commits), wait_s, timeout_s=timeout_s)
 
-    async def put(self, entries: Sequence[tuple[Lease, Columns]]) -> list[str]:
-        """Commit columns."""
-        return list(await call(self._actor.put.remote(entries), f"{self._name}.put"))
+    async def take(self, request: Request, *, wait_s: float) -> list[Grant]:
+        """Lease groups, waiting for the first; their blobs arrive as bytes."""
+        taken = await self._call("take", request, wait_s, timeout_s=wait_s + CALL_TIMEOUT_S)
+        return [replace(g, blobs=tuple(await resolve_blobs(g.blobs))) for g in taken]
+
+    async def put(self, commits: Sequence[Commit]) -> list[str]:
+        """Commit columns; large ones travel beside the message."""
+        return list(await self._call("put", _to_send(commits)))
 
     async def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None:
         """Give groups back."""
-        await call(self._actor.fail.remote(entries), f"{self._name}.fail")
+        await self._call("fail", entries)
 
-    async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Columns]:
-        """Columns of groups, as arrays."""
-        found = await call(self._actor.read.remote(uids, columns), f"{self._name}.read")
-        return [await resolve_columns(values) for values in found]
+    async def filter(self, entries: Sequence[tuple[Lease, Filtered]]) -> None:
+        """Take groups out."""
+        await self._call("filter", entries)
 
-    async def settle(self, leases: Sequence[Lease]) -> None:
+    async def renew(self, leases: Sequence[Lease]) -> list[Lease]:
+        """Keep leases; those that are lost."""
+        return list(await self._call("renew", leases))
+
+    async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Sequence[Buffer]]:
+        """Blobs of groups."""
+        found = await self._call("read", uids, columns)
+        return [await resolve_blobs(blobs) for blobs in found]
+
+    async def leave(self, uids: Sequence[str], version: int) -> None:
         """Let groups leave."""
-        await call(self._actor.settle.remote(leases), f"{self._name}.settle")
+        await self._call("leave", uids, version)
 
-    async def end_step(self, leases: Sequence[Lease], version: int) -> ShardStats:
-        """Let the groups of a step leave; the shard's figures."""
-        stats = await call(self._actor.end_step.remote(leases, version), f"{self._name}.end_step")
+    async def stats(self) -> ShardStats:
+        """The shard's figures."""
+        stats = await self._call("stats")
         assert isinstance(stats, ShardStats)
         return stats
 
+    async def release(self, holder: str) -> int:
+        """Take back what a dead holder had."""
+        return int(await self._call("release", holder))
+
+    async def overdue(self, age_s: float, *, take_back: bool) -> list[Overdue]:
+        """Work that takes long."""
+        return list(await self._call("overdue", age_s, take_back))
+
     async def whereabouts(self, uids: Sequence[str]) -> dict[str, str]:
         """Who holds which group."""
-        return dict(await call(self._actor.whereabouts.remote(uids), f"{self._name}.whereabouts"))
+        return dict(await self._call("whereabouts", uids))
+
+    async def cut(self) -> int:
+        """Mark a moment in the journal."""
+        return int(await self._call("cut"))
+
+    async def snapshot(self, cut: int, out: Path, *, timeout_s: float) -> None:
+        """Write the groups as they were at a cut."""
+        await self._call("snapshot", cut, out, timeout_s=timeout_s)
+
+    async def discard_before(self, cut: int) -> None:
+        """Free the journal up to a cut."""
+        await self._call("discard_before", cut)
+
+    async def close(self) -> None:
+        """Write what is left."""
+        await self._call("close")
+
+    async def _call(self, method: str, *arguments: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+        what = f"{self.name}.{method}"
+        deadline = time.monotonic() + self._reconnect_s
+        while True:
+            reply = getattr(self._actor, method).remote(*arguments)
+            try:
+                return await call(reply, what, timeout_s)
+            except ActorLostError:
+                if time.monotonic() > deadline:
+                    raise
+                await asyncio.sleep(RETRY_S)
+
+
+def _to_send(commits: Sequence[Commit]) -> list[Commit]:
+    """Ray moves a large array beside the message, without a copy; bytes would go inside it."""
+    return [
+        c if len(c.blob) <= INLINE_BYTES else replace(c, blob=_as_array(c.blob)) for c in commits
+    ]
+
+
+def _as_array(blob: Buffer) -> Any:
+    return np.frombuffer(blob, np.uint8)
+
+
+def _received(commits: Sequence[Commit]) -> list[Commit]:
+    """Inverse of `_to_send`, in the shard."""
+    return [replace(commit, blob=memoryview(commit.blob)) for commit in commits]
+
+
+def create_shards(
+    plans: Mapping[str, ShardPlan], create: Callable[..., Any] | None = None
+) -> list[RemoteShard]:
+    """A shard actor per name and plan, spread over the nodes, in the order of the names given.
+
+    One with a journal is started again by Ray when it dies; one without takes its groups along.
+    `create(name, actor class, arguments, options=...)` makes an actor, by default as Ray does.
+    """
+    shards = []
+    for name, plan in plans.items():
+        returns = plan.files is not None
+        options = {"max_restarts": RESTARTS if returns else 0, "scheduling_strategy": "SPREAD"}
+        # Ray spreads only what asks for something, were it a byte; the rest lands anywhere.
+        options["memory"] = 1
+        actor = (create or _create)(name, ShardActor, (plan,), options=options)
+        shards.append(RemoteShard(name, actor, returns=returns))
+    return shards
+
+
+def _create(name: str, actor_class: Any, arguments: Sequence[Any], *, options: Any) -> Any:
+    return actor_class.options(**options).remote(*arguments)

@@ -21,7 +21,8 @@ from streamrl.config import RunConfig
 from streamrl.engines.packing import Pick, Round
 from streamrl.engines.rollout_sums import rollout_sums
 from streamrl.errors import ActorError
-from streamrl.pipeline import StepTotals, Update, add_sums
+from streamrl.faces import StepTotals, Update
+from streamrl.step import add_sums
 from streamrl.weights import WeightManifest, publish
 
 

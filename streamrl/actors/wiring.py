@@ -12,9 +12,9 @@ from streamrl.actors.shard import RemoteShard
 from streamrl.buffer import ExperienceQueue
 from streamrl.config import RunConfig
 from streamrl.dataflow import Dataflow, Kind
+from streamrl.faces import Stage
 from streamrl.lease import FreeLease, SharedLease
 from streamrl.messages import COMPONENT_PREFIX
-from streamrl.pipeline import Stage
 from streamrl.telemetry.spans import Span, SpanRecorder
 from streamrl.weights import WeightManifest, unpack
 from streamrl.weights.registry import Held

@@ -6,26 +6,41 @@ from streamrl.buffer.ledger import Ledger
 from streamrl.errors import ConfigError
 
 
-def credit_limit(version: int, *, max_staleness: int, groups_per_step: int) -> int:
+def credit_limit(version: int, *, depth: int, groups_per_step: int) -> int:
     """How many groups may ever have been claimed while `version` is the newest.
 
     A group admitted as number n (from 0) is trained in step n // groups_per_step; admitting it
-    only once version >= that step - max_staleness keeps its tokens within the bound.
+    only once version >= that step - depth keeps generation at most `depth` steps ahead, and with
+    depth <= max_staleness its tokens within the bound.
     """
-    return (max_staleness + version + 1) * groups_per_step
+    return (depth + version + 1) * groups_per_step
 
 
-def check_capacity(capacity_groups: int, *, max_staleness: int, groups_per_step: int) -> None:
-    """Raise ConfigError if the queue cannot hold what the staleness bound keeps in flight.
+def check_capacity(capacity_groups: int, *, depth: int, groups_per_step: int) -> None:
+    """Raise ConfigError if the queue cannot hold what the depth keeps in flight.
 
     With fewer places the trainer would wait for groups that are never admitted: a deadlock.
     """
-    needed = (max_staleness + 1) * groups_per_step
+    needed = (depth + 1) * groups_per_step
     if capacity_groups < needed:
         raise ConfigError(
             f"queue.capacity_groups={capacity_groups}: must be at least {needed}"
-            f" = (pipeline.max_staleness {max_staleness} + 1)"
-            f" * pipeline.groups_per_step {groups_per_step}"
+            f" = (pipeline.depth {depth} + 1) * pipeline.groups_per_step {groups_per_step}"
+        )
+
+
+def check_bytes(shard_bytes: int, *, group_bytes: int, groups_per_step: int, place: str) -> None:
+    """Raise ConfigError if a shard cannot hold one step's groups at their largest.
+
+    All groups of a step may hash to one shard, and none leaves before the step is trained: a shard
+    with less room could wait for a step that waits for it.
+    """
+    needed = groups_per_step * group_bytes
+    if shard_bytes < needed:
+        raise ConfigError(
+            f"{place}: {shard_bytes / 2**20:.0f} MB for a shard, must be at least"
+            f" {needed / 2**20:.0f} MB = pipeline.groups_per_step {groups_per_step} *"
+            f" {group_bytes / 2**20:.2f} MB, the largest group"
         )
 
 
@@ -39,18 +54,16 @@ class Admission:
         self,
         ledger: Ledger,
         *,
-        max_staleness: int,
+        depth: int,
         groups_per_step: int,
         capacity_groups: int,
         total_groups: int,
         version: int = 0,
     ) -> None:
-        check_capacity(
-            capacity_groups, max_staleness=max_staleness, groups_per_step=groups_per_step
-        )
+        check_capacity(capacity_groups, depth=depth, groups_per_step=groups_per_step)
         self.ledger = ledger
         self.version = version
-        self.max_staleness = max_staleness
+        self._depth = depth
         self.groups_per_step = groups_per_step
         self._capacity_groups = capacity_groups
         self._total_groups = total_groups
@@ -59,16 +72,14 @@ class Admission:
     @property
     def credit(self) -> int:
         """Groups that may be admitted now."""
-        limit = credit_limit(
-            self.version, max_staleness=self.max_staleness, groups_per_step=self.groups_per_step
-        )
+        limit = credit_limit(self.version, depth=self._depth, groups_per_step=self.groups_per_step)
         free = self._capacity_groups - len(self.ledger.in_flight)
         return max(0, min(min(limit, self._total_groups) - self.ledger.claimed, free))
 
     @property
     def finished(self) -> bool:
-        """True once every group the run will train is trained."""
-        return self.ledger.counts.trained >= self._total_groups
+        """True once the run has made all its steps."""
+        return self.version * self.groups_per_step >= self._total_groups
 
     async def wait_credit(self, wait_s: float) -> int:
         """The credit, waiting up to `wait_s` for one; 0 if none came."""

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from streamrl.buffer.books import TrainedGroup
 from streamrl.errors import StaleGroupError
 from streamrl.messages import Experience
 
@@ -15,11 +16,17 @@ class StepAssembler:
     the places that are left until then; the earliest deadline goes first. To look only at what is
     due now would not do: newcomers could crowd the groups of one deadline into their last step.
     The credits see to it that all groups fit when they are admitted.
+
+    With `drops_stale` no place is kept: what is ready enters, the oldest tokens first, and a group
+    that is beyond the bound by then is for `take_stale`.
     """
 
-    def __init__(self, *, max_staleness: int, groups_per_step: int) -> None:
+    def __init__(
+        self, *, max_staleness: int, groups_per_step: int, drops_stale: bool = False
+    ) -> None:
         self._max_staleness = max_staleness
         self._groups_per_step = groups_per_step
+        self._drops_stale = drops_stale
         self._pending: dict[str, int] = {}
         self._ready: dict[str, Experience] = {}
         self._entered: list[Experience] = []
@@ -29,14 +36,25 @@ class StepAssembler:
         self._pending[uid] = version
 
     def drop(self, uid: str) -> None:
-        """The group will never be ready."""
-        del self._pending[uid]
+        """The group will never be trained."""
+        self._pending.pop(uid, None)
 
     def offer(self, experiences: Iterable[Experience]) -> None:
-        """Groups that are ready to be trained."""
+        """Groups that are ready to be trained. One that was offered before is passed over."""
         for experience in experiences:
-            del self._pending[experience.uid]
-            self._ready[experience.uid] = experience
+            if self._pending.pop(experience.uid, None) is not None:
+                self._ready[experience.uid] = experience
+
+    def take_stale(self, version: int) -> list[Experience]:
+        """With `drops_stale`, the ready groups with a token beyond the bound at `version`."""
+        if not self._drops_stale:
+            return []
+        stale = [
+            e for e in self._ready.values() if self._staleness(e, version) > self._max_staleness
+        ]
+        for experience in stale:
+            del self._ready[experience.uid]
+        return stale
 
     @property
     def complete(self) -> bool:
@@ -51,6 +69,9 @@ class StepAssembler:
     def drawable(self, version: int) -> list[Experience]:
         """The ready groups that may enter the step of `version`, the earliest deadline first."""
         places = self._groups_per_step - len(self._entered)
+        if self._drops_stale:
+            oldest = sorted(self._ready.values(), key=lambda e: -self._staleness(e, version))
+            return oldest[:places]
         waiting = Counter(self._pending.values())
         waiting.update(experience.admitted_version for experience in self._ready.values())
         chosen: list[Experience] = []
@@ -87,18 +108,27 @@ class StepAssembler:
         self._entered += drawn
         return drawn
 
-    def _check(self, experience: Experience, version: int) -> None:
+    @staticmethod
+    def _staleness(experience: Experience, version: int) -> int:
         assert experience.info is not None, experience.uid
-        staleness = version - experience.info.min_version
+        return version - experience.info.min_version
+
+    def _check(self, experience: Experience, version: int) -> None:
+        staleness = self._staleness(experience, version)
         if staleness > self._max_staleness:
             raise StaleGroupError(
-                f"group {experience.uid} was sampled by version {experience.info.min_version}:"
+                f"group {experience.uid} was sampled by version {version - staleness}:"
                 f" {staleness} behind the step of version {version},"
                 f" pipeline.max_staleness is {self._max_staleness}"
             )
 
-    def finish(self) -> list[Experience]:
+    def finish(self) -> tuple[TrainedGroup, ...]:
         """The groups of the complete step; the next step starts empty."""
         assert self.complete
         entered, self._entered = self._entered, []
-        return entered
+        return tuple(_as_trained(experience) for experience in entered)
+
+
+def _as_trained(experience: Experience) -> TrainedGroup:
+    assert experience.info is not None and experience.ready_version is not None
+    return TrainedGroup(experience.uid, experience.info, experience.ready_version)

@@ -1,40 +1,65 @@
-"""The queue as a stage sees it: one object that routes to the shards."""
+"""The queue as its users see it: one object that routes to the shards, in each process."""
 
 import asyncio
+import itertools
+import pickle
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Protocol, TypeVar
 
-from streamrl.buffer.shard import ShardStats
+from streamrl.buffer.blob import Buffer, decode, encode
+from streamrl.buffer.leases import Overdue, Request
+from streamrl.buffer.shard import Commit, Grant, ShardStats
 from streamrl.errors import StreamError
-from streamrl.messages import Columns, Experience, Lease, Prompt
+from streamrl.messages import (
+    Columns,
+    Experience,
+    Filtered,
+    GroupInfo,
+    Lease,
+    Prompt,
+    column_sizes,
+)
 
 T = TypeVar("T")
 ROOM_WAIT_S = 600.0
 """Longest an admitted prompt waits for room in its shard, s."""
 REQUEST_WAIT_S = 20.0
 """How long a request for groups waits at a shard before it is made anew, s."""
+_FIRST_COLUMN = "policy_version"
+"""Who puts this column has generated the group, and says its facts."""
 
 
 class ShardFace(Protocol):
-    """What the client calls on a shard, wherever it lives. Columns arrive resolved to arrays."""
+    """What the client calls on a shard, wherever it lives. Blobs arrive as bytes."""
 
-    async def admit(self, entries: Sequence[tuple[Prompt, int]], *, wait_s: float) -> None: ...
+    async def admit(self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float) -> None: ...
 
-    async def take(
-        self, stage: str, *, max_groups: int, columns: Sequence[str], wait_s: float, holder: str
-    ) -> list[Experience]: ...
+    async def add(
+        self, entries: Sequence[tuple[str, bytes, int]], commits: Sequence[Commit], *, wait_s: float
+    ) -> None: ...
 
-    async def put(self, entries: Sequence[tuple[Lease, Columns]]) -> list[str]: ...
+    async def take(self, request: Request, *, wait_s: float) -> list[Grant]: ...
+
+    async def put(self, commits: Sequence[Commit]) -> list[str]: ...
 
     async def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None: ...
 
-    async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Columns]: ...
+    async def filter(self, entries: Sequence[tuple[Lease, Filtered]]) -> None: ...
 
-    async def settle(self, leases: Sequence[Lease]) -> None: ...
+    async def renew(self, leases: Sequence[Lease]) -> list[Lease]: ...
 
-    async def end_step(self, leases: Sequence[Lease], version: int) -> ShardStats: ...
+    async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Sequence[Buffer]]: ...
+
+    async def leave(self, uids: Sequence[str], version: int) -> None: ...
+
+    async def stats(self) -> ShardStats: ...
+
+    async def release(self, holder: str) -> int: ...
+
+    async def overdue(self, age_s: float, *, take_back: bool) -> list[Overdue]: ...
 
     async def whereabouts(self, uids: Sequence[str]) -> dict[str, str]: ...
 
@@ -43,14 +68,17 @@ class ExperienceQueue:
     """Sharded queue of experiences. A group lives in the shard its uid hashes to.
 
     A client belongs to one user, its leases' `holder`, on one event loop; any number of clients
-    share the shards.
+    share the shards. What a user takes it holds until it puts, fails or filters it, and should
+    renew meanwhile. Guarantees: docs/queue.md.
     """
 
     def __init__(self, shards: Sequence[ShardFace], holder: str) -> None:
         self.shards = shards
         self._holder = holder
-        self._requests: dict[tuple[str, int], asyncio.Future[list[Experience]]] = {}
-        self._pending: dict[str, deque[Experience]] = {}
+        self._requests: dict[tuple[str, int], asyncio.Future[list[Grant]]] = {}
+        self._numbers = itertools.count()
+        self._pending: dict[str, deque[Grant]] = {}
+        self._held: dict[tuple[str, int], Lease] = {}
 
     def shard_of(self, uid: str) -> int:
         """Index of the shard that owns `uid`; the same in every process."""
@@ -58,97 +86,208 @@ class ExperienceQueue:
 
     async def admit(self, prompts: Sequence[Prompt], version: int) -> None:
         """Put prompts in, admitted at `version`. Blocks while a shard is full, up to a deadline."""
-        parts = self._route([(prompt.uid, (prompt, version)) for prompt in prompts])
+        entries = [_entry(prompt, version) for prompt in prompts]
+        parts = self._route([(entry[0], entry) for entry in entries])
         await asyncio.gather(
             *(self.shards[i].admit(part, wait_s=ROOM_WAIT_S) for i, part in parts.items())
         )
 
+    async def add(
+        self, groups: Sequence[tuple[Prompt, Columns]], version: int, *, stage: str
+    ) -> None:
+        """Put prompts in together with the columns that `stage` makes; blocks as `admit` does.
+
+        For groups that are made elsewhere. Once it returns they survive their maker and the shard.
+        """
+        entries = [
+            (_entry(prompt, version), _commit(Lease(0, prompt.uid, stage, 0, 0.0), columns))
+            for prompt, columns in groups
+        ]
+        parts = self._route([(entry[0], (entry, commit)) for entry, commit in entries])
+        await asyncio.gather(
+            *(
+                self.shards[i].add([e for e, _ in p], [c for _, c in p], wait_s=ROOM_WAIT_S)
+                for i, p in parts.items()
+            )
+        )
+
     async def take(
-        self, stage: str, *, max_groups: int, columns: Sequence[str], wait_s: float
+        self,
+        stage: str,
+        *,
+        max_groups: int,
+        columns: Sequence[str],
+        wait_s: float,
+        max_tokens: int | None = None,
     ) -> list[Experience]:
         """Lease groups that are ready for `stage`: at least one, or none after `wait_s`.
 
-        They come with the named columns; the lease says until when the work may be committed. One
-        request waits at each shard and outlives the call, so that nobody asks twice for the same;
-        a stage may so hold a group per shard more than it asked for, kept here for its next call.
+        They come with the named columns, read-only views of the object store where they are large;
+        together they hold at most `max_tokens`, a single larger group apart. One request waits at
+        each shard and outlives the call, so that nobody asks twice for the same; a user may so
+        hold a group per shard more than it asked for, kept here for its next call.
         """
         pending = self._pending.setdefault(stage, deque())
         if not pending:
-            await self._await_any(stage, max_groups, columns, wait_s)
-        return [pending.popleft() for _ in range(min(max_groups, len(pending)))]
+            wanted = Request(stage, self._holder, max_groups, tuple(columns), max_tokens)
+            await self._await_any(wanted, wait_s)
+        taken: list[Experience] = []
+        tokens = 0
+        while pending and len(taken) < max_groups:
+            info = pending[0].experience.info
+            tokens += info.num_tokens if info else 0
+            if taken and max_tokens is not None and tokens > max_tokens:
+                break
+            taken.append(_open(pending.popleft(), columns))
+        return taken
 
-    async def _await_any(
-        self, stage: str, max_groups: int, columns: Sequence[str], wait_s: float
-    ) -> None:
+    async def _await_any(self, wanted: Request, wait_s: float) -> None:
         """Wait until a shard has answered; put what came into the stage's pending groups."""
-        share = -(-max_groups // len(self.shards))
+        stage = wanted.stage
+        share = -(-wanted.max_groups // len(self.shards))
         for i, shard in enumerate(self.shards):
             if (stage, i) not in self._requests:
-                self._requests[stage, i] = asyncio.ensure_future(
-                    shard.take(
-                        stage,
-                        max_groups=share,
-                        columns=columns,
-                        wait_s=REQUEST_WAIT_S,
-                        holder=self._holder,
-                    )
-                )
+                number = f"{self._holder}/{next(self._numbers)}"
+                request = replace(wanted, max_groups=share, id=number)
+                self._requests[stage, i] = asyncio.ensure_future(self._ask(shard, request))
         mine = {i: self._requests[stage, i] for i in range(len(self.shards))}
         done, _ = await asyncio.wait(
             mine.values(), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED
         )
         # In the order of the shards, not of the set: what is taken follows from the schedule.
-        for i, request in mine.items():
-            if request in done:
+        for i, asked in mine.items():
+            if asked in done:
                 del self._requests[stage, i]
-                self._pending[stage] += request.result()
+                self._pending[stage] += asked.result()
+
+    async def _ask(self, shard: ShardFace, request: Request) -> list[Grant]:
+        """What is granted is held from here on, also while nobody has come to fetch it."""
+        grants = await shard.take(request, wait_s=REQUEST_WAIT_S)
+        leases = [grant.experience.lease for grant in grants]
+        self._held.update((_key(lease), lease) for lease in leases)
+        return grants
 
     async def put(self, entries: Sequence[tuple[Lease, Columns]]) -> list[str]:
-        """Commit finished work; returns uids refused because their lease had expired."""
-        parts = self._route([(lease.uid, (lease, columns)) for lease, columns in entries])
+        """Commit finished work; returns uids refused because their lease was no longer good.
+
+        Once it returns, what was not refused survives the death of this process and of the shard.
+        """
+        commits = [_commit(lease, columns) for lease, columns in entries]
+        parts = self._route([(commit.lease.uid, commit) for commit in commits])
         refused = await asyncio.gather(*(self.shards[i].put(p) for i, p in parts.items()))
+        self._forget(lease for lease, _ in entries)
         return [uid for part in refused for uid in part]
 
     async def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None:
         """Give groups back that could not be worked on, each with the error."""
         parts = self._route([(lease.uid, (lease, error)) for lease, error in entries])
         await asyncio.gather(*(self.shards[i].fail(p) for i, p in parts.items()))
+        self._forget(lease for lease, _ in entries)
+
+    async def filter(self, entries: Sequence[tuple[Lease, Filtered]]) -> None:
+        """Take scored groups out of the stream, each for a reason."""
+        parts = self._route([(lease.uid, (lease, why)) for lease, why in entries])
+        await asyncio.gather(*(self.shards[i].filter(p) for i, p in parts.items()))
+        self._forget(lease for lease, _ in entries)
+
+    async def renew(self) -> list[Lease]:
+        """Keep all that is held; returns the leases that were lost, whose work is in vain."""
+        parts = self._route([(lease.uid, lease) for lease in self._held.values()])
+        lost = await asyncio.gather(*(self.shards[i].renew(p) for i, p in parts.items()))
+        gone = [lease for part in lost for lease in part]
+        self._forget(gone)
+        for pending in self._pending.values():
+            kept = [grant for grant in pending if _key(grant.experience.lease) in self._held]
+            pending.clear()
+            pending.extend(kept)
+        return gone
+
+    @property
+    def renew_every_s(self) -> float:
+        """How often to renew what is held, s; infinite if nothing that can expire is."""
+        terms = (lease.expires_at - lease.taken_at for lease in self._held.values())
+        return min(terms, default=float("inf")) / 3
 
     async def read(self, uids: Iterable[str], columns: Sequence[str]) -> dict[str, Columns]:
         """Columns of groups by uid, without a lease: for the ranks that train a leased group."""
         parts = self._route([(uid, uid) for uid in uids])
         found = await asyncio.gather(*(self.shards[i].read(p, columns) for i, p in parts.items()))
         return {
-            uid: group
+            uid: _select(blobs, columns)
             for part, groups in zip(parts.values(), found, strict=True)
-            for uid, group in zip(part, groups, strict=True)
+            for uid, blobs in zip(part, groups, strict=True)
         }
 
-    async def settle(self, leases: Sequence[Lease]) -> None:
-        """Filtered or dropped: these groups leave the queue."""
-        parts = self._route([(lease.uid, lease) for lease in leases])
-        await asyncio.gather(*(self.shards[i].settle(p) for i, p in parts.items()))
-
-    async def end_step(self, leases: Sequence[Lease], version: int) -> ShardStats:
-        """Settle the groups of the step that made `version`; the shards' figures as one."""
-        routed = self._route([(lease.uid, lease) for lease in leases])
-        parts = await asyncio.gather(
-            *(shard.end_step(routed.get(i, []), version) for i, shard in enumerate(self.shards))
+    async def leave(self, uids: Sequence[str], version: int) -> None:
+        """These groups are trained or ended, and leave; `version` is trained from now on."""
+        parts = self._route([(uid, uid) for uid in uids])
+        await asyncio.gather(
+            *(shard.leave(parts.get(i, []), version) for i, shard in enumerate(self.shards))
         )
+
+    async def stats(self) -> ShardStats:
+        """The shards' figures as one."""
+        parts = await asyncio.gather(*(shard.stats() for shard in self.shards))
+        counts: Counter[str] = Counter()
+        for part in parts:
+            counts.update(part.counts)
         return ShardStats(
             depth={s: sum(part.depth[s] for part in parts) for s in parts[0].depth},
             num_bytes=sum(part.num_bytes for part in parts),
             oldest_age_s=max(part.oldest_age_s for part in parts),
             uids=tuple(uid for part in parts for uid in part.uids),
+            counts={name: counts[name] for name in parts[0].counts},
+            journal_bytes=sum(part.journal_bytes for part in parts),
+            fsync_s=sum(part.fsync_s for part in parts),
         )
+
+    async def release(self, holder: str) -> int:
+        """A holder has died: hand its work out again. Returns how many groups it had."""
+        return sum(await asyncio.gather(*(shard.release(holder) for shard in self.shards)))
+
+    async def overdue(self, age_s: float, *, take_back: bool) -> list[Overdue]:
+        """Work that one holder has had for over `age_s`; with `take_back` it is handed out anew."""
+        parts = await asyncio.gather(
+            *(shard.overdue(age_s, take_back=take_back) for shard in self.shards)
+        )
+        return [one for part in parts for one in part]
 
     async def whereabouts(self, uids: Sequence[str]) -> dict[str, str]:
         """Who holds these groups and for how long, for the message of a stall."""
         parts = await asyncio.gather(*(shard.whereabouts(uids) for shard in self.shards))
         return {uid: phrase for part in parts for uid, phrase in part.items()}
 
+    def _forget(self, leases: Iterable[Lease]) -> None:
+        for lease in leases:
+            self._held.pop(_key(lease), None)
+
     def _route(self, entries: Sequence[tuple[str, T]]) -> Mapping[int, list[T]]:
         parts: dict[int, list[T]] = {}
         for uid, entry in entries:
             parts.setdefault(self.shard_of(uid), []).append(entry)
         return parts
+
+
+def _key(lease: Lease) -> tuple[str, int]:
+    return lease.uid, lease.token
+
+
+def _entry(prompt: Prompt, version: int) -> tuple[str, bytes, int]:
+    return prompt.uid, pickle.dumps(prompt, pickle.HIGHEST_PROTOCOL), version
+
+
+def _commit(lease: Lease, columns: Columns) -> Commit:
+    info = GroupInfo.of(columns) if _FIRST_COLUMN in columns else None
+    return Commit(lease, encode(columns), column_sizes(columns), info)
+
+
+def _open(grant: Grant, columns: Sequence[str]) -> Experience:
+    prompt = None if grant.prompt is None else pickle.loads(grant.prompt)
+    found = {} if grant.experience.ended else _select(grant.blobs, columns)
+    return replace(grant.experience, prompt=prompt, columns=found)
+
+
+def _select(blobs: Sequence[Buffer], columns: Sequence[str]) -> Columns:
+    """The named columns among those of some blobs."""
+    found = {name: column for blob in blobs for name, column in decode(blob).items()}
+    return {name: found[name] for name in columns}

@@ -1,8 +1,9 @@
 """The accounts of a run: where every admitted prompt is, by uid."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from streamrl.errors import LedgerError
 
@@ -29,42 +30,63 @@ class Ledger:
     """Every prompt uid is in one state: in flight until it is trained, filtered or dropped.
 
     Raises LedgerError at the transition that would admit a uid twice or end one that is not in
-    flight, which is how training a group twice would show.
+    flight, which is how training a group twice would show. `in_flight` has the version each was
+    admitted at. With `debug` every uid that has ended is kept, too, and the law is counted anew at
+    every transition.
     """
 
-    def __init__(self) -> None:
-        self.in_flight: dict[str, None] = {}
+    def __init__(self, *, debug: bool = False) -> None:
+        self.in_flight: dict[str, int] = {}
+        self._ended: dict[str, str] | None = {} if debug else None
         self._admitted = 0
         self._trained = 0
         self._filtered = 0
         self._drops: Counter[str] = Counter()
 
-    def admit(self, uid: str) -> None:
-        """A prompt enters the stream."""
+    def admit(self, uid: str, version: int) -> None:
+        """A prompt enters the stream at `version`."""
         if uid in self.in_flight:
             raise LedgerError(f"prompt {uid} is admitted, but it is in flight already")
-        self.in_flight[uid] = None
+        if self._ended is not None and uid in self._ended:
+            raise LedgerError(f"prompt {uid} is admitted, but it was {self._ended[uid]} before")
+        self.in_flight[uid] = version
         self._admitted += 1
+        self._check_debug()
 
     def train(self, uid: str) -> None:
         """Its group was part of an optimizer step."""
         self._end(uid, "trained")
         self._trained += 1
+        self._check_debug()
 
     def filter(self, uid: str) -> None:
         """A predicate took its scored group out."""
         self._end(uid, "filtered")
         self._filtered += 1
+        self._check_debug()
 
     def drop(self, uid: str, cause: str) -> None:
         """Its group was given up, for a cause that is counted."""
         self._end(uid, f"dropped ({cause})")
         self._drops[cause] += 1
+        self._check_debug()
 
     def _end(self, uid: str, how: str) -> None:
         if uid not in self.in_flight:
             raise LedgerError(f"prompt {uid} is {how}, but it is not in flight")
         del self.in_flight[uid]
+        if self._ended is not None:
+            self._ended[uid] = how
+
+    def _check_debug(self) -> None:
+        if self._ended is None:
+            return
+        how = Counter(state.partition(" ")[0] for state in self._ended.values())
+        found = (how["trained"], how["filtered"], how["dropped"])
+        booked = (self._trained, self._filtered, self._drops.total())
+        total = sum(found) + len(self.in_flight)
+        if found != booked or total != self._admitted:
+            raise LedgerError(f"the uids do not add up: {found} of {total}, booked {self.counts}")
 
     @property
     def counts(self) -> LedgerCounts:
@@ -102,18 +124,21 @@ class Ledger:
     def state_dict(self) -> dict[str, object]:
         """JSON-able state for a checkpoint."""
         return {
-            "in_flight": list(self.in_flight),
+            "in_flight": dict(self.in_flight),
             "admitted": self._admitted,
             "trained": self._trained,
             "filtered": self._filtered,
             "drops": dict(self._drops),
+            **({} if self._ended is None else {"ended": dict(self._ended)}),
         }
 
     @classmethod
-    def from_state(cls, state: dict) -> "Ledger":  # type: ignore[type-arg]
-        """Inverse of `state_dict`."""
-        ledger = cls()
-        ledger.in_flight = dict.fromkeys(state["in_flight"])
+    def from_state(cls, state: Mapping[str, Any], *, debug: bool = False) -> "Ledger":
+        """Inverse of `state_dict`; `debug` goes on only with a state that was written with it."""
+        ledger = cls(debug=debug and "ended" in state)
+        if ledger._ended is not None:
+            ledger._ended = dict(state["ended"])
+        ledger.in_flight = dict(state["in_flight"])
         ledger._admitted = state["admitted"]
         ledger._trained = state["trained"]
         ledger._filtered = state["filtered"]

@@ -1,321 +1,489 @@
 """One shard of the experience queue: it owns its groups whole, hands out leases, takes commits.
 
 A plain asyncio object on one event loop, told the stages and the columns they need; an actor hosts
-it. Values of columns are opaque here: `store` turns arrays into whatever readers can resolve.
+it. Columns are opaque blobs here: `store` turns one into whatever readers can resolve. What a
+transition does stands in group.py; here is decided which one comes next, and that it is in the
+journal before it is done wherever losing it would lose a group.
 """
 
 import asyncio
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
+from streamrl.buffer import group as transitions
+from streamrl.buffer.blob import Buffer
+from streamrl.buffer.config import Bounds, QueueConfig
 from streamrl.buffer.depth import DepthMeter
-from streamrl.errors import ConfigError, DeadlineError, StreamError
-from streamrl.messages import (
-    Columns,
-    Experience,
-    GroupInfo,
-    Lease,
-    Prompt,
-    check_columns,
-)
+from streamrl.buffer.group import Group, GroupBook, Part
+from streamrl.buffer.journal import Record
+from streamrl.buffer.leases import LeaseDesk, Overdue, Request
+from streamrl.buffer.recovery import payload
+from streamrl.errors import DeadlineError, StreamError
+from streamrl.messages import Ended, Experience, Filtered, GroupInfo, Lease, check_sizes
 
 
-@dataclass
-class QueueConfig:
-    """The experience queue.
+class Log(Protocol):
+    """Where transitions are kept: a journal, or nothing."""
 
-    shards: number of shard actors.
-    capacity_groups: most groups in flight over all shards; null takes what the staleness bound
-        needs, (max_staleness + 1) * groups_per_step.
-    lease_s: how long a stage may work on a group before it is handed out again, s.
-    max_attempts: times a group is handed to one stage before it is dropped.
-    """
+    @property
+    def num_bytes(self) -> int: ...
 
-    shards: int = 2
-    capacity_groups: int | None = None
-    lease_s: float = 900.0
-    max_attempts: int = 3
+    def drain_fsync_s(self) -> float: ...
 
-    def __post_init__(self) -> None:
-        if self.shards < 1:
-            raise ConfigError(f"queue.shards={self.shards}: must be at least 1")
-        if self.lease_s <= 0:
-            raise ConfigError(f"queue.lease_s={self.lease_s}: must be above 0 s")
-        if self.max_attempts < 1:
-            raise ConfigError(f"queue.max_attempts={self.max_attempts}: must be at least 1")
+    async def append(self, records: Sequence[Record]) -> object:
+        """Returns once they are safe."""
+        ...
+
+    def post(self, records: Sequence[Record]) -> None:
+        """They will be safe soon: to lose one costs work, not a group."""
+        ...
+
+
+class NoLog:
+    """For a queue that need not survive its shards."""
+
+    num_bytes = 0
+
+    def drain_fsync_s(self) -> float:
+        """Nothing is synced."""
+        return 0.0
+
+    async def append(self, records: Sequence[Record]) -> None:
+        """Nothing to wait for."""
+
+    def post(self, records: Sequence[Record]) -> None:
+        """Nothing to do."""
+
+
+@dataclass(frozen=True, eq=False)
+class Grant:
+    """A leased group: what is known of it, its pickled prompt, and blobs with the columns."""
+
+    experience: Experience
+    prompt: bytes | None
+    blobs: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Commit:
+    """Finished work: the blob, and dtype and entries of each column in it."""
+
+    lease: Lease
+    blob: Buffer
+    sizes: Mapping[str, tuple[str, int]]
+    info: GroupInfo | None = None
 
 
 @dataclass(frozen=True)
-class Ports:
-    """Columns a stage needs to see a group and columns it puts."""
+class _Arrival:
+    """A group on its way in: its records and what goes with each."""
 
-    needs: tuple[str, ...]
-    produces: tuple[str, ...]
+    uid: str
+    records: Sequence[Record]
+    data: Sequence[Any] = (None,)
 
 
 @dataclass(frozen=True)
 class ShardStats:
-    """What a shard reports: mean groups waiting per stage since the last report, and sizes."""
+    """What a shard reports: mean groups waiting per stage since the last report, and sizes.
+
+    `counts` are redelivered, hedged and refused leases since the last report; `fsync_s` the time
+    spent in fsync since then.
+    """
 
     depth: Mapping[str, float]
     num_bytes: int
     oldest_age_s: float
     uids: tuple[str, ...]
-
-
-@dataclass(eq=False)
-class _Group:
-    """One group as the shard holds it."""
-
-    prompt: Prompt
-    admitted_version: int
-    admitted_at: float
-    order: int
-    ready_version: int | None = None
-    columns: dict[str, Any] = field(default_factory=dict)
-    num_bytes: int = 0
-    info: GroupInfo | None = None
-    leases: dict[str, Lease] = field(default_factory=dict)
-    attempts: dict[str, int] = field(default_factory=dict)
-    done: set[str] = field(default_factory=set)
-    dropped: str | None = None
-    reason: str = ""
+    counts: Mapping[str, int]
+    journal_bytes: int = 0
+    fsync_s: float = 0.0
 
 
 class Shard:
     """Owner of some of the groups in flight. All methods run on one event loop.
 
-    `stages` maps a stage to its ports; the stage that produces nothing is the last one, and it is
-    handed the dropped groups too, so that the coordinator hears of each exactly once.
-    `capacity_groups` bounds the groups held here. The version being trained is learnt from
-    admissions and ends of steps.
+    `book` holds the groups: none, or those a predecessor left. The stage that produces nothing is
+    the last one; it is handed the ended groups too, so that the coordinator hears of each.
+    `session` is the run: leases of another one are void.
     """
 
     def __init__(
         self,
-        stages: Mapping[str, Ports],
+        book: GroupBook,
         config: QueueConfig,
         *,
-        capacity_groups: int,
-        store: Callable[[Columns], Mapping[str, Any]] = dict,
-        clock: Callable[[], float] | None = None,
+        bounds: Bounds,
+        session: str = "",
+        log: Log | None = None,
+        store: Callable[[Buffer], Any] = bytes,
     ) -> None:
-        self._stages = stages
+        self._clock = book.now = asyncio.get_running_loop().time
+        self._book = book
         self._config = config
-        self._capacity_groups = capacity_groups
+        self._bounds = bounds
+        self._log = log or NoLog()
         self._store = store
-        self._clock = clock or asyncio.get_running_loop().time
-        self._last_stage = next(s for s, ports in stages.items() if not ports.produces)
-        self._version = 0
-        self._groups: dict[str, _Group] = {}
-        self._ready: dict[str, dict[str, _Group]] = {stage: {} for stage in stages}
-        self._wake = {stage: asyncio.Event() for stage in stages}
+        self._ready: dict[str, dict[str, Group]] = {stage: {} for stage in book.stages}
+        self._wake = {stage: asyncio.Event() for stage in book.stages}
         self._takers: Counter[str] = Counter()
         self._space = asyncio.Event()
-        self._lease_tokens = itertools.count(1)
-        self._orders = itertools.count()
-        self._expiries: list[tuple[float, int, Lease]] = []
-        self._depth = DepthMeter(stages, self._clock())
-
-    async def admit(self, entries: Sequence[tuple[Prompt, int]], *, wait_s: float) -> None:
-        """Take in prompts with the version they are admitted at; blocks while the shard is full.
-
-        Raises DeadlineError if there is no room within `wait_s`.
-        """
-        deadline = self._clock() + wait_s
-        for prompt, version in entries:
-            while len(self._groups) >= self._capacity_groups:
-                await self._wait_space(deadline, prompt.uid)
-            self._version = max(self._version, version)
-            group = _Group(prompt, version, self._clock(), next(self._orders))
-            self._groups[prompt.uid] = group
+        self._arriving: set[str] = set()
+        self._charged = 0
+        self._counts: Counter[str] = Counter()
+        self._depth = DepthMeter(book.stages, self._clock())
+        self._opening = transitions.opened(session, book.incarnation + 1)
+        self._opened = False
+        book.apply(self._opening)
+        self._desk = LeaseDesk(book, lease_s=config.lease_s, hedge_s=config.hedge_s)
+        for group in book.groups.values():
+            group.admitted_at = self._clock()
             self._refresh(group)
+
+    # What prompts, stages and ranks ask for.
+
+    async def admit(self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float) -> None:
+        """Take in prompts: uid, pickled prompt, version. Blocks while the shard is full.
+
+        A uid that is here already is passed over: its admission was repeated. Raises DeadlineError
+        if there is no room within `wait_s`.
+        """
+        arrivals = [_Arrival(entry[0], [transitions.admitted(*entry)]) for entry in entries]
+        await self._enter(arrivals, self._clock() + wait_s)
+
+    async def add(
+        self, entries: Sequence[tuple[str, bytes, int]], commits: Sequence[Commit], *, wait_s: float
+    ) -> None:
+        """Take in prompts with what one stage has made of them already; as `admit` and `put`."""
+        arrivals = []
+        for entry, commit in zip(entries, commits, strict=True):
+            assert commit.info is not None
+            self._check(commit, commit.info)
+            records = [transitions.admitted(*entry), self._record(commit, commit.info)]
+            arrivals.append(_Arrival(entry[0], records, [None, self._store(commit.blob)]))
+        await self._enter(arrivals, self._clock() + wait_s)
+
+    async def _enter(self, arrivals: Sequence["_Arrival"], deadline: float) -> None:
+        waiting = list(arrivals)
+        while waiting := [one for one in waiting if not self._is_here(one.uid)]:
+            batch = []
+            while waiting and self._has_room():
+                self._arriving.add(waiting[0].uid)
+                batch.append(waiting.pop(0))
+            if not batch:
+                await self._wait_space(deadline, waiting[0].uid)
+                continue
+            records = [record for one in batch for record in one.records]
+            try:
+                await self._log.append(records)
+            finally:
+                self._arriving.difference_update(one.uid for one in batch)
+            self._apply(*records, data=[datum for one in batch for datum in one.data])
+
+    def _is_here(self, uid: str) -> bool:
+        return uid in self._book.groups or uid in self._arriving
+
+    def _has_room(self) -> bool:
+        bounds, arriving = self._bounds, len(self._arriving)
+        charged = self._charged + arriving * bounds.group_bytes
+        has_bytes = charged + max(bounds.group_bytes, 1) <= bounds.num_bytes
+        return has_bytes and len(self._book.groups) + arriving < bounds.groups
 
     async def _wait_space(self, deadline: float, uid: str) -> None:
         self._space.clear()
         try:
             await asyncio.wait_for(self._space.wait(), deadline - self._clock())
         except TimeoutError:
+            held, bounds = list(self._book.groups), self._bounds
             raise DeadlineError(
-                f"prompt {uid} waited for room in a full shard of {self._capacity_groups} groups;"
-                f" it holds {list(self._groups)[:5]}..."
+                f"prompt {uid} waited for room in a full shard: it holds {len(held)} of"
+                f" {bounds.groups} groups and {self._charged} of {bounds.num_bytes:g} bytes;"
+                f" the first are {held[:5]}"
             ) from None
 
-    async def take(
-        self, stage: str, *, max_groups: int, columns: Sequence[str], wait_s: float, holder: str
-    ) -> list[Experience]:
-        """Lease groups that are ready for a stage to `holder`, the earliest admitted first.
+    async def take(self, request: Request, *, wait_s: float) -> list[Grant]:
+        """Lease groups that are ready for a stage, the earliest admitted first.
 
-        At most `max_groups`, and no more than an equal share if others of the stage wait too;
-        none if there is none within `wait_s`.
+        No more than an equal share if others of the stage wait too; none if there is none within
+        `wait_s`.
         """
+        repeated = self._desk.of_request(request)
+        if repeated:
+            return [self._grant(group, held.lease, request) for group, held in repeated]
+        stage = request.stage
+        if not self._opened:
+            # Or a successor could give the tokens of this process again.
+            await self._log.append([self._opening])
+            self._opened = True
         self._takers[stage] += 1
         try:
-            await self._await_ready(stage, self._clock() + wait_s)
-            share = -(-len(self._ready[stage]) // self._takers[stage])
+            chosen = await self._await_work(request, self._clock() + wait_s)
         finally:
             self._takers[stage] -= 1
-        chosen = heapq.nsmallest(
-            min(max_groups, share), self._ready[stage].values(), key=lambda g: g.order
-        )
-        return [self._lease(group, stage, columns, holder) for group in chosen]
+        if not chosen:
+            return []
+        record = self._desk.draft(chosen, request)
+        self._counts["redelivered"] += sum(attempt > 1 for _, _, attempt in record.meta["grants"])
+        self._post(record)
+        held = [group.leases[stage][-1] for group in chosen]
+        self._desk.watch(held)
+        pairs = zip(chosen, held, strict=True)
+        return [self._grant(group, one.lease, request) for group, one in pairs]
 
-    async def _await_ready(self, stage: str, deadline: float) -> None:
+    async def _await_work(self, request: Request, deadline: float) -> list[Group]:
+        stage = request.stage
         while True:
             self._expire()
+            ready = self._ready[stage]
+            if ready:
+                share = -(-len(ready) // self._takers[stage])
+                most = min(request.max_groups, share)
+                first = heapq.nsmallest(most, ready.values(), key=lambda group: group.order)
+                return _within(first, request.max_tokens)
+            hedged = self._desk.to_hedge(request)
+            if hedged:
+                chosen = _within(hedged, request.max_tokens)
+                self._counts["hedged"] += len(chosen)
+                return chosen
             now = self._clock()
-            if self._ready[stage] or now >= deadline:
-                return
+            if now >= deadline:
+                return []
             self._wake[stage].clear()
-            pause = min(deadline, self._next_expiry()) - now
+            pause = min(deadline, self._desk.next_change(stage)) - now
             try:
                 await asyncio.wait_for(self._wake[stage].wait(), max(pause, 0.001))
             except TimeoutError:
                 continue
 
-    def _lease(self, group: _Group, stage: str, columns: Sequence[str], holder: str) -> Experience:
-        last, now = stage == self._last_stage, self._clock()
-        attempt = group.attempts[stage] = group.attempts.get(stage, 0) + 1
-        lease = Lease(
-            token=next(self._lease_tokens),
-            uid=group.prompt.uid,
-            stage=stage,
-            attempt=attempt,
-            expires_at=float("inf") if last else now + self._config.lease_s,
-            holder=holder,
-            taken_at=now,
-        )
-        group.leases[stage] = lease
-        if not last:
-            heapq.heappush(self._expiries, (lease.expires_at, lease.token, lease))
-        self._refresh(group)
-        return Experience(
+    def _grant(self, group: Group, lease: Lease, request: Request) -> Grant:
+        wanted = set(request.columns)
+        is_last = lease.stage == self._book.last_stage
+        experience = Experience(
             lease=lease,
             admitted_version=group.admitted_version,
-            prompt=None if last else group.prompt,
-            columns={} if group.dropped else {name: group.columns[name] for name in columns},
             info=group.info,
             ready_version=group.ready_version,
-            dropped=group.dropped,
-            reason=group.reason,
+            ended=group.ended,
         )
+        blobs = tuple(part.data for part in group.parts.values() if part.names & wanted)
+        return Grant(experience, None if is_last else group.prompt, blobs)
 
-    def put(self, entries: Sequence[tuple[Lease, Columns]]) -> list[str]:
-        """Commit the columns of finished work; returns the uids whose lease was no longer good.
+    async def put(self, commits: Sequence[Commit]) -> list[str]:
+        """Take finished work; returns the uids whose lease was no longer good.
 
-        Raises ValueError for columns that are not those the stage declared, or badly shaped.
+        Returns once it is in the journal. Raises ValueError for columns that are not those the
+        stage declared, or badly shaped.
         """
         self._expire()
-        refused = []
-        for lease, columns in entries:
-            group = self._groups.get(lease.uid)
-            if group is None or group.leases.get(lease.stage) != lease:
-                refused.append(lease.uid)
-                continue
-            self._commit(group, lease, columns)
+        # All are checked before the first is started: an error must not leave one half done.
+        for commit in commits:
+            self._check_commit(commit)
+        good = [commit for commit in commits if self._start_commit(commit)]
+        if good:
+            groups = [self._book.groups[commit.lease.uid] for commit in good]
+            pairs = zip(good, groups, strict=True)
+            infos = [(commit, group.info or commit.info) for commit, group in pairs]
+            records = [self._record(commit, info) for commit, info in infos if info is not None]
+            data = [self._store(commit.blob) for commit in good]
+            try:
+                await self._log.append(records)
+            finally:
+                for commit, group in zip(good, groups, strict=True):
+                    group.committing.discard(commit.lease.stage)
+            self._apply(*records, data=data)
+        accepted = {id(commit) for commit in good}
+        refused = [commit.lease.uid for commit in commits if id(commit) not in accepted]
+        self._counts["refused"] += len(refused)
         return refused
 
-    def _commit(self, group: _Group, lease: Lease, columns: Columns) -> None:
-        missing = set(self._stages[lease.stage].produces) - columns.keys()
+    def _check_commit(self, commit: Commit) -> None:
+        lease = commit.lease
+        group = self._book.groups.get(lease.uid)
+        if group is None or group.held(lease.stage, lease.token) is None:
+            return
+        info = group.info or commit.info
+        assert info is not None, f"the first commit of {lease.uid} came without its facts"
+        self._check(commit, info)
+
+    def _start_commit(self, commit: Commit) -> bool:
+        """Whether the lease is good; from here on no other commit for this work is taken."""
+        lease = commit.lease
+        group = self._book.groups.get(lease.uid)
+        if group is None or group.held(lease.stage, lease.token) is None:
+            return False
+        group.committing.add(lease.stage)
+        group.leases.pop(lease.stage)
+        return True
+
+    def _check(self, commit: Commit, info: GroupInfo) -> None:
+        lease = commit.lease
+        missing = set(self._book.stages[lease.stage].produces) - commit.sizes.keys()
         if missing:
             raise ValueError(f"stage {lease.stage} put no {sorted(missing)} for {lease.uid}")
-        info = group.info or GroupInfo.of(columns)
-        check_columns(columns, num_tokens=info.num_tokens, num_rollouts=len(info.lengths))
-        group.info = info
-        group.num_bytes += sum(column.nbytes for column in columns.values())
-        group.columns.update(self._store(columns))
-        group.done.add(lease.stage)
-        del group.leases[lease.stage]
-        self._refresh(group)
+        check_sizes(commit.sizes, info)
+
+    def _record(self, commit: Commit, info: GroupInfo) -> Record:
+        names, version = frozenset(commit.sizes), self._book.version
+        return transitions.committed(
+            commit.lease, commit.blob, names=names, info=info, version=version
+        )
 
     def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None:
-        """Give work back undone: the group is handed out again, or at last dropped."""
+        """Take work back undone: the group is handed out again, or at last ended."""
         for lease, error in entries:
-            group = self._groups.get(lease.uid)
-            if group is not None and group.leases.get(lease.stage) == lease:
-                self._give_back(group, lease.stage, error.cause, str(error))
+            group = self._book.groups.get(lease.uid)
+            if group is not None and group.held(lease.stage, lease.token):
+                self._give_back(group, lease, error.cause, str(error))
 
-    def read(self, uids: Sequence[str], columns: Iterable[str]) -> list[Mapping[str, Any]]:
-        """Columns of groups held here, in the order of `uids`."""
-        columns = tuple(columns)
-        return [{name: self._groups[uid].columns[name] for name in columns} for uid in uids]
+    def filter(self, entries: Sequence[tuple[Lease, Filtered]]) -> None:
+        """End groups that a predicate took out."""
+        for lease, filtered in entries:
+            group = self._book.groups.get(lease.uid)
+            if group is not None and group.held(lease.stage, lease.token):
+                how = Ended("filtered", filtered.reason, filtered=True)
+                self._post(transitions.ended(lease.uid, how))
 
-    def settle(self, leases: Sequence[Lease]) -> None:
-        """The last stage is done with these groups: they leave the queue."""
-        for lease in leases:
-            group = self._groups.pop(lease.uid)
-            assert group.leases.get(lease.stage) == lease, lease
+    def renew(self, leases: Sequence[Lease]) -> list[Lease]:
+        """Give leases their full time again; returns those that are no longer good."""
+        self._expire()
+        return self._desk.renew(leases)
+
+    def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Sequence[Any]]:
+        """Blobs with these columns of each group; those that have left come from the journal."""
+        wanted = set(columns)
+        found: list[Sequence[Any]] = []
+        for uid in uids:
+            if uid in self._book.groups:
+                parts = self._book.groups[uid].parts
+                found.append(tuple(p.data for p in parts.values() if p.names & wanted))
+            elif uid in self._book.retired:
+                old = self._book.retired[uid].values()
+                found.append(tuple(_again(part) for part in old if part.names & wanted))
+            else:
+                raise StreamError(f"group {uid} is neither in the queue nor in its journal")
+        return found
+
+    # What the coordinator asks for.
+
+    async def leave(self, uids: Sequence[str], version: int) -> None:
+        """These groups leave the queue; `version` is trained from now on. May be repeated."""
+        records = [transitions.left(uids, version)]
+        await self._log.append(records)
+        self._apply(*records)
         self._space.set()
 
-    def end_step(self, leases: Sequence[Lease], version: int) -> ShardStats:
-        """Settle the groups of the step that made `version`; depths are means since the last."""
-        self.settle(leases)
-        self._version = version
-        now = self._clock()
-        groups = self._groups.values()
+    def stats(self) -> ShardStats:
+        """The shard's figures; depths and counts since the last call."""
+        now, groups = self._clock(), self._book.groups.values()
+        counts = {name: self._counts[name] for name in ("redelivered", "hedged", "refused")}
+        self._counts.clear()
         return ShardStats(
             depth=self._depth.means(now),
             num_bytes=sum(group.num_bytes for group in groups),
             oldest_age_s=max((now - group.admitted_at for group in groups), default=0.0),
-            uids=tuple(self._groups),
+            uids=tuple(self._book.groups),
+            counts=counts,
+            journal_bytes=self._log.num_bytes,
+            fsync_s=self._log.drain_fsync_s(),
         )
+
+    def release(self, holder: str) -> int:
+        """A holder is gone: its work is handed out again. Returns how many groups it had."""
+        lost = self._desk.of_holder(holder)
+        for group, lease in lost:
+            self._give_back(group, lease, f"{lease.stage}_died", f"{holder} died over it")
+        return len(lost)
+
+    def overdue(self, age_s: float, *, take_back: bool) -> list[Overdue]:
+        """Work that one holder has had for over `age_s`; with `take_back` it is handed out anew."""
+        now, found = self._clock(), []
+        for group, lease in self._desk.overdue(age_s):
+            age = now - lease.taken_at
+            found.append(Overdue(lease.uid, lease.stage, lease.holder, lease.attempt, age))
+            if take_back:
+                reason = f"{lease.holder} had it for {age:.0f} s (pipeline.stall_s)"
+                self._give_back(group, lease, f"{lease.stage}_stalled", reason)
+        return found
 
     def whereabouts(self, uids: Sequence[str]) -> dict[str, str]:
         """For each of `uids` held here, one phrase: which stages hold or await it, for how long."""
-        return {uid: self._describe(self._groups[uid]) for uid in uids if uid in self._groups}
+        groups = self._book.groups
+        return {uid: self._describe(groups[uid]) for uid in uids if uid in groups}
 
-    def _describe(self, group: _Group) -> str:
+    def _describe(self, group: Group) -> str:
         now = self._clock()
         held = [
-            f"{lease.holder} for {now - lease.taken_at:.1f} s"
-            f" ({lease.stage}, attempt {lease.attempt})"
-            for lease in group.leases.values()
+            f"{one.lease.holder} for {now - one.lease.taken_at:.1f} s"
+            f" ({one.lease.stage}, attempt {one.lease.attempt})"
+            for one in itertools.chain.from_iterable(group.leases.values())
         ]
-        waits = [stage for stage in self._stages if group.prompt.uid in self._ready[stage]]
+        waits = [stage for stage in self._book.stages if group.uid in self._ready[stage]]
         state = f"held by {', '.join(held)}" if held else f"ready for {', '.join(waits) or 'none'}"
         return f"{state}, admitted {now - group.admitted_at:.1f} s ago"
 
-    def _refresh(self, group: _Group) -> None:
-        """Bring the ready sets in line with a group that has just changed."""
-        uid = group.prompt.uid
-        for stage, ports in self._stages.items():
-            ready = self._ready[stage]
-            if self._is_ready(group, stage, ports):
-                if stage == self._last_stage and group.ready_version is None:
-                    group.ready_version = self._version
-                ready[uid] = group
+    def forget_retired(self) -> None:
+        """No step will be made again that trained a group of before a restart."""
+        self._book.retired.clear()
+
+    # How a change spreads.
+
+    def _post(self, *records: Record) -> None:
+        self._log.post(records)
+        self._apply(*records)
+
+    def _apply(self, *records: Record, data: Sequence[Any] = ()) -> None:
+        for record, datum in itertools.zip_longest(records, data):
+            for group in self._book.apply(record, data=datum):
+                self._refresh(group)
+
+    def _refresh(self, group: Group) -> None:
+        """Bring the ready sets and the bytes in line with a group that has just changed."""
+        is_here = group.uid in self._book.groups
+        for stage, ready in self._ready.items():
+            if is_here and self._book.is_ready(group, stage):
+                ready[group.uid] = group
                 self._wake[stage].set()
             else:
-                ready.pop(uid, None)
+                ready.pop(group.uid, None)
             self._depth.observe(stage, len(ready), self._clock())
+        self._charged -= group.charge
+        group.charge = self._charge(group) if is_here else 0
+        self._charged += group.charge
+        self._space.set()
 
-    def _is_ready(self, group: _Group, stage: str, ports: Ports) -> bool:
-        if stage in group.leases or stage in group.done:
-            return False
-        if group.dropped is not None:
-            return stage == self._last_stage
-        return group.columns.keys() >= set(ports.needs)
+    def _charge(self, group: Group) -> int:
+        whole = self._book.is_whole(group)
+        return group.num_bytes if whole else max(group.num_bytes, self._bounds.group_bytes)
 
-    def _give_back(self, group: _Group, stage: str, cause: str, reason: str) -> None:
-        del group.leases[stage]
-        if group.attempts[stage] >= self._config.max_attempts:
-            group.dropped, group.reason = cause, reason
-            group.leases.clear()
-        self._refresh(group)
+    def _give_back(self, group: Group, lease: Lease, cause: str, reason: str) -> None:
+        self._post(transitions.given_back(lease, failed=True))
+        is_held = lease.stage in group.leases or lease.stage in group.committing
+        if not is_held and group.failures[lease.stage] >= self._config.max_attempts:
+            self._post(transitions.ended(lease.uid, Ended(cause, reason)))
 
     def _expire(self) -> None:
         """Take back the leases whose time is up."""
-        now = self._clock()
-        while self._expiries and self._expiries[0][0] <= now:
-            _, _, lease = heapq.heappop(self._expiries)
-            group = self._groups.get(lease.uid)
-            if group is not None and group.leases.get(lease.stage) == lease:
-                reason = f"{lease.holder} had it for {self._config.lease_s:g} s (queue.lease_s)"
-                self._give_back(group, lease.stage, f"{lease.stage}_lease_expired", reason)
+        for group, lease in self._desk.expired():
+            reason = f"{lease.holder} was silent for {self._config.lease_s:g} s (queue.lease_s)"
+            self._give_back(group, lease, f"{lease.stage}_lease_expired", reason)
 
-    def _next_expiry(self) -> float:
-        return self._expiries[0][0] if self._expiries else float("inf")
+
+def _again(part: Part) -> Any:
+    """The blob of a group that has left: from memory, or from the journal."""
+    return bytes(payload(part)) if part.data is None else part.data
+
+
+def _within(groups: Sequence[Group], max_tokens: int | None) -> list[Group]:
+    """The first groups that hold at most `max_tokens` together, but one at least."""
+    chosen: list[Group] = []
+    total = 0
+    for group in groups:
+        total += group.info.num_tokens if group.info else 0
+        if chosen and max_tokens is not None and total > max_tokens:
+            break
+        chosen.append(group)
+    return chosen

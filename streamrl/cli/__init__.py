@@ -1,1 +1,1 @@
-"""The command line: train, evaluate, doctor."""
+"""The command line: train, evaluate, report, doctor."""

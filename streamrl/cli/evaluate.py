@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from streamrl.checkpoint import find_checkpoint, run_dir_of
+from streamrl.checkpoint import find_resume_point
 from streamrl.config import load_config
 from streamrl.data import DataConfig, load_prompts, load_tokenizer, load_vocab_size
 from streamrl.engines.generation import GenerationEngine
@@ -84,8 +84,10 @@ def _subject(arguments: argparse.Namespace) -> Subject:
     if not (path / "config.json").is_file():
         if not (path / "state.json").is_file() and not (path / "checkpoints").is_dir():
             raise ConfigError(f"{path}: neither a model directory, nor a checkpoint, nor a run")
-        checkpoint = find_checkpoint(path)
-        path, recipe = checkpoint.model_dir, recipe or run_dir_of(checkpoint) / "config.yaml"
+        found = find_resume_point(path)
+        if found.checkpoint is None:
+            raise ConfigError(f"{path}: a run without a checkpoint")
+        path, recipe = found.checkpoint.model_dir, recipe or found.run_dir / "config.yaml"
     if recipe is None:
         tokens = min(256, model_length(str(path), limit=None) // 2)
         subject = Subject(path, [RewardConfig(kind="exact")], tokens, DataConfig())

@@ -8,13 +8,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from streamrl.actors.cluster import cluster
+from streamrl.actors.cluster import cluster, store_bytes
 from streamrl.actors.coordinator import Finish
 from streamrl.actors.engine_factory import EngineFactory, RealEngines
 from streamrl.actors.feed import EventReport, Report, StatusReport, StepReport
 from streamrl.actors.session import Session
 from streamrl.buffer import Ledger
-from streamrl.checkpoint import Checkpoint, discard_later, find_checkpoint, run_dir_of
+from streamrl.checkpoint import ResumePoint, find_resume_point
 from streamrl.cli.interrupts import (
     graceful_interrupt,
     interrupt_on_sigterm,
@@ -23,7 +23,7 @@ from streamrl.cli.interrupts import (
 from streamrl.config import RunConfig, dump_config, load_config, to_dict
 from streamrl.durable import write_whole
 from streamrl.errors import ConfigError, StreamError
-from streamrl.preflight import demands, prepare
+from streamrl.preflight import demands, prepare, shard_bytes
 from streamrl.telemetry import Fanout, RunFacts, make_sinks
 from streamrl.telemetry.rollout_log import RolloutLog
 from streamrl.telemetry.sinks import METRICS_FILE
@@ -51,19 +51,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     if arguments.resume is not None:
-        config, checkpoint = _resumed(arguments.resume, arguments.words)
+        config, resume = _resumed(arguments.resume, arguments.words)
     else:
-        config, checkpoint = _fresh(arguments.words), None
-    finish = train(config, checkpoint, RealEngines())
+        config, resume = _fresh(arguments.words), None
+    finish = train(config, resume, RealEngines())
     return INTERRUPTED if finish.interrupted else 0
 
 
-def train(config: RunConfig, checkpoint: Checkpoint | None, engines: EngineFactory) -> Finish:
-    """Train from a config, or from a checkpoint of the run; writes the run directory.
+def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory) -> Finish:
+    """Train from a config, or go on with a run; writes the run directory.
 
     Raises ConfigError before anything is written, and the StreamError that ended the run.
     """
     prepared = prepare(config)
+    checkpoint = resume.checkpoint if resume else None
     if checkpoint is not None:
         # Refused here, other data or another order costs nothing.
         try:
@@ -77,13 +78,14 @@ def train(config: RunConfig, checkpoint: Checkpoint | None, engines: EngineFacto
             ) from None
     with uninterrupted_end() as end:
         on_gpu = end.enter_context(cluster(config.placement, partial(demands, config, prepared)))
+        room = shard_bytes(config, prepared, store_bytes=store_bytes())
         interrupt_on_sigterm()
-        log = end.enter_context(_run_directory(config, checkpoint))
-        sinks = make_sinks(config.telemetry, _facts(config, checkpoint))
+        log = end.enter_context(_run_directory(config, resume))
+        sinks = make_sinks(config.telemetry, _facts(config, resume))
         sinks.start(to_dict(config))
         summary = {"outcome": "failed"}
         end.callback(sinks.close, summary)
-        session = Session(config, prepared, on_gpu=on_gpu, engines=engines)
+        session = Session(config, prepared, on_gpu=on_gpu, shard_bytes=room, engines=engines)
         end.callback(session.close)
         try:
             for note in prepared.notes:
@@ -147,25 +149,26 @@ def _check_replaceable(config: RunConfig) -> None:
             raise ConfigError(f"{key}={path}: lies in the run that run.overwrite=true replaces")
 
 
-def _resumed(path: Path, words: Sequence[str]) -> tuple[RunConfig, Checkpoint]:
-    """Config and checkpoint of a run that is to go on."""
+def _resumed(path: Path, words: Sequence[str]) -> tuple[RunConfig, ResumePoint]:
+    """Config of a run that is to go on, and where it does."""
     if words and "=" not in words[0]:
         raise ConfigError(f"--resume goes on with the run's own config; {words[0]} is one too many")
-    checkpoint = find_checkpoint(path)
-    folder = run_dir_of(checkpoint).absolute()
+    resume = find_resume_point(path)
+    checkpoint, folder = resume.checkpoint, resume.run_dir
     config = load_config(folder / "config.yaml", words)
     _check_same_run(load_config(folder / "config.yaml"), config)
-    for part in (checkpoint.model_dir, checkpoint.trainer_dir):
+    for part in (checkpoint.model_dir, checkpoint.trainer_dir) if checkpoint else ():
+        assert checkpoint is not None
         if not part.is_dir() or not any(part.iterdir()):
             raise ConfigError(f"--resume {checkpoint.path}: {part.name}/ is missing or empty")
     # The directory may have been moved since.
     config = replace(config, run=replace(config.run, name=folder.name, dir=str(folder.parent)))
-    if checkpoint.version >= config.run.steps:
+    if resume.version >= config.run.steps:
         raise ConfigError(
-            f"run.steps={config.run.steps}: the checkpoint is at step {checkpoint.version};"
+            f"run.steps={config.run.steps}: the checkpoint is at step {resume.version};"
             " give a larger run.steps to go on"
         )
-    return config, checkpoint
+    return config, resume
 
 
 def _check_same_run(stored: RunConfig, config: RunConfig) -> None:
@@ -175,6 +178,9 @@ def _check_same_run(stored: RunConfig, config: RunConfig) -> None:
         "trainer.backend": lambda c: c.trainer.backend,
         "trainer.world_size": lambda c: c.trainer.world_size,
         "trainer.zero_stage": lambda c: c.trainer.zero_stage,
+        "algorithm.group_size": lambda c: c.algorithm.group_size,
+        "queue.shards": lambda c: c.queue.shards,
+        "queue.journal.enabled": lambda c: c.queue.journal.enabled,
     }
     for key, value in kept.items():
         if value(config) != value(stored):
@@ -188,7 +194,7 @@ def _check_same_run(stored: RunConfig, config: RunConfig) -> None:
 
 
 @contextlib.contextmanager
-def _run_directory(config: RunConfig, checkpoint: Checkpoint | None) -> Iterator[RolloutLog]:
+def _run_directory(config: RunConfig, resume: ResumePoint | None) -> Iterator[RolloutLog]:
     """Make the directory of a new run, or cut a resumed one back to its checkpoint.
 
     A new run that is refused or interrupted before its first step leaves none behind, and one that
@@ -196,14 +202,14 @@ def _run_directory(config: RunConfig, checkpoint: Checkpoint | None) -> Iterator
     """
     log, folder = RolloutLog(config.run_dir), config.run_dir
     replaced = folder.with_name(f".{folder.name}.replaced")
-    _write_run_dir(config, checkpoint, log, replaced)
+    _write_run_dir(config, resume, log, replaced)
     try:
         yield log
     except BaseException as error:
         metrics = folder / METRICS_FILE
         has_steps = metrics.exists() and metrics.stat().st_size
         is_refused = isinstance(error, ConfigError | KeyboardInterrupt)
-        if checkpoint is None and not has_steps and (is_refused or replaced.exists()):
+        if resume is None and not has_steps and (is_refused or replaced.exists()):
             shutil.rmtree(folder)
             if replaced.exists():
                 replaced.rename(folder)
@@ -213,29 +219,29 @@ def _run_directory(config: RunConfig, checkpoint: Checkpoint | None) -> Iterator
 
 
 def _write_run_dir(
-    config: RunConfig, checkpoint: Checkpoint | None, log: RolloutLog, replaced: Path
+    config: RunConfig, resume: ResumePoint | None, log: RolloutLog, replaced: Path
 ) -> None:
     try:
-        if checkpoint is None:
+        if resume is None:
             if config.run_dir.exists():
                 shutil.rmtree(replaced, ignore_errors=True)
                 config.run_dir.rename(replaced)
             config.run_dir.mkdir(parents=True)
         else:
-            discard_later(checkpoint)
-            log.discard_after(checkpoint.version)
+            resume.discard_later()
+            log.discard_after(resume.version)
         write_whole(config.run_dir / "config.yaml", dump_config(config))
     except OSError as error:
         raise ConfigError(f"run directory {config.run_dir}: {error.strerror or error}") from None
 
 
-def _facts(config: RunConfig, checkpoint: Checkpoint | None) -> RunFacts:
+def _facts(config: RunConfig, resume: ResumePoint | None) -> RunFacts:
     return RunFacts(
         name=config.run.name,
         run_dir=config.run_dir,
         num_steps=config.run.steps,
         max_staleness=config.pipeline.max_staleness,
-        resume_step=checkpoint.version if checkpoint else None,
+        resume_step=resume.version if resume else None,
     )
 
 

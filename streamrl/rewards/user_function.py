@@ -109,7 +109,7 @@ class UserFunction:
     def arguments(self, prompt: Prompt, completions: Sequence[str]) -> Arguments:
         """What to call it with, by name. Raises RewardError if it wants a column the row lacks."""
         offered = self.style.arguments(prompt, completions)
-        missing = _required(self.parameters) - offered.keys()
+        missing = required_parameters(self.parameters) - offered.keys()
         if missing:
             raise RewardError(
                 f"{self.name} in {self.path} needs {', '.join(sorted(missing))}; "
@@ -121,37 +121,48 @@ class UserFunction:
 
     def error(self, failure: BaseException) -> RewardError:
         """What the function raised, with the innermost line of the user's file."""
-        return RewardError(f"{self.name} at {_failure(self.path, failure)}")
+        return RewardError(f"{self.name} at {failure_place(self.path, failure)}")
 
 
 def load_function(path: str, name: str) -> UserFunction:
-    """Function `name` of the Python file `path`.
+    """Reward function `name` of the Python file `path`.
 
-    Raises ConfigError if the file is missing or cannot be imported (with its line), has no such
-    function, or the function's parameters fit none of STYLES.
+    Raises ConfigError as `find_function` does, or if its parameters fit none of STYLES.
+    """
+    file, function, parameters = find_function(path, name, section="rewards")
+    return UserFunction(file, name, function, _style(path, name, parameters), parameters)
+
+
+def find_function(
+    path: str, name: str, *, section: str
+) -> tuple[str, Callable[..., Any], Mapping[str, Parameter]]:
+    """Function `name` of the Python file `path`: the resolved path, it, and its parameters.
+
+    Raises ConfigError, which names a setting of `section`, if the file is missing or cannot be
+    imported (with its line), or has no such function.
     """
     file = Path(path).resolve()
     if not file.is_file():
-        raise ConfigError(f"rewards.path={path}: no such file")
-    module = _import(file)
+        raise ConfigError(f"{section}.path={path}: no such file")
+    module = _import(file, section)
     if name not in vars(module):
         names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         raise ConfigError(
-            f"rewards.function={name}: not in {path}, which has {', '.join(names) or 'none'}"
+            f"{section}.function={name}: not in {path}, which has {', '.join(names) or 'none'}"
         )
     function = vars(module)[name]
     if not callable(function) or inspect.isclass(function):
-        raise ConfigError(f"rewards.function={name}: in {path} it is no function")
+        raise ConfigError(f"{section}.function={name}: in {path} it is no function")
     try:
         parameters = inspect.signature(function).parameters
     except ValueError as error:  # some functions written in C do not tell
-        raise ConfigError(f"rewards.function={name}: in {path}: {error}") from error
-    return UserFunction(str(file), name, function, _style(path, name, parameters), parameters)
+        raise ConfigError(f"{section}.function={name}: in {path}: {error}") from error
+    return str(file), function, parameters
 
 
-def _import(file: Path) -> Any:
+def _import(file: Path, section: str) -> Any:
     if file.suffix != ".py":
-        raise ConfigError(f"rewards.path={file}: must be a .py file")
+        raise ConfigError(f"{section}.path={file}: must be a .py file")
     # A name of its own per file: two tasks may both have a reward.py.
     name = f"streamrl_user_{hashlib.blake2b(str(file).encode(), digest_size=6).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, file)
@@ -163,11 +174,11 @@ def _import(file: Path) -> Any:
     # Whatever a user's module does wrong while it is imported, exit() included.
     except (Exception, SystemExit) as error:
         del sys.modules[name]
-        raise ConfigError(f"rewards.path={_failure(str(file), error)}") from error
+        raise ConfigError(f"{section}.path={failure_place(str(file), error)}") from error
     return module
 
 
-def _failure(path: str, error: BaseException) -> str:
+def failure_place(path: str, error: BaseException) -> str:
     """`path:line: type: message`, the line being the innermost of that file."""
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == path]
@@ -180,7 +191,7 @@ def _failure(path: str, error: BaseException) -> str:
 def _style(path: str, name: str, parameters: Mapping[str, Parameter]) -> Style:
     by_name = {key for key, p in parameters.items() if p.kind is not Parameter.POSITIONAL_ONLY}
     for style in STYLES:
-        fits = style.offers is None or _required(parameters) <= style.offers
+        fits = style.offers is None or required_parameters(parameters) <= style.offers
         if style.marks <= by_name and fits:
             return style
     ways = "; ".join(style.signature for style in STYLES)
@@ -190,7 +201,8 @@ def _style(path: str, name: str, parameters: Mapping[str, Parameter]) -> Style:
     )
 
 
-def _required(parameters: Mapping[str, Parameter]) -> set[str]:
+def required_parameters(parameters: Mapping[str, Parameter]) -> set[str]:
+    """Names of the parameters that a call must give."""
     return {
         name
         for name, parameter in parameters.items()

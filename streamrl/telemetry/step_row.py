@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from streamrl.buffer.books import TrainedGroup
 from streamrl.buffer.ledger import LedgerCounts
 from streamrl.buffer.shard import ShardStats
-from streamrl.messages import Experience
 from streamrl.telemetry.contract import STALENESS_HISTOGRAM, Histogram
 from streamrl.telemetry.spans import Span, busy_s, idle_fraction
 
@@ -32,7 +32,7 @@ class StepFacts:
     """
 
     version: int
-    groups: Sequence[Experience]
+    groups: Sequence[TrainedGroup]
     sums: Mapping[str, float]
     metrics: Mapping[str, float]
     queue: ShardStats
@@ -86,7 +86,6 @@ def _staleness(facts: StepFacts) -> dict[str, float | Histogram]:
     tokens: Counter[int] = Counter()
     in_queue = 0
     for group in facts.groups:
-        assert group.info is not None and group.ready_version is not None
         for version, count in group.info.version_tokens:
             tokens[facts.version - version] += count
             in_queue += (facts.version - group.ready_version) * count
@@ -112,6 +111,9 @@ def _queue(facts: StepFacts) -> dict[str, float | Histogram]:
     return row | {
         "queue/bytes": facts.queue.num_bytes,
         "queue/oldest_age_s": facts.queue.oldest_age_s,
+        **{f"queue/{name}": count for name, count in facts.queue.counts.items()},
+        "journal/bytes": facts.queue.journal_bytes,
+        "journal/fsync_s": facts.queue.fsync_s,
     }
 
 
@@ -127,7 +129,7 @@ def _time(facts: StepFacts) -> dict[str, float | Histogram]:
             num_processes=activity.num_processes,
         )
         busy[activity.kind] += _busy(activity, facts) / activity.num_processes
-    tokens = sum(group.info.num_tokens for group in facts.groups if group.info is not None)
+    tokens = sum(group.info.num_tokens for group in facts.groups)
     row |= {f"time/{kind}_s": seconds for kind, seconds in busy.items()}
     return row | {
         "time/step_s": step_s,

@@ -75,11 +75,12 @@ class HeldVersion:
     async def at_least(self, version: int, timeout_s: float) -> int:
         """Wait until `version` or a newer one is held, and say which one is.
 
-        Raises DeadlineError after `timeout_s` seconds.
+        Raises DeadlineError if there is no newer one for `timeout_s` seconds: a resumed run may
+        have many versions to go through.
         """
         try:
-            async with asyncio.timeout(timeout_s):
-                while self._version < version:
+            while self._version < version:
+                async with asyncio.timeout(timeout_s):
                     await self._changed.wait()
         except TimeoutError as error:
             raise DeadlineError(

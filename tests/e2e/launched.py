@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,14 @@ MARK = "STREAMRL_TEST_RUN"
 
 
 class Launched:
-    """A running command; its output goes to a file. Every process it starts carries a mark."""
+    """A running command; its output goes to a file. Every process it starts carries a mark.
 
-    def __init__(self, words: list[str], folder: Path) -> None:
+    `env` is added to the environment.
+    """
+
+    def __init__(
+        self, words: list[str], folder: Path, env: Mapping[str, str] | None = None
+    ) -> None:
         self._mark = uuid.uuid4().hex
         self._log = folder / f"output-{self._mark[:8]}.txt"
         # A session of its own is a process group of its own, as a shell gives a command.
@@ -28,7 +33,7 @@ class Launched:
             stdin=subprocess.DEVNULL,
             stdout=self._log.open("w"),
             stderr=subprocess.STDOUT,
-            env={**os.environ, MARK: self._mark},
+            env={**os.environ, **(env or {}), MARK: self._mark},
             start_new_session=True,
         )
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from streamrl.engines.scoring import LogprobScorer
-from streamrl.messages import check_columns, group_rollouts
+from streamrl.messages import GroupInfo, check_sizes, column_sizes, group_rollouts
 from tests.engines.tiny_groups import made_up_groups
 from tests.engines.tiny_qwen import forward_logprobs, save, tiny_model
 
@@ -25,7 +25,7 @@ def column(model_path, *, micro_batch_tokens=64):
 
 def test_the_column_is_that_of_a_forward_pass_at_the_sampling_temperature(model_path):
     columns = column(model_path)
-    check_columns(columns, num_tokens=len(COLUMNS["token_ids"]), num_rollouts=6)
+    check_sizes(column_sizes(columns), GroupInfo.of(COLUMNS))
     model = tiny_model(tied=True, seed=1)
     expected = [
         forward_logprobs(model, rollout, temperature=0.8) for rollout in group_rollouts(COLUMNS)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from streamrl.errors import ConfigError, DeadlineError, RewardError
-from streamrl.messages import Prompt, check_columns
+from streamrl.messages import GroupInfo, Prompt, check_sizes, column_sizes
 from streamrl.rewards import Component, RewardConfig, RewardSet, ScorerConfig, build_rewards
 
 PROMPT = Prompt("2:11:0", np.array([1], np.int32), ground_truth="5")
@@ -54,7 +54,7 @@ async def test_scores_are_the_weighted_sum_and_components_are_unweighted():
         "reward/zero": [9.0, 9.0],
         "scores": [1.25, 0.25],
     }
-    check_columns(columns, num_tokens=0, num_rollouts=2)
+    check_sizes(column_sizes(columns), GroupInfo((0, 0), 0, ()))
     assert rewards.names == ("right", "form", "zero")
 
 

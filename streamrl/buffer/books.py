@@ -1,0 +1,168 @@
+"""The books of a run: the ledger, and the log from which a crash is made good.
+
+The log holds every admission, every end and every step that was made, the latter with all it takes
+to make it again: the micro-batches in their order. It is never cut, so that it also tells the
+history of a uid.
+"""
+
+import json
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from streamrl.buffer.journal import Corrupt, Record, replay
+from streamrl.buffer.ledger import Ledger
+from streamrl.buffer.shard import Log
+from streamrl.errors import JournalError
+from streamrl.messages import Ended, GroupInfo, parse_uid
+
+Rounds = tuple[tuple[tuple[tuple[str, int], ...], ...], ...]
+"""Of a step: per round and rank the rollouts of a micro-batch, as uid of the group and index."""
+
+
+@dataclass(frozen=True)
+class TrainedGroup:
+    """A group as a step trained it. `ready_version` was being trained when it became ready."""
+
+    uid: str
+    info: GroupInfo
+    ready_version: int
+
+
+@dataclass(frozen=True)
+class TrainedStep:
+    """The step of `version` as it was made."""
+
+    version: int
+    groups: tuple[TrainedGroup, ...]
+    rounds: Rounds
+
+    def to_record(self) -> Record:
+        """As the log has it: the uids in plain sight, the rest packed."""
+        places = {group.uid: i for i, group in enumerate(self.groups)}
+        rounds = [
+            [[(places[uid], index) for uid, index in picks] for picks in work]
+            for work in self.rounds
+        ]
+        groups = [(group.ready_version, asdict(group.info)) for group in self.groups]
+        packed = zlib.compress(json.dumps([groups, rounds]).encode())
+        return Record(_entry("step", version=self.version, uids=list(places)), packed)
+
+    @classmethod
+    def from_record(cls, record: Record) -> "TrainedStep":
+        """Inverse of `to_record`."""
+        uids = record.meta["uids"]
+        groups, rounds = json.loads(zlib.decompress(record.payload))
+        return cls(
+            version=record.meta["version"],
+            groups=tuple(
+                TrainedGroup(uid, GroupInfo.from_json(info), ready)
+                for uid, (ready, info) in zip(uids, groups, strict=True)
+            ),
+            rounds=tuple(
+                tuple(tuple((uids[i], index) for i, index in picks) for picks in work)
+                for work in rounds
+            ),
+        )
+
+
+def _entry(kind: str, **facts: Any) -> dict[str, Any]:
+    return {"kind": kind, "time": time.time(), **facts}
+
+
+@dataclass
+class Books:
+    """The ledger and its log. A change is in the log before the stream acts on it.
+
+    `steps` were made by a predecessor that died after its last checkpoint, by version: they are
+    made again as they were.
+    """
+
+    ledger: Ledger
+    log: Log
+    steps: dict[int, TrainedStep] = field(default_factory=dict)
+
+    async def open(self, version: int) -> None:
+        """A process took the books over; the trainer is at `version`."""
+        await self.log.append([Record(_entry("open", version=version))])
+
+    async def admit(self, uids: Sequence[str], version: int) -> None:
+        """Prompts enter the stream at `version`."""
+        for uid in uids:
+            self.ledger.admit(uid, version)
+        await self.log.append([Record(_entry("admit", version=version, uids=list(uids)))])
+
+    async def train(self, step: TrainedStep) -> None:
+        """A step was made; it is on the books from here on, unless it was made again."""
+        if self.steps.pop(step.version, None) is None:
+            await self.log.append([step.to_record()])
+            for group in step.groups:
+                self.ledger.train(group.uid)
+
+    async def end(self, uid: str, how: Ended) -> None:
+        """A group ended untrained."""
+        await self.log.append([Record(_entry("end", uid=uid, **asdict(how)))])
+        _end(self.ledger, uid, how)
+
+
+def _end(ledger: Ledger, uid: str, how: Ended) -> None:
+    if how.filtered:
+        ledger.filter(uid)
+    else:
+        ledger.drop(uid, how.cause)
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What state and log together say: the ledger, steps to make again, prompts drawn since."""
+
+    ledger: Ledger
+    steps: dict[int, TrainedStep]
+    drawn: tuple[str, ...]
+
+
+def recover_books(
+    records: Iterable[Record], state: Mapping[str, Any] | None, *, debug: bool = False
+) -> Recovered:
+    """The books as they were: a checkpoint's ledger, and what the log has behind its cut.
+
+    Raises LedgerError if they contradict each other.
+    """
+    ledger = Ledger(debug=debug) if state is None else Ledger.from_state(state, debug=debug)
+    steps: dict[int, TrainedStep] = {}
+    drawn: list[str] = []
+    for record in records:
+        meta = record.meta
+        if meta["kind"] == "admit":
+            for uid in meta["uids"]:
+                ledger.admit(uid, meta["version"])
+            drawn += [uid for uid in meta["uids"] if parse_uid(uid)[2] == 0]
+        elif meta["kind"] == "step":
+            step = TrainedStep.from_record(record)
+            steps[step.version] = step
+            for uid in meta["uids"]:
+                ledger.train(uid)
+        elif meta["kind"] == "end":
+            _end(ledger, meta["uid"], _ended(meta))
+    return Recovered(ledger, steps, tuple(drawn))
+
+
+def history(folder: Path) -> Iterator[Mapping[str, Any]]:
+    """Every entry of a log in order: kind, time (epoch s), version or cause, uid or uids."""
+    for record in read_log(folder):
+        yield record.meta
+
+
+def _ended(meta: Mapping[str, Any]) -> Ended:
+    return Ended(meta["cause"], meta["reason"], meta["filtered"])
+
+
+def read_log(folder: Path, *, first: int = 0) -> Iterator[Record]:
+    """The entries of a log from segment `first` on; JournalError names one that is not readable."""
+    for item in replay(folder, first=first):
+        if isinstance(item, Corrupt):
+            raise JournalError(f"{item.file}, byte {item.position.offset}: {item.reason}")
+        yield item[1]

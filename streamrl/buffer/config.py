@@ -1,0 +1,74 @@
+"""Settings of the experience queue, and what its shards may hold."""
+
+from dataclasses import dataclass, field
+
+from streamrl.buffer.journal import JournalConfig
+from streamrl.errors import ConfigError
+
+ON_FAILED_GROUP = ("replace", "readmit")
+
+
+@dataclass
+class QueueConfig:
+    """The experience queue.
+
+    shards: number of shard actors, spread over the nodes.
+    capacity_groups: most groups in flight over all shards; null takes what the depth needs,
+        (pipeline.depth + 1) * pipeline.groups_per_step.
+    store_share: share of a node's object store that the shards on it may fill.
+    lease_s: how long a stage may be silent about a group before it is handed out again, s; a
+        stage that works renews its leases.
+    max_attempts: times a group is handed to one stage before it is dropped, and times a dropped
+        prompt may be admitted.
+    on_failed_group: what follows a dropped group: replace it by the next prompt, or readmit its
+        own prompt.
+    hedge_s: age at which work is given to a second holder as well, the first commit wins, s; null
+        never.
+    journal: what makes accepted groups survive the death of their shard.
+    """
+
+    shards: int = 2
+    capacity_groups: int | None = None
+    store_share: float = 0.5
+    lease_s: float = 120.0
+    max_attempts: int = 3
+    on_failed_group: str = "replace"
+    hedge_s: float | None = None
+    journal: JournalConfig = field(default_factory=JournalConfig)
+
+    def __post_init__(self) -> None:
+        if self.shards < 1:
+            raise ConfigError(f"queue.shards={self.shards}: must be at least 1")
+        if self.lease_s <= 0:
+            raise ConfigError(f"queue.lease_s={self.lease_s}: must be above 0 s")
+        if self.max_attempts < 1:
+            raise ConfigError(f"queue.max_attempts={self.max_attempts}: must be at least 1")
+        if not 0 < self.store_share <= 1:
+            raise ConfigError(f"queue.store_share={self.store_share}: must be above 0, at most 1")
+        if self.on_failed_group not in ON_FAILED_GROUP:
+            raise ConfigError(
+                f"queue.on_failed_group={self.on_failed_group}: must be replace or readmit"
+            )
+        if self.hedge_s is not None and self.hedge_s <= 0:
+            raise ConfigError(f"queue.hedge_s={self.hedge_s}: must be above 0 s, or null")
+
+
+@dataclass(frozen=True)
+class Ports:
+    """Columns a stage needs to see a group and columns it puts."""
+
+    needs: tuple[str, ...]
+    produces: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What one shard may hold. `group_bytes` are set aside for each group at its admission.
+
+    What is set aside is what makes a put never wait: only admission does. With `group_bytes` the
+    most a group can take, a shard never holds more than `num_bytes`.
+    """
+
+    groups: int
+    num_bytes: float = float("inf")
+    group_bytes: int = 0

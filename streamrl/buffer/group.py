@@ -1,0 +1,274 @@
+"""The groups of a shard, and the transitions that change them.
+
+A transition is a record. The shard journals it and applies it; a restarted shard applies what it
+finds in the journal. One function says what a record does, so that the two cannot differ.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from streamrl.buffer.blob import Buffer
+from streamrl.buffer.config import Ports
+from streamrl.buffer.journal import Position, Record
+from streamrl.messages import Ended, GroupInfo, Lease
+
+
+@dataclass(frozen=True)
+class Spot:
+    """Where a record lies on the disk."""
+
+    folder: Path
+    position: Position
+
+
+@dataclass(eq=False)
+class Part:
+    """What one stage has committed. `data` is the blob or what stands for it in the store."""
+
+    names: frozenset[str]
+    num_bytes: int
+    data: Any = None
+    spot: Spot | None = None
+
+
+@dataclass(eq=False)
+class Held:
+    """A lease that is out, and the request it was given to."""
+
+    lease: Lease
+    expires_at: float
+    request: str = ""
+
+
+@dataclass(eq=False)
+class Group:
+    """One group as its shard holds it. `committing` are stages whose commit is being journaled."""
+
+    uid: str
+    prompt: bytes
+    admitted_version: int
+    admitted_at: float
+    order: int
+    ready_version: int | None = None
+    parts: dict[str, Part] = field(default_factory=dict)
+    info: GroupInfo | None = None
+    leases: dict[str, list[Held]] = field(default_factory=dict)
+    failures: Counter[str] = field(default_factory=Counter)
+    committing: set[str] = field(default_factory=set)
+    ended: Ended | None = None
+    charge: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its columns."""
+        return sum(part.num_bytes for part in self.parts.values())
+
+    @property
+    def columns(self) -> set[str]:
+        """Names of the columns it has."""
+        return set().union(*(part.names for part in self.parts.values()))
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether all its columns were found in a journal."""
+        return bool(self.parts) and all(part.spot is not None for part in self.parts.values())
+
+    def held(self, stage: str, token: int) -> Held | None:
+        """The lease of a token, if it is still good."""
+        return next((h for h in self.leases.get(stage, ()) if h.lease.token == token), None)
+
+    def release(self, stage: str, token: int) -> None:
+        """Take one lease back."""
+        left = [held for held in self.leases.get(stage, ()) if held.lease.token != token]
+        if left:
+            self.leases[stage] = left
+        else:
+            self.leases.pop(stage, None)
+
+
+def admitted(uid: str, prompt: bytes, version: int) -> Record:
+    """A prompt came in."""
+    return Record({"kind": "admit", "uid": uid, "version": version}, prompt)
+
+
+def leased(
+    stage: str, holder: str, *, request: str, grants: Sequence[tuple[str, int, int]]
+) -> Record:
+    """Work of one stage was handed to one holder: uid, token and attempt of each group."""
+    meta = {"kind": "lease", "stage": stage, "holder": holder, "request": request}
+    return Record({**meta, "grants": list(grants)})
+
+
+def committed(
+    lease: Lease, blob: Buffer, *, names: frozenset[str], info: GroupInfo, version: int
+) -> Record:
+    """A stage's columns came in; `version` was being trained then."""
+    meta = {
+        "kind": "put",
+        "uid": lease.uid,
+        "stage": lease.stage,
+        "version": version,
+        "names": sorted(names),
+        "info": asdict(info),
+    }
+    return Record(meta, blob)
+
+
+def given_back(lease: Lease, *, failed: bool) -> Record:
+    """Work came back undone; `failed` counts against its attempts."""
+    meta = {"kind": "back", "uid": lease.uid, "stage": lease.stage, "token": lease.token}
+    return Record({**meta, "failed": failed})
+
+
+def ended(uid: str, how: Ended) -> Record:
+    """The group will not be trained; the coordinator is yet to hear of it."""
+    return Record({"kind": "end", "uid": uid, **asdict(how)})
+
+
+def left(uids: Sequence[str], version: int) -> Record:
+    """Groups left the queue: trained, or their end is on the books."""
+    return Record({"kind": "leave", "uids": list(uids), "version": version})
+
+
+def opened(session: str, incarnation: int) -> Record:
+    """A process took the shard over, the `incarnation`-th."""
+    return Record({"kind": "open", "session": session, "incarnation": incarnation})
+
+
+class GroupBook:
+    """All groups of a shard by uid, and `retired`: where to find those that have left.
+
+    Retired are the groups that a journal has, for their step may have to be made again; what came
+    in since is not kept. `keeps_retired` is on while a journal is read.
+    `incarnation` counts the processes that had the shard; `session` is the run of the last one.
+    """
+
+    def __init__(self, stages: Mapping[str, Ports]) -> None:
+        self.stages = stages
+        self.last_stage = next(s for s, ports in stages.items() if not ports.produces)
+        self.groups: dict[str, Group] = {}
+        self.retired: dict[str, dict[str, Part]] = {}
+        self.keeps_retired = False
+        self.version = 0
+        self.incarnation = 0
+        self.session = ""
+        self.now: Callable[[], float] = float
+        self.lease_s = 0.0
+        self._order = 0
+        self._apply = {
+            "open": self._open,
+            "admit": self._admit,
+            "lease": self._lease,
+            "put": self._put,
+            "back": self._back,
+            "end": self._end,
+            "leave": self._leave,
+        }
+
+    def apply(self, record: Record, *, spot: Spot | None = None, data: Any = None) -> list[Group]:
+        """Do what a record says; returns the groups it changed. What is unknown is passed over:
+        a lease or a commit of a group that has left since."""
+        return self._apply[record.meta["kind"]](record, spot, data)
+
+    def is_ready(self, group: Group, stage: str) -> bool:
+        """Whether a stage may take the group. The last one is handed those that ended, too."""
+        if stage in group.leases or stage in group.parts or stage in group.committing:
+            return False
+        if group.ended is not None:
+            return stage == self.last_stage
+        return group.columns >= set(self.stages[stage].needs)
+
+    def is_whole(self, group: Group) -> bool:
+        """Whether no stage will add columns to it any more."""
+        return group.ended is not None or all(
+            stage in group.parts for stage, ports in self.stages.items() if ports.produces
+        )
+
+    def _open(self, record: Record, spot: Spot | None, data: Any) -> list[Group]:
+        self.incarnation = record.meta["incarnation"]
+        if self.session != record.meta["session"]:
+            self.session = record.meta["session"]
+            for group in self.groups.values():
+                group.leases.clear()
+        return []
+
+    def _admit(self, record: Record, spot: Spot | None, data: Any) -> list[Group]:
+        uid, version = record.meta["uid"], record.meta["version"]
+        group = Group(uid, bytes(record.payload), version, self.now(), self._order)
+        self._order += 1
+        self.version = max(self.version, version)
+        self.groups[uid] = group
+        return [group]
+
+    def _lease(self, record: Record, spot: Spot | None, data: Any) -> list[Group]:
+        stage, holder, now = record.meta["stage"], record.meta["holder"], self.now()
+        # The coordinator's leases last until its groups leave: it does not work on them itself.
+        until = math.inf if stage == self.last_stage else now + self.lease_s
+        changed = []
+        for uid, token, attempt in record.meta["grants"]:
+            group = self.groups.get(uid)
+            if group is not None:
+                lease = Lease(token, uid, stage, attempt, until, holder, now)
+                held = Held(lease, until, record.meta["request"])
+                group.leases.setdefault(stage, []).append(held)
+                changed.append(group)
+        return changed
+
+    def _put(self, record: Record, spot: Spot | None, data: Any) -> list[Group]:
+        meta = record.meta
+        group = self.groups.get(meta["uid"])
+        if group is None or group.ended is not None:
+            return []
+        group.info = group.info or GroupInfo.from_json(meta["info"])
+        size = len(record.payload)
+        group.parts[meta["stage"]] = Part(frozenset(meta["names"]), size, data, spot)
+        group.leases.pop(meta["stage"], None)
+        self.version = max(self.version, meta["version"])
+        if group.ready_version is None and self.is_ready(group, self.last_stage):
+            group.ready_version = meta["version"]
+        return [group]
+
+    def _back(self, record: Record, spot: Spot | None, data: Any) -> list[Group]:
+        stage = record.meta["stage"]
+        group = self.groups.get(record.meta["uid"])
+        if group is None:
+            return []
+        group.release(stage, record.meta["token"])
+        group.failures[stage] += record.meta["failed"]
+        return [group]
+
+    def _end(self, record: Record, spot: Spot | None, data: Any) -> list[Group]:
+        group = self.groups.get(record.meta["uid"])
+        if group is None or group.ended is not None:
+            return []
+        names = ("cause", "reason", "filtered")
+        group.ended = Ended(**{name: record.meta[name] for name in names})
+        group.parts.clear()
+        group.leases.clear()
+        return [group]
+
+    def _leave(self, record: Record, spot: Spot | None, data: Any) -> list[Group]:
+        self.version = max(self.version, record.meta["version"])
+        found = [self.groups.pop(uid) for uid in record.meta["uids"] if uid in self.groups]
+        for group in found:
+            if self.keeps_retired or group.is_on_disk:
+                self.retired[group.uid] = {s: _shed(p) for s, p in group.parts.items()}
+        return found
+
+    def forget_incomplete(self) -> None:
+        """Take back what was computed from columns that a damaged journal has lost."""
+        for group in self.groups.values():
+            stages = {*group.parts, *group.leases} if group.ended is None else set()
+            if any(not set(self.stages[stage].needs) <= group.columns for stage in stages):
+                group.parts.clear()
+                group.leases.clear()
+                group.info = group.ready_version = None
+
+
+def _shed(part: Part) -> Part:
+    """A part without its columns in memory, if the disk has them."""
+    return part if part.spot is None else replace(part, data=None)

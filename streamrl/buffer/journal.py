@@ -1,0 +1,495 @@
+"""The durable log of one owner: records in numbered segment files that are only appended to.
+
+A record is a header of 32 bytes (magic, format, bytes of meta and of payload, checksum of these
+with meta and payload, checksum of the header), the meta as JSON, the payload. Checksums are seeded
+with the record's offset, so that a journal inside a payload is never taken for records. The file
+is long because format, reading and writing must be read together to be trusted.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import struct
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import xxhash
+
+from streamrl.errors import ConfigError, JournalError
+
+Buffer = bytes | bytearray | memoryview
+
+MAGIC = b"\x93srlj\n"
+FORMAT = 1
+_FIELDS = struct.Struct("<6sHIQ")
+_HEAD_BYTES, _HEADER_BYTES = _FIELDS.size + 8, _FIELDS.size + 12
+_MOST_BUFFERS = os.sysconf("SC_IOV_MAX")
+_SEARCH_BYTES = 1 << 20
+_Clock = Callable[[], float]
+_Frame = tuple[bytes, memoryview]
+
+
+@dataclass
+class JournalConfig:
+    """The journals of the experience queue.
+
+    enabled: whether accepted groups survive the death of their shard.
+    fsync_s: longest time between two fsyncs, s; 0 syncs every group commit, null leaves it to the
+        system (survives a killed process, not a power cut).
+    segment_mb: size after which a new file is begun, MB.
+    max_mb: a checkpoint is taken early once the journals have grown by this since the last, MB.
+    """
+
+    enabled: bool = True
+    fsync_s: float | None = 0.0
+    segment_mb: int = 64
+    max_mb: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.fsync_s is not None and not self.fsync_s >= 0:
+            raise ConfigError(f"queue.journal.fsync_s={self.fsync_s}: must be 0 s or more, or null")
+        for key in ("segment_mb", "max_mb"):
+            if vars(self)[key] < 1:
+                raise ConfigError(f"queue.journal.{key}={vars(self)[key]}: must be at least 1 MB")
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a record is: segment, offset in its file and size of the whole record, bytes."""
+
+    segment: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is kept: JSON-able facts with a "kind", and bytes. Read back, tuples are lists."""
+
+    meta: Mapping[str, Any]
+    payload: Buffer = b""
+
+
+@dataclass(frozen=True)
+class Corrupt:
+    """A record that fails its checksum though intact ones follow; its size as far as known."""
+
+    position: Position
+    file: Path
+    reason: str
+
+
+def _frame(record: Record) -> _Frame:
+    """Meta and payload as bytes. Raises TypeError if they cannot be."""
+    assert "kind" in record.meta, record.meta
+    meta = json.dumps(dict(record.meta), separators=(",", ":")).encode()
+    return meta, memoryview(record.payload).cast("B")
+
+
+def _header(frame: _Frame, offset: int) -> bytes:
+    meta, payload = frame
+    fields = _FIELDS.pack(MAGIC, FORMAT, len(meta), len(payload))
+    head = fields + _check_body(fields, meta, payload, offset)
+    return head + _check_head(head, offset)
+
+
+def _check_head(head: Buffer, offset: int) -> bytes:
+    return xxhash.xxh32_digest(head, seed=offset & 0xFFFFFFFF)
+
+
+def _check_body(fields: Buffer, meta: Buffer, payload: Buffer, offset: int) -> bytes:
+    state = xxhash.xxh3_64(fields, seed=offset)
+    state.update(meta)
+    state.update(payload)
+    return state.digest()
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    """The file of a segment."""
+    return folder / f"{number:08d}.journal"
+
+
+def segments(folder: Path) -> list[int]:
+    """Numbers of the segments in a folder, in order; none if there is no such folder."""
+    paths = folder.glob("*.journal")
+    return sorted(int(path.stem) for path in paths if path.stem.isdecimal())
+
+
+def replay(
+    folder: Path, *, first: int = 0, before: int | None = None
+) -> Iterator[tuple[Position, Record] | Corrupt]:
+    """Every record of the segments with first <= number < before, in order; see `read_segment`.
+
+    Raises JournalError if a segment between two others is missing, or a file cannot be read.
+    """
+    present = segments(folder)
+    if not present:
+        return
+    last = present[-1] if before is None else min(present[-1], before - 1)
+    wanted = range(max(first, present[0]), last + 1)
+    missing = sorted(set(wanted) - set(present))
+    if missing:
+        raise JournalError(f"journal {folder}: segments {missing} are missing")
+    for number in wanted:
+        yield from read_segment(segment_path(folder, number))
+
+
+def read_segment(path: Path) -> Iterator[tuple[Position, Record] | Corrupt]:
+    """Every record of one file, in order. Raises JournalError if it cannot be read.
+
+    A bad record with nothing intact behind it is the torn end a killed writer leaves: it is cut.
+    The file stays as it is.
+    """
+    number = int(path.stem) if path.stem.isdecimal() else 0
+    with _named(path), path.open("rb") as file:
+        end, offset = os.fstat(file.fileno()).st_size, 0
+        while offset < end:
+            size, found = _read_at(file, offset, end)
+            if isinstance(found, str):
+                following = _next_intact(file, offset + (size or 1), end)
+                if following is None:
+                    return
+                size = size or following - offset
+                yield Corrupt(Position(number, offset, size), path, found)
+            else:
+                yield Position(number, offset, size), found
+            offset += size
+
+
+def read_record(folder: Path, position: Position) -> Record:
+    """One record. Raises JournalError naming file and offset if it is not there and intact."""
+    path = segment_path(folder, position.segment)
+    with _named(path), path.open("rb") as file:
+        _, found = _read_at(file, position.offset, os.fstat(file.fileno()).st_size)
+    if isinstance(found, str):
+        raise JournalError(f"journal {path}, byte {position.offset}: {found}")
+    return found
+
+
+def _read_at(file: BinaryIO, offset: int, end: int) -> tuple[int, Record | str]:
+    """The record at `offset` of a file of `end` bytes, or why there is none; its size or 0."""
+    file.seek(offset)
+    header = file.read(_HEADER_BYTES)
+    head, check = header[:_HEAD_BYTES], header[_HEAD_BYTES:]
+    if not head.startswith(MAGIC) or check != _check_head(head, offset):
+        return 0, "the header does not match its checksum"
+    _, version, meta_bytes, payload_bytes = _FIELDS.unpack_from(head)
+    if version != FORMAT:
+        raise JournalError(f"journal {file.name}: format {version}, this streamrl reads {FORMAT}")
+    size = _HEADER_BYTES + meta_bytes + payload_bytes
+    if offset + size > end:
+        return 0, "the record is cut off"
+    meta, payload = file.read(meta_bytes), file.read(payload_bytes)
+    fields, check = head[: _FIELDS.size], head[_FIELDS.size :]
+    if check != _check_body(fields, meta, payload, offset):
+        return size, "the record does not match its checksum"
+    return size, Record(json.loads(meta), payload)
+
+
+def _next_intact(file: BinaryIO, offset: int, end: int) -> int | None:
+    """Where the first intact record at or behind `offset` begins."""
+    while offset < end:
+        file.seek(offset)
+        chunk = file.read(_SEARCH_BYTES)
+        at = chunk.find(MAGIC)
+        while at >= 0:
+            if isinstance(_read_at(file, offset + at, end)[1], Record):
+                return offset + at
+            at = chunk.find(MAGIC, at + 1)
+        # The chunks overlap: a magic may lie across their border.
+        offset += max(1, len(chunk) - len(MAGIC) + 1)
+    return None
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """The system's errors as JournalError naming the file."""
+    try:
+        yield
+    except OSError as error:
+        raise JournalError(f"journal {path}: {error.strerror or error}") from error
+
+
+def write_segment(path: Path, records: Iterable[Record]) -> None:
+    """Write one file, replacing what is there, and fsync it. Raises JournalError if it cannot."""
+    with _named(path):
+        with path.open("wb") as file:
+            offset = 0
+            for record in records:
+                frame = _frame(record)
+                for part in (_header(frame, offset), *frame):
+                    offset += file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        _fsync(path.parent)
+
+
+def _write_all(descriptor: int, buffers: list[memoryview]) -> None:
+    """Write the buffers one after the other; a system call may take fewer bytes than given."""
+    first = 0
+    while first < len(buffers):
+        written = os.writev(descriptor, buffers[first : first + _MOST_BUFFERS])
+        while first < len(buffers) and written >= len(buffers[first]):
+            written -= len(buffers[first])
+            first += 1
+        if written:
+            buffers[first] = buffers[first][written:]
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class _Writer:
+    """The files of a journal; only one thread uses it at a time."""
+
+    def __init__(self, folder: Path, config: JournalConfig, clock: _Clock, first: int) -> None:
+        self._folder, self._clock = folder, clock
+        self._fsync_s, self._most_bytes = config.fsync_s, config.segment_mb << 20
+        self.descriptor, self._end = -1, 0
+        self._can_sync = self._fsync_s is not None
+        self.dirty, self.synced_at, self.fsync_total_s = False, clock(), 0.0
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in made if self._can_sync else ():
+            _fsync(path.parent)
+        present = segments(folder)
+        if present and self._can_sync:
+            # Its writer may have died before its fsync, yet what it wrote is replayed and built on.
+            _fsync(segment_path(folder, present[-1]))
+        self.segment = max([first - 1, *present])
+        self._begin()
+
+    def commit(self, frames: Sequence[_Frame], *, sync: bool, cut: bool) -> list[Position]:
+        """Write, fsync, begin a new segment: the places of the records, then that of the next.
+
+        Raises JournalError; the writer must not be used any more then.
+        """
+        try:
+            if self._end >= self._most_bytes:
+                self._sync()
+                self._begin()
+            places = self._write(frames)
+            if sync or cut:
+                self._sync()
+            self._end = places[-1].offset
+            if cut and self._end:
+                self._begin()
+                places[-1] = Position(self.segment, 0, 0)
+        except OSError as error:
+            raise JournalError(self._give_up(error)) from error
+        return places
+
+    def _write(self, frames: Sequence[_Frame]) -> list[Position]:
+        places, buffers, offset = [], [], self._end
+        for frame in frames:
+            head = _header(frame, offset) + frame[0]
+            places.append(Position(self.segment, offset, len(head) + len(frame[1])))
+            buffers += [memoryview(head), frame[1]]
+            offset += places[-1].size
+        self.dirty |= bool(frames)
+        _write_all(self.descriptor, buffers)
+        return [*places, Position(self.segment, offset, 0)]
+
+    def _sync(self) -> None:
+        if not (self._can_sync and self.dirty):
+            return
+        began = self._clock()
+        # The system may drop what it failed to write: a second fsync would succeed all the same.
+        self._can_sync = False
+        os.fsync(self.descriptor)
+        self._can_sync, self.dirty, self.synced_at = True, False, began
+        self.fsync_total_s += self._clock() - began
+
+    def _begin(self) -> None:
+        self.segment += 1
+        self.path = segment_path(self._folder, self.segment)
+        # Exclusive: if somebody else writes into this folder, the later one must not go on.
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+        self.descriptor, self._end, self.dirty = descriptor, 0, False
+        if self._can_sync:
+            _fsync(self._folder)
+
+    def _give_up(self, error: OSError) -> str:
+        """Cut off what was not accepted; what there is to say."""
+        with contextlib.suppress(OSError):
+            os.ftruncate(self.descriptor, self._end)
+            self._sync()
+        lost = self._fsync_s and not self._can_sync
+        safe = "fsynced" if lost else "accepted"
+        return f"journal {self.path}: {error.strerror or error}; what was {safe} before is safe"
+
+
+_Places = asyncio.Future[list[Position]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """Records that came in one call; with `cut` a new segment begins behind them."""
+
+    frames: list[_Frame]
+    waiter: _Places
+    sync: bool
+    cut: bool
+
+
+class Journal:
+    """The log as its owner writes it, on one event loop; the disk is waited for in a thread.
+
+    Group commit: what comes while a write is under way goes out together in the next. A new
+    journal begins a segment above all present and not below `first`: the torn end of a killed
+    predecessor stays what it is. Payloads must not change until they are written. Every method
+    raises JournalError once a write or an fsync has failed, since the order would be broken.
+    """
+
+    def __init__(
+        self, folder: Path, config: JournalConfig, *, clock: _Clock = time.monotonic, first: int = 1
+    ) -> None:
+        self._folder, self._fsync_s, self._clock = folder, config.fsync_s, clock
+        with _named(folder):
+            self._writer = _Writer(folder, config, clock, first)
+            self._sizes = {n: segment_path(folder, n).stat().st_size for n in segments(folder)}
+        self._thread = ThreadPoolExecutor(1, "journal")
+        self._pending: list[_Job] = []
+        self._busy = self._closed = False
+        self._failure = ""
+        self._timer: asyncio.TimerHandle | None = None
+        self._drained_s = 0.0
+
+    @property
+    def segment(self) -> int:
+        """Number of the segment now written."""
+        return self._writer.segment
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all segments present."""
+        return sum(self._sizes.values())
+
+    def drain_fsync_s(self) -> float:
+        """Seconds spent in fsync since the last call."""
+        before, self._drained_s = self._drained_s, self._writer.fsync_total_s
+        return self._drained_s - before
+
+    async def append(self, records: Sequence[Record]) -> list[Position]:
+        """Returns where the records are once they are as durable as `fsync_s` says.
+
+        They stay in the order of the calls, and so do the waiters. A cancelled call may still have
+        been written.
+        """
+        return await self._submit([_frame(record) for record in records])
+
+    def post(self, records: Sequence[Record]) -> None:
+        """The same without waiting; a failure is raised by the next call."""
+        # Nobody waits: a cancelled waiter is passed over.
+        self._submit([_frame(record) for record in records]).cancel()
+
+    async def rotate(self) -> int:
+        """The segment that begins with the next record; all so far are written, in lower ones."""
+        return (await self._submit([], cut=True))[-1].segment
+
+    def discard_before(self, segment: int) -> None:
+        """Remove the files of lower segments. Raises JournalError if one stays."""
+        assert segment <= self.segment, (segment, self.segment)
+        # The lowest first, so that a crash leaves no gap.
+        for number in sorted(n for n in self._sizes if n < segment):
+            path = segment_path(self._folder, number)
+            with _named(path):
+                path.unlink(missing_ok=True)
+            del self._sizes[number]
+
+    async def close(self) -> None:
+        """Write and fsync what there is; the journal must not be used any more."""
+        last = self._submit([], sync=True)
+        self._closed = True
+        await last
+
+    def _submit(self, frames: list[_Frame], *, sync: bool = False, cut: bool = False) -> _Places:
+        if self._failure:
+            raise JournalError(self._failure)
+        assert not self._closed, "the journal is closed"
+        loop = asyncio.get_running_loop()
+        job = _Job(frames, loop.create_future(), sync, cut)
+        self._pending.append(job)
+        # Not at once: what else comes in this turn of the loop goes out with it.
+        loop.call_soon(self._start)
+        return job.waiter
+
+    def _start(self) -> None:
+        """Give the thread what waits, up to the first cut."""
+        if self._busy or not self._pending:
+            return
+        cuts = (index for index, job in enumerate(self._pending, 1) if job.cut)
+        count = next(cuts, len(self._pending))
+        jobs, self._pending = self._pending[:count], self._pending[count:]
+        commit = partial(
+            self._writer.commit,
+            [frame for job in jobs for frame in job.frames],
+            sync=self._due_s() <= 0 or any(job.sync for job in jobs),
+            cut=jobs[-1].cut,
+        )
+        self._busy = True
+        done = asyncio.get_running_loop().run_in_executor(self._thread, commit)
+        done.add_done_callback(partial(self._finish, jobs))
+
+    def _finish(self, jobs: list[_Job], done: _Places) -> None:
+        self._busy = False
+        error = done.exception()
+        if error is not None:
+            self._fail(error, jobs)
+            return
+        self._sizes.update((place.segment, place.offset + place.size) for place in done.result())
+        places = iter(done.result())
+        for job in jobs:
+            mine = list(islice(places, len(job.frames) + job.cut))
+            if not job.waiter.done():
+                job.waiter.set_result(mine)
+        loop = asyncio.get_running_loop()
+        if self._closed and not self._pending:
+            self._release()
+        elif self._timer is None and self._writer.dirty and self._fsync_s:
+            self._timer = loop.call_later(max(0.0, self._due_s()), self._sync_late)
+        # Behind the waiters: what they append next goes out with what waits already.
+        loop.call_soon(self._start)
+
+    def _fail(self, error: BaseException, jobs: list[_Job]) -> None:
+        # Anything else than a JournalError is a bug, yet nobody must wait for ever.
+        self._failure = str(error) if isinstance(error, JournalError) else repr(error)
+        for job in (*jobs, *self._pending):
+            if not job.waiter.done():
+                refusal = JournalError(self._failure)
+                refusal.__cause__ = error
+                job.waiter.set_exception(refusal)
+        self._pending.clear()
+        self._release()
+
+    def _due_s(self) -> float:
+        """Seconds until the next fsync is due."""
+        if self._fsync_s is None:
+            return float("inf")
+        return self._writer.synced_at + self._fsync_s - self._clock()
+
+    def _sync_late(self) -> None:
+        """The time is over without a commit that would have brought the fsync."""
+        self._timer = None
+        if not (self._closed or self._failure):
+            self._submit([]).cancel()
+
+    def _release(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._thread.shutdown(wait=False)
+        os.close(self._writer.descriptor)

@@ -1,0 +1,112 @@
+"""What a journal says: the groups of a shard as they were, and a snapshot of them.
+
+A shard's state is what its base holds (the snapshot in a checkpoint) followed by the segments of
+its journal from the base's cut on. A snapshot is the same computed up to a later cut, so it is made
+from files alone, beside the running shard.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from streamrl.buffer.blob import Buffer
+from streamrl.buffer.config import Ports
+from streamrl.buffer.group import (
+    Group,
+    GroupBook,
+    Part,
+    Spot,
+    admitted,
+    committed,
+    ended,
+    given_back,
+    leased,
+    left,
+    opened,
+)
+from streamrl.buffer.journal import Corrupt, Record, read_record, replay, write_segment
+from streamrl.messages import Lease
+
+
+@dataclass(frozen=True)
+class Base:
+    """What a journal continues: the folder of a snapshot, and the first segment behind it."""
+
+    folder: Path | None = None
+    first: int = 0
+
+
+def recover(
+    stages: Mapping[str, Ports], journal: Path, base: Base, *, before: int | None = None
+) -> tuple[GroupBook, list[Corrupt]]:
+    """The groups as the files have them, and the records that could not be read.
+
+    `before` is the cut up to which the journal is read. No payload is loaded: see `load`.
+    """
+    book, corrupt = GroupBook(stages), []
+    book.keeps_retired = True
+    sources = [(base.folder, 0, None)] if base.folder is not None else []
+    for folder, first, end in (*sources, (journal, base.first, before)):
+        for item in replay(folder, first=first, before=end):
+            if isinstance(item, Corrupt):
+                corrupt.append(item)
+            else:
+                position, record = item
+                book.apply(record, spot=Spot(folder, position))
+    book.keeps_retired = False
+    if corrupt:
+        book.forget_incomplete()
+    return book, corrupt
+
+
+def load(book: GroupBook, store: Callable[[Buffer], Any]) -> None:
+    """Bring the columns of the groups in the queue back into the store."""
+    for group in book.groups.values():
+        for part in group.parts.values():
+            part.data = store(payload(part))
+
+
+def payload(part: Part) -> Buffer:
+    """The blob of a part, from the disk. Raises JournalError if it cannot be read."""
+    assert part.spot is not None, "only what was recovered is on the disk"
+    return read_record(part.spot.folder, part.spot.position).payload
+
+
+def snapshot(
+    stages: Mapping[str, Ports], journal: Path, base: Base, *, before: int, out: Path
+) -> None:
+    """Write the groups as they were at a cut into a folder that `recover` takes as a base."""
+    book, _ = recover(stages, journal, base, before=before)
+    out.mkdir(parents=True, exist_ok=True)
+    write_segment(out / SNAPSHOT_FILE, _records(book))
+
+
+SNAPSHOT_FILE = "00000000.journal"
+
+
+def _records(book: GroupBook) -> Iterator[Record]:
+    """The transitions that lead to a book's state."""
+    yield opened(book.session, book.incarnation)
+    yield left([], book.version)
+    for group in sorted(book.groups.values(), key=lambda group: group.order):
+        yield admitted(group.uid, group.prompt, group.admitted_version)
+        yield from _progress(group)
+
+
+def _progress(group: Group) -> Iterator[Record]:
+    for stage, part in group.parts.items():
+        assert group.info is not None
+        lease = Lease(0, group.uid, stage, 0, 0.0)
+        version = group.admitted_version if group.ready_version is None else group.ready_version
+        yield committed(lease, payload(part), names=part.names, info=group.info, version=version)
+    for stage, count in group.failures.items():
+        for _ in range(count):
+            yield given_back(Lease(0, group.uid, stage, 0, 0.0), failed=True)
+    if group.ended is not None:
+        yield ended(group.uid, group.ended)
+    for stage, leases in group.leases.items():
+        for held in leases:
+            lease = held.lease
+            grants = [(group.uid, lease.token, lease.attempt)]
+            yield leased(stage, lease.holder, request=held.request, grants=grants)

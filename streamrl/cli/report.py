@@ -1,0 +1,273 @@
+"""`streamrl report`: what the books of a run say, and the history of one prompt.
+
+Nothing is written. A run may be under way, or have been killed: a torn last record is left out.
+"""
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from streamrl.buffer.books import history
+from streamrl.buffer.ledger import LedgerCounts
+from streamrl.checkpoint import BOOKS, journal_dir
+from streamrl.errors import ConfigError
+from streamrl.messages import parse_uid
+from streamrl.telemetry.sinks import EVENTS_FILE, read_jsonl
+
+Entry = Mapping[str, Any]
+MOST_SHOWN = 20
+"""Most uids that one part of the text names; --json has all."""
+
+
+@dataclass
+class Account:
+    """What became of every uid: how often it was admitted, and every way in which it ended."""
+
+    admitted: Counter[str] = field(default_factory=Counter)
+    ends: dict[str, list[str]] = field(default_factory=dict)
+    trained: list[str] = field(default_factory=list)
+    filtered: list[str] = field(default_factory=list)
+    dropped: list[str] = field(default_factory=list)
+    causes: Counter[str] = field(default_factory=Counter)
+    num_steps: int = 0
+    num_starts: int = 0
+
+    @property
+    def in_flight(self) -> list[str]:
+        """Uids that were admitted and have not ended, in the order of their admission."""
+        return [uid for uid in self.admitted if uid not in self.ends]
+
+    @property
+    def counts(self) -> LedgerCounts:
+        """The numbers of the conservation law, each counted by itself."""
+        return LedgerCounts(
+            admitted=self.admitted.total(),
+            trained=len(self.trained),
+            filtered=len(self.filtered),
+            dropped=len(self.dropped),
+            in_flight=len(self.in_flight),
+            drops=tuple(sorted(self.causes.items())),
+        )
+
+    @property
+    def epochs(self) -> dict[int, dict[str, int]]:
+        """Per epoch of the data, how many of its uids are where."""
+        parts = ("trained", "filtered", "dropped", "in_flight")
+        counted = {part: Counter(parse_uid(u)[0] for u in getattr(self, part)) for part in parts}
+        epochs = sorted(set().union(*counted.values()))
+        return {epoch: {part: counted[part][epoch] for part in parts} for epoch in epochs}
+
+    @property
+    def problems(self) -> list[str]:
+        """Uids that were not admitted once or ended more than once, with what the log has."""
+        odd = [uid for uid in {**self.admitted, **self.ends} if self._is_odd(uid)]
+        return [
+            f"{uid}: admitted {self.admitted[uid]} times, {', '.join(self.ends.get(uid, ()))}"
+            for uid in odd
+        ]
+
+    def _is_odd(self, uid: str) -> bool:
+        return self.admitted[uid] != 1 or len(self.ends.get(uid, ())) > 1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `streamrl report`."""
+    parser.add_argument(
+        "--ledger",
+        type=Path,
+        required=True,
+        metavar="RUN",
+        help="the accounts of a run directory: where every admitted prompt is",
+    )
+    parser.add_argument(
+        "--uid", help="the history of one prompt, epoch:index:attempt, and of its later attempts"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command: 0 if the books balance, 1 if not."""
+    run_dir: Path = arguments.ledger
+    entries = list(_read_log(run_dir))
+    account = take_account(entries)
+    events = []
+    if arguments.uid is not None:
+        _check_known(arguments.uid, account)
+        events = trace(arguments.uid, entries, _read_events(run_dir))
+    if arguments.json:
+        found = as_json(account)
+        print(json.dumps(found if arguments.uid is None else {**found, "history": events}))
+    elif arguments.uid is None:
+        print("\n".join(describe(run_dir, account, entries)))
+    else:
+        print("\n".join(map(_line, events)))
+    return 1 if account.problems else 0
+
+
+def take_account(entries: Iterable[Entry]) -> Account:
+    """Add up a log."""
+    account = Account()
+
+    def end(uids: Sequence[str], how: str, where: list[str]) -> None:
+        where.extend(uids)
+        for uid in uids:
+            account.ends.setdefault(uid, []).append(how)
+
+    for entry in entries:
+        if entry["kind"] == "open":
+            account.num_starts += 1
+        elif entry["kind"] == "admit":
+            account.admitted.update(entry["uids"])
+        elif entry["kind"] == "step":
+            account.num_steps += 1
+            end(entry["uids"], f"trained at version {entry['version']}", account.trained)
+        elif entry["filtered"]:
+            end([entry["uid"]], "filtered", account.filtered)
+        else:
+            account.causes[entry["cause"]] += 1
+            end([entry["uid"]], f"dropped ({entry['cause']})", account.dropped)
+    return account
+
+
+def trace(uid: str, entries: Iterable[Entry], events: Iterable[Entry]) -> list[Entry]:
+    """What concerns a uid or a later attempt of its prompt, in the order of time.
+
+    Each names the uid it concerns and its `source`: the books, or events.jsonl. That the books were
+    opened concerns all that are in flight then: the coordinator was started anew.
+    """
+    epoch, index, attempt = parse_uid(uid)
+
+    def is_meant(other: str) -> bool:
+        prefix, _, number = other.rpartition(":")
+        return prefix == f"{epoch}:{index}" and int(number) >= attempt
+
+    found = [*_from_log(entries, is_meant), *_from_events(events, is_meant)]
+    return sorted(found, key=lambda entry: float(entry["time"]))
+
+
+def _from_log(entries: Iterable[Entry], is_meant: Callable[[str], bool]) -> Iterator[Entry]:
+    in_flight: set[str] = set()
+    for entry in entries:
+        facts = {"source": BOOKS, **{k: v for k, v in entry.items() if k not in ("uid", "uids")}}
+        if entry["kind"] == "open":
+            meant = sorted(in_flight)
+        else:
+            meant = [u for u in entry.get("uids") or [entry["uid"]] if is_meant(u)]
+            change = in_flight.update if entry["kind"] == "admit" else in_flight.difference_update
+            change(meant)
+        for uid in meant:
+            yield {**facts, "uid": uid}
+
+
+def _from_events(events: Iterable[Entry], is_meant: Callable[[str], bool]) -> Iterator[Entry]:
+    for event in events:
+        # A stall names the first few of its groups in one field.
+        named = f"{event.get('uid', '')} {event.get('uids', '')}".split()
+        facts = {k: v for k, v in event.items() if k not in ("event", "uid", "uids")}
+        for uid in filter(is_meant, named):
+            yield {"source": EVENTS_FILE, "kind": event["event"], **facts, "uid": uid}
+
+
+def as_json(account: Account) -> dict[str, Any]:
+    """The account for scripts."""
+    counts = account.counts
+    return {
+        "ledger": {**vars(counts), "drops": dict(counts.drops)},
+        "epochs": account.epochs,
+        "trained": account.trained,
+        "in_flight": account.in_flight,
+        "problems": account.problems,
+        "steps": account.num_steps,
+        "starts": account.num_starts,
+    }
+
+
+def describe(run_dir: Path, account: Account, entries: Sequence[Entry]) -> list[str]:
+    """The lines a person reads."""
+    counts, problems = account.counts, account.problems
+    law = f"{counts}{', which does not add up' if problems else ''}"
+    last = f", the last entry at {_at(entries[-1]['time'])}" if entries else ""
+    drops = ", ".join(f"{cause} {count}" for cause, count in counts.drops)
+    lines = [
+        f"{run_dir}: {account.num_steps} steps, {account.num_starts} starts{last}",
+        f"ledger      {law}",
+        f"drops       {drops or 'none'}",
+    ]
+    for epoch, parts in account.epochs.items():
+        trained, in_flight = parts["trained"], parts["in_flight"]
+        lines.append(f"epoch {epoch:<6}{trained} prompts trained, {in_flight} in flight")
+    if account.in_flight:
+        lines.append(f"in flight   {' '.join(_some(account.in_flight))}")
+    once = f"{counts.trained} uids, each exactly once"
+    lines.append(f"trained     {'not each uid exactly once:' if problems else once}")
+    return [*lines, *(f"problem     {problem}" for problem in _some(problems))]
+
+
+def _some(items: Sequence[str]) -> list[str]:
+    more = [f"and {len(items) - MOST_SHOWN} more"] if len(items) > MOST_SHOWN else []
+    return [*items[:MOST_SHOWN], *more]
+
+
+def _line(entry: Entry) -> str:
+    return f"{_at(entry['time'])}  {entry['uid']}  {_what(entry)}"
+
+
+def _what(entry: Entry) -> str:
+    """What an entry says, in words."""
+    if entry["source"] == EVENTS_FILE:
+        facts = (f"{k}={v}" for k, v in entry.items() if k not in ("source", "kind", "time", "uid"))
+        return f"event {entry['kind']}: {', '.join(facts)}"
+    match entry["kind"]:
+        case "open":
+            return f"the books were opened again: the run went on from version {entry['version']}"
+        case "admit":
+            return f"admitted at version {entry['version']}"
+        case "step":
+            return f"trained at version {entry['version']}: step {entry['version'] + 1}"
+    how = "filtered" if entry["filtered"] else f"dropped ({entry['cause']})"
+    return f"{how}: {entry['reason']}"
+
+
+def _at(time_s: float) -> str:
+    return datetime.fromtimestamp(time_s).isoformat(sep=" ", timespec="milliseconds")
+
+
+def _read_log(run_dir: Path) -> Iterator[Entry]:
+    """Every entry of the books' log. Raises ConfigError if there is none."""
+    if not (run_dir / "config.yaml").is_file():
+        rule = "holds no config.yaml" if run_dir.is_dir() else "no such directory"
+        raise ConfigError(f"--ledger {run_dir}: no run: {rule}")
+    folder = journal_dir(run_dir, BOOKS)
+    if not folder.is_dir():
+        raise ConfigError(
+            f"--ledger {run_dir}: no log in journal/{BOOKS}/: the run has not begun to stream, or"
+            " has queue.journal.enabled=false"
+        )
+    return history(folder)
+
+
+def _read_events(run_dir: Path) -> list[dict[str, Any]]:
+    try:
+        return read_jsonl(run_dir / EVENTS_FILE)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _check_known(uid: str, account: Account) -> None:
+    """Raise ConfigError, naming the nearest one, for a uid that the log does not have."""
+    if uid in account.admitted:
+        return
+    nearest = min(account.admitted, key=lambda known: _distance(known, uid), default=None)
+    hint = f"the nearest is {nearest}" if nearest else "it has none yet"
+    raise ConfigError(f"--uid {uid}: not in the log, which has epoch:index:attempt; {hint}")
+
+
+def _distance(known: str, uid: str) -> tuple[int, ...]:
+    """How far a uid is from one that may be no uid at all: by epoch, then index, then attempt."""
+    given = [int(part) for part in uid.split(":") if part.isdecimal()]
+    return tuple(abs(a - b) for a, b in zip(parse_uid(known), given, strict=False))

@@ -1,0 +1,161 @@
+"""The coordinator's side of the stream: what may be admitted, what is in flight, what has ended."""
+
+import asyncio
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from streamrl.buffer import Admission, Books, ExperienceQueue, StepAssembler
+from streamrl.buffer.leases import Overdue
+from streamrl.errors import ConfigError, FilterError
+from streamrl.faces import PromptSource
+from streamrl.messages import Ended, Prompt, parse_uid
+from streamrl.weights.registry import WeightRegistry
+
+STALE = "stale"
+"""Cause of a drop: tokens beyond the bound."""
+ON_STALE = ("wait", "drop")
+ON_STALL = ("abort", "redeliver", "warn")
+
+
+@dataclass
+class PipelineConfig:
+    """How the stages are coupled.
+
+    max_staleness: most versions a token may be behind the step that trains it; 0 is on-policy.
+    depth: steps that generation may be ahead of training; null: max_staleness.
+    on_stale: a step waits for the groups that could not be trained later, or takes what is ready
+        and drops those that have become too old; the prompt of such a group is admitted anew.
+    groups_per_step: groups in one optimizer step.
+    micro_batch_tokens: most tokens, padding included, in one forward and backward of one rank.
+    stall_s: work that takes longer, or a step that gets no group for this long, is a stall, s.
+    on_stall: abort: a step that gets no group ends the run; redeliver: stalled work is handed out
+        again; warn: it is only reported. A step that gets no group for queue.max_attempts times
+        stall_s ends the run in any case.
+    """
+
+    max_staleness: int = 1
+    depth: int | None = None
+    on_stale: str = "wait"
+    groups_per_step: int = 32
+    micro_batch_tokens: int = 16384
+    stall_s: float = 300.0
+    on_stall: str = "abort"
+
+    def __post_init__(self) -> None:
+        for key in ("max_staleness", "lead"):
+            if getattr(self, key) < 0:
+                name = "depth" if key == "lead" else key
+                raise ConfigError(f"pipeline.{name}={getattr(self, key)}: must be 0 or more")
+        for key in ("groups_per_step", "micro_batch_tokens", "stall_s"):
+            if vars(self)[key] <= 0:
+                raise ConfigError(f"pipeline.{key}={vars(self)[key]}: must be above 0")
+        for key, allowed in (("on_stale", ON_STALE), ("on_stall", ON_STALL)):
+            if vars(self)[key] not in allowed:
+                raise ConfigError(
+                    f"pipeline.{key}={vars(self)[key]}: must be one of {', '.join(allowed)}"
+                )
+        if self.on_stale == "wait" and self.lead > self.max_staleness:
+            raise ConfigError(
+                f"pipeline.depth={self.depth}: ({self.depth} + 1) * {self.groups_per_step} groups"
+                f" in flight, but only (pipeline.max_staleness {self.max_staleness} + 1) *"
+                f" {self.groups_per_step} of them can be trained before they are too old;"
+                " on_stale=drop would drop the others"
+            )
+
+    @property
+    def lead(self) -> int:
+        """Steps that generation may be ahead of training."""
+        return self.max_staleness if self.depth is None else self.depth
+
+
+@dataclass
+class Control:
+    """The coordinator's books, shared by the admitting and the training loop.
+
+    `prompts` is where replacements come from, `max_attempts` how often a prompt may be admitted,
+    `readmits` whether a failed group's prompt is among them. `max_filtered` ends a run whose data
+    yields nothing: most groups filtered for one step.
+    """
+
+    admission: Admission
+    assembler: StepAssembler
+    books: Books
+    registry: WeightRegistry
+    prompts: PromptSource
+    max_attempts: int = 3
+    readmits: bool = False
+    max_filtered: float = float("inf")
+    on_end: Callable[[str, Ended], None] = lambda uid, how: None
+    """Told of every group that ends untrained."""
+    on_stall: Callable[[Sequence[Overdue]], None] = lambda found: None
+    """Told of work that takes too long."""
+    stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    arriving: set[str] = field(default_factory=set)
+    """Uids that are booked and on their way into a shard."""
+    booking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while prompts are booked: whoever has it sees ledger, log and prompts agree."""
+    returning: list[Prompt] = field(default_factory=list)
+    """Prompts that come again: booked, and put in by the admitting loop."""
+    filtered: int = 0
+    """Groups filtered since the last step."""
+
+    @property
+    def booked(self) -> set[str]:
+        """Uids that must be in a shard: all in flight but those on their way into one."""
+        return set(self.admission.ledger.in_flight) - self.arriving
+
+    async def admit_new(self, queue: ExperienceQueue) -> None:
+        """Put in the prompts that come again, and as many new ones as there is credit for."""
+        async with self.booking:
+            prompts = self.prompts.draw(self.admission.credit)
+            await self._book(prompts)
+            prompts, self.returning = [*self.returning, *prompts], []
+        in_flight = self.admission.ledger.in_flight
+        for version, batch in itertools.groupby(prompts, key=lambda prompt: in_flight[prompt.uid]):
+            entering = list(batch)
+            await queue.admit(entering, version)
+            self.arriving.difference_update(prompt.uid for prompt in entering)
+
+    async def end(self, queue: ExperienceQueue, ended: Mapping[str, Ended]) -> None:
+        """Book groups that end untrained, by cause, and let others take their places.
+
+        Raises FilterError if a step has filtered more than it may.
+        """
+        # In one go: nobody else may spend the credit of a group whose prompt comes again.
+        async with self.booking:
+            for uid, how in ended.items():
+                self.assembler.drop(uid)
+                await self.books.end(uid, how)
+                self.filtered += how.filtered
+                self.on_end(uid, how)
+            self._check_filtered(ended.values())
+            again = [uid for uid, how in ended.items() if self._comes_again(uid, how)]
+            prompts = [self.prompts.retry(uid) for uid in again]
+            await self._book(prompts)
+            # Not put in from here: whoever trains must not wait for room that training makes.
+            self.returning += prompts
+        await queue.leave(list(ended), self.admission.version)
+        self.admission.refund()
+
+    def _comes_again(self, uid: str, how: Ended) -> bool:
+        """Whether the prompt of a group that ended so is admitted anew: as often as it may be."""
+        attempts = parse_uid(uid)[2] + 1
+        wanted = self.readmits or how.cause == STALE
+        return wanted and not how.filtered and attempts < self.max_attempts
+
+    def _check_filtered(self, ended: Iterable[Ended]) -> None:
+        if self.filtered > self.max_filtered:
+            reasons = sorted({how.reason for how in ended if how.filtered})
+            raise FilterError(
+                f"step {self.admission.version} has filtered {self.filtered} groups, more than"
+                f" {self.max_filtered:.0f} (filter.max_filter_rounds): {'; '.join(reasons[:3])}"
+            )
+
+    async def _book(self, prompts: Sequence[Prompt]) -> None:
+        version, uids = self.admission.version, [prompt.uid for prompt in prompts]
+        for uid in uids:
+            self.assembler.admit(uid, version)
+        self.arriving.update(uids)
+        if uids:
+            await self.books.admit(uids, version)

@@ -1,0 +1,134 @@
+"""How a stage works off the queue: take, compute, commit what came of it, keep what is held.
+
+The same for every stage that adds columns: generation and all scorers.
+"""
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+
+from streamrl.buffer import ExperienceQueue
+from streamrl.errors import StreamError
+from streamrl.messages import Columns, Experience, Filtered, Lease
+
+Result = Columns | Filtered | StreamError
+"""What a stage makes of a group: columns, a reason to leave it out, or an error to be counted."""
+Compute = Callable[[Sequence[Experience]], Awaitable[Sequence[Result]]]
+
+WAIT_S = 1.0
+"""Length of one wait in a loop, s: a loop looks up this often to see whether the run has ended."""
+GATHER_S = 0.003
+"""How long a result waits for others to be committed with it, s: a message costs about as much."""
+
+
+async def serve(
+    queue: ExperienceQueue,
+    stage: str,
+    compute: Compute,
+    *,
+    columns: Sequence[str],
+    slots: int,
+    batch: int,
+) -> None:
+    """Take groups, compute, put the results: up to `slots` groups at once, `batch` to a call."""
+    desk = Desk(slots)
+    async with asyncio.TaskGroup() as tasks:
+        outbox = Outbox(queue, desk)
+        tasks.create_task(outbox.deliver())
+        tasks.create_task(keep_leases(queue, desk))
+
+        async def work(experiences: Sequence[Experience]) -> None:
+            results = await compute(experiences)
+            for experience, result in zip(experiences, results, strict=True):
+                outbox.post(experience.lease, result)
+
+        while True:
+            most = await desk.room()
+            taken = await queue.take(stage, max_groups=most, columns=columns, wait_s=WAIT_S)
+            for chunk in chunks(taken, batch):
+                desk.begin(chunk, tasks.create_task(work(chunk)))
+
+
+async def keep_leases(queue: ExperienceQueue, desk: "Desk") -> None:
+    """Renew what is held, without end. Work whose lease was lost is in vain, and cancelled."""
+    while True:
+        every_s = queue.renew_every_s
+        await asyncio.sleep(WAIT_S if math.isinf(every_s) else every_s)
+        for lease in await queue.renew():
+            desk.abandon(lease)
+
+
+class Desk:
+    """The work a stage has under way, and how much more it may take on."""
+
+    def __init__(self, slots: int) -> None:
+        self._free = slots
+        self._slots = slots
+        self._tasks: dict[asyncio.Task[None], set[Lease]] = {}
+        self._given = asyncio.Event()
+
+    @property
+    def claimed(self) -> int:
+        """Groups the stage works on."""
+        return self._slots - self._free
+
+    async def room(self) -> int:
+        """How many groups more, waiting for one: bounded by the deadlines of the work at hand."""
+        while not self._free:
+            self._given.clear()
+            await self._given.wait()
+        return self._free
+
+    def begin(self, experiences: Sequence[Experience], task: asyncio.Task[None]) -> None:
+        """A task works on these groups until it ends, however that may be."""
+        self._free -= len(experiences)
+        self._tasks[task] = {experience.lease for experience in experiences}
+        task.add_done_callback(lambda done: self._end(done, len(experiences)))
+
+    def _end(self, task: asyncio.Task[None], count: int) -> None:
+        del self._tasks[task]
+        self._free += count
+        self._given.set()
+
+    def abandon(self, lease: Lease) -> None:
+        """This lease is void; the task ends once all of its leases are."""
+        for task, leases in self._tasks.items():
+            leases.discard(lease)
+            if not leases:
+                task.cancel()
+
+
+class Outbox:
+    """Commits results, those that are finished close together in one commit."""
+
+    def __init__(self, queue: ExperienceQueue, desk: Desk) -> None:
+        self._queue = queue
+        self._desk = desk
+        self._posted: asyncio.Queue[tuple[Lease, Result]] = asyncio.Queue()
+
+    def post(self, lease: Lease, result: Result) -> None:
+        """Hand in the result of a leased group."""
+        self._posted.put_nowait((lease, result))
+
+    async def deliver(self) -> None:
+        """Put, filter and fail what was posted, without end. The queue refuses what is late."""
+        while True:
+            batch = [await self._posted.get()]
+            if self._desk.claimed:
+                await asyncio.sleep(GATHER_S)
+            while not self._posted.empty():
+                batch.append(self._posted.get_nowait())
+            failed = [(lease, r) for lease, r in batch if isinstance(r, StreamError)]
+            filtered = [(lease, r) for lease, r in batch if isinstance(r, Filtered)]
+            done = [(le, r) for le, r in batch if not isinstance(r, StreamError | Filtered)]
+            if done:
+                await self._queue.put(done)
+            if filtered:
+                await self._queue.filter(filtered)
+            if failed:
+                await self._queue.fail(failed)
+
+
+def chunks(items: Sequence[Experience], size: int) -> list[Sequence[Experience]]:
+    """`items` cut into runs of at most `size`."""
+    return [items[i : i + size] for i in range(0, len(items), size)]

@@ -1,0 +1,171 @@
+"""The queue over two Ray nodes on one machine: shards on both, and nothing is lost with a node."""
+
+import asyncio
+import hashlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from streamrl.actors.shard import RemoteShard, create_shards
+from streamrl.buffer import Bounds, ExperienceQueue, Files, Ports, QueueConfig, ShardPlan
+from streamrl.messages import ROLLOUT_COLUMNS, Array, Columns, Prompt
+
+pytestmark = pytest.mark.slow
+# The nodes' workers need not find the tests on their path.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+STAGES = {"generate": Ports((), ROLLOUT_COLUMNS), "train": Ports(ROLLOUT_COLUMNS, ())}
+SIZES = {f"0:{i}:0": (100_000 if i < 4 else 50) for i in range(8)}
+"""Tokens of each group: of the first four the columns are over a MiB each."""
+
+
+def columns_of(uid: str) -> dict[str, Array]:
+    """The columns of a group: a function of its uid."""
+    tokens = SIZES[uid]
+    rng = np.random.default_rng(list(uid.encode()))
+    return {
+        "token_ids": rng.integers(0, 50_000, tokens, np.int32),
+        "loss_mask": np.ones(tokens, np.bool_),
+        "generator_logprobs": -rng.random(tokens, np.float32),
+        "policy_version": np.zeros(tokens, np.int32),
+        "lengths": np.array([tokens - 7, 7], np.int32),
+        "finish_reason": np.zeros(2, np.int8),
+    }
+
+
+def digest(columns: Columns) -> str:
+    found = hashlib.sha256()
+    for name in sorted(columns):
+        found.update(f"{name} {columns[name].dtype}".encode() + columns[name].tobytes())
+    return found.hexdigest()
+
+
+class Member:
+    """A user of the queue on one node."""
+
+    def __init__(self, shards: list[RemoteShard], name: str) -> None:
+        self._shards, self._name = shards, name
+        self._queue: ExperienceQueue | None = None
+
+    @property
+    def queue(self) -> ExperienceQueue:
+        self._queue = self._queue or ExperienceQueue(self._shards, self._name)
+        return self._queue
+
+    async def node(self) -> str:
+        return str(ray.get_runtime_context().get_node_id())
+
+    async def produce(self, count: int) -> list[str]:
+        done: list[str] = []
+        while len(done) < count:
+            taken = await self.queue.take("generate", max_groups=2, columns=(), wait_s=5.0)
+            refused = await self.queue.put([(e.lease, columns_of(e.uid)) for e in taken])
+            assert not refused
+            done += [experience.uid for experience in taken]
+        return done
+
+    async def consume(self, count: int) -> dict[str, str]:
+        found: dict[str, str] = {}
+        while len(found) < count:
+            taken = await self.queue.take(
+                "train", max_groups=2, columns=ROLLOUT_COLUMNS, wait_s=5.0
+            )
+            found |= {experience.uid: digest(experience.columns) for experience in taken}
+        return found
+
+    async def read(self, uids: list[str]) -> dict[str, str]:
+        found = await self.queue.read(uids, ROLLOUT_COLUMNS)
+        return {uid: digest(columns) for uid, columns in found.items()}
+
+
+@dataclass
+class Nodes:
+    """Two nodes; `second` is the one without the driver."""
+
+    second: Any
+    ids: tuple[str, str]
+
+    def member(self, shards: list[RemoteShard], name: str, node: str) -> Any:
+        pinned = NodeAffinitySchedulingStrategy(node, soft=False)
+        actor = ray.remote(Member).options(num_cpus=0, scheduling_strategy=pinned)
+        return actor.remote(shards, name)
+
+    def lose_second(self) -> None:
+        """The machine is gone: everything on it dies at once."""
+        (raylet,) = self.second.all_processes["raylet"]
+        node = psutil.Process(raylet.process.pid)
+        lost = [node, *node.children(recursive=True)]
+        for process in lost:
+            process.kill()
+        psutil.wait_procs(lost, timeout=10.0)
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    sizes = {"num_cpus": 2, "object_store_memory": 100 << 20, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=sizes)
+    started: list[psutil.Process] = []
+    try:
+        second = cluster.add_node(num_cpus=2, object_store_memory=100 << 20)
+        ray.init(address=cluster.address, log_to_driver=False)
+        ids = (cluster.head_node.node_id, second.node_id)
+        yield Nodes(second, ids)
+    finally:
+        started = psutil.Process().children(recursive=True)
+        ray.shutdown()
+        cluster.shutdown()
+    _, alive = psutil.wait_procs(started, timeout=10.0)
+    assert not alive, "processes were left behind"
+
+
+def test_the_queue_spans_two_nodes_and_outlives_one(nodes: Nodes, tmp_path: Path) -> None:
+    actors: dict[str, Any] = {}
+
+    def create(name: str, actor_class: Any, arguments: Any, *, options: Any) -> Any:
+        actors[name] = actor_class.options(**options).remote(*arguments)
+        return actors[name]
+
+    plans = {
+        f"shard-{i}": ShardPlan(
+            STAGES, QueueConfig(), Bounds(len(SIZES)), files=Files(tmp_path / f"shard-{i}")
+        )
+        for i in range(2)
+    }
+    shards = create_shards(plans, create)
+    homes = [node_of(actor) for actor in actors.values()]
+    assert sorted(homes) == sorted(nodes.ids), "a shard on each node"
+    queue = ExperienceQueue(shards, "driver")
+    placed = {(queue.shard_of(uid), SIZES[uid] > 1000) for uid in SIZES}
+    assert len(placed) == 4, "each shard has small groups and large ones"
+
+    here, there = nodes.ids
+    producer, consumer = nodes.member(shards, "producer", there), nodes.member(shards, "eve", here)
+    assert ray.get([producer.node.remote(), consumer.node.remote()]) == [there, here]
+    prompts = [Prompt(uid, np.array([1], np.int32)) for uid in SIZES]
+    asyncio.run(queue.admit(prompts, 0))
+    assert sorted(ray.get(producer.produce.remote(len(SIZES)))) == sorted(SIZES)
+    process = ray.get(producer.__ray_call__.remote(lambda _: psutil.Process().pid))
+    ray.kill(producer)
+    psutil.wait_procs([psutil.Process(process)], timeout=10.0)
+    wanted = {uid: digest(columns_of(uid)) for uid in SIZES}
+    assert ray.get(consumer.consume.remote(len(SIZES))) == wanted
+
+    nodes.lose_second()
+    assert ray.get(consumer.read.remote(list(SIZES)), timeout=60.0) == wanted
+    assert [node_of(actor) for actor in actors.values()] == [here, here]
+
+
+def node_of(actor: Any) -> str:
+    return str(
+        ray.get(actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()))
+    )

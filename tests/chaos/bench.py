@@ -1,0 +1,254 @@
+"""Plays scenarios on a toy: real runs, a real kill -9, and what must be true afterwards."""
+
+import json
+import os
+import shutil
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from streamrl.buffer.books import read_log, recover_books
+from streamrl.checkpoint import BOOKS, journal_dir
+from streamrl.messages import parse_uid
+from tests.chaos.scenarios import Scenario
+from tests.e2e.launched import Launched, events, rows
+from tests.toy import write_toy
+
+INJECT = Path(__file__).with_name("inject")
+STEPS, GROUPS_PER_STEP = 6, 4
+ROWS = 10
+"""Rows of the data set: the run goes through it more than twice."""
+SAME = ("reward/mean", "reward/std", "loss/policy", "policy/grad_norm", "policy/ratio_mean")
+"""Metrics of a step that follow from its micro-batches, their order and the weights."""
+REWARD = """
+def score(prompt, completion):
+    return sum(map(ord, completion)) % 7 / 7
+"""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What the books of a finished run say, and its rows."""
+
+    steps: Sequence[Sequence[str]]
+    rows: Sequence[Mapping[str, Any]]
+
+    @property
+    def by_epoch(self) -> dict[int, set[int]]:
+        """Rows of the data set that were trained, by epoch."""
+        found: dict[int, set[int]] = {}
+        for uid in self.uids:
+            epoch, index, _ = parse_uid(uid)
+            found.setdefault(epoch, set()).add(index)
+        return found
+
+    @property
+    def uids(self) -> list[str]:
+        """All uids, in the order in which they were trained."""
+        return [uid for step in self.steps for uid in step]
+
+
+@dataclass
+class Verdict:
+    """What came of a scenario: what is wrong, if anything is; `resumed_at` a version or None."""
+
+    scenario: Scenario
+    seconds: float = 0.0
+    problems: list[str] = field(default_factory=list)
+    facts: list[str] = field(default_factory=list)
+
+
+class Bench:
+    """A folder with a toy; runs go into its `runs`. An undisturbed run is made once per kind."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = write_toy(folder)
+        lines = (folder / "rows.jsonl").read_text().splitlines()[:ROWS]
+        (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
+        (folder / "reward.py").write_text(REWARD)
+        self._undisturbed: dict[tuple[int, int], Trained] = {}
+
+    def undisturbed(self, scenario: Scenario) -> Trained:
+        """What a run does that nobody kills."""
+        kind = scenario.max_staleness, scenario.ranks
+        if kind not in self._undisturbed:
+            name = "undisturbed-{}-{}".format(*kind)
+            run_dir = self.run_dir(name)
+            shutil.rmtree(run_dir, ignore_errors=True)
+            run = Launched(self._words(name, scenario), self.folder)
+            assert run.wait() == 0, run.output
+            found = Trained(list(_steps(run_dir)), rows(run_dir))
+            problems = list(audit(run_dir, max_staleness=scenario.max_staleness))
+            assert not problems, problems
+            self._undisturbed[kind] = found
+        return self._undisturbed[kind]
+
+    def run_dir(self, name: str) -> Path:
+        """Where a run is."""
+        return self.folder / "runs" / name
+
+    def _words(self, name: str, scenario: Scenario) -> list[str]:
+        settings = {
+            "run.dir": self.folder / "runs",
+            "run.name": name,
+            "run.steps": STEPS,
+            "run.debug": "true",
+            "pipeline.groups_per_step": GROUPS_PER_STEP,
+            "pipeline.max_staleness": scenario.max_staleness,
+            "checkpoint.every": 2,
+            "checkpoint.keep": 1,
+            "evaluation.at_start": "false",
+            "evaluation.at_end": "false",
+            "rewards": f"[{{kind: function, path: {self.folder}/reward.py, function: score}}]",
+            "trainer.world_size": scenario.ranks,
+            "trainer.zero_stage": 3 if scenario.ranks > 1 else 1,
+        }
+        words = [f"{key}={value}" for key, value in settings.items()]
+        return ["train", str(self.folder / "recipe.yaml"), *words]
+
+    def play(self, scenario: Scenario) -> Verdict:
+        """One scenario: run, kill, resume if it is to be resumed, audit."""
+        undisturbed = self.undisturbed(scenario)
+        verdict = Verdict(scenario)
+        started = time.monotonic()
+        name = scenario.name.replace(":", "-")
+        run_dir, marker = self.run_dir(name), self.folder / f"{name}.killed"
+        shutil.rmtree(run_dir, ignore_errors=True)
+        marker.unlink(missing_ok=True)
+        env = self._env(scenario.plan(run_dir, marker))
+        run = Launched(self._words(name, scenario), self.folder, env)
+        verdict.problems += _ended(run, code=0 if scenario.heals else 1)
+        if not marker.exists():
+            verdict.problems.append("nothing was killed: the moment did not come")
+        elif scenario.heals:
+            verdict.problems += _healed(run_dir, scenario)
+        else:
+            verdict.problems += _named(run, scenario)
+            before = rows(run_dir)
+            again = Launched(["train", "--resume", str(run_dir)], self.folder, env)
+            verdict.problems += _ended(again, code=0)
+            verdict.problems += compare(before, rows(run_dir), "before the crash")
+        if not verdict.problems:
+            verdict.problems += audit(run_dir, max_staleness=scenario.max_staleness)
+        if not verdict.problems:
+            verdict.problems += _like(run_dir, undisturbed, scenario)
+        verdict.seconds = time.monotonic() - started
+        return verdict
+
+    @staticmethod
+    def _env(plan: Mapping[str, Any]) -> dict[str, str]:
+        paths = [str(INJECT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        return {"PYTHONPATH": os.pathsep.join(paths), "STREAMRL_CHAOS": json.dumps(plan)}
+
+
+def _ended(run: Launched, *, code: int) -> Iterator[str]:
+    """The run ended by itself, in an orderly way, with this exit code."""
+    try:
+        found = run.wait()
+    except AssertionError as error:
+        yield str(error)
+        return
+    if found != code:
+        yield f"exit code {found}, wanted {code}:\n{run.output}"
+    if "Traceback" in run.output:
+        yield f"a traceback:\n{run.output}"
+    if orphans := run.orphans():
+        yield f"still alive: {orphans}"
+
+
+def _named(run: Launched, scenario: Scenario) -> Iterator[str]:
+    """The last line says who died."""
+    last = run.output.strip().splitlines()[-1]
+    if not (last.startswith("streamrl: ") and scenario.actor in last and "died" in last):
+        yield f"the last line does not say that {scenario.actor} died: {last}"
+
+
+def _healed(run_dir: Path, scenario: Scenario) -> Iterator[str]:
+    """The events say who died and came back (a shard comes back unnoticed)."""
+    if scenario.role == "shard":
+        return
+    for name in ("died", "restarted"):
+        actors = [event["actor"] for event in events(run_dir, name)]
+        if actors != [scenario.actor]:
+            yield f"events {name}: {actors}, wanted one of {scenario.actor}"
+
+
+def _steps(run_dir: Path) -> Iterator[list[str]]:
+    for record in read_log(journal_dir(run_dir, BOOKS)):
+        if record.meta["kind"] == "step":
+            yield list(record.meta["uids"])
+
+
+def audit(run_dir: Path, *, max_staleness: int) -> Iterator[str]:
+    """What must be true of the books and rows of a finished run, killed or not."""
+    records = list(read_log(journal_dir(run_dir, BOOKS)))
+    admitted = [u for r in records if r.meta["kind"] == "admit" for u in r.meta["uids"]]
+    versions = [r.meta["version"] for r in records if r.meta["kind"] == "step"]
+    trained = [uid for step in _steps(run_dir) for uid in step]
+    ended = [r.meta["uid"] for r in records if r.meta["kind"] == "end"]
+    yield from _repeated("admitted", admitted)
+    yield from _repeated("trained", trained)
+    if versions != list(range(STEPS)):
+        yield f"steps on the books: {versions}"
+    if ended:
+        yield f"ended untrained: {ended}"
+    if set(admitted) != set(trained) or len(trained) != STEPS * GROUPS_PER_STEP:
+        yield f"admitted {sorted(admitted)}, trained {sorted(trained)}"
+    recovered = recover_books(records, None, debug=True)
+    counts = recovered.ledger.counts
+    if (counts.trained, counts.in_flight) != (len(trained), 0):
+        yield f"the ledger: {counts}"
+    for version, step in recovered.steps.items():
+        oldest = min(group.info.min_version for group in step.groups)
+        if version - oldest > max_staleness:
+            yield f"step {version} trained tokens of version {oldest}"
+    yield from _audit_rows(run_dir)
+
+
+def _audit_rows(run_dir: Path) -> Iterator[str]:
+    found = rows(run_dir)
+    steps = [row["step"] for row in found]
+    if steps != list(range(1, STEPS + 1)):
+        yield f"steps in metrics.jsonl: {steps}"
+    wrong = [r["step"] for r in found if r["ledger/trained"] != GROUPS_PER_STEP * r["step"]]
+    if wrong:
+        yield f"ledger/trained is not {GROUPS_PER_STEP} groups per step in the rows {wrong}"
+
+
+def _repeated(what: str, uids: Sequence[str]) -> Iterator[str]:
+    again = {uid: count for uid, count in Counter(uids).items() if count > 1}
+    if again:
+        yield f"{what} more than once: {again}"
+
+
+def compare(
+    before: Sequence[Mapping[str, Any]],
+    after: Sequence[Mapping[str, Any]],
+    what: str,
+    *,
+    tolerance: float = 1e-6,
+) -> Iterator[str]:
+    """Where the rows of the same step differ."""
+    there = {row["step"]: row for row in after}
+    for row in before:
+        other = there.get(row["step"], {})
+        for name in SAME:
+            x, y = row[name], other.get(name)
+            if y is None or abs(x - y) > tolerance * max(1.0, abs(x)):
+                yield f"step {row['step']}: {name} is {y}, {what} {x}"
+
+
+def _like(run_dir: Path, undisturbed: Trained, scenario: Scenario) -> Iterator[str]:
+    """The same prompts were trained as without the crash, and on policy the same numbers came."""
+    mine = Trained(list(_steps(run_dir)), rows(run_dir))
+    if mine.by_epoch != undisturbed.by_epoch:
+        yield f"trained {mine.by_epoch}, without the crash {undisturbed.by_epoch}"
+    if scenario.max_staleness == 0:
+        if [set(step) for step in mine.steps] != [set(step) for step in undisturbed.steps]:
+            yield f"steps of {mine.steps}, without the crash {undisturbed.steps}"
+        yield from compare(undisturbed.rows, mine.rows, "without the crash", tolerance=1e-4)
+
+

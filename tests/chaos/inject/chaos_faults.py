@@ -1,0 +1,345 @@
+"""Kills this process at the n-th passage of one moment, once in the life of a run.
+
+Imported by sitecustomize in every process of the run, so the standard library alone is used. The
+methods that make a moment are wrapped when their module is imported; what is not there any more is
+an AttributeError at that import, which ends the run: a moment never gets lost silently.
+"""
+
+import asyncio
+import functools
+import glob
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from importlib.abc import MetaPathFinder
+from importlib.machinery import PathFinder
+
+POLL_S = 0.0005
+AT_THE_END_S = 60.0
+"""A delay that stands for: when the work is done, before anybody hears of it."""
+
+
+class Fault:
+    """The plan, and which actor this process is."""
+
+    def __init__(self, plan):
+        self.role = plan["role"]
+        self.moment = plan["moment"]
+        self.actor = plan["actor"]
+        self.passage = plan["passage"]
+        self.delay_s = plan["delay_s"]
+        self.run_dir = plan["run_dir"]
+        self.marker = plan["marker"]
+        self.is_here = False
+        self._passages = 0
+        self._lock = threading.Lock()
+
+    def arrive(self, name):
+        """This process hosts the actor `name`."""
+        if name != self.actor:
+            return
+        self.is_here = True
+        if self.moment == "mid_checkpoint" and self.role in ("generator", "scorer"):
+            threading.Thread(target=self._watch_checkpoints, daemon=True).start()
+
+    def is_due(self, role, moment):
+        """Whether this is the passage: counts one of `moment` if it is that of the plan.
+
+        Never again once somebody was killed, the successor of the one that was included.
+        """
+        if not self.is_here or (role, moment) != (self.role, self.moment):
+            return False
+        if os.path.exists(self.marker):
+            return False
+        with self._lock:
+            self._passages += 1
+            self._trace(f"{self.actor} {moment} {self._passages}")
+            return self._passages == self.passage
+
+    def kill(self):
+        """kill -9, and a mark that it was done."""
+        with open(self.marker, "x") as marker:
+            marker.write(f"{os.getpid()} {time.time()}\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def kill_later(self):
+        """`kill` once the plan's delay has passed, whatever the process does then."""
+
+        def wait():
+            time.sleep(self.delay_s)
+            self.kill()
+
+        if self.delay_s < AT_THE_END_S:
+            threading.Thread(target=wait, daemon=True).start()
+
+    def at(self, role, moment):
+        """A passage that takes no time."""
+        if self.is_due(role, moment):
+            self.kill()
+
+    def _watch_checkpoints(self):
+        seen = set()
+        while True:
+            found = glob.glob(os.path.join(self.run_dir, "checkpoints", ".step_*.partial"))
+            for path in sorted(set(found) - seen):
+                seen.add(path)
+                if self.is_due(self.role, self.moment):
+                    self.kill_later()
+            time.sleep(POLL_S)
+
+    def _trace(self, text):
+        path = os.environ.get("STREAMRL_CHAOS_TRACE")
+        if path:
+            with open(path, "a") as file:
+                file.write(f"{text}\n")
+
+
+def wrap(owner, name, around):
+    """Put `around(original, ...)` in the place of a method or function."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def wrapped(*arguments, **named):
+        return around(original, *arguments, **named)
+
+    setattr(owner, name, wrapped)
+
+
+def wrap_async(owner, name, around):
+    """The same for a coroutine function."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    async def wrapped(*arguments, **named):
+        return await around(original, *arguments, **named)
+
+    setattr(owner, name, wrapped)
+
+
+def during_async(fault, owner, name, role, moment):
+    """The moment is while this coroutine function is at work."""
+
+    async def around(original, *arguments, **named):
+        if not fault.is_due(role, moment):
+            return await original(*arguments, **named)
+        work = asyncio.ensure_future(original(*arguments, **named))
+        await asyncio.sleep(0)
+        fault.kill_later()
+        await work
+        fault.kill()
+
+    wrap_async(owner, name, around)
+
+
+def during(fault, owner, name, role, moment):
+    """The moment is while this function is at work."""
+
+    def around(original, *arguments, **named):
+        if not fault.is_due(role, moment):
+            return original(*arguments, **named)
+        fault.kill_later()
+        original(*arguments, **named)
+        fault.kill()
+
+    wrap(owner, name, around)
+
+
+# What is wrapped, by module. A "stage" is what takes from the queue: generator, scorer,
+# coordinator.
+
+
+def queue_client(fault, module):
+    queue = module.ExperienceQueue
+    role = fault.role
+
+    def init(original, self, shards, holder):
+        original(self, shards, holder)
+        fault.arrive(holder)
+
+    async def take(original, self, *arguments, **named):
+        fault.at(role, "before_take")
+        taken = await original(self, *arguments, **named)
+        if taken:
+            fault.at(role, "after_take")
+        return taken
+
+    async def read(original, self, *arguments):
+        fault.at(role, "before_take")
+        found = await original(self, *arguments)
+        fault.at(role, "after_take")
+        return found
+
+    wrap(queue, "__init__", init)
+    if role in ("generator", "scorer", "coordinator"):
+        wrap_async(queue, "take", take)
+    if role == "trainer":
+        wrap_async(queue, "read", read)
+
+
+def shard_client(fault, module):
+    if fault.role in ("generator", "scorer"):
+        during_async(fault, module.RemoteShard, "put", fault.role, "mid_put")
+
+
+def group_generator(fault, module):
+    during_async(fault, module.GroupGenerator, "rollouts", "generator", "mid_compute")
+
+
+def reward_scorer(fault, module):
+    during_async(fault, module.RewardScorer, "score", "scorer", "mid_compute")
+
+
+def keeper(fault, module):
+    def init(original, self, plan, store=bytes):
+        original(self, plan, store)
+        if plan.files is not None:
+            fault.arrive(os.path.basename(plan.files.journal))
+
+    wrap(module.ShardKeeper, "__init__", init)
+
+
+def shard(fault, module):
+    async def take(original, self, *arguments, **named):
+        fault.at("shard", "before_take")
+        grants = await original(self, *arguments, **named)
+        if grants:
+            fault.at("shard", "after_take")
+        return grants
+
+    def read(original, self, *arguments):
+        found = original(self, *arguments)
+        fault.at("shard", "mid_compute")
+        return found
+
+    wrap_async(module.Shard, "take", take)
+    wrap(module.Shard, "read", read)
+
+
+def journal(fault, module):
+    """Half of the bytes of a commit reach the file."""
+
+    def write(original, self, frames):
+        is_commit = any(b'"kind":"put"' in meta for meta, _ in frames)
+        if not is_commit or not fault.is_due("shard", "mid_put"):
+            return original(self, frames)
+        written = b""
+        for frame in frames:
+            header = module._header(frame, self._end + len(written))
+            written += header + frame[0] + bytes(frame[1])
+        os.write(self.descriptor, written[: len(written) // 2])
+        fault.kill()
+
+    wrap(module._Writer, "_write", write)
+
+
+def recovery(fault, module):
+    """Half of a snapshot is written."""
+
+    def write(original, path, records):
+        if not fault.is_due("shard", "mid_checkpoint"):
+            return original(path, records)
+        original(path, records)
+        os.truncate(path, os.path.getsize(path) // 2)
+        fault.kill()
+
+    wrap(module, "write_segment", write)
+
+
+def trainer_group(fault, module):
+    during_async(fault, module.TrainerGroup, "train_round", "coordinator", "mid_compute")
+
+
+def books(fault, module):
+    """A step is on the books and its groups are still in the shards."""
+
+    async def train(original, self, step):
+        await original(self, step)
+        fault.at("coordinator", "mid_put")
+
+    wrap_async(module.Books, "train", train)
+
+
+def checkpoint(fault, module):
+    """Right before a checkpoint gets its name, or right after, before the journals are cut."""
+
+    def move(original, partial, final):
+        if not fault.is_due("coordinator", "mid_checkpoint"):
+            return original(partial, final)
+        if fault.delay_s:
+            original(partial, final)
+        fault.kill()
+
+    wrap(module, "move_whole", move)
+
+
+def policy_trainer(fault, module):
+    trainer = module.PolicyTrainer
+    during(fault, trainer, "train_micro_batch", "trainer", "mid_compute")
+    during(fault, trainer, "save_model", "trainer", "mid_checkpoint")
+
+    def step(original, self, normaliser):
+        metrics = original(self, normaliser)
+        if not fault.delay_s:
+            fault.at("trainer", "mid_put")
+        return metrics
+
+    wrap(trainer, "step", step)
+
+
+def publisher(fault, module):
+    """The new weights are in the store and nobody knows of them."""
+
+    def publish(original, tensors, *, version, **named):
+        manifest = original(tensors, version=version, **named)
+        if version and fault.delay_s:
+            fault.at("trainer", "mid_put")
+        return manifest
+
+    wrap(module, "publish", publish)
+
+
+PATCHES = {
+    "streamrl.buffer.client": queue_client,
+    "streamrl.actors.shard": shard_client,
+    "streamrl.engines.group_generator": group_generator,
+    "streamrl.rewards.scorer": reward_scorer,
+    "streamrl.buffer.keeper": keeper,
+    "streamrl.buffer.shard": shard,
+    "streamrl.buffer.journal": journal,
+    "streamrl.buffer.recovery": recovery,
+    "streamrl.actors.trainer": trainer_group,
+    "streamrl.buffer.books": books,
+    "streamrl.checkpoint": checkpoint,
+    "streamrl.engines.training": policy_trainer,
+    "streamrl.weights.publisher": publisher,
+}
+
+
+class PatchOnImport(MetaPathFinder):
+    """Finds the modules of PATCHES as the path does, and wraps them once they have run."""
+
+    def __init__(self, fault):
+        self._fault = fault
+
+    def find_spec(self, name, path, target=None):
+        if name not in PATCHES:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is None or spec.loader is None:
+            return spec
+        run = spec.loader.exec_module
+
+        def run_and_patch(module):
+            run(module)
+            PATCHES[name](self._fault, module)
+
+        spec.loader.exec_module = run_and_patch
+        return spec
+
+
+def install(plan):
+    """Prepare the fault of a plan, given as JSON, in this process."""
+    sys.meta_path.insert(0, PatchOnImport(Fault(json.loads(plan))))

@@ -1,0 +1,158 @@
+"""What is killed, and when: the roles, five moments of each, and a plan that follows from a seed."""
+
+import random
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MOMENTS = ("before_take", "after_take", "mid_compute", "mid_put", "mid_checkpoint")
+AT_THE_END_S = 60.0
+"""A delay that stands for: when the work is done, before anybody hears of it."""
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What a role does at a moment.
+
+    passages: how often a run is sure to come by before its last step.
+    delays_s: how long the work may have been going on when the kill comes, s.
+    """
+
+    text: str
+    passages: int
+    delays_s: tuple[float, ...] = (0.0,)
+
+
+@dataclass(frozen=True)
+class Role:
+    """A kind of actor: the names of its actors, and whether a run outlives the death of one."""
+
+    actors: tuple[str, ...]
+    heals: bool
+    moments: Mapping[str, Moment]
+
+
+ROLES: Mapping[str, Role] = {
+    "generator": Role(
+        ("generator-0",),
+        heals=True,
+        moments={
+            "before_take": Moment("it asks for prompts", 4),
+            "after_take": Moment("it has leased prompts", 4),
+            "mid_compute": Moment("it samples", 16, (0.0, 0.005, 0.02, AT_THE_END_S)),
+            "mid_put": Moment("its commit is under way", 4, (0.0, 0.002, AT_THE_END_S)),
+            "mid_checkpoint": Moment("a checkpoint is being written", 2, (0.0, 0.02)),
+        },
+    ),
+    "scorer": Role(
+        ("reward-0",),
+        heals=True,
+        moments={
+            "before_take": Moment("it asks for groups", 4),
+            "after_take": Moment("it has leased groups", 4),
+            "mid_compute": Moment("it scores", 4, (0.0, 0.001, AT_THE_END_S)),
+            "mid_put": Moment("its commit is under way", 4, (0.0, 0.002, AT_THE_END_S)),
+            "mid_checkpoint": Moment("a checkpoint is being written", 2, (0.0, 0.02)),
+        },
+    ),
+    "shard": Role(
+        ("shard-0", "shard-1"),
+        heals=True,
+        moments={
+            "before_take": Moment("it is asked for groups", 12),
+            "after_take": Moment("it has leased groups, and the answer is not sent", 8),
+            "mid_compute": Moment("it has read columns, and the answer is not sent", 4),
+            "mid_put": Moment("half of a commit is in its journal", 4),
+            "mid_checkpoint": Moment("half of its snapshot is written", 2),
+        },
+    ),
+    "coordinator": Role(
+        ("coordinator",),
+        heals=False,
+        moments={
+            "before_take": Moment("it asks for groups to train", 6),
+            "after_take": Moment("it has leased groups to train", 6),
+            "mid_compute": Moment("a micro-batch is trained", 10, (0.0, 0.005, AT_THE_END_S)),
+            "mid_put": Moment("a step is on the books, and its groups are in the shards", 5),
+            "mid_checkpoint": Moment("a checkpoint gets its name", 2, (0.0, AT_THE_END_S)),
+        },
+    ),
+    "trainer": Role(
+        ("trainer-0",),
+        heals=False,
+        moments={
+            "before_take": Moment("it asks for the columns of a micro-batch", 10),
+            "after_take": Moment("it has the columns of a micro-batch", 10),
+            "mid_compute": Moment("forward and backward are under way", 10, (0.0, 0.005)),
+            "mid_put": Moment("it has updated, or published, a version", 5, (0.0, AT_THE_END_S)),
+            "mid_checkpoint": Moment("it writes its part of a checkpoint", 2, (0.0, 0.005)),
+        },
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """One kill in one run. `ranks` is the number of trainer ranks."""
+
+    role: str
+    moment: str
+    actor: str
+    passage: int
+    delay_s: float
+    max_staleness: int
+    ranks: int = 1
+
+    @property
+    def name(self) -> str:
+        """As --only takes it."""
+        return f"{self.role}:{self.moment}"
+
+    @property
+    def heals(self) -> bool:
+        """Whether the run goes on by itself; otherwise it ends and is resumed."""
+        return ROLES[self.role].heals
+
+    def __str__(self) -> str:
+        text = ROLES[self.role].moments[self.moment].text
+        delay = {0.0: "", AT_THE_END_S: ", at its end"}.get(
+            self.delay_s, f", after {self.delay_s * 1000:g} ms"
+        )
+        return (
+            f"{self.actor} as {text} (time {self.passage}{delay}),"
+            f" max_staleness {self.max_staleness}, {self.ranks} ranks"
+        )
+
+    def plan(self, run_dir: Path, marker: Path) -> dict[str, Any]:
+        """What the injected fault is told."""
+        return {**asdict(self), "run_dir": str(run_dir), "marker": str(marker)}
+
+
+def scenario(role: str, moment: str, seed: int) -> Scenario:
+    """The scenario of one moment that follows from a seed, whatever others are run."""
+    draw = random.Random(f"{seed}:{role}:{moment}")
+    found = ROLES[role].moments[moment]
+    ranks = 2 if (role, moment) == ("trainer", "mid_put") else 1
+    actors = tuple(f"trainer-{i}" for i in range(ranks)) if ranks > 1 else ROLES[role].actors
+    return Scenario(
+        role=role,
+        moment=moment,
+        actor=draw.choice(actors),
+        passage=draw.randint(1, found.passages),
+        delay_s=draw.choice(found.delays_s),
+        max_staleness=draw.choice((0, 1)),
+        ranks=ranks,
+    )
+
+
+def all_scenarios(seed: int) -> list[Scenario]:
+    """Every role at every moment."""
+    return [scenario(role, moment, seed) for role in ROLES for moment in MOMENTS]
+
+
+def short_scenarios(seed: int) -> list[Scenario]:
+    """Every role once, at moments that rotate with the seed."""
+    return [
+        scenario(role, MOMENTS[(seed + i) % len(MOMENTS)], seed) for i, role in enumerate(ROLES)
+    ]

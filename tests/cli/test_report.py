@@ -1,0 +1,238 @@
+"""`streamrl report`: what it says of runs that finished, died, go on, or have damaged books."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.buffer import Books, Ledger
+from streamrl.buffer.books import TrainedGroup, TrainedStep
+from streamrl.buffer.journal import Journal, JournalConfig, segment_path, segments
+from streamrl.checkpoint import BOOKS, journal_dir
+from streamrl.cli.main import main
+from streamrl.messages import Ended, GroupInfo
+
+INFO = GroupInfo(lengths=(5, 5), num_loss_tokens=6, version_tokens=((0, 6),))
+
+
+def uid(index: int, attempt: int = 0, epoch: int = 0) -> str:
+    return f"{epoch}:{index}:{attempt}"
+
+
+def step(version: int, *uids: str) -> TrainedStep:
+    groups = tuple(TrainedGroup(one, INFO, version) for one in uids)
+    return TrainedStep(version, groups, rounds=(((*((one, 0) for one in uids),),),))
+
+
+def keep_books(run_dir: Path, work: Callable[[Books], Awaitable[None]]) -> None:
+    """The log that some work leaves in a run directory, as one process writes it."""
+
+    async def write() -> None:
+        journal = Journal(journal_dir(run_dir, BOOKS), JournalConfig())
+        await work(Books(Ledger(), journal))
+        await journal.close()
+
+    (run_dir / "config.yaml").touch()
+    asyncio.run(write())
+
+
+async def four_groups(books: Books) -> None:
+    """Two are trained in one step, one is dropped and comes again, one is filtered."""
+    await books.open(0)
+    await books.admit([uid(i) for i in range(4)], 0)
+    await books.end(uid(2), Ended("reward_error", "the verifier is down"))
+    await books.admit([uid(2, 1)], 0)
+    await books.end(uid(3), Ended("filtered", "all 2 rewards are 1", filtered=True))
+    await books.train(step(0, uid(1), uid(0)))
+
+
+@pytest.fixture
+def report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    """Runs `streamrl report` on the run in tmp_path: exit code and what it printed."""
+
+    def run(*words: str) -> tuple[int, str]:
+        code = main(["report", "--ledger", str(tmp_path), *words])
+        printed = capsys.readouterr()
+        return code, printed.out or printed.err
+
+    return run
+
+
+Report = Callable[..., tuple[int, str]]
+
+
+def test_the_law_the_drops_and_the_epochs_are_printed(report: Report, tmp_path: Path) -> None:
+    keep_books(tmp_path, four_groups)
+    code, text = report()
+    assert code == 0
+    assert "1 steps, 1 starts" in text
+    assert "admitted 5 = trained 2 + filtered 1 + dropped 1 + in flight 1\n" in text
+    assert "drops       reward_error 1\n" in text
+    assert "epoch 0     2 prompts trained, 1 in flight\n" in text
+    assert "in flight   0:2:1\n" in text
+    assert "trained     2 uids, each exactly once\n" in text
+
+
+def test_scripts_get_the_same_as_json(report: Report, tmp_path: Path) -> None:
+    async def more(books: Books) -> None:
+        await four_groups(books)
+        await books.admit([uid(0, epoch=1)], 1)
+
+    keep_books(tmp_path, more)
+    found = json.loads(report("--json")[1])
+    assert found["ledger"] == {
+        "admitted": 6,
+        "trained": 2,
+        "filtered": 1,
+        "dropped": 1,
+        "in_flight": 2,
+        "drops": {"reward_error": 1},
+    }
+    assert found["trained"] == [uid(1), uid(0)], "in the order of training"
+    assert found["in_flight"] == [uid(2, 1), uid(0, epoch=1)]
+    assert found["epochs"] == {
+        "0": {"trained": 2, "filtered": 1, "dropped": 1, "in_flight": 1},
+        "1": {"trained": 0, "filtered": 0, "dropped": 0, "in_flight": 1},
+    }
+    assert found["problems"] == []
+
+
+def test_a_killed_run_is_read_up_to_its_torn_end_and_left_as_it_is(
+    report: Report, tmp_path: Path
+) -> None:
+    keep_books(tmp_path, four_groups)
+    folder = journal_dir(tmp_path, BOOKS)
+    path = segment_path(folder, segments(folder)[-1])
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-3])
+    code, text = report()
+    assert code == 0
+    assert "trained 0" in text and "in flight 3" in text, "the step was not yet on the books"
+    assert path.read_bytes() == whole[:-3]
+    assert [p.name for p in folder.iterdir()] == [path.name]
+
+    async def again(books: Books) -> None:
+        await books.open(0)
+        await books.train(step(0, uid(1), uid(0), uid(2, 1)))
+
+    async def resumed(books: Books) -> None:
+        for name in (uid(0), uid(1), uid(2, 1)):
+            books.ledger.admit(name, 0)
+        await again(books)
+
+    keep_books(tmp_path, resumed)
+    code, text = report()
+    assert code == 0
+    assert "2 starts" in text and "trained 3" in text and "in flight 0" in text
+
+
+def test_a_log_is_read_while_it_is_written(report: Report, tmp_path: Path) -> None:
+    seen = []
+
+    async def work(books: Books) -> None:
+        await four_groups(books)
+        seen.append(report("--json"))
+        await books.train(step(1, uid(2, 1)))
+
+    keep_books(tmp_path, work)
+    code, text = seen[0]
+    assert code == 0 and json.loads(text)["ledger"]["in_flight"] == 1
+    assert json.loads(report("--json")[1])["ledger"]["in_flight"] == 0
+
+
+def test_a_uid_that_was_trained_twice_is_named(report: Report, tmp_path: Path) -> None:
+    async def work(books: Books) -> None:
+        await books.admit([uid(0), uid(1)], 0)
+        await books.log.append([step(3, uid(0), uid(1)).to_record()])
+        await books.log.append([step(4, uid(0), uid(7)).to_record()])
+
+    keep_books(tmp_path, work)
+    code, text = report()
+    assert code == 1
+    assert "which does not add up" in text and "not each uid exactly once" in text
+    assert "problem     0:0:0: admitted 1 times, trained at version 3, trained at version 4" in text
+    assert "problem     0:7:0: admitted 0 times, trained at version 4" in text
+    assert "0:1:0:" not in text
+
+
+def test_the_history_of_a_uid_has_the_log_the_events_and_its_later_attempts(
+    report: Report, tmp_path: Path
+) -> None:
+    async def work(books: Books) -> None:
+        await four_groups(books)
+        await books.open(1)
+        await books.train(step(1, uid(2, 1)))
+
+    keep_books(tmp_path, work)
+    events: list[dict[str, Any]] = [
+        {"time": 5.0, "event": "stall", "uids": "0:1:0 0:2:0", "holder": "generator-0"},
+        {"time": 9e9, "event": "drop", "uid": "0:2:0", "cause": "reward_error"},
+        {"time": 9e9, "event": "drop", "uid": "0:22:0", "cause": "reward_error"},
+    ]
+    torn = '{"time": 9e9, "event": "dr'
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(e) + "\n" for e in events) + torn)
+    code, text = report("--uid", "0:2:0")
+    said = [line.split("  ", 1)[1] for line in text.splitlines()]
+    assert code == 0
+    assert said == [
+        "0:2:0  event stall: holder=generator-0",
+        "0:2:0  admitted at version 0",
+        "0:2:0  dropped (reward_error): the verifier is down",
+        "0:2:1  admitted at version 0",
+        "0:2:1  the books were opened again: the run went on from version 1",
+        "0:2:1  trained at version 1: step 2",
+        "0:2:0  event drop: cause=reward_error",
+    ]
+    assert "0:2:0" not in report("--uid", "0:2:1")[1], "earlier attempts are another uid's history"
+    found = json.loads(report("--uid", "0:3:0", "--json")[1])
+    assert [(e["source"], e["kind"]) for e in found["history"]] == [
+        (BOOKS, "admit"),
+        (BOOKS, "end"),
+    ]
+    assert found["history"][1]["reason"] == "all 2 rewards are 1"
+    assert found["ledger"]["trained"] == 3
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [("0:2:7", "0:2:1"), ("0:9:0", "0:3:0"), ("4:1:0", "0:1:0"), ("0:1", "0:1:0"), ("x", "0:0:0")],
+)
+def test_an_unknown_uid_is_answered_with_the_nearest(
+    report: Report, tmp_path: Path, given: str, nearest: str
+) -> None:
+    keep_books(tmp_path, four_groups)
+    code, text = report("--uid", given)
+    assert code == 2
+    assert text.count("\n") == 1
+    assert f"--uid {given}: not in the log" in text and f"the nearest is {nearest}" in text
+
+
+def test_what_is_no_run_with_books_is_refused_in_one_line(report: Report, tmp_path: Path) -> None:
+    code, text = report()
+    assert code == 2 and "no run: holds no config.yaml" in text
+    (tmp_path / "config.yaml").touch()
+    code, text = report()
+    assert code == 2 and "queue.journal.enabled=false" in text and text.count("\n") == 1
+    assert main(["report", "--ledger", str(tmp_path / "nowhere")]) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"], "nothing is made"
+
+
+def test_books_with_a_damaged_entry_in_the_middle_are_named(report: Report, tmp_path: Path) -> None:
+    keep_books(tmp_path, four_groups)
+    path = segment_path(journal_dir(tmp_path, BOOKS), 1)
+    damaged = bytearray(path.read_bytes())
+    damaged[40] ^= 1
+    path.write_bytes(damaged)
+    code, text = report()
+    assert code == 1
+    assert f"{path}, byte 0" in text and text.count("\n") == 1
+
+
+def test_help_says_what_it_is_for(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["report", "--help"])
+    assert stop.value.code == 0
+    assert "--uid" in capsys.readouterr().out

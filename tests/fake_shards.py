@@ -1,0 +1,170 @@
+"""Shards in the same process that can be killed: what they wrote survives, nothing else does."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from streamrl.buffer import Bounds, Ports, QueueConfig, Shard, ShardStats
+from streamrl.buffer.group import GroupBook
+from streamrl.buffer.journal import Record
+from streamrl.buffer.leases import Overdue, Request
+from streamrl.buffer.shard import Commit, Grant
+from streamrl.errors import StreamError
+from streamrl.messages import Filtered, Lease
+
+CALL_S = 0.001
+
+
+class MemoryLog:
+    """A journal in memory: `records` is the disk. What was only posted may not have got there."""
+
+    def __init__(self, *, write_s: float = 0.002) -> None:
+        self.records: list[Record] = []
+        self._waiting: list[Record] = []
+        self._write_s = write_s
+        self._writing = asyncio.Lock()
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(len(record.payload) for record in self.records)
+
+    def drain_fsync_s(self) -> float:
+        return 0.0
+
+    async def append(self, records: Sequence[Record]) -> None:
+        self._waiting += records
+        async with self._writing:
+            written, self._waiting = self._waiting, []
+            await asyncio.sleep(self._write_s)
+            self.records += written
+
+    def post(self, records: Sequence[Record]) -> None:
+        self._waiting += records
+
+    def crash(self) -> "MemoryLog":
+        """What a successor finds."""
+        left = MemoryLog(write_s=self._write_s)
+        left.records = self.records
+        return left
+
+
+class LocalShard:
+    """ShardFace over a Shard in the same process, with a little delay on every call.
+
+    `kill` ends the shard with all that is under way in it; `revive` is what Ray does. A call that
+    was under way is made again, as RemoteShard does.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[str, Ports],
+        config: QueueConfig,
+        bounds: Bounds,
+        *,
+        log: MemoryLog,
+        session: str = "",
+        repeats: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._make: Callable[[MemoryLog], Shard] = lambda log: Shard(
+            recover(stages, log), config, bounds=bounds, session=session, log=log
+        )
+        self.log = log
+        self.deaths = 0
+        self._repeats = repeats
+        self.shard = self._make(log)
+        self._running: dict[asyncio.Task[Any], None] = {}
+        self._up = asyncio.Event()
+        self._up.set()
+
+    def kill(self) -> None:
+        self.deaths += 1
+        self._up.clear()
+        for task in self._running:
+            task.cancel()
+
+    def revive(self) -> None:
+        self.log = self.log.crash()
+        self.shard = self._make(self.log)
+        self._up.set()
+
+    async def _call(self, work: Callable[[Shard], Awaitable[Any]]) -> Any:
+        while True:
+            await self._up.wait()
+            deaths = self.deaths
+            task = asyncio.ensure_future(self._one(work))
+            self._running[task] = None
+            task.add_done_callback(lambda done: self._running.pop(done, None))
+            try:
+                return await asyncio.shield(task)
+            except asyncio.CancelledError:
+                # A caller that dies does not take back what it asked for.
+                if self.deaths == deaths:
+                    raise
+
+    async def _one(self, work: Callable[[Shard], Awaitable[Any]]) -> Any:
+        await asyncio.sleep(CALL_S)
+        result = await work(self.shard)
+        await asyncio.sleep(CALL_S)
+        return result
+
+    async def admit(self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float) -> None:
+        await self._call(lambda shard: shard.admit(entries, wait_s=wait_s))
+
+    async def add(
+        self, entries: Sequence[tuple[str, bytes, int]], commits: Sequence[Commit], *, wait_s: float
+    ) -> None:
+        await self._call(lambda shard: shard.add(entries, commits, wait_s=wait_s))
+
+    async def take(self, request: Request, *, wait_s: float) -> list[Grant]:
+        return list(await self._call(lambda shard: shard.take(request, wait_s=wait_s)))
+
+    async def put(self, commits: Sequence[Commit]) -> list[str]:
+        refused = list(await self._call(lambda shard: shard.put(commits)))
+        if self._repeats():
+            again = await self._call(lambda shard: shard.put(commits))
+            assert len(again) == len(commits), "a commit was taken twice"
+        return refused
+
+    async def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None:
+        await self._call(lambda shard: _now(shard.fail(entries)))
+
+    async def filter(self, entries: Sequence[tuple[Lease, Filtered]]) -> None:
+        await self._call(lambda shard: _now(shard.filter(entries)))
+
+    async def renew(self, leases: Sequence[Lease]) -> list[Lease]:
+        return list(await self._call(lambda shard: _now(shard.renew(leases))))
+
+    async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Sequence[bytes]]:
+        return list(await self._call(lambda shard: _now(shard.read(uids, columns))))
+
+    async def leave(self, uids: Sequence[str], version: int) -> None:
+        await self._call(lambda shard: shard.leave(uids, version))
+
+    async def stats(self) -> ShardStats:
+        stats = await self._call(lambda shard: _now(shard.stats()))
+        assert isinstance(stats, ShardStats)
+        return stats
+
+    async def release(self, holder: str) -> int:
+        return int(await self._call(lambda shard: _now(shard.release(holder))))
+
+    async def overdue(self, age_s: float, *, take_back: bool) -> list[Overdue]:
+        found = await self._call(lambda shard: _now(shard.overdue(age_s, take_back=take_back)))
+        return list(found)
+
+    async def whereabouts(self, uids: Sequence[str]) -> dict[str, str]:
+        return dict(await self._call(lambda shard: _now(shard.whereabouts(uids))))
+
+
+async def _now(value: Any) -> Any:
+    return value
+
+
+def recover(stages: Mapping[str, Ports], log: MemoryLog) -> GroupBook:
+    """The groups as a log in memory has them."""
+    book = GroupBook(stages)
+    book.keeps_retired = True
+    for record in log.records:
+        book.apply(record, data=bytes(record.payload))
+    book.keeps_retired = False
+    return book

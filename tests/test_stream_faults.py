@@ -1,0 +1,224 @@
+"""What must hold when producers, scorers, shards and whole runs die: on a virtual clock."""
+
+import asyncio
+import itertools
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.errors import FilterError
+from streamrl.messages import parse_uid
+from tests.fakes import Disk, Plan, Stream, build_stream, reconcile, run_loops, run_stream
+from tests.virtual_clock import run_virtual
+
+plans = st.builds(
+    Plan,
+    seed=st.integers(0, 100_000),
+    steps=st.integers(1, 5),
+    groups_per_step=st.integers(1, 6),
+    group_size=st.integers(1, 3),
+    max_staleness=st.integers(0, 3),
+    shards=st.integers(1, 4),
+    generators=st.integers(1, 3),
+    scorers=st.integers(1, 2),
+    world_size=st.integers(1, 2),
+    micro_batch_tokens=st.integers(11, 120),
+    generate_s=st.sampled_from([(0.0, 0.1), (0.5, 2.0), (0.1, 20.0)]),
+    score_s=st.sampled_from([(0.0, 0.0), (0.1, 0.5), (1.0, 5.0)]),
+    train_s=st.sampled_from([0.0, 0.3, 3.0]),
+    pull_s=st.sampled_from([0.0, 0.5, 4.0]),
+    fail_rate=st.sampled_from([0.0, 0.2]),
+    filter_rate=st.sampled_from([0.0, 0.3]),
+    duplicate_rate=st.sampled_from([0.0, 0.3]),
+    hedge_s=st.sampled_from([None, 3.0]),
+    readmits=st.booleans(),
+    on_stale=st.sampled_from(["wait", "drop"]),
+    on_stall=st.sampled_from(["abort", "redeliver", "warn"]),
+    reference=st.booleans(),
+    lease_s=st.sampled_from([2.0, 30.0]),
+    stall_s=st.just(1000.0),
+)
+
+
+async def harm(stream: Stream) -> None:
+    """Kill shards, generators and scorers at random moments; some of the dead are not noticed."""
+    rng = random.Random(f"harm/{stream.plan.seed}")
+    for _ in range(rng.randint(1, 12)):
+        await asyncio.sleep(rng.choice([0.003, 0.1, 1.0, 5.0]) * rng.random())
+        check_conservation(stream)
+        if rng.random() < 0.5:
+            shard = rng.choice(stream.shards)
+            shard.kill()
+            await asyncio.sleep(rng.choice([0.0, 1.0, 5.0]))
+            shard.revive()
+        else:
+            await replace_generator(stream, rng)
+
+
+async def replace_generator(stream: Stream, rng: random.Random) -> None:
+    index = rng.randrange(stream.plan.generators)
+    name = f"generator-{index}"
+    for task in stream.loops[name]:
+        task.cancel()
+    await asyncio.sleep(rng.choice([0.0, 2.0]))
+    if rng.random() < 0.5:
+        await stream.queue.release(name)
+    stream.start_generator(index)
+
+
+def check_conservation(stream: Stream) -> None:
+    counts = stream.ledger.counts
+    ended = counts.trained + counts.filtered + counts.dropped
+    assert counts.admitted == ended + counts.in_flight
+
+
+def check_accounts(stream: Stream) -> None:
+    """Every admitted prompt is trained exactly once, or accounted for by cause."""
+    plan = stream.plan
+    trained = [group.uid for outcome in stream.outcomes for group in outcome.groups]
+    assert len(set(trained)) == len(trained), "a group was trained twice"
+    for outcome in stream.outcomes:
+        assert len(outcome.groups) == plan.groups_per_step, "an incomplete step"
+        picks = sorted(stream.trainer.trained[outcome.version])
+        whole = [(g.uid, i) for g in outcome.groups for i in range(plan.group_size)]
+        assert picks == sorted(whole), "a group was broken up"
+        for group in outcome.groups:
+            for version, _ in group.info.version_tokens:
+                assert 0 <= outcome.version - version <= plan.max_staleness
+    check_conservation(stream)
+    counts = stream.ledger.counts
+    causes = Counter(how.cause for _, how in stream.ended if not how.filtered)
+    assert dict(counts.drops) == causes
+    assert counts.filtered == sum(how.filtered for _, how in stream.ended)
+    assert not set(trained) & {uid for uid, _ in stream.ended}
+
+
+@settings(max_examples=400, deadline=None)
+@given(plans)
+def test_whatever_dies_every_prompt_is_trained_once_or_accounted_for(plan: Plan) -> None:
+    stream = run_virtual(run_stream(plan, disturb=harm))
+    assert [outcome.version for outcome in stream.outcomes] == list(range(plan.steps))
+    check_accounts(stream)
+    if not plan.readmits and plan.on_stale == "wait":
+        epochs = {parse_uid(uid)[2] for o in stream.outcomes for uid in [g.uid for g in o.groups]}
+        assert epochs <= {0}, "a prompt was admitted anew though nobody asked for it"
+
+
+@settings(max_examples=50, deadline=None)
+@given(plans)
+def test_the_same_seed_and_the_same_deaths_give_the_same_steps(plan: Plan) -> None:
+    first = run_virtual(run_stream(plan, disturb=harm))
+    second = run_virtual(run_stream(plan, disturb=harm))
+    steps = [[o.groups for o in stream.outcomes] for stream in (first, second)]
+    assert steps[0] == steps[1]
+    assert first.step_ends == second.step_ends
+
+
+async def crash_and_resume(plan: Plan, *, crashes: list[float], every: int) -> list[Stream]:
+    """A run that dies as a whole at these times (s after each start), and is resumed each time."""
+    disk, streams = Disk.empty(plan), []
+    for life, seconds in enumerate([*crashes, None]):
+        stream = build_stream(plan, disk, session=f"life-{life}")
+        streams.append(stream)
+        await reconcile(stream)
+        try:
+            async with asyncio.timeout(seconds):
+                await run_loops(stream, disturb=harm, checkpoint_every=every)
+            break
+        except TimeoutError:
+            continue
+    return streams
+
+
+@settings(max_examples=300, deadline=None)
+@given(plans, st.lists(st.floats(0.0, 40.0), min_size=1, max_size=3), st.integers(0, 3))
+def test_a_run_that_dies_goes_on_and_trains_every_prompt_once(
+    plan: Plan, crashes: list[float], every: int
+) -> None:
+    plan = replace(plan, fail_rate=0.0, filter_rate=0.0, on_stale="wait", max_attempts=1000)
+    streams = run_virtual(crash_and_resume(plan, crashes=crashes, every=every))
+    last = streams[-1]
+    counts = last.ledger.counts
+    assert counts.trained == counts.admitted == plan.steps * plan.groups_per_step
+    assert counts.in_flight == 0
+
+    made: dict[int, set[int]] = {}
+    for stream in streams:
+        for version, digest in stream.trainer.digests.items():
+            made.setdefault(version, set()).add(digest)
+    assert made.keys() == set(range(1, plan.steps + 1))
+    booked = {record.meta["version"] for record in last.disk.books.records if is_step(record)}
+    assert booked == set(range(plan.steps))
+    for stream, after in itertools.pairwise(streams):
+        again = stream.trainer.digests.keys() & after.trainer.digests.keys()
+        for version in again - unbooked(stream):
+            assert stream.trainer.digests[version] == after.trainer.digests[version]
+
+
+def is_step(record) -> bool:  # type: ignore[no-untyped-def]
+    return record.meta["kind"] == "step"
+
+
+def unbooked(stream: Stream) -> set[int]:
+    """The version whose step the trainer had made when the run died, before it was booked."""
+    done = {outcome.version + 1 for outcome in stream.outcomes}
+    return {version for version in stream.trainer.digests if version not in done}
+
+
+@settings(max_examples=200, deadline=None)
+@given(plans, st.floats(0.0, 40.0), st.integers(0, 3))
+def test_what_was_generated_is_not_generated_again_after_a_crash(
+    plan: Plan, crash: float, every: int
+) -> None:
+    plan = replace(plan, fail_rate=0.0, filter_rate=0.0, on_stale="wait", hedge_s=None)
+
+    async def main() -> tuple[set[str], Counter[str]]:
+        disk = Disk.empty(plan)
+        first = build_stream(plan, disk)
+        await reconcile(first)
+        try:
+            async with asyncio.timeout(crash):
+                await run_loops(first, checkpoint_every=every)
+        except TimeoutError:
+            pass
+        safe = {
+            record.meta["uid"]
+            for log in disk.shards
+            for record in log.records
+            if record.meta["kind"] == "put" and record.meta["stage"] == "generate"
+        }
+        disk.generated.clear()
+        second = build_stream(plan, disk, session="second")
+        await reconcile(second)
+        await run_loops(second)
+        return safe, disk.generated
+
+    safe, generated = run_virtual(main())
+    assert not safe & generated.keys()
+    assert all(count == 1 for count in generated.values())
+
+
+def test_a_data_set_that_yields_nothing_ends_the_run_and_says_why() -> None:
+    plan = Plan(filter_rate=1.0, max_filtered=12)
+    with pytest.raises(FilterError, match=r"step 0 has filtered 1[3-9] groups.*rewards are equal"):
+        run_virtual(run_stream(plan))
+
+
+def test_a_failed_prompt_is_admitted_anew_as_often_as_it_may_be() -> None:
+    plan = Plan(fail_rate=0.7, readmits=True, max_attempts=2, steps=6)
+    stream = run_virtual(run_stream(plan))
+    attempts = Counter(parse_uid(uid)[2] for uid, _ in stream.ended)
+    assert attempts[0] and attempts[1]
+    assert max(attempts) == 1
+
+
+def test_depth_keeps_generation_closer_than_the_bound_would_allow() -> None:
+    plan = Plan(max_staleness=3, depth=0, steps=5)
+    stream = run_virtual(run_stream(plan))
+    assert {
+        o.version - v for o in stream.outcomes for g in o.groups for v, _ in g.info.version_tokens
+    } == {0}
