@@ -11,36 +11,42 @@ and the time with the journal over the time without.
 """
 
 import argparse
-import asyncio
 import contextlib
 import json
-import os
 import shutil
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import ray
 
 from benchmarks.queue_peers import (
-    GROUPS,
+    DEADLINE_S,
     Figures,
-    Flow,
+    attempt,
     check,
     make_group,
-    measure,
-    measure_all,
+    memcpy,
+    number,
+    ray_queue,
     score,
+    transfer_queue,
 )
 from streamrl.actors.cluster import cluster
 from streamrl.actors.shard import RemoteShard, create_shards
 from streamrl.buffer import Bounds, ExperienceQueue, Files, Ports, QueueConfig, ShardPlan
-from streamrl.messages import ROLLOUT_COLUMNS, Prompt, make_uid
+from streamrl.messages import ROLLOUT_COLUMNS, Experience, Prompt, make_uid
 from streamrl.placement import PlacementConfig
+from streamrl.serving import Result, serve
 
+GROUPS = {1 << 10: 8192, 1 << 16: 2048, 1 << 20: 512}
+"""Bytes of a group, and how many of them flow."""
 STAGES = {
     "generate": Ports((), ROLLOUT_COLUMNS),
     "score": Ports(ROLLOUT_COLUMNS, ("scores",)),
@@ -59,8 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--producers", type=int, default=2)
     parser.add_argument("--consumers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=32, help="groups in one call")
-    parser.add_argument("--journal-dir", type=Path, help="where; by default beside this checkout")
-    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--no-peers", action="store_true", help="only the queue itself")
     arguments = parser.parse_args(argv)
     placement = PlacementConfig(cpus=8, object_store_mb=2048)
     with contextlib.redirect_stdout(sys.stderr), cluster(placement, lambda _: []):
@@ -71,126 +76,135 @@ def main(argv: Sequence[str] | None = None) -> None:
 def measure_size(size: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """All figures for groups of one size."""
     workers = {"producers": arguments.producers, "consumers": arguments.consumers}
-    flow = Flow(size, num_groups=GROUPS[size], batch=arguments.batch, **workers)
+    many = {"num_groups": GROUPS[size], "batch": arguments.batch, **workers}
+    few = {"num_groups": GROUPS[size] // 8, "batch": 1, **workers}
     found: dict[str, Any] = {}
-    for count in arguments.shards:
+    for shards in arguments.shards:
         for journal in (False, True):
-            name = f"{count} shards, journal {'on' if journal else 'off'}"
-            runs = [
-                measure_queue(flow, count, journal_dir(arguments) if journal else None)
-                for _ in range(arguments.repeats)
-            ]
-            found[name] = median(runs)
+            one = partial(stream_queue, size, shards=shards, journal=journal, **many)
+            name = f"{shards} shards, journal {'on' if journal else 'off'}"
+            found[name] = repeat(one, arguments.repeats)
     if arguments.no_peers:
         return found
-    peers = measure_all(size, num_groups=GROUPS[size], batch=arguments.batch, **workers)
-    return {**found, **peers, "ratios": ratios(found, peers)}
+    peers = {
+        "ray_queue": partial(ray_queue, size, **few),
+        "ray_queue_batch": partial(ray_queue, size, **many),
+        "ray_queue_references": partial(ray_queue, size, references=True, **many),
+        "transfer_queue": partial(transfer_queue, size, **many),
+        "memcpy": partial(memcpy, size),
+    }
+    others = {name: attempt(partial(repeat, p, arguments.repeats)) for name, p in peers.items()}
+    return {**found, **others, "ratios": ratios(found, others)}
 
 
-def median(runs: Sequence[Figures]) -> Figures:
-    """The median of each figure."""
+def repeat(measure: Callable[[], Figures], times: int) -> Figures:
+    """The median of each figure over so many runs."""
+    runs = [measure() for _ in range(times)]
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
-def ratios(ours: dict[str, Figures], peers: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """How ours compares, with two shards and the journal off, unless only others were measured."""
-    names = [name for name in ours if name.endswith("off")]
-    off = next((name for name in names if name.startswith("2 ")), names[0])
+def ratios(ours: dict[str, Figures], others: dict[str, dict[str, Any]]) -> dict[str, float]:
+    """Ours, at its fastest number of shards, over the others; the journal's time over none's."""
+    off = max((n for n in ours if n.endswith("off")), key=lambda n: ours[n]["groups_per_s"])
     best, kept = ours[off], ours[off.replace("off", "on")]
     found = {
         f"over {name}": best["groups_per_s"] / peer["groups_per_s"]
-        for name, peer in peers.items()
+        for name, peer in others.items()
         if "groups_per_s" in peer
     }
-    found["of memcpy"] = best["mb_per_s"] / peers["memcpy"]["mb_per_s"]
+    found["of memcpy"] = best["mb_per_s"] / others["memcpy"]["mb_per_s"]
     return found | {"journal's time": best["groups_per_s"] / kept["groups_per_s"]}
 
 
-def journal_dir(arguments: argparse.Namespace) -> Path:
-    """A folder on the disk the checkout is on: a temporary one may be memory."""
-    parent = arguments.journal_dir or Path(__file__).resolve().parent.parent / "build"
+def stream_queue(
+    size: int, *, shards: int, journal: bool, num_groups: int, batch: int, **workers: int
+) -> Figures:
+    """The flow through an experience queue of its own, its journal beside this checkout."""
+    # A folder for temporary files may be memory; what is measured is a disk.
+    parent = Path(__file__).resolve().parent.parent / "build"
     parent.mkdir(exist_ok=True)
-    return Path(tempfile.mkdtemp(prefix="journal-", dir=parent))
-
-
-def measure_queue(flow: Flow, num_shards: int, folder: Path | None) -> Figures:
-    """The flow through a queue of its own."""
-    bounds = Bounds(1 << 20, QUEUE_BYTES // num_shards)
-    config = QueueConfig(shards=num_shards)
+    folder = Path(tempfile.mkdtemp(prefix="journal-", dir=parent))
+    config, bounds = QueueConfig(shards=shards), Bounds(1 << 20, QUEUE_BYTES // shards)
     plans = {
-        name: ShardPlan(STAGES, config, bounds, files=Files(folder / name) if folder else None)
-        for name in (f"shard-{i}" for i in range(num_shards))
+        name: ShardPlan(STAGES, config, bounds, files=Files(folder / name) if journal else None)
+        for name in (f"shard-{i}" for i in range(shards))
     }
-    actors: list[Any] = []
-    shards = create_shards(plans, keep(actors))
+    faces = create_shards(plans)
+    makers = {"put": workers["producers"], "score": workers["consumers"], "train": 1}
+    members = {
+        stage: [Member.remote(faces, f"{stage}-{i}", size, batch) for i in range(count)]
+        for stage, count in makers.items()
+    }
     try:
-        return measure(flow, lambda: StreamQueue(shards, flow), {})
+        for scorer in members["score"]:
+            scorer.score.remote()
+        flow(members, range(num_groups, num_groups + 8 * batch))
+        rate = num_groups / flow(members, range(num_groups))
     finally:
-        for actor in actors:
+        for actor in (*chain(*members.values()), *(face.actor for face in faces)):
             ray.kill(actor)
-        if folder:
-            shutil.rmtree(folder)
+        shutil.rmtree(folder)
+    return {"groups_per_s": rate, "mb_per_s": rate * size / 1e6}
 
 
-def keep(actors: list[Any]) -> Callable[..., Any]:
-    """Makes actors and remembers them."""
+def flow(members: dict[str, list[Any]], numbers: range) -> float:
+    """Let these groups flow once; seconds from the first put to the last acknowledgement."""
+    (trainer,), producers = members["train"], members["put"]
+    trained = trainer.train.remote(len(numbers))
+    starts = [p.put.remote(numbers[i :: len(producers)]) for i, p in enumerate(producers)]
+    (end, arrived), *started = ray.get([trained, *starts], timeout=DEADLINE_S)
+    assert sorted(arrived) == list(numbers), "not every group arrived once"
+    return end - min(started)
 
-    def create(name: str, actor_class: Any, arguments: Sequence[Any], *, options: Any) -> Any:
-        actors.append(actor_class.options(**options).remote(*arguments))
-        return actors[-1]
 
-    return create
+@ray.remote(num_cpus=0)
+class Member:
+    """One process of the flow, with a client of its own."""
 
+    def __init__(self, shards: Sequence[RemoteShard], name: str, size: int, batch: int) -> None:
+        self._queue = ExperienceQueue(shards, name)
+        self._groups = [make_group(size) for _ in range(batch)]
+        self._batch = batch
 
-class StreamQueue:
-    """A worker's client of the queue."""
+    async def put(self, numbers: Sequence[int]) -> float:
+        """Put the groups of these numbers; when that began."""
+        start = time.monotonic()
+        for first in range(0, len(numbers), self._batch):
+            some = numbers[first : first + self._batch]
+            columns = number(self._groups, some)
+            prompts = [Prompt(make_uid(0, n), columns[0]["lengths"]) for n in some]
+            await self._queue.add(list(zip(prompts, columns, strict=True)), 0, stage="generate")
+        return start
 
-    def __init__(self, shards: Sequence[RemoteShard], flow: Flow) -> None:
-        self._runner = asyncio.Runner()
-        self._queue = ExperienceQueue(shards, f"worker-{os.getpid()}")
-        self._batch = flow.batch
-        self._groups = [make_group(flow.size_bytes) for _ in range(flow.batch)]
+    async def score(self) -> None:
+        """Work as a scorer of a run does, without end."""
 
-    def put(self, numbers: Sequence[int]) -> None:
-        """Add the groups of these numbers."""
-        for group, number in zip(self._groups, numbers, strict=True):
-            group["token_ids"][0] = number
-        prompts = [Prompt(make_uid(0, n), g["lengths"]) for n, g in zip(numbers, self._groups)]
-        groups = list(zip(prompts, self._groups, strict=True))
-        self._runner.run(self._queue.add(groups, 0, stage="generate"))
+        async def compute(experiences: Sequence[Experience]) -> Sequence[Result]:
+            return [score(dict(experience.columns)) for experience in experiences]
 
-    def score(self) -> None:
-        """Take a batch and commit a column for each."""
-        self._runner.run(self._score())
+        slots = 2 * self._batch
+        await serve(
+            self._queue,
+            "score",
+            compute,
+            columns=ROLLOUT_COLUMNS,
+            slots=slots,
+            batch=self._batch,
+        )
 
-    async def _score(self) -> None:
-        left = self._batch
-        while left:
-            taken = await self._queue.take(
-                "score", max_groups=left, columns=ROLLOUT_COLUMNS, wait_s=WAIT_S
-            )
-            await self._queue.put([(e.lease, {"scores": score(e.columns)}) for e in taken])
-            left -= len(taken)
-
-    def train(self) -> list[int]:
-        """Take a batch of complete groups, and let them leave."""
-        return self._runner.run(self._train())
-
-    async def _train(self) -> list[int]:
-        numbers: list[int] = []
-        while len(numbers) < self._batch:
+    async def train(self, count: int) -> tuple[float, list[int]]:
+        """Take so many complete groups and let them leave; when that was done, and which."""
+        done: list[int] = []
+        while len(done) < count:
             taken = await self._queue.take(
                 "train",
-                max_groups=self._batch - len(numbers),
+                max_groups=min(self._batch, count - len(done)),
                 columns=STAGES["train"].needs,
                 wait_s=WAIT_S,
             )
-            numbers += [check(experience.columns) for experience in taken]
+            done += [check(dict(experience.columns)) for experience in taken]
             await self._queue.leave([experience.uid for experience in taken], 0)
-        return numbers
-
-    def close(self) -> None:
-        """Nothing is left to be done."""
+        return time.monotonic(), done
 
 
 if __name__ == "__main__":

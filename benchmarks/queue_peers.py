@@ -2,24 +2,21 @@
 
 Producers put groups; scorers take them, read every column and add one, `scores`; a trainer takes
 what is complete, reads every column and removes it. Each is a Ray actor, and the clock runs from
-the first put to the last removal. MB are 10^6 bytes of the groups' arrays, `scores` left out.
-ray_queue: two unbounded `ray.util.queue.Queue`s in a row: a group per call, its batch calls, or
-with `references` a `ray.put` per batch, whose reference alone goes through the queues.
-transfer_queue: verl's TransferQueue as its streaming tutorial calls it, default storage, a row per
-group. memcpy: the limit. A peer is given what helps it: a batch is laid out before the clock
-starts and used again with other numbers, and only numbers and scores are checked.
+the first put to the last removal. Ray's queue: two in a row, unbounded. TransferQueue: called as
+its streaming tutorial does, default storage, a row per group. A peer is given what helps it: a
+batch is laid out before the clock starts and used again with other numbers.
 """
 
 import json
-import logging
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 import timeit
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +29,6 @@ from streamrl.messages import ROLLOUT_COLUMNS, SCHEMA, Array, Per
 
 TRANSFER_QUEUE = "TransferQueue==0.1.11"
 BUILD = Path(__file__).resolve().parent.parent / "build"
-GROUPS = {1 << 10: 8192, 1 << 16: 2048, 1 << 20: 512}  # how many of each size in bytes
 ROLLOUTS = 8
 POLL_S = 0.02  # pause of a consumer that found less than a batch: no batch call waits
 DEADLINE_S = 300.0
@@ -40,30 +36,21 @@ MEMCPY_BYTES = 256 << 20  # more than a cache holds
 
 Group = dict[str, Array]
 Figures = dict[str, float]
+# What a process does, given a batch's numbers: "put" puts these groups, "score" and "train" take
+# as many, whichever they are, and "train" returns their numbers.
+Stages = dict[str, Callable[[Sequence[int]], Any]]
 
 
 class PeerError(RuntimeError):
     """A peer could not be installed, or did not hand on every group once."""
 
 
-def measure_all(size_bytes: int, num_groups: int, batch: int = 32) -> dict[str, dict[str, Any]]:
-    """Every peer at one size: its figures, or {"error": why there are none}."""
-    many = {"num_groups": num_groups, "producers": 2, "consumers": 2, "batch": batch}
-    few = {**many, "num_groups": num_groups // 8, "batch": 1}
-    peers: dict[str, Callable[[], Figures]] = {
-        "ray_queue": lambda: ray_queue(size_bytes, **few),
-        "ray_queue_batch": lambda: ray_queue(size_bytes, **many),
-        "ray_queue_references": lambda: ray_queue(size_bytes, **many, references=True),
-        "transfer_queue": lambda: transfer_queue(size_bytes, **many),
-        "memcpy": lambda: memcpy(size_bytes),
-    }
-    found: dict[str, dict[str, Any]] = {}
-    for name, peer in peers.items():
-        try:
-            found[name] = {**peer()}
-        except (PeerError, RayError) as error:
-            found[name] = {"error": str(error).strip().splitlines()[-1]}
-    return found
+def attempt(peer: Callable[[], Figures]) -> dict[str, Any]:
+    """A peer's figures, or {"error": why there are none}."""
+    try:
+        return {**peer()}
+    except (PeerError, RayError) as error:
+        return {"error": str(error).strip().splitlines()[-1]}
 
 
 def ray_queue(
@@ -75,15 +62,11 @@ def ray_queue(
     batch: int,
     references: bool = False,
 ) -> Figures:
-    """Two Ray queues, one behind the other, `consumers` scorers between them."""
+    """Ray's queue: its batch calls if batch > 1, or no more than a reference to each batch."""
     queues = [Queue(actor_options={"num_cpus": 0}) for _ in range(2)]
-    kind = RayReferences if references else RayQueues
-    workers = start(lambda: kind([make_group(size_bytes)] * batch, *queues), producers, consumers)
-    try:
-        return measure(workers, size_bytes, num_groups, batch)
-    finally:
-        for queue in queues:
-            queue.shutdown(force=True)
+    make = partial(by_reference if references else by_value, size_bytes, batch, *queues)
+    rate = measure(make, np.arange(num_groups).reshape(-1, batch), producers, consumers, {})
+    return {"groups_per_s": rate, "mb_per_s": rate * size_bytes / 1e6}
 
 
 def transfer_queue(
@@ -92,7 +75,191 @@ def transfer_queue(
     """TransferQueue, which takes three of the cluster's CPUs. Raises PeerError."""
     path = os.pathsep.join(filter(None, [str(install()), os.environ.get("PYTHONPATH")]))
     # Its default, 8 threads for every copy in every process, halves it where cores are few.
-    threads = str(max(1, (os.cpu_count() or 1) // 8))
-    environment = {"PYTHONPATH": path, "TQ_NUM_THREADS": threads}
-    workers = start(lambda: TransferQueueRows(make_group(size_bytes), batch), producers, consumers, environment)
-    return measure(workers, size_bytes, num_groups, batch)
+    env = {"PYTHONPATH": path, "TQ_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 8))}
+    make = partial(by_row, size_bytes, batch)
+    rate = measure(make, np.arange(num_groups).reshape(-1, batch), producers, consumers, env)
+    return {"groups_per_s": rate, "mb_per_s": rate * size_bytes / 1e6}
+
+
+def memcpy(size_bytes: int) -> Figures:
+    """Copies of buffers of the group's size, from memory to memory."""
+    shape = (MEMCPY_BYTES // size_bytes, size_bytes)
+    pairs = list(zip(np.zeros(shape, np.uint8), np.ones(shape, np.uint8), strict=True))
+    seconds = timeit.repeat(lambda: [np.copyto(*pair) for pair in pairs], number=1, repeat=5)
+    return {"mb_per_s": shape[0] * shape[1] / statistics.median(seconds) / 1e6}
+
+
+def measure(
+    make: Callable[[], Stages], batches: Array, producers: int, consumers: int, env: dict[str, str]
+) -> float:
+    """Groups per second, numbers `batches` [batch, group], after a warm-up on two for each."""
+    start = ray.remote(num_cpus=0, runtime_env={"env_vars": env})(Worker).remote
+    counts = {"train": 1, "score": consumers, "put": producers}
+    workers = {stage: [start(make, stage) for _ in range(n)] for stage, n in counts.items()}
+    try:
+        run(workers, batches[: 2 * max(producers, consumers)])
+        return batches.size / run(workers, batches)
+    finally:
+        for worker in chain(*workers.values()):
+            ray.kill(worker)
+
+
+def run(workers: dict[str, list[Any]], batches: Array) -> float:
+    """Let these groups flow once; seconds from the first put to the last removal."""
+    calls = {
+        stage: [worker.work.remote(batches[i :: len(same)]) for i, worker in enumerate(same)]
+        for stage, same in workers.items()
+    }
+    ray.get([*chain(*calls.values())], timeout=DEADLINE_S)
+    [(_, end, trained)] = ray.get(calls["train"])
+    if sorted(np.ravel(trained)) != list(batches.ravel()):
+        raise PeerError(f"{batches.size} groups were put, {np.size(trained)} or others arrived")
+    return end - min(start for start, _, _ in ray.get(calls["put"]))
+
+
+class Worker:
+    """One process of the flow."""
+
+    def __init__(self, make: Callable[[], Stages], stage: str) -> None:
+        self.do = make()[stage]
+
+    def work(self, batches: Array) -> tuple[float, float, list[Any]]:
+        """Do the stage's part; from when to when, on the machine's one clock, and the outcome."""
+        start = time.monotonic()
+        found = [self.do(numbers.tolist()) for numbers in batches]
+        return start, time.monotonic(), found
+
+
+def make_group(size_bytes: int) -> Group:
+    """Arrays of `size_bytes`, less than a token: 13 bytes per token, 5 per rollout."""
+    entries = {Per.TOKEN: (size_bytes - 5 * ROLLOUTS) // 13, Per.ROLLOUT: ROLLOUTS}
+    specs = {name: SCHEMA[name] for name in ROLLOUT_COLUMNS}
+    group = {name: np.ones(entries[spec.per], spec.dtype) for name, spec in specs.items()}
+    group["lengths"][:] = [len(part) for part in np.array_split(group["token_ids"], ROLLOUTS)]
+    return group
+
+
+def number(groups: list[Group], numbers: Sequence[int]) -> list[Group]:
+    """The groups with these numbers: a group's first token is its number."""
+    for group, new in zip(groups, numbers, strict=True):
+        group["token_ids"][0] = new
+    return groups
+
+
+def score(group: Group) -> Group:
+    """Read every column; scores that tell the group's number."""
+    for column in group.values():
+        column.max()
+    return {"scores": np.full(ROLLOUTS, group["token_ids"][0], SCHEMA["scores"].dtype)}
+
+
+def check(group: Group) -> int:
+    """Read every column; the group's number. Raises PeerError if the scores are another's."""
+    if (score(group)["scores"] != group["scores"]).any():
+        raise PeerError(f"group {group['token_ids'][0]} has the scores {group['scores']}")
+    return int(group["token_ids"][0])
+
+
+def by_value(size_bytes: int, batch: int, generated: Queue, scored: Queue) -> Stages:
+    """Groups go through the memory of both queues' processes."""
+    groups = [make_group(size_bytes) for _ in range(batch)]
+
+    def send(queue: Queue, items: list[Group]) -> None:
+        queue.put(items[0]) if batch == 1 else queue.put_nowait_batch(items)
+
+    def take(queue: Queue) -> list[Group]:
+        while True:
+            try:
+                return [queue.get()] if batch == 1 else queue.get_nowait_batch(batch)
+            except Empty:
+                time.sleep(POLL_S)
+
+    return {
+        "put": lambda numbers: send(generated, number(groups, numbers)),
+        "score": lambda _: send(scored, [group | score(group) for group in take(generated)]),
+        "train": lambda _: [check(group) for group in take(scored)],
+    }
+
+
+def by_reference(size_bytes: int, batch: int, generated: Queue, scored: Queue) -> Stages:
+    """A `ray.put` per batch; the groups stay in the object store."""
+    groups = [make_group(size_bytes) for _ in range(batch)]
+
+    def forward(held: list[Any]) -> None:
+        scored.put((held, [score(group) for group in ray.get(held[0])]))
+
+    def finish(held: list[Any], scores: list[Group]) -> list[int]:
+        return [check(group | own) for group, own in zip(ray.get(held[0]), scores, strict=True)]
+
+    return {
+        "put": lambda numbers: generated.put([ray.put(number(groups, numbers))]),
+        "score": lambda _: forward(generated.get()),
+        "train": lambda _: finish(*scored.get()),
+    }
+
+
+def by_row(size_bytes: int, batch: int) -> Stages:
+    """A partition of TransferQueue, whose controller gives each row to each task once."""
+    import transfer_queue
+    from tensordict import TensorDict
+
+    # Without polling mode a request for more than there is stops the controller for 5 s.
+    transfer_queue.init({"controller": {"polling_mode": True}})
+    client = transfer_queue.get_client()
+    one = make_group(size_bytes)
+    groups = TensorDict({n: np.stack([a] * batch) for n, a in one.items()}, batch_size=batch)
+
+    def put(numbers: Sequence[int]) -> None:
+        groups["token_ids"].numpy()[:, 0] = numbers
+        client.put(groups, partition_id="train")
+
+    def take(task: str, names: Sequence[str]) -> tuple[Any, list[Group]]:
+        while not (meta := client.get_meta([*names], batch, "train", task_name=task)).size:
+            time.sleep(POLL_S)
+        data = client.get_data(meta)
+        rows = {name: data[name].unbind() for name in names}
+        return meta, [{name: rows[name][i].numpy() for name in names} for i in range(batch)]
+
+    def forward(_: Sequence[int]) -> None:
+        meta, rows = take("score", ROLLOUT_COLUMNS)
+        scores = np.stack([score(row)["scores"] for row in rows])
+        client.put(TensorDict({"scores": scores}, batch_size=batch), metadata=meta)
+
+    def finish(_: Sequence[int]) -> list[int]:
+        meta, rows = take("train", (*ROLLOUT_COLUMNS, "scores"))
+        numbers = [check(row) for row in rows]
+        client.clear_samples(meta)
+        return numbers
+
+    return {"put": put, "score": forward, "train": finish}
+
+
+def install() -> Path:
+    """The folder TransferQueue is in, apart from the environment: it brings a `tests` of its own.
+
+    What it imports is there already; hydra-core, which it asks for, it does not import.
+    """
+    folder = BUILD / TRANSFER_QUEUE.replace("==", "-")
+    if not folder.exists():
+        command = f"{sys.executable} -m pip install -q --no-deps {TRANSFER_QUEUE} --target"
+        done = subprocess.run([*command.split(), folder], capture_output=True, text=True)
+        if done.returncode:
+            raise PeerError(f"{TRANSFER_QUEUE}: {done.stderr.strip().splitlines()[-1]}")
+    return folder
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=2 << 30)
+    found = {}
+    for size, count in ((1 << 10, 8192), (1 << 16, 2048), (1 << 20, 512)):
+        few = {"num_groups": count // 8, "producers": 2, "consumers": 2, "batch": 1}
+        many = {**few, "num_groups": count, "batch": 32}
+        found[size] = {
+            "ray_queue": attempt(partial(ray_queue, size, **few)),
+            "ray_queue_batch": attempt(partial(ray_queue, size, **many)),
+            "ray_queue_references": attempt(partial(ray_queue, size, **many, references=True)),
+            "transfer_queue": attempt(partial(transfer_queue, size, **many)),
+            "memcpy": memcpy(size),
+        }
+    print(json.dumps(found, indent=1))

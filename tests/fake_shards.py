@@ -6,7 +6,7 @@ from typing import Any
 
 from streamrl.buffer import Bounds, Ports, QueueConfig, Shard, ShardStats
 from streamrl.buffer.group import GroupBook
-from streamrl.buffer.journal import Record
+from streamrl.buffer.segment import Record
 from streamrl.buffer.leases import Overdue, Request
 from streamrl.buffer.shard import Commit, Grant
 from streamrl.errors import StreamError
@@ -31,7 +31,7 @@ class MemoryLog:
     def drain_fsync_s(self) -> float:
         return 0.0
 
-    async def append(self, records: Sequence[Record]) -> None:
+    async def append(self, records: Sequence[Record], *, sync: bool = True) -> None:
         self._waiting += records
         async with self._writing:
             written, self._waiting = self._waiting, []
@@ -137,11 +137,8 @@ class LocalShard:
     async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Sequence[bytes]]:
         return list(await self._call(lambda shard: _now(shard.read(uids, columns))))
 
-    async def leave(self, uids: Sequence[str], version: int) -> None:
-        await self._call(lambda shard: shard.leave(uids, version))
-
-    async def stats(self) -> ShardStats:
-        stats = await self._call(lambda shard: _now(shard.stats()))
+    async def leave(self, uids: Sequence[str], version: int) -> ShardStats:
+        stats = await self._call(lambda shard: shard.leave(uids, version))
         assert isinstance(stats, ShardStats)
         return stats
 

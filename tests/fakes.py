@@ -358,8 +358,8 @@ async def reconcile(stream: Stream) -> None:
     in_flight = stream.ledger.in_flight
     for uid, version in in_flight.items():
         stream.control.assembler.admit(uid, version)
-    held = set((await stream.queue.stats()).uids)
     version = stream.control.admission.version
+    held = set((await stream.queue.leave([], version)).uids)
     await stream.queue.leave(sorted(held - in_flight.keys()), version)
     for uid, admitted in in_flight.items():
         if uid not in held:

@@ -79,3 +79,27 @@ def test_the_pool_comes_back_when_the_work_fails() -> None:
             pass
 
     run_virtual(main())
+
+
+def test_a_holder_that_dies_while_it_waits_does_not_get_the_pool() -> None:
+    async def main() -> list[str]:
+        arbiter, log = Arbiter(timeout_s=100.0), list[str]()
+        await arbiter.acquire("trainer")
+
+        async def wait(holder: str) -> None:
+            await arbiter.acquire(holder)
+            log.append(holder)
+
+        dead = asyncio.create_task(arbiter.acquire("generator-0"))
+        await asyncio.sleep(1.0)
+        arbiter.forget("generator-0")
+        others = [asyncio.create_task(wait(name)) for name in ("reward-0", "generator-0")]
+        await asyncio.sleep(1.0)
+        await arbiter.release("trainer")
+        await dead
+        await others[0]
+        await arbiter.release("reward-0")
+        await others[1]
+        return log
+
+    assert run_virtual(main()) == ["reward-0", "generator-0"]

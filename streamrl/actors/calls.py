@@ -36,6 +36,17 @@ def fetch(replies: Any, what: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         raise translate(error, what) from None
 
 
+def has_died(reply: Any) -> bool:
+    """Whether an actor died over a call: not so if it only told of another one's death."""
+    try:
+        ray.get(reply, timeout=0)
+    except RayActorError:
+        return True
+    except RayError:
+        return False
+    return False
+
+
 def translate(error: RayError, what: str) -> StreamError | ConfigError:
     """The streamrl error that says the same as an error of Ray, in one line."""
     if isinstance(error, RayTaskError):

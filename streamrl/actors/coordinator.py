@@ -130,7 +130,7 @@ class CoordinatorActor:
         in_flight = control.admission.ledger.in_flight
         for uid, version in in_flight.items():
             control.assembler.admit(uid, version)
-        held = set((await self._queue.stats()).uids)
+        held = set((await self._queue.leave([], control.admission.version)).uids)
         await self._queue.leave(sorted(held - in_flight.keys()), control.admission.version)
         for version in sorted(set(in_flight.values())):
             missing = [u for u, v in in_flight.items() if v == version and u not in held]
@@ -149,7 +149,7 @@ class CoordinatorActor:
         interrupted = not control.admission.finished
         if config.checkpoint.on_interrupt if interrupted else config.checkpoint.at_end:
             await self._save()
-        left = await self._queue.stats()
+        left = await self._queue.leave([], control.admission.version)
         await self._durability.close()
         counts = control.admission.ledger.check(left.uids)
         return Finish(control.admission.version, str(counts), interrupted, self._checkpoint)
@@ -247,11 +247,16 @@ class CoordinatorActor:
         version = self._control.admission.version
         if self._checkpoint and version == self._saved_version:
             return
-        path = await self._durability.save(self._control, self._trainer)
+        path = await self._durability.save(self._control, self._trainer, self._reported)
         if path is None:
             return
         self._checkpoint, self._saved_version = str(path), version
         self._feed.post(EventReport("checkpoint", {"version": version, "path": self._checkpoint}))
+
+    async def _reported(self) -> None:
+        """The driver has the row of every step: a step that is not made again has no other."""
+        await self._reporter.idle()
+        await self._feed.delivered(CALL_TIMEOUT_S)
 
     async def lost(self, name: str) -> None:
         """An actor has died and is started again: what it held is free."""

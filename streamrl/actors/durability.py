@@ -6,7 +6,7 @@ the cut, beside the stream.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ class Durability:
         ledger_state = state["ledger"] if state is not None else None
         found = recover_books(read_log(folder, first=first), ledger_state, debug=debug)
         self._go_behind(prompts, found.drawn)
-        self._journal = Journal(folder, self._config.queue.journal)
+        self._journal = Journal(folder, self._config.queue.journal, first=max(first, 1))
         books = Books(found.ledger, self._journal, found.steps)
         await books.open(0 if state is None else state["version"])
         return books
@@ -70,8 +70,10 @@ class Durability:
             folder = journal_dir(self._run_dir, BOOKS)
             raise JournalError(f"{folder}: prompt {was} was admitted, the data gives {now}")
 
-    async def save(self, control: Control, trainer: TrainerGroup) -> Path | None:
-        """Write a checkpoint of the current version.
+    async def save(
+        self, control: Control, trainer: TrainerGroup, reported: Callable[[], Awaitable[None]]
+    ) -> Path | None:
+        """Write a checkpoint of the current version; it counts once all steps are reported, too.
 
         None while steps are made again: the last checkpoint and the journals hold more than that.
         """
@@ -87,7 +89,9 @@ class Durability:
                 "cuts": cuts,
             }
         writer = CheckpointWriter(self._run_dir, version)
-        await asyncio.gather(trainer.save(writer), self._snapshot(cuts, writer.queue_dir))
+        await asyncio.gather(
+            trainer.save(writer), self._snapshot(cuts, writer.queue_dir), reported()
+        )
         path = await asyncio.to_thread(writer.commit, state, keep=self._config.checkpoint.keep)
         await asyncio.gather(
             *(shard.discard_before(cuts[name]) for name, shard in self._kept_shards())

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from streamrl.errors import DeadlineError
 from streamrl.telemetry.contract import Row
 from streamrl.telemetry.spans import Span
 
@@ -45,6 +46,7 @@ class Feed:
         self._reports: deque[Report] = deque()
         self._forgotten = 0
         self._posted = asyncio.Event()
+        self._taken = asyncio.Event()
 
     def post(self, report: Report) -> None:
         """Add a report."""
@@ -59,6 +61,7 @@ class Feed:
         while self._forgotten < count:
             self._reports.popleft()
             self._forgotten += 1
+        self._taken.set()
         if not self._reports:
             self._posted.clear()
             try:
@@ -66,3 +69,17 @@ class Feed:
             except TimeoutError:
                 return []
         return list(self._reports)
+
+    async def delivered(self, timeout_s: float) -> None:
+        """Wait until the reader has all that was posted so far. Raises DeadlineError."""
+        posted = self._forgotten + len(self._reports)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._forgotten < posted:
+                    self._taken.clear()
+                    await self._taken.wait()
+        except TimeoutError:
+            missing = posted - self._forgotten
+            raise DeadlineError(
+                f"{missing} reports were not fetched by the driver within {timeout_s:g} s"
+            ) from None

@@ -79,9 +79,13 @@ class Reporter:
                 self._snapshots.task_done()
                 spans = []
 
+    async def idle(self) -> None:
+        """Wait until every noted step is reported; for ever if `run` has failed."""
+        await self._snapshots.join()
+
     async def finish(self, running: "asyncio.Task[None]") -> None:
         """Wait until every noted step is reported by `running`, the task of `run`; end it."""
-        joined = asyncio.create_task(self._snapshots.join())
+        joined = asyncio.create_task(self.idle())
         await asyncio.wait({joined, running}, return_when=asyncio.FIRST_COMPLETED)
         if not joined.done():
             running.result()

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from streamrl.actors.calls import CALL_TIMEOUT_S, fetch
+from streamrl.actors.calls import CALL_TIMEOUT_S, fetch, has_died
 from streamrl.actors.coordinator import Cast, CoordinatorActor, Finish, Start
 from streamrl.actors.engine_factory import EngineFactory
 from streamrl.actors.feed import EventReport, Report
@@ -72,10 +72,11 @@ class Session:
         self._starts: dict[str, Callable[[], Any]] = {}
         self._deaths: Counter[str] = Counter()
 
-    def start(self, checkpoint: Checkpoint | None, status: Callable[[str], None]) -> None:
+    def start(self, checkpoint: Checkpoint | None, status: Callable[[str], None]) -> list[str]:
         """Create the actors, wait until each is ready, publish the weights, open the stream.
 
-        `status` is told what is being waited for. Raises the error of an actor that cannot start.
+        `status` is told what is being waited for. Returns what could not be read of the journals,
+        a line each. Raises the error of an actor that cannot start.
         """
         # Engines take longest to come up: their processes first.
         needed = demands(self._config, self._prepared, self._on_gpu)
@@ -86,7 +87,7 @@ class Session:
         status(f"starting {', '.join(sorted(self._actors))}")
         for demand, stage in zip(needed, self._stages, strict=True):
             waits |= self._start_stage(demand.call, stage, wiring, checkpoint)
-        self._await_ready(waits, status)
+        corrupt = self._await_ready(waits, status)
         start = Start(
             prompts=self._prepared.prompts,
             eval_prompts=self._prepared.eval_prompts,
@@ -99,6 +100,7 @@ class Session:
                 pairs = zip(stage.names, stage.actors, strict=True)
                 self._loops |= {actor.run.remote(): name for name, actor in pairs}
         self._loops[coordinator.run.remote()] = "coordinator"
+        return corrupt
 
     def watch(self, handle: Callable[[Report], None], stopping: Callable[[], bool]) -> Finish:
         """Hand on every report until the run ends; `stopping` turning true ends it early.
@@ -143,7 +145,8 @@ class Session:
         try:
             finish = fetch(loop, name)
         except ActorLostError as error:
-            if name not in self._starts or self._deaths[name] >= self._config.run.max_restarts:
+            returns = name in self._starts and has_died(loop)
+            if not returns or self._deaths[name] >= self._config.run.max_restarts:
                 raise
             self._bring_back(name, str(error), handle)
             return None
@@ -245,8 +248,12 @@ class Session:
         self._actors[name] = actor
         return actor
 
-    def _await_ready(self, waits: Mapping[Any, str], status: Callable[[str], None]) -> None:
-        """Wait for every start; raises DeadlineError naming those that did not come up."""
+    def _await_ready(self, waits: Mapping[Any, str], status: Callable[[str], None]) -> list[str]:
+        """Wait for every start; raises DeadlineError naming those that did not come up.
+
+        Returns what the actors that were started have to say.
+        """
+        said: list[str] = []
         timeout_s = self._config.generator.start_timeout_s + CALL_TIMEOUT_S
         deadline = time.monotonic() + timeout_s
         waiting = dict(waits)
@@ -254,7 +261,8 @@ class Session:
             status(f"starting {', '.join(sorted(waiting.values()))}")
             ready, _ = ray.wait(list(waiting), timeout=1.0)
             for reply in ready:
-                fetch(reply, f"{waiting.pop(reply)}.start")
+                said += fetch(reply, f"{waiting.pop(reply)}.start") or []
             if waiting and time.monotonic() > deadline:
                 names = ", ".join(sorted(waiting.values()))
                 raise DeadlineError(f"{names}: not ready within {timeout_s:g} s")
+        return said

@@ -1,6 +1,7 @@
 """A shard of the experience queue as an actor, and the face the queue's client calls."""
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -105,13 +106,9 @@ class ShardActor:
         """See Shard.read."""
         return self._keeper.shard.read(uids, columns)
 
-    async def leave(self, uids: Sequence[str], version: int) -> None:
+    async def leave(self, uids: Sequence[str], version: int) -> ShardStats:
         """See Shard.leave."""
-        await self._keeper.shard.leave(uids, version)
-
-    async def stats(self) -> ShardStats:
-        """See Shard.stats."""
-        return self._keeper.shard.stats()
+        return await self._keeper.shard.leave(uids, version)
 
     async def release(self, holder: str) -> int:
         """See Shard.release."""
@@ -150,7 +147,7 @@ class RemoteShard:
 
     def __init__(self, name: str, actor: Any, *, returns: bool) -> None:
         self.name = name
-        self._actor = actor
+        self.actor = actor
         self._reconnect_s = RECONNECT_S if returns else 0.0
 
     async def admit(self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float) -> None:
@@ -190,13 +187,9 @@ class RemoteShard:
         found = await self._call("read", uids, columns)
         return [await resolve_blobs(blobs) for blobs in found]
 
-    async def leave(self, uids: Sequence[str], version: int) -> None:
-        """Let groups leave."""
-        await self._call("leave", uids, version)
-
-    async def stats(self) -> ShardStats:
-        """The shard's figures."""
-        stats = await self._call("stats")
+    async def leave(self, uids: Sequence[str], version: int) -> ShardStats:
+        """Let groups leave; the shard's figures."""
+        stats = await self._call("leave", uids, version)
         assert isinstance(stats, ShardStats)
         return stats
 
@@ -230,13 +223,14 @@ class RemoteShard:
 
     async def _call(self, method: str, *arguments: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         what = f"{self.name}.{method}"
-        deadline = time.monotonic() + self._reconnect_s
+        lost_at = math.inf
         while True:
-            reply = getattr(self._actor, method).remote(*arguments)
+            reply = getattr(self.actor, method).remote(*arguments)
             try:
                 return await call(reply, what, timeout_s)
             except ActorLostError:
-                if time.monotonic() > deadline:
+                lost_at = min(lost_at, time.monotonic())
+                if time.monotonic() >= lost_at + self._reconnect_s:
                     raise
                 await asyncio.sleep(RETRY_S)
 

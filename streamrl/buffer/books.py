@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from streamrl.buffer.journal import Corrupt, Record, replay
 from streamrl.buffer.ledger import Ledger
+from streamrl.buffer.segment import Corrupt, Record, check_begins_at, replay
 from streamrl.buffer.shard import Log
 from streamrl.errors import JournalError
 from streamrl.messages import Ended, GroupInfo, parse_uid
@@ -162,6 +162,7 @@ def _ended(meta: Mapping[str, Any]) -> Ended:
 
 def read_log(folder: Path, *, first: int = 0) -> Iterator[Record]:
     """The entries of a log from segment `first` on; JournalError names one that is not readable."""
+    check_begins_at(folder, first)
     for item in replay(folder, first=first):
         if isinstance(item, Corrupt):
             raise JournalError(f"{item.file}, byte {item.position.offset}: {item.reason}")

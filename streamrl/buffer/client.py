@@ -53,9 +53,7 @@ class ShardFace(Protocol):
 
     async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Sequence[Buffer]]: ...
 
-    async def leave(self, uids: Sequence[str], version: int) -> None: ...
-
-    async def stats(self) -> ShardStats: ...
+    async def leave(self, uids: Sequence[str], version: int) -> ShardStats: ...
 
     async def release(self, holder: str) -> int: ...
 
@@ -218,16 +216,15 @@ class ExperienceQueue:
             for uid, blobs in zip(part, groups, strict=True)
         }
 
-    async def leave(self, uids: Sequence[str], version: int) -> None:
-        """These groups are trained or ended, and leave; `version` is trained from now on."""
-        parts = self._route([(uid, uid) for uid in uids])
-        await asyncio.gather(
-            *(shard.leave(parts.get(i, []), version) for i, shard in enumerate(self.shards))
-        )
+    async def leave(self, uids: Sequence[str], version: int) -> ShardStats:
+        """These groups are trained or ended, and leave; `version` is trained from now on.
 
-    async def stats(self) -> ShardStats:
-        """The shards' figures as one."""
-        parts = await asyncio.gather(*(shard.stats() for shard in self.shards))
+        Returns the shards' figures as one; without uids that is all it does.
+        """
+        routed = self._route([(uid, uid) for uid in uids])
+        parts = await asyncio.gather(
+            *(shard.leave(routed.get(i, []), version) for i, shard in enumerate(self.shards))
+        )
         counts: Counter[str] = Counter()
         for part in parts:
             counts.update(part.counts)

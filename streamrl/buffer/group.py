@@ -13,7 +13,7 @@ from typing import Any
 
 from streamrl.buffer.blob import Buffer
 from streamrl.buffer.config import Ports
-from streamrl.buffer.journal import Position, Record
+from streamrl.buffer.segment import Position, Record
 from streamrl.messages import Ended, GroupInfo, Lease
 
 
@@ -139,6 +139,11 @@ def opened(session: str, incarnation: int) -> Record:
     return Record({"kind": "open", "session": session, "incarnation": incarnation})
 
 
+def sealed() -> Record:
+    """A snapshot ends here: one without has lost its end."""
+    return Record({"kind": "seal"})
+
+
 class GroupBook:
     """All groups of a shard by uid, and `retired`: where to find those that have left.
 
@@ -158,6 +163,7 @@ class GroupBook:
         self.session = ""
         self.now: Callable[[], float] = float
         self.lease_s = 0.0
+        self.is_sealed = False
         self._order = 0
         self._apply = {
             "open": self._open,
@@ -167,6 +173,7 @@ class GroupBook:
             "back": self._back,
             "end": self._end,
             "leave": self._leave,
+            "seal": self._seal,
         }
 
     def apply(self, record: Record, *, spot: Spot | None = None, data: Any = None) -> list[Group]:
@@ -194,6 +201,10 @@ class GroupBook:
             self.session = record.meta["session"]
             for group in self.groups.values():
                 group.leases.clear()
+        return []
+
+    def _seal(self, record: Record, spot: Spot | None, data: Any) -> list[Group]:
+        self.is_sealed = True
         return []
 
     def _admit(self, record: Record, spot: Spot | None, data: Any) -> list[Group]:

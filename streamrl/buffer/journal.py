@@ -1,39 +1,37 @@
-"""The durable log of one owner: records in numbered segment files that are only appended to.
+"""The durable log of one owner: records in numbered segment files, accepted in group commits.
 
-A record is a header of 32 bytes (magic, format, bytes of meta and of payload, checksum of these
-with meta and payload, checksum of the header), the meta as JSON, the payload. Checksums are seeded
-with the record's offset, so that a journal inside a payload is never taken for records. The file
-is long because format, reading and writing must be read together to be trusted.
+What is written and synced in one go is all that came while the last such commit was under way; it
+happens in a thread, so that a slow disk never stops the owner.
 """
 
 import asyncio
 import contextlib
-import json
 import os
-import struct
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
 
-import xxhash
-
+from streamrl.buffer.segment import (
+    Frame,
+    Position,
+    Record,
+    frame_of,
+    fsync_path,
+    header_of,
+    named_errors,
+    segment_path,
+    segments,
+)
 from streamrl.errors import ConfigError, JournalError
 
-Buffer = bytes | bytearray | memoryview
-
-MAGIC = b"\x93srlj\n"
-FORMAT = 1
-_FIELDS = struct.Struct("<6sHIQ")
-_HEAD_BYTES, _HEADER_BYTES = _FIELDS.size + 8, _FIELDS.size + 12
-_MOST_BUFFERS = os.sysconf("SC_IOV_MAX")
-_SEARCH_BYTES = 1 << 20
 _Clock = Callable[[], float]
-_Frame = tuple[bytes, memoryview]
+POST_S = 0.05
+"""Longest that records nobody waits for are kept back to go out with others, s."""
+_MOST_BUFFERS = os.sysconf("SC_IOV_MAX")
 
 
 @dataclass
@@ -60,177 +58,6 @@ class JournalConfig:
                 raise ConfigError(f"queue.journal.{key}={vars(self)[key]}: must be at least 1 MB")
 
 
-@dataclass(frozen=True)
-class Position:
-    """Where a record is: segment, offset in its file and size of the whole record, bytes."""
-
-    segment: int
-    offset: int
-    size: int
-
-
-@dataclass(frozen=True)
-class Record:
-    """What is kept: JSON-able facts with a "kind", and bytes. Read back, tuples are lists."""
-
-    meta: Mapping[str, Any]
-    payload: Buffer = b""
-
-
-@dataclass(frozen=True)
-class Corrupt:
-    """A record that fails its checksum though intact ones follow; its size as far as known."""
-
-    position: Position
-    file: Path
-    reason: str
-
-
-def _frame(record: Record) -> _Frame:
-    """Meta and payload as bytes. Raises TypeError if they cannot be."""
-    assert "kind" in record.meta, record.meta
-    meta = json.dumps(dict(record.meta), separators=(",", ":")).encode()
-    return meta, memoryview(record.payload).cast("B")
-
-
-def _header(frame: _Frame, offset: int) -> bytes:
-    meta, payload = frame
-    fields = _FIELDS.pack(MAGIC, FORMAT, len(meta), len(payload))
-    head = fields + _check_body(fields, meta, payload, offset)
-    return head + _check_head(head, offset)
-
-
-def _check_head(head: Buffer, offset: int) -> bytes:
-    return xxhash.xxh32_digest(head, seed=offset & 0xFFFFFFFF)
-
-
-def _check_body(fields: Buffer, meta: Buffer, payload: Buffer, offset: int) -> bytes:
-    state = xxhash.xxh3_64(fields, seed=offset)
-    state.update(meta)
-    state.update(payload)
-    return state.digest()
-
-
-def segment_path(folder: Path, number: int) -> Path:
-    """The file of a segment."""
-    return folder / f"{number:08d}.journal"
-
-
-def segments(folder: Path) -> list[int]:
-    """Numbers of the segments in a folder, in order; none if there is no such folder."""
-    paths = folder.glob("*.journal")
-    return sorted(int(path.stem) for path in paths if path.stem.isdecimal())
-
-
-def replay(
-    folder: Path, *, first: int = 0, before: int | None = None
-) -> Iterator[tuple[Position, Record] | Corrupt]:
-    """Every record of the segments with first <= number < before, in order; see `read_segment`.
-
-    Raises JournalError if a segment between two others is missing, or a file cannot be read.
-    """
-    present = segments(folder)
-    if not present:
-        return
-    last = present[-1] if before is None else min(present[-1], before - 1)
-    wanted = range(max(first, present[0]), last + 1)
-    missing = sorted(set(wanted) - set(present))
-    if missing:
-        raise JournalError(f"journal {folder}: segments {missing} are missing")
-    for number in wanted:
-        yield from read_segment(segment_path(folder, number))
-
-
-def read_segment(path: Path) -> Iterator[tuple[Position, Record] | Corrupt]:
-    """Every record of one file, in order. Raises JournalError if it cannot be read.
-
-    A bad record with nothing intact behind it is the torn end a killed writer leaves: it is cut.
-    The file stays as it is.
-    """
-    number = int(path.stem) if path.stem.isdecimal() else 0
-    with _named(path), path.open("rb") as file:
-        end, offset = os.fstat(file.fileno()).st_size, 0
-        while offset < end:
-            size, found = _read_at(file, offset, end)
-            if isinstance(found, str):
-                following = _next_intact(file, offset + (size or 1), end)
-                if following is None:
-                    return
-                size = size or following - offset
-                yield Corrupt(Position(number, offset, size), path, found)
-            else:
-                yield Position(number, offset, size), found
-            offset += size
-
-
-def read_record(folder: Path, position: Position) -> Record:
-    """One record. Raises JournalError naming file and offset if it is not there and intact."""
-    path = segment_path(folder, position.segment)
-    with _named(path), path.open("rb") as file:
-        _, found = _read_at(file, position.offset, os.fstat(file.fileno()).st_size)
-    if isinstance(found, str):
-        raise JournalError(f"journal {path}, byte {position.offset}: {found}")
-    return found
-
-
-def _read_at(file: BinaryIO, offset: int, end: int) -> tuple[int, Record | str]:
-    """The record at `offset` of a file of `end` bytes, or why there is none; its size or 0."""
-    file.seek(offset)
-    header = file.read(_HEADER_BYTES)
-    head, check = header[:_HEAD_BYTES], header[_HEAD_BYTES:]
-    if not head.startswith(MAGIC) or check != _check_head(head, offset):
-        return 0, "the header does not match its checksum"
-    _, version, meta_bytes, payload_bytes = _FIELDS.unpack_from(head)
-    if version != FORMAT:
-        raise JournalError(f"journal {file.name}: format {version}, this streamrl reads {FORMAT}")
-    size = _HEADER_BYTES + meta_bytes + payload_bytes
-    if offset + size > end:
-        return 0, "the record is cut off"
-    meta, payload = file.read(meta_bytes), file.read(payload_bytes)
-    fields, check = head[: _FIELDS.size], head[_FIELDS.size :]
-    if check != _check_body(fields, meta, payload, offset):
-        return size, "the record does not match its checksum"
-    return size, Record(json.loads(meta), payload)
-
-
-def _next_intact(file: BinaryIO, offset: int, end: int) -> int | None:
-    """Where the first intact record at or behind `offset` begins."""
-    while offset < end:
-        file.seek(offset)
-        chunk = file.read(_SEARCH_BYTES)
-        at = chunk.find(MAGIC)
-        while at >= 0:
-            if isinstance(_read_at(file, offset + at, end)[1], Record):
-                return offset + at
-            at = chunk.find(MAGIC, at + 1)
-        # The chunks overlap: a magic may lie across their border.
-        offset += max(1, len(chunk) - len(MAGIC) + 1)
-    return None
-
-
-@contextlib.contextmanager
-def _named(path: Path) -> Iterator[None]:
-    """The system's errors as JournalError naming the file."""
-    try:
-        yield
-    except OSError as error:
-        raise JournalError(f"journal {path}: {error.strerror or error}") from error
-
-
-def write_segment(path: Path, records: Iterable[Record]) -> None:
-    """Write one file, replacing what is there, and fsync it. Raises JournalError if it cannot."""
-    with _named(path):
-        with path.open("wb") as file:
-            offset = 0
-            for record in records:
-                frame = _frame(record)
-                for part in (_header(frame, offset), *frame):
-                    offset += file.write(part)
-            file.flush()
-            os.fsync(file.fileno())
-        _fsync(path.parent)
-
-
 def _write_all(descriptor: int, buffers: list[memoryview]) -> None:
     """Write the buffers one after the other; a system call may take fewer bytes than given."""
     first = 0
@@ -241,14 +68,6 @@ def _write_all(descriptor: int, buffers: list[memoryview]) -> None:
             first += 1
         if written:
             buffers[first] = buffers[first][written:]
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class _Writer:
@@ -263,15 +82,15 @@ class _Writer:
         made = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         for path in made if self._can_sync else ():
-            _fsync(path.parent)
+            fsync_path(path.parent)
         present = segments(folder)
         if present and self._can_sync:
             # Its writer may have died before its fsync, yet what it wrote is replayed and built on.
-            _fsync(segment_path(folder, present[-1]))
+            fsync_path(segment_path(folder, present[-1]))
         self.segment = max([first - 1, *present])
         self._begin()
 
-    def commit(self, frames: Sequence[_Frame], *, sync: bool, cut: bool) -> list[Position]:
+    def commit(self, frames: Sequence[Frame], *, sync: bool, cut: bool) -> list[Position]:
         """Write, fsync, begin a new segment: the places of the records, then that of the next.
 
         Raises JournalError; the writer must not be used any more then.
@@ -291,10 +110,10 @@ class _Writer:
             raise JournalError(self._give_up(error)) from error
         return places
 
-    def _write(self, frames: Sequence[_Frame]) -> list[Position]:
+    def _write(self, frames: Sequence[Frame]) -> list[Position]:
         places, buffers, offset = [], [], self._end
         for frame in frames:
-            head = _header(frame, offset) + frame[0]
+            head = header_of(frame, offset) + frame[0]
             places.append(Position(self.segment, offset, len(head) + len(frame[1])))
             buffers += [memoryview(head), frame[1]]
             offset += places[-1].size
@@ -321,7 +140,7 @@ class _Writer:
             os.close(self.descriptor)
         self.descriptor, self._end, self.dirty = descriptor, 0, False
         if self._can_sync:
-            _fsync(self._folder)
+            fsync_path(self._folder)
 
     def _give_up(self, error: OSError) -> str:
         """Cut off what was not accepted; what there is to say."""
@@ -338,11 +157,14 @@ _Places = asyncio.Future[list[Position]]
 
 @dataclass(frozen=True, eq=False)
 class _Job:
-    """Records that came in one call; with `cut` a new segment begins behind them."""
+    """Records that came in one call; with `cut` a new segment begins behind them.
 
-    frames: list[_Frame]
+    `sync` is whether they want an fsync: True at once, None as the policy says, False not at all.
+    """
+
+    frames: list[Frame]
     waiter: _Places
-    sync: bool
+    sync: bool | None
     cut: bool
 
 
@@ -359,7 +181,7 @@ class Journal:
         self, folder: Path, config: JournalConfig, *, clock: _Clock = time.monotonic, first: int = 1
     ) -> None:
         self._folder, self._fsync_s, self._clock = folder, config.fsync_s, clock
-        with _named(folder):
+        with named_errors(folder):
             self._writer = _Writer(folder, config, clock, first)
             self._sizes = {n: segment_path(folder, n).stat().st_size for n in segments(folder)}
         self._thread = ThreadPoolExecutor(1, "journal")
@@ -384,22 +206,25 @@ class Journal:
         before, self._drained_s = self._drained_s, self._writer.fsync_total_s
         return self._drained_s - before
 
-    async def append(self, records: Sequence[Record]) -> list[Position]:
+    async def append(self, records: Sequence[Record], *, sync: bool = True) -> list[Position]:
         """Returns where the records are once they are as durable as `fsync_s` says.
 
-        They stay in the order of the calls, and so do the waiters. A cancelled call may still have
-        been written.
+        Without `sync` once they are written, which survives the death of the process. They stay in
+        the order of the calls, and so do the waiters. A cancelled call may still have been written.
         """
-        return await self._submit([_frame(record) for record in records])
+        return await self._submit(records, sync=None if sync else False)
 
     def post(self, records: Sequence[Record]) -> None:
-        """The same without waiting; a failure is raised by the next call."""
+        """The same without waiting: written with the next records, or POST_S later.
+
+        A failure is raised by the next call.
+        """
         # Nobody waits: a cancelled waiter is passed over.
-        self._submit([_frame(record) for record in records]).cancel()
+        self._submit(records, sync=False, delay_s=POST_S).cancel()
 
     async def rotate(self) -> int:
         """The segment that begins with the next record; all so far are written, in lower ones."""
-        return (await self._submit([], cut=True))[-1].segment
+        return (await self._submit([], sync=None, cut=True))[-1].segment
 
     def discard_before(self, segment: int) -> None:
         """Remove the files of lower segments. Raises JournalError if one stays."""
@@ -407,7 +232,7 @@ class Journal:
         # The lowest first, so that a crash leaves no gap.
         for number in sorted(n for n in self._sizes if n < segment):
             path = segment_path(self._folder, number)
-            with _named(path):
+            with named_errors(path):
                 path.unlink(missing_ok=True)
             del self._sizes[number]
 
@@ -417,7 +242,15 @@ class Journal:
         self._closed = True
         await last
 
-    def _submit(self, frames: list[_Frame], *, sync: bool = False, cut: bool = False) -> _Places:
+    def _submit(
+        self,
+        records: Sequence[Record],
+        *,
+        sync: bool | None,
+        cut: bool = False,
+        delay_s: float = 0.0,
+    ) -> _Places:
+        frames = [frame_of(record) for record in records]
         if self._failure:
             raise JournalError(self._failure)
         assert not self._closed, "the journal is closed"
@@ -425,7 +258,7 @@ class Journal:
         job = _Job(frames, loop.create_future(), sync, cut)
         self._pending.append(job)
         # Not at once: what else comes in this turn of the loop goes out with it.
-        loop.call_soon(self._start)
+        loop.call_later(delay_s, self._start)
         return job.waiter
 
     def _start(self) -> None:
@@ -438,7 +271,7 @@ class Journal:
         commit = partial(
             self._writer.commit,
             [frame for job in jobs for frame in job.frames],
-            sync=self._due_s() <= 0 or any(job.sync for job in jobs),
+            sync=self._wants_sync(jobs),
             cut=jobs[-1].cut,
         )
         self._busy = True
@@ -476,6 +309,10 @@ class Journal:
         self._pending.clear()
         self._release()
 
+    def _wants_sync(self, jobs: list[_Job]) -> bool:
+        is_due = self._due_s() <= 0
+        return any(job.sync or (job.sync is None and is_due) for job in jobs)
+
     def _due_s(self) -> float:
         """Seconds until the next fsync is due."""
         if self._fsync_s is None:
@@ -486,7 +323,7 @@ class Journal:
         """The time is over without a commit that would have brought the fsync."""
         self._timer = None
         if not (self._closed or self._failure):
-            self._submit([]).cancel()
+            self._submit([], sync=None).cancel()
 
     def _release(self) -> None:
         if self._timer is not None:

@@ -9,8 +9,9 @@ from typing import Any
 from streamrl.buffer.blob import Buffer
 from streamrl.buffer.config import Bounds, Ports, QueueConfig
 from streamrl.buffer.group import GroupBook
-from streamrl.buffer.journal import Corrupt, Journal, segment_path, segments
+from streamrl.buffer.journal import Journal
 from streamrl.buffer.recovery import Base, load, recover, snapshot
+from streamrl.buffer.segment import Corrupt, segment_path, segments
 from streamrl.buffer.shard import Shard
 from streamrl.errors import StreamError
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from streamrl.buffer.group import Group, GroupBook, Held, leased
-from streamrl.buffer.journal import Record
+from streamrl.buffer.segment import Record
 from streamrl.messages import Lease
 
 TOKENS_PER_INCARNATION = 1 << 40

@@ -24,8 +24,17 @@ from streamrl.buffer.group import (
     leased,
     left,
     opened,
+    sealed,
 )
-from streamrl.buffer.journal import Corrupt, Record, read_record, replay, write_segment
+from streamrl.buffer.segment import (
+    Corrupt,
+    Record,
+    check_begins_at,
+    read_record,
+    replay,
+    write_segment,
+)
+from streamrl.errors import JournalError
 from streamrl.messages import Lease
 
 
@@ -42,8 +51,10 @@ def recover(
 ) -> tuple[GroupBook, list[Corrupt]]:
     """The groups as the files have them, and the records that could not be read.
 
-    `before` is the cut up to which the journal is read. No payload is loaded: see `load`.
+    `before` is the cut up to which the journal is read. No payload is loaded: see `load`. Raises
+    JournalError if a file is missing or the snapshot is not whole.
     """
+    check_begins_at(journal, base.first)
     book, corrupt = GroupBook(stages), []
     book.keeps_retired = True
     sources = [(base.folder, 0, None)] if base.folder is not None else []
@@ -54,6 +65,8 @@ def recover(
             else:
                 position, record = item
                 book.apply(record, spot=Spot(folder, position))
+        if folder == base.folder and not book.is_sealed and not corrupt:
+            raise JournalError(f"{folder}: the snapshot has lost its end")
     book.keeps_retired = False
     if corrupt:
         book.forget_incomplete()
@@ -92,6 +105,7 @@ def _records(book: GroupBook) -> Iterator[Record]:
     for group in sorted(book.groups.values(), key=lambda group: group.order):
         yield admitted(group.uid, group.prompt, group.admitted_version)
         yield from _progress(group)
+    yield sealed()
 
 
 def _progress(group: Group) -> Iterator[Record]:

@@ -19,9 +19,9 @@ from streamrl.buffer.blob import Buffer
 from streamrl.buffer.config import Bounds, QueueConfig
 from streamrl.buffer.depth import DepthMeter
 from streamrl.buffer.group import Group, GroupBook, Part
-from streamrl.buffer.journal import Record
 from streamrl.buffer.leases import LeaseDesk, Overdue, Request
 from streamrl.buffer.recovery import payload
+from streamrl.buffer.segment import Record
 from streamrl.errors import DeadlineError, StreamError
 from streamrl.messages import Ended, Experience, Filtered, GroupInfo, Lease, check_sizes
 
@@ -34,8 +34,8 @@ class Log(Protocol):
 
     def drain_fsync_s(self) -> float: ...
 
-    async def append(self, records: Sequence[Record]) -> object:
-        """Returns once they are safe."""
+    async def append(self, records: Sequence[Record], *, sync: bool = True) -> object:
+        """Returns once they are safe; without `sync` from the death of the process only."""
         ...
 
     def post(self, records: Sequence[Record]) -> None:
@@ -52,7 +52,7 @@ class NoLog:
         """Nothing is synced."""
         return 0.0
 
-    async def append(self, records: Sequence[Record]) -> None:
+    async def append(self, records: Sequence[Record], *, sync: bool = True) -> None:
         """Nothing to wait for."""
 
     def post(self, records: Sequence[Record]) -> None:
@@ -131,6 +131,7 @@ class Shard:
         self._ready: dict[str, dict[str, Group]] = {stage: {} for stage in book.stages}
         self._wake = {stage: asyncio.Event() for stage in book.stages}
         self._takers: Counter[str] = Counter()
+        self._deaths: Counter[str] = Counter()
         self._space = asyncio.Event()
         self._arriving: set[str] = set()
         self._charged = 0
@@ -235,8 +236,10 @@ class Shard:
         return [self._grant(group, one.lease, request) for group, one in pairs]
 
     async def _await_work(self, request: Request, deadline: float) -> list[Group]:
-        stage = request.stage
+        stage, deaths = request.stage, self._deaths[request.holder]
         while True:
+            if self._deaths[request.holder] != deaths:
+                return []  # nobody waits for the answer
             self._expire()
             ready = self._ready[stage]
             if ready:
@@ -369,12 +372,16 @@ class Shard:
 
     # What the coordinator asks for.
 
-    async def leave(self, uids: Sequence[str], version: int) -> None:
-        """These groups leave the queue; `version` is trained from now on. May be repeated."""
-        records = [transitions.left(uids, version)]
-        await self._log.append(records)
-        self._apply(*records)
+    async def leave(self, uids: Sequence[str], version: int) -> ShardStats:
+        """These groups leave the queue; `version` is trained from now on. May be repeated.
+
+        Should a power cut bring one back, it is the coordinator's books that count.
+        """
+        record = transitions.left(uids, version)
+        await self._log.append([record], sync=False)
+        self._apply(record)
         self._space.set()
+        return self.stats()
 
     def stats(self) -> ShardStats:
         """The shard's figures; depths and counts since the last call."""
@@ -393,6 +400,9 @@ class Shard:
 
     def release(self, holder: str) -> int:
         """A holder is gone: its work is handed out again. Returns how many groups it had."""
+        self._deaths[holder] += 1
+        for wake in self._wake.values():
+            wake.set()
         lost = self._desk.of_holder(holder)
         for group, lease in lost:
             self._give_back(group, lease, f"{lease.stage}_died", f"{holder} died over it")

@@ -52,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Ray prints a death into whatever is on the screen; it is an event of the run already.
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     command = next((a for a in arguments if a in COMMANDS), None)
     try:
         parsed = build_parser(command).parse_args(arguments)

@@ -5,15 +5,13 @@ Nothing is written. A run may be under way, or have been killed: a torn last rec
 
 import argparse
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from streamrl.buffer.account import Account, take_account
 from streamrl.buffer.books import history
-from streamrl.buffer.ledger import LedgerCounts
 from streamrl.checkpoint import BOOKS, journal_dir
 from streamrl.errors import ConfigError
 from streamrl.messages import parse_uid
@@ -22,57 +20,6 @@ from streamrl.telemetry.sinks import EVENTS_FILE, read_jsonl
 Entry = Mapping[str, Any]
 MOST_SHOWN = 20
 """Most uids that one part of the text names; --json has all."""
-
-
-@dataclass
-class Account:
-    """What became of every uid: how often it was admitted, and every way in which it ended."""
-
-    admitted: Counter[str] = field(default_factory=Counter)
-    ends: dict[str, list[str]] = field(default_factory=dict)
-    trained: list[str] = field(default_factory=list)
-    filtered: list[str] = field(default_factory=list)
-    dropped: list[str] = field(default_factory=list)
-    causes: Counter[str] = field(default_factory=Counter)
-    num_steps: int = 0
-    num_starts: int = 0
-
-    @property
-    def in_flight(self) -> list[str]:
-        """Uids that were admitted and have not ended, in the order of their admission."""
-        return [uid for uid in self.admitted if uid not in self.ends]
-
-    @property
-    def counts(self) -> LedgerCounts:
-        """The numbers of the conservation law, each counted by itself."""
-        return LedgerCounts(
-            admitted=self.admitted.total(),
-            trained=len(self.trained),
-            filtered=len(self.filtered),
-            dropped=len(self.dropped),
-            in_flight=len(self.in_flight),
-            drops=tuple(sorted(self.causes.items())),
-        )
-
-    @property
-    def epochs(self) -> dict[int, dict[str, int]]:
-        """Per epoch of the data, how many of its uids are where."""
-        parts = ("trained", "filtered", "dropped", "in_flight")
-        counted = {part: Counter(parse_uid(u)[0] for u in getattr(self, part)) for part in parts}
-        epochs = sorted(set().union(*counted.values()))
-        return {epoch: {part: counted[part][epoch] for part in parts} for epoch in epochs}
-
-    @property
-    def problems(self) -> list[str]:
-        """Uids that were not admitted once or ended more than once, with what the log has."""
-        odd = [uid for uid in {**self.admitted, **self.ends} if self._is_odd(uid)]
-        return [
-            f"{uid}: admitted {self.admitted[uid]} times, {', '.join(self.ends.get(uid, ()))}"
-            for uid in odd
-        ]
-
-    def _is_odd(self, uid: str) -> bool:
-        return self.admitted[uid] != 1 or len(self.ends.get(uid, ())) > 1
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -109,36 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if account.problems else 0
 
 
-def take_account(entries: Iterable[Entry]) -> Account:
-    """Add up a log."""
-    account = Account()
-
-    def end(uids: Sequence[str], how: str, where: list[str]) -> None:
-        where.extend(uids)
-        for uid in uids:
-            account.ends.setdefault(uid, []).append(how)
-
-    for entry in entries:
-        if entry["kind"] == "open":
-            account.num_starts += 1
-        elif entry["kind"] == "admit":
-            account.admitted.update(entry["uids"])
-        elif entry["kind"] == "step":
-            account.num_steps += 1
-            end(entry["uids"], f"trained at version {entry['version']}", account.trained)
-        elif entry["filtered"]:
-            end([entry["uid"]], "filtered", account.filtered)
-        else:
-            account.causes[entry["cause"]] += 1
-            end([entry["uid"]], f"dropped ({entry['cause']})", account.dropped)
-    return account
-
-
 def trace(uid: str, entries: Iterable[Entry], events: Iterable[Entry]) -> list[Entry]:
     """What concerns a uid or a later attempt of its prompt, in the order of time.
 
     Each names the uid it concerns and its `source`: the books, or events.jsonl. That the books were
-    opened concerns all that are in flight then: the coordinator was started anew.
+    opened anew, by a resume, concerns what is in flight then and what is trained `again`.
     """
     epoch, index, attempt = parse_uid(uid)
 
@@ -152,16 +74,21 @@ def trace(uid: str, entries: Iterable[Entry], events: Iterable[Entry]) -> list[E
 
 def _from_log(entries: Iterable[Entry], is_meant: Callable[[str], bool]) -> Iterator[Entry]:
     in_flight: set[str] = set()
+    trained: dict[str, int] = {}
     for entry in entries:
+        kind, again = entry["kind"], set[str]()
         facts = {"source": BOOKS, **{k: v for k, v in entry.items() if k not in ("uid", "uids")}}
-        if entry["kind"] == "open":
-            meant = sorted(in_flight)
+        if kind == "open":
+            again = {uid for uid, version in trained.items() if version >= entry["version"]}
+            meant = sorted(in_flight | again)
         else:
             meant = [u for u in entry.get("uids") or [entry["uid"]] if is_meant(u)]
-            change = in_flight.update if entry["kind"] == "admit" else in_flight.difference_update
+            change = in_flight.update if kind == "admit" else in_flight.difference_update
             change(meant)
+        if kind == "step":
+            trained.update((uid, entry["version"]) for uid in meant)
         for uid in meant:
-            yield {**facts, "uid": uid}
+            yield {**facts, "uid": uid, **({"again": uid in again} if kind == "open" else {})}
 
 
 def _from_events(events: Iterable[Entry], is_meant: Callable[[str], bool]) -> Iterator[Entry]:
@@ -224,7 +151,8 @@ def _what(entry: Entry) -> str:
         return f"event {entry['kind']}: {', '.join(facts)}"
     match entry["kind"]:
         case "open":
-            return f"the books were opened again: the run went on from version {entry['version']}"
+            again = ", and its step is made again" if entry["again"] else ""
+            return f"the run goes on from version {entry['version']}{again}"
         case "admit":
             return f"admitted at version {entry['version']}"
         case "step":

@@ -90,7 +90,8 @@ def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory)
         try:
             for note in prepared.notes:
                 sinks.event("note", {"text": note})
-            session.start(checkpoint, sinks.status)
+            for text in session.start(checkpoint, sinks.status):
+                sinks.event("corrupt", {"text": text})
             finish = _follow(session, sinks, log)
         except StreamError as error:
             sinks.event("failed", {"error": str(error)})

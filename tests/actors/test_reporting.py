@@ -6,15 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.actors.feed import Feed, StepReport
+from streamrl.actors.feed import EventReport, Feed, StepReport
 from streamrl.actors.reporting import DRAIN_EVERY_S, SAMPLES_KEPT, Reporter, Snapshot, StageActors
 from streamrl.actors.wiring import ActorReport
+from streamrl.buffer.books import TrainedGroup
 from streamrl.buffer.ledger import LedgerCounts
 from streamrl.buffer.shard import ShardStats
 from streamrl.config import load_config
 from streamrl.dataflow import Kind
-from streamrl.messages import Experience, GroupInfo, Lease
-from streamrl.pipeline import StepOutcome, StepTotals, Update
+from streamrl.errors import DeadlineError
+from streamrl.messages import GroupInfo
+from streamrl.faces import StepOutcome, StepTotals, Update
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
 from tests.virtual_clock import run_virtual
@@ -52,19 +54,14 @@ class Worker:
 
 
 def snapshot(version: int, ended_at: float, *, uid: str = "a") -> Snapshot:
-    group = Experience(
-        lease=Lease(1, uid, "train", 1, 0.0),
-        admitted_version=version,
-        info=GroupInfo((6,), 4, ((version, 4),)),
-        ready_version=version,
-    )
+    group = TrainedGroup(uid, GroupInfo((6,), 4, ((version, 4),)), ready_version=version)
     outcome = StepOutcome(
         version=version,
         totals=StepTotals(4, 1),
         groups=[group],
         sums=SUMS,
         update=Update({}, WeightManifest(version + 1, (), ())),
-        queue=ShardStats({}, 0, 0.0, ()),
+        queue=ShardStats({}, 0, 0.0, (), {}),
         ledger=LedgerCounts(1, 1, 0, 0, 0, ()),
         started_at=0.0,
         ended_at=ended_at,
@@ -173,3 +170,28 @@ def test_an_actor_that_cannot_be_drained_ends_the_wait_for_reports() -> None:
             await run.finish()
 
     run_virtual(scenario())
+
+
+def test_a_report_is_delivered_once_the_reader_asks_for_what_comes_behind_it() -> None:
+    async def main() -> list[float]:
+        feed, times = Feed(), list[float]()
+        clock = asyncio.get_running_loop().time
+        feed.post(EventReport("note", {}))
+
+        async def wait() -> None:
+            await feed.delivered(10.0)
+            times.append(clock())
+
+        waiting = asyncio.create_task(wait())
+        await asyncio.sleep(1.0)
+        assert len(await feed.after(0, 1.0)) == 1, "it is on its way now, and may get lost"
+        await asyncio.sleep(1.0)
+        feed.post(EventReport("later", {}))
+        assert not times
+        await feed.after(1, 1.0)
+        await waiting
+        with pytest.raises(DeadlineError, match="1 reports were not fetched"):
+            await feed.delivered(5.0)
+        return [*times, clock()]
+
+    assert run_virtual(main()) == [2.0, 7.0]

@@ -1,38 +1,148 @@
 """The queue over several shards."""
 
 import asyncio
+import zlib
 
 import pytest
 
-from streamrl.buffer import ExperienceQueue, QueueConfig, Shard
-from tests.buffer.test_shard import STAGES, prompt, rollouts
-from tests.fakes import LocalShard
+from streamrl.buffer import Bounds, ExperienceQueue, QueueConfig
+from streamrl.buffer.leases import Overdue
+from streamrl.errors import DeadlineError, RewardError
+from streamrl.messages import Columns, Ended, Experience, Filtered
+from tests.buffer.shards import REFERENCE, SCORES, STAGES, prompt, rollouts
+from tests.fake_shards import CALL_S, LocalShard, MemoryLog
 from tests.virtual_clock import run_virtual
+
+UIDS = [f"0:{i}:0" for i in range(20)]
+
+
+def local_shards(
+    count: int, *, capacity: int = 100, hedge_s: float | None = None
+) -> list[LocalShard]:
+    config = QueueConfig(shards=count, lease_s=10.0, max_attempts=2, hedge_s=hedge_s)
+    return [LocalShard(STAGES, config, Bounds(capacity), log=MemoryLog()) for _ in range(count)]
 
 
 def queue_of(count: int) -> ExperienceQueue:
-    config = QueueConfig(shards=count)
-    return ExperienceQueue(
-        [LocalShard(Shard(STAGES, config, capacity_groups=100)) for _ in range(count)], "me"
-    )
+    return ExperienceQueue(local_shards(count), "me")
+
+
+async def take_all(
+    queue: ExperienceQueue, stage: str, columns: tuple[str, ...] = (), *, max_groups: int = 3
+) -> list[Experience]:
+    taken: list[Experience] = []
+    while found := await queue.take(stage, max_groups=max_groups, columns=columns, wait_s=1.0):
+        assert len(found) <= max_groups
+        taken += found
+    return taken
+
+
+async def do(queue: ExperienceQueue, stage: str, columns: Columns) -> None:
+    taken = await take_all(queue, stage)
+    assert await queue.put([(one.lease, columns) for one in taken]) == []
+
+
+async def finish(queue: ExperienceQueue) -> None:
+    await do(queue, "generate", rollouts(version=3))
+    await do(queue, "reward", SCORES)
+    await do(queue, "reference", REFERENCE)
+
+
+# Where groups are.
+
+
+def test_a_group_lives_in_the_shard_its_uid_hashes_to_in_every_process() -> None:
+    async def main() -> None:
+        shards = local_shards(3)
+        one, other = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
+        await one.admit([prompt(uid) for uid in UIDS], 0)
+        places = [one.shard_of(uid) for uid in UIDS]
+        assert places == [other.shard_of(uid) for uid in UIDS]
+        assert places == [zlib.crc32(uid.encode()) % 3 for uid in UIDS]
+        for i, shard in enumerate(shards):
+            mine = {uid for uid, place in zip(UIDS, places, strict=True) if place == i}
+            assert set((await shard.leave([], 0)).uids) == mine != set()
+
+    run_virtual(main())
 
 
 @pytest.mark.parametrize("shards", [1, 2, 3])
 def test_every_group_is_taken_once_wherever_it_lives(shards: int) -> None:
     async def main() -> None:
         queue = queue_of(shards)
-        uids = [f"0:{i}:0" for i in range(20)]
-        await queue.admit([prompt(uid) for uid in uids], 0)
-        taken: list[str] = []
-        while True:
-            found = await queue.take("generate", max_groups=3, columns=(), wait_s=1.0)
-            if not found:
-                break
-            assert len(found) <= 3
-            taken += [experience.uid for experience in found]
-        assert sorted(taken) == sorted(uids)
+        await queue.admit([prompt(uid) for uid in UIDS], 0)
+        taken = [experience.uid for experience in await take_all(queue, "generate")]
+        assert sorted(taken) == sorted(UIDS)
 
     run_virtual(main())
+
+
+def test_a_full_shard_blocks_the_others_only_until_its_deadline() -> None:
+    async def main() -> None:
+        queue = ExperienceQueue(local_shards(2, capacity=1), "me")
+        with pytest.raises(DeadlineError, match="waited for room in a full shard"):
+            await queue.admit([prompt(uid) for uid in UIDS], 0)
+        assert len((await queue.leave([], 0)).uids) == 2
+
+    run_virtual(main())
+
+
+def test_columns_are_read_back_by_uid() -> None:
+    async def main() -> None:
+        queue, uids = queue_of(2), UIDS[:6]
+        await queue.admit([prompt(uid) for uid in uids], 0)
+        await do(queue, "generate", rollouts(version=3))
+        found = await queue.read(uids, ("policy_version", "lengths"))
+        assert set(found) == set(uids)
+        assert all(columns["lengths"].tolist() == [5, 5] for columns in found.values())
+        assert all(columns.keys() == {"policy_version", "lengths"} for columns in found.values())
+        stats = await queue.leave([], 1)
+        assert set(stats.uids) == set(uids)
+        assert stats.depth["reward"] >= 0
+
+    run_virtual(main())
+
+
+def test_columns_of_several_stages_are_read_as_one() -> None:
+    async def main() -> None:
+        queue = queue_of(2)
+        await queue.admit([prompt("0:0:0")], 0)
+        await finish(queue)
+        found = await queue.read(["0:0:0"], ("scores", "lengths", "ref_logprobs"))
+        assert [len(column) for column in found["0:0:0"].values()] == [2, 2, 10]
+
+    run_virtual(main())
+
+
+def test_the_figures_of_all_shards_are_added_up() -> None:
+    async def main() -> None:
+        queue = queue_of(3)
+        await queue.admit([prompt(uid) for uid in UIDS], 0)
+        await asyncio.sleep(5.0)
+        stats = await queue.leave(UIDS[:5], 1)
+        assert sorted(stats.uids) == sorted(UIDS[5:])
+        assert stats.depth["generate"] == pytest.approx(20.0, rel=0.01)
+        assert stats.oldest_age_s == pytest.approx(5.0, abs=0.1)
+        assert stats.counts == {"redelivered": 0, "hedged": 0, "refused": 0}
+
+    run_virtual(main())
+
+
+def test_groups_come_in_with_what_was_made_of_them_elsewhere() -> None:
+    async def main() -> None:
+        queue = queue_of(2)
+        made = [(prompt(uid), rollouts(version=2)) for uid in UIDS]
+        await queue.add(made, 2, stage="generate")
+        assert not await take_all(queue, "generate")
+        taken = await take_all(queue, "reward", ("policy_version",))
+        assert sorted(one.uid for one in taken) == sorted(UIDS)
+        assert all(one.columns["policy_version"].max() == 2 for one in taken)
+        assert all(one.prompt is not None and one.prompt.uid == one.uid for one in taken)
+
+    run_virtual(main())
+
+
+# Requests.
 
 
 def test_a_waiting_take_is_answered_when_a_prompt_arrives_anywhere() -> None:
@@ -43,25 +153,207 @@ def test_a_waiting_take_is_answered_when_a_prompt_arrives_anywhere() -> None:
         await queue.admit([prompt("0:7:0")], 0)
         (found,) = await waiting
         assert found.uid == "0:7:0"
+        assert found.prompt is not None and found.prompt.token_ids.tolist() == [1, 2]
         assert asyncio.get_running_loop().time() < 6.0
 
     run_virtual(main())
 
 
-def test_columns_are_read_back_by_uid() -> None:
+def test_a_request_outlives_the_call_so_that_nobody_asks_twice() -> None:
+    async def main() -> None:
+        shards = local_shards(1)
+        queue = ExperienceQueue(shards, "me")
+        for _ in range(5):
+            assert not await queue.take("generate", max_groups=2, columns=(), wait_s=1.0)
+        cancelled = asyncio.create_task(queue.take("generate", max_groups=2, columns=(), wait_s=9))
+        await asyncio.sleep(1.0)
+        cancelled.cancel()
+        await queue.admit([prompt("0:0:0")], 0)
+        await asyncio.sleep(1.0)
+        # The request of the first call was answered while nobody waited for it.
+        started = asyncio.get_running_loop().time()
+        (found,) = await queue.take("generate", max_groups=2, columns=(), wait_s=1.0)
+        assert asyncio.get_running_loop().time() == started
+        assert found.uid == "0:0:0"
+
+    run_virtual(main())
+
+
+def test_what_was_given_beyond_what_was_asked_for_is_kept_for_the_next_call() -> None:
+    async def main() -> None:
+        queue = queue_of(3)
+        await queue.admit([prompt(uid) for uid in UIDS], 0)
+        counts = []
+        for _ in range(6):
+            counts.append(len(await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)))
+        assert counts == [1] * 6
+        assert await queue.renew() == []
+
+    run_virtual(main())
+
+
+def test_together_the_groups_of_a_call_hold_so_many_tokens_or_are_one() -> None:
+    async def main() -> None:
+        queue = queue_of(3)
+        await queue.admit([prompt(uid) for uid in UIDS[:7]], 0)
+        await do(queue, "generate", rollouts())
+        counts = []
+        while found := await queue.take(
+            "reward", max_groups=9, columns=(), wait_s=1.0, max_tokens=20
+        ):
+            counts.append(len(found))
+        assert max(counts) <= 2 and sum(counts) == 7, "10 tokens each"
+
+    run_virtual(main())
+
+
+def test_a_shard_that_is_started_again_is_asked_again_and_gives_the_same_leases() -> None:
+    async def main() -> None:
+        shards = local_shards(1)
+        queue = ExperienceQueue(shards, "me")
+        await queue.admit([prompt(uid) for uid in UIDS], 0)
+        asking = asyncio.create_task(queue.take("generate", max_groups=3, columns=(), wait_s=60.0))
+        # Granted and in the log, but the answer is still on its way.
+        await asyncio.sleep(1.5 * CALL_S + 0.002)
+        await shards[0].log.append([])
+        shards[0].kill()
+        shards[0].revive()
+        first = await asking
+        assert len(first) == 3
+        second = await queue.take("generate", max_groups=20, columns=(), wait_s=1.0)
+        assert len(second) == 17
+        assert await queue.put([(one.lease, rollouts()) for one in first]) == []
+
+    run_virtual(main())
+
+
+# What is held.
+
+
+def test_what_is_held_is_kept_by_renewing_even_before_it_is_handed_out() -> None:
+    async def main() -> None:
+        queue, other = (ExperienceQueue(shards, "me") for shards in [local_shards(2)] * 2)
+        await queue.admit([prompt(uid) for uid in UIDS[:4]], 0)
+        assert queue.renew_every_s == float("inf"), "nothing is held"
+        (first,) = await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
+        assert queue.renew_every_s == pytest.approx(10.0 / 3)
+        taken = {one.uid for one in await take_all(other, "generate")}
+        for _ in range(5):
+            await asyncio.sleep(queue.renew_every_s)
+            assert await queue.renew() == []
+        again = [one.uid for one in await take_all(other, "generate")]
+        assert first.uid not in taken and first.uid not in again
+
+    run_virtual(main())
+
+
+def test_lost_leases_are_told_once_and_not_handed_out_any_more() -> None:
+    async def main() -> None:
+        shards = local_shards(1)
+        queue, other = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
+        await queue.admit([prompt(uid) for uid in UIDS[:2]], 0)
+        # The shard answers one request for two groups, and one of them waits here.
+        request = queue.take("generate", max_groups=2, columns=(), wait_s=1.0)
+        (held, waiting) = await request
+        queue._pending["generate"].append(grant_of(queue, waiting))
+        await asyncio.sleep(11.0)
+        await take_all(other, "generate")
+        assert {lease.uid for lease in await queue.renew()} == {held.uid, waiting.uid}
+        assert await queue.renew() == []
+        assert not await queue.take("generate", max_groups=2, columns=(), wait_s=1.0)
+
+    run_virtual(main())
+
+
+def test_settled_work_is_not_held_any_more() -> None:
     async def main() -> None:
         queue = queue_of(2)
-        uids = [f"0:{i}:0" for i in range(6)]
-        await queue.admit([prompt(uid) for uid in uids], 0)
-        taken = []
-        while len(taken) < 6:
-            taken += await queue.take("generate", max_groups=6, columns=(), wait_s=1.0)
-        assert await queue.put([(e.lease, rollouts(version=3)) for e in taken]) == []
-        found = await queue.read(uids, ("policy_version", "lengths"))
-        assert set(found) == set(uids)
-        assert all(columns["lengths"].tolist() == [5, 5] for columns in found.values())
-        stats = await queue.end_step([], 1)
-        assert set(stats.uids) == set(uids)
-        assert stats.depth["reward"] >= 0
+        await queue.admit([prompt(uid) for uid in UIDS[:3]], 0)
+        done, failed, filtered = await take_all(queue, "generate")
+        await queue.put([(done.lease, rollouts())])
+        await queue.fail([(failed.lease, RewardError("no"))])
+        await queue.filter([(filtered.lease, Filtered("not worth it"))])
+        assert queue.renew_every_s == float("inf")
+        assert await queue.renew() == []
+
+    run_virtual(main())
+
+
+def test_the_coordinator_has_nothing_to_renew() -> None:
+    async def main() -> None:
+        queue = queue_of(1)
+        await queue.admit([prompt("0:0:0")], 0)
+        await finish(queue)
+        assert len(await take_all(queue, "train")) == 1
+        assert queue.renew_every_s == float("inf")
+
+    run_virtual(main())
+
+
+# How groups end.
+
+
+def test_ended_groups_reach_the_coordinator_with_their_reasons_and_no_columns() -> None:
+    async def main() -> None:
+        queue = queue_of(2)
+        await queue.admit([prompt(uid) for uid in UIDS[:2]], 0)
+        await do(queue, "generate", rollouts())
+        filtered, failed = await take_all(queue, "reward")
+        await queue.filter([(filtered.lease, Filtered("all 2 rewards are 1"))])
+        for _ in range(2):
+            await queue.fail([(failed.lease, RewardError("no verdict"))])
+            for failed in await take_all(queue, "reward"):  # noqa: B007
+                pass
+        ended = {one.uid: one for one in await take_all(queue, "train", ("scores",))}
+        assert ended[filtered.uid].ended == Ended("filtered", "all 2 rewards are 1", filtered=True)
+        assert ended[failed.uid].ended == Ended("reward_error", "no verdict")
+        assert not ended[failed.uid].columns
+
+    run_virtual(main())
+
+
+def test_refused_commits_are_named() -> None:
+    async def main() -> None:
+        queue = queue_of(3)
+        await queue.admit([prompt(uid) for uid in UIDS[:6]], 0)
+        taken = await take_all(queue, "generate")
+        entries = [(one.lease, rollouts()) for one in taken]
+        assert await queue.put(entries[:4]) == []
+        assert sorted(await queue.put(entries)) == sorted(one.uid for one in taken[:4])
+
+    run_virtual(main())
+
+
+# Death and stalls.
+
+
+def test_the_work_of_a_dead_holder_is_free_in_every_shard() -> None:
+    async def main() -> None:
+        shards = local_shards(3)
+        dead, alive = ExperienceQueue(shards, "worker-0"), ExperienceQueue(shards, "worker-1")
+        await alive.admit([prompt(uid) for uid in UIDS], 0)
+        mine = await take_all(dead, "generate")
+        assert len(mine) == 20
+        assert await alive.release("worker-0") == 20
+        assert len(await take_all(alive, "generate")) == 20
+
+    run_virtual(main())
+
+
+def test_slow_work_is_named_and_where_groups_are_can_be_asked() -> None:
+    async def main() -> None:
+        shards = local_shards(3)
+        slow, watcher = ExperienceQueue(shards, "worker-0"), ExperienceQueue(shards, "coordinator")
+        await watcher.admit([prompt(uid) for uid in UIDS[:5]], 0)
+        taken = await take_all(slow, "generate")
+        await asyncio.sleep(5.0)
+        found = await watcher.overdue(4.0, take_back=False)
+        assert sorted(one.uid for one in found) == sorted(one.uid for one in taken)
+        assert all(isinstance(one, Overdue) and one.holder == "worker-0" for one in found)
+        places = await watcher.whereabouts([*UIDS[:2], "0:99:0"])
+        assert places.keys() == set(UIDS[:2])
+        assert all("held by worker-0 for 6." in place for place in places.values())
+        assert len(await watcher.overdue(4.0, take_back=True)) == 5
+        assert len(await slow.renew()) == 5
 
     run_virtual(main())

@@ -17,11 +17,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.buffer import journal as module
-from streamrl.buffer.journal import (
+from streamrl.buffer import segment
+from streamrl.buffer.journal import Journal, JournalConfig
+from streamrl.buffer.segment import (
     Corrupt,
-    Journal,
-    JournalConfig,
     Position,
     Record,
     read_record,
@@ -36,7 +35,7 @@ from streamrl.errors import ConfigError, JournalError
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def note(i: int, payload: module.Buffer = b"payload") -> Record:
+def note(i: int, payload: segment.Buffer = b"payload") -> Record:
     return Record({"kind": "note", "i": i}, payload)
 
 
@@ -98,7 +97,7 @@ def fsyncs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ],
     ids=["empty", "bytes", "bytearray", "slice", "array", "wide", "large"],
 )
-async def test_a_record_is_read_back_as_it_was(tmp_path: Path, payload: module.Buffer) -> None:
+async def test_a_record_is_read_back_as_it_was(tmp_path: Path, payload: segment.Buffer) -> None:
     journal = opened(tmp_path)
     meta = {
         "kind": "put",
@@ -322,14 +321,14 @@ async def test_the_next_record_is_found_however_far_away_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = opened(tmp_path)
-    places = await journal.append([note(0, module.MAGIC * 50), note(1)])
+    places = await journal.append([note(0, segment.MAGIC * 50), note(1)])
     await journal.close()
     path = segment_path(tmp_path, 1)
     damaged = bytearray(path.read_bytes())
     damaged[0] ^= 1
     path.write_bytes(damaged)
-    for chunk in range(len(module.MAGIC), 40):
-        monkeypatch.setattr(module, "_SEARCH_BYTES", chunk)
+    for chunk in range(len(segment.MAGIC), 40):
+        monkeypatch.setattr(segment, "_SEARCH_BYTES", chunk)
         bad, (place, record) = replay(tmp_path)
         assert isinstance(bad, Corrupt)
         assert bad.position == places[0]
@@ -350,9 +349,9 @@ async def test_a_journal_inside_a_payload_is_not_taken_for_records(tmp_path: Pat
 async def test_a_format_of_the_future_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "FORMAT", 2)
+    monkeypatch.setattr(segment, "FORMAT", 2)
     await written(tmp_path, range(1))
-    monkeypatch.setattr(module, "FORMAT", 1)
+    monkeypatch.setattr(segment, "FORMAT", 1)
     with pytest.raises(JournalError, match=r"00000001\.journal: format 2, this streamrl reads 1"):
         numbers(tmp_path)
 

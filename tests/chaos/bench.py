@@ -6,7 +6,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ ROWS = 10
 """Rows of the data set: the run goes through it more than twice."""
 SAME = ("reward/mean", "reward/std", "loss/policy", "policy/grad_norm", "policy/ratio_mean")
 """Metrics of a step that follow from its micro-batches, their order and the weights."""
+HEALED_WITHIN_S = 60.0
+"""Longest step of a run that somebody died in, s: an engine starts in half of it."""
 REWARD = """
 def score(prompt, completion):
     return sum(map(ord, completion)) % 7 / 7
@@ -51,14 +53,13 @@ class Trained:
         return [uid for step in self.steps for uid in step]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Verdict:
-    """What came of a scenario: what is wrong, if anything is; `resumed_at` a version or None."""
+    """What came of a scenario: what is wrong, if anything is."""
 
     scenario: Scenario
-    seconds: float = 0.0
-    problems: list[str] = field(default_factory=list)
-    facts: list[str] = field(default_factory=list)
+    seconds: float
+    problems: Sequence[str]
 
 
 class Bench:
@@ -69,74 +70,72 @@ class Bench:
         lines = (folder / "rows.jsonl").read_text().splitlines()[:ROWS]
         (folder / "rows.jsonl").write_text("\n".join(lines) + "\n")
         (folder / "reward.py").write_text(REWARD)
-        self._undisturbed: dict[tuple[int, int], Trained] = {}
+        self._undisturbed: dict[str, Trained] = {}
 
-    def undisturbed(self, scenario: Scenario) -> Trained:
-        """What a run does that nobody kills."""
-        kind = scenario.max_staleness, scenario.ranks
+    def undisturbed(self, settings: Mapping[str, Any]) -> Trained:
+        """What a run with these settings does that nobody kills."""
+        kind = "-".join(f"{key.partition('.')[2]}-{value}" for key, value in settings.items())
         if kind not in self._undisturbed:
-            name = "undisturbed-{}-{}".format(*kind)
-            run_dir = self.run_dir(name)
+            run_dir = self.run_dir(f"undisturbed-{kind}")
             shutil.rmtree(run_dir, ignore_errors=True)
-            run = Launched(self._words(name, scenario), self.folder)
-            assert run.wait() == 0, run.output
-            found = Trained(list(_steps(run_dir)), rows(run_dir))
-            problems = list(audit(run_dir, max_staleness=scenario.max_staleness))
-            assert not problems, problems
-            self._undisturbed[kind] = found
+            run = Launched(self._words(run_dir.name, settings), self.folder)
+            problems = [*_ended(run, code=0), *audit(run_dir, settings)]
+            assert not problems, "\n".join(problems)
+            self._undisturbed[kind] = Trained(list(_steps(run_dir)), rows(run_dir))
         return self._undisturbed[kind]
 
     def run_dir(self, name: str) -> Path:
         """Where a run is."""
         return self.folder / "runs" / name
 
-    def _words(self, name: str, scenario: Scenario) -> list[str]:
+    def _words(self, name: str, settings: Mapping[str, Any]) -> list[str]:
         settings = {
             "run.dir": self.folder / "runs",
             "run.name": name,
             "run.steps": STEPS,
             "run.debug": "true",
             "pipeline.groups_per_step": GROUPS_PER_STEP,
-            "pipeline.max_staleness": scenario.max_staleness,
             "checkpoint.every": 2,
             "checkpoint.keep": 1,
             "evaluation.at_start": "false",
             "evaluation.at_end": "false",
             "rewards": f"[{{kind: function, path: {self.folder}/reward.py, function: score}}]",
-            "trainer.world_size": scenario.ranks,
-            "trainer.zero_stage": 3 if scenario.ranks > 1 else 1,
+            **settings,
         }
         words = [f"{key}={value}" for key, value in settings.items()]
         return ["train", str(self.folder / "recipe.yaml"), *words]
 
     def play(self, scenario: Scenario) -> Verdict:
         """One scenario: run, kill, resume if it is to be resumed, audit."""
-        undisturbed = self.undisturbed(scenario)
-        verdict = Verdict(scenario)
+        undisturbed = self.undisturbed(scenario.settings)
         started = time.monotonic()
+        problems = list(self._problems(scenario, undisturbed))
+        return Verdict(scenario, time.monotonic() - started, problems)
+
+    def _problems(self, scenario: Scenario, undisturbed: Trained) -> Iterator[str]:
         name = scenario.name.replace(":", "-")
         run_dir, marker = self.run_dir(name), self.folder / f"{name}.killed"
         shutil.rmtree(run_dir, ignore_errors=True)
-        marker.unlink(missing_ok=True)
+        for path in (marker, Path(f"{marker}.order")):
+            path.unlink(missing_ok=True)
         env = self._env(scenario.plan(run_dir, marker))
-        run = Launched(self._words(name, scenario), self.folder, env)
-        verdict.problems += _ended(run, code=0 if scenario.heals else 1)
+        run = Launched(self._words(name, scenario.settings), self.folder, env)
+        exit_code = -9 if scenario.role == "driver" else 0 if scenario.heals else 1
+        wrong = list(_ended(run, code=exit_code))
         if not marker.exists():
-            verdict.problems.append("nothing was killed: the moment did not come")
-        elif scenario.heals:
-            verdict.problems += _healed(run_dir, scenario)
+            yield from ["nothing was killed: the moment did not come", *wrong]
+            return
+        if scenario.heals:
+            wrong += _healed(run_dir, scenario)
         else:
-            verdict.problems += _named(run, scenario)
+            wrong += _named(run, scenario)
             before = rows(run_dir)
             again = Launched(["train", "--resume", str(run_dir)], self.folder, env)
-            verdict.problems += _ended(again, code=0)
-            verdict.problems += compare(before, rows(run_dir), "before the crash")
-        if not verdict.problems:
-            verdict.problems += audit(run_dir, max_staleness=scenario.max_staleness)
-        if not verdict.problems:
-            verdict.problems += _like(run_dir, undisturbed, scenario)
-        verdict.seconds = time.monotonic() - started
-        return verdict
+            wrong += _ended(again, code=0)
+            wrong += compare(before, rows(run_dir), "before the crash")
+        wrong += audit(run_dir, scenario.settings)
+        wrong += _like(run_dir, undisturbed, scenario)
+        yield from wrong
 
     @staticmethod
     def _env(plan: Mapping[str, Any]) -> dict[str, str]:
@@ -153,21 +152,26 @@ def _ended(run: Launched, *, code: int) -> Iterator[str]:
         return
     if found != code:
         yield f"exit code {found}, wanted {code}:\n{run.output}"
-    if "Traceback" in run.output:
-        yield f"a traceback:\n{run.output}"
+    if "Traceback" in run.output or "(raylet)" in run.output:
+        yield f"a traceback or a message of Ray's:\n{run.output}"
     if orphans := run.orphans():
         yield f"still alive: {orphans}"
 
 
 def _named(run: Launched, scenario: Scenario) -> Iterator[str]:
-    """The last line says who died."""
+    """The last line says who died, if there was anybody to say it."""
+    if scenario.role == "driver":
+        return
     last = run.output.strip().splitlines()[-1]
     if not (last.startswith("streamrl: ") and scenario.actor in last and "died" in last):
         yield f"the last line does not say that {scenario.actor} died: {last}"
 
 
 def _healed(run_dir: Path, scenario: Scenario) -> Iterator[str]:
-    """The events say who died and came back (a shard comes back unnoticed)."""
+    """The events say who died and came back (a shard comes back unnoticed), and that soon."""
+    slowest_s = max((row["time/step_s"] for row in rows(run_dir)), default=0.0)
+    if slowest_s > HEALED_WITHIN_S:
+        yield f"a step took {slowest_s:.0f} s"
     if scenario.role == "shard":
         return
     for name in ("died", "restarted"):
@@ -182,7 +186,7 @@ def _steps(run_dir: Path) -> Iterator[list[str]]:
             yield list(record.meta["uids"])
 
 
-def audit(run_dir: Path, *, max_staleness: int) -> Iterator[str]:
+def audit(run_dir: Path, settings: Mapping[str, Any]) -> Iterator[str]:
     """What must be true of the books and rows of a finished run, killed or not."""
     records = list(read_log(journal_dir(run_dir, BOOKS)))
     admitted = [u for r in records if r.meta["kind"] == "admit" for u in r.meta["uids"]]
@@ -203,7 +207,7 @@ def audit(run_dir: Path, *, max_staleness: int) -> Iterator[str]:
         yield f"the ledger: {counts}"
     for version, step in recovered.steps.items():
         oldest = min(group.info.min_version for group in step.groups)
-        if version - oldest > max_staleness:
+        if version - oldest > settings["pipeline.max_staleness"]:
             yield f"step {version} trained tokens of version {oldest}"
     yield from _audit_rows(run_dir)
 
@@ -246,9 +250,7 @@ def _like(run_dir: Path, undisturbed: Trained, scenario: Scenario) -> Iterator[s
     mine = Trained(list(_steps(run_dir)), rows(run_dir))
     if mine.by_epoch != undisturbed.by_epoch:
         yield f"trained {mine.by_epoch}, without the crash {undisturbed.by_epoch}"
-    if scenario.max_staleness == 0:
+    if scenario.is_on_policy:
         if [set(step) for step in mine.steps] != [set(step) for step in undisturbed.steps]:
             yield f"steps of {mine.steps}, without the crash {undisturbed.steps}"
         yield from compare(undisturbed.rows, mine.rows, "without the crash", tolerance=1e-4)
-
-

@@ -11,7 +11,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.chaos.bench import Bench, Verdict
-from tests.chaos.scenarios import MOMENTS, ROLES, Scenario, all_scenarios, short_scenarios
+from tests.chaos.scenarios import (
+    Scenario,
+    all_scenarios,
+    more_scenarios,
+    short_scenarios,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _report(verdicts[-1], bench, arguments.seed)
     failed = sum(bool(verdict.problems) for verdict in verdicts)
     total_s = sum(verdict.seconds for verdict in verdicts)
-    print(f"{len(verdicts) - failed} of {len(verdicts)} passed, seed {arguments.seed}, {total_s:.0f} s")
+    print(f"{len(verdicts) - failed} of {len(verdicts)} passed in {total_s:.0f} s")
     if not failed and arguments.folder is None:
         shutil.rmtree(folder)
     return 1 if failed else 0
@@ -38,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.run_chaos", description=__doc__)
     parser.add_argument("--seed", type=int, default=0, help="of who dies at which passage")
     parser.add_argument("--short", action="store_true", help="each role once")
+    parser.add_argument("--more", action="store_true", help="what is beside roles and moments")
     parser.add_argument(
         "--only", action="append", default=[], metavar="ROLE[:MOMENT]", help="may be repeated"
     )
@@ -46,13 +52,18 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _chosen(arguments: argparse.Namespace) -> list[Scenario]:
-    names = [f"{role}:{moment}" for role in ROLES for moment in MOMENTS]
-    unknown = [o for o in arguments.only if o not in names and o not in ROLES]
-    if unknown:
-        sys.exit(f"--only {unknown[0]}: must be one of {', '.join([*ROLES, *names])}")
-    scenarios = (short_scenarios if arguments.short else all_scenarios)(arguments.seed)
-    wanted = set(arguments.only)
-    return [s for s in scenarios if not wanted or wanted & {s.name, s.role}]
+    seed, wanted = arguments.seed, set(arguments.only)
+    known = {s.name for s in [*all_scenarios(seed), *more_scenarios(seed)]}
+    known |= {name.partition(":")[0] for name in known}
+    if wanted - known:
+        sys.exit(f"--only {min(wanted - known)}: must be one of {', '.join(sorted(known))}")
+    scenarios = short_scenarios(seed) if arguments.short else all_scenarios(seed)
+    if arguments.more:
+        scenarios = more_scenarios(seed)
+    elif wanted:
+        scenarios = [*scenarios, *more_scenarios(seed)]
+    exact = [s for s in scenarios if s.name in wanted]
+    return exact + [s for s in scenarios if not wanted or (s.role in wanted and s not in exact)]
 
 
 def _report(verdict: Verdict, bench: Bench, seed: int) -> None:

@@ -1,8 +1,8 @@
-"""What is killed, and when: the roles, five moments of each, and a plan that follows from a seed."""
+"""What is killed, and when: roles, five moments of each, and a plan that follows from a seed."""
 
 import random
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Role:
-    """A kind of actor: the names of its actors, and whether a run outlives the death of one."""
+    """A kind of process: the names of its actors, and whether a run outlives the death of one."""
 
     actors: tuple[str, ...]
     heals: bool
@@ -94,35 +94,43 @@ ROLES: Mapping[str, Role] = {
 
 @dataclass(frozen=True)
 class Scenario:
-    """One kill in one run. `ranks` is the number of trainer ranks."""
+    """One kill in one run.
+
+    `stored`: columns travel in the object store however small they are. `settings` of the run
+    beside those of the bench.
+    """
 
     role: str
     moment: str
     actor: str
     passage: int
-    delay_s: float
-    max_staleness: int
-    ranks: int = 1
+    delay_s: float = 0.0
+    stored: bool = False
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    text: str = ""
+    variant: str = ""
 
     @property
     def name(self) -> str:
         """As --only takes it."""
-        return f"{self.role}:{self.moment}"
+        return ":".join(filter(None, (self.role, self.moment, self.variant)))
 
     @property
     def heals(self) -> bool:
         """Whether the run goes on by itself; otherwise it ends and is resumed."""
-        return ROLES[self.role].heals
+        return self.role in ROLES and ROLES[self.role].heals
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether the numbers do not depend on who was quick."""
+        return not self.settings["pipeline.max_staleness"]
 
     def __str__(self) -> str:
-        text = ROLES[self.role].moments[self.moment].text
-        delay = {0.0: "", AT_THE_END_S: ", at its end"}.get(
-            self.delay_s, f", after {self.delay_s * 1000:g} ms"
-        )
-        return (
-            f"{self.actor} as {text} (time {self.passage}{delay}),"
-            f" max_staleness {self.max_staleness}, {self.ranks} ranks"
-        )
+        ends = {0.0: "", AT_THE_END_S: ", at its end"}
+        delay = ends.get(self.delay_s, f", after {self.delay_s * 1000:g} ms")
+        facts = [f"{key.partition('.')[2]}={value}" for key, value in self.settings.items()]
+        facts += ["stored"] * self.stored
+        return f"{self.actor} as {self.text} (no. {self.passage}{delay}; {' '.join(facts)})"
 
     def plan(self, run_dir: Path, marker: Path) -> dict[str, Any]:
         """What the injected fault is told."""
@@ -133,16 +141,21 @@ def scenario(role: str, moment: str, seed: int) -> Scenario:
     """The scenario of one moment that follows from a seed, whatever others are run."""
     draw = random.Random(f"{seed}:{role}:{moment}")
     found = ROLES[role].moments[moment]
+    # An update is where the ranks wait for each other.
     ranks = 2 if (role, moment) == ("trainer", "mid_put") else 1
-    actors = tuple(f"trainer-{i}" for i in range(ranks)) if ranks > 1 else ROLES[role].actors
+    actors = ("trainer-0", "trainer-1") if ranks > 1 else ROLES[role].actors
     return Scenario(
         role=role,
         moment=moment,
         actor=draw.choice(actors),
         passage=draw.randint(1, found.passages),
         delay_s=draw.choice(found.delays_s),
-        max_staleness=draw.choice((0, 1)),
-        ranks=ranks,
+        stored=draw.choice((False, True)),
+        settings={
+            "pipeline.max_staleness": draw.choice((0, 1)),
+            **({"trainer.world_size": ranks, "trainer.zero_stage": 3} if ranks > 1 else {}),
+        },
+        text=found.text,
     )
 
 
@@ -155,4 +168,48 @@ def short_scenarios(seed: int) -> list[Scenario]:
     """Every role once, at moments that rotate with the seed."""
     return [
         scenario(role, MOMENTS[(seed + i) % len(MOMENTS)], seed) for i, role in enumerate(ROLES)
+    ]
+
+
+def more_scenarios(seed: int) -> list[Scenario]:
+    """What is beside the table: other placements, other processes, narrower moments."""
+    draw = random.Random(f"{seed}:more")
+    on_policy = {"pipeline.max_staleness": 0}
+    in_turn = {**on_policy, "placement.mode": "sequential"}
+    return [
+        Scenario(
+            "generator",
+            "mid_compute",
+            "generator-0",
+            draw.randint(1, 16),
+            settings=in_turn,
+            text="it samples, and has the device lease",
+            variant="in_turn",
+        ),
+        Scenario(
+            "scorer",
+            "after_take",
+            "reward-0",
+            draw.randint(1, 4),
+            settings=in_turn,
+            text="it has leased groups, and waits for the device lease",
+            variant="in_turn",
+        ),
+        Scenario(
+            "shard",
+            "mid_fetch",
+            draw.choice(ROLES["shard"].actors),
+            draw.randint(1, 3),
+            stored=True,
+            settings=on_policy,
+            text="its answer is there, and the columns it owns are not fetched",
+        ),
+        Scenario(
+            "driver",
+            "mid_step",
+            "driver",
+            draw.randint(1, 5),
+            settings=on_policy,
+            text="it takes the row of a step",
+        ),
     ]

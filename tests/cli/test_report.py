@@ -10,7 +10,8 @@ import pytest
 
 from streamrl.buffer import Books, Ledger
 from streamrl.buffer.books import TrainedGroup, TrainedStep
-from streamrl.buffer.journal import Journal, JournalConfig, segment_path, segments
+from streamrl.buffer.journal import Journal, JournalConfig
+from streamrl.buffer.segment import segment_path, segments
 from streamrl.checkpoint import BOOKS, journal_dir
 from streamrl.cli.main import main
 from streamrl.messages import Ended, GroupInfo
@@ -163,7 +164,7 @@ def test_the_history_of_a_uid_has_the_log_the_events_and_its_later_attempts(
 ) -> None:
     async def work(books: Books) -> None:
         await four_groups(books)
-        await books.open(1)
+        await books.open(0)
         await books.train(step(1, uid(2, 1)))
 
     keep_books(tmp_path, work)
@@ -182,11 +183,13 @@ def test_the_history_of_a_uid_has_the_log_the_events_and_its_later_attempts(
         "0:2:0  admitted at version 0",
         "0:2:0  dropped (reward_error): the verifier is down",
         "0:2:1  admitted at version 0",
-        "0:2:1  the books were opened again: the run went on from version 1",
+        "0:2:1  the run goes on from version 0",
         "0:2:1  trained at version 1: step 2",
         "0:2:0  event drop: cause=reward_error",
     ]
     assert "0:2:0" not in report("--uid", "0:2:1")[1], "earlier attempts are another uid's history"
+    last = report("--uid", "0:0:0")[1].splitlines()[-1]
+    assert last.endswith("0:0:0  the run goes on from version 0, and its step is made again")
     found = json.loads(report("--uid", "0:3:0", "--json")[1])
     assert [(e["source"], e["kind"]) for e in found["history"]] == [
         (BOOKS, "admit"),

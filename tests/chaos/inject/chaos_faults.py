@@ -33,6 +33,7 @@ class Fault:
         self.delay_s = plan["delay_s"]
         self.run_dir = plan["run_dir"]
         self.marker = plan["marker"]
+        self.stored = plan["stored"]
         self.is_here = False
         self._passages = 0
         self._lock = threading.Lock()
@@ -42,8 +43,13 @@ class Fault:
         if name != self.actor:
             return
         self.is_here = True
-        if self.moment == "mid_checkpoint" and self.role in ("generator", "scorer"):
-            threading.Thread(target=self._watch_checkpoints, daemon=True).start()
+        watch = {
+            ("generator", "mid_checkpoint"): self._watch_checkpoints,
+            ("scorer", "mid_checkpoint"): self._watch_checkpoints,
+            ("shard", "mid_fetch"): self._watch_orders,
+        }.get((self.role, self.moment))
+        if watch is not None:
+            threading.Thread(target=watch, daemon=True).start()
 
     def is_due(self, role, moment):
         """Whether this is the passage: counts one of `moment` if it is that of the plan.
@@ -78,6 +84,19 @@ class Fault:
     def at(self, role, moment):
         """A passage that takes no time."""
         if self.is_due(role, moment):
+            self.kill()
+
+    def order(self):
+        """Have the actor kill itself, from the process that saw the moment; wait until it did."""
+        with open(f"{self.marker}.order", "x"):
+            pass
+        while not os.path.exists(self.marker):
+            time.sleep(POLL_S)
+
+    def _watch_orders(self):
+        while not os.path.exists(f"{self.marker}.order"):
+            time.sleep(POLL_S)
+        if not os.path.exists(self.marker):
             self.kill()
 
     def _watch_checkpoints(self):
@@ -180,8 +199,22 @@ def queue_client(fault, module):
 
 
 def shard_client(fault, module):
+    if fault.stored:
+        module.INLINE_BYTES = 0
     if fault.role in ("generator", "scorer"):
         during_async(fault, module.RemoteShard, "put", fault.role, "mid_put")
+    if fault.moment == "mid_fetch":
+        fault.is_here = "reader"
+
+        async def call(original, self, method, *arguments, **named):
+            reply = await original(self, method, *arguments, **named)
+            is_mine = self.name == fault.actor and method in ("take", "read") and reply
+            if is_mine and fault.is_due("shard", "mid_fetch"):
+                fault.order()
+                await asyncio.sleep(1.0)
+            return reply
+
+        wrap_async(module.RemoteShard, "_call", call)
 
 
 def group_generator(fault, module):
@@ -227,7 +260,7 @@ def journal(fault, module):
             return original(self, frames)
         written = b""
         for frame in frames:
-            header = module._header(frame, self._end + len(written))
+            header = module.header_of(frame, self._end + len(written))
             written += header + frame[0] + bytes(frame[1])
         os.write(self.descriptor, written[: len(written) // 2])
         fault.kill()
@@ -301,7 +334,19 @@ def publisher(fault, module):
     wrap(module, "publish", publish)
 
 
+def driver(fault, module):
+    """The row of a step is on its way to the disk."""
+
+    def step(original, self, *arguments):
+        fault.arrive("driver")
+        fault.at("driver", "mid_step")
+        original(self, *arguments)
+
+    wrap(module.JsonlSink, "step", step)
+
+
 PATCHES = {
+    "streamrl.telemetry.sinks": driver,
     "streamrl.buffer.client": queue_client,
     "streamrl.actors.shard": shard_client,
     "streamrl.engines.group_generator": group_generator,

@@ -1,0 +1,120 @@
+"""The experience queue alone, without training: two producers, a scorer, a consumer.
+
+python examples/queue/standalone.py
+
+Half way a shard's process is killed with SIGKILL; every group arrives all the same, once.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import psutil
+import ray
+
+from streamrl.actors.shard import RemoteShard
+from streamrl.actors.standalone import start_shards
+from streamrl.buffer import ExperienceQueue, Ports
+from streamrl.messages import ROLLOUT_COLUMNS, Array, Columns, Experience, Prompt, make_uid
+
+STAGES = {
+    "generate": Ports(needs=(), produces=ROLLOUT_COLUMNS),
+    "reward": Ports(needs=("token_ids",), produces=("scores",)),
+    "train": Ports(needs=("scores",), produces=()),
+}
+NUM_GROUPS, GROUP_SIZE = 400, 4
+LONGEST_S = 60.0
+
+
+@ray.remote(num_cpus=0)
+class Worker:
+    """Takes groups that are ready for a stage, computes, and puts the columns of the stage."""
+
+    def __init__(self, shards: list[RemoteShard], name: str) -> None:
+        self.queue = ExperienceQueue(shards, name)
+
+    async def run(self, stage: str, compute: Callable[[Experience], Columns]) -> None:
+        """Without end. What takes longer than queue.lease_s must call `queue.renew` meanwhile."""
+        needs = STAGES[stage].needs
+        while True:
+            taken = await self.queue.take(stage, max_groups=4, columns=needs, wait_s=1.0)
+            await self.queue.put([(group.lease, compute(group)) for group in taken])
+
+
+def make_rollouts(group: Experience) -> Columns:
+    """A model would sample here: each rollout is the prompt's one token n, then n + i."""
+    assert group.prompt is not None
+    time.sleep(0.01)
+    n = int(group.prompt.token_ids[0])
+    is_sampled = np.tile([False, True], GROUP_SIZE)
+    return {
+        "token_ids": np.array([[n, n + i] for i in range(GROUP_SIZE)], np.int32).ravel(),
+        "loss_mask": is_sampled,
+        "generator_logprobs": np.where(is_sampled, -1.0, 0.0).astype(np.float32),
+        "policy_version": np.where(is_sampled, 0, -1).astype(np.int32),
+        "lengths": np.full(GROUP_SIZE, 2, np.int32),
+        "finish_reason": np.zeros(GROUP_SIZE, np.int8),
+    }
+
+
+def score(group: Experience) -> Columns:
+    """A reward would judge here: the score of a rollout is its sampled token."""
+    return {"scores": group.columns["token_ids"][1::2].astype(np.float32)}
+
+
+async def consume(queue: ExperienceQueue) -> tuple[dict[str, Array], int]:
+    """The scores of each group, and how many came once more; half way a shard is killed."""
+    received: dict[str, Array] = {}
+    repeated, is_killed = 0, False
+    while len(received) < NUM_GROUPS:
+        taken = await queue.take("train", max_groups=16, columns=("scores",), wait_s=1.0)
+        repeated += sum(group.uid in received for group in taken)
+        received.update((group.uid, group.columns["scores"]) for group in taken)
+        await queue.leave([group.uid for group in taken], version=0)
+        if not is_killed and len(received) >= NUM_GROUPS / 2:
+            print(f"{len(received)} groups have arrived; killed a shard, process {kill_a_shard()}")
+            is_killed = True
+    return received, repeated
+
+
+def kill_a_shard() -> int:
+    """SIGKILL one of the shards' processes, whatever it is doing."""
+    mine = psutil.Process().children(recursive=True)
+    shard = next(p for p in mine if "ray::ShardActor" in " ".join(p.cmdline()))
+    shard.kill()
+    return shard.pid
+
+
+async def main(folder: Path) -> int:
+    """Put prompts in, let the others work, receive all; 0 if each came once and whole."""
+    shards = start_shards(STAGES, folder, groups=NUM_GROUPS)
+    jobs = {"producer-0": "generate", "producer-1": "generate", "scorer-0": "reward"}
+    workers = {name: Worker.remote(shards, name) for name in jobs}
+    for name, stage in jobs.items():
+        workers[name].run.remote(stage, make_rollouts if stage == "generate" else score)
+    queue, uids = ExperienceQueue(shards, "consumer"), [make_uid(0, i) for i in range(NUM_GROUPS)]
+    prompts = [Prompt(uid, np.array([n], np.int32)) for n, uid in enumerate(uids)]
+    await queue.admit(prompts, version=0)
+    print(f"{NUM_GROUPS} prompts are in {len(shards)} shards, with journals in {folder}")
+    received, repeated = await asyncio.wait_for(consume(queue), LONGEST_S)
+    print(f"{len(received)} groups have arrived; {repeated} were handed out twice and passed over")
+    wanted = {uid: np.arange(n, n + GROUP_SIZE) for n, uid in enumerate(uids)}
+    wrong = [uid for uid in wanted if not np.array_equal(received[uid], wanted[uid])]
+    print(f"missing or wrong: {len(wrong)}")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    # Ray's local instance is ours alone: there is nobody to authenticate.
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    ray.init("local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    with tempfile.TemporaryDirectory(prefix="queue-") as path:
+        code = asyncio.run(main(Path(path)))
+        ray.shutdown()
+    sys.exit(code)

@@ -1,0 +1,34 @@
+"""The experience queue without a run, for producers and consumers of one's own."""
+
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from streamrl.actors.shard import RemoteShard, create_shards
+from streamrl.buffer import Bounds, Files, Ports, QueueConfig, ShardPlan
+
+
+def start_shards(
+    stages: Mapping[str, Ports],
+    folder: Path | None,
+    *,
+    groups: int,
+    config: QueueConfig | None = None,
+) -> list[RemoteShard]:
+    """The shards of a queue, with their journals in `folder`; without one they forget in death.
+
+    What an earlier program left in the folder is there again, and nobody holds a lease on it.
+    `groups` is the most that one shard holds. Ray must have been initialised.
+    """
+    config, session = config or QueueConfig(), uuid.uuid4().hex
+    plans = {
+        name: ShardPlan(
+            stages,
+            config,
+            Bounds(groups),
+            session,
+            Files(folder.absolute() / name) if folder is not None else None,
+        )
+        for name in (f"shard-{i}" for i in range(config.shards))
+    }
+    return create_shards(plans)

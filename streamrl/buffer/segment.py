@@ -1,0 +1,214 @@
+"""Segment files: records one after the other, each with its checksums, that are only appended to.
+
+A record is a header of 32 bytes (magic, format, bytes of meta and of payload, checksum of these
+with meta and payload, checksum of the header), the meta as JSON, the payload. Checksums are seeded
+with the record's offset, so that a journal inside a payload is never taken for records.
+"""
+
+import contextlib
+import json
+import os
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import xxhash
+
+from streamrl.errors import JournalError
+
+Buffer = bytes | bytearray | memoryview
+
+MAGIC = b"\x93srlj\n"
+FORMAT = 1
+_FIELDS = struct.Struct("<6sHIQ")
+_HEAD_BYTES, _HEADER_BYTES = _FIELDS.size + 8, _FIELDS.size + 12
+_SEARCH_BYTES = 1 << 20
+Frame = tuple[bytes, memoryview]
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a record is: segment, offset in its file and size of the whole record, bytes."""
+
+    segment: int
+    offset: int
+    size: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is kept: JSON-able facts with a "kind", and bytes. Read back, tuples are lists."""
+
+    meta: Mapping[str, Any]
+    payload: Buffer = b""
+
+
+@dataclass(frozen=True)
+class Corrupt:
+    """A record that fails its checksum though intact ones follow; its size as far as known."""
+
+    position: Position
+    file: Path
+    reason: str
+
+
+def frame_of(record: Record) -> Frame:
+    """Meta and payload as bytes. Raises TypeError if they cannot be."""
+    assert "kind" in record.meta, record.meta
+    meta = json.dumps(dict(record.meta), separators=(",", ":")).encode()
+    return meta, memoryview(record.payload).cast("B")
+
+
+def header_of(frame: Frame, offset: int) -> bytes:
+    meta, payload = frame
+    fields = _FIELDS.pack(MAGIC, FORMAT, len(meta), len(payload))
+    head = fields + _check_body(fields, meta, payload, offset)
+    return head + _check_head(head, offset)
+
+
+def _check_head(head: Buffer, offset: int) -> bytes:
+    return xxhash.xxh32_digest(head, seed=offset & 0xFFFFFFFF)
+
+
+def _check_body(fields: Buffer, meta: Buffer, payload: Buffer, offset: int) -> bytes:
+    state = xxhash.xxh3_64(fields, seed=offset)
+    state.update(meta)
+    state.update(payload)
+    return state.digest()
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    """The file of a segment."""
+    return folder / f"{number:08d}.journal"
+
+
+def segments(folder: Path) -> list[int]:
+    """Numbers of the segments in a folder, in order; none if there is no such folder."""
+    paths = folder.glob("*.journal")
+    return sorted(int(path.stem) for path in paths if path.stem.isdecimal())
+
+
+def check_begins_at(folder: Path, first: int) -> None:
+    """Raise JournalError if segments from `first` on have been there and are not any more."""
+    present = segments(folder)
+    if present and present[0] > max(first, 1):
+        raise JournalError(f"{folder}: segments {max(first, 1)} to {present[0] - 1} are missing")
+
+
+def replay(
+    folder: Path, *, first: int = 0, before: int | None = None
+) -> Iterator[tuple[Position, Record] | Corrupt]:
+    """Every record of the segments with first <= number < before, in order; see `read_segment`.
+
+    Raises JournalError if a segment between two others is missing, or a file cannot be read.
+    """
+    present = segments(folder)
+    if not present:
+        return
+    last = present[-1] if before is None else min(present[-1], before - 1)
+    wanted = range(max(first, present[0]), last + 1)
+    missing = sorted(set(wanted) - set(present))
+    if missing:
+        raise JournalError(f"journal {folder}: segments {missing} are missing")
+    for number in wanted:
+        yield from read_segment(segment_path(folder, number))
+
+
+def read_segment(path: Path) -> Iterator[tuple[Position, Record] | Corrupt]:
+    """Every record of one file, in order. Raises JournalError if it cannot be read.
+
+    A bad record with nothing intact behind it is the torn end a killed writer leaves: it is cut.
+    The file stays as it is.
+    """
+    number = int(path.stem) if path.stem.isdecimal() else 0
+    with named_errors(path), path.open("rb") as file:
+        end, offset = os.fstat(file.fileno()).st_size, 0
+        while offset < end:
+            size, found = _read_at(file, offset, end)
+            if isinstance(found, str):
+                following = _next_intact(file, offset + (size or 1), end)
+                if following is None:
+                    return
+                size = size or following - offset
+                yield Corrupt(Position(number, offset, size), path, found)
+            else:
+                yield Position(number, offset, size), found
+            offset += size
+
+
+def read_record(folder: Path, position: Position) -> Record:
+    """One record. Raises JournalError naming file and offset if it is not there and intact."""
+    path = segment_path(folder, position.segment)
+    with named_errors(path), path.open("rb") as file:
+        _, found = _read_at(file, position.offset, os.fstat(file.fileno()).st_size)
+    if isinstance(found, str):
+        raise JournalError(f"journal {path}, byte {position.offset}: {found}")
+    return found
+
+
+def _read_at(file: BinaryIO, offset: int, end: int) -> tuple[int, Record | str]:
+    """The record at `offset` of a file of `end` bytes, or why there is none; its size or 0."""
+    file.seek(offset)
+    header = file.read(_HEADER_BYTES)
+    head, check = header[:_HEAD_BYTES], header[_HEAD_BYTES:]
+    if not head.startswith(MAGIC) or check != _check_head(head, offset):
+        return 0, "the header does not match its checksum"
+    _, version, meta_bytes, payload_bytes = _FIELDS.unpack_from(head)
+    if version != FORMAT:
+        raise JournalError(f"journal {file.name}: format {version}, this streamrl reads {FORMAT}")
+    size = _HEADER_BYTES + meta_bytes + payload_bytes
+    if offset + size > end:
+        return 0, "the record is cut off"
+    meta, payload = file.read(meta_bytes), file.read(payload_bytes)
+    fields, check = head[: _FIELDS.size], head[_FIELDS.size :]
+    if check != _check_body(fields, meta, payload, offset):
+        return size, "the record does not match its checksum"
+    return size, Record(json.loads(meta), payload)
+
+
+def _next_intact(file: BinaryIO, offset: int, end: int) -> int | None:
+    """Where the first intact record at or behind `offset` begins."""
+    while offset < end:
+        file.seek(offset)
+        chunk = file.read(_SEARCH_BYTES)
+        at = chunk.find(MAGIC)
+        while at >= 0:
+            if isinstance(_read_at(file, offset + at, end)[1], Record):
+                return offset + at
+            at = chunk.find(MAGIC, at + 1)
+        # The chunks overlap: a magic may lie across their border.
+        offset += max(1, len(chunk) - len(MAGIC) + 1)
+    return None
+
+
+@contextlib.contextmanager
+def named_errors(path: Path) -> Iterator[None]:
+    """The system's errors as JournalError naming the file."""
+    try:
+        yield
+    except OSError as error:
+        raise JournalError(f"journal {path}: {error.strerror or error}") from error
+
+
+def write_segment(path: Path, records: Iterable[Record]) -> None:
+    """Write one file, replacing what is there, and fsync it. Raises JournalError if it cannot."""
+    with named_errors(path):
+        with path.open("wb") as file:
+            offset = 0
+            for record in records:
+                frame = frame_of(record)
+                for part in (header_of(frame, offset), *frame):
+                    offset += file.write(part)
+            file.flush()
+            os.fsync(file.fileno())
+        fsync_path(path.parent)
+
+
+def fsync_path(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

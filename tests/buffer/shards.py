@@ -1,0 +1,137 @@
+"""A shard under test: its stages, what they make of a group, and a user who asks for it."""
+
+import pickle
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from streamrl.buffer import Bounds, Ports, QueueConfig, Shard
+from streamrl.buffer.blob import decode, encode
+from streamrl.buffer.group import GroupBook
+from streamrl.buffer.leases import Request
+from streamrl.buffer.shard import Commit, Log
+from streamrl.messages import (
+    ROLLOUT_COLUMNS,
+    Columns,
+    Experience,
+    FinishReason,
+    GroupInfo,
+    Lease,
+    Prompt,
+    Rollout,
+    column_sizes,
+    group_columns,
+)
+from tests.virtual_clock import run_virtual
+
+STAGES = {
+    "generate": Ports((), ROLLOUT_COLUMNS),
+    "reward": Ports(ROLLOUT_COLUMNS, ("scores",)),
+    "reference": Ports(("token_ids", "lengths"), ("ref_logprobs",)),
+    "train": Ports((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"), ()),
+}
+SCORES: Columns = {"scores": np.ones(2, np.float32)}
+REFERENCE: Columns = {"ref_logprobs": np.zeros(10, np.float32)}
+ROOM = Bounds(8)
+QUICK = {"lease_s": 10.0, "max_attempts": 2}
+
+
+def prompt(uid: str) -> Prompt:
+    return Prompt(uid, np.array([1, 2], np.int32))
+
+
+def rollouts(version: int = 0) -> dict[str, Any]:
+    """Two rollouts of two tokens and three sampled ones: 10 tokens, 6 in the loss."""
+    one = Rollout.single_turn(
+        np.array([1, 2], np.int32),
+        [5, 6, 7],
+        logprobs=[-1.0, -2.0, -3.0],
+        versions=[version] * 3,
+        finish_reason=FinishReason.STOP,
+    )
+    return group_columns([one, one])
+
+
+WORK: Mapping[str, Columns] = {"generate": rollouts(), "reward": SCORES, "reference": REFERENCE}
+"""What each stage that adds columns makes of a group."""
+
+
+def make_shard(
+    *,
+    bounds: Bounds = ROOM,
+    book: GroupBook | None = None,
+    log: Log | None = None,
+    session: str = "",
+    **settings: Any,
+) -> Shard:
+    """A shard on the running loop; `settings` are those of the queue."""
+    config = QueueConfig(**{**QUICK, **settings})
+    book = GroupBook(STAGES) if book is None else book
+    return Shard(book, config, bounds=bounds, session=session, log=log)
+
+
+def on_shard(test: Callable[[Shard], Awaitable[None]], **facts: Any) -> None:
+    """Run a test of one shard on a virtual clock."""
+
+    async def main() -> None:
+        await test(make_shard(**facts))
+
+    run_virtual(main())
+
+
+def entry(uid: str, version: int = 0) -> tuple[str, bytes, int]:
+    """An admission, as a shard is told of it."""
+    return uid, pickle.dumps(prompt(uid)), version
+
+
+async def admit(shard: Shard, *uids: str, version: int = 0, wait_s: float = 1.0) -> None:
+    await shard.admit([entry(uid, version) for uid in uids], wait_s=wait_s)
+
+
+async def take(
+    shard: Shard,
+    stage: str,
+    columns: Sequence[str] = (),
+    *,
+    max_groups: int = 10,
+    wait_s: float = 0.0,
+    holder: str = "me",
+    max_tokens: int | None = None,
+    request: str = "",
+) -> list[Experience]:
+    """Lease groups and open them, as the client does."""
+    wanted = Request(stage, holder, max_groups, tuple(columns), max_tokens, request)
+    found = []
+    for grant in await shard.take(wanted, wait_s=wait_s):
+        columns_of = {n: c for blob in grant.blobs for n, c in decode(blob).items()}
+        found.append(
+            replace(
+                grant.experience,
+                prompt=None if grant.prompt is None else pickle.loads(grant.prompt),
+                columns={name: columns_of[name] for name in columns if name in columns_of},
+            )
+        )
+    return found
+
+
+def commit(lease: Lease, columns: Columns) -> Commit:
+    info = GroupInfo.of(columns) if "policy_version" in columns else None
+    return Commit(lease, encode(columns), column_sizes(columns), info)
+
+
+async def put(shard: Shard, *entries: tuple[Lease, Columns]) -> list[str]:
+    return await shard.put([commit(lease, columns) for lease, columns in entries])
+
+
+async def do(shard: Shard, *stages: str, max_groups: int = 10) -> None:
+    """Let stages work off what is ready for them, one stage after the other."""
+    for stage in stages:
+        taken = await take(shard, stage, max_groups=max_groups)
+        assert await put(shard, *((one.lease, WORK[stage]) for one in taken)) == []
+
+
+async def finish(shard: Shard, *, max_groups: int = 10) -> None:
+    """All stages that add columns."""
+    await do(shard, *WORK, max_groups=max_groups)

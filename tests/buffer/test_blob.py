@@ -1,0 +1,80 @@
+"""Columns as bytes: what is read is what was written, and the format is safetensors."""
+
+import numpy as np
+import pytest
+import safetensors.numpy
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from streamrl.buffer.blob import decode, encode
+from streamrl.messages import SCHEMA
+from tests.buffer.shards import rollouts
+
+DTYPES = ("int32", "int8", "float32", "bool", "int64")
+columns = st.dictionaries(
+    st.sampled_from([*SCHEMA, "reward/exact", "reward/na\u00efve"]),
+    st.sampled_from(DTYPES).flatmap(
+        lambda dtype: arrays.arrays(np.dtype(dtype), st.integers(0, 40))
+    ),
+)
+
+
+def same(found, wanted) -> None:  # type: ignore[no-untyped-def]
+    assert found.keys() == wanted.keys()
+    for name, column in wanted.items():
+        assert found[name].dtype == column.dtype
+        np.testing.assert_array_equal(found[name], column)
+
+
+@settings(max_examples=50, deadline=None)
+@given(columns)
+def test_what_is_read_is_what_was_written(written) -> None:  # type: ignore[no-untyped-def]
+    same(decode(encode(written)), written)
+
+
+@settings(max_examples=50, deadline=None)
+@given(columns)
+def test_the_safetensors_library_reads_our_blobs_and_we_read_its(written) -> None:  # type: ignore[no-untyped-def]
+    same(safetensors.numpy.load(encode(written)), written)
+    same(decode(safetensors.numpy.save(written)), written)
+
+
+@settings(max_examples=50, deadline=None)
+@given(columns)
+def test_every_column_begins_at_a_multiple_of_its_item_size(written) -> None:  # type: ignore[no-untyped-def]
+    blob = encode(written)
+    start = np.frombuffer(blob, np.uint8).__array_interface__["data"][0]
+    for column in decode(blob).values():
+        if column.size:
+            offset = column.__array_interface__["data"][0] - start
+            assert offset % column.itemsize == 0
+    assert (8 + int.from_bytes(blob[:8], "little")) % 8 == 0
+
+
+def test_columns_are_views_of_the_blob_and_of_nothing_else() -> None:
+    blob = bytearray(encode(rollouts()))
+    found = decode(blob)
+    for column in found.values():
+        assert np.shares_memory(column, np.frombuffer(blob, np.uint8))
+    blob[-1] ^= 0xFF
+    assert any((found[name] != column).any() for name, column in rollouts().items())
+
+
+@pytest.mark.parametrize("buffer", [bytes, bytearray, memoryview])
+def test_any_buffer_is_read(buffer) -> None:  # type: ignore[no-untyped-def]
+    same(decode(buffer(encode(rollouts()))), rollouts())
+
+
+def test_views_of_bytes_that_belong_to_others_cannot_be_written_to() -> None:
+    assert not any(column.flags.writeable for column in decode(encode(rollouts())).values())
+
+
+def test_a_column_that_is_a_slice_with_gaps_is_written_as_it_looks() -> None:
+    gaps = {"lengths": np.arange(10, dtype=np.int32)[::3]}
+    assert decode(encode(gaps))["lengths"].tolist() == [0, 3, 6, 9]
+
+
+def test_a_dtype_no_column_may_have_is_an_error() -> None:
+    with pytest.raises(KeyError, match="float64"):
+        encode({"scores": np.zeros(2)})

@@ -1,0 +1,381 @@
+"""Who may work on what, until when, and who gets a second try."""
+
+import asyncio
+
+import pytest
+
+from streamrl.buffer import Shard
+from streamrl.buffer.leases import Overdue
+from streamrl.errors import RewardError
+from streamrl.messages import Ended
+from tests.buffer.shards import (
+    SCORES,
+    STAGES,
+    admit,
+    do,
+    make_shard,
+    on_shard,
+    put,
+    rollouts,
+    take,
+)
+from tests.fake_shards import MemoryLog, recover
+from tests.virtual_clock import run_virtual
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+# Expiry and renewal. lease_s is 10, max_attempts 2.
+
+
+def test_whoever_waits_for_work_is_woken_by_an_expired_lease() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        await take(shard, "generate")
+        (again,) = await take(shard, "generate", wait_s=60.0)
+        assert now() == pytest.approx(10.0, abs=0.1)
+        assert again.lease.attempt == 2
+
+    on_shard(test)
+
+
+def test_a_lease_that_is_renewed_is_kept_and_one_that_is_not_is_lost() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, *"ab")
+        kept, lost = (one.lease for one in await take(shard, "generate", holder="generator-0"))
+        for _ in range(5):
+            await asyncio.sleep(6.0)
+            shard.renew([kept])
+        assert [g.uid for g in await take(shard, "generate", holder="generator-1")] == ["b"]
+        assert shard.renew([kept, lost]) == [lost]
+        assert await put(shard, (kept, rollouts()), (lost, rollouts())) == ["b"]
+
+    on_shard(test)
+
+
+def test_a_renewed_lease_ends_its_full_time_after_the_last_renewal() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        (one,) = await take(shard, "generate")
+        await asyncio.sleep(7.0)
+        shard.renew([one.lease])
+        await take(shard, "generate", wait_s=60.0)
+        assert now() == pytest.approx(17.0, abs=0.1)
+
+    on_shard(test)
+
+
+def test_renewing_what_has_ended_or_left_says_that_it_is_lost() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, *"abc")
+        leases = [one.lease for one in await take(shard, "generate")]
+        await put(shard, (leases[0], rollouts()))
+        await shard.leave(["b"], 0)
+        shard.fail([(leases[2], RewardError("no"))])
+        assert shard.renew(leases) == leases
+
+    on_shard(test)
+
+
+def test_a_holder_that_is_silent_too_often_ends_the_group_with_the_cause() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        for attempt in (1, 2):
+            (one,) = await take(shard, "generate", wait_s=60.0, holder="generator-0")
+            assert one.lease.attempt == attempt
+        (ended,) = await take(shard, "train", wait_s=60.0)
+        assert now() == pytest.approx(20.0, abs=0.1)
+        assert ended.ended == Ended(
+            "generate_lease_expired", "generator-0 was silent for 10 s (queue.lease_s)"
+        )
+
+    on_shard(test)
+
+
+def test_failures_and_expiries_count_together() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        await do(shard, "generate")
+        await take(shard, "reward")
+        (again,) = await take(shard, "reward", wait_s=60.0)
+        shard.fail([(again.lease, RewardError("no verdict"))])
+        (ended,) = await take(shard, "train")
+        assert ended.ended == Ended("reward_error", "no verdict")
+
+    on_shard(test)
+
+
+def test_a_commit_wins_over_the_expiry_of_its_lease_if_it_comes_first() -> None:
+    async def main() -> None:
+        shard = make_shard(log=MemoryLog(write_s=5.0))
+        await admit(shard, "a", wait_s=10.0)
+        (one,) = await take(shard, "generate")
+        await asyncio.sleep(9.0)
+        writing = asyncio.create_task(put(shard, (one.lease, rollouts())))
+        # The lease's time is up at 10 s, the commit is safe at 14 s.
+        assert not await take(shard, "generate", wait_s=3.0)
+        assert await writing == []
+        assert shard.stats().counts["redelivered"] == 0
+
+    run_virtual(main())
+
+
+def test_a_commit_after_the_expiry_of_its_lease_is_refused_though_nobody_else_has_it() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        (one,) = await take(shard, "generate")
+        await asyncio.sleep(10.0)
+        assert await put(shard, (one.lease, rollouts())) == ["a"]
+        assert len(await take(shard, "generate")) == 1
+
+    on_shard(test)
+
+
+def test_the_coordinators_leases_last_until_its_groups_leave() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        await do(shard, "generate", "reward", "reference")
+        (ready,) = await take(shard, "train", holder="coordinator")
+        await asyncio.sleep(1000.0)
+        assert not await take(shard, "train", holder="coordinator")
+        assert shard.renew([ready.lease]) == []
+        assert shard.overdue(1.0, take_back=True) == []
+        await shard.leave(["a"], 1)
+        assert shard.renew([ready.lease]) == [ready.lease]
+
+    on_shard(test)
+
+
+# Hedging: a second holder for slow work.
+
+
+def test_slow_work_is_given_to_a_second_holder_and_the_first_commit_wins() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        (slow,) = await take(shard, "generate", holder="generator-0")
+        (quick,) = await take(shard, "generate", holder="generator-1", wait_s=60.0)
+        assert now() == pytest.approx(4.0, abs=0.01), "not before its age"
+        assert quick.lease.attempt == 1, "nobody has failed"
+        assert shard.renew([slow.lease, quick.lease]) == []
+        assert await put(shard, (quick.lease, rollouts())) == []
+        assert shard.renew([slow.lease, quick.lease]) == [slow.lease, quick.lease]
+        assert await put(shard, (slow.lease, rollouts())) == ["a"]
+        assert shard.stats().counts == {"redelivered": 0, "hedged": 1, "refused": 1}
+
+    on_shard(test, hedge_s=4.0)
+
+
+def test_there_is_no_third_holder_and_never_the_same_one_twice() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        await take(shard, "generate", holder="generator-0")
+        await asyncio.sleep(5.0)
+        assert not await take(shard, "generate", holder="generator-0", wait_s=1.0)
+        assert len(await take(shard, "generate", holder="generator-1")) == 1
+        assert not await take(shard, "generate", holder="generator-2", wait_s=1.0)
+
+    on_shard(test, hedge_s=4.0)
+
+
+def test_without_hedging_slow_work_stays_where_it_is() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        await take(shard, "generate", holder="generator-0")
+        assert not await take(shard, "generate", holder="generator-1", wait_s=9.0)
+
+    on_shard(test)
+
+
+def test_work_nobody_has_goes_before_slow_work() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        await take(shard, "generate", holder="generator-0")
+        await asyncio.sleep(5.0)
+        await admit(shard, "b")
+        taken = [await take(shard, "generate", holder="generator-1") for _ in range(2)]
+        assert [one.uid for (one,) in taken] == ["b", "a"]
+
+    on_shard(test, hedge_s=4.0)
+
+
+def test_the_slowest_is_hedged_first_and_only_what_is_handed_out_is_counted() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, *"ab")
+        await do(shard, "generate")
+        await take(shard, "reward", holder="reward-0", max_groups=1)
+        await asyncio.sleep(1.0)
+        await take(shard, "reward", holder="reward-0")
+        await asyncio.sleep(5.0)
+        # Each group has 10 tokens.
+        (one,) = await take(shard, "reward", holder="reward-1", max_tokens=10)
+        assert one.uid == "a"
+        assert shard.stats().counts["hedged"] == 1
+
+    on_shard(test, hedge_s=4.0)
+
+
+def test_a_group_is_handed_out_again_only_once_both_holders_have_failed() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        (slow,) = await take(shard, "generate", holder="generator-0")
+        await asyncio.sleep(5.0)
+        (quick,) = await take(shard, "generate", holder="generator-1")
+        shard.fail([(slow.lease, RewardError("first"))])
+        assert not await take(shard, "train"), "the other one may yet commit"
+        assert await put(shard, (quick.lease, rollouts())) == []
+
+    on_shard(test, hedge_s=4.0, max_attempts=1)
+
+
+def test_both_holders_failing_ends_the_group_with_the_last_cause() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        (slow,) = await take(shard, "generate", holder="generator-0")
+        await asyncio.sleep(5.0)
+        (quick,) = await take(shard, "generate", holder="generator-1")
+        for one, text in ((quick, "second"), (slow, "first")):
+            shard.fail([(one.lease, RewardError(text))])
+        (ended,) = await take(shard, "train")
+        assert ended.ended == Ended("reward_error", "first")
+
+    on_shard(test, hedge_s=4.0, max_attempts=2)
+
+
+# Holders that die, work that stalls.
+
+
+def test_what_a_dead_holder_had_is_handed_out_again_in_every_stage() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, *"abc")
+        await do(shard, "generate", max_groups=1)
+        (scoring,) = await take(shard, "reward", holder="worker-0")
+        (sampling,) = await take(shard, "generate", holder="worker-0", max_groups=1)
+        (other,) = await take(shard, "generate", holder="worker-1")
+        assert shard.release("worker-0") == 2
+        assert shard.release("worker-0") == 0
+        assert [g.uid for g in await take(shard, "reward", holder="worker-2")] == [scoring.uid]
+        (again,) = await take(shard, "generate", holder="worker-2")
+        assert (again.uid, again.lease.attempt) == (sampling.uid, 2)
+        assert shard.renew([other.lease]) == []
+        assert await put(shard, (scoring.lease, SCORES)) == ["a"]
+
+    on_shard(test)
+
+
+def test_a_group_whose_holders_die_over_it_ends_with_the_cause() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        for i in range(2):
+            await take(shard, "generate", holder=f"generator-{i}")
+            shard.release(f"generator-{i}")
+        (ended,) = await take(shard, "train")
+        assert ended.ended == Ended("generate_died", "generator-1 died over it")
+
+    on_shard(test)
+
+
+def test_work_that_takes_long_is_named_however_often_it_is_renewed() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, *"ab")
+        (slow,) = await take(shard, "generate", holder="generator-0", max_groups=1)
+        for _ in range(4):
+            await asyncio.sleep(6.0)
+            shard.renew([slow.lease])
+        await take(shard, "generate", holder="generator-1")
+        found = shard.overdue(20.0, take_back=False)
+        assert found == [Overdue("a", "generate", "generator-0", 1, 24.0)]
+        assert found[0].key == ("a", "generate", 1)
+        assert shard.renew([slow.lease]) == [], "it was only named"
+
+    on_shard(test)
+
+
+def test_stalled_work_can_be_taken_back() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        for attempt in (1, 2):
+            (slow,) = await take(shard, "generate", holder="generator-0")
+            await asyncio.sleep(9.0)
+            (found,) = shard.overdue(8.0, take_back=True)
+            assert found.attempt == attempt
+            assert shard.renew([slow.lease]) == [slow.lease]
+        (ended,) = await take(shard, "train")
+        assert ended.ended == Ended(
+            "generate_stalled", "generator-0 had it for 9 s (pipeline.stall_s)"
+        )
+
+    on_shard(test)
+
+
+# A shard that is started again.
+
+
+def test_no_token_is_given_twice_whatever_process_has_the_shard() -> None:
+    async def main() -> None:
+        log, tokens = MemoryLog(), list[int]()
+        for _ in range(5):
+            shard = make_shard(log=log, book=recover(STAGES, log), session="run")
+            await admit(shard, *"abc")
+            taken = await take(shard, "generate", max_groups=1, holder="generator-0")
+            tokens += [one.lease.token for one in taken]
+            # Killed before what was only posted is on the disk.
+            log = log.crash()
+        assert len(tokens) == 5 and len(set(tokens)) == 5
+
+    run_virtual(main())
+
+
+def test_leases_of_the_same_run_are_good_after_a_restart_for_their_full_time() -> None:
+    async def main() -> None:
+        log = MemoryLog()
+        shard = make_shard(log=log, session="run", hedge_s=8.0)
+        await admit(shard, *"ab")
+        first = await take(shard, "generate", max_groups=1, request="me/0")
+        await asyncio.sleep(9.0)
+        await log.append([])
+        shard = make_shard(log=log, book=recover(STAGES, log), session="run", hedge_s=8.0)
+        restart = now()
+        assert shard.overdue(5.0, take_back=True) == [], "it cannot have stalled yet"
+        assert len(await take(shard, "generate", holder="you")) == 1, "only b is free"
+        (again,) = await take(shard, "generate", request="me/0")
+        assert again.lease.token == first[0].lease.token
+        assert again.lease.taken_at == pytest.approx(restart)
+        assert again.lease.expires_at == pytest.approx(restart + 10.0)
+        await asyncio.sleep(9.0)
+        assert await put(shard, (first[0].lease, rollouts())) == []
+
+    run_virtual(main())
+
+
+def test_a_lease_whose_holder_did_not_outlive_the_shard_expires() -> None:
+    async def main() -> None:
+        log = MemoryLog()
+        shard = make_shard(log=log, session="run")
+        await admit(shard, "a")
+        await take(shard, "generate")
+        await log.append([])
+        await asyncio.sleep(9.0)
+        shard = make_shard(log=log, book=recover(STAGES, log), session="run")
+        (again,) = await take(shard, "generate", wait_s=60.0)
+        assert now() == pytest.approx(19.0, abs=0.1)
+        assert again.lease.attempt == 2
+
+    run_virtual(main())
+
+
+def test_leases_of_another_run_are_void() -> None:
+    async def main() -> None:
+        log = MemoryLog()
+        shard = make_shard(log=log, session="run")
+        await admit(shard, "a")
+        (old,) = await take(shard, "generate")
+        await log.append([])
+        shard = make_shard(log=log, book=recover(STAGES, log), session="resumed")
+        assert shard.renew([old.lease]) == [old.lease]
+        (again,) = await take(shard, "generate")
+        assert again.lease.attempt == 1, "nobody has failed"
+        assert await put(shard, (old.lease, rollouts())) == ["a"]
+
+    run_virtual(main())

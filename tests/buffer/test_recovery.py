@@ -1,0 +1,367 @@
+"""What a journal says is what was: whatever happened, and wherever it was cut."""
+
+import asyncio
+import selectors
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.buffer import Bounds, Shard
+from streamrl.buffer.blob import decode
+from streamrl.buffer.group import GroupBook, Part
+from streamrl.buffer.journal import Journal, JournalConfig
+from streamrl.buffer.recovery import Base, load, payload, recover, snapshot
+from streamrl.buffer.segment import Corrupt, segment_path, segments
+from streamrl.errors import JournalError
+from streamrl.messages import Ended
+from tests import fake_shards
+from tests.buffer.schedules import Life, facts, moves
+from tests.buffer.shards import (
+    QUICK,
+    STAGES,
+    admit,
+    do,
+    finish,
+    make_shard,
+    put,
+    rollouts,
+    take,
+)
+from tests.fake_shards import MemoryLog
+from tests.virtual_clock import run_virtual
+
+TIGHT: dict[str, Any] = {"hedge_s": 5.0, "bounds": Bounds(1000)}
+
+
+def in_memory(part: Part) -> bytes:
+    return bytes(part.data)
+
+
+def on_disk(part: Part) -> bytes:
+    return bytes(payload(part))
+
+
+# In memory, on a virtual clock: posts are lost when the shard is killed.
+
+
+@settings(max_examples=80, deadline=None)
+@given(moves)
+def test_the_log_gives_back_what_the_shard_had(schedule: list[tuple[str, int]]) -> None:
+    async def main() -> None:
+        log, book = MemoryLog(), GroupBook(STAGES)
+        shard = make_shard(book=book, log=log, session="run", **TIGHT)
+        life = Life(shard)
+        await life.live(schedule)
+        await life.settle()
+        await log.append([])
+        found = fake_shards.recover(STAGES, log)
+        assert facts(found, in_memory) == facts(book, in_memory)
+        # The same run goes on with its leases, another one without.
+        make_shard(book=found, session="run", **TIGHT)
+        assert facts(found, in_memory) == facts(book, in_memory)
+        make_shard(book=found, session="other", **TIGHT)
+        assert not any(group.leases for group in found.groups.values())
+        assert facts(found, in_memory, leases=False) == facts(book, in_memory, leases=False)
+
+    run_virtual(main())
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(moves, min_size=1, max_size=3))
+def test_whenever_it_is_killed_nothing_accepted_is_lost_and_a_token_means_one_thing(
+    lives: list[list[tuple[str, int]]],
+) -> None:
+    async def main() -> None:
+        log, uids = MemoryLog(), list[str]()
+        tokens: dict[int, tuple[str, str, str]] = {}
+        for schedule in lives:
+            book = fake_shards.recover(STAGES, log)
+            life = Life(make_shard(book=book, log=log, session="run", **TIGHT))
+            life.uids, life.tokens = uids, tokens
+            await life.live(schedule)
+            # Killed: what is under way ends here, what was only posted may be lost.
+            for task in asyncio.all_tasks() - {asyncio.current_task()}:
+                task.cancel()
+            log = log.crash()
+            check_kept(life, fake_shards.recover(STAGES, log))
+
+    run_virtual(main())
+
+
+def check_kept(life: Life, found: GroupBook) -> None:
+    assert life.admitted <= found.groups.keys() | life.gone
+    for (uid, stage), columns in life.accepted.items():
+        group = found.groups.get(uid)
+        if uid in life.gone or group is None or group.ended is not None:
+            assert uid in life.gone or group is not None
+            continue
+        kept = decode(group.parts[stage].data)
+        assert all((kept[name] == column).all() for name, column in columns.items())
+
+
+# On the disk, whose thread is real.
+
+
+class ImpatientSelector(selectors.SelectSelector):
+    """Waits a moment for the disk, then sets the loop's clock to the next timer."""
+
+    ahead = 0.0
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        ready = super().select(timeout if timeout is None else min(timeout, 0.001))
+        if not ready and timeout:
+            self.ahead += timeout
+        return ready
+
+
+class JumpingLoop(asyncio.SelectorEventLoop):
+    """A loop on which threads take the time they take, and nobody else waits."""
+
+    def __init__(self) -> None:
+        self._impatient = ImpatientSelector()
+        super().__init__(self._impatient)
+
+    def time(self) -> float:
+        return super().time() + self._impatient.ahead
+
+
+def journal_of(folder: Path, **config: Any) -> Journal:
+    loop = asyncio.get_running_loop()
+    return Journal(folder, JournalConfig(**{"fsync_s": None, **config}), clock=loop.time)
+
+
+@settings(max_examples=25, deadline=None)
+@given(moves, moves, moves)
+def test_a_snapshot_and_what_came_after_its_cut_give_back_what_the_shard_had(
+    tmp_path_factory: pytest.TempPathFactory,
+    before: list[tuple[str, int]],
+    between: list[tuple[str, int]],
+    after: list[tuple[str, int]],
+) -> None:
+    folder = tmp_path_factory.mktemp("journal")
+
+    async def main() -> None:
+        log, book = journal_of(folder), GroupBook(STAGES)
+        life = Life(make_shard(book=book, log=log, session="run", **TIGHT))
+        base = Base()
+        for i, schedule in enumerate((before, between, after)):
+            await life.live(schedule)
+            if i < 2:
+                # Much is under way at the cut, and more comes before the snapshot is written.
+                cut = await log.rotate()
+                await life.live(after[:5])
+                snapshot(STAGES, folder, base, before=cut, out=folder / f"snapshot-{i}")
+                base = Base(folder / f"snapshot-{i}", cut)
+        await life.settle()
+        await log.append([])
+        wanted = facts(book, in_memory)
+        for found, corrupt in (recover(STAGES, folder, Base()), recover(STAGES, folder, base)):
+            assert not corrupt
+            assert facts(found, on_disk) == wanted
+            load(found, bytes)
+            assert facts(found, in_memory) == wanted
+            assert not life.tokens or (found.session, found.incarnation) == ("run", 1)
+        await log.close()
+
+    with asyncio.Runner(loop_factory=JumpingLoop) as runner:
+        runner.run(main())
+
+
+async def lived(folder: Path, **config: Any) -> Shard:
+    """A shard whose journal has one group at every place: see the uids."""
+    shard = make_shard(log=journal_of(folder, **config), session="run", lease_s=1000.0)
+    await admit(shard, "trained", version=3)
+    await finish(shard)
+    await shard.leave(["trained"], 4)
+    await admit(shard, "ended", version=4)
+    for _ in range(QUICK["max_attempts"]):
+        (one,) = await take(shard, "generate")
+        shard.release("me")
+    await admit(shard, "whole", version=4)
+    await finish(shard)
+    assert {one.uid for one in await take(shard, "train")} == {"ended", "whole"}
+    await admit(shard, "scored", version=4)
+    await do(shard, "generate", "reward")
+    await admit(shard, "leased", version=4)
+    (one,) = await take(shard, "generate", holder="generator-0", request="generator-0/7")
+    assert one.uid == "leased"
+    await admit(shard, "fresh", version=4)
+    return shard
+
+
+async def closed(folder: Path, **config: Any) -> None:
+    shard = await lived(folder, **config)
+    await shard._log.close()
+
+
+async def test_every_state_of_a_group_comes_back(tmp_path: Path) -> None:
+    await closed(tmp_path)
+    book, corrupt = recover(STAGES, tmp_path, Base())
+    assert not corrupt
+    assert list(book.groups) == ["ended", "whole", "scored", "leased", "fresh"]
+    assert book.version == 4
+    ended = book.groups["ended"]
+    assert ended.ended == Ended("generate_died", "me died over it")
+    assert ended.failures["generate"] == 2
+    assert not ended.parts
+    assert book.groups["whole"].ready_version == 4
+    assert [stage for stage in STAGES if book.groups["whole"].leases.get(stage)] == ["train"]
+    assert book.groups["scored"].parts.keys() == {"generate", "reward"}
+    (held,) = book.groups["leased"].leases["generate"]
+    assert (held.lease.holder, held.lease.attempt, held.request) == (
+        "generator-0",
+        1,
+        "generator-0/7",
+    )
+    assert not book.groups["fresh"].leases
+
+
+async def test_recovery_loads_no_columns_until_it_is_told_where_to(tmp_path: Path) -> None:
+    await closed(tmp_path)
+    book, _ = recover(STAGES, tmp_path, Base())
+    assert all(p.data is None for group in book.groups.values() for p in group.parts.values())
+    stored = []
+    load(book, lambda blob: stored.append(bytes(blob)) or len(stored))
+    assert len(stored) == 5
+    assert book.groups["scored"].parts["reward"].data == 5
+
+
+async def test_groups_that_have_left_can_be_read_after_a_restart(tmp_path: Path) -> None:
+    await closed(tmp_path)
+    book, _ = recover(STAGES, tmp_path, Base())
+    load(book, bytes)
+    shard = make_shard(book=book, session="next")
+    for uid in ("trained", "whole"):
+        (blobs,) = shard.read([uid], ["token_ids", "scores"])
+        found = {name: column for blob in blobs for name, column in decode(blob).items()}
+        assert found["token_ids"].tolist() == rollouts()["token_ids"].tolist()
+        assert found["scores"].tolist() == [1.0, 1.0]
+
+
+async def test_a_group_the_books_have_trained_can_be_read_though_it_leaves_only_now(
+    tmp_path: Path,
+) -> None:
+    await closed(tmp_path)
+    book, _ = recover(STAGES, tmp_path, Base())
+    load(book, bytes)
+    shard = make_shard(book=book, session="next")
+    # The coordinator died between booking the step and telling the shard.
+    await shard.leave(["whole"], 5)
+    (blobs,) = shard.read(["whole"], ["scores", "ref_logprobs"])
+    assert [list(decode(blob)) for blob in blobs] == [["scores"], ["ref_logprobs"]]
+    assert all(part.data is None for part in book.retired["whole"].values()), "memory is free"
+    await admit(shard, "new", version=5)
+    await finish(shard)
+    await shard.leave(["new"], 6)
+    assert "new" not in book.retired, "its step is made by a trainer that lives"
+
+
+async def test_after_a_checkpoint_those_that_have_left_are_forgotten(tmp_path: Path) -> None:
+    await closed(tmp_path)
+    book, _ = recover(STAGES, tmp_path, Base())
+    shard = make_shard(book=book, session="next")
+    shard.forget_retired()
+    assert not book.retired
+
+
+async def test_a_snapshot_has_what_is_in_flight_and_no_more(tmp_path: Path) -> None:
+    await closed(tmp_path)
+    end = segments(tmp_path)[-1] + 1
+    snapshot(STAGES, tmp_path, Base(), before=end, out=tmp_path / "out")
+    whole, _ = recover(STAGES, tmp_path, Base())
+    alone, corrupt = recover(STAGES, tmp_path / "none", Base(tmp_path / "out", end))
+    assert not corrupt and not alone.retired
+    assert facts(alone, on_disk) == facts(whole, on_disk)
+    assert (alone.session, alone.incarnation) == ("run", 1)
+
+
+async def test_a_snapshot_that_has_lost_its_end_is_refused(tmp_path: Path) -> None:
+    await closed(tmp_path)
+    end = segments(tmp_path)[-1] + 1
+    snapshot(STAGES, tmp_path, Base(), before=end, out=tmp_path / "out")
+    file = segment_path(tmp_path / "out", 0)
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(JournalError, match="out: the snapshot has lost its end"):
+        recover(STAGES, tmp_path, Base(tmp_path / "out", end))
+
+
+async def test_a_journal_that_lacks_its_beginning_is_refused(tmp_path: Path) -> None:
+    log = journal_of(tmp_path)
+    shard = make_shard(log=log)
+    await admit(shard, "a")
+    await log.rotate()
+    await admit(shard, "b")
+    await log.close()
+    segment_path(tmp_path, 1).unlink()
+    with pytest.raises(JournalError, match="segments 1 to 1 are missing"):
+        recover(STAGES, tmp_path, Base())
+
+
+# A journal that has been damaged.
+
+
+def damage(folder: Path, kind: str, uid: str, **facts: Any) -> Corrupt:
+    """Flip a byte in the one record of a kind and a uid; what recovery says of it."""
+    from streamrl.buffer.segment import replay
+
+    def fits(record: Any) -> bool:
+        meta = record.meta
+        return meta["kind"] == kind and meta["uid"] == uid and facts.items() <= meta.items()
+
+    (position,) = (place for place, record in replay(folder) if fits(record))
+    path = segment_path(folder, position.segment)
+    content = bytearray(path.read_bytes())
+    content[position.offset + position.size - 1] ^= 0x01
+    path.write_bytes(content)
+    _, (found,) = recover(STAGES, folder, Base())
+    assert found.position == position
+    return found
+
+
+async def test_a_damaged_record_is_named_and_the_other_groups_are_unharmed(tmp_path: Path) -> None:
+    await closed(tmp_path)
+    whole, _ = recover(STAGES, tmp_path, Base())
+    found = damage(tmp_path, "put", "scored", stage="reward")
+    assert found.file == segment_path(tmp_path, 1)
+    assert found.reason == "the record does not match its checksum"
+    book, _ = recover(STAGES, tmp_path, Base())
+    scored = book.groups.pop("scored")
+    assert scored.parts.keys() == {"generate"}, "it is scored again"
+    del whole.groups["scored"]
+    assert facts(book, on_disk) == facts(whole, on_disk)
+
+
+async def test_what_was_computed_from_lost_columns_is_lost_with_them(tmp_path: Path) -> None:
+    await closed(tmp_path)
+    damage(tmp_path, "put", "scored", stage="generate")
+    book, _ = recover(STAGES, tmp_path, Base())
+    scored = book.groups["scored"]
+    assert not scored.parts and scored.info is None, "the scores are of rollouts that are no more"
+    load(book, bytes)
+    shard = make_shard(book=book, session="run")
+    (again,) = [one for one in await take(shard, "generate") if one.uid == "scored"]
+    assert await put(shard, (again.lease, rollouts(version=4))) == []
+    assert len(await take(shard, "reward")) == 1
+
+
+async def test_a_lease_on_lost_columns_is_void(tmp_path: Path) -> None:
+    shard = await lived(tmp_path)
+    (held,) = await take(shard, "reference")
+    await shard._log.close()
+    damage(tmp_path, "put", held.uid, stage="generate")
+    book, _ = recover(STAGES, tmp_path, Base())
+    assert not book.groups[held.uid].leases
+    shard = make_shard(book=book, session="run")
+    assert shard.renew([held.lease]) == [held.lease]
+
+
+async def test_a_group_whose_admission_is_lost_is_not_there_and_harms_nobody(
+    tmp_path: Path,
+) -> None:
+    await closed(tmp_path)
+    damage(tmp_path, "admit", "whole")
+    book, _ = recover(STAGES, tmp_path, Base())
+    assert list(book.groups) == ["ended", "scored", "leased", "fresh"]
