@@ -9,14 +9,12 @@ batch is laid out before the clock starts and used again with other numbers.
 
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
 import timeit
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +26,10 @@ from ray.util.queue import Empty, Queue
 from streamrl.messages import ROLLOUT_COLUMNS, SCHEMA, Array, Per
 
 TRANSFER_QUEUE = "TransferQueue==0.1.11"
-BUILD = Path(__file__).resolve().parent.parent / "build"
 ROLLOUTS = 8
 POLL_S = 0.02  # pause of a consumer that found less than a batch: no batch call waits
-DEADLINE_S = 300.0
-MEMCPY_BYTES = 256 << 20  # more than a cache holds
 
 Group = dict[str, Array]
-Figures = dict[str, float]
-# What a process does, given a batch's numbers: "put" puts these groups, "score" and "train" take
-# as many, whichever they are, and "train" returns their numbers.
 Stages = dict[str, Callable[[Sequence[int]], Any]]
 
 
@@ -45,7 +37,7 @@ class PeerError(RuntimeError):
     """A peer could not be installed, or did not hand on every group once."""
 
 
-def attempt(peer: Callable[[], Figures]) -> dict[str, Any]:
+def attempt(peer: Callable[[], dict[str, float]]) -> dict[str, Any]:
     """A peer's figures, or {"error": why there are none}."""
     try:
         return {**peer()}
@@ -61,17 +53,17 @@ def ray_queue(
     consumers: int,
     batch: int,
     references: bool = False,
-) -> Figures:
+) -> dict[str, float]:
     """Ray's queue: its batch calls if batch > 1, or no more than a reference to each batch."""
     queues = [Queue(actor_options={"num_cpus": 0}) for _ in range(2)]
-    make = partial(by_reference if references else by_value, size_bytes, batch, *queues)
+    make = partial(by_queue, size_bytes, batch, references, *queues)
     rate = measure(make, np.arange(num_groups).reshape(-1, batch), producers, consumers, {})
     return {"groups_per_s": rate, "mb_per_s": rate * size_bytes / 1e6}
 
 
 def transfer_queue(
     size_bytes: int, *, num_groups: int, producers: int, consumers: int, batch: int
-) -> Figures:
+) -> dict[str, float]:
     """TransferQueue, which takes three of the cluster's CPUs. Raises PeerError."""
     path = os.pathsep.join(filter(None, [str(install()), os.environ.get("PYTHONPATH")]))
     # Its default, 8 threads for every copy in every process, halves it where cores are few.
@@ -81,12 +73,12 @@ def transfer_queue(
     return {"groups_per_s": rate, "mb_per_s": rate * size_bytes / 1e6}
 
 
-def memcpy(size_bytes: int) -> Figures:
-    """Copies of buffers of the group's size, from memory to memory."""
-    shape = (MEMCPY_BYTES // size_bytes, size_bytes)
+def memcpy(size_bytes: int) -> dict[str, float]:
+    """Copies of buffers of the group's size, of more of them than a cache holds."""
+    shape = ((256 << 20) // size_bytes, size_bytes)
     pairs = list(zip(np.zeros(shape, np.uint8), np.ones(shape, np.uint8), strict=True))
     seconds = timeit.repeat(lambda: [np.copyto(*pair) for pair in pairs], number=1, repeat=5)
-    return {"mb_per_s": shape[0] * shape[1] / statistics.median(seconds) / 1e6}
+    return {"mb_per_s": shape[0] * shape[1] / float(np.median(seconds)) / 1e6}
 
 
 def measure(
@@ -94,14 +86,15 @@ def measure(
 ) -> float:
     """Groups per second, numbers `batches` [batch, group], after a warm-up on two for each."""
     start = ray.remote(num_cpus=0, runtime_env={"env_vars": env})(Worker).remote
-    counts = {"train": 1, "score": consumers, "put": producers}
+    counts = {"put": producers, "score": consumers, "train": 1}
     workers = {stage: [start(make, stage) for _ in range(n)] for stage, n in counts.items()}
     try:
         run(workers, batches[: 2 * max(producers, consumers)])
         return batches.size / run(workers, batches)
     finally:
-        for worker in chain(*workers.values()):
-            ray.kill(worker)
+        for same in workers.values():
+            for worker in same:
+                ray.kill(worker)
 
 
 def run(workers: dict[str, list[Any]], batches: Array) -> float:
@@ -110,15 +103,16 @@ def run(workers: dict[str, list[Any]], batches: Array) -> float:
         stage: [worker.work.remote(batches[i :: len(same)]) for i, worker in enumerate(same)]
         for stage, same in workers.items()
     }
-    ray.get([*chain(*calls.values())], timeout=DEADLINE_S)
-    [(_, end, trained)] = ray.get(calls["train"])
+    # In the order of the flow: who fails is heard of before those who wait for its groups.
+    found = {stage: ray.get(same, timeout=300) for stage, same in calls.items()}
+    [(_, end, trained)] = found["train"]
     if sorted(np.ravel(trained)) != list(batches.ravel()):
         raise PeerError(f"{batches.size} groups were put, {np.size(trained)} or others arrived")
-    return end - min(start for start, _, _ in ray.get(calls["put"]))
+    return end - min(start for start, _, _ in found["put"])
 
 
 class Worker:
-    """One process of the flow."""
+    """One process: "put" puts the groups of these numbers, "score" and "train" take a batch."""
 
     def __init__(self, make: Callable[[], Stages], stage: str) -> None:
         self.do = make()[stage]
@@ -160,9 +154,9 @@ def check(group: Group) -> int:
     return int(group["token_ids"][0])
 
 
-def by_value(size_bytes: int, batch: int, generated: Queue, scored: Queue) -> Stages:
-    """Groups go through the memory of both queues' processes."""
-    groups = [make_group(size_bytes) for _ in range(batch)]
+def by_queue(size: int, batch: int, references: bool, generated: Queue, scored: Queue) -> Stages:
+    """Groups go through both queues' processes, or stay in the object store, a put per batch."""
+    groups = [make_group(size) for _ in range(batch)]
 
     def send(queue: Queue, items: list[Group]) -> None:
         queue.put(items[0]) if batch == 1 else queue.put_nowait_batch(items)
@@ -174,27 +168,22 @@ def by_value(size_bytes: int, batch: int, generated: Queue, scored: Queue) -> St
             except Empty:
                 time.sleep(POLL_S)
 
-    return {
-        "put": lambda numbers: send(generated, number(groups, numbers)),
-        "score": lambda _: send(scored, [group | score(group) for group in take(generated)]),
-        "train": lambda _: [check(group) for group in take(scored)],
-    }
-
-
-def by_reference(size_bytes: int, batch: int, generated: Queue, scored: Queue) -> Stages:
-    """A `ray.put` per batch; the groups stay in the object store."""
-    groups = [make_group(size_bytes) for _ in range(batch)]
-
     def forward(held: list[Any]) -> None:
         scored.put((held, [score(group) for group in ray.get(held[0])]))
 
     def finish(held: list[Any], scores: list[Group]) -> list[int]:
         return [check(group | own) for group, own in zip(ray.get(held[0]), scores, strict=True)]
 
+    if references:
+        return {
+            "put": lambda numbers: generated.put([ray.put(number(groups, numbers))]),
+            "score": lambda _: forward(generated.get()),
+            "train": lambda _: finish(*scored.get()),
+        }
     return {
-        "put": lambda numbers: generated.put([ray.put(number(groups, numbers))]),
-        "score": lambda _: forward(generated.get()),
-        "train": lambda _: finish(*scored.get()),
+        "put": lambda numbers: send(generated, number(groups, numbers)),
+        "score": lambda _: send(scored, [group | score(group) for group in take(generated)]),
+        "train": lambda _: [check(group) for group in take(scored)],
     }
 
 
@@ -206,8 +195,7 @@ def by_row(size_bytes: int, batch: int) -> Stages:
     # Without polling mode a request for more than there is stops the controller for 5 s.
     transfer_queue.init({"controller": {"polling_mode": True}})
     client = transfer_queue.get_client()
-    one = make_group(size_bytes)
-    groups = TensorDict({n: np.stack([a] * batch) for n, a in one.items()}, batch_size=batch)
+    groups = TensorDict(make_group(size_bytes)).expand(batch).clone()
 
     def put(numbers: Sequence[int]) -> None:
         groups["token_ids"].numpy()[:, 0] = numbers
@@ -235,14 +223,12 @@ def by_row(size_bytes: int, batch: int) -> Stages:
 
 
 def install() -> Path:
-    """The folder TransferQueue is in, apart from the environment: it brings a `tests` of its own.
-
-    What it imports is there already; hydra-core, which it asks for, it does not import.
-    """
-    folder = BUILD / TRANSFER_QUEUE.replace("==", "-")
+    """TransferQueue's own folder, as it brings a package `tests`; all it imports is there."""
+    folder = Path(__file__).resolve().parents[1] / "build" / TRANSFER_QUEUE.replace("==", "-")
     if not folder.exists():
-        command = f"{sys.executable} -m pip install -q --no-deps {TRANSFER_QUEUE} --target"
-        done = subprocess.run([*command.split(), folder], capture_output=True, text=True)
+        pip = "-m pip -q --disable-pip-version-check install --no-deps --target".split()
+        command = [sys.executable, *pip, str(folder), TRANSFER_QUEUE]
+        done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise PeerError(f"{TRANSFER_QUEUE}: {done.stderr.strip().splitlines()[-1]}")
     return folder

@@ -140,6 +140,8 @@ class ResumePoint:
 
     def discard_later(self) -> None:
         """Remove what lies behind this point: the run goes on from here another way."""
+        for partial in (self.run_dir / "checkpoints").glob(".step_*.partial"):
+            shutil.rmtree(partial)
         if self.checkpoint is None or self.keeps_journal:
             return
         # The journals first: cut off in between, the newer checkpoints still stand for themselves.

@@ -109,7 +109,10 @@ class Control:
         """Put in the prompts that come again, and as many new ones as there is credit for."""
         async with self.booking:
             prompts = self.prompts.draw(self.admission.credit)
-            await self._book(prompts)
+            uids, version = [prompt.uid for prompt in prompts], self.admission.version
+            self._expect(uids, version)
+            if uids:
+                await self.books.admit(uids, version)
             prompts, self.returning = [*self.returning, *prompts], []
         in_flight = self.admission.ledger.in_flight
         for version, batch in itertools.groupby(prompts, key=lambda prompt: in_flight[prompt.uid]):
@@ -124,15 +127,16 @@ class Control:
         """
         # In one go: nobody else may spend the credit of a group whose prompt comes again.
         async with self.booking:
+            again = [uid for uid, how in ended.items() if self._comes_again(uid, how)]
+            prompts = [self.prompts.retry(uid) for uid in again]
+            uids, version = [prompt.uid for prompt in prompts], self.admission.version
+            await self.books.end(ended, again=uids, version=version)
             for uid, how in ended.items():
                 self.assembler.drop(uid)
-                await self.books.end(uid, how)
                 self.filtered += how.filtered
                 self.on_end(uid, how)
             self._check_filtered(ended.values())
-            again = [uid for uid, how in ended.items() if self._comes_again(uid, how)]
-            prompts = [self.prompts.retry(uid) for uid in again]
-            await self._book(prompts)
+            self._expect(uids, version)
             # Not put in from here: whoever trains must not wait for room that training makes.
             self.returning += prompts
         await queue.leave(list(ended), self.admission.version)
@@ -152,10 +156,7 @@ class Control:
                 f" {self.max_filtered:.0f} (filter.max_filter_rounds): {'; '.join(reasons[:3])}"
             )
 
-    async def _book(self, prompts: Sequence[Prompt]) -> None:
-        version, uids = self.admission.version, [prompt.uid for prompt in prompts]
+    def _expect(self, uids: Sequence[str], version: int) -> None:
         for uid in uids:
             self.assembler.admit(uid, version)
         self.arriving.update(uids)
-        if uids:
-            await self.books.admit(uids, version)

@@ -102,10 +102,21 @@ class Books:
             for group in step.groups:
                 self.ledger.train(group.uid)
 
-    async def end(self, uid: str, how: Ended) -> None:
-        """A group ended untrained."""
-        await self.log.append([Record(_entry("end", uid=uid, **asdict(how)))])
-        _end(self.ledger, uid, how)
+    async def end(
+        self, ended: Mapping[str, Ended], *, again: Sequence[str] = (), version: int = 0
+    ) -> None:
+        """Groups ended untrained; `again` are the uids some of their prompts enter anew under.
+
+        Both at once: no crash comes between the end of the one and the admission of the other.
+        """
+        records = [Record(_entry("end", uid=uid, **asdict(how))) for uid, how in ended.items()]
+        if again:
+            records.append(Record(_entry("admit", version=version, uids=list(again))))
+        await self.log.append(records)
+        for uid, how in ended.items():
+            _end(self.ledger, uid, how)
+        for uid in again:
+            self.ledger.admit(uid, version)
 
 
 def _end(ledger: Ledger, uid: str, how: Ended) -> None:

@@ -156,7 +156,7 @@ class ExperienceQueue:
         for i, asked in mine.items():
             if asked in done:
                 del self._requests[stage, i]
-                self._pending[stage] += asked.result()
+                self._pending[stage] += self._still_held(asked.result())
 
     async def _ask(self, shard: ShardFace, request: Request) -> list[Grant]:
         """What is granted is held from here on, also while nobody has come to fetch it."""
@@ -195,7 +195,7 @@ class ExperienceQueue:
         gone = [lease for part in lost for lease in part]
         self._forget(gone)
         for pending in self._pending.values():
-            kept = [grant for grant in pending if _key(grant.experience.lease) in self._held]
+            kept = self._still_held(pending)
             pending.clear()
             pending.extend(kept)
         return gone
@@ -225,6 +225,8 @@ class ExperienceQueue:
         parts = await asyncio.gather(
             *(shard.leave(routed.get(i, []), version) for i, shard in enumerate(self.shards))
         )
+        gone = set(uids)
+        self._forget([lease for lease in self._held.values() if lease.uid in gone])
         counts: Counter[str] = Counter()
         for part in parts:
             counts.update(part.counts)
@@ -253,6 +255,9 @@ class ExperienceQueue:
         """Who holds these groups and for how long, for the message of a stall."""
         parts = await asyncio.gather(*(shard.whereabouts(uids) for shard in self.shards))
         return {uid: phrase for part in parts for uid, phrase in part.items()}
+
+    def _still_held(self, grants: Iterable[Grant]) -> list[Grant]:
+        return [grant for grant in grants if _key(grant.experience.lease) in self._held]
 
     def _forget(self, leases: Iterable[Lease]) -> None:
         for lease in leases:

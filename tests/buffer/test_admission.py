@@ -1,19 +1,21 @@
 """Credits: how far generation may run ahead."""
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.buffer import Admission, Ledger
-from streamrl.buffer.admission import check_capacity, credit_limit
+from streamrl.buffer.admission import check_bytes, check_capacity, credit_limit
 from streamrl.errors import ConfigError
 from tests.virtual_clock import run_virtual
 
 
-def make(ledger: Ledger, *, staleness: int = 1, steps: int = 10, capacity: int = 8) -> Admission:
+def make(ledger: Ledger, *, depth: int = 1, steps: int = 10, capacity: int = 8) -> Admission:
     return Admission(
         ledger,
-        max_staleness=staleness,
+        depth=depth,
         groups_per_step=4,
         capacity_groups=capacity,
         total_groups=4 * steps,
@@ -22,22 +24,22 @@ def make(ledger: Ledger, *, staleness: int = 1, steps: int = 10, capacity: int =
 
 def test_on_policy_admits_exactly_one_step_of_groups() -> None:
     ledger = Ledger()
-    admission = make(ledger, staleness=0, capacity=4)
+    admission = make(ledger, depth=0, capacity=4)
     assert admission.credit == 4
     for i in range(4):
-        ledger.admit(str(i))
+        ledger.admit(str(i), 0)
     assert admission.credit == 0
 
 
-def test_one_step_of_staleness_admits_one_step_more() -> None:
-    assert make(Ledger(), staleness=1).credit == 8
+def test_one_step_of_depth_admits_one_step_more() -> None:
+    assert make(Ledger(), depth=1).credit == 8
 
 
 def test_a_new_version_brings_credits_for_one_step() -> None:
     ledger = Ledger()
     admission = make(ledger)
     for i in range(8):
-        ledger.admit(str(i))
+        ledger.admit(str(i), 0)
     for i in range(4):
         ledger.train(str(i))
     assert admission.credit == 0, "trained groups do not come back as credits by themselves"
@@ -49,7 +51,7 @@ def test_a_dropped_group_returns_its_credit() -> None:
     ledger = Ledger()
     admission = make(ledger)
     for i in range(8):
-        ledger.admit(str(i))
+        ledger.admit(str(i), 0)
     ledger.drop("3", "reward_error")
     assert admission.credit == 1
 
@@ -62,12 +64,10 @@ def test_no_prompt_is_admitted_that_no_step_will_train() -> None:
 
 def test_waiting_for_credit_ends_when_a_version_is_published() -> None:
     async def main() -> int:
-        import asyncio
-
         ledger = Ledger()
         admission = make(ledger)
         for i in range(8):
-            ledger.admit(str(i))
+            ledger.admit(str(i), 0)
         waiting = asyncio.create_task(admission.wait_credit(100.0))
         await asyncio.sleep(5.0)
         assert not waiting.done()
@@ -84,21 +84,70 @@ def test_waiting_for_credit_gives_up_at_its_deadline() -> None:
         ledger = Ledger()
         admission = make(ledger)
         for i in range(8):
-            ledger.admit(str(i))
+            ledger.admit(str(i), 0)
         return await admission.wait_credit(3.0)
 
     assert run_virtual(main()) == 0
 
 
+def test_a_returned_credit_wakes_whoever_waits_for_one() -> None:
+    async def main() -> float:
+        ledger = Ledger()
+        admission = make(ledger)
+        for i in range(8):
+            ledger.admit(str(i), 0)
+        waiting = asyncio.create_task(admission.wait_credit(100.0))
+        await asyncio.sleep(5.0)
+        ledger.filter("3")
+        admission.refund()
+        assert await waiting == 1
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == 5.0
+
+
+def test_what_is_in_flight_never_exceeds_the_capacity() -> None:
+    ledger = Ledger()
+    admission = make(ledger, depth=0, capacity=5)
+    for i in range(4):
+        ledger.admit(str(i), 0)
+    admission.advance(1)
+    assert admission.credit == 1, "the step's groups are not yet booked as trained"
+
+
+def test_a_resumed_run_goes_on_at_its_version() -> None:
+    ledger = Ledger()
+    for i in range(12):
+        ledger.admit(str(i), i // 4)
+    for i in range(8):
+        ledger.train(str(i))
+    admission = Admission(
+        ledger, depth=1, groups_per_step=4, capacity_groups=8, total_groups=16, version=2
+    )
+    assert (admission.credit, admission.finished) == (4, False)
+
+
 def test_a_queue_that_would_deadlock_is_refused_with_the_arithmetic() -> None:
-    with pytest.raises(ConfigError, match=r"capacity_groups=7: must be at least 8 = .*1 \+ 1.*4"):
-        check_capacity(7, max_staleness=1, groups_per_step=4)
-    check_capacity(8, max_staleness=1, groups_per_step=4)
+    message = r"capacity_groups=7: must be at least 8 = \(pipeline.depth 1 \+ 1\) \* .*step 4$"
+    with pytest.raises(ConfigError, match=message):
+        check_capacity(7, depth=1, groups_per_step=4)
+    check_capacity(8, depth=1, groups_per_step=4)
+
+
+def test_a_shard_too_small_for_a_step_is_refused_with_the_arithmetic() -> None:
+    message = (
+        r"^queue.store_share=0.5: 9 MB for a shard, must be at least 10 MB"
+        r" = pipeline.groups_per_step 4 \* 2.50 MB, the largest group$"
+    )
+    facts = {"group_bytes": 5 << 19, "groups_per_step": 4, "place": "queue.store_share=0.5"}
+    with pytest.raises(ConfigError, match=message):
+        check_bytes((10 << 20) - 1, **facts)
+    check_bytes(10 << 20, **facts)
 
 
 @given(st.integers(0, 8), st.integers(1, 64), st.integers(0, 100))
-def test_the_last_credit_of_a_version_is_trained_within_the_bound(
-    staleness: int, groups: int, version: int
+def test_the_last_credit_of_a_version_is_trained_depth_steps_later(
+    depth: int, groups: int, version: int
 ) -> None:
-    last = credit_limit(version, max_staleness=staleness, groups_per_step=groups) - 1
-    assert last // groups - version == staleness
+    last = credit_limit(version, depth=depth, groups_per_step=groups) - 1
+    assert last // groups - version == depth

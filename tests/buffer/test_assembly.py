@@ -3,6 +3,7 @@
 import pytest
 
 from streamrl.buffer import StepAssembler
+from streamrl.buffer.books import TrainedGroup
 from streamrl.errors import StaleGroupError
 from streamrl.messages import Experience, GroupInfo, Lease
 
@@ -13,11 +14,14 @@ def group(uid: str, admitted: int, sampled: int | None = None) -> Experience:
         lease=Lease(1, uid, "train", 1, float("inf")),
         admitted_version=admitted,
         info=GroupInfo((4,), 2, ((version, 2),)),
+        ready_version=admitted,
     )
 
 
-def assembler(staleness: int, groups: int, **admitted: int) -> StepAssembler:
-    made = StepAssembler(max_staleness=staleness, groups_per_step=groups)
+def assembler(
+    staleness: int, groups: int, *, drops_stale: bool = False, **admitted: int
+) -> StepAssembler:
+    made = StepAssembler(max_staleness=staleness, groups_per_step=groups, drops_stale=drops_stale)
     for uid, version in admitted.items():
         made.admit(uid, version)
     return made
@@ -75,3 +79,54 @@ def test_a_token_beyond_the_bound_is_an_error_that_names_the_group() -> None:
     steps.offer([group("a", 1, sampled=0)])
     with pytest.raises(StaleGroupError, match="group a was sampled by version 0: 2 behind"):
         steps.draw(2)
+
+
+def test_a_group_that_is_offered_again_is_passed_over() -> None:
+    steps = assembler(1, 2, a=0)
+    for _ in range(2):
+        steps.offer([group("a", 0)])
+    assert uids(steps.draw(0)) == ["a"]
+    steps.offer([group("a", 0), group("unknown", 0)])
+    assert uids(steps.draw(0)) == []
+    steps.drop("unknown")
+
+
+def test_a_finished_step_says_what_it_trained_and_the_next_one_is_empty() -> None:
+    steps = assembler(1, 2, a=0, b=1)
+    steps.offer([group("b", 1), group("a", 0)])
+    steps.draw(1)
+    assert steps.complete
+    info = [GroupInfo((4,), 2, ((version, 2),)) for version in (0, 1)]
+    assert steps.finish() == (TrainedGroup("a", info[0], 0), TrainedGroup("b", info[1], 1))
+    assert not steps.complete
+
+
+# on_stale: drop.
+
+
+def test_dropping_what_is_stale_keeps_no_place_for_it() -> None:
+    steps = assembler(1, 2, drops_stale=True, a=0, b=0, c=1, d=1)
+    steps.offer([group("c", 1), group("d", 1)])
+    assert uids(steps.draw(1)) == ["c", "d"], "a and b would be due now"
+    assert steps.awaited == ["a", "b"]
+
+
+def test_the_oldest_tokens_go_first_and_not_the_oldest_admission() -> None:
+    steps = assembler(3, 1, drops_stale=True, a=0, b=1)
+    steps.offer([group("a", 0, sampled=2), group("b", 1, sampled=1)])
+    assert uids(steps.draw(2)) == ["b"]
+
+
+def test_what_has_become_too_old_is_given_up_and_nothing_else() -> None:
+    steps = assembler(1, 2, drops_stale=True, a=0, b=0, c=1)
+    steps.offer([group("a", 0), group("b", 0, sampled=1), group("c", 1)])
+    assert steps.take_stale(1) == []
+    assert uids(steps.take_stale(2)) == ["a"]
+    assert steps.take_stale(2) == []
+    assert sorted(uids(steps.draw(2))) == ["b", "c"]
+
+
+def test_waiting_for_what_is_stale_never_gives_it_up() -> None:
+    steps = assembler(1, 2, a=0)
+    steps.offer([group("a", 0)])
+    assert steps.take_stale(99) == []

@@ -44,9 +44,9 @@ async def four_groups(books: Books) -> None:
     """Two are trained in one step, one is dropped and comes again, one is filtered."""
     await books.open(0)
     await books.admit([uid(i) for i in range(4)], 0)
-    await books.end(uid(2), Ended("reward_error", "the verifier is down"))
+    await books.end({uid(2): Ended("reward_error", "the verifier is down")})
     await books.admit([uid(2, 1)], 0)
-    await books.end(uid(3), Ended("filtered", "all 2 rewards are 1", filtered=True))
+    await books.end({uid(3): Ended("filtered", "all 2 rewards are 1", filtered=True)})
     await books.train(step(0, uid(1), uid(0)))
 
 
