@@ -7,15 +7,17 @@ PYTHON ?= python3 python3.11 python3.12
 FITS := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
 # More for pytest, as in: make test ARGS="tests/buffer -x"
 ARGS ?=
+# Who is killed at which passage, as in: make test-chaos SEED=3 ARGS="--only shard"
+SEED ?= 0
 
 BIN := .venv/bin
 STAMP = .venv/installed-for-$(DEVICE)
 BASE_MODEL = $(BIN)/python examples/arithmetic/make.py
 
-.PHONY: help install demo test lint clean
+.PHONY: help install demo test test-chaos lint clean
 
 help: ## list these targets (the default)
-	@sed -n 's/^\([a-z]*\):[^#]*## /  make \1\t/p' Makefile
+	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' Makefile
 
 install: $(STAMP) ## build .venv, for the GPU if there is one (DEVICE=cpu or DEVICE=gpu decides)
 	@echo 'streamrl: .venv is installed for $(DEVICE)'
@@ -27,6 +29,9 @@ demo: $(STAMP) ## train a small model to add with GRPO, into runs/demo
 test: lint ## lint, make the arithmetic base model, run the tests (ARGS="..." goes to pytest)
 	$(BASE_MODEL)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-chaos: $(STAMP) ## kill -9 every kind of actor at every moment of a run; most of an hour (SEED=3)
+	$(BIN)/python -m tests.chaos.run_chaos --seed $(SEED) $(ARGS)
 
 lint: $(STAMP) ## ruff check, ruff format --check and mypy
 	$(BIN)/ruff check

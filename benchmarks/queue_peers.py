@@ -2,9 +2,9 @@
 
 Producers put groups; scorers take them, read every column and add one, `scores`; a trainer takes
 what is complete, reads every column and removes it. Each is a Ray actor, and the clock runs from
-the first put to the last removal. Ray's queue: two in a row, unbounded. TransferQueue: called as
-its streaming tutorial does, default storage, a row per group. A peer is given what helps it: a
-batch is laid out before the clock starts and used again with other numbers.
+the first put to the last removal; MB are 10^6 bytes. Ray's queue: two in a row, unbounded.
+TransferQueue: default storage, polled as in its streaming tutorial, a row per group. Peers are
+given what helps them: a batch is laid out before the clock starts and only renumbered after.
 """
 
 import json
@@ -15,6 +15,7 @@ import time
 import timeit
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,6 @@ from streamrl.messages import ROLLOUT_COLUMNS, SCHEMA, Array, Per
 TRANSFER_QUEUE = "TransferQueue==0.1.11"
 ROLLOUTS = 8
 POLL_S = 0.02  # pause of a consumer that found less than a batch: no batch call waits
-
 Group = dict[str, Array]
 Stages = dict[str, Callable[[Sequence[int]], Any]]
 
@@ -66,7 +66,7 @@ def transfer_queue(
 ) -> dict[str, float]:
     """TransferQueue, which takes three of the cluster's CPUs. Raises PeerError."""
     path = os.pathsep.join(filter(None, [str(install()), os.environ.get("PYTHONPATH")]))
-    # Its default, 8 threads for every copy in every process, halves it where cores are few.
+    # Its default, 8 threads for the copies of each process, is slower where cores are few.
     env = {"PYTHONPATH": path, "TQ_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 8))}
     make = partial(by_row, size_bytes, batch)
     rate = measure(make, np.arange(num_groups).reshape(-1, batch), producers, consumers, env)
@@ -84,7 +84,7 @@ def memcpy(size_bytes: int) -> dict[str, float]:
 def measure(
     make: Callable[[], Stages], batches: Array, producers: int, consumers: int, env: dict[str, str]
 ) -> float:
-    """Groups per second, numbers `batches` [batch, group], after a warm-up on two for each."""
+    """Groups per second of those numbered `batches` [batch, group], after a few to warm up."""
     start = ray.remote(num_cpus=0, runtime_env={"env_vars": env})(Worker).remote
     counts = {"put": producers, "score": consumers, "train": 1}
     workers = {stage: [start(make, stage) for _ in range(n)] for stage, n in counts.items()}
@@ -92,9 +92,8 @@ def measure(
         run(workers, batches[: 2 * max(producers, consumers)])
         return batches.size / run(workers, batches)
     finally:
-        for same in workers.values():
-            for worker in same:
-                ray.kill(worker)
+        for worker in chain(*workers.values()):
+            ray.kill(worker)
 
 
 def run(workers: dict[str, list[Any]], batches: Array) -> float:
@@ -105,7 +104,7 @@ def run(workers: dict[str, list[Any]], batches: Array) -> float:
     }
     # In the order of the flow: who fails is heard of before those who wait for its groups.
     found = {stage: ray.get(same, timeout=300) for stage, same in calls.items()}
-    [(_, end, trained)] = found["train"]
+    ((_, end, trained),) = found["train"]
     if sorted(np.ravel(trained)) != list(batches.ravel()):
         raise PeerError(f"{batches.size} groups were put, {np.size(trained)} or others arrived")
     return end - min(start for start, _, _ in found["put"])
@@ -226,8 +225,8 @@ def install() -> Path:
     """TransferQueue's own folder, as it brings a package `tests`; all it imports is there."""
     folder = Path(__file__).resolve().parents[1] / "build" / TRANSFER_QUEUE.replace("==", "-")
     if not folder.exists():
-        pip = "-m pip -q --disable-pip-version-check install --no-deps --target".split()
-        command = [sys.executable, *pip, str(folder), TRANSFER_QUEUE]
+        pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "install"]
+        command = [*pip, "--no-deps", "--target", str(folder), TRANSFER_QUEUE]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             raise PeerError(f"{TRANSFER_QUEUE}: {done.stderr.strip().splitlines()[-1]}")

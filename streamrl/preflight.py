@@ -148,18 +148,19 @@ def largest_group_bytes(config: RunConfig, prepared: Prepared) -> int:
     return rollouts * sum(sizes) + BLOB_BYTES * len(prepared.dataflow.calls)
 
 
-def shard_bytes(config: RunConfig, prepared: Prepared, *, store_bytes: float) -> int:
-    """What one shard may hold of the cluster's object stores.
+def shard_bytes(config: RunConfig, prepared: Prepared, *, node_stores: Sequence[float]) -> int:
+    """What one shard may hold of the object store of its node, whichever that is.
 
-    Raises ConfigError if a step could need more.
+    `node_stores` are their sizes in bytes. Raises ConfigError if a step could need more.
     """
-    share = int(config.queue.store_share * store_bytes / config.queue.shards)
+    per_node, smallest = -(-config.queue.shards // len(node_stores)), min(node_stores)
+    share = int(config.queue.store_share * smallest / per_node)
     check_bytes(
         share,
         group_bytes=largest_group_bytes(config, prepared),
         groups_per_step=config.pipeline.groups_per_step,
         place=f"queue.store_share={config.queue.store_share} of an object store of"
-        f" {store_bytes / 2**20:.0f} MB over queue.shards={config.queue.shards}",
+        f" {smallest / 2**20:.0f} MB over {per_node} of queue.shards={config.queue.shards}",
     )
     return share
 

@@ -5,10 +5,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from streamrl.buffer import Bounds, Ports, QueueConfig, Shard, ShardStats
+from streamrl.buffer.exchange import Commit, Grant
 from streamrl.buffer.group import GroupBook
-from streamrl.buffer.segment import Record
 from streamrl.buffer.leases import Overdue, Request
-from streamrl.buffer.shard import Commit, Grant
+from streamrl.buffer.segment import Record
 from streamrl.errors import StreamError
 from streamrl.messages import Filtered, Lease
 
@@ -107,13 +107,13 @@ class LocalShard:
         await asyncio.sleep(CALL_S)
         return result
 
-    async def admit(self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float) -> None:
-        await self._call(lambda shard: shard.admit(entries, wait_s=wait_s))
+    async def admit(self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float) -> list[str]:
+        return list(await self._call(lambda shard: shard.admit(entries, wait_s=wait_s)))
 
     async def add(
         self, entries: Sequence[tuple[str, bytes, int]], commits: Sequence[Commit], *, wait_s: float
-    ) -> None:
-        await self._call(lambda shard: shard.add(entries, commits, wait_s=wait_s))
+    ) -> list[str]:
+        return list(await self._call(lambda shard: shard.add(entries, commits, wait_s=wait_s)))
 
     async def take(self, request: Request, *, wait_s: float) -> list[Grant]:
         return list(await self._call(lambda shard: shard.take(request, wait_s=wait_s)))

@@ -19,6 +19,10 @@ LEVELS = (
     {"algorithms", "dataflow", "placement", "resharding"},
     {
         "pipeline",
+        "control",
+        "faces",
+        "serving",
+        "step",
         "engines",
         "buffer",
         "weights",

@@ -43,9 +43,10 @@ def cluster(placement: PlacementConfig, wanted: Callable[[bool], list[Demand]]) 
         ray.shutdown()
 
 
-def store_bytes() -> float:
-    """Size of all object stores of the cluster together, bytes."""
-    return float(ray.cluster_resources().get("object_store_memory", 0.0))
+def node_stores() -> list[float]:
+    """Size of each node's object store, bytes."""
+    alive = (node["Resources"] for node in ray.nodes() if node["Alive"])
+    return [float(resources.get("object_store_memory", 0.0)) for resources in alive]
 
 
 def _connect(address: str) -> None:

@@ -46,6 +46,7 @@ class Start:
     prompts: PromptStream
     eval_prompts: Sequence[Prompt]
     state: Mapping[str, Any] | None
+    checkpoint: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ class CoordinatorActor:
         self._evaluator = Evaluator(config, cast.of("generate"), cast.of("reward"))
         self._eval_prompts = start.eval_prompts
         self._cast = cast
-        self._checkpoint = ""
+        self._checkpoint = start.checkpoint
         self._saved_version = version
         if books.steps:
             steps = f"{min(books.steps)} to {max(books.steps)}"
@@ -151,7 +152,7 @@ class CoordinatorActor:
             await self._save()
         left = await self._queue.leave([], control.admission.version)
         await self._durability.close()
-        counts = control.admission.ledger.check(left.uids)
+        counts = control.admission.ledger.check(left.uids, booked=control.booked)
         return Finish(control.admission.version, str(counts), interrupted, self._checkpoint)
 
     async def _stream(self, reporting: "asyncio.Task[None]") -> None:
@@ -174,8 +175,10 @@ class CoordinatorActor:
                 task.result()
         training.result()
         self._control.stopping.set()
-        watching.cancel()
-        await admitting
+        # Admission may wait for room that nobody makes any more.
+        for task in (watching, admitting):
+            task.cancel()
+        await asyncio.wait([watching, admitting])
 
     def _train_lease(self) -> Any:
         shared = self._config.placement.one_at_a_time

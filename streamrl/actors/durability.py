@@ -14,8 +14,7 @@ from streamrl.actors.shard import RemoteShard
 from streamrl.actors.trainer import TrainerGroup
 from streamrl.buffer import Books, Ledger
 from streamrl.buffer.books import read_log, recover_books
-from streamrl.buffer.journal import Journal
-from streamrl.buffer.shard import NoLog
+from streamrl.buffer.journal import Journal, NoLog
 from streamrl.checkpoint import BOOKS, CheckpointWriter, journal_dir
 from streamrl.config import RunConfig
 from streamrl.control import Control

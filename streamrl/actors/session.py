@@ -92,6 +92,7 @@ class Session:
             prompts=self._prepared.prompts,
             eval_prompts=self._prepared.eval_prompts,
             state=checkpoint.state if checkpoint else None,
+            checkpoint=str(checkpoint.path) if checkpoint else "",
         )
         status("publishing the first weights")
         fetch(coordinator.start.remote(wiring, Cast(self._stages), start), "coordinator.start")

@@ -14,8 +14,8 @@ import ray
 from streamrl.actors.calls import CALL_TIMEOUT_S, call
 from streamrl.buffer import ShardKeeper, ShardPlan, ShardStats
 from streamrl.buffer.blob import Buffer
+from streamrl.buffer.exchange import Commit, Grant
 from streamrl.buffer.leases import Overdue, Request
-from streamrl.buffer.shard import Commit, Grant
 from streamrl.errors import ActorLostError, StreamError
 from streamrl.messages import Filtered, Lease
 
@@ -72,15 +72,15 @@ class ShardActor:
             f"{bad.file}, byte {bad.position.offset}: {bad.reason}" for bad in self._keeper.corrupt
         ]
 
-    async def admit(self, entries: Sequence[tuple[str, bytes, int]], wait_s: float) -> None:
+    async def admit(self, entries: Sequence[tuple[str, bytes, int]], wait_s: float) -> list[str]:
         """See Shard.admit."""
-        await self._keeper.shard.admit(entries, wait_s=wait_s)
+        return await self._keeper.shard.admit(entries, wait_s=wait_s)
 
     async def add(
         self, entries: Sequence[tuple[str, bytes, int]], commits: Sequence[Commit], wait_s: float
-    ) -> None:
+    ) -> list[str]:
         """See Shard.add."""
-        await self._keeper.shard.add(entries, _received(commits), wait_s=wait_s)
+        return await self._keeper.shard.add(entries, _received(commits), wait_s=wait_s)
 
     async def take(self, request: Request, wait_s: float) -> list[Grant]:
         """See Shard.take."""
@@ -150,16 +150,18 @@ class RemoteShard:
         self.actor = actor
         self._reconnect_s = RECONNECT_S if returns else 0.0
 
-    async def admit(self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float) -> None:
-        """Put prompts in."""
-        await self._call("admit", entries, wait_s, timeout_s=wait_s + CALL_TIMEOUT_S)
+    async def admit(self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float) -> list[str]:
+        """Put prompts in, as many as there is room for."""
+        timeout_s = wait_s + CALL_TIMEOUT_S
+        return list(await self._call("admit", entries, wait_s, timeout_s=timeout_s))
 
     async def add(
         self, entries: Sequence[tuple[str, bytes, int]], commits: Sequence[Commit], *, wait_s: float
-    ) -> None:
+    ) -> list[str]:
         """Put prompts in with columns; large ones travel beside the message."""
         timeout_s = wait_s + CALL_TIMEOUT_S
-        await self._call("add", entries, _to_send(commits), wait_s, timeout_s=timeout_s)
+        entered = self._call("add", entries, _to_send(commits), wait_s, timeout_s=timeout_s)
+        return list(await entered)
 
     async def take(self, request: Request, *, wait_s: float) -> list[Grant]:
         """Lease groups, waiting for the first; their blobs arrive as bytes."""

@@ -5,9 +5,10 @@ from streamrl.buffer.assembly import StepAssembler
 from streamrl.buffer.books import Books
 from streamrl.buffer.client import ExperienceQueue
 from streamrl.buffer.config import Bounds, Ports, QueueConfig
+from streamrl.buffer.exchange import ShardStats
 from streamrl.buffer.keeper import Files, ShardKeeper, ShardPlan
 from streamrl.buffer.ledger import Ledger
-from streamrl.buffer.shard import Shard, ShardStats
+from streamrl.buffer.shard import Shard
 
 __all__ = [
     "Admission",

@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from streamrl.buffer.journal import Log
 from streamrl.buffer.ledger import Ledger
 from streamrl.buffer.segment import Corrupt, Record, check_begins_at, replay
-from streamrl.buffer.shard import Log
 from streamrl.errors import JournalError
 from streamrl.messages import Ended, GroupInfo, parse_uid
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Protocol, TypeVar
 
 from streamrl.buffer.blob import Buffer, decode, encode
+from streamrl.buffer.exchange import Commit, Grant, ShardStats
 from streamrl.buffer.leases import Overdue, Request
-from streamrl.buffer.shard import Commit, Grant, ShardStats
 from streamrl.errors import StreamError
 from streamrl.messages import (
     Columns,
@@ -35,11 +35,13 @@ _FIRST_COLUMN = "policy_version"
 class ShardFace(Protocol):
     """What the client calls on a shard, wherever it lives. Blobs arrive as bytes."""
 
-    async def admit(self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float) -> None: ...
+    async def admit(
+        self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float
+    ) -> list[str]: ...
 
     async def add(
         self, entries: Sequence[tuple[str, bytes, int]], commits: Sequence[Commit], *, wait_s: float
-    ) -> None: ...
+    ) -> list[str]: ...
 
     async def take(self, request: Request, *, wait_s: float) -> list[Grant]: ...
 
@@ -86,9 +88,12 @@ class ExperienceQueue:
         """Put prompts in, admitted at `version`. Blocks while a shard is full, up to a deadline."""
         entries = [_entry(prompt, version) for prompt in prompts]
         parts = self._route([(entry[0], entry) for entry in entries])
-        await asyncio.gather(
-            *(self.shards[i].admit(part, wait_s=ROOM_WAIT_S) for i, part in parts.items())
-        )
+        await asyncio.gather(*(self._admit(self.shards[i], p) for i, p in parts.items()))
+
+    async def _admit(self, shard: ShardFace, entries: list[tuple[str, bytes, int]]) -> None:
+        while entries:
+            entered = set(await shard.admit(entries, wait_s=ROOM_WAIT_S))
+            entries = [entry for entry in entries if entry[0] not in entered]
 
     async def add(
         self, groups: Sequence[tuple[Prompt, Columns]], version: int, *, stage: str
@@ -102,12 +107,15 @@ class ExperienceQueue:
             for prompt, columns in groups
         ]
         parts = self._route([(entry[0], (entry, commit)) for entry, commit in entries])
-        await asyncio.gather(
-            *(
-                self.shards[i].add([e for e, _ in p], [c for _, c in p], wait_s=ROOM_WAIT_S)
-                for i, p in parts.items()
-            )
-        )
+        await asyncio.gather(*(self._add(self.shards[i], p) for i, p in parts.items()))
+
+    async def _add(
+        self, shard: ShardFace, pairs: list[tuple[tuple[str, bytes, int], Commit]]
+    ) -> None:
+        while pairs:
+            entries, commits = [e for e, _ in pairs], [c for _, c in pairs]
+            entered = set(await shard.add(entries, commits, wait_s=ROOM_WAIT_S))
+            pairs = [pair for pair in pairs if pair[0][0] not in entered]
 
     async def take(
         self,

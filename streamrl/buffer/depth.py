@@ -19,12 +19,17 @@ class DepthMeter:
         self._since[stage] = now
 
     def means(self, now: float) -> dict[str, float]:
-        """Mean depth per stage since the last call (the level itself if no time has passed)."""
+        """Mean depth per stage since the restart (the level itself if no time has passed)."""
         window = now - self._window_start
         means = {}
         for stage, level in list(self._level.items()):
             self.observe(stage, level, now)
             means[stage] = self._area[stage] / window if window > 0 else float(level)
+        return means
+
+    def restart(self, now: float) -> None:
+        """Means begin anew."""
+        for stage, level in list(self._level.items()):
+            self.observe(stage, level, now)
             self._area[stage] = 0.0
         self._window_start = now
-        return means

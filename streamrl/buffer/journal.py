@@ -6,6 +6,7 @@ happens in a thread, so that a slow disk never stops the owner.
 
 import asyncio
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Protocol
 
 from streamrl.buffer.segment import (
     Frame,
@@ -70,6 +72,39 @@ def _write_all(descriptor: int, buffers: list[memoryview]) -> None:
             buffers[first] = buffers[first][written:]
 
 
+class Log(Protocol):
+    """Where transitions are kept: a journal, or nothing."""
+
+    @property
+    def num_bytes(self) -> int: ...
+
+    def drain_fsync_s(self) -> float: ...
+
+    async def append(self, records: Sequence[Record], *, sync: bool = True) -> object:
+        """Returns once they are safe; without `sync` from the death of the process only."""
+        ...
+
+    def post(self, records: Sequence[Record]) -> None:
+        """They will be safe soon: to lose one costs work, not a group."""
+        ...
+
+
+class NoLog:
+    """For a queue that need not survive its shards."""
+
+    num_bytes = 0
+
+    def drain_fsync_s(self) -> float:
+        """Nothing is synced."""
+        return 0.0
+
+    async def append(self, records: Sequence[Record], *, sync: bool = True) -> None:
+        """Nothing to wait for."""
+
+    def post(self, records: Sequence[Record]) -> None:
+        """Nothing to do."""
+
+
 class _Writer:
     """The files of a journal; only one thread uses it at a time."""
 
@@ -96,6 +131,9 @@ class _Writer:
         Raises JournalError; the writer must not be used any more then.
         """
         try:
+            if segment_path(self._folder, self.segment + 1).exists():
+                # A process that was given up for dead and lives on must not go on writing.
+                raise FileExistsError(errno.EEXIST, "another process has taken this journal over")
             if self._end >= self._most_bytes:
                 self._sync()
                 self._begin()

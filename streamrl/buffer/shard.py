@@ -10,15 +10,17 @@ import asyncio
 import heapq
 import itertools
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from streamrl.buffer import group as transitions
 from streamrl.buffer.blob import Buffer
 from streamrl.buffer.config import Bounds, QueueConfig
 from streamrl.buffer.depth import DepthMeter
+from streamrl.buffer.exchange import Commit, Grant, ShardStats
 from streamrl.buffer.group import Group, GroupBook, Part
+from streamrl.buffer.journal import Log, NoLog
 from streamrl.buffer.leases import LeaseDesk, Overdue, Request
 from streamrl.buffer.recovery import payload
 from streamrl.buffer.segment import Record
@@ -26,82 +28,13 @@ from streamrl.errors import DeadlineError, StreamError
 from streamrl.messages import Ended, Experience, Filtered, GroupInfo, Lease, check_sizes
 
 
-class Log(Protocol):
-    """Where transitions are kept: a journal, or nothing."""
-
-    @property
-    def num_bytes(self) -> int: ...
-
-    def drain_fsync_s(self) -> float: ...
-
-    async def append(self, records: Sequence[Record], *, sync: bool = True) -> object:
-        """Returns once they are safe; without `sync` from the death of the process only."""
-        ...
-
-    def post(self, records: Sequence[Record]) -> None:
-        """They will be safe soon: to lose one costs work, not a group."""
-        ...
-
-
-class NoLog:
-    """For a queue that need not survive its shards."""
-
-    num_bytes = 0
-
-    def drain_fsync_s(self) -> float:
-        """Nothing is synced."""
-        return 0.0
-
-    async def append(self, records: Sequence[Record], *, sync: bool = True) -> None:
-        """Nothing to wait for."""
-
-    def post(self, records: Sequence[Record]) -> None:
-        """Nothing to do."""
-
-
-@dataclass(frozen=True, eq=False)
-class Grant:
-    """A leased group: what is known of it, its pickled prompt, and blobs with the columns."""
-
-    experience: Experience
-    prompt: bytes | None
-    blobs: tuple[Any, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Commit:
-    """Finished work: the blob, and dtype and entries of each column in it."""
-
-    lease: Lease
-    blob: Buffer
-    sizes: Mapping[str, tuple[str, int]]
-    info: GroupInfo | None = None
-
-
 @dataclass(frozen=True)
 class _Arrival:
-    """A group on its way in: its records and what goes with each."""
+    """A group on its way in: its records, and the blob of the last if it brings one."""
 
     uid: str
     records: Sequence[Record]
-    data: Sequence[Any] = (None,)
-
-
-@dataclass(frozen=True)
-class ShardStats:
-    """What a shard reports: mean groups waiting per stage since the last report, and sizes.
-
-    `counts` are redelivered, hedged and refused leases since the last report; `fsync_s` the time
-    spent in fsync since then.
-    """
-
-    depth: Mapping[str, float]
-    num_bytes: int
-    oldest_age_s: float
-    uids: tuple[str, ...]
-    counts: Mapping[str, int]
-    journal_bytes: int = 0
-    fsync_s: float = 0.0
+    blob: Buffer | None = None
 
 
 class Shard:
@@ -137,6 +70,8 @@ class Shard:
         self._charged = 0
         self._counts: Counter[str] = Counter()
         self._depth = DepthMeter(book.stages, self._clock())
+        self._fsync_s = 0.0
+        self._version = book.version
         self._opening = transitions.opened(session, book.incarnation + 1)
         self._opened = False
         book.apply(self._opening)
@@ -147,43 +82,49 @@ class Shard:
 
     # What prompts, stages and ranks ask for.
 
-    async def admit(self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float) -> None:
-        """Take in prompts: uid, pickled prompt, version. Blocks while the shard is full.
+    async def admit(self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float) -> list[str]:
+        """Take in prompts: uid, pickled prompt, version. Returns the uids that are in.
 
-        A uid that is here already is passed over: its admission was repeated. Raises DeadlineError
-        if there is no room within `wait_s`.
+        Those are as many as there is room for, and one at least: the call blocks while the shard
+        is full, and raises DeadlineError if there is no room within `wait_s`. A uid that is here
+        already is passed over: its admission was repeated.
         """
         arrivals = [_Arrival(entry[0], [transitions.admitted(*entry)]) for entry in entries]
-        await self._enter(arrivals, self._clock() + wait_s)
+        return await self._enter(arrivals, self._clock() + wait_s)
 
     async def add(
         self, entries: Sequence[tuple[str, bytes, int]], commits: Sequence[Commit], *, wait_s: float
-    ) -> None:
+    ) -> list[str]:
         """Take in prompts with what one stage has made of them already; as `admit` and `put`."""
         arrivals = []
         for entry, commit in zip(entries, commits, strict=True):
             assert commit.info is not None
             self._check(commit, commit.info)
             records = [transitions.admitted(*entry), self._record(commit, commit.info)]
-            arrivals.append(_Arrival(entry[0], records, [None, self._store(commit.blob)]))
-        await self._enter(arrivals, self._clock() + wait_s)
+            arrivals.append(_Arrival(entry[0], records, commit.blob))
+        return await self._enter(arrivals, self._clock() + wait_s)
 
-    async def _enter(self, arrivals: Sequence["_Arrival"], deadline: float) -> None:
-        waiting = list(arrivals)
-        while waiting := [one for one in waiting if not self._is_here(one.uid)]:
-            batch = []
+    async def _enter(self, arrivals: Sequence["_Arrival"], deadline: float) -> list[str]:
+        # Nothing waits once a part is in: whoever repeats the call must not bring in again what
+        # has come and gone meanwhile.
+        batch: list[_Arrival] = []
+        while waiting := [one for one in arrivals if not self._is_here(one.uid)]:
             while waiting and self._has_room():
                 self._arriving.add(waiting[0].uid)
                 batch.append(waiting.pop(0))
-            if not batch:
-                await self._wait_space(deadline, waiting[0].uid)
-                continue
+            if batch:
+                break
+            await self._wait_space(deadline, waiting[0].uid)
+        if batch:
             records = [record for one in batch for record in one.records]
+            blobs = (one.blob for one in batch)
+            data = [None if b is None else (None, self._store(b)) for b in blobs]
             try:
                 await self._log.append(records)
             finally:
                 self._arriving.difference_update(one.uid for one in batch)
-            self._apply(*records, data=[datum for one in batch for datum in one.data])
+            self._apply(*records, data=[d for pair in data for d in pair or (None,)])
+        return [one.uid for one in arrivals if self._is_here(one.uid)]
 
     def _is_here(self, uid: str) -> bool:
         return uid in self._book.groups or uid in self._arriving
@@ -381,13 +322,19 @@ class Shard:
         await self._log.append([record], sync=False)
         self._apply(record)
         self._space.set()
-        return self.stats()
+        figures = self.stats()
+        # Groups that end leave in the middle of a step: its figures go on.
+        if version > self._version:
+            self._version, self._fsync_s = version, 0.0
+            self._counts.clear()
+            self._depth.restart(self._clock())
+        return figures
 
     def stats(self) -> ShardStats:
-        """The shard's figures; depths and counts since the last call."""
+        """The shard's figures; depths and counts since the step before the one under way."""
         now, groups = self._clock(), self._book.groups.values()
+        self._fsync_s += self._log.drain_fsync_s()
         counts = {name: self._counts[name] for name in ("redelivered", "hedged", "refused")}
-        self._counts.clear()
         return ShardStats(
             depth=self._depth.means(now),
             num_bytes=sum(group.num_bytes for group in groups),
@@ -395,7 +342,7 @@ class Shard:
             uids=tuple(self._book.groups),
             counts=counts,
             journal_bytes=self._log.num_bytes,
-            fsync_s=self._log.drain_fsync_s(),
+            fsync_s=self._fsync_s,
         )
 
     def release(self, holder: str) -> int:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from streamrl.actors.cluster import cluster, store_bytes
+from streamrl.actors.cluster import cluster, node_stores
 from streamrl.actors.coordinator import Finish
 from streamrl.actors.engine_factory import EngineFactory, RealEngines
 from streamrl.actors.feed import EventReport, Report, StatusReport, StepReport
@@ -78,7 +78,7 @@ def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory)
             ) from None
     with uninterrupted_end() as end:
         on_gpu = end.enter_context(cluster(config.placement, partial(demands, config, prepared)))
-        room = shard_bytes(config, prepared, store_bytes=store_bytes())
+        room = shard_bytes(config, prepared, node_stores=node_stores())
         interrupt_on_sigterm()
         log = end.enter_context(_run_directory(config, resume))
         sinks = make_sinks(config.telemetry, _facts(config, resume))

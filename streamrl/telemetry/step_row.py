@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from streamrl.buffer.books import TrainedGroup
+from streamrl.buffer.exchange import ShardStats
 from streamrl.buffer.ledger import LedgerCounts
-from streamrl.buffer.shard import ShardStats
 from streamrl.telemetry.contract import STALENESS_HISTOGRAM, Histogram
 from streamrl.telemetry.spans import Span, busy_s, idle_fraction
 

@@ -10,13 +10,13 @@ from streamrl.actors.feed import EventReport, Feed, StepReport
 from streamrl.actors.reporting import DRAIN_EVERY_S, SAMPLES_KEPT, Reporter, Snapshot, StageActors
 from streamrl.actors.wiring import ActorReport
 from streamrl.buffer.books import TrainedGroup
+from streamrl.buffer.exchange import ShardStats
 from streamrl.buffer.ledger import LedgerCounts
-from streamrl.buffer.shard import ShardStats
 from streamrl.config import load_config
 from streamrl.dataflow import Kind
 from streamrl.errors import DeadlineError
-from streamrl.messages import GroupInfo
 from streamrl.faces import StepOutcome, StepTotals, Update
+from streamrl.messages import GroupInfo
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
 from tests.virtual_clock import run_virtual

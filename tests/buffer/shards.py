@@ -9,9 +9,10 @@ import numpy as np
 
 from streamrl.buffer import Bounds, Ports, QueueConfig, Shard
 from streamrl.buffer.blob import decode, encode
+from streamrl.buffer.exchange import Commit
 from streamrl.buffer.group import GroupBook
+from streamrl.buffer.journal import Log
 from streamrl.buffer.leases import Request
-from streamrl.buffer.shard import Commit, Log
 from streamrl.messages import (
     ROLLOUT_COLUMNS,
     Columns,

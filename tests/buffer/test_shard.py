@@ -12,8 +12,8 @@ import pytest
 
 from streamrl.buffer import QueueConfig, Shard
 from streamrl.buffer.blob import encode
+from streamrl.buffer.exchange import Commit
 from streamrl.buffer.leases import Request
-from streamrl.buffer.shard import Commit
 from streamrl.errors import ConfigError, JournalError, RewardError, StreamError
 from streamrl.messages import Columns, Ended, Filtered, Lease, column_sizes
 from tests.buffer.shards import (

@@ -12,7 +12,9 @@ from typing import Any
 
 from streamrl.buffer.books import read_log, recover_books
 from streamrl.checkpoint import BOOKS, journal_dir
+from streamrl.config import load_config
 from streamrl.messages import parse_uid
+from streamrl.preflight import prepare
 from tests.chaos.scenarios import Scenario
 from tests.e2e.launched import Launched, events, rows
 from tests.toy import write_toy
@@ -38,19 +40,24 @@ class Trained:
     steps: Sequence[Sequence[str]]
     rows: Sequence[Mapping[str, Any]]
 
+    @classmethod
+    def of(cls, run_dir: Path) -> "Trained":
+        """Read from a run directory."""
+        return cls(list(_steps(run_dir)), rows(run_dir))
+
     @property
     def by_epoch(self) -> dict[int, set[int]]:
         """Rows of the data set that were trained, by epoch."""
-        found: dict[int, set[int]] = {}
-        for uid in self.uids:
-            epoch, index, _ = parse_uid(uid)
-            found.setdefault(epoch, set()).add(index)
-        return found
+        return by_epoch([uid for step in self.steps for uid in step])
 
-    @property
-    def uids(self) -> list[str]:
-        """All uids, in the order in which they were trained."""
-        return [uid for step in self.steps for uid in step]
+
+def by_epoch(uids: Sequence[str]) -> dict[int, set[int]]:
+    """Rows of the data set behind some uids, by epoch."""
+    found: dict[int, set[int]] = {}
+    for uid in uids:
+        epoch, index, _ = parse_uid(uid)
+        found.setdefault(epoch, set()).add(index)
+    return found
 
 
 @dataclass(frozen=True)
@@ -81,7 +88,7 @@ class Bench:
             run = Launched(self._words(run_dir.name, settings), self.folder)
             problems = [*_ended(run, code=0), *audit(run_dir, settings)]
             assert not problems, "\n".join(problems)
-            self._undisturbed[kind] = Trained(list(_steps(run_dir)), rows(run_dir))
+            self._undisturbed[kind] = Trained.of(run_dir)
         return self._undisturbed[kind]
 
     def run_dir(self, name: str) -> Path:
@@ -105,14 +112,18 @@ class Bench:
         words = [f"{key}={value}" for key, value in settings.items()]
         return ["train", str(self.folder / "recipe.yaml"), *words]
 
-    def play(self, scenario: Scenario) -> Verdict:
-        """One scenario: run, kill, resume if it is to be resumed, audit."""
-        undisturbed = self.undisturbed(scenario.settings)
+    def play(self, scenario: Scenario, *, beside_undisturbed: bool = True) -> Verdict:
+        """One scenario: run, kill, resume if it is to be resumed, audit.
+
+        What comes of it is compared with an undisturbed run, or just with the prompts in the order
+        of the seed.
+        """
+        undisturbed = self.undisturbed(scenario.settings) if beside_undisturbed else None
         started = time.monotonic()
         problems = list(self._problems(scenario, undisturbed))
         return Verdict(scenario, time.monotonic() - started, problems)
 
-    def _problems(self, scenario: Scenario, undisturbed: Trained) -> Iterator[str]:
+    def _problems(self, scenario: Scenario, undisturbed: Trained | None) -> Iterator[str]:
         name = scenario.name.replace(":", "-")
         run_dir, marker = self.run_dir(name), self.folder / f"{name}.killed"
         shutil.rmtree(run_dir, ignore_errors=True)
@@ -134,8 +145,26 @@ class Bench:
             wrong += _ended(again, code=0)
             wrong += compare(before, rows(run_dir), "before the crash")
         wrong += audit(run_dir, scenario.settings)
-        wrong += _like(run_dir, undisturbed, scenario)
+        wrong += self._unlike(Trained.of(run_dir), undisturbed, scenario)
         yield from wrong
+
+    def _unlike(
+        self, mine: Trained, undisturbed: Trained | None, scenario: Scenario
+    ) -> Iterator[str]:
+        """Other prompts than without the crash; on policy also other steps or numbers."""
+        expected = by_epoch(self._first_prompts()) if undisturbed is None else undisturbed.by_epoch
+        if mine.by_epoch != expected:
+            yield f"trained {mine.by_epoch}, without the crash {expected}"
+        if undisturbed is not None and scenario.is_on_policy:
+            if [set(step) for step in mine.steps] != [set(step) for step in undisturbed.steps]:
+                yield f"steps of {mine.steps}, without the crash {undisturbed.steps}"
+            yield from compare(undisturbed.rows, mine.rows, "without the crash", tolerance=1e-4)
+
+    def _first_prompts(self) -> list[str]:
+        """The uids that the data and its seed give a run of this length."""
+        words = self._words("prompts", {})[2:]
+        prompts = prepare(load_config(self.folder / "recipe.yaml", words)).prompts
+        return [prompt.uid for prompt in prompts.draw(STEPS * GROUPS_PER_STEP)]
 
     @staticmethod
     def _env(plan: Mapping[str, Any]) -> dict[str, str]:
@@ -243,14 +272,3 @@ def compare(
             x, y = row[name], other.get(name)
             if y is None or abs(x - y) > tolerance * max(1.0, abs(x)):
                 yield f"step {row['step']}: {name} is {y}, {what} {x}"
-
-
-def _like(run_dir: Path, undisturbed: Trained, scenario: Scenario) -> Iterator[str]:
-    """The same prompts were trained as without the crash, and on policy the same numbers came."""
-    mine = Trained(list(_steps(run_dir)), rows(run_dir))
-    if mine.by_epoch != undisturbed.by_epoch:
-        yield f"trained {mine.by_epoch}, without the crash {undisturbed.by_epoch}"
-    if scenario.is_on_policy:
-        if [set(step) for step in mine.steps] != [set(step) for step in undisturbed.steps]:
-            yield f"steps of {mine.steps}, without the crash {undisturbed.steps}"
-        yield from compare(undisturbed.rows, mine.rows, "without the crash", tolerance=1e-4)

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
+from streamrl.buffer.exchange import ShardStats
 from streamrl.buffer.ledger import LedgerCounts
-from streamrl.buffer.shard import ShardStats
 from streamrl.messages import Experience, GroupInfo, Lease
 from streamrl.telemetry.contract import Histogram, check_row
 from streamrl.telemetry.spans import Span

@@ -1,0 +1,44 @@
+"""What a shard and its callers hand each other: leased groups, finished work, figures."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from streamrl.buffer.blob import Buffer
+from streamrl.messages import Experience, GroupInfo, Lease
+
+
+@dataclass(frozen=True, eq=False)
+class Grant:
+    """A leased group: what is known of it, its pickled prompt, and blobs with the columns."""
+
+    experience: Experience
+    prompt: bytes | None
+    blobs: tuple[Any, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Commit:
+    """Finished work: the blob, and dtype and entries of each column in it."""
+
+    lease: Lease
+    blob: Buffer
+    sizes: Mapping[str, tuple[str, int]]
+    info: GroupInfo | None = None
+
+
+@dataclass(frozen=True)
+class ShardStats:
+    """What a shard reports: mean groups waiting per stage since the last step, and sizes.
+
+    `counts` are redelivered, hedged and refused leases since the last step; `fsync_s` the time
+    spent in fsync since then.
+    """
+
+    depth: Mapping[str, float]
+    num_bytes: int
+    oldest_age_s: float
+    uids: tuple[str, ...]
+    counts: Mapping[str, int]
+    journal_bytes: int = 0
+    fsync_s: float = 0.0
