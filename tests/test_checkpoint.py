@@ -1,50 +1,61 @@
-"""Checkpoints: whole or not there."""
+"""Checkpoints: whole or not there. Where a run goes on, and what it then leaves behind."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from streamrl.buffer.recovery import Base
+from streamrl.buffer.segment import segment_path, segments
 from streamrl.checkpoint import (
+    BOOKS,
+    FORMAT,
+    Checkpoint,
     CheckpointConfig,
     CheckpointWriter,
-    discard_later,
-    find_checkpoint,
+    ResumePoint,
+    find_base,
+    find_resume_point,
+    journal_dir,
     list_checkpoints,
-    run_dir_of,
+    read_checkpoint,
 )
-from streamrl.errors import ConfigError
+from streamrl.errors import CheckpointError, ConfigError
 
 
-def write(run_dir: Path, version: int, keep: int = 10) -> Path:
+def write(run_dir: Path, version: int, *, keep: int = 10, **cuts: int) -> Path:
     writer = CheckpointWriter(run_dir, version)
-    writer.model_dir.mkdir()
+    for folder in (writer.model_dir, writer.queue_dir):
+        folder.mkdir()
     (writer.model_dir / "weights").write_text(str(version))
-    return writer.commit({"version": version, "ledger": {}, "prompts": {}}, keep=keep)
+    named = {name.replace("_", "-"): cut for name, cut in cuts.items()}
+    state = {"version": version, "ledger": {}, "prompts": {}, "cuts": named}
+    return writer.commit(state, keep=keep)
 
 
-def test_the_newest_checkpoint_of_a_run_is_found(tmp_path: Path) -> None:
-    for version in (5, 100, 20):
-        write(tmp_path, version)
-    found = find_checkpoint(tmp_path)
-    assert found.version == 100
-    assert (found.model_dir / "weights").read_text() == "100"
-    assert run_dir_of(found) == tmp_path
+def write_segments(run_dir: Path, owner: str, *numbers: int) -> None:
+    journal_dir(run_dir, owner).mkdir(parents=True)
+    for number in numbers:
+        segment_path(journal_dir(run_dir, owner), number).touch()
 
 
-def test_one_checkpoint_can_be_named(tmp_path: Path) -> None:
-    first = write(tmp_path, 5)
-    write(tmp_path, 10)
-    assert find_checkpoint(first).version == 5
+def newest(run_dir: Path) -> Checkpoint:
+    found = find_resume_point(run_dir).checkpoint
+    assert found is not None
+    return found
+
+
+# Writing.
 
 
 def test_one_that_was_cut_off_half_way_is_not_seen(tmp_path: Path) -> None:
     write(tmp_path, 5)
     writer = CheckpointWriter(tmp_path, 10)
     writer.model_dir.mkdir()
-    assert find_checkpoint(tmp_path).version == 5
+    assert newest(tmp_path).version == 5
     write(tmp_path, 10)
-    assert find_checkpoint(tmp_path).version == 10, "a second try starts from nothing"
+    assert newest(tmp_path).version == 10, "a second try starts from nothing"
 
 
 def test_only_the_newest_are_kept(tmp_path: Path) -> None:
@@ -57,30 +68,170 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
 def test_writing_a_version_again_replaces_it(tmp_path: Path) -> None:
     write(tmp_path, 3)
     write(tmp_path, 3)
-    assert find_checkpoint(tmp_path).version == 3
+    assert newest(tmp_path).version == 3
 
 
-def test_going_on_from_an_older_one_discards_what_came_later(tmp_path: Path) -> None:
-    older = write(tmp_path, 5)
+def test_a_disk_that_refuses_is_named_and_what_was_there_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 5)
+    writer = CheckpointWriter(tmp_path, 10)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(CheckpointError, match=r"step_000010: .*No space left"):
+        writer.commit({"version": 10}, keep=1)
+    monkeypatch.undo()
+    assert newest(tmp_path).version == 5
+
+
+# Where a run goes on.
+
+
+def test_a_run_goes_on_from_its_newest_checkpoint_and_its_journal(tmp_path: Path) -> None:
+    for version in (5, 100, 20):
+        write(tmp_path, version)
+    found = find_resume_point(tmp_path)
+    assert found.checkpoint is not None
+    assert (found.run_dir, found.version, found.keeps_journal) == (tmp_path, 100, True)
+    assert (found.checkpoint.model_dir / "weights").read_text() == "100"
+    assert found.checkpoint.trainer_dir == found.checkpoint.path / "trainer"
+
+
+def test_a_run_that_died_before_its_first_checkpoint_goes_on_from_its_start(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("")
+    write_segments(tmp_path, BOOKS, 1)
+    assert find_resume_point(tmp_path) == ResumePoint(tmp_path, None)
+    assert find_resume_point(tmp_path).version == 0
+    CheckpointWriter(tmp_path, 1)
+    assert find_resume_point(tmp_path).version == 0, "one that is half written is none"
+
+
+@pytest.mark.parametrize("lacks", ["config.yaml", "journal"])
+def test_what_is_no_run_has_no_start_to_go_on_from(tmp_path: Path, lacks: str) -> None:
+    if lacks != "config.yaml":
+        (tmp_path / "config.yaml").write_text("")
+    if lacks != "journal":
+        write_segments(tmp_path, BOOKS, 1)
+    with pytest.raises(ConfigError, match="not a checkpoint, nor a run directory"):
+        find_resume_point(tmp_path)
+
+
+def test_the_newest_checkpoint_keeps_its_journal_if_it_is_named_too(tmp_path: Path) -> None:
+    write(tmp_path, 5)
+    last = write(tmp_path, 10)
+    found = find_resume_point(last)
+    assert (found.run_dir, found.version, found.keeps_journal) == (tmp_path, 10, True)
+
+
+def test_one_checkpoint_can_be_named(tmp_path: Path) -> None:
+    first = write(tmp_path, 5)
     write(tmp_path, 10)
-    discard_later(find_checkpoint(older))
-    assert find_checkpoint(tmp_path).version == 5
+    found = find_resume_point(first)
+    assert (found.run_dir, found.version, found.keeps_journal) == (tmp_path, 5, False)
+
+
+def test_a_path_through_a_link_is_the_same_run(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    last = write(run_dir, 5)
+    (tmp_path / "link").symlink_to(run_dir)
+    found = find_resume_point(tmp_path / "link" / "checkpoints" / last.name)
+    assert (found.run_dir, found.keeps_journal) == (run_dir.resolve(), True)
 
 
 def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no such directory"):
-        find_checkpoint(tmp_path / "nowhere")
+        find_resume_point(tmp_path / "nowhere")
     with pytest.raises(ConfigError, match="not a checkpoint, nor a run directory"):
-        find_checkpoint(tmp_path)
+        find_resume_point(tmp_path)
     (tmp_path / "state.json").write_text("{")
     with pytest.raises(ConfigError, match=r"state\.json"):
-        find_checkpoint(tmp_path)
-    (tmp_path / "state.json").write_text(json.dumps({"format": 99}))
-    with pytest.raises(ConfigError, match="not a checkpoint of format 1"):
-        find_checkpoint(tmp_path)
+        find_resume_point(tmp_path)
     (tmp_path / "state.json").write_text(json.dumps({"format": 1}))
-    with pytest.raises(ConfigError, match="lacks version"):
-        find_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match=f"not a checkpoint of format {FORMAT}"):
+        find_resume_point(tmp_path)
+    whole = {"format": FORMAT, "version": 1, "ledger": {}, "prompts": {}, "cuts": {}}
+    for name in ("version", "ledger", "prompts", "cuts"):
+        lacking = {key: value for key, value in whole.items() if key != name}
+        (tmp_path / "state.json").write_text(json.dumps(lacking))
+        with pytest.raises(ConfigError, match="lacks version, ledger, prompts or cuts"):
+            find_resume_point(tmp_path)
+    (tmp_path / "state.json").write_text(json.dumps({**whole, "version": "x"}))
+    with pytest.raises(ConfigError, match="version 'x': no integer"):
+        find_resume_point(tmp_path)
+    (tmp_path / "state.json").write_text(json.dumps(whole))
+    assert read_checkpoint(tmp_path).version == 1
+
+
+# What it then leaves behind.
+
+
+def run_with_two_checkpoints(run_dir: Path) -> None:
+    """Segments 1 to 4 of the shard are gone, as they lie before the newest cut."""
+    write_segments(run_dir, "shard-0", 5, 6)
+    write_segments(run_dir, BOOKS, 1, 2, 3, 4)
+    write(run_dir, 5, shard_0=3, books=2)
+    write(run_dir, 10, shard_0=5, books=4)
+
+
+def left(run_dir: Path) -> tuple[list[str], list[int], list[int]]:
+    names = [path.name for path in list_checkpoints(run_dir / "checkpoints")]
+    return (
+        names,
+        segments(journal_dir(run_dir, "shard-0")),
+        segments(journal_dir(run_dir, BOOKS)),
+    )
+
+
+def test_going_on_from_an_older_one_discards_what_came_later(tmp_path: Path) -> None:
+    run_with_two_checkpoints(tmp_path)
+    find_resume_point(tmp_path / "checkpoints" / "step_000005").discard_later()
+    assert left(tmp_path) == (["step_000005"], [], [1])
+    assert find_resume_point(tmp_path).version == 5
+    assert find_base(tmp_path, "shard-0").first == 3
+
+
+def test_going_on_from_the_newest_one_discards_nothing(tmp_path: Path) -> None:
+    run_with_two_checkpoints(tmp_path)
+    before = left(tmp_path)
+    for path in (tmp_path, tmp_path / "checkpoints" / "step_000010"):
+        find_resume_point(path).discard_later()
+        assert left(tmp_path) == before
+
+
+def test_going_on_from_the_start_discards_nothing(tmp_path: Path) -> None:
+    write_segments(tmp_path, "shard-0", 1, 2)
+    write_segments(tmp_path, BOOKS, 1)
+    ResumePoint(tmp_path, None).discard_later()
+    assert left(tmp_path) == ([], [1, 2], [1])
+
+
+def test_a_crash_while_discarding_leaves_nothing_that_looks_whole_and_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_with_two_checkpoints(tmp_path)
+    older = tmp_path / "checkpoints" / "step_000005"
+
+    def die(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(shutil, "rmtree", die)
+    with pytest.raises(KeyboardInterrupt):
+        find_resume_point(older).discard_later()
+    monkeypatch.undo()
+    # Were the newer one gone first, the older would take the others' journal for its own.
+    assert left(tmp_path) == (["step_000005", "step_000010"], [], [1])
+    find_resume_point(older).discard_later()
+    assert left(tmp_path) == (["step_000005"], [], [1])
+
+
+def test_a_shard_continues_its_snapshot_in_the_newest_checkpoint(tmp_path: Path) -> None:
+    assert find_base(tmp_path, "shard-0") == Base()
+    write(tmp_path, 5, shard_0=3, shard_1=8)
+    last = write(tmp_path, 10, shard_0=5, shard_1=9)
+    assert find_base(tmp_path, "shard-1") == Base(last / "queue" / "shard-1", 9)
 
 
 @pytest.mark.parametrize(("key", "value"), [("every", -1), ("keep", 0)])

@@ -62,6 +62,7 @@ def frame_of(record: Record) -> Frame:
 
 
 def header_of(frame: Frame, offset: int) -> bytes:
+    """The header of a record that begins at this byte of its file."""
     meta, payload = frame
     fields = _FIELDS.pack(MAGIC, FORMAT, len(meta), len(payload))
     head = fields + _check_body(fields, meta, payload, offset)
@@ -207,6 +208,7 @@ def write_segment(path: Path, records: Iterable[Record]) -> None:
 
 
 def fsync_path(path: Path) -> None:
+    """Have the disk hold what a file, or a directory, has now."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -11,30 +11,21 @@ import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from streamrl.buffer import group as transitions
 from streamrl.buffer.blob import Buffer
 from streamrl.buffer.config import Bounds, QueueConfig
 from streamrl.buffer.depth import DepthMeter
+from streamrl.buffer.entrance import Arrival, Entrance
 from streamrl.buffer.exchange import Commit, Grant, ShardStats
 from streamrl.buffer.group import Group, GroupBook, Part
 from streamrl.buffer.journal import Log, NoLog
 from streamrl.buffer.leases import LeaseDesk, Overdue, Request
 from streamrl.buffer.recovery import payload
 from streamrl.buffer.segment import Record
-from streamrl.errors import DeadlineError, StreamError
+from streamrl.errors import StreamError
 from streamrl.messages import Ended, Experience, Filtered, GroupInfo, Lease, check_sizes
-
-
-@dataclass(frozen=True)
-class _Arrival:
-    """A group on its way in: its records, and the blob of the last if it brings one."""
-
-    uid: str
-    records: Sequence[Record]
-    blob: Buffer | None = None
 
 
 class Shard:
@@ -58,16 +49,13 @@ class Shard:
         self._clock = book.now = asyncio.get_running_loop().time
         self._book = book
         self._config = config
-        self._bounds = bounds
         self._log = log or NoLog()
         self._store = store
         self._ready: dict[str, dict[str, Group]] = {stage: {} for stage in book.stages}
         self._wake = {stage: asyncio.Event() for stage in book.stages}
         self._takers: Counter[str] = Counter()
         self._deaths: Counter[str] = Counter()
-        self._space = asyncio.Event()
-        self._arriving: set[str] = set()
-        self._charged = 0
+        self._entrance = Entrance(book, bounds, clock=self._clock, enter=self._enter)
         self._counts: Counter[str] = Counter()
         self._depth = DepthMeter(book.stages, self._clock())
         self._fsync_s = 0.0
@@ -89,8 +77,8 @@ class Shard:
         is full, and raises DeadlineError if there is no room within `wait_s`. A uid that is here
         already is passed over: its admission was repeated.
         """
-        arrivals = [_Arrival(entry[0], [transitions.admitted(*entry)]) for entry in entries]
-        return await self._enter(arrivals, self._clock() + wait_s)
+        arrivals = [Arrival(entry[0], [transitions.admitted(*entry)]) for entry in entries]
+        return await self._entrance.admit(arrivals, self._clock() + wait_s)
 
     async def add(
         self, entries: Sequence[tuple[str, bytes, int]], commits: Sequence[Commit], *, wait_s: float
@@ -101,51 +89,16 @@ class Shard:
             assert commit.info is not None
             self._check(commit, commit.info)
             records = [transitions.admitted(*entry), self._record(commit, commit.info)]
-            arrivals.append(_Arrival(entry[0], records, commit.blob))
-        return await self._enter(arrivals, self._clock() + wait_s)
+            arrivals.append(Arrival(entry[0], records, commit.blob))
+        return await self._entrance.admit(arrivals, self._clock() + wait_s)
 
-    async def _enter(self, arrivals: Sequence["_Arrival"], deadline: float) -> list[str]:
-        # Nothing waits once a part is in: whoever repeats the call must not bring in again what
-        # has come and gone meanwhile.
-        batch: list[_Arrival] = []
-        while waiting := [one for one in arrivals if not self._is_here(one.uid)]:
-            while waiting and self._has_room():
-                self._arriving.add(waiting[0].uid)
-                batch.append(waiting.pop(0))
-            if batch:
-                break
-            await self._wait_space(deadline, waiting[0].uid)
-        if batch:
-            records = [record for one in batch for record in one.records]
-            blobs = (one.blob for one in batch)
-            data = [None if b is None else (None, self._store(b)) for b in blobs]
-            try:
-                await self._log.append(records)
-            finally:
-                self._arriving.difference_update(one.uid for one in batch)
-            self._apply(*records, data=[d for pair in data for d in pair or (None,)])
-        return [one.uid for one in arrivals if self._is_here(one.uid)]
-
-    def _is_here(self, uid: str) -> bool:
-        return uid in self._book.groups or uid in self._arriving
-
-    def _has_room(self) -> bool:
-        bounds, arriving = self._bounds, len(self._arriving)
-        charged = self._charged + arriving * bounds.group_bytes
-        has_bytes = charged + max(bounds.group_bytes, 1) <= bounds.num_bytes
-        return has_bytes and len(self._book.groups) + arriving < bounds.groups
-
-    async def _wait_space(self, deadline: float, uid: str) -> None:
-        self._space.clear()
-        try:
-            await asyncio.wait_for(self._space.wait(), deadline - self._clock())
-        except TimeoutError:
-            held, bounds = list(self._book.groups), self._bounds
-            raise DeadlineError(
-                f"prompt {uid} waited for room in a full shard: it holds {len(held)} of"
-                f" {bounds.groups} groups and {self._charged} of {bounds.num_bytes:g} bytes;"
-                f" the first are {held[:5]}"
-            ) from None
+    async def _enter(self, arrivals: Sequence[Arrival]) -> None:
+        data: list[Any] = []
+        for one in arrivals:
+            data += [None] if one.blob is None else [None, self._store(one.blob)]
+        records = [record for one in arrivals for record in one.records]
+        await self._log.append(records)
+        self._apply(*records, data=data)
 
     async def take(self, request: Request, *, wait_s: float) -> list[Grant]:
         """Lease groups that are ready for a stage, the earliest admitted first.
@@ -321,7 +274,6 @@ class Shard:
         record = transitions.left(uids, version)
         await self._log.append([record], sync=False)
         self._apply(record)
-        self._space.set()
         figures = self.stats()
         # Groups that end leave in the middle of a step: its figures go on.
         if version > self._version:
@@ -368,19 +320,8 @@ class Shard:
 
     def whereabouts(self, uids: Sequence[str]) -> dict[str, str]:
         """For each of `uids` held here, one phrase: which stages hold or await it, for how long."""
-        groups = self._book.groups
-        return {uid: self._describe(groups[uid]) for uid in uids if uid in groups}
-
-    def _describe(self, group: Group) -> str:
-        now = self._clock()
-        held = [
-            f"{one.lease.holder} for {now - one.lease.taken_at:.1f} s"
-            f" ({one.lease.stage}, attempt {one.lease.attempt})"
-            for one in itertools.chain.from_iterable(group.leases.values())
-        ]
-        waits = [stage for stage in self._book.stages if group.uid in self._ready[stage]]
-        state = f"held by {', '.join(held)}" if held else f"ready for {', '.join(waits) or 'none'}"
-        return f"{state}, admitted {now - group.admitted_at:.1f} s ago"
+        found = {uid: self._book.groups[uid] for uid in uids if uid in self._book.groups}
+        return {uid: _describe(self._book, group) for uid, group in found.items()}
 
     def forget_retired(self) -> None:
         """No step will be made again that trained a group of before a restart."""
@@ -407,14 +348,7 @@ class Shard:
             else:
                 ready.pop(group.uid, None)
             self._depth.observe(stage, len(ready), self._clock())
-        self._charged -= group.charge
-        group.charge = self._charge(group) if is_here else 0
-        self._charged += group.charge
-        self._space.set()
-
-    def _charge(self, group: Group) -> int:
-        whole = self._book.is_whole(group)
-        return group.num_bytes if whole else max(group.num_bytes, self._bounds.group_bytes)
+        self._entrance.charge(group)
 
     def _give_back(self, group: Group, lease: Lease, cause: str, reason: str) -> None:
         self._post(transitions.given_back(lease, failed=True))
@@ -427,6 +361,18 @@ class Shard:
         for group, lease in self._desk.expired():
             reason = f"{lease.holder} was silent for {self._config.lease_s:g} s (queue.lease_s)"
             self._give_back(group, lease, f"{lease.stage}_lease_expired", reason)
+
+
+def _describe(book: GroupBook, group: Group) -> str:
+    now = book.now()
+    held = [
+        f"{one.lease.holder} for {now - one.lease.taken_at:.1f} s"
+        f" ({one.lease.stage}, attempt {one.lease.attempt})"
+        for one in itertools.chain.from_iterable(group.leases.values())
+    ]
+    waits = [stage for stage in book.stages if book.is_ready(group, stage)]
+    state = f"held by {', '.join(held)}" if held else f"ready for {', '.join(waits) or 'none'}"
+    return f"{state}, admitted {now - group.admitted_at:.1f} s ago"
 
 
 def _again(part: Part) -> Any:

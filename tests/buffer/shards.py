@@ -88,7 +88,11 @@ def entry(uid: str, version: int = 0) -> tuple[str, bytes, int]:
 
 
 async def admit(shard: Shard, *uids: str, version: int = 0, wait_s: float = 1.0) -> None:
-    await shard.admit([entry(uid, version) for uid in uids], wait_s=wait_s)
+    """Part by part until all are in, as the client does."""
+    waiting = [entry(uid, version) for uid in uids]
+    while waiting:
+        entered = await shard.admit(waiting, wait_s=wait_s)
+        waiting = [one for one in waiting if one[0] not in entered]
 
 
 async def take(

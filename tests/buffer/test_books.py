@@ -21,7 +21,7 @@ from streamrl.buffer.books import (
 from streamrl.buffer.journal import Journal, JournalConfig
 from streamrl.buffer.segment import Record, segment_path
 from streamrl.errors import JournalError, LedgerError
-from streamrl.messages import Ended, GroupInfo
+from streamrl.messages import Ended, GroupInfo, make_uid, parse_uid
 from tests.fake_shards import MemoryLog
 from tests.virtual_clock import run_virtual
 
@@ -109,10 +109,12 @@ def test_after_any_sequence_the_log_gives_the_live_ledger(schedule: list[tuple[s
                 await books.train(made[version])
             elif move == "again":
                 uid = rng.choice(in_flight)
-                await books.end(uid, DROPPED)
-                await books.admit([f"{uid[:-1]}{int(uid[-1]) + 1}"], seed)
+                epoch, index, attempt = parse_uid(uid)
+                again = make_uid(epoch, index, attempt + 1)
+                await books.end({uid: DROPPED}, again=[again], version=seed)
             else:
-                await books.end(rng.choice(in_flight), FILTERED if move == "filter" else DROPPED)
+                uids = rng.sample(in_flight, min(rng.randint(1, 2), len(in_flight)))
+                await books.end(dict.fromkeys(uids, FILTERED if move == "filter" else DROPPED))
         found = recover_books([travelled(r) for r in log.records[cut:]], state, debug=True)
         assert found.ledger.state_dict() == books.ledger.state_dict()
         assert found.steps == made
@@ -168,9 +170,8 @@ async def written(folder: Path) -> Books:
     await books.admit(["0:0:0", "0:1:0", "0:2:0"], 0)
     await journal.rotate()
     await books.train(step(0, "0:0:0"))
-    await books.end("0:1:0", DROPPED)
-    await books.admit(["0:1:1"], 1)
-    await books.end("0:2:0", FILTERED)
+    await books.end({"0:1:0": DROPPED}, again=["0:1:1"], version=1)
+    await books.end({"0:2:0": FILTERED})
     await journal.close()
     return books
 

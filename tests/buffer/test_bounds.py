@@ -7,7 +7,7 @@ import pytest
 from streamrl.buffer import Bounds, Shard
 from streamrl.buffer.blob import encode
 from streamrl.errors import DeadlineError, RewardError
-from tests.buffer.shards import WORK, admit, do, finish, make_shard, on_shard, take
+from tests.buffer.shards import WORK, admit, do, entry, finish, make_shard, on_shard, take
 from tests.fake_shards import MemoryLog
 from tests.virtual_clock import run_virtual
 
@@ -44,13 +44,15 @@ def test_a_group_that_has_ended_keeps_its_place_until_it_leaves() -> None:
     on_shard(test, bounds=Bounds(1), max_attempts=1)
 
 
-def test_what_has_room_comes_in_while_the_rest_of_the_call_waits() -> None:
+def test_what_has_room_comes_in_and_the_rest_is_for_another_call() -> None:
     async def test(shard: Shard) -> None:
-        blocked = asyncio.create_task(admit(shard, *"abc", wait_s=60.0))
+        entries = [entry(uid) for uid in "abc"]
+        assert await shard.admit(entries, wait_s=60.0) == ["a", "b"]
+        again = asyncio.create_task(shard.admit(entries[1:], wait_s=60.0))
         await asyncio.sleep(1.0)
-        assert shard.stats().uids == ("a", "b")
+        assert not again.done()
         await shard.leave(["a"], 1)
-        await blocked
+        assert await again == ["b", "c"]
         assert shard.stats().uids == ("b", "c")
 
     on_shard(test, bounds=Bounds(2))

@@ -199,7 +199,6 @@ def test_late_and_duplicate_commits_are_refused_by_their_token() -> None:
         assert await put(shard, (again.lease, rollouts())) == []
         assert await put(shard, (again.lease, rollouts())) == ["a"], "a duplicate commit is refused"
         assert shard.stats().counts == {"redelivered": 1, "hedged": 0, "refused": 2}
-        assert shard.stats().counts["refused"] == 0, "counted since the last report"
 
     on_shard(test)
 
@@ -392,9 +391,28 @@ def test_depth_is_the_mean_over_time_not_the_moment() -> None:
         await asyncio.sleep(3.0)
         await take(shard, "generate")
         await asyncio.sleep(1.0)
-        assert shard.stats().depth["generate"] == pytest.approx(1.5)
+        figures = await shard.leave([], 1)
+        assert figures.depth["generate"] == pytest.approx(1.5)
         await asyncio.sleep(1.0)
-        assert shard.stats().depth["generate"] == 0.0
+        assert (await shard.leave([], 2)).depth["generate"] == 0.0
+
+    on_shard(test)
+
+
+def test_figures_are_those_since_the_last_step_whatever_leaves_within_it() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, *"ab")
+        (late, _) = await take(shard, "generate")
+        await asyncio.sleep(11.0)
+        await put(shard, (late.lease, rollouts()))
+        await take(shard, "generate")
+        for _ in range(2):
+            # A group that ended leaves in the middle of the step.
+            figures = await shard.leave(["b"], 0)
+            assert figures.counts == {"redelivered": 2, "hedged": 0, "refused": 1}
+        figures = await shard.leave([], 1)
+        assert figures.counts == {"redelivered": 2, "hedged": 0, "refused": 1}
+        assert (await shard.leave([], 1)).counts == dict.fromkeys(figures.counts, 0)
 
     on_shard(test)
 

@@ -27,6 +27,8 @@ policy/clip_frac policy/ratio_mean policy/entropy policy/ess policy/kl_ref polic
 policy/lr
 rollout/length_mean rollout/length_max rollout/truncated_frac rollout/tokens_per_s
 queue/depth/<stage> queue/bytes queue/oldest_age_s
+queue/redelivered queue/hedged queue/refused
+journal/bytes journal/fsync_s
 staleness/mean staleness/max staleness/in_flight_mean staleness/in_queue_mean staleness/histogram
 idle/<stage> drops/<cause>
 weights/version weights/skew_max weights/publish_s weights/pull_s weights/bytes

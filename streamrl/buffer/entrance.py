@@ -1,0 +1,97 @@
+"""The way into a shard: who may come in, and what waits while it is full."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+from streamrl.buffer.blob import Buffer
+from streamrl.buffer.config import Bounds
+from streamrl.buffer.group import Group, GroupBook
+from streamrl.buffer.segment import Record
+from streamrl.errors import DeadlineError
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A group on its way in: its records, and the blob of the last if it brings one."""
+
+    uid: str
+    records: Sequence[Record]
+    blob: Buffer | None = None
+
+
+class Entrance:
+    """Keeps a shard within its bounds. Times are s of the shard's clock.
+
+    Each group is charged with the most it can take until its last column is there, and with what it
+    takes from then on: only who comes in ever waits for room. `enter` puts groups into the book.
+    """
+
+    def __init__(
+        self,
+        book: GroupBook,
+        bounds: Bounds,
+        *,
+        clock: Callable[[], float],
+        enter: Callable[[Sequence[Arrival]], Awaitable[None]],
+    ) -> None:
+        self._book = book
+        self._bounds = bounds
+        self._clock = clock
+        self._enter = enter
+        self._arriving: set[str] = set()
+        self._charged = 0
+        self._space = asyncio.Event()
+
+    async def admit(self, arrivals: Sequence[Arrival], deadline: float) -> list[str]:
+        """Let in as many as there is room for, one at least; returns the uids that are in.
+
+        Nothing waits once a part is in: whoever repeats the call must not bring in again what has
+        come and gone meanwhile. Raises DeadlineError if there is no room by `deadline`.
+        """
+        batch: list[Arrival] = []
+        while waiting := [one for one in arrivals if not self._is_here(one.uid)]:
+            while waiting and self._has_room():
+                self._arriving.add(waiting[0].uid)
+                batch.append(waiting.pop(0))
+            if batch:
+                break
+            await self._wait_space(deadline, waiting[0].uid)
+        if batch:
+            try:
+                await self._enter(batch)
+            finally:
+                self._arriving.difference_update(one.uid for one in batch)
+        return [one.uid for one in arrivals if self._is_here(one.uid)]
+
+    def charge(self, group: Group) -> None:
+        """Bring the account in line with a group that has changed or left."""
+        self._charged -= group.charge
+        group.charge = self._cost(group) if group.uid in self._book.groups else 0
+        self._charged += group.charge
+        self._space.set()
+
+    def _cost(self, group: Group) -> int:
+        whole = self._book.is_whole(group)
+        return group.num_bytes if whole else max(group.num_bytes, self._bounds.group_bytes)
+
+    def _is_here(self, uid: str) -> bool:
+        return uid in self._book.groups or uid in self._arriving
+
+    def _has_room(self) -> bool:
+        bounds, arriving = self._bounds, len(self._arriving)
+        charged = self._charged + arriving * bounds.group_bytes
+        has_bytes = charged + max(bounds.group_bytes, 1) <= bounds.num_bytes
+        return has_bytes and len(self._book.groups) + arriving < bounds.groups
+
+    async def _wait_space(self, deadline: float, uid: str) -> None:
+        self._space.clear()
+        try:
+            await asyncio.wait_for(self._space.wait(), deadline - self._clock())
+        except TimeoutError:
+            held, bounds = list(self._book.groups), self._bounds
+            raise DeadlineError(
+                f"prompt {uid} waited for room in a full shard: it holds {len(held)} of"
+                f" {bounds.groups} groups and {self._charged} of {bounds.num_bytes:g} bytes;"
+                f" the first are {held[:5]}"
+            ) from None
