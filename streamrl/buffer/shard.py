@@ -19,7 +19,7 @@ from streamrl.buffer.config import Bounds, QueueConfig
 from streamrl.buffer.depth import DepthMeter
 from streamrl.buffer.entrance import Arrival, Entrance
 from streamrl.buffer.exchange import Commit, Grant, ShardStats
-from streamrl.buffer.group import Group, GroupBook, Part
+from streamrl.buffer.group import Group, GroupBook
 from streamrl.buffer.journal import Log, NoLog
 from streamrl.buffer.leases import LeaseDesk, Overdue, Request
 from streamrl.buffer.recovery import payload
@@ -87,8 +87,8 @@ class Shard:
         arrivals = []
         for entry, commit in zip(entries, commits, strict=True):
             assert commit.info is not None
-            self._check(commit, commit.info)
-            records = [transitions.admitted(*entry), self._record(commit, commit.info)]
+            _check(self._book, commit, commit.info)
+            records = [transitions.admitted(*entry), _record(self._book, commit)]
             arrivals.append(Arrival(entry[0], records, commit.blob))
         return await self._entrance.admit(arrivals, self._clock() + wait_s)
 
@@ -108,7 +108,7 @@ class Shard:
         """
         repeated = self._desk.of_request(request)
         if repeated:
-            return [self._grant(group, held.lease, request) for group, held in repeated]
+            return [_grant(self._book, group, held.lease, request) for group, held in repeated]
         stage = request.stage
         if not self._opened:
             # Or a successor could give the tokens of this process again.
@@ -127,7 +127,7 @@ class Shard:
         held = [group.leases[stage][-1] for group in chosen]
         self._desk.watch(held)
         pairs = zip(chosen, held, strict=True)
-        return [self._grant(group, one.lease, request) for group, one in pairs]
+        return [_grant(self._book, group, one.lease, request) for group, one in pairs]
 
     async def _await_work(self, request: Request, deadline: float) -> list[Group]:
         stage, deaths = request.stage, self._deaths[request.holder]
@@ -156,19 +156,6 @@ class Shard:
             except TimeoutError:
                 continue
 
-    def _grant(self, group: Group, lease: Lease, request: Request) -> Grant:
-        wanted = set(request.columns)
-        is_last = lease.stage == self._book.last_stage
-        experience = Experience(
-            lease=lease,
-            admitted_version=group.admitted_version,
-            info=group.info,
-            ready_version=group.ready_version,
-            ended=group.ended,
-        )
-        blobs = tuple(part.data for part in group.parts.values() if part.names & wanted)
-        return Grant(experience, None if is_last else group.prompt, blobs)
-
     async def put(self, commits: Sequence[Commit]) -> list[str]:
         """Take finished work; returns the uids whose lease was no longer good.
 
@@ -182,9 +169,7 @@ class Shard:
         good = [commit for commit in commits if self._start_commit(commit)]
         if good:
             groups = [self._book.groups[commit.lease.uid] for commit in good]
-            pairs = zip(good, groups, strict=True)
-            infos = [(commit, group.info or commit.info) for commit, group in pairs]
-            records = [self._record(commit, info) for commit, info in infos if info is not None]
+            records = [_record(self._book, commit) for commit in good]
             data = [self._store(commit.blob) for commit in good]
             try:
                 await self._log.append(records)
@@ -204,7 +189,7 @@ class Shard:
             return
         info = group.info or commit.info
         assert info is not None, f"the first commit of {lease.uid} came without its facts"
-        self._check(commit, info)
+        _check(self._book, commit, info)
 
     def _start_commit(self, commit: Commit) -> bool:
         """Whether the lease is good; from here on no other commit for this work is taken."""
@@ -215,19 +200,6 @@ class Shard:
         group.committing.add(lease.stage)
         group.leases.pop(lease.stage)
         return True
-
-    def _check(self, commit: Commit, info: GroupInfo) -> None:
-        lease = commit.lease
-        missing = set(self._book.stages[lease.stage].produces) - commit.sizes.keys()
-        if missing:
-            raise ValueError(f"stage {lease.stage} put no {sorted(missing)} for {lease.uid}")
-        check_sizes(commit.sizes, info)
-
-    def _record(self, commit: Commit, info: GroupInfo) -> Record:
-        names, version = frozenset(commit.sizes), self._book.version
-        return transitions.committed(
-            commit.lease, commit.blob, names=names, info=info, version=version
-        )
 
     def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None:
         """Take work back undone: the group is handed out again, or at last ended."""
@@ -252,17 +224,7 @@ class Shard:
     def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Sequence[Any]]:
         """Blobs with these columns of each group; those that have left come from the journal."""
         wanted = set(columns)
-        found: list[Sequence[Any]] = []
-        for uid in uids:
-            if uid in self._book.groups:
-                parts = self._book.groups[uid].parts
-                found.append(tuple(p.data for p in parts.values() if p.names & wanted))
-            elif uid in self._book.retired:
-                old = self._book.retired[uid].values()
-                found.append(tuple(_again(part) for part in old if part.names & wanted))
-            else:
-                raise StreamError(f"group {uid} is neither in the queue nor in its journal")
-        return found
+        return [_blobs(self._book, uid, wanted) for uid in uids]
 
     # What the coordinator asks for.
 
@@ -363,6 +325,37 @@ class Shard:
             self._give_back(group, lease, f"{lease.stage}_lease_expired", reason)
 
 
+def _grant(book: GroupBook, group: Group, lease: Lease, request: Request) -> Grant:
+    wanted = set(request.columns)
+    experience = Experience(
+        lease=lease,
+        admitted_version=group.admitted_version,
+        info=group.info,
+        ready_version=group.ready_version,
+        ended=group.ended,
+    )
+    blobs = tuple(part.data for part in group.parts.values() if part.names & wanted)
+    return Grant(experience, None if lease.stage == book.last_stage else group.prompt, blobs)
+
+
+def _check(book: GroupBook, commit: Commit, info: GroupInfo) -> None:
+    """Raise ValueError for columns that are not those the stage declared, or badly shaped."""
+    lease = commit.lease
+    missing = set(book.stages[lease.stage].produces) - commit.sizes.keys()
+    if missing:
+        raise ValueError(f"stage {lease.stage} put no {sorted(missing)} for {lease.uid}")
+    check_sizes(commit.sizes, info)
+
+
+def _record(book: GroupBook, commit: Commit) -> Record:
+    names, group = frozenset(commit.sizes), book.groups.get(commit.lease.uid)
+    info = (group.info if group else None) or commit.info
+    assert info is not None
+    return transitions.committed(
+        commit.lease, commit.blob, names=names, info=info, version=book.version
+    )
+
+
 def _describe(book: GroupBook, group: Group) -> str:
     now = book.now()
     held = [
@@ -375,9 +368,14 @@ def _describe(book: GroupBook, group: Group) -> str:
     return f"{state}, admitted {now - group.admitted_at:.1f} s ago"
 
 
-def _again(part: Part) -> Any:
-    """The blob of a group that has left: from memory, or from the journal."""
-    return bytes(payload(part)) if part.data is None else part.data
+def _blobs(book: GroupBook, uid: str, wanted: set[str]) -> Sequence[Any]:
+    """The blobs of a group, also of one that has left: from memory, or from the journal."""
+    group = book.groups.get(uid)
+    parts = group.parts if group else book.retired.get(uid)
+    if parts is None:
+        raise StreamError(f"group {uid} is neither in the queue nor in its journal")
+    found = [part for part in parts.values() if part.names & wanted]
+    return tuple(bytes(payload(part)) if part.data is None else part.data for part in found)
 
 
 def _within(groups: Sequence[Group], max_tokens: int | None) -> list[Group]:

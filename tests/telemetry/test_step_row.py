@@ -4,22 +4,19 @@ import math
 
 import pytest
 
+from streamrl.buffer.books import TrainedGroup
 from streamrl.buffer.exchange import ShardStats
 from streamrl.buffer.ledger import LedgerCounts
-from streamrl.messages import Experience, GroupInfo, Lease
+from streamrl.messages import GroupInfo
 from streamrl.telemetry.contract import Histogram, check_row
 from streamrl.telemetry.spans import Span
 from streamrl.telemetry.step_row import Activity, StepFacts, step_row
 
 
-def group(uid: str, versions: dict[int, int], ready: int) -> Experience:
+def group(uid: str, versions: dict[int, int], ready: int) -> TrainedGroup:
     tokens = sum(versions.values())
-    return Experience(
-        lease=Lease(1, uid, "train", 1, math.inf),
-        admitted_version=min(versions),
-        info=GroupInfo((tokens + 3, 3), tokens, tuple(sorted(versions.items()))),
-        ready_version=ready,
-    )
+    info = GroupInfo((tokens + 3, 3), tokens, tuple(sorted(versions.items())))
+    return TrainedGroup(uid, info, ready)
 
 
 def facts(**changes: object) -> StepFacts:
@@ -36,7 +33,15 @@ def facts(**changes: object) -> StepFacts:
             "truncated_sum": 1.0,
         },
         "metrics": {"policy/grad_norm": 0.5, "loss/policy": -0.1},
-        "queue": ShardStats({"generate": 0.5, "reward": 1.5}, 100, 2.0, ("c",)),
+        "queue": ShardStats(
+            depth={"generate": 0.5, "reward": 1.5},
+            num_bytes=100,
+            oldest_age_s=2.0,
+            uids=("c",),
+            counts={"redelivered": 3, "hedged": 1, "refused": 2},
+            journal_bytes=5000,
+            fsync_s=0.25,
+        ),
         "ledger": LedgerCounts(10, 8, 0, 1, 1, (("reward_error", 1),)),
         "activity": {
             "generate": Activity(
@@ -91,6 +96,9 @@ def test_the_queue_and_the_ledger_are_in_the_row() -> None:
     row = step_row(facts())
     assert row["queue/depth/reward"] == 1.5
     assert row["queue/bytes"] == 100
+    assert row["queue/oldest_age_s"] == 2.0
+    assert [row[f"queue/{name}"] for name in ("redelivered", "hedged", "refused")] == [3, 1, 2]
+    assert (row["journal/bytes"], row["journal/fsync_s"]) == (5000, 0.25)
     assert row["ledger/admitted"] == 10
     assert row["drops/reward_error"] == 1
     assert row["throughput/groups_per_s"] == pytest.approx(0.5)
