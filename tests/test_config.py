@@ -28,6 +28,16 @@ def test_what_is_not_named_is_at_its_default(recipe: Path) -> None:
     assert config.capacity_groups == 2 * config.pipeline.groups_per_step
 
 
+def test_the_depth_decides_how_much_is_in_flight_and_by_default_it_is_the_bound(
+    recipe: Path,
+) -> None:
+    overrides = ["pipeline.max_staleness=3", "pipeline.groups_per_step=8"]
+    assert load_config(recipe, overrides).capacity_groups == 32
+    assert load_config(recipe, [*overrides, "pipeline.depth=1"]).capacity_groups == 16
+    deeper = [*overrides, "pipeline.depth=5", "pipeline.on_stale=drop"]
+    assert load_config(recipe, deeper).capacity_groups == 48
+
+
 def test_any_key_can_be_overridden(recipe: Path) -> None:
     config = load_config(
         recipe,
@@ -62,6 +72,8 @@ def test_paths_hold_wherever_an_actor_runs(recipe: Path) -> None:
     config = load_config(recipe)
     assert Path(config.model.path).is_absolute()
     assert Path(config.data.train).is_absolute()
+    functions = ["filter={kind: function, path: keep.py, function: keep}"]
+    assert Path(load_config(recipe, functions).filter.path).is_absolute()
 
 
 @pytest.mark.parametrize(
@@ -85,6 +97,12 @@ def test_paths_hold_wherever_an_actor_runs(recipe: Path) -> None:
         ("trainer.backend=jax", "trainer.backend=jax: must be"),
         ("generator.temperature=0", "generator.temperature=0.*: must be above 0"),
         ("queue.capacity_groups=3", "queue.capacity_groups=3: must be at least 64 = "),
+        (
+            "pipeline.depth=2",
+            r"pipeline.depth=2: \(2 \+ 1\) \* 32 groups .*max_staleness 1 \+ 1\)",
+        ),
+        ("queue.journal.fsync_s=-1", "queue.journal.fsync_s=-1.*: must be 0 s or more, or null"),
+        ("filter.low=1", "filter.low=1.0: must be below filter.high=1.0"),
         ("queue.shards=0", "queue.shards=0: must be at least 1"),
         ("placement.mode=magic", "placement.mode=magic: must be one of"),
         ("telemetry.wandb.mode=maybe", "telemetry.wandb.mode=maybe: must be"),

@@ -1,6 +1,8 @@
 """The device lease: one holder at a time, in turn, with a deadline."""
 
 import asyncio
+from collections.abc import Coroutine
+from typing import Any
 
 import pytest
 
@@ -103,3 +105,62 @@ def test_a_holder_that_dies_while_it_waits_does_not_get_the_pool() -> None:
         return log
 
     assert run_virtual(main()) == ["reward-0", "generator-0"]
+
+
+def test_the_pool_of_a_holder_that_died_goes_to_the_next_in_line() -> None:
+    async def main() -> float:
+        arbiter = Arbiter(timeout_s=100.0)
+        await arbiter.acquire("generator-0")
+        waiting = asyncio.create_task(arbiter.acquire("trainer"))
+        await asyncio.sleep(7.0)
+        arbiter.forget("reward-0")
+        await asyncio.sleep(1.0)
+        assert not waiting.done(), "another one died"
+        arbiter.forget("generator-0")
+        await waiting
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == pytest.approx(8.0)
+
+
+class RemoteArbiter:
+    """An arbiter in another process: to stop waiting for its answer does not take the ask back."""
+
+    def __init__(self, arbiter: Arbiter) -> None:
+        self._arbiter = arbiter
+        self._calls: set[asyncio.Task[None]] = set()
+
+    async def acquire(self, holder: str) -> None:
+        await self._call(self._arbiter.acquire(holder))
+
+    async def release(self, holder: str) -> None:
+        await self._call(self._arbiter.release(holder))
+
+    async def _call(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._calls.add(task)
+        await asyncio.shield(task)
+
+
+def test_work_that_is_cancelled_while_it_waits_for_the_pool_gives_it_back() -> None:
+    async def main() -> list[str]:
+        arbiter, log = Arbiter(timeout_s=100.0), list[str]()
+        mine = SharedLease(RemoteArbiter(arbiter), "generator-0")
+
+        async def work(name: str) -> None:
+            async with mine.hold("generate"):
+                log.append(name)
+
+        await arbiter.acquire("trainer")
+        lost = asyncio.create_task(work("lost"))
+        await asyncio.sleep(1.0)
+        lost.cancel()
+        await asyncio.sleep(1.0)
+        kept = asyncio.create_task(work("kept"))
+        await asyncio.sleep(1.0)
+        await arbiter.release("trainer")
+        await kept
+        await arbiter.acquire("trainer")
+        return log
+
+    assert run_virtual(main()) == ["kept"]

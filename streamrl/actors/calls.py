@@ -4,7 +4,13 @@ import asyncio
 from typing import Any
 
 import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    GetTimeoutError,
+    ObjectLostError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+)
 
 from streamrl.errors import ActorError, ActorLostError, ConfigError, DeadlineError, StreamError
 
@@ -56,6 +62,8 @@ def translate(error: RayError, what: str) -> StreamError | ConfigError:
         return ActorError(f"{what}: {type(cause).__name__}: {cause}\n{error}")
     if isinstance(error, RayActorError):
         return ActorLostError(f"{what}: the actor died ({str(error).splitlines()[0]})")
+    if isinstance(error, ObjectLostError):
+        return ActorLostError(f"{what}: the actor that owned it died")
     return ActorError(f"{what}: {type(error).__name__}: {error}")
 
 

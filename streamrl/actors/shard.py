@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,14 +42,24 @@ def store_blob(blob: Buffer) -> Any:
     return Stored(ray.put(np.frombuffer(blob, np.uint8)))
 
 
-async def resolve_blobs(blobs: Sequence[Any]) -> list[Buffer]:
+async def resolve_blobs(blobs: Sequence[Any]) -> tuple[Buffer, ...]:
     """Inverse of `store_blob`, on the reader's side: views of the object store."""
-    return [
-        memoryview(await call(blob.reference, "columns of a group"))
-        if isinstance(blob, Stored)
-        else blob
-        for blob in blobs
-    ]
+    return tuple(
+        [
+            memoryview(await call(blob.reference, "columns of a group"))
+            if isinstance(blob, Stored)
+            else blob
+            for blob in blobs
+        ]
+    )
+
+
+async def _fetch(grants: Sequence[Grant]) -> list[Grant]:
+    return [replace(grant, blobs=await resolve_blobs(grant.blobs)) for grant in grants]
+
+
+async def _fetch_all(found: Sequence[Sequence[Any]]) -> list[Sequence[Buffer]]:
+    return [await resolve_blobs(blobs) for blobs in found]
 
 
 @ray.remote(num_cpus=0)
@@ -165,8 +175,8 @@ class RemoteShard:
 
     async def take(self, request: Request, *, wait_s: float) -> list[Grant]:
         """Lease groups, waiting for the first; their blobs arrive as bytes."""
-        taken = await self._call("take", request, wait_s, timeout_s=wait_s + CALL_TIMEOUT_S)
-        return [replace(g, blobs=tuple(await resolve_blobs(g.blobs))) for g in taken]
+        timeout_s = wait_s + CALL_TIMEOUT_S
+        return list(await self._call("take", request, wait_s, timeout_s=timeout_s, then=_fetch))
 
     async def put(self, commits: Sequence[Commit]) -> list[str]:
         """Commit columns; large ones travel beside the message."""
@@ -186,8 +196,7 @@ class RemoteShard:
 
     async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Sequence[Buffer]]:
         """Blobs of groups."""
-        found = await self._call("read", uids, columns)
-        return [await resolve_blobs(blobs) for blobs in found]
+        return list(await self._call("read", uids, columns, then=_fetch_all))
 
     async def leave(self, uids: Sequence[str], version: int) -> ShardStats:
         """Let groups leave; the shard's figures."""
@@ -223,13 +232,21 @@ class RemoteShard:
         """Write what is left."""
         await self._call("close")
 
-    async def _call(self, method: str, *arguments: Any, timeout_s: float = CALL_TIMEOUT_S) -> Any:
+    async def _call(
+        self,
+        method: str,
+        *arguments: Any,
+        timeout_s: float = CALL_TIMEOUT_S,
+        then: Callable[[Any], Awaitable[Any]] | None = None,
+    ) -> Any:
+        """What the shard answers; `then` fetches what the answer only names, which dies with it."""
         what = f"{self.name}.{method}"
         lost_at = math.inf
         while True:
             reply = getattr(self.actor, method).remote(*arguments)
             try:
-                return await call(reply, what, timeout_s)
+                answer = await call(reply, what, timeout_s)
+                return answer if then is None else await then(answer)
             except ActorLostError:
                 lost_at = min(lost_at, time.monotonic())
                 if time.monotonic() >= lost_at + self._reconnect_s:

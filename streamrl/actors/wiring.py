@@ -97,6 +97,6 @@ class RemoteChannel:
 
     async def fetch(self, manifest: WeightManifest) -> Mapping[str, Any]:
         """The tensors of a version, verified: views of the buckets in the object store."""
-        what = f"{self._reader}: bucket of weights version {manifest.version}"
+        what = f"{self._reader}: bucket of weights version {manifest.version}, of trainer-0"
         buckets = await asyncio.gather(*(call(handle, what) for handle in manifest.handles))
         return await asyncio.to_thread(unpack, manifest, buckets)

@@ -473,12 +473,13 @@ async def test_a_successor_begins_a_segment_and_leaves_the_torn_end(
     assert numbers(tmp_path) == [0, 1, 3, 4]
 
 
-async def test_of_two_writers_of_a_folder_one_does_not_go_on(tmp_path: Path) -> None:
+async def test_a_writer_that_was_given_up_for_dead_does_not_go_on(tmp_path: Path) -> None:
     first, second = opened(tmp_path), opened(tmp_path)
-    await first.append([note(0)])
-    with pytest.raises(JournalError, match=r"00000002\.journal: File exists"):
-        await first.rotate()
+    with pytest.raises(JournalError, match=r"00000001\.journal: another process has taken this"):
+        await first.append([note(0)])
+    await second.append([note(1)])
     await second.close()
+    assert numbers(tmp_path) == [1]
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -45,7 +45,19 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
         (["algorithm.group_size=1"], ["algorithm.group_size=1", "at least 2"]),
         (["pipeline.max_staleness=-1"], ["pipeline.max_staleness=-1", "0 or more"]),
         (["pipeline.micro_batch_tokens=5"], ["pipeline.micro_batch_tokens=5", "one rollout"]),
-        (["queue.capacity_groups=2"], ["queue.capacity_groups=2", "= (pipeline.max_staleness"]),
+        (["queue.capacity_groups=2"], ["queue.capacity_groups=2", "= (pipeline.depth 1 + 1)"]),
+        (["pipeline.depth=-1"], ["pipeline.depth=-1", "0 or more"]),
+        (["pipeline.depth=3"], ["(3 + 1) * 4 groups", "pipeline.max_staleness 1", "on_stale=drop"]),
+        (["pipeline.on_stale=keep"], ["pipeline.on_stale=keep", "wait, drop"]),
+        (["pipeline.on_stall=sleep"], ["pipeline.on_stall=sleep", "abort, redeliver, warn"]),
+        (["queue.on_failed_group=hope"], ["queue.on_failed_group=hope", "replace or readmit"]),
+        (["queue.hedge_s=0"], ["queue.hedge_s=0", "above 0 s, or null"]),
+        (["queue.store_share=2"], ["queue.store_share=2", "at most 1"]),
+        (["queue.store_share=1e-9"], ["queue.store_share=1e-09 of", "MB, the largest group"]),
+        (["queue.journal.segment_mb=0"], ["queue.journal.segment_mb=0", "at least 1 MB"]),
+        (["filter.kind=odd"], ["filter.kind=odd", "equal_rewards"]),
+        (["filter={kind: function, path: no.py, function: f}"], ["filter.path", "no such file"]),
+        (["run.max_restarts=-1"], ["run.max_restarts=-1", "0 or more"]),
         (["model.path=nowhere"], ["nowhere", "no such directory"]),
         (["data.train=nowhere.jsonl"], ["nowhere.jsonl"]),
         (["data.train=rows.csv"], ["rows.csv"]),
@@ -187,6 +199,8 @@ def test_overwrite_replaces_runs_and_nothing_else(
         ("pipeline.groups_per_step=8", "a resumed run keeps its 4"),
         ("pipeline.max_staleness=0", "it may only grow"),
         ("trainer.world_size=2", "a resumed run keeps its 1"),
+        ("queue.shards=3", "a resumed run keeps its 2"),
+        ("queue.journal.enabled=false", "a resumed run keeps its True"),
         ("run.seed=5", "cannot resume the data stream"),
     ],
 )
@@ -207,11 +221,11 @@ def test_a_resume_that_would_mean_another_run_is_refused_and_nothing_is_cut(
 
 def save_checkpoint(run_dir: Path, prompts: object, state: Mapping[str, object] = {}) -> Path:
     writer = CheckpointWriter(run_dir, 1)
-    for folder in (writer.model_dir, writer.trainer_dir):
+    for folder in (writer.model_dir, writer.trainer_dir, writer.queue_dir):
         folder.mkdir()
         (folder / "file").write_text("state")
     ledger = Ledger().state_dict()
-    whole = {"version": 1, "ledger": ledger, "prompts": prompts, **state}
+    whole = {"version": 1, "ledger": ledger, "prompts": prompts, "cuts": {}, **state}
     return writer.commit(whole, keep=1)
 
 

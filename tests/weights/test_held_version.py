@@ -4,6 +4,7 @@ import pytest
 
 from streamrl.errors import DeadlineError, WeightsError
 from streamrl.weights import HeldVersion
+from tests.virtual_clock import run_virtual
 
 
 async def test_who_waits_for_a_version_goes_on_when_it_is_held() -> None:
@@ -33,13 +34,32 @@ async def test_a_wait_past_its_deadline_names_what_it_waited_for() -> None:
         await held.at_least(6, timeout_s=0.01)
 
 
-async def test_every_newer_version_gives_the_wait_its_time_anew() -> None:
-    held = HeldVersion("generator 2")
-    waiting = asyncio.create_task(held.at_least(10, timeout_s=0.2))
-    for version in range(11):
-        held.advance(version)
-        await asyncio.sleep(0.03)
-    assert await waiting == 10
+def test_every_newer_version_gives_the_wait_its_time_anew() -> None:
+    async def main() -> int:
+        held = HeldVersion("generator 2")
+        waiting = asyncio.create_task(held.at_least(10, timeout_s=5.0))
+        for version in range(11):
+            await asyncio.sleep(4.0)
+            held.advance(version)
+        return await waiting
+
+    assert run_virtual(main()) == 10
+
+
+def test_versions_that_stop_coming_end_the_wait() -> None:
+    async def main() -> float:
+        held = HeldVersion("generator 2")
+        waiting = asyncio.create_task(held.at_least(1000, timeout_s=5.0))
+        for version in range(3):
+            await asyncio.sleep(4.0)
+            held.advance(version)
+        with pytest.raises(
+            DeadlineError, match=r"waited 5 s .* 1000 .*generator 2 holds version 2"
+        ):
+            await waiting
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == 17.0
 
 
 @pytest.mark.parametrize("version", [3, 2, -1])

@@ -6,6 +6,7 @@ an AttributeError at that import, which ends the run: a moment never gets lost s
 """
 
 import asyncio
+import contextvars
 import functools
 import glob
 import json
@@ -204,17 +205,28 @@ def shard_client(fault, module):
     if fault.role in ("generator", "scorer"):
         during_async(fault, module.RemoteShard, "put", fault.role, "mid_put")
     if fault.moment == "mid_fetch":
-        fault.is_here = "reader"
+        before_fetch(fault, module)
 
-        async def call(original, self, method, *arguments, **named):
-            reply = await original(self, method, *arguments, **named)
-            is_mine = self.name == fault.actor and method in ("take", "read") and reply
-            if is_mine and fault.is_due("shard", "mid_fetch"):
-                fault.order()
-                await asyncio.sleep(1.0)
-            return reply
 
-        wrap_async(module.RemoteShard, "_call", call)
+def before_fetch(fault, module):
+    """A reader has a shard's answer, and is about to fetch the columns that the shard owns."""
+    fault.is_here = True
+    asked = contextvars.ContextVar("asked", default="")
+
+    async def call(original, self, *arguments, **named):
+        asked.set(self.name)
+        return await original(self, *arguments, **named)
+
+    async def resolve(original, blobs):
+        is_stored = any(isinstance(blob, module.Stored) for blob in blobs)
+        if is_stored and asked.get() == fault.actor and fault.is_due("shard", "mid_fetch"):
+            fault.order()
+            # Until Ray has noticed, what a dead process owned can be had.
+            await asyncio.sleep(1.0)
+        return await original(blobs)
+
+    wrap_async(module.RemoteShard, "_call", call)
+    wrap_async(module, "resolve_blobs", resolve)
 
 
 def group_generator(fault, module):
