@@ -19,6 +19,7 @@ from streamrl.buffer.keeper import forget_from
 from streamrl.buffer.recovery import Base
 from streamrl.durable import move_whole
 from streamrl.errors import CheckpointError, ConfigError
+from streamrl.telemetry.sinks import METRICS_FILE
 
 FORMAT = 2
 BOOKS = "books"
@@ -167,7 +168,11 @@ def find_resume_point(path: Path) -> ResumePoint:
     complete = list_checkpoints(folder / "checkpoints")
     if complete:
         return ResumePoint(folder, read_checkpoint(complete[-1]))
-    if not (folder / "config.yaml").is_file() or not journal_dir(folder, BOOKS).is_dir():
+    metrics = folder / METRICS_FILE
+    # A run that died before its first step has no books yet, and nothing that they would tell.
+    has_steps = metrics.is_file() and metrics.stat().st_size > 0
+    is_told = journal_dir(folder, BOOKS).is_dir() or not has_steps
+    if not (folder / "config.yaml").is_file() or not is_told:
         raise ConfigError(
             f"--resume {path}: not a checkpoint, nor a run directory that holds one or a journal"
         )

@@ -6,6 +6,7 @@ to process without a copy. A column has one entry per token of the group or one 
 columns of a group are the rollouts laid end to end, and `lengths` says where one ends.
 """
 
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
@@ -206,18 +207,25 @@ class GroupInfo:
     @classmethod
     def of(cls, columns: Columns) -> "GroupInfo":
         """Facts about a group that holds ROLLOUT_COLUMNS."""
-        versions, counts = np.unique(
-            columns["policy_version"][columns["loss_mask"]], return_counts=True
-        )
+        sampled = columns["policy_version"][columns["loss_mask"]]
+        versions, counts = np.unique(sampled, return_counts=True)
         return cls(
             lengths=tuple(columns["lengths"].tolist()),
-            num_loss_tokens=int(columns["loss_mask"].sum()),
+            num_loss_tokens=len(sampled),
             version_tokens=tuple(zip(versions.tolist(), counts.tolist(), strict=True)),
         )
 
+    def to_json(self) -> dict[str, Any]:
+        """As JSON has it."""
+        return {
+            "lengths": self.lengths,
+            "num_loss_tokens": self.num_loss_tokens,
+            "version_tokens": self.version_tokens,
+        }
+
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> "GroupInfo":
-        """Inverse of dataclasses.asdict, after a trip through JSON."""
+        """Inverse of `to_json`, after a trip through JSON."""
         return cls(
             lengths=tuple(facts["lengths"]),
             num_loss_tokens=facts["num_loss_tokens"],
@@ -230,7 +238,13 @@ def column_sizes(columns: Columns) -> dict[str, tuple[str, int]]:
     for name, column in columns.items():
         if column.ndim != 1:
             raise ValueError(f"column {name}: shape {list(column.shape)}, wanted one dimension")
-    return {name: (column.dtype.name, column.size) for name, column in columns.items()}
+    return {name: (_dtype_name(column.dtype), column.size) for name, column in columns.items()}
+
+
+@functools.cache
+def _dtype_name(dtype: np.dtype[Any]) -> str:
+    """Its name, which numpy puts together anew each time it is asked."""
+    return dtype.name
 
 
 def check_sizes(sizes: Mapping[str, tuple[str, int]], info: GroupInfo) -> None:

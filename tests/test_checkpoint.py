@@ -115,8 +115,23 @@ def test_what_is_no_run_has_no_start_to_go_on_from(tmp_path: Path, lacks: str) -
         (tmp_path / "config.yaml").write_text("")
     if lacks != "journal":
         write_segments(tmp_path, BOOKS, 1)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(ConfigError, match="not a checkpoint, nor a run directory"):
         find_resume_point(tmp_path)
+
+
+def test_a_run_that_died_before_its_first_step_starts_again(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("")
+    assert find_resume_point(tmp_path) == ResumePoint(tmp_path, None)
+    (tmp_path / "metrics.jsonl").write_text("")
+    assert find_resume_point(tmp_path) == ResumePoint(tmp_path, None)
+
+
+def test_what_a_crash_left_half_written_is_gone_once_the_run_goes_on(tmp_path: Path) -> None:
+    write(tmp_path, 5)
+    CheckpointWriter(tmp_path, 7)
+    find_resume_point(tmp_path).discard_later()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000005"]
 
 
 def test_the_newest_checkpoint_keeps_its_journal_if_it_is_named_too(tmp_path: Path) -> None:

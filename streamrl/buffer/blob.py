@@ -14,10 +14,14 @@ from streamrl.messages import Array, Columns
 
 Buffer = bytes | bytearray | memoryview
 
-_NAMES = {"int32": "I32", "int8": "I8", "float32": "F32", "bool": "BOOL", "int64": "I64"}
 _DTYPES: Mapping[str, np.dtype[np.generic]] = {
-    name: np.dtype(dtype) for dtype, name in _NAMES.items()
+    "I8": np.dtype(np.int8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+    "F32": np.dtype(np.float32),
+    "BOOL": np.dtype(np.bool_),
 }
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
 
@@ -31,7 +35,7 @@ def encode(columns: Columns) -> bytes:
     for name, column in ordered:
         end = offset + column.nbytes
         header[name] = {
-            "dtype": _NAMES[column.dtype.name],
+            "dtype": _NAMES[column.dtype],
             "shape": column.shape,
             "data_offsets": (offset, end),
         }

@@ -47,7 +47,7 @@ class TrainedStep:
             [[(places[uid], index) for uid, index in picks] for picks in work]
             for work in self.rounds
         ]
-        groups = [(group.ready_version, asdict(group.info)) for group in self.groups]
+        groups = [(group.ready_version, group.info.to_json()) for group in self.groups]
         packed = zlib.compress(json.dumps([groups, rounds]).encode())
         return Record(_entry("step", version=self.version, uids=list(places)), packed)
 

@@ -55,6 +55,7 @@ class Group:
     order: int
     ready_version: int | None = None
     parts: dict[str, Part] = field(default_factory=dict)
+    columns: set[str] = field(default_factory=set)
     info: GroupInfo | None = None
     leases: dict[str, list[Held]] = field(default_factory=dict)
     failures: Counter[str] = field(default_factory=Counter)
@@ -68,14 +69,15 @@ class Group:
         return sum(part.num_bytes for part in self.parts.values())
 
     @property
-    def columns(self) -> set[str]:
-        """Names of the columns it has."""
-        return set().union(*(part.names for part in self.parts.values()))
-
-    @property
     def is_on_disk(self) -> bool:
         """Whether all its columns were found in a journal."""
         return bool(self.parts) and all(part.spot is not None for part in self.parts.values())
+
+    def clear(self) -> None:
+        """Forget what was made of it, and who is at work on it."""
+        self.parts.clear()
+        self.columns.clear()
+        self.leases.clear()
 
     def held(self, stage: str, token: int) -> Held | None:
         """The lease of a token, if it is still good."""
@@ -113,7 +115,7 @@ def committed(
         "stage": lease.stage,
         "version": version,
         "names": sorted(names),
-        "info": asdict(info),
+        "info": info.to_json(),
     }
     return Record(meta, blob)
 
@@ -154,6 +156,8 @@ class GroupBook:
 
     def __init__(self, stages: Mapping[str, Ports]) -> None:
         self.stages = stages
+        self._needs = {stage: frozenset(ports.needs) for stage, ports in stages.items()}
+        self._makers = [stage for stage, ports in stages.items() if ports.produces]
         self.last_stage = next(s for s, ports in stages.items() if not ports.produces)
         self.groups: dict[str, Group] = {}
         self.retired: dict[str, dict[str, Part]] = {}
@@ -187,13 +191,11 @@ class GroupBook:
             return False
         if group.ended is not None:
             return stage == self.last_stage
-        return group.columns >= set(self.stages[stage].needs)
+        return group.columns >= self._needs[stage]
 
     def is_whole(self, group: Group) -> bool:
         """Whether no stage will add columns to it any more."""
-        return group.ended is not None or all(
-            stage in group.parts for stage, ports in self.stages.items() if ports.produces
-        )
+        return group.ended is not None or all(stage in group.parts for stage in self._makers)
 
     def _open(self, record: Record, spot: Spot | None, data: Any) -> list[Group]:
         self.incarnation = record.meta["incarnation"]
@@ -237,6 +239,7 @@ class GroupBook:
         group.info = group.info or GroupInfo.from_json(meta["info"])
         size = len(record.payload)
         group.parts[meta["stage"]] = Part(frozenset(meta["names"]), size, data, spot)
+        group.columns.update(meta["names"])
         group.leases.pop(meta["stage"], None)
         self.version = max(self.version, meta["version"])
         if group.ready_version is None and self.is_ready(group, self.last_stage):
@@ -258,8 +261,7 @@ class GroupBook:
             return []
         names = ("cause", "reason", "filtered")
         group.ended = Ended(**{name: record.meta[name] for name in names})
-        group.parts.clear()
-        group.leases.clear()
+        group.clear()
         return [group]
 
     def _leave(self, record: Record, spot: Spot | None, data: Any) -> list[Group]:
@@ -275,8 +277,7 @@ class GroupBook:
         for group in self.groups.values():
             stages = {*group.parts, *group.leases} if group.ended is None else set()
             if any(not set(self.stages[stage].needs) <= group.columns for stage in stages):
-                group.parts.clear()
-                group.leases.clear()
+                group.clear()
                 group.info = group.ready_version = None
 
 

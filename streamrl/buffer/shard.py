@@ -304,12 +304,14 @@ class Shard:
         """Bring the ready sets and the bytes in line with a group that has just changed."""
         is_here = group.uid in self._book.groups
         for stage, ready in self._ready.items():
+            was_ready = group.uid in ready
             if is_here and self._book.is_ready(group, stage):
                 ready[group.uid] = group
                 self._wake[stage].set()
-            else:
-                ready.pop(group.uid, None)
-            self._depth.observe(stage, len(ready), self._clock())
+            elif was_ready:
+                del ready[group.uid]
+            if was_ready != (group.uid in ready):
+                self._depth.observe(stage, len(ready), self._clock())
         self._entrance.charge(group)
 
     def _give_back(self, group: Group, lease: Lease, cause: str, reason: str) -> None:

@@ -1,10 +1,10 @@
 """What Ray raises, as the errors of streamrl."""
 
 import pytest
-from ray.exceptions import RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OwnerDiedError, RayTaskError
 
 from streamrl.actors.calls import translate
-from streamrl.errors import ActorError, ConfigError, RewardError
+from streamrl.errors import ActorError, ActorLostError, ConfigError, RewardError
 
 
 @pytest.mark.parametrize("error", [ConfigError("model.path=x: no"), RewardError("no verdict")])
@@ -18,3 +18,13 @@ def test_any_other_error_names_the_call() -> None:
     found = translate(RayTaskError("put", "", KeyError("lengths")), "shard-0.put")
     assert isinstance(found, ActorError)
     assert str(found).startswith("shard-0.put: KeyError: 'lengths'")
+
+
+def test_a_dead_actor_is_lost_and_so_is_what_it_owned() -> None:
+    for error in (ActorDiedError(), ActorUnavailableError("closed", None)):
+        found = translate(error, "shard-0.take")
+        assert isinstance(found, ActorLostError)
+        assert str(found).startswith("shard-0.take: the actor died (")
+    found = translate(OwnerDiedError("ab", None, ""), "columns of a group")
+    assert isinstance(found, ActorLostError)
+    assert str(found) == "columns of a group: the actor that owned it died"

@@ -272,6 +272,23 @@ def test_lost_leases_are_told_once_and_not_handed_out_any_more() -> None:
     run_virtual(main())
 
 
+def test_what_waits_for_the_next_call_is_not_handed_out_once_it_is_lost() -> None:
+    async def main() -> None:
+        shards = local_shards(2)
+        queue, other = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
+        await queue.admit([prompt(uid) for uid in UIDS[:2]], 0)
+        assert {queue.shard_of(uid) for uid in UIDS[:2]} == {0, 1}
+        # Both shards answer at once, and one group is enough.
+        (held,) = await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
+        await asyncio.sleep(11.0)
+        taken = {one.uid for one in await take_all(other, "generate")}
+        assert taken == {lease.uid for lease in await queue.renew()} == set(UIDS[:2])
+        assert held.uid in taken
+        assert not await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
+
+    run_virtual(main())
+
+
 def test_settled_work_is_not_held_any_more() -> None:
     async def main() -> None:
         queue = queue_of(2)

@@ -264,6 +264,23 @@ def test_what_a_dead_holder_had_is_handed_out_again_in_every_stage() -> None:
     on_shard(test)
 
 
+def test_what_a_dead_holder_still_waited_for_goes_to_others() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        await take(shard, "generate", holder="worker-0")
+        waiting = asyncio.create_task(take(shard, "generate", holder="worker-0", wait_s=20.0))
+        other = asyncio.create_task(take(shard, "generate", holder="worker-1", wait_s=20.0))
+        await asyncio.sleep(1.0)
+        assert shard.release("worker-0") == 1
+        assert [g.uid for g in await other] == ["a"]
+        assert await waiting == []
+        assert now() == pytest.approx(1.0, abs=0.1), "it has left the line at once"
+        await admit(shard, "b")
+        assert len(await take(shard, "generate", holder="worker-0")) == 1, "its successor"
+
+    on_shard(test)
+
+
 def test_a_group_whose_holders_die_over_it_ends_with_the_cause() -> None:
     async def test(shard: Shard) -> None:
         await admit(shard, "a")

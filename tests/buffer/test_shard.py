@@ -228,7 +228,12 @@ def test_while_a_commit_is_being_written_its_work_is_nobody_elses() -> None:
         assert shard.renew([one.lease]) == [one.lease]
         assert not await take(shard, "reward"), "what is not yet safe is not handed on"
         assert await writing == []
-        assert len(await take(shard, "reward")) == 1
+        scoring, reference = await take(shard, "reward"), await take(shard, "reference")
+        writing = asyncio.create_task(put(shard, (scoring[0].lease, SCORES)))
+        await asyncio.sleep(1.0)
+        shard.fail([(reference[0].lease, RewardError("no"))])
+        assert not await take(shard, "reward", holder="you"), "though the group has changed"
+        assert await writing == []
 
     run_virtual(main())
 

@@ -132,20 +132,20 @@ class Bench:
         env = self._env(scenario.plan(run_dir, marker))
         run = Launched(self._words(name, scenario.settings), self.folder, env)
         exit_code = -9 if scenario.role == "driver" else 0 if scenario.heals else 1
-        wrong = list(_ended(run, code=exit_code))
+        wrong, before = list(_ended(run, code=exit_code)), rows(run_dir)
         if not marker.exists():
             yield from ["nothing was killed: the moment did not come", *wrong]
             return
         if scenario.heals:
-            wrong += _healed(run_dir, scenario)
+            wrong, before = wrong + list(_healed(run_dir, scenario)), []
         else:
             wrong += _named(run, scenario)
-            before = rows(run_dir)
             again = Launched(["train", "--resume", str(run_dir)], self.folder, env)
             wrong += _ended(again, code=0)
+        if not wrong:
             wrong += compare(before, rows(run_dir), "before the crash")
-        wrong += audit(run_dir, scenario.settings)
-        wrong += self._unlike(Trained.of(run_dir), undisturbed, scenario)
+            wrong += audit(run_dir, scenario.settings)
+            wrong += self._unlike(Trained.of(run_dir), undisturbed, scenario)
         yield from wrong
 
     def _unlike(

@@ -205,6 +205,14 @@ def more_scenarios(seed: int) -> list[Scenario]:
             text="its answer is there, and the columns it owns are not fetched",
         ),
         Scenario(
+            "trainer",
+            "at_start",
+            "trainer-0",
+            1,
+            settings=on_policy,
+            text="it has loaded the model, before the run is under way",
+        ),
+        Scenario(
             "driver",
             "mid_step",
             "driver",

@@ -85,8 +85,9 @@ def test_a_reward_that_cannot_be_computed_is_counted_and_never_a_zero(stopped: S
 
 @pytest.fixture(scope="module")
 def killed(stopped: Stopped) -> tuple[Launched, int]:
-    """The run goes on for two steps; then its generator is killed."""
-    run = Launched(["train", "--resume", str(stopped.run_dir)], stopped.run_dir.parent)
+    """The run goes on for two steps; then its generator is killed, and not started again."""
+    words = ["train", "--resume", str(stopped.run_dir), "run.max_restarts=0"]
+    run = Launched(words, stopped.run_dir.parent)
     run.until(lambda: len(rows(stopped.run_dir)) >= len(stopped.rows) + 2)
     os.kill(run.actor("GeneratorActor").pid, signal.SIGKILL)
     return run, run.wait(timeout_s=90.0)
@@ -106,7 +107,7 @@ def test_an_interrupted_run_goes_on_without_gap_or_repeat(
     assert after["policy/lr"] == before["policy/lr"] > 0
 
 
-def test_a_killed_generator_ends_the_run_and_is_named(
+def test_a_killed_generator_that_may_not_come_back_ends_the_run_and_is_named(
     stopped: Stopped, killed: tuple[Launched, int]
 ) -> None:
     run, exit_code = killed

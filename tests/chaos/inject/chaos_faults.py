@@ -325,12 +325,17 @@ def policy_trainer(fault, module):
     during(fault, trainer, "train_micro_batch", "trainer", "mid_compute")
     during(fault, trainer, "save_model", "trainer", "mid_checkpoint")
 
+    def init(original, self, *arguments, **named):
+        original(self, *arguments, **named)
+        fault.at("trainer", "at_start")
+
     def step(original, self, normaliser):
         metrics = original(self, normaliser)
         if not fault.delay_s:
             fault.at("trainer", "mid_put")
         return metrics
 
+    wrap(trainer, "__init__", init)
     wrap(trainer, "step", step)
 
 

@@ -1,0 +1,62 @@
+"""What a run needs is known before it starts."""
+
+import numpy as np
+import pytest
+
+from streamrl.buffer.blob import encode
+from streamrl.config import RunConfig, load_config
+from streamrl.errors import ConfigError
+from streamrl.messages import FinishReason, Rollout, group_columns
+from streamrl.preflight import Prepared, largest_group_bytes, prepare, shard_bytes
+from tests.toy import write_toy
+
+MB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Prepared]:
+    overrides = [
+        "algorithm.kl_coef=0.1",
+        "rewards=[{kind: exact}, {kind: numeric, name: a_name_that_is_long}]",
+    ]
+    config = load_config(write_toy(tmp_path_factory.mktemp("toy")) / "recipe.yaml", overrides)
+    return config, prepare(config)
+
+
+def test_no_group_is_larger_than_the_largest(run: tuple[RunConfig, Prepared]) -> None:
+    config, prepared = run
+    new, size = config.generator.max_new_tokens, config.algorithm.group_size
+    prompt = np.ones(prepared.max_length - new, np.int32)
+    one = Rollout.single_turn(
+        prompt,
+        [1] * new,
+        logprobs=[-1.0] * new,
+        versions=[10**6] * new,
+        finish_reason=FinishReason.LENGTH,
+    )
+    names = ["scores", *(f"reward/{name}" for name in prepared.components)]
+    scores = {name: np.ones(size, np.float32) for name in names}
+    reference = {"ref_logprobs": np.zeros(size * prepared.max_length, np.float32)}
+    blobs = [encode(columns) for columns in (group_columns([one] * size), scores, reference)]
+    assert {call.stage for call in prepared.dataflow.calls} >= {"generate", "reward", "reference"}
+    assert sum(map(len, blobs)) <= largest_group_bytes(config, prepared)
+
+
+def test_a_shard_may_hold_its_part_of_the_smallest_nodes_store(
+    run: tuple[RunConfig, Prepared],
+) -> None:
+    config, prepared = run
+    # Two shards: on one node they share it, on two each has half of its own.
+    assert shard_bytes(config, prepared, node_stores=[100 * MB]) == 25 * MB
+    assert shard_bytes(config, prepared, node_stores=[100 * MB, 300 * MB]) == 50 * MB
+
+
+def test_a_store_too_small_for_a_step_is_refused_with_the_arithmetic(
+    run: tuple[RunConfig, Prepared],
+) -> None:
+    config, prepared = run
+    needed = config.pipeline.groups_per_step * largest_group_bytes(config, prepared)
+    shard_bytes(config, prepared, node_stores=[4 * needed + 4])
+    message = r"queue.store_share=0.5 of an object store .* over 2 of queue.shards=2: .* at least"
+    with pytest.raises(ConfigError, match=message):
+        shard_bytes(config, prepared, node_stores=[4 * needed - 4])

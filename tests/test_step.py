@@ -1,0 +1,154 @@
+"""One optimizer step: collected, trained, booked, and made again if its maker died."""
+
+import asyncio
+
+import pytest
+
+from streamrl.buffer.books import TrainedStep
+from streamrl.control import PipelineConfig
+from streamrl.errors import DeadlineError
+from streamrl.messages import parse_uid
+from streamrl.step import add_sums, replay_rounds
+from tests.fakes import Disk, Plan, Stream, build_stream, reconcile, run_loops, run_stream
+from tests.virtual_clock import run_virtual
+
+
+def trained(stream: Stream) -> list[list[str]]:
+    return [[group.uid for group in outcome.groups] for outcome in stream.outcomes]
+
+
+def test_the_figures_of_a_step_count_everything_since_the_step_before() -> None:
+    # Groups end, and leave, in the middle of the steps.
+    stream = run_virtual(run_stream(Plan(seed=3, fail_rate=0.4, max_attempts=2, steps=6)))
+    assert stream.ledger.counts.dropped
+    attempts = [
+        attempt
+        for log in stream.disk.shards
+        for record in log.records
+        if record.meta["kind"] == "lease"
+        for _, _, attempt in record.meta["grants"]
+    ]
+    reported = sum(outcome.queue.counts["redelivered"] for outcome in stream.outcomes)
+    assert reported == sum(attempt > 1 for attempt in attempts)
+
+
+def test_a_step_is_checked_against_the_queue_and_says_what_is_in_it() -> None:
+    stream = run_virtual(run_stream(Plan(steps=3)))
+    for outcome in stream.outcomes:
+        assert outcome.ledger.trained == 4 * (outcome.version + 1)
+        assert not set(outcome.queue.uids) & {group.uid for group in outcome.groups}
+        assert outcome.totals.num_rollouts == 8
+
+
+def test_steps_made_after_the_last_checkpoint_are_made_again_as_they_were() -> None:
+    plan = Plan(seed=5, steps=6, train_s=1.0)
+
+    async def main() -> tuple[Stream, Stream]:
+        disk = Disk.empty(plan)
+        first = build_stream(plan, disk)
+        await reconcile(first)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(14.0):
+                await run_loops(first, checkpoint_every=2)
+        second = build_stream(plan, disk, session="second")
+        await reconcile(second)
+        assert second.control.books.steps, "some steps are on the books only"
+        await run_loops(second)
+        return first, second
+
+    first, second = run_virtual(main())
+    again = first.trainer.digests.keys() & second.trainer.digests.keys()
+    assert again
+    for version in again:
+        assert first.trainer.digests[version] == second.trainer.digests[version]
+    booked = [r.meta["version"] for r in second.disk.books.records if r.meta["kind"] == "step"]
+    assert booked == list(range(6)), "each is booked once"
+    assert second.ledger.counts.trained == 24
+
+
+def test_what_is_made_again_comes_in_the_rounds_it_was_made_in() -> None:
+    stream = run_virtual(run_stream(Plan(steps=1, world_size=2)))
+    (step,) = [r for r in stream.disk.books.records if r.meta["kind"] == "step"]
+    recorded = TrainedStep.from_record(step)
+
+    async def main() -> list[object]:
+        return [work async for work in replay_rounds(recorded)]
+
+    rounds = run_virtual(main())
+    assert rounds == list(recorded.rounds)
+    picks = sorted(pick for work in recorded.rounds for rank in work for pick in rank)
+    assert picks == sorted(stream.trainer.trained[0])
+
+
+def test_depth_beyond_the_bound_drops_what_is_stale_and_admits_its_prompt_anew() -> None:
+    plan = Plan(seed=1, steps=8, max_staleness=1, depth=4, on_stale="drop", max_attempts=9)
+    stream = run_virtual(run_stream(plan))
+    causes = dict(stream.ledger.counts.drops)
+    assert causes.keys() == {"stale"}
+    assert [len(groups) for groups in trained(stream)] == [4] * 8
+    ended = {uid for uid, _ in stream.ended}
+    later = {uid for groups in trained(stream) for uid in groups} | set(stream.ledger.in_flight)
+    for uid in ended:
+        epoch, index, attempt = parse_uid(uid)
+        assert f"{epoch}:{index}:{attempt + 1}" in later | ended
+    ages = [
+        outcome.version - version
+        for outcome in stream.outcomes
+        for group in outcome.groups
+        for version, _ in group.info.version_tokens
+    ]
+    assert max(ages) <= 1
+
+
+def test_a_stall_under_redelivery_lasts_as_many_times_as_there_are_attempts() -> None:
+    async def main(on_stall: str) -> tuple[str, float]:
+        plan = Plan(
+            generate_s=(1e6, 1e6), stall_s=50.0, lease_s=1e7, on_stall=on_stall, max_attempts=3
+        )
+        with pytest.raises(DeadlineError) as stall:
+            await run_stream(plan)
+        return str(stall.value), asyncio.get_running_loop().time()
+
+    text, seconds = run_virtual(main("abort"))
+    assert "got no group for 50 s" in text and 50 <= seconds < 53
+    text, seconds = run_virtual(main("warn"))
+    assert "got no group for 150 s" in text and 150 <= seconds < 153
+
+
+def test_stalled_work_is_reported_once_and_handed_out_again_if_so_wished() -> None:
+    async def slow_once(stream: Stream) -> None:
+        """The first generator to work never finishes what it has."""
+        await asyncio.sleep(2.0)
+        for task in stream.loops["generator-0"]:
+            task.cancel()
+
+    plan = Plan(stall_s=20.0, lease_s=1e6, on_stall="redeliver", steps=3, groups_per_step=6)
+    stream = run_virtual(run_stream(plan, disturb=slow_once))
+    assert stream.ledger.counts.trained == 18
+    reported = [one.key for one in stream.stalls]
+    assert reported and len(set(reported)) == len(reported)
+    assert {one.holder for one in stream.stalls} == {"generator-0"}
+
+
+def test_a_run_that_is_stopping_leaves_its_step_unfinished() -> None:
+    async def stop(stream: Stream) -> None:
+        await asyncio.sleep(6.0)
+        stream.control.stopping.set()
+
+    stream = run_virtual(run_stream(Plan(steps=1000), disturb=stop))
+    assert 0 < len(stream.outcomes) < 1000
+    counts = stream.ledger.counts
+    assert counts.trained == 4 * len(stream.outcomes)
+    assert counts.in_flight > 0
+
+
+def test_sums_add_and_maxima_stay_maxima_also_below_zero() -> None:
+    total: dict[str, float] = {}
+    for part in ({"a": 1.0, "b_max": -3.0}, {"a": 2.0, "b_max": -5.0}):
+        add_sums(total, part)
+    assert total == {"a": 3.0, "b_max": -3.0}
+
+
+def test_the_default_settings_are_possible() -> None:
+    config = PipelineConfig()
+    assert (config.on_stale, config.on_stall, config.lead) == ("wait", "abort", 1)
