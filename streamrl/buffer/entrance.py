@@ -49,20 +49,28 @@ class Entrance:
         Nothing waits once a part is in: whoever repeats the call must not bring in again what has
         come and gone meanwhile. Raises DeadlineError if there is no room by `deadline`.
         """
-        batch: list[Arrival] = []
-        while waiting := [one for one in arrivals if not self._is_here(one.uid)]:
-            while waiting and self._has_room():
-                self._arriving.add(waiting[0].uid)
-                batch.append(waiting.pop(0))
+        while not self._inside(arrivals):
+            batch = self._let_in(arrivals)
             if batch:
-                break
-            await self._wait_space(deadline, waiting[0].uid)
-        if batch:
-            try:
-                await self._enter(batch)
-            finally:
-                self._arriving.difference_update(one.uid for one in batch)
-        return [one.uid for one in arrivals if self._is_here(one.uid)]
+                try:
+                    await self._enter(batch)
+                finally:
+                    self._arriving.difference_update(one.uid for one in batch)
+            else:
+                await self._wait_space(deadline, arrivals[0].uid)
+        return self._inside(arrivals)
+
+    def _inside(self, arrivals: Sequence[Arrival]) -> list[str]:
+        return [one.uid for one in arrivals if one.uid in self._book.groups]
+
+    def _let_in(self, arrivals: Sequence[Arrival]) -> list[Arrival]:
+        """Those that are not on their way by another call, as far as there is room."""
+        batch = []
+        for one in arrivals:
+            if one.uid not in self._arriving and self._has_room():
+                self._arriving.add(one.uid)
+                batch.append(one)
+        return batch
 
     def charge(self, group: Group) -> None:
         """Bring the account in line with a group that has changed or left."""
@@ -74,9 +82,6 @@ class Entrance:
     def _cost(self, group: Group) -> int:
         whole = self._book.is_whole(group)
         return group.num_bytes if whole else max(group.num_bytes, self._bounds.group_bytes)
-
-    def _is_here(self, uid: str) -> bool:
-        return uid in self._book.groups or uid in self._arriving
 
     def _has_room(self) -> bool:
         bounds, arriving = self._bounds, len(self._arriving)

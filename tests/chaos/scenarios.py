@@ -176,6 +176,7 @@ def more_scenarios(seed: int) -> list[Scenario]:
     draw = random.Random(f"{seed}:more")
     on_policy = {"pipeline.max_staleness": 0}
     in_turn = {**on_policy, "placement.mode": "sequential"}
+    evaluated = {**on_policy, "evaluation.at_start": "true"}
     return [
         Scenario(
             "generator",
@@ -194,6 +195,22 @@ def more_scenarios(seed: int) -> list[Scenario]:
             settings=in_turn,
             text="it has leased groups, and waits for the device lease",
             variant="in_turn",
+        ),
+        Scenario(
+            "generator",
+            "mid_evaluation",
+            "generator-0",
+            draw.randint(1, 8),
+            settings=evaluated,
+            text="it samples for an evaluation",
+        ),
+        Scenario(
+            "scorer",
+            "mid_evaluation",
+            "reward-0",
+            draw.randint(1, 8),
+            settings=evaluated,
+            text="it scores for an evaluation",
         ),
         Scenario(
             "shard",

@@ -231,10 +231,12 @@ def before_fetch(fault, module):
 
 def group_generator(fault, module):
     during_async(fault, module.GroupGenerator, "rollouts", "generator", "mid_compute")
+    during_async(fault, module.GroupGenerator, "sample", "generator", "mid_evaluation")
 
 
 def reward_scorer(fault, module):
-    during_async(fault, module.RewardScorer, "score", "scorer", "mid_compute")
+    moment = "mid_evaluation" if fault.moment == "mid_evaluation" else "mid_compute"
+    during_async(fault, module.RewardScorer, "score", "scorer", moment)
 
 
 def keeper(fault, module):
