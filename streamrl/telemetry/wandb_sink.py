@@ -32,6 +32,9 @@ _INIT_S = 30.0
 _SERVICE = "wandb-core"
 _log = logging.getLogger(__name__)
 
+ALERTS = ("stall", "died")
+"""Events that wandb is told of at once: a row comes only at the end of a step."""
+
 
 @dataclass
 class WandbConfig:
@@ -167,11 +170,21 @@ class WandbSink:
         try:
             self._run.log(values, step=step)
         except OSError as error:
-            _log.warning("wandb died (%s); metrics now go to metrics.jsonl only", error)
-            self._is_dead = True
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        _log.warning("wandb died (%s); metrics now go to metrics.jsonl only", error)
+        self._is_dead = True
 
     def event(self, name: str, fields: Fields) -> None:
-        """Do nothing."""
+        """Raise an alert for what somebody should know while it lasts: see ALERTS."""
+        if name not in ALERTS or self._run is None or self._is_dead:
+            return
+        text = ", ".join(f"{key}={value}" for key, value in fields.items())
+        try:
+            self._run.alert(title=name, text=text, level="WARN", wait_duration=0)
+        except OSError as error:
+            self._give_up(error)
 
     def close(self, summary: Fields) -> None:
         """Write the summary and finish the run; takes `finish_s` and a few seconds at most.

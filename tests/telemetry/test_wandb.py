@@ -97,6 +97,16 @@ def test_an_offline_run_holds_every_metric_of_every_step(tmp_path, called, capfd
     assert "".join(capfd.readouterr()) == "" == program_log.getvalue()
 
 
+def test_a_stall_is_an_alert_at_once_and_other_events_are_none(tmp_path):
+    sink = started(tmp_path)
+    sink.event("drop", {"cause": "timeout"})
+    sink.event("stall", {"stage": "reward", "holder": "reward-0", "age_s": 301.5})
+    sink.step(1, full_row(1))
+    sink.close({})
+    (run,) = written(tmp_path)
+    assert run.alerts == [("stall", "stage=reward, holder=reward-0, age_s=301.5")]
+
+
 def test_many_rows_span_several_blocks_of_the_file(tmp_path):
     sink = started(tmp_path)
     for step in range(1, 41):

@@ -19,11 +19,12 @@ _WHOLE, _LAST = 1, 4
 
 @dataclass
 class WandbFile:
-    """History rows in the order they were logged, the final summary, and the run's config."""
+    """History rows and alerts in the order they came, the final summary, and the config."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     summary: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
+    alerts: list[tuple[str, str]] = field(default_factory=list)
     run_id: str = ""
     run_name: str = ""
 
@@ -37,6 +38,8 @@ def read_wandb_file(path: Path) -> WandbFile:
         record = Record.FromString(data)
         if record.HasField("history"):
             found.rows.append(_values(record.history.item))
+        elif record.HasField("alert"):
+            found.alerts.append((record.alert.title, record.alert.text))
         elif record.HasField("summary"):
             found.summary |= _values(record.summary.update)
         elif record.HasField("run"):
