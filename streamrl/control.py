@@ -30,8 +30,8 @@ class PipelineConfig:
     micro_batch_tokens: most tokens, padding included, in one forward and backward of one rank.
     stall_s: work that takes longer, or a step that gets no group for this long, is a stall, s.
     on_stall: abort: a step that gets no group ends the run; redeliver: stalled work is handed out
-        again; warn: it is only reported. A step that gets no group for queue.max_attempts times
-        stall_s ends the run in any case.
+        again; warn: it is only reported. A step that gets no group for twice
+        queue.max_attempts times stall_s ends the run in any case.
     """
 
     max_staleness: int = 1

@@ -86,7 +86,8 @@ async def collect(stage: Stage, control: Control, config: PipelineConfig) -> boo
     await drop_stale(stage, control)
     if control.assembler.drawable(control.admission.version):
         return not control.stopping.is_set()
-    patience_s = config.stall_s * (1 if config.on_stall == "abort" else control.max_attempts)
+    # Time for every attempt to be found stalled and taken back, and once as much again.
+    patience_s = config.stall_s * (1 if config.on_stall == "abort" else 2 * control.max_attempts)
     clock = asyncio.get_running_loop().time
     deadline = clock() + patience_s
     while not control.stopping.is_set():

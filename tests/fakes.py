@@ -85,6 +85,8 @@ class Plan:
     filter_rate: float = 0.0
     max_filtered: float = float("inf")
     duplicate_rate: float = 0.0
+    stuck_attempts: int = 0
+    """So many attempts to score the second prompt never end, though their process lives."""
     reference: bool = False
     one_at_a_time: bool = False
     stall_s: float = 100.0
@@ -162,6 +164,9 @@ class FakeScorer:
 
     async def score(self, experiences: Sequence[Experience]) -> Sequence[Result]:
         await asyncio.sleep(self._rng.uniform(*self._plan.score_s))
+        stuck = self._plan.stuck_attempts
+        if any(e.uid == "0:1:0" and e.lease.attempt <= stuck for e in experiences):
+            await asyncio.Event().wait()
         return [self._one(experience) for experience in experiences]
 
     def _one(self, experience: Experience) -> Result:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.errors import FilterError
+from streamrl.errors import DeadlineError, FilterError
 from streamrl.messages import parse_uid
 from tests.fakes import Disk, Plan, Stream, build_stream, reconcile, run_loops, run_stream
 from tests.virtual_clock import run_virtual
@@ -222,3 +222,28 @@ def test_depth_keeps_generation_closer_than_the_bound_would_allow() -> None:
     assert {
         o.version - v for o in stream.outcomes for g in o.groups for v, _ in g.info.version_tokens
     } == {0}
+
+
+def test_work_that_never_ends_is_reported_and_handed_out_again() -> None:
+    plan = Plan(stuck_attempts=1, on_stall="redeliver", stall_s=20.0, scorers=2)
+    stream = run_virtual(run_stream(plan))
+    assert stream.ledger.counts.dropped == 0
+    (stall,) = [one for one in stream.stalls if one.uid == "0:1:0"]
+    assert (stall.stage, stall.attempt) == ("reward", 1)
+    assert stall.holder.startswith("reward-")
+    assert 20.0 <= stall.age_s <= 26.0
+
+
+def test_work_that_never_ends_is_given_up_after_all_its_attempts() -> None:
+    plan = Plan(stuck_attempts=100, on_stall="redeliver", stall_s=20.0, scorers=2, max_attempts=2)
+    stream = run_virtual(run_stream(plan))
+    assert [(uid, how.cause) for uid, how in stream.ended] == [("0:1:0", "reward_stalled")]
+    assert stream.ledger.counts.trained == plan.steps * plan.groups_per_step
+
+
+@pytest.mark.parametrize(("on_stall", "waited"), [("abort", 20), ("warn", 120)])
+def test_a_step_that_gets_no_group_ends_the_run_in_the_end(on_stall: str, waited: int) -> None:
+    plan = Plan(stuck_attempts=100, on_stall=on_stall, stall_s=20.0)
+    message = rf"got no group for {waited} s.*0:1:0: held by reward-0 for"
+    with pytest.raises(DeadlineError, match=message):
+        run_virtual(run_stream(plan))
