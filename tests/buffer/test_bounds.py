@@ -58,9 +58,10 @@ def test_what_has_room_comes_in_and_the_rest_is_for_another_call() -> None:
     on_shard(test, bounds=Bounds(2))
 
 
-def test_those_on_their_way_into_the_journal_have_a_place_already() -> None:
+@pytest.mark.parametrize("bounds", [Bounds(2), Bounds(9, num_bytes=2999, group_bytes=1000)])
+def test_those_on_their_way_into_the_journal_have_a_place_already(bounds: Bounds) -> None:
     async def main() -> None:
-        shard = make_shard(bounds=Bounds(2), log=MemoryLog(write_s=1.0))
+        shard = make_shard(bounds=bounds, log=MemoryLog(write_s=1.0))
         entering = [asyncio.create_task(admit(shard, uid, wait_s=5.0)) for uid in "abc"]
         await asyncio.wait(entering)
         assert [task.exception() is None for task in entering] == [True, True, False]
