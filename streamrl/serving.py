@@ -17,6 +17,8 @@ Compute = Callable[[Sequence[Experience]], Awaitable[Sequence[Result]]]
 
 WAIT_S = 1.0
 """Length of one wait in a loop, s: a loop looks up this often to see whether the run has ended."""
+LOOK_UP_S = 0.25
+"""How often a stage that holds nothing looks whether it has something to renew, s."""
 GATHER_S = 0.003
 """How long a result waits for others to be committed with it, s: a message costs about as much."""
 
@@ -53,7 +55,7 @@ async def keep_leases(queue: ExperienceQueue, desk: "Desk") -> None:
     """Renew what is held, without end. Work whose lease was lost is in vain, and cancelled."""
     while True:
         every_s = queue.renew_every_s
-        await asyncio.sleep(WAIT_S if math.isinf(every_s) else every_s)
+        await asyncio.sleep(LOOK_UP_S if math.isinf(every_s) else every_s)
         for lease in await queue.renew():
             desk.abandon(lease)
 

@@ -38,8 +38,8 @@ def check_bytes(shard_bytes: int, *, group_bytes: int, groups_per_step: int, pla
     needed = groups_per_step * group_bytes
     if shard_bytes < needed:
         raise ConfigError(
-            f"{place}: {shard_bytes / 2**20:.0f} MB for a shard, must be at least"
-            f" {needed / 2**20:.0f} MB = pipeline.groups_per_step {groups_per_step} *"
+            f"{place}: {shard_bytes / 2**20:.2f} MB for a shard, must be at least"
+            f" {needed / 2**20:.2f} MB = pipeline.groups_per_step {groups_per_step} *"
             f" {group_bytes / 2**20:.2f} MB, the largest group"
         )
 

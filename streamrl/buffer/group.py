@@ -16,6 +16,9 @@ from streamrl.buffer.config import Ports
 from streamrl.buffer.segment import Position, Record
 from streamrl.messages import Ended, GroupInfo, Lease
 
+TOKENS_PER_INCARNATION = 1 << 40
+"""Lease tokens that one process of a shard may give."""
+
 
 @dataclass(frozen=True)
 class Spot:
@@ -185,6 +188,11 @@ class GroupBook:
         a lease or a commit of a group that has left since."""
         return self._apply[record.meta["kind"]](record, spot, data)
 
+    def leased(self, lease: Lease) -> Group | None:
+        """The group of a lease, if it is still good."""
+        group = self.groups.get(lease.uid)
+        return group if group and group.held(lease.stage, lease.token) else None
+
     def is_ready(self, group: Group, stage: str) -> bool:
         """Whether a stage may take the group. The last one is handed those that ended, too."""
         if stage in group.leases or stage in group.parts or stage in group.committing:
@@ -223,6 +231,8 @@ class GroupBook:
         until = math.inf if stage == self.last_stage else now + self.lease_s
         changed = []
         for uid, token, attempt in record.meta["grants"]:
+            # Also if the record that says so is damaged: no token is given twice.
+            self.incarnation = max(self.incarnation, token // TOKENS_PER_INCARNATION)
             group = self.groups.get(uid)
             if group is not None:
                 lease = Lease(token, uid, stage, attempt, until, holder, now)

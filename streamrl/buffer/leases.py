@@ -6,11 +6,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from streamrl.buffer.group import Group, GroupBook, Held, leased
+from streamrl.buffer.group import TOKENS_PER_INCARNATION, Group, GroupBook, Held, leased
 from streamrl.buffer.segment import Record
 from streamrl.messages import Lease
-
-TOKENS_PER_INCARNATION = 1 << 40
 
 
 @dataclass(frozen=True)

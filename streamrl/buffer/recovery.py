@@ -90,7 +90,10 @@ def snapshot(
     stages: Mapping[str, Ports], journal: Path, base: Base, *, before: int, out: Path
 ) -> None:
     """Write the groups as they were at a cut into a folder that `recover` takes as a base."""
-    book, _ = recover(stages, journal, base, before=before)
+    book, corrupt = recover(stages, journal, base, before=before)
+    if corrupt:
+        bad = corrupt[0]
+        raise JournalError(f"{bad.file}, byte {bad.position.offset}: {bad.reason}")
     out.mkdir(parents=True, exist_ok=True)
     write_segment(out / SNAPSHOT_FILE, _records(book))
 

@@ -84,6 +84,9 @@ class Shard:
         self, entries: Sequence[tuple[str, bytes, int]], commits: Sequence[Commit], *, wait_s: float
     ) -> list[str]:
         """Take in prompts with what one stage has made of them already; as `admit` and `put`."""
+        # First what groups lack that came in by half, when a predecessor was killed over it.
+        groups = [(commit, self._book.groups.get(commit.lease.uid)) for commit in commits]
+        await self._keep([c for c, g in groups if g and c.lease.stage not in g.parts])
         arrivals = []
         for entry, commit in zip(entries, commits, strict=True):
             assert commit.info is not None
@@ -169,50 +172,50 @@ class Shard:
         good = [commit for commit in commits if self._start_commit(commit)]
         if good:
             groups = [self._book.groups[commit.lease.uid] for commit in good]
-            records = [_record(self._book, commit) for commit in good]
-            data = [self._store(commit.blob) for commit in good]
             try:
-                await self._log.append(records)
+                await self._keep(good)
             finally:
                 for commit, group in zip(good, groups, strict=True):
                     group.committing.discard(commit.lease.stage)
-            self._apply(*records, data=data)
         accepted = {id(commit) for commit in good}
         refused = [commit.lease.uid for commit in commits if id(commit) not in accepted]
         self._counts["refused"] += len(refused)
         return refused
 
+    async def _keep(self, commits: Sequence[Commit]) -> None:
+        if commits:
+            records = [_record(self._book, commit) for commit in commits]
+            data = [self._store(commit.blob) for commit in commits]
+            await self._log.append(records)
+            self._apply(*records, data=data)
+
     def _check_commit(self, commit: Commit) -> None:
-        lease = commit.lease
-        group = self._book.groups.get(lease.uid)
-        if group is None or group.held(lease.stage, lease.token) is None:
-            return
-        info = group.info or commit.info
-        assert info is not None, f"the first commit of {lease.uid} came without its facts"
-        _check(self._book, commit, info)
+        group = self._book.leased(commit.lease)
+        if group is not None:
+            info = group.info or commit.info
+            assert info is not None, f"the first commit of {group.uid} came without its facts"
+            _check(self._book, commit, info)
 
     def _start_commit(self, commit: Commit) -> bool:
         """Whether the lease is good; from here on no other commit for this work is taken."""
-        lease = commit.lease
-        group = self._book.groups.get(lease.uid)
-        if group is None or group.held(lease.stage, lease.token) is None:
+        group, stage = self._book.leased(commit.lease), commit.lease.stage
+        if group is None:
             return False
-        group.committing.add(lease.stage)
-        group.leases.pop(lease.stage)
+        group.committing.add(stage)
+        group.leases.pop(stage)
         return True
 
     def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None:
         """Take work back undone: the group is handed out again, or at last ended."""
         for lease, error in entries:
-            group = self._book.groups.get(lease.uid)
-            if group is not None and group.held(lease.stage, lease.token):
+            group = self._book.leased(lease)
+            if group is not None:
                 self._give_back(group, lease, error.cause, str(error))
 
     def filter(self, entries: Sequence[tuple[Lease, Filtered]]) -> None:
         """End groups that a predicate took out."""
         for lease, filtered in entries:
-            group = self._book.groups.get(lease.uid)
-            if group is not None and group.held(lease.stage, lease.token):
+            if self._book.leased(lease) is not None:
                 how = Ended("filtered", filtered.reason, filtered=True)
                 self._post(transitions.ended(lease.uid, how))
 

@@ -136,7 +136,7 @@ def test_a_queue_that_would_deadlock_is_refused_with_the_arithmetic() -> None:
 
 def test_a_shard_too_small_for_a_step_is_refused_with_the_arithmetic() -> None:
     message = (
-        r"^queue.store_share=0.5: 8 MB for a shard, must be at least 10 MB"
+        r"^queue.store_share=0.5: 8.00 MB for a shard, must be at least 10.00 MB"
         r" = pipeline.groups_per_step 4 \* 2.50 MB, the largest group$"
     )
     facts = {"group_bytes": 5 << 19, "groups_per_step": 4, "place": "queue.store_share=0.5"}
