@@ -534,6 +534,16 @@ def test_a_group_comes_in_with_what_a_stage_has_made_of_it() -> None:
     on_shard(test)
 
 
+def test_a_group_whose_prompt_alone_got_into_the_journal_is_completed() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        await shard.add([entry("a")], [made("a", rollouts())], wait_s=1.0)
+        assert not await take(shard, "generate")
+        assert [one.uid for one in await take(shard, "reward")] == ["a"]
+
+    on_shard(test)
+
+
 def test_of_groups_with_bad_columns_none_comes_in() -> None:
     async def test(shard: Shard) -> None:
         columns = {**rollouts(), "loss_mask": np.ones(3, np.bool_)}
