@@ -85,7 +85,9 @@ ROLES: Mapping[str, Role] = {
             "before_take": Moment("it asks for the columns of a micro-batch", 10),
             "after_take": Moment("it has the columns of a micro-batch", 10),
             "mid_compute": Moment("forward and backward are under way", 10, (0.0, 0.005)),
-            "mid_put": Moment("it has updated, or published, a version", 5, (0.0, AT_THE_END_S)),
+            "mid_put": Moment(
+                "it has updated, or is gathering a version to publish", 5, (0.0, AT_THE_END_S)
+            ),
             "mid_checkpoint": Moment("it writes its part of a checkpoint", 2, (0.0, 0.005)),
         },
     ),

@@ -331,26 +331,27 @@ def policy_trainer(fault, module):
         original(self, *arguments, **named)
         fault.at("trainer", "at_start")
 
+    updated = threading.Event()
+
     def step(original, self, normaliser):
         metrics = original(self, normaliser)
-        if not fault.delay_s:
+        if fault.delay_s:
+            updated.set()
+        else:
             fault.at("trainer", "mid_put")
         return metrics
 
+    def full_state(original, self):
+        is_published = updated.is_set()
+        updated.clear()
+        for number, item in enumerate(original(self)):
+            if number == 1 and is_published:
+                fault.at("trainer", "mid_put")
+            yield item
+
     wrap(trainer, "__init__", init)
     wrap(trainer, "step", step)
-
-
-def publisher(fault, module):
-    """The new weights are in the store and nobody knows of them."""
-
-    def publish(original, tensors, *, version, **named):
-        manifest = original(tensors, version=version, **named)
-        if version and fault.delay_s:
-            fault.at("trainer", "mid_put")
-        return manifest
-
-    wrap(module, "publish", publish)
+    wrap(trainer, "full_state", full_state)
 
 
 def driver(fault, module):
@@ -378,7 +379,6 @@ PATCHES = {
     "streamrl.buffer.books": books,
     "streamrl.checkpoint": checkpoint,
     "streamrl.engines.training": policy_trainer,
-    "streamrl.weights.publisher": publisher,
 }
 
 
