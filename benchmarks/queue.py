@@ -6,8 +6,8 @@ from the first put to the last acknowledgement. With 1, 2 and 4 shards, without 
 one that is synced at every group commit. In the same run, on the same flow: Ray's queue,
 TransferQueue, and memcpy as the limit (benchmarks/queue_peers.py says how each is used).
 
-`ratios` are of the medians, ours with two shards: over each peer in groups/s, over memcpy in MB/s,
-and the time with the journal over the time without.
+`ratios` are of medians, ours without a journal at its fastest number of shards: over each peer in
+groups/s, over memcpy in MB/s, and the time with the journal over the time without.
 """
 
 import argparse
