@@ -28,9 +28,26 @@ def graceful_interrupt() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
-def interrupt_on_sigterm() -> None:
-    """From now on SIGTERM is a Ctrl-C. Ray's own handler, set when it starts, would abort."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+def interrupt_on_signals() -> Callable[[], None]:
+    """From now on Ctrl-C and SIGTERM raise KeyboardInterrupt. Ray's own handlers would abort.
+
+    Python drops what is raised inside a finalizer or a callback from C: the function that is
+    returned raises it again, if there has been a signal.
+    """
+    received = False
+
+    def receive(number: int, frame: FrameType | None) -> None:
+        nonlocal received
+        received = True
+        raise KeyboardInterrupt
+
+    def check() -> None:
+        if received:
+            raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, receive)
+    return check
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from streamrl.buffer import Ledger
 from streamrl.checkpoint import ResumePoint, find_resume_point
 from streamrl.cli.interrupts import (
     graceful_interrupt,
-    interrupt_on_sigterm,
+    interrupt_on_signals,
     uninterrupted_end,
 )
 from streamrl.config import RunConfig, dump_config, load_config, to_dict
@@ -79,7 +79,7 @@ def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory)
     with uninterrupted_end() as end:
         on_gpu = end.enter_context(cluster(config.placement, partial(demands, config, prepared)))
         room = shard_bytes(config, prepared, node_stores=node_stores())
-        interrupt_on_sigterm()
+        check_interrupted = interrupt_on_signals()
         log = end.enter_context(_run_directory(config, resume))
         sinks = make_sinks(config.telemetry, _facts(config, resume))
         sinks.start(to_dict(config))
@@ -90,8 +90,14 @@ def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory)
         try:
             for note in prepared.notes:
                 sinks.event("note", {"text": note})
-            for text in session.start(checkpoint, sinks.status):
+
+            def status(text: str) -> None:
+                check_interrupted()
+                sinks.status(text)
+
+            for text in session.start(checkpoint, status):
                 sinks.event("corrupt", {"text": text})
+            check_interrupted()
             finish = _follow(session, sinks, log)
         except StreamError as error:
             sinks.event("failed", {"error": str(error)})
