@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -105,6 +106,21 @@ class Control:
         """Uids that must be in a shard: all in flight but those on their way into one."""
         return set(self.admission.ledger.in_flight) - self.arriving
 
+    async def reconcile(self, queue: ExperienceQueue) -> None:
+        """Make the queue hold what is in flight by the books: they are the truth after a crash.
+
+        A group whose admission or whose leaving did not get onto the books leaves. A prompt that
+        did not get into its shard is put in by the admitting loop, as it may have to wait for room.
+        """
+        in_flight = self.admission.ledger.in_flight
+        for uid, version in in_flight.items():
+            self.assembler.admit(uid, version)
+        held = set((await queue.stats()).uids)
+        await queue.leave(sorted(held - in_flight.keys()), self.admission.version)
+        missing = sorted(in_flight.keys() - held, key=lambda uid: in_flight[uid])
+        self.arriving.update(missing)
+        self.returning += [self.prompts.prompt(uid) for uid in missing]
+
     async def admit_new(self, queue: ExperienceQueue) -> None:
         """Put in the prompts that come again, and as many new ones as there is credit for."""
         async with self.booking:
@@ -117,7 +133,8 @@ class Control:
         in_flight = self.admission.ledger.in_flight
         for version, batch in itertools.groupby(prompts, key=lambda prompt: in_flight[prompt.uid]):
             entering = list(batch)
-            await queue.admit(entering, version)
+            # Room comes with a step's end, whenever that is; who waits for groups has a deadline.
+            await queue.admit(entering, version, wait_s=math.inf)
             self.arriving.difference_update(prompt.uid for prompt in entering)
 
     async def end(self, queue: ExperienceQueue, ended: Mapping[str, Ended]) -> None:

@@ -20,6 +20,10 @@ class DeadlineError(StreamError):
     cause = "deadline"
 
 
+class ContractError(StreamError, ValueError):
+    """A stage that there is not, or columns other than a stage has declared, or badly shaped."""
+
+
 class StaleGroupError(StreamError):
     """A group older than max_staleness reached a step. A bug in admission, never a user's fault."""
 

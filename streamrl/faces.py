@@ -57,6 +57,10 @@ class PromptSource(Protocol):
 
     def draw(self, count: int) -> list[Prompt]: ...
 
+    def prompt(self, uid: str) -> Prompt:
+        """The prompt of a uid that was drawn, now or before a resume."""
+        ...
+
     def retry(self, uid: str) -> Prompt:
         """The prompt of a uid again, as its next attempt."""
         ...

@@ -7,13 +7,15 @@ columns of a group are the rollouts laid end to end, and `lengths` says where on
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from streamrl.errors import ContractError
 
 Array = npt.NDArray[Any]
 Columns = Mapping[str, Array]
@@ -208,11 +210,10 @@ class GroupInfo:
     def of(cls, columns: Columns) -> "GroupInfo":
         """Facts about a group that holds ROLLOUT_COLUMNS."""
         sampled = columns["policy_version"][columns["loss_mask"]]
-        versions, counts = np.unique(sampled, return_counts=True)
         return cls(
             lengths=tuple(columns["lengths"].tolist()),
-            num_loss_tokens=len(sampled),
-            version_tokens=tuple(zip(versions.tolist(), counts.tolist(), strict=True)),
+            num_loss_tokens=sampled.size,
+            version_tokens=tuple(_count(sampled)),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -233,11 +234,28 @@ class GroupInfo:
         )
 
 
+def _count(sampled: Array) -> Iterator[tuple[int, int]]:
+    """Each version and how often it is there, ascending."""
+    # All of one version, as most are, is told faster than by sorting.
+    if sampled.size and (sampled == sampled[0]).all():
+        yield int(sampled[0]), sampled.size
+    else:
+        versions, counts = np.unique(sampled, return_counts=True)
+        yield from zip(versions.tolist(), counts.tolist(), strict=True)
+
+
 def column_sizes(columns: Columns) -> dict[str, tuple[str, int]]:
-    """Dtype and entries of each column. Raises ValueError for one that is not flat."""
+    """Dtype and entries of each column.
+
+    Raises ContractError for one that is not flat, of another dtype than its spec says, or has none.
+    """
     for name, column in columns.items():
+        if not (name in SCHEMA or name.startswith(COMPONENT_PREFIX)):
+            raise ContractError(f"column {name}: there is no such column")
         if column.ndim != 1:
-            raise ValueError(f"column {name}: shape {list(column.shape)}, wanted one dimension")
+            raise ContractError(f"column {name}: shape {list(column.shape)}, wanted one dimension")
+        if column.dtype != (wanted := column_spec(name).dtype):
+            raise ContractError(f"column {name}: {column.dtype}, wanted {wanted}")
     return {name: (_dtype_name(column.dtype), column.size) for name, column in columns.items()}
 
 
@@ -248,12 +266,12 @@ def _dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 def check_sizes(sizes: Mapping[str, tuple[str, int]], info: GroupInfo) -> None:
-    """Raise ValueError if a column's type or size is not what its spec says for the group."""
+    """Raise ContractError if a column's type or size is not what its spec says for the group."""
     for name, (dtype, entries) in sizes.items():
         spec = column_spec(name)
         wanted = info.num_tokens if spec.per is Per.TOKEN else len(info.lengths)
         if (dtype, entries) != (spec.dtype, wanted):
-            raise ValueError(f"column {name}: {dtype}[{entries}], wanted {spec.dtype}[{wanted}]")
+            raise ContractError(f"column {name}: {dtype}[{entries}], wanted {spec.dtype}[{wanted}]")
 
 
 @dataclass(frozen=True)

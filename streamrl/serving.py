@@ -116,6 +116,8 @@ class Outbox:
         """Put, filter and fail what was posted, without end. The queue refuses what is late."""
         while True:
             batch = [await self._posted.get()]
+            # The work that this came of may be at its end, though its slots are not free yet.
+            await asyncio.sleep(0)
             if self._desk.claimed:
                 await asyncio.sleep(GATHER_S)
             while not self._posted.empty():
@@ -131,6 +133,11 @@ class Outbox:
                 await self._queue.fail(failed)
 
 
-def chunks(items: Sequence[Experience], size: int) -> list[Sequence[Experience]]:
-    """`items` cut into runs of at most `size`."""
-    return [items[i : i + size] for i in range(0, len(items), size)]
+def chunks(taken: Sequence[Experience], size: int) -> list[Sequence[Experience]]:
+    """Groups that are worked on together: at most `size`, and each that failed before by itself.
+
+    One that never ends, or ends its process, must not take the same others along each time.
+    """
+    alone = [[one] for one in taken if one.lease.attempt > 1]
+    fresh = [one for one in taken if one.lease.attempt == 1]
+    return [*alone, *(fresh[i : i + size] for i in range(0, len(fresh), size))]

@@ -48,7 +48,7 @@ async def train_step(
     control.admission.advance(version + 1)
     control.filtered = 0
     booked = control.booked
-    figures = await stage.queue.leave([group.uid for group in step.groups], version + 1)
+    figures = await stage.queue.end_step([group.uid for group in step.groups], version + 1)
     counts = control.admission.ledger.check(figures.uids, booked=booked)
     return StepOutcome(
         version, totals, step.groups, sums, update, figures, counts, started_at, time.time()

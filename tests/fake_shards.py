@@ -2,9 +2,11 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 from streamrl.buffer import Bounds, Ports, QueueConfig, Shard, ShardStats
+from streamrl.buffer.blob import join, size_of
 from streamrl.buffer.exchange import Commit, Grant
 from streamrl.buffer.group import GroupBook
 from streamrl.buffer.leases import Overdue, Request
@@ -21,12 +23,12 @@ class MemoryLog:
     def __init__(self, *, write_s: float = 0.002) -> None:
         self.records: list[Record] = []
         self._waiting: list[Record] = []
-        self._write_s = write_s
+        self.write_s = write_s
         self._writing = asyncio.Lock()
 
     @property
     def num_bytes(self) -> int:
-        return sum(len(record.payload) for record in self.records)
+        return sum(size_of(record.payload) for record in self.records)
 
     def drain_fsync_s(self) -> float:
         return 0.0
@@ -35,15 +37,16 @@ class MemoryLog:
         self._waiting += records
         async with self._writing:
             written, self._waiting = self._waiting, []
-            await asyncio.sleep(self._write_s)
-            self.records += written
+            await asyncio.sleep(self.write_s)
+            # The disk has what the payload is by now, not what becomes of it.
+            self.records += [replace(record, payload=join(record.payload)) for record in written]
 
     def post(self, records: Sequence[Record]) -> None:
         self._waiting += records
 
     def crash(self) -> "MemoryLog":
         """What a successor finds."""
-        left = MemoryLog(write_s=self._write_s)
+        left = MemoryLog(write_s=self.write_s)
         left.records = self.records
         return left
 
@@ -137,10 +140,14 @@ class LocalShard:
     async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Sequence[bytes]]:
         return list(await self._call(lambda shard: _now(shard.read(uids, columns))))
 
-    async def leave(self, uids: Sequence[str], version: int) -> ShardStats:
-        stats = await self._call(lambda shard: shard.leave(uids, version))
-        assert isinstance(stats, ShardStats)
-        return stats
+    async def leave(self, uids: Sequence[str], version: int) -> None:
+        await self._call(lambda shard: shard.leave(uids, version))
+
+    async def end_step(self, uids: Sequence[str], version: int) -> ShardStats:
+        return cast(ShardStats, await self._call(lambda shard: shard.end_step(uids, version)))
+
+    async def stats(self) -> ShardStats:
+        return cast(ShardStats, await self._call(lambda shard: _now(shard.stats())))
 
     async def release(self, holder: str) -> int:
         return int(await self._call(lambda shard: _now(shard.release(holder))))
@@ -162,6 +169,6 @@ def recover(stages: Mapping[str, Ports], log: MemoryLog) -> GroupBook:
     book = GroupBook(stages)
     book.keeps_retired = True
     for record in log.records:
-        book.apply(record, data=bytes(record.payload))
+        book.apply(record, data=join(record.payload))
     book.keeps_retired = False
     return book

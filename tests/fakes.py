@@ -58,6 +58,10 @@ from tests.fake_shards import LocalShard, MemoryLog
 STREAM_COLUMNS = (*ROLLOUT_COLUMNS, "scores")
 
 
+GROUP_BYTES = 4000
+"""More than any group takes."""
+
+
 @dataclass
 class Plan:
     """How long things take and how often they fail; all randomness comes from `seed`."""
@@ -92,6 +96,8 @@ class Plan:
     stall_s: float = 100.0
     lease_s: float = 60.0
     max_attempts: int = 3
+    room_steps: float = float("inf")
+    """So many steps of the largest groups have room in a shard: at least one."""
 
 
 class FakePrompts:
@@ -102,21 +108,18 @@ class FakePrompts:
 
     def retry(self, uid: str) -> Prompt:
         epoch, index, attempt = parse_uid(uid)
-        return self.prompt_of(make_uid(epoch, index, attempt + 1))
+        return self.prompt(make_uid(epoch, index, attempt + 1))
 
     def state_dict(self) -> Mapping[str, Any]:
         return {"drawn": self.drawn}
 
     def draw(self, count: int) -> list[Prompt]:
-        prompts = [self.prompt(self.drawn + i) for i in range(count)]
+        prompts = [self.prompt(make_uid(0, self.drawn + i)) for i in range(count)]
         self.drawn += count
         return prompts
 
-    def prompt(self, index: int) -> Prompt:
-        return self.prompt_of(make_uid(0, index))
-
     @staticmethod
-    def prompt_of(uid: str) -> Prompt:
+    def prompt(uid: str) -> Prompt:
         return Prompt(uid, np.array([1, 2, 3], np.int32))
 
 
@@ -289,14 +292,15 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
         hedge_s=plan.hedge_s,
     )
     lead = plan.max_staleness if plan.depth is None else plan.depth
-    capacity = (lead + 1) * plan.groups_per_step
+    room = plan.room_steps * plan.groups_per_step * GROUP_BYTES
+    bounds = Bounds((lead + 1) * plan.groups_per_step, room, GROUP_BYTES)
     rng = random.Random(f"{plan.seed}/{session}")
     disk.shards = [log.crash() for log in disk.shards]
     shards = [
         LocalShard(
             ports,
             config,
-            Bounds(capacity),
+            bounds,
             log=log,
             session=session,
             repeats=lambda: rng.random() < plan.duplicate_rate,
@@ -316,7 +320,7 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
         found.ledger,
         depth=lead,
         groups_per_step=plan.groups_per_step,
-        capacity_groups=capacity,
+        capacity_groups=bounds.groups,
         total_groups=plan.steps * plan.groups_per_step,
         version=trainer.version,
     )
@@ -353,22 +357,9 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
 async def run_stream(plan: Plan, *, disturb: "Disturb | None" = None) -> Stream:
     """Run all loops of a plan to the end of its last step."""
     stream = build_stream(plan)
-    await reconcile(stream)
+    await stream.control.reconcile(stream.queue)
     await run_loops(stream, disturb=disturb)
     return stream
-
-
-async def reconcile(stream: Stream) -> None:
-    """As the coordinator does at its start."""
-    in_flight = stream.ledger.in_flight
-    for uid, version in in_flight.items():
-        stream.control.assembler.admit(uid, version)
-    version = stream.control.admission.version
-    held = set((await stream.queue.leave([], version)).uids)
-    await stream.queue.leave(sorted(held - in_flight.keys()), version)
-    for uid, admitted in in_flight.items():
-        if uid not in held:
-            await stream.queue.admit([FakePrompts.prompt_of(uid)], admitted)
 
 
 Disturb = Callable[[Stream], Coroutine[Any, Any, None]]

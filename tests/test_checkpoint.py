@@ -216,6 +216,20 @@ def test_going_on_from_the_newest_one_discards_nothing(tmp_path: Path) -> None:
         assert left(tmp_path) == before
 
 
+@pytest.mark.parametrize("version", [10, 15])
+def test_what_a_killed_save_left_counts_for_nothing_and_is_removed(
+    tmp_path: Path, version: int
+) -> None:
+    run_with_two_checkpoints(tmp_path)
+    before = left(tmp_path)
+    (CheckpointWriter(tmp_path, version).model_dir).mkdir()
+    assert find_resume_point(tmp_path).version == 10
+    find_resume_point(tmp_path).discard_later()
+    assert left(tmp_path) == before
+    names = {path.name for path in (tmp_path / "checkpoints").iterdir()}
+    assert names == {"step_000005", "step_000010"}
+
+
 def test_going_on_from_the_start_discards_nothing(tmp_path: Path) -> None:
     write_segments(tmp_path, "shard-0", 1, 2)
     write_segments(tmp_path, BOOKS, 1)

@@ -24,7 +24,7 @@ def recipe(tmp_path: Path) -> Path:
 def test_what_is_not_named_is_at_its_default(recipe: Path) -> None:
     config = load_config(recipe)
     assert config.pipeline.max_staleness == 1
-    assert config.queue.shards == 2
+    assert config.queue.shards == 1
     assert config.capacity_groups == 2 * config.pipeline.groups_per_step
 
 

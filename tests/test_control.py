@@ -40,7 +40,7 @@ class Entrance:
         self.entered: list[tuple[str, int]] = []
         self.left: list[str] = []
 
-    async def admit(self, prompts: Sequence[Prompt], version: int) -> None:
+    async def admit(self, prompts: Sequence[Prompt], version: int, *, wait_s: float) -> None:
         await asyncio.sleep(0.1)
         self.entered += [(prompt.uid, version) for prompt in prompts]
 
@@ -176,16 +176,16 @@ def test_whoever_trains_does_not_wait_for_the_room_that_training_makes() -> None
         control, queue = control_of(readmits=True), ExperienceQueue([shard], "coordinator")
         admitting = asyncio.create_task(admit(control, queue))
         await asyncio.sleep(5.0)
-        assert len((await queue.leave([], 0)).uids) == 4
+        assert len((await queue.stats()).uids) == 4
         started = asyncio.get_running_loop().time()
         # The place of this one goes to the fifth prompt, which has waited for it.
         await control.end(queue, {"0:1:0": FAILED})
         assert asyncio.get_running_loop().time() - started < 0.1
         await asyncio.sleep(1.0)
-        assert len((await queue.leave([], 0)).uids) == 4
+        assert len((await queue.stats()).uids) == 4
         await queue.leave(["0:0:0", "0:2:0"], 1)
         await asyncio.sleep(1.0)
-        assert "0:1:1" in (await queue.leave([], 1)).uids
+        assert "0:1:1" in (await queue.stats()).uids
         admitting.cancel()
 
     run_virtual(main())

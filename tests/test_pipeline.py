@@ -35,6 +35,7 @@ plans = st.builds(
     reference=st.booleans(),
     one_at_a_time=st.booleans(),
     # One at a time, 24 groups in 3 slots of 20 s each keep the trainer waiting for minutes.
+    room_steps=st.sampled_from([float("inf"), 1.0, 1.5]),
     stall_s=st.just(1000.0),
 )
 
@@ -140,6 +141,12 @@ def test_a_group_that_cannot_be_scored_is_dropped_counted_and_replaced() -> None
     assert counts.trained == 24
     assert counts.dropped > 0
     assert dict(counts.drops) == {"reward_error": counts.dropped}
+
+
+def test_a_step_may_take_longer_than_any_call_waits_for_room() -> None:
+    plan = Plan(train_s=2000.0, stall_s=10_000.0, room_steps=1.0, shards=1)
+    stream = run_virtual(run_stream(plan))
+    assert len(stream.outcomes) == plan.steps
 
 
 def test_a_stall_names_the_groups_and_where_they_are() -> None:

@@ -104,7 +104,7 @@ def test_slow_work_is_kept_by_renewing() -> None:
         loop.cancel()
         other.cancel()
         assert sampler.finished == UIDS[:1]
-        figures = await shard.leave([], 1)
+        figures = await shard.end_step([], 1)
         assert figures.counts == {"redelivered": 0, "hedged": 0, "refused": 0}
 
     run_virtual(main())
@@ -160,8 +160,8 @@ def test_an_error_of_the_work_itself_ends_the_loop() -> None:
 # The desk.
 
 
-def experience(uid: str, token: int = 1) -> Experience:
-    return Experience(Lease(token, uid, "reward", 1, 0.0), 0)
+def experience(uid: str, token: int = 1, *, attempt: int = 1) -> Experience:
+    return Experience(Lease(token, uid, "reward", attempt, 0.0), 0)
 
 
 def test_room_is_what_is_free_and_waited_for_if_there_is_none() -> None:
@@ -197,3 +197,13 @@ def test_chunks_are_in_order_and_no_larger_than_asked() -> None:
         ["e"],
     ]
     assert chunks([], 2) == []
+
+
+def test_what_failed_before_is_worked_on_by_itself() -> None:
+    items = [experience(uid, attempt=1 + (uid in "bd")) for uid in "abcde"]
+    assert [[one.uid for one in chunk] for chunk in chunks(items, 2)] == [
+        ["b"],
+        ["d"],
+        ["a", "c"],
+        ["e"],
+    ]

@@ -9,7 +9,7 @@ from streamrl.control import PipelineConfig
 from streamrl.errors import DeadlineError
 from streamrl.messages import parse_uid
 from streamrl.step import add_sums, replay_rounds
-from tests.fakes import Disk, Plan, Stream, build_stream, reconcile, run_loops, run_stream
+from tests.fakes import Disk, Plan, Stream, build_stream, run_loops, run_stream
 from tests.virtual_clock import run_virtual
 
 
@@ -46,12 +46,12 @@ def test_steps_made_after_the_last_checkpoint_are_made_again_as_they_were() -> N
     async def main() -> tuple[Stream, Stream]:
         disk = Disk.empty(plan)
         first = build_stream(plan, disk)
-        await reconcile(first)
+        await first.control.reconcile(first.queue)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(14.0):
                 await run_loops(first, checkpoint_every=2)
         second = build_stream(plan, disk, session="second")
-        await reconcile(second)
+        await second.control.reconcile(second.queue)
         assert second.control.books.steps, "some steps are on the books only"
         await run_loops(second)
         return first, second

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from streamrl.errors import DeadlineError, FilterError
 from streamrl.messages import parse_uid
-from tests.fakes import Disk, Plan, Stream, build_stream, reconcile, run_loops, run_stream
+from tests.fakes import Disk, Disturb, Plan, Stream, build_stream, run_loops, run_stream
 from tests.virtual_clock import run_virtual
 
 plans = st.builds(
@@ -40,6 +40,7 @@ plans = st.builds(
     on_stall=st.sampled_from(["abort", "redeliver", "warn"]),
     reference=st.booleans(),
     lease_s=st.sampled_from([2.0, 30.0]),
+    room_steps=st.sampled_from([float("inf"), 1.0, 1.5]),
     stall_s=st.just(1000.0),
 )
 
@@ -124,14 +125,28 @@ async def crash_and_resume(plan: Plan, *, crashes: list[float], every: int) -> l
     for life, seconds in enumerate([*crashes, None]):
         stream = build_stream(plan, disk, session=f"life-{life}")
         streams.append(stream)
-        await reconcile(stream)
-        try:
-            async with asyncio.timeout(seconds):
-                await run_loops(stream, disturb=harm, checkpoint_every=every)
+        await stream.control.reconcile(stream.queue)
+        if await lives(stream, seconds, disturb=harm, checkpoint_every=every):
             break
-        except TimeoutError:
-            continue
     return streams
+
+
+async def lives(
+    stream: Stream,
+    seconds: float | None,
+    *,
+    disturb: Disturb | None = None,
+    checkpoint_every: int = 0,
+) -> bool:
+    """Whether a run gets to its end; if not, it dies after so long with all its processes."""
+    try:
+        async with asyncio.timeout(seconds):
+            await run_loops(stream, disturb=disturb, checkpoint_every=checkpoint_every)
+    except TimeoutError:
+        for shard in stream.shards:
+            shard.kill()  # or it would go on with what it was asked, and write to its journal
+        return False
+    return True
 
 
 @settings(max_examples=300, deadline=None)
@@ -179,12 +194,8 @@ def test_what_was_generated_is_not_generated_again_after_a_crash(
     async def main() -> tuple[set[str], Counter[str]]:
         disk = Disk.empty(plan)
         first = build_stream(plan, disk)
-        await reconcile(first)
-        try:
-            async with asyncio.timeout(crash):
-                await run_loops(first, checkpoint_every=every)
-        except TimeoutError:
-            pass
+        await first.control.reconcile(first.queue)
+        await lives(first, crash, checkpoint_every=every)
         safe = {
             record.meta["uid"]
             for log in disk.shards
@@ -193,7 +204,7 @@ def test_what_was_generated_is_not_generated_again_after_a_crash(
         }
         disk.generated.clear()
         second = build_stream(plan, disk, session="second")
-        await reconcile(second)
+        await second.control.reconcile(second.queue)
         await run_loops(second)
         return safe, disk.generated
 

@@ -11,6 +11,7 @@ data: {{train: {folder}/rows.jsonl, eval: {folder}/rows.jsonl}}
 run: {{name: toy, steps: 3}}
 algorithm: {{group_size: 4}}
 pipeline: {{groups_per_step: 4, micro_batch_tokens: 128}}
+queue: {{shards: 2}}
 generator: {{max_new_tokens: 6, max_concurrent_rollouts: 32}}
 rewards: [{{kind: exact}}]
 trainer: {{lr: 1.0e-3}}

@@ -20,7 +20,7 @@ import ray
 
 from streamrl.actors.shard import RemoteShard
 from streamrl.actors.standalone import start_shards
-from streamrl.buffer import ExperienceQueue, Ports
+from streamrl.buffer import Bounds, ExperienceQueue, Ports, QueueConfig
 from streamrl.messages import ROLLOUT_COLUMNS, Array, Columns, Experience, Prompt, make_uid
 
 STAGES = {
@@ -75,7 +75,7 @@ async def consume(queue: ExperienceQueue) -> tuple[dict[str, Array], int]:
     while len(received) < NUM_GROUPS:
         taken = await queue.take("train", max_groups=16, columns=("scores",), wait_s=1.0)
         repeated += sum(group.uid in received for group in taken)
-        received.update((group.uid, group.columns["scores"]) for group in taken)
+        received.update((group.uid, group.columns["scores"].copy()) for group in taken)
         await queue.leave([group.uid for group in taken], version=0)
         if not is_killed and len(received) >= NUM_GROUPS / 2:
             print(f"{len(received)} groups have arrived; killed a shard, process {kill_a_shard()}")
@@ -93,7 +93,7 @@ def kill_a_shard() -> int:
 
 async def main(folder: Path) -> int:
     """Put prompts in, let the others work, receive all; 0 if each came once and whole."""
-    shards = start_shards(STAGES, folder, groups=NUM_GROUPS)
+    shards = start_shards(STAGES, folder, bounds=Bounds(NUM_GROUPS), config=QueueConfig(shards=2))
     jobs = {"producer-0": "generate", "producer-1": "generate", "scorer-0": "reward"}
     workers = {name: Worker.remote(shards, name) for name in jobs}
     for name, stage in jobs.items():

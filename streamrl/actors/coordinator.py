@@ -89,7 +89,7 @@ class CoordinatorActor:
             steps = f"{min(books.steps)} to {max(books.steps)}"
             text = f"steps {steps} were made after the checkpoint; they are made again as they were"
             self._feed.post(EventReport("note", {"text": text}))
-        await self._reconcile()
+        await self._control.reconcile(self._queue)
         self._registry.offer(await self._trainer.publish(version))
 
     def _make_control(self, books: Books, version: int) -> Control:
@@ -121,23 +121,6 @@ class CoordinatorActor:
             on_stall=self._report_stall,
         )
 
-    async def _reconcile(self) -> None:
-        """Make the queue hold what is in flight by the books: they are the truth after a crash.
-
-        A prompt that did not get into its shard is put in; a group whose admission or whose leaving
-        did not get onto the books leaves.
-        """
-        control = self._control
-        in_flight = control.admission.ledger.in_flight
-        for uid, version in in_flight.items():
-            control.assembler.admit(uid, version)
-        held = set((await self._queue.leave([], control.admission.version)).uids)
-        await self._queue.leave(sorted(held - in_flight.keys()), control.admission.version)
-        for version in sorted(set(in_flight.values())):
-            missing = [u for u, v in in_flight.items() if v == version and u not in held]
-            if missing:
-                await self._queue.admit([self._prompts.prompt(uid) for uid in missing], version)
-
     async def run(self) -> Finish:
         """Evaluate, stream until the last step or until stopped, evaluate, save."""
         control, config = self._control, self._config
@@ -150,7 +133,7 @@ class CoordinatorActor:
         interrupted = not control.admission.finished
         if config.checkpoint.on_interrupt if interrupted else config.checkpoint.at_end:
             await self._save()
-        left = await self._queue.leave([], control.admission.version)
+        left = await self._queue.stats()
         await self._durability.close()
         counts = control.admission.ledger.check(left.uids, booked=control.booked)
         return Finish(control.admission.version, str(counts), interrupted, self._checkpoint)

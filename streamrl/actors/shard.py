@@ -6,21 +6,25 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import ray
 
-from streamrl.actors.calls import CALL_TIMEOUT_S, call
+from streamrl.actors.calls import CALL_TIMEOUT_S, call, fetch_objects
 from streamrl.buffer import ShardKeeper, ShardPlan, ShardStats
-from streamrl.buffer.blob import Buffer
+from streamrl.buffer.blob import LARGE_BYTES, Blob, join, pieces_of, size_of
 from streamrl.buffer.exchange import Commit, Grant
 from streamrl.buffer.leases import Overdue, Request
 from streamrl.errors import ActorLostError, StreamError
 from streamrl.messages import Filtered, Lease
 
-INLINE_BYTES = 64 * 1024
-"""A blob up to this size travels inside messages; a larger one in the object store."""
+INLINE_BYTES = LARGE_BYTES
+"""A blob up to this size lives with the shard and travels inside messages, a larger one in the
+object store: the size up to which Ray itself does so. An object costs many copies of this size.
+"""
+BESIDE_BYTES = 4 * 1024
+"""What is larger than this goes into a message without a copy before."""
 RESTARTS = 10
 """Times Ray starts a shard anew that has a journal."""
 RECONNECT_S = 60.0
@@ -30,36 +34,43 @@ RETRY_S = 0.2
 
 @dataclass(frozen=True)
 class Stored:
-    """A blob in the object store, in an object the shard owns."""
+    """A blob in the object store: a list of its pieces, in an object the shard owns."""
 
     reference: ray.ObjectRef
 
 
-def store_blob(blob: Buffer) -> Any:
+def store_blob(blob: Blob) -> Any:
     """A small blob as it is; a large one as an object owned by the calling actor."""
-    if len(blob) <= INLINE_BYTES:
-        return bytes(blob)
-    return Stored(ray.put(np.frombuffer(blob, np.uint8)))
+    if size_of(blob) <= INLINE_BYTES:
+        return to_message(join(blob))
+    return Stored(ray.put(to_message(pieces_of(blob))))
 
 
-async def resolve_blobs(blobs: Sequence[Any]) -> tuple[Buffer, ...]:
-    """Inverse of `store_blob`, on the reader's side: views of the object store."""
-    return tuple(
-        [
-            memoryview(await call(blob.reference, "columns of a group"))
-            if isinstance(blob, Stored)
-            else blob
-            for blob in blobs
-        ]
-    )
+def to_message(blob: Blob) -> Any:
+    """A blob as messages take it along: Ray moves arrays without a copy, and bytes with one."""
+    if isinstance(blob, tuple):
+        return [to_message(piece) for piece in blob]
+    return np.frombuffer(blob, np.uint8) if len(blob) > BESIDE_BYTES else bytes(blob)
+
+
+def from_message(blob: Any) -> Blob:
+    """Inverse of `to_message`, at the other end."""
+    return tuple(map(memoryview, blob)) if isinstance(blob, list) else memoryview(blob)
+
+
+async def resolve_blobs(groups: Sequence[Sequence[Any]]) -> list[tuple[Blob, ...]]:
+    """Inverse of `store_blob`, on the reader's side: views of the object store, for each group."""
+    stored = [blob.reference for blobs in groups for blob in blobs if isinstance(blob, Stored)]
+    objects = iter(await fetch_objects(stored, "columns of groups") if stored else [])
+    return [
+        tuple([from_message(next(objects) if isinstance(b, Stored) else b) for b in blobs])
+        for blobs in groups
+    ]
 
 
 async def _fetch(grants: Sequence[Grant]) -> list[Grant]:
-    return [replace(grant, blobs=await resolve_blobs(grant.blobs)) for grant in grants]
-
-
-async def _fetch_all(found: Sequence[Sequence[Any]]) -> list[Sequence[Buffer]]:
-    return [await resolve_blobs(blobs) for blobs in found]
+    found = await resolve_blobs([grant.blobs for grant in grants])
+    return [replace(grant, blobs=blobs) for grant, blobs in zip(grants, found, strict=True)]
 
 
 @ray.remote(num_cpus=0)
@@ -116,9 +127,17 @@ class ShardActor:
         """See Shard.read."""
         return self._keeper.shard.read(uids, columns)
 
-    async def leave(self, uids: Sequence[str], version: int) -> ShardStats:
+    async def leave(self, uids: Sequence[str], version: int) -> None:
         """See Shard.leave."""
-        return await self._keeper.shard.leave(uids, version)
+        await self._keeper.shard.leave(uids, version)
+
+    async def end_step(self, uids: Sequence[str], version: int) -> ShardStats:
+        """See Shard.end_step."""
+        return await self._keeper.shard.end_step(uids, version)
+
+    async def stats(self) -> ShardStats:
+        """See Shard.stats."""
+        return self._keeper.shard.stats()
 
     async def release(self, holder: str) -> int:
         """See Shard.release."""
@@ -194,15 +213,21 @@ class RemoteShard:
         """Keep leases; those that are lost."""
         return list(await self._call("renew", leases))
 
-    async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Sequence[Buffer]]:
+    async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Sequence[Blob]]:
         """Blobs of groups."""
-        return list(await self._call("read", uids, columns, then=_fetch_all))
+        return list(await self._call("read", uids, columns, then=resolve_blobs))
 
-    async def leave(self, uids: Sequence[str], version: int) -> ShardStats:
-        """Let groups leave; the shard's figures."""
-        stats = await self._call("leave", uids, version)
-        assert isinstance(stats, ShardStats)
-        return stats
+    async def leave(self, uids: Sequence[str], version: int) -> None:
+        """Let groups leave."""
+        await self._call("leave", uids, version)
+
+    async def end_step(self, uids: Sequence[str], version: int) -> ShardStats:
+        """Let groups leave; the shard's figures of the step."""
+        return cast(ShardStats, await self._call("end_step", uids, version))
+
+    async def stats(self) -> ShardStats:
+        """The shard's figures."""
+        return cast(ShardStats, await self._call("stats"))
 
     async def release(self, holder: str) -> int:
         """Take back what a dead holder had."""
@@ -255,19 +280,12 @@ class RemoteShard:
 
 
 def _to_send(commits: Sequence[Commit]) -> list[Commit]:
-    """Ray moves a large array beside the message, without a copy; bytes would go inside it."""
-    return [
-        c if len(c.blob) <= INLINE_BYTES else replace(c, blob=_as_array(c.blob)) for c in commits
-    ]
-
-
-def _as_array(blob: Buffer) -> Any:
-    return np.frombuffer(blob, np.uint8)
+    return [replace(commit, blob=to_message(commit.blob)) for commit in commits]
 
 
 def _received(commits: Sequence[Commit]) -> list[Commit]:
     """Inverse of `_to_send`, in the shard."""
-    return [replace(commit, blob=memoryview(commit.blob)) for commit in commits]
+    return [replace(commit, blob=from_message(commit.blob)) for commit in commits]
 
 
 def create_shards(

@@ -12,20 +12,20 @@ def start_shards(
     stages: Mapping[str, Ports],
     folder: Path | None,
     *,
-    groups: int,
+    bounds: Bounds,
     config: QueueConfig | None = None,
 ) -> list[RemoteShard]:
     """The shards of a queue, with their journals in `folder`; without one they forget in death.
 
     What an earlier program left in the folder is there again, and nobody holds a lease on it.
-    `groups` is the most that one shard holds. Ray must have been initialised.
+    `bounds` is the most that each shard holds. Ray must have been initialised.
     """
     config, session = config or QueueConfig(), uuid.uuid4().hex
     plans = {
         name: ShardPlan(
             stages,
             config,
-            Bounds(groups),
+            bounds,
             session,
             Files(folder.absolute() / name) if folder is not None else None,
         )

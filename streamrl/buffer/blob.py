@@ -2,7 +2,8 @@
 
 The blob is in the safetensors format, so that a journal's payloads can be read by anything that
 reads safetensors. The library copies every tensor twice to write it and once to read it; this is
-the hot path of the queue, hence the few lines here: one copy to write, none to read.
+the hot path of the queue, hence the few lines here: one copy to write, none to read. A large blob
+stays in pieces, so that it is first copied when it is sent.
 """
 
 import json
@@ -13,6 +14,10 @@ import numpy as np
 from streamrl.messages import Array, Columns
 
 Buffer = bytes | bytearray | memoryview
+Blob = Buffer | tuple[Buffer, ...]
+"""Bytes, in one piece or in several that follow each other."""
+LARGE_BYTES = 100 * 1024
+"""A blob of more than this comes in pieces: its header, and each column."""
 
 _DTYPES: Mapping[str, np.dtype[np.generic]] = {
     "I8": np.dtype(np.int8),
@@ -22,12 +27,17 @@ _DTYPES: Mapping[str, np.dtype[np.generic]] = {
     "BOOL": np.dtype(np.bool_),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
+_from_json = json.JSONDecoder().decode
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
 
 
-def encode(columns: Columns) -> bytes:
-    """One safetensors blob of some columns [n]. Raises KeyError for a dtype no column may have."""
+def encode(columns: Columns) -> Blob:
+    """One safetensors blob of some columns [n]; the pieces of a large one are views of them.
+
+    Raises KeyError for a dtype no column may have.
+    """
     header: dict[str, object] = {}
     offset = 0
     # The widest first, so that every column starts at a multiple of its own item size.
@@ -40,20 +50,40 @@ def encode(columns: Columns) -> bytes:
             "data_offsets": (offset, end),
         }
         offset = end
-    text = json.dumps(header, separators=(",", ":")).encode()
+    text = _to_json(header).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    arrays = [np.ascontiguousarray(column).data for _, column in ordered]
-    return b"".join([len(text).to_bytes(_LENGTH_BYTES, "little"), text, *arrays])
+    head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    arrays = [np.ascontiguousarray(column).view(np.uint8).data for _, column in ordered]
+    return (head, *arrays) if offset > LARGE_BYTES else b"".join([head, *arrays])
 
 
-def decode(blob: Buffer) -> dict[str, Array]:
+def decode(blob: Blob) -> dict[str, Array]:
     """The columns of a blob: views of its bytes, which are not copied."""
-    view = memoryview(blob)
-    start = _LENGTH_BYTES + int.from_bytes(view[:_LENGTH_BYTES], "little")
-    header = json.loads(bytes(view[_LENGTH_BYTES:start]))
+    first, *pieces = pieces_of(blob)
+    start = _LENGTH_BYTES + int.from_bytes(first[:_LENGTH_BYTES], "little")
+    header = _from_json(str(first[_LENGTH_BYTES:start], "utf-8"))
+    if pieces:
+        return {
+            name: np.frombuffer(piece, _DTYPES[facts["dtype"]])
+            for (name, facts), piece in zip(header.items(), pieces, strict=True)
+        }
     columns: dict[str, Array] = {}
     for name, facts in header.items():
-        first, last = facts["data_offsets"]
-        data = view[start + first : start + last]
-        columns[name] = np.frombuffer(data, _DTYPES[facts["dtype"]]).reshape(facts["shape"])
+        offset, (size,) = start + facts["data_offsets"][0], facts["shape"]
+        columns[name] = np.frombuffer(first, _DTYPES[facts["dtype"]], size, offset)
     return columns
+
+
+def pieces_of(blob: Blob) -> tuple[Buffer, ...]:
+    """The pieces of a blob, or the blob as its only one."""
+    return blob if isinstance(blob, tuple) else (blob,)
+
+
+def size_of(blob: Blob) -> int:
+    """Bytes of a blob."""
+    return sum(map(len, blob)) if isinstance(blob, tuple) else len(blob)
+
+
+def join(blob: Blob) -> bytes:
+    """A blob as bytes of its own."""
+    return b"".join(pieces_of(blob))

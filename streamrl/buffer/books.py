@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from streamrl.buffer.blob import join
 from streamrl.buffer.journal import Log
 from streamrl.buffer.ledger import Ledger
 from streamrl.buffer.segment import Corrupt, Record, check_begins_at, replay
@@ -55,7 +56,7 @@ class TrainedStep:
     def from_record(cls, record: Record) -> "TrainedStep":
         """Inverse of `to_record`."""
         uids = record.meta["uids"]
-        groups, rounds = json.loads(zlib.decompress(record.payload))
+        groups, rounds = json.loads(zlib.decompress(join(record.payload)))
         return cls(
             version=record.meta["version"],
             groups=tuple(

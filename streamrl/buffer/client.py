@@ -4,16 +4,18 @@ import asyncio
 import itertools
 import pickle
 import zlib
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol, TypeVar
+from functools import partial
+from typing import Any, Protocol, TypeVar, cast
 
-from streamrl.buffer.blob import Buffer, decode, encode
-from streamrl.buffer.exchange import Commit, Grant, ShardStats
+from streamrl.buffer.blob import Blob, decode, encode
+from streamrl.buffer.exchange import Commit, Grant, ShardStats, merge_stats
 from streamrl.buffer.leases import Overdue, Request
-from streamrl.errors import StreamError
+from streamrl.errors import DeadlineError, StreamError
 from streamrl.messages import (
+    ROLLOUT_COLUMNS,
     Columns,
     Experience,
     Filtered,
@@ -25,11 +27,11 @@ from streamrl.messages import (
 
 T = TypeVar("T")
 ROOM_WAIT_S = 600.0
-"""Longest an admitted prompt waits for room in its shard, s."""
+"""Longest that an admitted prompt waits for room in its shard, and one request for it, s."""
 REQUEST_WAIT_S = 20.0
 """How long a request for groups waits at a shard before it is made anew, s."""
-_FIRST_COLUMN = "policy_version"
-"""Who puts this column has generated the group, and says its facts."""
+_ROLLOUTS = set(ROLLOUT_COLUMNS)
+"""Who puts these columns has generated the group, and says its facts."""
 
 
 class ShardFace(Protocol):
@@ -53,9 +55,13 @@ class ShardFace(Protocol):
 
     async def renew(self, leases: Sequence[Lease]) -> list[Lease]: ...
 
-    async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Sequence[Buffer]]: ...
+    async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Sequence[Blob]]: ...
 
-    async def leave(self, uids: Sequence[str], version: int) -> ShardStats: ...
+    async def leave(self, uids: Sequence[str], version: int) -> None: ...
+
+    async def end_step(self, uids: Sequence[str], version: int) -> ShardStats: ...
+
+    async def stats(self) -> ShardStats: ...
 
     async def release(self, holder: str) -> int: ...
 
@@ -84,37 +90,56 @@ class ExperienceQueue:
         """Index of the shard that owns `uid`; the same in every process."""
         return zlib.crc32(uid.encode()) % len(self.shards)
 
-    async def admit(self, prompts: Sequence[Prompt], version: int) -> None:
-        """Put prompts in, admitted at `version`. Blocks while a shard is full, up to a deadline."""
+    async def admit(
+        self, prompts: Sequence[Prompt], version: int, *, wait_s: float = ROOM_WAIT_S
+    ) -> None:
+        """Put prompts in, admitted at `version`. Blocks while a shard is full.
+
+        Raises DeadlineError if a shard lets none in for `wait_s`; some may be in then. It may be
+        infinite where somebody else's wait for these groups has an end.
+        """
         entries = [_entry(prompt, version) for prompt in prompts]
         parts = self._route([(entry[0], entry) for entry in entries])
-        await asyncio.gather(*(self._admit(self.shards[i], p) for i, p in parts.items()))
+        await _all(self._admit(self.shards[i], part, wait_s) for i, part in parts.items())
 
-    async def _admit(self, shard: ShardFace, entries: list[tuple[str, bytes, int]]) -> None:
+    async def _admit(
+        self, shard: ShardFace, entries: list[tuple[str, bytes, int]], wait_s: float
+    ) -> None:
         while entries:
-            entered = set(await shard.admit(entries, wait_s=ROOM_WAIT_S))
+            enter = partial(shard.admit, entries)
+            entered = set(await _for_room(wait_s, enter))
             entries = [entry for entry in entries if entry[0] not in entered]
 
     async def add(
-        self, groups: Sequence[tuple[Prompt, Columns]], version: int, *, stage: str
+        self,
+        groups: Sequence[tuple[Prompt, Columns]],
+        version: int,
+        *,
+        stage: str,
+        wait_s: float = ROOM_WAIT_S,
     ) -> None:
         """Put prompts in together with the columns that `stage` makes; blocks as `admit` does.
 
-        For groups that are made elsewhere. Once it returns they survive their maker and the shard.
+        For groups that are made elsewhere. Once it returns they survive their maker and the shard;
+        until then the columns must not change. Raises ContractError for columns that are not those
+        the stage declared, or badly shaped.
         """
         entries = [
             (_entry(prompt, version), _commit(Lease(0, prompt.uid, stage, 0, 0.0), columns))
             for prompt, columns in groups
         ]
         parts = self._route([(entry[0], (entry, commit)) for entry, commit in entries])
-        await asyncio.gather(*(self._add(self.shards[i], p) for i, p in parts.items()))
+        await _all(self._add(self.shards[i], part, wait_s) for i, part in parts.items())
 
     async def _add(
-        self, shard: ShardFace, pairs: list[tuple[tuple[str, bytes, int], Commit]]
+        self,
+        shard: ShardFace,
+        pairs: list[tuple[tuple[str, bytes, int], Commit]],
+        wait_s: float,
     ) -> None:
         while pairs:
             entries, commits = [e for e, _ in pairs], [c for _, c in pairs]
-            entered = set(await shard.add(entries, commits, wait_s=ROOM_WAIT_S))
+            entered = set(await _for_room(wait_s, partial(shard.add, entries, commits)))
             pairs = [pair for pair in pairs if pair[0][0] not in entered]
 
     async def take(
@@ -128,10 +153,12 @@ class ExperienceQueue:
     ) -> list[Experience]:
         """Lease groups that are ready for `stage`: at least one, or none after `wait_s`.
 
-        They come with the named columns, read-only views of the object store where they are large;
-        together they hold at most `max_tokens`, a single larger group apart. One request waits at
-        each shard and outlives the call, so that nobody asks twice for the same; a user may so
-        hold a group per shard more than it asked for, kept here for its next call.
+        They come with the named columns; together they hold at most `max_tokens`, a single larger
+        group apart. Columns are read-only views of a whole answer or of an object in the store,
+        which stay as long as one of their columns does: copy what is to be kept. One request waits
+        at each shard and outlives the call, so that nobody asks twice for the same; what several
+        have answered is kept here for the next call. Raises ContractError for columns that are not
+        among what the stage needs.
         """
         pending = self._pending.setdefault(stage, deque())
         if not pending:
@@ -176,30 +203,33 @@ class ExperienceQueue:
     async def put(self, entries: Sequence[tuple[Lease, Columns]]) -> list[str]:
         """Commit finished work; returns uids refused because their lease was no longer good.
 
-        Once it returns, what was not refused survives the death of this process and of the shard.
+        Once it returns, what was not refused survives the death of this process and of the shard;
+        until then the columns must not change. If a shard dies over the call, a commit it has
+        written is refused when it is repeated: it was accepted the first time. Raises ContractError
+        for columns that are not those the stage declared, or badly shaped.
         """
         commits = [_commit(lease, columns) for lease, columns in entries]
         parts = self._route([(commit.lease.uid, commit) for commit in commits])
-        refused = await asyncio.gather(*(self.shards[i].put(p) for i, p in parts.items()))
+        refused = await _all(self.shards[i].put(part) for i, part in parts.items())
         self._forget(lease for lease, _ in entries)
         return [uid for part in refused for uid in part]
 
     async def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None:
         """Give groups back that could not be worked on, each with the error."""
         parts = self._route([(lease.uid, (lease, error)) for lease, error in entries])
-        await asyncio.gather(*(self.shards[i].fail(p) for i, p in parts.items()))
+        await _all(self.shards[i].fail(part) for i, part in parts.items())
         self._forget(lease for lease, _ in entries)
 
     async def filter(self, entries: Sequence[tuple[Lease, Filtered]]) -> None:
         """Take scored groups out of the stream, each for a reason."""
         parts = self._route([(lease.uid, (lease, why)) for lease, why in entries])
-        await asyncio.gather(*(self.shards[i].filter(p) for i, p in parts.items()))
+        await _all(self.shards[i].filter(part) for i, part in parts.items())
         self._forget(lease for lease, _ in entries)
 
     async def renew(self) -> list[Lease]:
         """Keep all that is held; returns the leases that were lost, whose work is in vain."""
         parts = self._route([(lease.uid, lease) for lease in self._held.values()])
-        lost = await asyncio.gather(*(self.shards[i].renew(p) for i, p in parts.items()))
+        lost = await _all(self.shards[i].renew(part) for i, part in parts.items())
         gone = [lease for part in lost for lease in part]
         self._forget(gone)
         for pending in self._pending.values():
@@ -217,51 +247,43 @@ class ExperienceQueue:
     async def read(self, uids: Iterable[str], columns: Sequence[str]) -> dict[str, Columns]:
         """Columns of groups by uid, without a lease: for the ranks that train a leased group."""
         parts = self._route([(uid, uid) for uid in uids])
-        found = await asyncio.gather(*(self.shards[i].read(p, columns) for i, p in parts.items()))
+        found = await _all(self.shards[i].read(part, columns) for i, part in parts.items())
         return {
             uid: _select(blobs, columns)
             for part, groups in zip(parts.values(), found, strict=True)
             for uid, blobs in zip(part, groups, strict=True)
         }
 
-    async def leave(self, uids: Sequence[str], version: int) -> ShardStats:
-        """These groups are trained or ended, and leave; `version` is trained from now on.
+    async def leave(self, uids: Sequence[str], version: int) -> None:
+        """These groups are trained or ended, and leave; `version` is trained from now on."""
+        parts = self._route([(uid, uid) for uid in uids])
+        await _all(self.shards[i].leave(part, version) for i, part in parts.items())
+        self._forget_groups(uids)
 
-        Returns the shards' figures as one; without uids that is all it does.
-        """
-        routed = self._route([(uid, uid) for uid in uids])
-        parts = await asyncio.gather(
-            *(shard.leave(routed.get(i, []), version) for i, shard in enumerate(self.shards))
-        )
-        gone = set(uids)
-        self._forget([lease for lease in self._held.values() if lease.uid in gone])
-        counts: Counter[str] = Counter()
-        for part in parts:
-            counts.update(part.counts)
-        return ShardStats(
-            depth={s: sum(part.depth[s] for part in parts) for s in parts[0].depth},
-            num_bytes=sum(part.num_bytes for part in parts),
-            oldest_age_s=max(part.oldest_age_s for part in parts),
-            uids=tuple(uid for part in parts for uid in part.uids),
-            counts={name: counts[name] for name in parts[0].counts},
-            journal_bytes=sum(part.journal_bytes for part in parts),
-            fsync_s=sum(part.fsync_s for part in parts),
-        )
+    async def end_step(self, uids: Sequence[str], version: int) -> ShardStats:
+        """As `leave`, at the end of a step; returns its figures over all shards."""
+        parts = self._route([(uid, uid) for uid in uids])
+        steps = (shard.end_step(parts.get(i, []), version) for i, shard in enumerate(self.shards))
+        figures = merge_stats(await _all(steps))
+        self._forget_groups(uids)
+        return figures
+
+    async def stats(self) -> ShardStats:
+        """The figures of the step under way over all shards, and what they hold."""
+        return merge_stats(await _all(shard.stats() for shard in self.shards))
 
     async def release(self, holder: str) -> int:
         """A holder has died: hand its work out again. Returns how many groups it had."""
-        return sum(await asyncio.gather(*(shard.release(holder) for shard in self.shards)))
+        return sum(await _all(shard.release(holder) for shard in self.shards))
 
     async def overdue(self, age_s: float, *, take_back: bool) -> list[Overdue]:
         """Work that one holder has had for over `age_s`; with `take_back` it is handed out anew."""
-        parts = await asyncio.gather(
-            *(shard.overdue(age_s, take_back=take_back) for shard in self.shards)
-        )
+        parts = await _all(shard.overdue(age_s, take_back=take_back) for shard in self.shards)
         return [one for part in parts for one in part]
 
     async def whereabouts(self, uids: Sequence[str]) -> dict[str, str]:
         """Who holds these groups and for how long, for the message of a stall."""
-        parts = await asyncio.gather(*(shard.whereabouts(uids) for shard in self.shards))
+        parts = await _all(shard.whereabouts(uids) for shard in self.shards)
         return {uid: phrase for part in parts for uid, phrase in part.items()}
 
     def _still_held(self, grants: Iterable[Grant]) -> list[Grant]:
@@ -271,11 +293,37 @@ class ExperienceQueue:
         for lease in leases:
             self._held.pop(_key(lease), None)
 
+    def _forget_groups(self, uids: Sequence[str]) -> None:
+        gone = set(uids)
+        self._forget([lease for lease in self._held.values() if lease.uid in gone])
+
     def _route(self, entries: Sequence[tuple[str, T]]) -> Mapping[int, list[T]]:
         parts: dict[int, list[T]] = {}
         for uid, entry in entries:
             parts.setdefault(self.shard_of(uid), []).append(entry)
         return parts
+
+
+async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What several calls return. If one fails its error is raised, but not before all have ended:
+    a call that goes on alone would send what the caller believes to be its own again."""
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    for answer in answers:
+        if isinstance(answer, BaseException):
+            raise answer
+    return cast(list[T], answers)
+
+
+async def _for_room(wait_s: float, enter: Callable[..., Awaitable[list[str]]]) -> list[str]:
+    """Ask for room again and again, as long as that may take."""
+    deadline = asyncio.get_running_loop().time() + wait_s
+    while True:
+        left_s = deadline - asyncio.get_running_loop().time()
+        try:
+            return await enter(wait_s=min(left_s, ROOM_WAIT_S))
+        except DeadlineError:
+            if left_s <= ROOM_WAIT_S:
+                raise
 
 
 def _key(lease: Lease) -> tuple[str, int]:
@@ -287,17 +335,19 @@ def _entry(prompt: Prompt, version: int) -> tuple[str, bytes, int]:
 
 
 def _commit(lease: Lease, columns: Columns) -> Commit:
-    info = GroupInfo.of(columns) if _FIRST_COLUMN in columns else None
-    return Commit(lease, encode(columns), column_sizes(columns), info)
+    sizes = column_sizes(columns)
+    info = GroupInfo.of(columns) if columns.keys() >= _ROLLOUTS else None
+    return Commit(lease, encode(columns), sizes, info)
 
 
 def _open(grant: Grant, columns: Sequence[str]) -> Experience:
+    experience = grant.experience
     prompt = None if grant.prompt is None else pickle.loads(grant.prompt)
-    found = {} if grant.experience.ended else _select(grant.blobs, columns)
-    return replace(grant.experience, prompt=prompt, columns=found)
+    found = {} if experience.ended else _select(grant.blobs, columns)
+    return replace(experience, prompt=prompt, columns=found)
 
 
-def _select(blobs: Sequence[Buffer], columns: Sequence[str]) -> Columns:
+def _select(blobs: Sequence[Blob], columns: Sequence[str]) -> Columns:
     """The named columns among those of some blobs."""
     found = {name: column for blob in blobs for name, column in decode(blob).items()}
     return {name: found[name] for name in columns}

@@ -12,7 +12,9 @@ ON_FAILED_GROUP = ("replace", "readmit")
 class QueueConfig:
     """The experience queue.
 
-    shards: number of shard actors, spread over the nodes.
+    shards: number of shard actors, spread over the nodes; each more costs every stage a message a
+        step and hands out smaller batches, so one is fastest until its process or its share of
+        the store is full.
     capacity_groups: most groups in flight over all shards; null takes what the depth needs,
         (pipeline.depth + 1) * pipeline.groups_per_step.
     store_share: share of a node's object store that the shards on it may fill.
@@ -27,7 +29,7 @@ class QueueConfig:
     journal: what makes accepted groups survive the death of their shard.
     """
 
-    shards: int = 2
+    shards: int = 1
     capacity_groups: int | None = None
     store_share: float = 0.5
     lease_s: float = 120.0
@@ -39,8 +41,8 @@ class QueueConfig:
     def __post_init__(self) -> None:
         if self.shards < 1:
             raise ConfigError(f"queue.shards={self.shards}: must be at least 1")
-        if self.lease_s <= 0:
-            raise ConfigError(f"queue.lease_s={self.lease_s}: must be above 0 s")
+        if self.lease_s < 1:
+            raise ConfigError(f"queue.lease_s={self.lease_s}: must be at least 1 s")
         if self.max_attempts < 1:
             raise ConfigError(f"queue.max_attempts={self.max_attempts}: must be at least 1")
         if not 0 < self.store_share <= 1:

@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
-from streamrl.buffer.blob import Buffer
+from streamrl.buffer.blob import Blob
 from streamrl.buffer.config import Bounds
 from streamrl.buffer.group import Group, GroupBook
 from streamrl.buffer.segment import Record
@@ -17,7 +17,7 @@ class Arrival:
 
     uid: str
     records: Sequence[Record]
-    blob: Buffer | None = None
+    blob: Blob | None = None
 
 
 class Entrance:

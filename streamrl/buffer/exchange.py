@@ -1,10 +1,10 @@
 """What a shard and its callers hand each other: leased groups, finished work, figures."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from streamrl.buffer.blob import Buffer
+from streamrl.buffer.blob import Blob
 from streamrl.messages import Experience, GroupInfo, Lease
 
 
@@ -22,7 +22,7 @@ class Commit:
     """Finished work: the blob, and dtype and entries of each column in it."""
 
     lease: Lease
-    blob: Buffer
+    blob: Blob
     sizes: Mapping[str, tuple[str, int]]
     info: GroupInfo | None = None
 
@@ -42,3 +42,16 @@ class ShardStats:
     counts: Mapping[str, int]
     journal_bytes: int = 0
     fsync_s: float = 0.0
+
+
+def merge_stats(parts: Sequence[ShardStats]) -> ShardStats:
+    """The figures of all shards as one."""
+    return ShardStats(
+        depth={s: sum(part.depth[s] for part in parts) for s in parts[0].depth},
+        num_bytes=sum(part.num_bytes for part in parts),
+        oldest_age_s=max(part.oldest_age_s for part in parts),
+        uids=tuple(uid for part in parts for uid in part.uids),
+        counts={name: sum(part.counts[name] for part in parts) for name in parts[0].counts},
+        journal_bytes=sum(part.journal_bytes for part in parts),
+        fsync_s=sum(part.fsync_s for part in parts),
+    )

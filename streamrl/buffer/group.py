@@ -4,6 +4,7 @@ A transition is a record. The shard journals it and applies it; a restarted shar
 finds in the journal. One function says what a record does, so that the two cannot differ.
 """
 
+import bisect
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from streamrl.buffer.blob import Buffer
+from streamrl.buffer.blob import Blob, join, size_of
 from streamrl.buffer.config import Ports
 from streamrl.buffer.segment import Position, Record
 from streamrl.messages import Ended, GroupInfo, Lease
@@ -49,7 +50,10 @@ class Held:
 
 @dataclass(eq=False)
 class Group:
-    """One group as its shard holds it. `committing` are stages whose commit is being journaled."""
+    """One group as its shard holds it. `committing` are stages whose commit is being journaled.
+
+    `num_bytes` are those of its columns.
+    """
 
     uid: str
     prompt: bytes
@@ -64,12 +68,8 @@ class Group:
     failures: Counter[str] = field(default_factory=Counter)
     committing: set[str] = field(default_factory=set)
     ended: Ended | None = None
+    num_bytes: int = 0
     charge: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its columns."""
-        return sum(part.num_bytes for part in self.parts.values())
 
     @property
     def is_on_disk(self) -> bool:
@@ -81,6 +81,7 @@ class Group:
         self.parts.clear()
         self.columns.clear()
         self.leases.clear()
+        self.num_bytes = 0
 
     def held(self, stage: str, token: int) -> Held | None:
         """The lease of a token, if it is still good."""
@@ -93,6 +94,34 @@ class Group:
             self.leases[stage] = left
         else:
             self.leases.pop(stage, None)
+
+
+class ReadyLine:
+    """Groups that wait for one stage, in the order in which they were admitted."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, Group] = {}
+        self._orders: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._orders)
+
+    def __contains__(self, group: Group) -> bool:
+        return group.order in self._groups
+
+    def add(self, group: Group) -> None:
+        """Take a place among the others."""
+        self._groups[group.order] = group
+        bisect.insort(self._orders, group.order)
+
+    def remove(self, group: Group) -> None:
+        """Leave the line, from wherever it stands."""
+        del self._groups[group.order]
+        del self._orders[bisect.bisect_left(self._orders, group.order)]
+
+    def first(self, count: int) -> list[Group]:
+        """At most so many from the head of the line; they stay in it."""
+        return [self._groups[order] for order in self._orders[:count]]
 
 
 def admitted(uid: str, prompt: bytes, version: int) -> Record:
@@ -109,7 +138,7 @@ def leased(
 
 
 def committed(
-    lease: Lease, blob: Buffer, *, names: frozenset[str], info: GroupInfo, version: int
+    lease: Lease, blob: Blob, *, names: frozenset[str], info: GroupInfo, version: int
 ) -> Record:
     """A stage's columns came in; `version` was being trained then."""
     meta = {
@@ -160,7 +189,7 @@ class GroupBook:
     def __init__(self, stages: Mapping[str, Ports]) -> None:
         self.stages = stages
         self._needs = {stage: frozenset(ports.needs) for stage, ports in stages.items()}
-        self._makers = [stage for stage, ports in stages.items() if ports.produces]
+        self._num_makers = sum(bool(ports.produces) for ports in stages.values())
         self.last_stage = next(s for s, ports in stages.items() if not ports.produces)
         self.groups: dict[str, Group] = {}
         self.retired: dict[str, dict[str, Part]] = {}
@@ -203,7 +232,7 @@ class GroupBook:
 
     def is_whole(self, group: Group) -> bool:
         """Whether no stage will add columns to it any more."""
-        return group.ended is not None or all(stage in group.parts for stage in self._makers)
+        return group.ended is not None or len(group.parts) == self._num_makers
 
     def _open(self, record: Record, spot: Spot | None, data: Any) -> list[Group]:
         self.incarnation = record.meta["incarnation"]
@@ -219,7 +248,7 @@ class GroupBook:
 
     def _admit(self, record: Record, spot: Spot | None, data: Any) -> list[Group]:
         uid, version = record.meta["uid"], record.meta["version"]
-        group = Group(uid, bytes(record.payload), version, self.now(), self._order)
+        group = Group(uid, join(record.payload), version, self.now(), self._order)
         self._order += 1
         self.version = max(self.version, version)
         self.groups[uid] = group
@@ -247,8 +276,9 @@ class GroupBook:
         if group is None or group.ended is not None:
             return []
         group.info = group.info or GroupInfo.from_json(meta["info"])
-        size = len(record.payload)
-        group.parts[meta["stage"]] = Part(frozenset(meta["names"]), size, data, spot)
+        part = Part(frozenset(meta["names"]), size_of(record.payload), data, spot)
+        group.parts[meta["stage"]] = part
+        group.num_bytes += part.num_bytes
         group.columns.update(meta["names"])
         group.leases.pop(meta["stage"], None)
         self.version = max(self.version, meta["version"])

@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Protocol
 
+from streamrl.buffer.blob import size_of
 from streamrl.buffer.segment import (
     Frame,
     Position,
@@ -151,9 +152,10 @@ class _Writer:
     def _write(self, frames: Sequence[Frame]) -> list[Position]:
         places, buffers, offset = [], [], self._end
         for frame in frames:
-            head = header_of(frame, offset) + frame[0]
-            places.append(Position(self.segment, offset, len(head) + len(frame[1])))
-            buffers += [memoryview(head), frame[1]]
+            meta, pieces = frame
+            head = header_of(frame, offset) + meta
+            places.append(Position(self.segment, offset, len(head) + size_of(pieces)))
+            buffers += [memoryview(head), *pieces]
             offset += places[-1].size
         self.dirty |= bool(frames)
         _write_all(self.descriptor, buffers)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamrl.buffer.blob import Buffer
+from streamrl.buffer.blob import Blob, join
 from streamrl.buffer.config import Bounds, Ports, QueueConfig
 from streamrl.buffer.group import GroupBook
 from streamrl.buffer.journal import Journal
@@ -38,7 +38,7 @@ class ShardPlan:
 class ShardKeeper:
     """Hosts one shard of a plan; needs a running loop. `store` is as in Shard."""
 
-    def __init__(self, plan: ShardPlan, store: Callable[[Buffer], Any] = bytes) -> None:
+    def __init__(self, plan: ShardPlan, store: Callable[[Blob], Any] = join) -> None:
         self._plan = plan
         self._journal: Journal | None = None
         self.corrupt: list[Corrupt] = []

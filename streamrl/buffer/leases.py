@@ -10,6 +10,9 @@ from streamrl.buffer.group import TOKENS_PER_INCARNATION, Group, GroupBook, Held
 from streamrl.buffer.segment import Record
 from streamrl.messages import Lease
 
+TIDY_AT = 1000
+"""Leases that are looked after before those that have ended are sorted out."""
+
 
 @dataclass(frozen=True)
 class Request:
@@ -56,9 +59,15 @@ class LeaseDesk:
         self._hedge_s = hedge_s
         self._tokens = itertools.count(book.incarnation * TOKENS_PER_INCARNATION + 1)
         self._expiries: list[tuple[float, int, Lease]] = []
-        for group in book.groups.values():
-            for held in itertools.chain.from_iterable(group.leases.values()):
-                self._restart(held)
+        self._tidy_at = TIDY_AT
+        self._answers: dict[tuple[str, str], tuple[str, list[tuple[str, int]]]] = {}
+        found = [held for stage in book.stages for _, held in self._out(stage)]
+        given: dict[tuple[str, str, str], list[Held]] = {}
+        for held in sorted(found, key=lambda held: held.lease.token):
+            self._restart(held)
+            given.setdefault((held.lease.stage, held.lease.holder, held.request), []).append(held)
+        for leases in given.values():
+            self.watch(leases)
 
     def _restart(self, held: Held) -> None:
         """A lease that was out when the shard died: its holder has as long as a new one."""
@@ -66,13 +75,29 @@ class LeaseDesk:
         if held.lease.stage != self._book.last_stage:
             held.expires_at = now + self._lease_s
         held.lease = replace(held.lease, taken_at=now, expires_at=held.expires_at)
-        self.watch([held])
 
     def watch(self, leases: Sequence[Held]) -> None:
-        """Look after leases that are out now."""
+        """Look after leases that one request was given just now."""
+        first = leases[0]
+        # Who asks has one request at a time: the last is the only one it may repeat.
+        answer = first.request, [(held.lease.uid, held.lease.token) for held in leases]
+        self._answers[first.lease.stage, first.lease.holder] = answer
         for held in leases:
-            if held.expires_at < math.inf:
-                heapq.heappush(self._expiries, (held.expires_at, held.lease.token, held.lease))
+            self._watch_time(held)
+
+    def _watch_time(self, held: Held) -> None:
+        if held.expires_at == math.inf:
+            return
+        heapq.heappush(self._expiries, (held.expires_at, held.lease.token, held.lease))
+        if len(self._expiries) > self._tidy_at:
+            # Most have been settled long before their time.
+            self._expiries = [one for one in self._expiries if self._is_out(one[2])]
+            heapq.heapify(self._expiries)
+            self._tidy_at = TIDY_AT + 2 * len(self._expiries)
+
+    def _is_out(self, lease: Lease) -> bool:
+        group = self._book.groups.get(lease.uid)
+        return group is not None and group.held(lease.stage, lease.token) is not None
 
     def draft(self, groups: Sequence[Group], request: Request) -> Record:
         """The record that leases `groups` to a request."""
@@ -82,13 +107,12 @@ class LeaseDesk:
 
     def of_request(self, request: Request) -> list[tuple[Group, Held]]:
         """The leases that this very request was given: its answer got lost."""
-        if not request.id:
+        answered, tokens = self._answers.get((request.stage, request.holder), ("", []))
+        if not request.id or request.id != answered:
             return []
-        return [
-            (group, held)
-            for group, held in self._out(request.stage)
-            if held.request == request.id and held.lease.holder == request.holder
-        ]
+        found = ((self._book.groups.get(uid), token) for uid, token in tokens)
+        held = ((group, group.held(request.stage, token)) for group, token in found if group)
+        return [(group, one) for group, one in held if one]
 
     def to_hedge(self, request: Request) -> list[Group]:
         """Groups that one other holder has had for long enough to give them out once more."""
@@ -127,7 +151,7 @@ class LeaseDesk:
             if group is None or held is None:
                 continue
             if held.expires_at > now:
-                self.watch([held])
+                self._watch_time(held)
             else:
                 yield group, lease
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from streamrl.buffer.blob import Buffer
+from streamrl.buffer.blob import Blob
 from streamrl.buffer.config import Ports
 from streamrl.buffer.group import (
     Group,
@@ -73,14 +73,14 @@ def recover(
     return book, corrupt
 
 
-def load(book: GroupBook, store: Callable[[Buffer], Any]) -> None:
+def load(book: GroupBook, store: Callable[[Blob], Any]) -> None:
     """Bring the columns of the groups in the queue back into the store."""
     for group in book.groups.values():
         for part in group.parts.values():
             part.data = store(payload(part))
 
 
-def payload(part: Part) -> Buffer:
+def payload(part: Part) -> Blob:
     """The blob of a part, from the disk. Raises JournalError if it cannot be read."""
     assert part.spot is not None, "only what was recovered is on the disk"
     return read_record(part.spot.folder, part.spot.position).payload

@@ -16,16 +16,16 @@ from typing import Any, BinaryIO
 
 import xxhash
 
+from streamrl.buffer.blob import Blob, Buffer, join, pieces_of, size_of
 from streamrl.errors import JournalError
-
-Buffer = bytes | bytearray | memoryview
 
 MAGIC = b"\x93srlj\n"
 FORMAT = 1
 _FIELDS = struct.Struct("<6sHIQ")
 _HEAD_BYTES, _HEADER_BYTES = _FIELDS.size + 8, _FIELDS.size + 12
 _SEARCH_BYTES = 1 << 20
-Frame = tuple[bytes, memoryview]
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
+Frame = tuple[bytes, tuple[memoryview, ...]]
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,13 @@ class Position:
 
 @dataclass(frozen=True)
 class Record:
-    """What is kept: JSON-able facts with a "kind", and bytes. Read back, tuples are lists."""
+    """What is kept: JSON-able facts with a "kind", and bytes.
+
+    Read back, tuples are lists, and the bytes are in one piece.
+    """
 
     meta: Mapping[str, Any]
-    payload: Buffer = b""
+    payload: Blob = b""
 
 
 @dataclass(frozen=True)
@@ -55,17 +58,17 @@ class Corrupt:
 
 
 def frame_of(record: Record) -> Frame:
-    """Meta and payload as bytes. Raises TypeError if they cannot be."""
+    """Meta and the pieces of the payload as bytes. Raises TypeError if they cannot be."""
     assert "kind" in record.meta, record.meta
-    meta = json.dumps(dict(record.meta), separators=(",", ":")).encode()
-    return meta, memoryview(record.payload).cast("B")
+    meta = _to_json(dict(record.meta)).encode()
+    return meta, tuple(memoryview(piece).cast("B") for piece in pieces_of(record.payload))
 
 
 def header_of(frame: Frame, offset: int) -> bytes:
     """The header of a record that begins at this byte of its file."""
-    meta, payload = frame
-    fields = _FIELDS.pack(MAGIC, FORMAT, len(meta), len(payload))
-    head = fields + _check_body(fields, meta, payload, offset)
+    meta, pieces = frame
+    fields = _FIELDS.pack(MAGIC, FORMAT, len(meta), size_of(pieces))
+    head = fields + _check_body(fields, meta, pieces, offset)
     return head + _check_head(head, offset)
 
 
@@ -73,10 +76,10 @@ def _check_head(head: Buffer, offset: int) -> bytes:
     return xxhash.xxh32_digest(head, seed=offset & 0xFFFFFFFF)
 
 
-def _check_body(fields: Buffer, meta: Buffer, payload: Buffer, offset: int) -> bytes:
+def _check_body(fields: Buffer, meta: Buffer, pieces: tuple[Buffer, ...], offset: int) -> bytes:
     state = xxhash.xxh3_64(fields, seed=offset)
-    state.update(meta)
-    state.update(payload)
+    for piece in (meta, *pieces):
+        state.update(piece)
     return state.digest()
 
 
@@ -164,7 +167,7 @@ def _read_at(file: BinaryIO, offset: int, end: int) -> tuple[int, Record | str]:
         return 0, "the record is cut off"
     meta, payload = file.read(meta_bytes), file.read(payload_bytes)
     fields, check = head[: _FIELDS.size], head[_FIELDS.size :]
-    if check != _check_body(fields, meta, payload, offset):
+    if check != _check_body(fields, meta, (payload,), offset):
         return size, "the record does not match its checksum"
     return size, Record(json.loads(meta), payload)
 
@@ -200,8 +203,9 @@ def write_segment(path: Path, records: Iterable[Record]) -> None:
             offset = 0
             for record in records:
                 frame = frame_of(record)
-                for part in (header_of(frame, offset), *frame):
-                    offset += file.write(part)
+                meta, pieces = frame
+                whole = join((header_of(frame, offset), meta, *pieces))
+                offset += file.write(whole)
             file.flush()
             os.fsync(file.fileno())
         fsync_path(path.parent)

@@ -7,25 +7,24 @@ journal before it is done wherever losing it would lose a group.
 """
 
 import asyncio
-import heapq
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from streamrl.buffer import group as transitions
-from streamrl.buffer.blob import Buffer
-from streamrl.buffer.config import Bounds, QueueConfig
-from streamrl.buffer.depth import DepthMeter
+from streamrl.buffer.blob import Blob, join
+from streamrl.buffer.config import Bounds, Ports, QueueConfig
 from streamrl.buffer.entrance import Arrival, Entrance
 from streamrl.buffer.exchange import Commit, Grant, ShardStats
-from streamrl.buffer.group import Group, GroupBook
+from streamrl.buffer.figures import Figures
+from streamrl.buffer.group import Group, GroupBook, ReadyLine
 from streamrl.buffer.journal import Log, NoLog
 from streamrl.buffer.leases import LeaseDesk, Overdue, Request
 from streamrl.buffer.recovery import payload
 from streamrl.buffer.segment import Record
-from streamrl.errors import StreamError
-from streamrl.messages import Ended, Experience, Filtered, GroupInfo, Lease, check_sizes
+from streamrl.errors import ContractError, StreamError
+from streamrl.messages import Ended, Experience, Filtered, Lease, check_sizes
 
 
 class Shard:
@@ -44,22 +43,20 @@ class Shard:
         bounds: Bounds,
         session: str = "",
         log: Log | None = None,
-        store: Callable[[Buffer], Any] = bytes,
+        store: Callable[[Blob], Any] = join,
     ) -> None:
         self._clock = book.now = asyncio.get_running_loop().time
         self._book = book
         self._config = config
         self._log = log or NoLog()
         self._store = store
-        self._ready: dict[str, dict[str, Group]] = {stage: {} for stage in book.stages}
+        self._ready = {stage: ReadyLine() for stage in book.stages}
         self._wake = {stage: asyncio.Event() for stage in book.stages}
         self._takers: Counter[str] = Counter()
         self._deaths: Counter[str] = Counter()
+        self._asked: dict[tuple[str, str], object] = {}
         self._entrance = Entrance(book, bounds, clock=self._clock, enter=self._enter)
-        self._counts: Counter[str] = Counter()
-        self._depth = DepthMeter(book.stages, self._clock())
-        self._fsync_s = 0.0
-        self._version = book.version
+        self._figures = Figures(book, self._log, self._clock())
         self._opening = transitions.opened(session, book.incarnation + 1)
         self._opened = False
         book.apply(self._opening)
@@ -84,24 +81,26 @@ class Shard:
         self, entries: Sequence[tuple[str, bytes, int]], commits: Sequence[Commit], *, wait_s: float
     ) -> list[str]:
         """Take in prompts with what one stage has made of them already; as `admit` and `put`."""
-        # First what groups lack that came in by half, when a predecessor was killed over it.
-        groups = [(commit, self._book.groups.get(commit.lease.uid)) for commit in commits]
-        await self._keep([c for c, g in groups if g and c.lease.stage not in g.parts])
-        arrivals = []
-        for entry, commit in zip(entries, commits, strict=True):
-            assert commit.info is not None
-            _check(self._book, commit, commit.info)
-            records = [transitions.admitted(*entry), _record(self._book, commit)]
-            arrivals.append(Arrival(entry[0], records, commit.blob))
+        groups = {commit.lease.uid: self._book.groups.get(commit.lease.uid) for commit in commits}
+        for commit in commits:
+            _check(self._book, commit, groups[commit.lease.uid])
+        if any(groups.values()):
+            # They came in by half when a predecessor was killed over it, or by an earlier call
+            # whose answer got lost: what that one wrote must be safe before this one answers.
+            half = [commit for commit in commits if self._start(commit, groups[commit.lease.uid])]
+            await self._accept(half)
+            await self._log.append([])
+        arrivals = [
+            Arrival(e[0], [transitions.admitted(*e), _record(self._book, commit)], commit.blob)
+            for e, commit in zip(entries, commits, strict=True)
+        ]
         return await self._entrance.admit(arrivals, self._clock() + wait_s)
 
     async def _enter(self, arrivals: Sequence[Arrival]) -> None:
         data: list[Any] = []
         for one in arrivals:
             data += [None] if one.blob is None else [None, self._store(one.blob)]
-        records = [record for one in arrivals for record in one.records]
-        await self._log.append(records)
-        self._apply(*records, data=data)
+        await self._write([record for one in arrivals for record in one.records], data)
 
     async def take(self, request: Request, *, wait_s: float) -> list[Grant]:
         """Lease groups that are ready for a stage, the earliest admitted first.
@@ -109,14 +108,16 @@ class Shard:
         No more than an equal share if others of the stage wait too; none if there is none within
         `wait_s`.
         """
-        repeated = self._desk.of_request(request)
-        if repeated:
-            return [_grant(self._book, group, held.lease, request) for group, held in repeated]
+        if alien := set(request.columns) - set(_ports(self._book, request.stage).needs):
+            raise ContractError(f"stage {request.stage} takes {sorted(alien)}: not what it needs")
         stage = request.stage
         if not self._opened:
             # Or a successor could give the tokens of this process again.
             await self._log.append([self._opening])
             self._opened = True
+        repeated = self._desk.of_request(request)
+        if repeated:
+            return [_grant(self._book, group, held.lease, request) for group, held in repeated]
         self._takers[stage] += 1
         try:
             chosen = await self._await_work(request, self._clock() + wait_s)
@@ -125,29 +126,31 @@ class Shard:
         if not chosen:
             return []
         record = self._desk.draft(chosen, request)
-        self._counts["redelivered"] += sum(attempt > 1 for _, _, attempt in record.meta["grants"])
+        self._figures.counts["redelivered"] += sum(
+            attempt > 1 for _, _, attempt in record.meta["grants"]
+        )
         self._post(record)
-        held = [group.leases[stage][-1] for group in chosen]
-        self._desk.watch(held)
-        pairs = zip(chosen, held, strict=True)
-        return [_grant(self._book, group, one.lease, request) for group, one in pairs]
+        given = [(group, group.leases[stage][-1]) for group in chosen]
+        self._desk.watch([held for _, held in given])
+        return [_grant(self._book, group, held.lease, request) for group, held in given]
 
     async def _await_work(self, request: Request, deadline: float) -> list[Group]:
         stage, deaths = request.stage, self._deaths[request.holder]
+        this = self._asked[stage, request.holder] = object()
         while True:
-            if self._deaths[request.holder] != deaths:
+            is_last = not request.id or self._asked[stage, request.holder] is this
+            if self._deaths[request.holder] != deaths or not is_last:
                 return []  # nobody waits for the answer
             self._expire()
             ready = self._ready[stage]
             if ready:
                 share = -(-len(ready) // self._takers[stage])
-                most = min(request.max_groups, share)
-                first = heapq.nsmallest(most, ready.values(), key=lambda group: group.order)
+                first = ready.first(min(request.max_groups, share))
                 return _within(first, request.max_tokens)
             hedged = self._desk.to_hedge(request)
             if hedged:
                 chosen = _within(hedged, request.max_tokens)
-                self._counts["hedged"] += len(chosen)
+                self._figures.counts["hedged"] += len(chosen)
                 return chosen
             now = self._clock()
             if now >= deadline:
@@ -162,47 +165,39 @@ class Shard:
     async def put(self, commits: Sequence[Commit]) -> list[str]:
         """Take finished work; returns the uids whose lease was no longer good.
 
-        Returns once it is in the journal. Raises ValueError for columns that are not those the
+        Returns once it is in the journal. Raises ContractError for columns that are not those the
         stage declared, or badly shaped.
         """
         self._expire()
         # All are checked before the first is started: an error must not leave one half done.
         for commit in commits:
-            self._check_commit(commit)
-        good = [commit for commit in commits if self._start_commit(commit)]
-        if good:
-            groups = [self._book.groups[commit.lease.uid] for commit in good]
-            try:
-                await self._keep(good)
-            finally:
-                for commit, group in zip(good, groups, strict=True):
-                    group.committing.discard(commit.lease.stage)
+            if group := self._book.leased(commit.lease):
+                _check(self._book, commit, group)
+        good = [c for c in commits if self._start(c, self._book.leased(c.lease))]
+        await self._accept(good)
         accepted = {id(commit) for commit in good}
         refused = [commit.lease.uid for commit in commits if id(commit) not in accepted]
-        self._counts["refused"] += len(refused)
+        self._figures.counts["refused"] += len(refused)
         return refused
 
-    async def _keep(self, commits: Sequence[Commit]) -> None:
-        if commits:
-            records = [_record(self._book, commit) for commit in commits]
+    async def _accept(self, commits: Sequence[Commit]) -> None:
+        if not commits:
+            return
+        groups = [self._book.groups[commit.lease.uid] for commit in commits]
+        try:
             data = [self._store(commit.blob) for commit in commits]
-            await self._log.append(records)
-            self._apply(*records, data=data)
+            await self._write([_record(self._book, commit) for commit in commits], data)
+        finally:
+            for commit, group in zip(commits, groups, strict=True):
+                group.committing.discard(commit.lease.stage)
 
-    def _check_commit(self, commit: Commit) -> None:
-        group = self._book.leased(commit.lease)
-        if group is not None:
-            info = group.info or commit.info
-            assert info is not None, f"the first commit of {group.uid} came without its facts"
-            _check(self._book, commit, info)
-
-    def _start_commit(self, commit: Commit) -> bool:
-        """Whether the lease is good; from here on no other commit for this work is taken."""
-        group, stage = self._book.leased(commit.lease), commit.lease.stage
-        if group is None:
+    def _start(self, commit: Commit, group: Group | None) -> bool:
+        """Whether this work is still wanted; from here on no other commit for it is taken."""
+        stage = commit.lease.stage
+        if group is None or group.ended or stage in group.parts or stage in group.committing:
             return False
         group.committing.add(stage)
-        group.leases.pop(stage)
+        group.leases.pop(stage, None)
         return True
 
     def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None:
@@ -231,7 +226,7 @@ class Shard:
 
     # What the coordinator asks for.
 
-    async def leave(self, uids: Sequence[str], version: int) -> ShardStats:
+    async def leave(self, uids: Sequence[str], version: int) -> None:
         """These groups leave the queue; `version` is trained from now on. May be repeated.
 
         Should a power cut bring one back, it is the coordinator's books that count.
@@ -239,28 +234,17 @@ class Shard:
         record = transitions.left(uids, version)
         await self._log.append([record], sync=False)
         self._apply(record)
+
+    async def end_step(self, uids: Sequence[str], version: int) -> ShardStats:
+        """As `leave`; returns the figures of the step that has ended. May be repeated."""
+        await self.leave(uids, version)
         figures = self.stats()
-        # Groups that end leave in the middle of a step: its figures go on.
-        if version > self._version:
-            self._version, self._fsync_s = version, 0.0
-            self._counts.clear()
-            self._depth.restart(self._clock())
+        self._figures.begin(version, self._clock())
         return figures
 
     def stats(self) -> ShardStats:
-        """The shard's figures; depths and counts since the step before the one under way."""
-        now, groups = self._clock(), self._book.groups.values()
-        self._fsync_s += self._log.drain_fsync_s()
-        counts = {name: self._counts[name] for name in ("redelivered", "hedged", "refused")}
-        return ShardStats(
-            depth=self._depth.means(now),
-            num_bytes=sum(group.num_bytes for group in groups),
-            oldest_age_s=max((now - group.admitted_at for group in groups), default=0.0),
-            uids=tuple(self._book.groups),
-            counts=counts,
-            journal_bytes=self._log.num_bytes,
-            fsync_s=self._fsync_s,
-        )
+        """The figures of the step under way, and what the shard holds."""
+        return self._figures.stats(self._clock())
 
     def release(self, holder: str) -> int:
         """A holder is gone: its work is handed out again. Returns how many groups it had."""
@@ -294,27 +278,30 @@ class Shard:
 
     # How a change spreads.
 
+    async def _write(self, records: Sequence[Record], data: Sequence[Any]) -> None:
+        await self._log.append(records)
+        self._apply(*records, data=data)
+
     def _post(self, *records: Record) -> None:
         self._log.post(records)
         self._apply(*records)
 
     def _apply(self, *records: Record, data: Sequence[Any] = ()) -> None:
-        for record, datum in itertools.zip_longest(records, data):
-            for group in self._book.apply(record, data=datum):
-                self._refresh(group)
+        pairs = itertools.zip_longest(records, data)
+        changed = [group for r, datum in pairs for group in self._book.apply(r, data=datum)]
+        for group in dict.fromkeys(changed):
+            self._refresh(group)
 
     def _refresh(self, group: Group) -> None:
         """Bring the ready sets and the bytes in line with a group that has just changed."""
         is_here = group.uid in self._book.groups
         for stage, ready in self._ready.items():
-            was_ready = group.uid in ready
-            if is_here and self._book.is_ready(group, stage):
-                ready[group.uid] = group
+            is_ready = is_here and self._book.is_ready(group, stage)
+            if is_ready != (group in ready):
+                (ready.add if is_ready else ready.remove)(group)
+                self._figures.depth.observe(stage, len(ready), self._clock())
+            if is_ready:
                 self._wake[stage].set()
-            elif was_ready:
-                del ready[group.uid]
-            if was_ready != (group.uid in ready):
-                self._depth.observe(stage, len(ready), self._clock())
         self._entrance.charge(group)
 
     def _give_back(self, group: Group, lease: Lease, cause: str, reason: str) -> None:
@@ -343,13 +330,28 @@ def _grant(book: GroupBook, group: Group, lease: Lease, request: Request) -> Gra
     return Grant(experience, None if lease.stage == book.last_stage else group.prompt, blobs)
 
 
-def _check(book: GroupBook, commit: Commit, info: GroupInfo) -> None:
-    """Raise ValueError for columns that are not those the stage declared, or badly shaped."""
-    lease = commit.lease
-    missing = set(book.stages[lease.stage].produces) - commit.sizes.keys()
-    if missing:
-        raise ValueError(f"stage {lease.stage} put no {sorted(missing)} for {lease.uid}")
+def _check(book: GroupBook, commit: Commit, group: Group | None) -> None:
+    """Raise ContractError for columns that are not those the stage declared, or badly shaped."""
+    lease, wanted = commit.lease, set(_ports(book, commit.lease.stage).produces)
+    if missing := wanted - commit.sizes.keys():
+        raise ContractError(f"stage {lease.stage} put no {sorted(missing)} for {lease.uid}")
+    others = {name for ports in book.stages.values() for name in ports.produces} - wanted
+    if foreign := commit.sizes.keys() & others:
+        raise ContractError(
+            f"stage {lease.stage} put {sorted(foreign)} for {lease.uid}: not its own"
+        )
+    info = (group.info if group else None) or commit.info
+    if info is None:
+        raise ContractError(f"stage {lease.stage} put columns for {lease.uid} before its rollouts")
+    if not info.version_tokens:
+        raise ContractError(f"group {lease.uid}: no token of it was sampled (loss_mask)")
     check_sizes(commit.sizes, info)
+
+
+def _ports(book: GroupBook, stage: str) -> Ports:
+    if stage not in book.stages:
+        raise ContractError(f"stage {stage}: this queue has {', '.join(book.stages)}")
+    return book.stages[stage]
 
 
 def _record(book: GroupBook, commit: Commit) -> Record:
@@ -380,7 +382,7 @@ def _blobs(book: GroupBook, uid: str, wanted: set[str]) -> Sequence[Any]:
     if parts is None:
         raise StreamError(f"group {uid} is neither in the queue nor in its journal")
     found = [part for part in parts.values() if part.names & wanted]
-    return tuple(bytes(payload(part)) if part.data is None else part.data for part in found)
+    return tuple(join(payload(part)) if part.data is None else part.data for part in found)
 
 
 def _within(groups: Sequence[Group], max_tokens: int | None) -> list[Group]:

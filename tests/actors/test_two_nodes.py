@@ -24,8 +24,8 @@ pytestmark = pytest.mark.slow
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 STAGES = {"generate": Ports((), ROLLOUT_COLUMNS), "train": Ports(ROLLOUT_COLUMNS, ())}
-SIZES = {f"0:{i}:0": (100_000 if i < 4 else 50) for i in range(8)}
-"""Tokens of each group: of the first four the columns are over a MiB each."""
+SIZES = {f"0:{i}:0": (100_000 if i < 4 else 10_000 if i < 6 else 50) for i in range(10)}
+"""Tokens of each group: a MiB of columns goes through the object store, less in messages."""
 
 
 def columns_of(uid: str) -> dict[str, Array]:
@@ -145,7 +145,7 @@ def test_the_queue_spans_two_nodes_and_outlives_one(nodes: Nodes, tmp_path: Path
     homes = [node_of(actor) for actor in actors.values()]
     assert sorted(homes) == sorted(nodes.ids), "a shard on each node"
     queue = ExperienceQueue(shards, "driver")
-    placed = {(queue.shard_of(uid), SIZES[uid] > 1000) for uid in SIZES}
+    placed = {(queue.shard_of(uid), SIZES[uid] > 10_000) for uid in SIZES}
     assert len(placed) == 4, "each shard has small groups and large ones"
 
     here, there = nodes.ids

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from streamrl.buffer.blob import decode, encode
+from streamrl.buffer.blob import LARGE_BYTES, decode, encode, join, size_of
 from streamrl.messages import SCHEMA
 from tests.buffer.shards import rollouts
 
@@ -50,6 +50,28 @@ def test_every_column_begins_at_a_multiple_of_its_item_size(written) -> None:  #
             offset = column.__array_interface__["data"][0] - start
             assert offset % column.itemsize == 0
     assert (8 + int.from_bytes(blob[:8], "little")) % 8 == 0
+
+
+LARGE = {
+    "token_ids": np.arange(LARGE_BYTES // 4, dtype=np.int32),
+    "loss_mask": np.ones(LARGE_BYTES // 4, np.bool_),
+    "lengths": np.zeros(0, np.int32),
+}
+
+
+def test_a_large_blob_is_not_put_together_until_it_is_sent() -> None:
+    blob = encode(LARGE)
+    assert isinstance(blob, tuple)
+    same(decode(blob), LARGE)
+    assert np.shares_memory(decode(blob)["token_ids"], LARGE["token_ids"])
+    whole = join(blob)
+    assert len(whole) == size_of(blob) > LARGE_BYTES
+    same(decode(whole), LARGE)
+    same(safetensors.numpy.load(whole), LARGE)
+
+
+def test_a_small_blob_is_in_one_piece() -> None:
+    assert isinstance(encode(rollouts()), bytes)
 
 
 def test_columns_are_views_of_the_blob_and_of_nothing_else() -> None:

@@ -2,14 +2,17 @@
 
 import asyncio
 import gc
+import math
 import weakref
 import zlib
 
+import numpy as np
 import pytest
 
 from streamrl.buffer import Bounds, ExperienceQueue, QueueConfig
+from streamrl.buffer.blob import LARGE_BYTES
 from streamrl.buffer.leases import Overdue
-from streamrl.errors import DeadlineError, RewardError
+from streamrl.errors import ContractError, DeadlineError, RewardError
 from streamrl.messages import Columns, Ended, Experience, Filtered
 from tests.buffer.shards import REFERENCE, SCORES, STAGES, prompt, rollouts
 from tests.fake_shards import CALL_S, LocalShard, MemoryLog
@@ -50,6 +53,72 @@ async def finish(queue: ExperienceQueue) -> None:
     await do(queue, "reference", REFERENCE)
 
 
+def large(value: int) -> Columns:
+    """Rollouts of one long completion, whose blob is not in one piece."""
+    tokens = LARGE_BYTES // 4
+    return {
+        "token_ids": np.full(tokens, value, np.int32),
+        "loss_mask": np.ones(tokens, np.bool_),
+        "generator_logprobs": np.zeros(tokens, np.float32),
+        "policy_version": np.zeros(tokens, np.int32),
+        "lengths": np.array([tokens], np.int32),
+        "finish_reason": np.zeros(1, np.int8),
+    }
+
+
+def test_large_columns_outlive_the_shard_that_took_them() -> None:
+    async def main() -> None:
+        (shard,) = shards = local_shards(1)
+        queue = ExperienceQueue(shards, "me")
+        await queue.admit([prompt("0:0:0")], 0)
+        await do(queue, "generate", large(7))
+        shard.kill()
+        shard.revive()
+        (scoring,) = await take_all(queue, "reward", ("token_ids", "lengths"))
+        assert (scoring.columns["token_ids"] == 7).all()
+        assert scoring.columns["lengths"] == scoring.columns["token_ids"].size
+
+    run_virtual(main())
+
+
+def test_a_put_that_one_shard_refuses_ends_when_it_has_ended_at_the_others() -> None:
+    async def main() -> None:
+        shards = local_shards(2)
+        queue = ExperienceQueue(shards, "me")
+        await queue.admit([prompt(uid) for uid in UIDS[:8]], 0)
+        leases = {queue.shard_of(one.uid): one.lease for one in await take_all(queue, "generate")}
+        shards[1].log.write_s = 5.0
+        columns = large(7)
+        bad = {**large(7), "lengths": np.array([3], np.int32)}
+        with pytest.raises(ContractError, match="token_ids"):
+            await queue.put([(leases[0], bad), (leases[1], columns)])
+        # From here on they are the caller's again.
+        columns["token_ids"][:] = 99
+        shards[1].log.write_s = 0.0
+        shards[1].kill()
+        shards[1].revive()
+        (scoring,) = await take_all(queue, "reward", ("token_ids",))
+        assert (scoring.columns["token_ids"] == 7).all()
+
+    run_virtual(main())
+
+
+def test_room_may_be_waited_for_longer_than_one_call_takes() -> None:
+    async def main() -> None:
+        queue = ExperienceQueue(local_shards(1, capacity=1), "me")
+        await queue.admit([prompt("a")], 0)
+        with pytest.raises(DeadlineError, match="waited for room in a full shard"):
+            await queue.admit([prompt("b")], 0, wait_s=50.0)
+        assert asyncio.get_running_loop().time() == pytest.approx(50.0, abs=1.0)
+        waiting = asyncio.create_task(queue.admit([prompt("b")], 0, wait_s=math.inf))
+        await asyncio.sleep(10_000.0)
+        assert not waiting.done()
+        await queue.leave(["a"], 1)
+        await waiting
+
+    run_virtual(main())
+
+
 # Where groups are.
 
 
@@ -63,7 +132,7 @@ def test_a_group_lives_in_the_shard_its_uid_hashes_to_in_every_process() -> None
         assert places == [zlib.crc32(uid.encode()) % 3 for uid in UIDS]
         for i, shard in enumerate(shards):
             mine = {uid for uid, place in zip(UIDS, places, strict=True) if place == i}
-            assert set((await shard.leave([], 0)).uids) == mine != set()
+            assert set((await shard.stats()).uids) == mine != set()
 
     run_virtual(main())
 
@@ -84,7 +153,7 @@ def test_a_full_shard_blocks_the_others_only_until_its_deadline() -> None:
         queue = ExperienceQueue(local_shards(2, capacity=1), "me")
         with pytest.raises(DeadlineError, match="waited for room in a full shard"):
             await queue.admit([prompt(uid) for uid in UIDS], 0)
-        assert len((await queue.leave([], 0)).uids) == 2
+        assert len((await queue.stats()).uids) == 2
 
     run_virtual(main())
 
@@ -98,7 +167,7 @@ def test_columns_are_read_back_by_uid() -> None:
         assert set(found) == set(uids)
         assert all(columns["lengths"].tolist() == [5, 5] for columns in found.values())
         assert all(columns.keys() == {"policy_version", "lengths"} for columns in found.values())
-        stats = await queue.leave([], 1)
+        stats = await queue.end_step([], 1)
         assert set(stats.uids) == set(uids)
         assert stats.depth["reward"] >= 0
 
@@ -121,7 +190,7 @@ def test_the_figures_of_all_shards_are_added_up() -> None:
         queue = queue_of(3)
         await queue.admit([prompt(uid) for uid in UIDS], 0)
         await asyncio.sleep(5.0)
-        stats = await queue.leave(UIDS[:5], 1)
+        stats = await queue.end_step(UIDS[:5], 1)
         assert sorted(stats.uids) == sorted(UIDS[5:])
         assert stats.depth["generate"] == pytest.approx(20.0, rel=0.01)
         assert stats.oldest_age_s == pytest.approx(5.0, abs=0.1)

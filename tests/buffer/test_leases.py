@@ -1,11 +1,13 @@
 """Who may work on what, until when, and who gets a second try."""
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 
-from streamrl.buffer import Shard
-from streamrl.buffer.leases import Overdue
+from streamrl.buffer import Bounds, Shard
+from streamrl.buffer.leases import TIDY_AT, Overdue
 from streamrl.errors import RewardError
 from streamrl.messages import Ended
 from tests.buffer.shards import (
@@ -131,6 +133,19 @@ def test_a_commit_after_the_expiry_of_its_lease_is_refused_though_nobody_else_ha
         assert len(await take(shard, "generate")) == 1
 
     on_shard(test)
+
+
+def test_leases_that_are_settled_are_let_go_long_before_their_time() -> None:
+    async def test(shard: Shard) -> None:
+        uids = [f"0:{i}:0" for i in range(TIDY_AT + 1)]
+        await admit(shard, *uids)
+        first = weakref.ref((await take(shard, "generate", max_groups=1))[0].lease)
+        await shard.leave(uids[:1], 0)
+        await take(shard, "generate", max_groups=len(uids))
+        gc.collect()
+        assert first() is None
+
+    on_shard(test, bounds=Bounds(2 * TIDY_AT), lease_s=1e6)
 
 
 def test_the_coordinators_leases_last_until_its_groups_leave() -> None:

@@ -1,38 +1,29 @@
-"""A shard: readiness, commits, who gets what, and what it reports."""
+"""A shard: readiness, who gets what, how groups end, and what it reports."""
 
 import asyncio
 import gc
 import weakref
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
 
-import numpy as np
 import pytest
 
 from streamrl.buffer import QueueConfig, Shard
 from streamrl.buffer.blob import encode
-from streamrl.buffer.exchange import Commit
 from streamrl.buffer.leases import Request
-from streamrl.errors import ConfigError, JournalError, RewardError, StreamError
-from streamrl.messages import Columns, Ended, Filtered, Lease, column_sizes
+from streamrl.errors import ConfigError, RewardError, StreamError
+from streamrl.messages import Ended, Filtered
 from tests.buffer.shards import (
     REFERENCE,
     SCORES,
     WORK,
     admit,
-    commit,
     do,
-    entry,
     finish,
-    make_shard,
     on_shard,
     put,
     rollouts,
     take,
 )
 from tests.fake_shards import MemoryLog
-from tests.virtual_clock import run_virtual
 
 # Readiness.
 
@@ -175,152 +166,37 @@ def test_the_same_request_again_is_given_the_same_leases() -> None:
         again = await take(shard, "generate", max_groups=2, request="me/0")
         assert [g.lease for g in again] == [g.lease for g in first]
         assert again[0].prompt is not None and again[0].prompt.uid == "a"
-        (other,) = await take(shard, "generate", max_groups=2, request="me/1")
+        (other,) = await take(shard, "generate", holder="you", request="me/0")
         assert other.uid == "c"
-        assert not await take(shard, "generate", holder="you", request="me/0")
         await put(shard, (first[0].lease, rollouts()))
         left = await take(shard, "generate", max_groups=2, request="me/0")
         assert [g.lease for g in left] == [first[1].lease]
+        assert not await take(shard, "generate", max_groups=2, request="me/1")
 
     on_shard(test)
 
 
-# Commits.
-
-
-def test_late_and_duplicate_commits_are_refused_by_their_token() -> None:
+def test_a_request_made_again_while_it_waits_is_answered_once() -> None:
     async def test(shard: Shard) -> None:
-        await admit(shard, "a")
-        (slow,) = await take(shard, "generate")
-        await asyncio.sleep(11.0)
-        (again,) = await take(shard, "generate")
-        assert again.lease.attempt == 2
-        assert await put(shard, (slow.lease, rollouts())) == ["a"]
-        assert await put(shard, (again.lease, rollouts())) == []
-        assert await put(shard, (again.lease, rollouts())) == ["a"], "a duplicate commit is refused"
-        assert shard.stats().counts == {"redelivered": 1, "hedged": 0, "refused": 2}
-
-    on_shard(test)
-
-
-def test_of_a_commit_that_comes_twice_at_once_one_is_taken() -> None:
-    async def test(shard: Shard) -> None:
-        await admit(shard, "a")
-        (one,) = await take(shard, "generate")
-        generated = (one.lease, rollouts())
-        assert await put(shard, generated, generated) == ["a"]
-        (scoring,) = await take(shard, "reward")
-        scored = (scoring.lease, SCORES)
-        refused = await asyncio.gather(*(put(shard, scored) for _ in range(3)))
-        assert refused == [[], ["a"], ["a"]]
-
-    on_shard(test)
-
-
-def test_while_a_commit_is_being_written_its_work_is_nobody_elses() -> None:
-    async def main() -> None:
-        shard = make_shard(log=MemoryLog(write_s=30.0), hedge_s=1.0)
-        await admit(shard, "a", wait_s=100.0)
-        (one,) = await take(shard, "generate")
-        writing = asyncio.create_task(put(shard, (one.lease, rollouts())))
+        lost = asyncio.create_task(take(shard, "generate", wait_s=20.0, request="me/0"))
         await asyncio.sleep(1.0)
-        assert not await take(shard, "generate", holder="you", wait_s=15.0)
-        assert shard.renew([one.lease]) == [one.lease]
-        assert not await take(shard, "reward"), "what is not yet safe is not handed on"
-        assert await writing == []
-        scoring, reference = await take(shard, "reward"), await take(shard, "reference")
-        writing = asyncio.create_task(put(shard, (scoring[0].lease, SCORES)))
+        again = asyncio.create_task(take(shard, "generate", wait_s=20.0, request="me/0"))
         await asyncio.sleep(1.0)
-        shard.fail([(reference[0].lease, RewardError("no"))])
-        assert not await take(shard, "reward", holder="you"), "though the group has changed"
-        assert await writing == []
-
-    run_virtual(main())
-
-
-def test_a_commit_is_for_nothing_if_its_group_ends_or_leaves_while_it_is_written() -> None:
-    async def main() -> None:
-        shard = make_shard(log=MemoryLog(write_s=3.0), max_attempts=1)
-        await admit(shard, *"ab", wait_s=10.0)
-        await do(shard, "generate")
-        references = await take(shard, "reference")
-        ending, leaving = await take(shard, "reward")
-        left = asyncio.create_task(shard.leave(["b"], 1))
-        writing = asyncio.create_task(put(shard, *((one.lease, REFERENCE) for one in references)))
-        await asyncio.sleep(1.0)
-        shard.fail([(ending.lease, RewardError("no verdict"))])
-        await left
-        await writing
-        assert leaving.uid == "b" and shard.stats().uids == ("a",)
-        (ended,) = await take(shard, "train")
-        assert ended.ended == Ended("reward_error", "no verdict")
-        assert shard.stats().num_bytes == 0
-
-    run_virtual(main())
-
-
-@pytest.mark.parametrize(
-    ("columns", "message"),
-    [
-        ({}, "stage reward put no \\['scores'\\] for a"),
-        ({"scores": np.ones(3, np.float32)}, r"scores: float32\[3\], wanted float32\[2\]"),
-        ({"scores": np.ones(2, np.int64)}, r"scores: int64\[2\], wanted float32\[2\]"),
-    ],
-)
-def test_columns_that_are_not_as_declared_are_refused(
-    columns: Mapping[str, Any], message: str
-) -> None:
-    async def test(shard: Shard) -> None:
-        await admit(shard, "a")
-        await do(shard, "generate")
-        (scoring,) = await take(shard, "reward")
-        with pytest.raises(ValueError, match=message):
-            await put(shard, (scoring.lease, columns))
+        await admit(shard, "a", "b")
+        assert await lost == []
+        assert [one.uid for one in await again] == ["a", "b"]
 
     on_shard(test)
 
 
-def test_a_bad_commit_leaves_the_good_ones_beside_it_to_be_made_again() -> None:
-    async def test(shard: Shard) -> None:
-        await admit(shard, *"ab")
-        await do(shard, "generate")
-        good, bad = await take(shard, "reward")
-        with pytest.raises(ValueError, match="for b"):
-            await put(shard, (good.lease, SCORES), (bad.lease, {}))
-        assert await put(shard, (good.lease, SCORES), (bad.lease, SCORES)) == []
-
-    on_shard(test)
-
-
-def test_columns_beyond_those_declared_are_kept() -> None:
+def test_a_request_made_again_while_the_shard_opens_is_given_the_same_leases() -> None:
     async def test(shard: Shard) -> None:
         await admit(shard, "a")
-        await do(shard, "generate")
-        (scoring,) = await take(shard, "reward")
-        more = {**SCORES, "reward/exact": np.zeros(2, np.float32)}
-        await put(shard, (scoring.lease, more))
-        (blobs,) = shard.read(["a"], ["reward/exact"])
-        assert len(blobs) == 1
+        asked = (take(shard, "generate", wait_s=5.0, request="me/0") for _ in range(2))
+        first, again = await asyncio.gather(*asked)
+        assert [one.lease for one in first] == [one.lease for one in again] != []
 
-    on_shard(test)
-
-
-def test_an_error_of_the_journal_reaches_whoever_commits() -> None:
-    class FullDisk(MemoryLog):
-        async def append(self, records: Any) -> None:
-            if any(record.meta["kind"] == "put" for record in records):
-                raise JournalError("no space left")
-            await super().append(records)
-
-    async def main() -> None:
-        shard = make_shard(log=FullDisk())
-        await admit(shard, "a")
-        (one,) = await take(shard, "generate")
-        with pytest.raises(JournalError, match="no space left"):
-            await put(shard, (one.lease, rollouts()))
-        assert not await take(shard, "reward")
-
-    run_virtual(main())
+    on_shard(test, log=MemoryLog())
 
 
 # Groups that end.
@@ -396,10 +272,10 @@ def test_depth_is_the_mean_over_time_not_the_moment() -> None:
         await asyncio.sleep(3.0)
         await take(shard, "generate")
         await asyncio.sleep(1.0)
-        figures = await shard.leave([], 1)
+        figures = await shard.end_step([], 1)
         assert figures.depth["generate"] == pytest.approx(1.5)
         await asyncio.sleep(1.0)
-        assert (await shard.leave([], 2)).depth["generate"] == 0.0
+        assert (await shard.end_step([], 2)).depth["generate"] == 0.0
 
     on_shard(test)
 
@@ -413,11 +289,12 @@ def test_figures_are_those_since_the_last_step_whatever_leaves_within_it() -> No
         await take(shard, "generate")
         for _ in range(2):
             # A group that ended leaves in the middle of the step.
-            figures = await shard.leave(["b"], 0)
+            await shard.leave(["b"], 0)
+            figures = shard.stats()
             assert figures.counts == {"redelivered": 2, "hedged": 0, "refused": 1}
-        figures = await shard.leave([], 1)
+        figures = await shard.end_step([], 1)
         assert figures.counts == {"redelivered": 2, "hedged": 0, "refused": 1}
-        assert (await shard.leave([], 1)).counts == dict.fromkeys(figures.counts, 0)
+        assert (await shard.end_step([], 1)).counts == dict.fromkeys(figures.counts, 0)
 
     on_shard(test)
 
@@ -508,49 +385,6 @@ def test_a_shard_forgets_the_groups_that_have_left() -> None:
         assert not await take(shard, "train")
         gc.collect()
         assert [lease() for lease in left] == [None] * 3
-
-    on_shard(test)
-
-
-# Groups that are made elsewhere.
-
-
-def made(uid: str, columns: Columns) -> Commit:
-    return commit(Lease(0, uid, "generate", 0, 0.0), columns)
-
-
-def test_a_group_comes_in_with_what_a_stage_has_made_of_it() -> None:
-    async def test(shard: Shard) -> None:
-        for _ in range(2):
-            await shard.add([entry("a", 2)], [made("a", rollouts(version=2))], wait_s=1.0)
-        assert not await take(shard, "generate")
-        (scoring,) = await take(shard, "reward", ("policy_version",))
-        assert scoring.columns["policy_version"].max() == 2
-        await put(shard, (scoring.lease, SCORES))
-        await do(shard, "reference")
-        (training,) = await take(shard, "train")
-        assert (training.admitted_version, training.ready_version) == (2, 2)
-
-    on_shard(test)
-
-
-def test_a_group_whose_prompt_alone_got_into_the_journal_is_completed() -> None:
-    async def test(shard: Shard) -> None:
-        await admit(shard, "a")
-        await shard.add([entry("a")], [made("a", rollouts())], wait_s=1.0)
-        assert not await take(shard, "generate")
-        assert [one.uid for one in await take(shard, "reward")] == ["a"]
-
-    on_shard(test)
-
-
-def test_of_groups_with_bad_columns_none_comes_in() -> None:
-    async def test(shard: Shard) -> None:
-        columns = {**rollouts(), "loss_mask": np.ones(3, np.bool_)}
-        bad = replace(made("b", rollouts()), sizes=column_sizes(columns))
-        with pytest.raises(ValueError, match=r"loss_mask: bool\[3\], wanted bool\[10\]"):
-            await shard.add([entry("a"), entry("b")], [made("a", rollouts()), bad], wait_s=1.0)
-        assert shard.stats().uids == ()
 
     on_shard(test)
 

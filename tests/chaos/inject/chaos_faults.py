@@ -217,13 +217,13 @@ def before_fetch(fault, module):
         asked.set(self.name)
         return await original(self, *arguments, **named)
 
-    async def resolve(original, blobs):
-        is_stored = any(isinstance(blob, module.Stored) for blob in blobs)
+    async def resolve(original, groups):
+        is_stored = any(isinstance(blob, module.Stored) for blobs in groups for blob in blobs)
         if is_stored and asked.get() == fault.actor and fault.is_due("shard", "mid_fetch"):
             fault.order()
             # Until Ray has noticed, what a dead process owned can be had.
             await asyncio.sleep(1.0)
-        return await original(blobs)
+        return await original(groups)
 
     wrap_async(module.RemoteShard, "_call", call)
     wrap_async(module, "resolve_blobs", resolve)
@@ -275,7 +275,7 @@ def journal(fault, module):
         written = b""
         for frame in frames:
             header = module.header_of(frame, self._end + len(written))
-            written += header + frame[0] + bytes(frame[1])
+            written += header + frame[0] + b"".join(frame[1])
         os.write(self.descriptor, written[: len(written) // 2])
         fault.kill()
 

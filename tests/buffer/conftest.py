@@ -1,0 +1,19 @@
+"""What tests of the journal share."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def fsyncs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Names of what was fsynced, in order."""
+    fsync, names = os.fsync, []
+
+    def watched(descriptor: int) -> None:
+        fsync(descriptor)
+        names.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    return names

@@ -1,0 +1,50 @@
+"""Journals under test, and notes to put into them."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from streamrl.buffer.blob import Blob
+from streamrl.buffer.journal import Journal, JournalConfig
+from streamrl.buffer.segment import (
+    Corrupt,
+    Position,
+    Record,
+    replay,
+)
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def note(i: int, payload: Blob = b"payload") -> Record:
+    return Record({"kind": "note", "i": i}, payload)
+
+
+def numbers(folder: Path, **bounds: Any) -> list[int | None]:
+    """The notes as they are replayed; None for a corrupt one."""
+    return [
+        None if isinstance(item, Corrupt) else item[1].meta["i"]
+        for item in replay(folder, **bounds)
+    ]
+
+
+def opened(folder: Path, **config: Any) -> Journal:
+    return Journal(folder, JournalConfig(**config))
+
+
+async def written(folder: Path, *rounds: range, **config: Any) -> list[Position]:
+    """A journal with one segment per round."""
+    journal, places = opened(folder, **config), []
+    for n, notes in enumerate(rounds):
+        if n:
+            await journal.rotate()
+        places += await journal.append([note(i) for i in notes])
+    await journal.close()
+    return places
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)

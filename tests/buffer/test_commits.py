@@ -1,0 +1,263 @@
+"""What a shard takes: from whom, when, and how often."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamrl.buffer import Shard
+from streamrl.buffer.blob import encode
+from streamrl.buffer.exchange import Commit
+from streamrl.errors import ContractError, JournalError, RewardError
+from streamrl.messages import Columns, Ended, Lease, column_sizes
+from tests.buffer.shards import (
+    REFERENCE,
+    SCORES,
+    admit,
+    commit,
+    do,
+    entry,
+    make_shard,
+    on_shard,
+    put,
+    rollouts,
+    take,
+)
+from tests.fake_shards import MemoryLog
+from tests.virtual_clock import run_virtual
+
+# Commits.
+
+
+def test_late_and_duplicate_commits_are_refused_by_their_token() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        (slow,) = await take(shard, "generate")
+        await asyncio.sleep(11.0)
+        (again,) = await take(shard, "generate")
+        assert again.lease.attempt == 2
+        assert await put(shard, (slow.lease, rollouts())) == ["a"]
+        assert await put(shard, (again.lease, rollouts())) == []
+        assert await put(shard, (again.lease, rollouts())) == ["a"], "a duplicate commit is refused"
+        assert shard.stats().counts == {"redelivered": 1, "hedged": 0, "refused": 2}
+
+    on_shard(test)
+
+
+def test_of_a_commit_that_comes_twice_at_once_one_is_taken() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        (one,) = await take(shard, "generate")
+        generated = (one.lease, rollouts())
+        assert await put(shard, generated, generated) == ["a"]
+        (scoring,) = await take(shard, "reward")
+        scored = (scoring.lease, SCORES)
+        refused = await asyncio.gather(*(put(shard, scored) for _ in range(3)))
+        assert refused == [[], ["a"], ["a"]]
+
+    on_shard(test)
+
+
+def test_while_a_commit_is_being_written_its_work_is_nobody_elses() -> None:
+    async def main() -> None:
+        shard = make_shard(log=MemoryLog(write_s=30.0), hedge_s=1.0)
+        await admit(shard, "a", wait_s=100.0)
+        (one,) = await take(shard, "generate")
+        writing = asyncio.create_task(put(shard, (one.lease, rollouts())))
+        await asyncio.sleep(1.0)
+        assert not await take(shard, "generate", holder="you", wait_s=15.0)
+        assert shard.renew([one.lease]) == [one.lease]
+        assert not await take(shard, "reward"), "what is not yet safe is not handed on"
+        assert await writing == []
+        scoring, reference = await take(shard, "reward"), await take(shard, "reference")
+        writing = asyncio.create_task(put(shard, (scoring[0].lease, SCORES)))
+        await asyncio.sleep(1.0)
+        shard.fail([(reference[0].lease, RewardError("no"))])
+        assert not await take(shard, "reward", holder="you"), "though the group has changed"
+        assert await writing == []
+
+    run_virtual(main())
+
+
+def test_a_commit_is_for_nothing_if_its_group_ends_or_leaves_while_it_is_written() -> None:
+    async def main() -> None:
+        shard = make_shard(log=MemoryLog(write_s=3.0), max_attempts=1)
+        await admit(shard, *"ab", wait_s=10.0)
+        await do(shard, "generate")
+        references = await take(shard, "reference")
+        ending, leaving = await take(shard, "reward")
+        left = asyncio.create_task(shard.leave(["b"], 1))
+        writing = asyncio.create_task(put(shard, *((one.lease, REFERENCE) for one in references)))
+        await asyncio.sleep(1.0)
+        shard.fail([(ending.lease, RewardError("no verdict"))])
+        await left
+        await writing
+        assert leaving.uid == "b" and shard.stats().uids == ("a",)
+        (ended,) = await take(shard, "train")
+        assert ended.ended == Ended("reward_error", "no verdict")
+        assert shard.stats().num_bytes == 0
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({}, "stage reward put no \\['scores'\\] for a"),
+        ({"scores": np.ones(3, np.float32)}, r"scores: float32\[3\], wanted float32\[2\]"),
+        ({"scores": np.ones(2, np.int64)}, "scores: int64, wanted float32"),
+    ],
+)
+def test_columns_that_are_not_as_declared_are_refused(
+    columns: Mapping[str, Any], message: str
+) -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        await do(shard, "generate")
+        (scoring,) = await take(shard, "reward")
+        with pytest.raises(ValueError, match=message):
+            await put(shard, (scoring.lease, columns))
+
+    on_shard(test)
+
+
+def test_a_bad_commit_leaves_the_good_ones_beside_it_to_be_made_again() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, *"ab")
+        await do(shard, "generate")
+        good, bad = await take(shard, "reward")
+        with pytest.raises(ValueError, match="for b"):
+            await put(shard, (good.lease, SCORES), (bad.lease, {}))
+        assert await put(shard, (good.lease, SCORES), (bad.lease, SCORES)) == []
+
+    on_shard(test)
+
+
+def test_columns_beyond_those_declared_are_kept() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        await do(shard, "generate")
+        (scoring,) = await take(shard, "reward")
+        more = {**SCORES, "reward/exact": np.zeros(2, np.float32)}
+        await put(shard, (scoring.lease, more))
+        (blobs,) = shard.read(["a"], ["reward/exact"])
+        assert len(blobs) == 1
+
+    on_shard(test)
+
+
+def test_an_error_of_the_journal_reaches_whoever_commits() -> None:
+    class FullDisk(MemoryLog):
+        async def append(self, records: Any) -> None:
+            if any(record.meta["kind"] == "put" for record in records):
+                raise JournalError("no space left")
+            await super().append(records)
+
+    async def main() -> None:
+        shard = make_shard(log=FullDisk())
+        await admit(shard, "a")
+        (one,) = await take(shard, "generate")
+        with pytest.raises(JournalError, match="no space left"):
+            await put(shard, (one.lease, rollouts()))
+        assert not await take(shard, "reward")
+
+    run_virtual(main())
+
+
+# Groups that are made elsewhere.
+
+
+def made(uid: str, columns: Columns) -> Commit:
+    return commit(Lease(0, uid, "generate", 0, 0.0), columns)
+
+
+def test_a_group_comes_in_with_what_a_stage_has_made_of_it() -> None:
+    async def test(shard: Shard) -> None:
+        for _ in range(2):
+            await shard.add([entry("a", 2)], [made("a", rollouts(version=2))], wait_s=1.0)
+        assert not await take(shard, "generate")
+        (scoring,) = await take(shard, "reward", ("policy_version",))
+        assert scoring.columns["policy_version"].max() == 2
+        await put(shard, (scoring.lease, SCORES))
+        await do(shard, "reference")
+        (training,) = await take(shard, "train")
+        assert (training.admitted_version, training.ready_version) == (2, 2)
+
+    on_shard(test)
+
+
+def test_a_group_whose_prompt_alone_got_into_the_journal_is_completed() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        await shard.add([entry("a")], [made("a", rollouts())], wait_s=1.0)
+        assert not await take(shard, "generate")
+        assert [one.uid for one in await take(shard, "reward")] == ["a"]
+
+    on_shard(test)
+
+
+def test_a_group_that_came_in_by_half_is_completed_once_whoever_else_is_at_it() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a", "b")
+        await asyncio.gather(
+            *(shard.add([entry("a")], [made("a", rollouts())], wait_s=1.0) for _ in range(2))
+        )
+        assert shard.stats().num_bytes == len(encode(rollouts()))
+        (lease,) = (one.lease for one in await take(shard, "generate"))
+        late = shard.add([entry("b")], [made("b", rollouts(version=9))], wait_s=1.0)
+        refused, _ = await asyncio.gather(put(shard, (lease, rollouts(version=1))), late)
+        assert refused == []
+        scoring = await take(shard, "reward", ("policy_version",))
+        assert [one.columns["policy_version"].max() for one in scoring] == [0, 1]
+
+    on_shard(test, log=MemoryLog())
+
+
+def test_bad_columns_for_a_group_that_came_in_by_half_are_not_written() -> None:
+    log = MemoryLog()
+
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        columns = {**rollouts(), "loss_mask": np.ones(3, np.bool_)}
+        bad = replace(made("a", rollouts()), sizes=column_sizes(columns))
+        with pytest.raises(ContractError, match="loss_mask"):
+            await shard.add([entry("a")], [bad], wait_s=1.0)
+        assert all(record.meta["kind"] != "put" for record in log.records)
+
+    on_shard(test, log=log)
+
+
+def test_a_stage_that_does_not_keep_to_what_it_declared_is_told_so() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        with pytest.raises(ContractError, match="stage nope: this queue has generate, reward"):
+            await take(shard, "nope")
+        with pytest.raises(ContractError, match=r"stage generate takes \['scores'\]: not what"):
+            await take(shard, "generate", ("scores",))
+        with pytest.raises(ContractError, match="before its rollouts"):
+            await shard.add([entry("b")], [commit(Lease(0, "b", "reward", 0, 0), SCORES)], wait_s=1)
+        (one,) = await take(shard, "generate")
+        with pytest.raises(ContractError, match=r"stage generate put \['scores'\] for a: not its"):
+            await put(shard, (one.lease, {**rollouts(), **SCORES}))
+        unsampled = {**rollouts(), "loss_mask": np.zeros(10, np.bool_)}
+        with pytest.raises(ContractError, match="group a: no token of it was sampled"):
+            await put(shard, (one.lease, unsampled))
+        with pytest.raises(ContractError, match="column foo: there is no such column"):
+            await put(shard, (one.lease, {**rollouts(), "foo": np.zeros(2, np.float32)}))
+        assert await put(shard, (one.lease, rollouts())) == []
+
+    on_shard(test)
+
+
+def test_of_groups_with_bad_columns_none_comes_in() -> None:
+    async def test(shard: Shard) -> None:
+        columns = {**rollouts(), "loss_mask": np.ones(3, np.bool_)}
+        bad = replace(made("b", rollouts()), sizes=column_sizes(columns))
+        with pytest.raises(ValueError, match=r"loss_mask: bool\[3\], wanted bool\[10\]"):
+            await shard.add([entry("a"), entry("b")], [made("a", rollouts()), bad], wait_s=1.0)
+        assert shard.stats().uids == ()
+
+    on_shard(test)
