@@ -37,7 +37,8 @@ from benchmarks.queue_peers import (
     transfer_queue,
 )
 from streamrl.actors.cluster import cluster
-from streamrl.actors.shard import RemoteShard, create_shards
+from streamrl.actors.remote_shard import RemoteShard
+from streamrl.actors.shard import create_shards
 from streamrl.buffer import Bounds, ExperienceQueue, Files, Ports, QueueConfig, ShardPlan
 from streamrl.messages import ROLLOUT_COLUMNS, Experience, Prompt, make_uid
 from streamrl.placement import PlacementConfig

@@ -18,7 +18,7 @@ import numpy as np
 import psutil
 import ray
 
-from streamrl.actors.shard import RemoteShard
+from streamrl.actors.remote_shard import RemoteShard
 from streamrl.actors.standalone import start_shards
 from streamrl.buffer import Bounds, ExperienceQueue, Ports, QueueConfig
 from streamrl.messages import ROLLOUT_COLUMNS, Array, Columns, Experience, Prompt, make_uid

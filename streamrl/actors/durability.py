@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamrl.actors.shard import RemoteShard
+from streamrl.actors.remote_shard import RemoteShard
 from streamrl.actors.trainer import TrainerGroup
 from streamrl.buffer import Books, Ledger
 from streamrl.buffer.books import read_log, recover_books

@@ -4,7 +4,8 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from streamrl.actors.shard import RemoteShard, create_shards
+from streamrl.actors.remote_shard import RemoteShard
+from streamrl.actors.shard import create_shards
 from streamrl.buffer import Bounds, Files, Ports, QueueConfig, ShardPlan
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from streamrl.actors.calls import CALL_TIMEOUT_S, call
 from streamrl.actors.engine_factory import EngineFactory
-from streamrl.actors.shard import RemoteShard
+from streamrl.actors.remote_shard import RemoteShard
 from streamrl.buffer import ExperienceQueue
 from streamrl.config import RunConfig
 from streamrl.dataflow import Dataflow, Kind

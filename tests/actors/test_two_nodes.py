@@ -15,7 +15,8 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from streamrl.actors.shard import RemoteShard, create_shards
+from streamrl.actors.remote_shard import RemoteShard
+from streamrl.actors.shard import create_shards
 from streamrl.buffer import Bounds, ExperienceQueue, Files, Ports, QueueConfig, ShardPlan
 from streamrl.messages import ROLLOUT_COLUMNS, Array, Columns, Prompt
 

@@ -199,23 +199,14 @@ def queue_client(fault, module):
         wrap_async(queue, "read", read)
 
 
-def shard_client(fault, module):
+asked = contextvars.ContextVar("asked", default="")
+"""The shard that is being asked."""
+
+
+def blobs(fault, module):
+    """A reader has a shard's answer, and is about to fetch the columns that the shard owns."""
     if fault.stored:
         module.INLINE_BYTES = 0
-    if fault.role in ("generator", "scorer"):
-        during_async(fault, module.RemoteShard, "put", fault.role, "mid_put")
-    if fault.moment == "mid_fetch":
-        before_fetch(fault, module)
-
-
-def before_fetch(fault, module):
-    """A reader has a shard's answer, and is about to fetch the columns that the shard owns."""
-    fault.is_here = True
-    asked = contextvars.ContextVar("asked", default="")
-
-    async def call(original, self, *arguments, **named):
-        asked.set(self.name)
-        return await original(self, *arguments, **named)
 
     async def resolve(original, groups):
         is_stored = any(isinstance(blob, module.Stored) for blobs in groups for blob in blobs)
@@ -225,8 +216,19 @@ def before_fetch(fault, module):
             await asyncio.sleep(1.0)
         return await original(groups)
 
-    wrap_async(module.RemoteShard, "_call", call)
-    wrap_async(module, "resolve_blobs", resolve)
+    if fault.moment == "mid_fetch":
+        fault.is_here = True
+        wrap_async(module, "resolve_blobs", resolve)
+
+
+def remote_shard(fault, module):
+    async def ask(original, self, *arguments, **named):
+        asked.set(self.name)
+        return await original(self, *arguments, **named)
+
+    wrap_async(module.RemoteShard, "_ask", ask)
+    if fault.role in ("generator", "scorer"):
+        during_async(fault, module.RemoteShard, "put", fault.role, "mid_put")
 
 
 def group_generator(fault, module):
@@ -368,7 +370,8 @@ def driver(fault, module):
 PATCHES = {
     "streamrl.telemetry.sinks": driver,
     "streamrl.buffer.client": queue_client,
-    "streamrl.actors.shard": shard_client,
+    "streamrl.actors.blobs": blobs,
+    "streamrl.actors.remote_shard": remote_shard,
     "streamrl.engines.group_generator": group_generator,
     "streamrl.rewards.scorer": reward_scorer,
     "streamrl.buffer.keeper": keeper,

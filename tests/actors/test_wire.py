@@ -1,0 +1,220 @@
+"""Requests over connections, both ends in this process."""
+
+import asyncio
+import contextlib
+import pickle
+import re
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamrl.actors.wire import Connection, Endpoint, Listener
+from streamrl.errors import ActorError, ConfigError, DeadlineError, RewardError
+
+HOST = "127.0.0.1"
+
+
+async def echo(request: Any) -> Any:
+    return request
+
+
+@contextlib.asynccontextmanager
+async def listening(answer: Any) -> AsyncIterator[Endpoint]:
+    listener = Listener(HOST, answer)
+    try:
+        yield await listener.endpoint()
+    finally:
+        listener.close()
+
+
+@contextlib.asynccontextmanager
+async def connected(answer: Any = echo) -> AsyncIterator[Connection]:
+    async with listening(answer) as endpoint:
+        connection = await Connection.open(endpoint)
+        try:
+            yield connection
+        finally:
+            connection.close()
+
+
+@pytest.mark.parametrize("size", [0, 1, 5000, 20 << 20])
+def test_what_is_sent_arrives_whole(size: int) -> None:
+    async def main() -> None:
+        array = np.random.default_rng(size).integers(0, 255, size, np.uint8)
+        async with connected() as connection:
+            found = await connection.call({"a": array, "b": [array.tobytes(), "c"]}, "echo")
+        assert found["a"].tobytes() == found["b"][0] == array.tobytes()
+        assert found["b"][1] == "c"
+
+    asyncio.run(main())
+
+
+def test_arrays_arrive_aligned() -> None:
+    async def main() -> None:
+        arrays = [np.arange(n, dtype=np.int64) for n in (1, 2, 3)]
+        odd = [np.zeros(n, np.int8) for n in (1, 5, 7)]
+        mixed = [one for pair in zip(odd, arrays, strict=True) for one in pair]
+        async with connected() as connection:
+            found = await connection.call(mixed, "echo")
+        assert all(array.flags.aligned for array in found)
+        assert [array.tolist() for array in found] == [array.tolist() for array in mixed]
+
+    asyncio.run(main())
+
+
+def test_answers_come_in_the_order_they_are_ready() -> None:
+    gates = [asyncio.Event() for _ in range(3)]
+
+    async def wait(index: int) -> int:
+        await gates[index].wait()
+        return index
+
+    async def main() -> None:
+        ended = []
+
+        async def ask(connection: Connection, index: int) -> None:
+            ended.append(await connection.call(index, "wait"))
+
+        async with connected(wait) as connection, asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(ask(connection, index)) for index in range(3)]
+            for index in (1, 2, 0):
+                gates[index].set()
+                await asked[index]
+        assert ended == [1, 2, 0]
+
+    asyncio.run(main())
+
+
+def test_a_call_that_is_given_up_disturbs_no_other_and_goes_on() -> None:
+    async def main() -> None:
+        gate, ended = asyncio.Event(), asyncio.Event()
+
+        async def work(request: str) -> str:
+            if request == "slow":
+                await gate.wait()
+                ended.set()
+            return request
+
+        async with connected(work) as connection:
+            with pytest.raises(
+                DeadlineError, match=re.escape("shard-0.put: no answer within 0.05")
+            ):
+                await connection.call("slow", "shard-0.put", 0.05)
+            slow = asyncio.create_task(connection.call("slow", "shard-0.put"))
+            await asyncio.sleep(0)
+            slow.cancel()
+            assert await connection.call("fast", "shard-0.put") == "fast"
+            gate.set()
+            await asyncio.wait_for(ended.wait(), 5.0)
+            assert await connection.call("after", "shard-0.put") == "after"
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("error", [ConfigError("model.path=x: no"), RewardError("no verdict")])
+def test_an_error_of_streamrl_arrives_as_itself(error: Exception) -> None:
+    async def fail(_: Any) -> None:
+        raise ExceptionGroup("tasks", [error])
+
+    async def main() -> None:
+        async with connected(fail) as connection:
+            with pytest.raises(type(error), match=re.escape(str(error))):
+                await connection.call("x", "shard-0.put")
+
+    asyncio.run(main())
+
+
+def test_any_other_error_names_the_call_and_shows_where_it_was() -> None:
+    async def fail(_: Any) -> None:
+        raise KeyError("lengths")
+
+    async def main() -> None:
+        async with connected(fail) as connection:
+            with pytest.raises(ActorError) as caught:
+                await connection.call("x", "shard-0.put")
+        lines = str(caught.value).splitlines()
+        assert lines[0] == "shard-0.put: KeyError: 'lengths'"
+        assert any("in fail" in line for line in lines)
+
+    asyncio.run(main())
+
+
+class Unreadable:
+    """Its pickle raises where it is read."""
+
+    def __reduce__(self) -> Any:
+        return int, ("no number",)
+
+
+def test_what_cannot_be_read_or_sent_is_an_error_of_the_call() -> None:
+    async def odd(request: Any) -> Any:
+        return (lambda: 0) if request == "unsendable" else request
+
+    async def main() -> None:
+        async with connected(odd) as connection:
+            with pytest.raises(ActorError, match=r"shard-0\.take: ValueError: invalid literal"):
+                await connection.call(Unreadable(), "shard-0.take")
+            with pytest.raises(ActorError, match=r"shard-0\.take: .*[Pp]ickle"):
+                await connection.call("unsendable", "shard-0.take")
+            with pytest.raises((AttributeError, pickle.PicklingError)):
+                await connection.call(lambda: 0, "shard-0.take")
+            assert await connection.call("fine", "shard-0.take") == "fine"
+
+    asyncio.run(main())
+
+
+def test_nobody_without_the_secret_is_listened_to() -> None:
+    answered = []
+
+    async def answer(request: Any) -> Any:
+        answered.append(request)
+
+    async def main() -> None:
+        async with listening(answer) as right:
+            assert str(right.secret) not in repr(right)
+            connection = await Connection.open(Endpoint(right.host, right.port, bytes(32)))
+            with pytest.raises(ConnectionError):
+                await connection.call("x", "shard-0.put", 5.0)
+            assert not connection.is_open
+
+    asyncio.run(main())
+    assert not answered
+
+
+def test_calls_under_way_hear_that_the_other_side_is_gone() -> None:
+    async def main() -> None:
+        lines: list[asyncio.StreamWriter] = []
+
+        async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            lines.append(writer)
+            await reader.readexactly(40)
+
+        server = await asyncio.start_server(hear, HOST, 0)
+        port = server.sockets[0].getsockname()[1]
+        connection = await Connection.open(Endpoint(HOST, port, bytes(32)))
+        calls = [asyncio.create_task(connection.call(i, "shard-0.take")) for i in range(3)]
+        while not lines:
+            await asyncio.sleep(0.001)
+        lines[0].transport.abort()
+        for call in calls:
+            with pytest.raises(ConnectionError, match="the connection is lost"):
+                await asyncio.wait_for(call, 5.0)
+        with pytest.raises(ConnectionError, match="the connection is lost"):
+            await connection.call(3, "shard-0.take")
+        server.close()
+
+    asyncio.run(main())
+
+
+def test_where_nobody_listens_the_error_names_the_place() -> None:
+    async def main() -> None:
+        server = await asyncio.start_server(lambda *_: None, HOST, 0)
+        port = server.sockets[0].getsockname()[1]
+        server.close()
+        await server.wait_closed()
+        with pytest.raises(ConnectionError, match=f"{HOST}:{port} cannot be reached"):
+            await Connection.open(Endpoint(HOST, port, bytes(32)))
+
+    asyncio.run(main())
