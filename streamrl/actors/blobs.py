@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,9 @@ def to_message(blob: Blob) -> Any:
 
 def from_message(blob: Any) -> Blob:
     """Inverse of `to_message`, at the other end."""
-    return tuple(map(memoryview, blob)) if isinstance(blob, list) else memoryview(blob)
+    if isinstance(blob, list):
+        return tuple(map(memoryview, blob))
+    return blob if isinstance(blob, bytes) else memoryview(blob)
 
 
 async def resolve_blobs(groups: Sequence[Sequence[Any]]) -> list[tuple[Blob, ...]]:
@@ -63,14 +66,21 @@ async def resolve_blobs(groups: Sequence[Sequence[Any]]) -> list[tuple[Blob, ...
 async def resolve_grants(grants: Sequence[Grant]) -> list[Grant]:
     """Leased groups with the blobs they name."""
     found = await resolve_blobs([grant.blobs for grant in grants])
-    return [replace(grant, blobs=blobs) for grant, blobs in zip(grants, found, strict=True)]
+    return [
+        grant if all(map(is_, grant.blobs, blobs)) else replace(grant, blobs=blobs)
+        for grant, blobs in zip(grants, found, strict=True)
+    ]
 
 
 def to_send(commits: Sequence[Commit]) -> list[Commit]:
     """Commits as messages take them along."""
-    return [replace(commit, blob=to_message(commit.blob)) for commit in commits]
+    return [_with_blob(commit, to_message(commit.blob)) for commit in commits]
 
 
 def received(commits: Sequence[Commit]) -> list[Commit]:
     """Inverse of `to_send`, in the shard."""
-    return [replace(commit, blob=from_message(commit.blob)) for commit in commits]
+    return [_with_blob(commit, from_message(commit.blob)) for commit in commits]
+
+
+def _with_blob(commit: Commit, blob: Any) -> Commit:
+    return commit if blob is commit.blob else replace(commit, blob=blob)

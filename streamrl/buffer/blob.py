@@ -6,9 +6,10 @@ the hot path of the queue, hence the few lines here: one copy to write, none to 
 stays in pieces, so that it is first copied when it is sent.
 """
 
-import json
 from collections.abc import Mapping
+from typing import Any
 
+import msgspec
 import numpy as np
 
 from streamrl.messages import Array, Columns
@@ -27,8 +28,8 @@ _DTYPES: Mapping[str, np.dtype[np.generic]] = {
     "BOOL": np.dtype(np.bool_),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_to_json = json.JSONEncoder(separators=(",", ":")).encode
-_from_json = json.JSONDecoder().decode
+_to_json = msgspec.json.Encoder().encode
+_from_json = msgspec.json.Decoder(dict[str, Any]).decode
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
 
@@ -50,18 +51,19 @@ def encode(columns: Columns) -> Blob:
             "data_offsets": (offset, end),
         }
         offset = end
-    text = _to_json(header).encode()
+    text = _to_json(header)
     text += b" " * (-len(text) % _ALIGNMENT)
     head = len(text).to_bytes(_LENGTH_BYTES, "little") + text
-    arrays = [np.ascontiguousarray(column).view(np.uint8).data for _, column in ordered]
-    return (head, *arrays) if offset > LARGE_BYTES else b"".join([head, *arrays])
+    if offset <= LARGE_BYTES:
+        return b"".join([head, *(column.tobytes() for _, column in ordered)])
+    return (head, *(np.ascontiguousarray(column).view(np.uint8).data for _, column in ordered))
 
 
 def decode(blob: Blob) -> dict[str, Array]:
     """The columns of a blob: views of its bytes, which are not copied."""
     first, *pieces = pieces_of(blob)
     start = _LENGTH_BYTES + int.from_bytes(first[:_LENGTH_BYTES], "little")
-    header = _from_json(str(first[_LENGTH_BYTES:start], "utf-8"))
+    header = _from_json(first[_LENGTH_BYTES:start])
     if pieces:
         return {
             name: np.frombuffer(piece, _DTYPES[facts["dtype"]])

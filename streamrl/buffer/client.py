@@ -167,7 +167,7 @@ class ExperienceQueue:
         taken: list[Experience] = []
         tokens = 0
         while pending and len(taken) < max_groups:
-            info = pending[0].experience.info
+            info = pending[0].info
             tokens += info.num_tokens if info else 0
             if taken and max_tokens is not None and tokens > max_tokens:
                 break
@@ -196,8 +196,7 @@ class ExperienceQueue:
     async def _ask(self, shard: ShardFace, request: Request) -> list[Grant]:
         """What is granted is held from here on, also while nobody has come to fetch it."""
         grants = await shard.take(request, wait_s=REQUEST_WAIT_S)
-        leases = [grant.experience.lease for grant in grants]
-        self._held.update((_key(lease), lease) for lease in leases)
+        self._held.update((_key(grant.lease), grant.lease) for grant in grants)
         return grants
 
     async def put(self, entries: Sequence[tuple[Lease, Columns]]) -> list[str]:
@@ -287,7 +286,7 @@ class ExperienceQueue:
         return {uid: phrase for part in parts for uid, phrase in part.items()}
 
     def _still_held(self, grants: Iterable[Grant]) -> list[Grant]:
-        return [grant for grant in grants if _key(grant.experience.lease) in self._held]
+        return [grant for grant in grants if _key(grant.lease) in self._held]
 
     def _forget(self, leases: Iterable[Lease]) -> None:
         for lease in leases:
@@ -341,10 +340,15 @@ def _commit(lease: Lease, columns: Columns) -> Commit:
 
 
 def _open(grant: Grant, columns: Sequence[str]) -> Experience:
-    experience = grant.experience
-    prompt = None if grant.prompt is None else pickle.loads(grant.prompt)
-    found = {} if experience.ended else _select(grant.blobs, columns)
-    return replace(experience, prompt=prompt, columns=found)
+    return Experience(
+        lease=grant.lease,
+        admitted_version=grant.admitted_version,
+        prompt=None if grant.prompt is None else pickle.loads(grant.prompt),
+        columns={} if grant.ended else _select(grant.blobs, columns),
+        info=grant.info,
+        ready_version=grant.ready_version,
+        ended=grant.ended,
+    )
 
 
 def _select(blobs: Sequence[Blob], columns: Sequence[str]) -> Columns:

@@ -5,25 +5,29 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamrl.buffer.blob import Blob
-from streamrl.messages import Experience, GroupInfo, Lease
+from streamrl.messages import Ended, GroupInfo, Lease
 
 
 @dataclass(frozen=True, eq=False)
 class Grant:
-    """A leased group: what is known of it, its pickled prompt, and blobs with the columns."""
+    """A leased group: what an Experience says of it, its pickled prompt, blobs with the columns."""
 
-    experience: Experience
+    lease: Lease
+    admitted_version: int
+    info: GroupInfo | None
+    ready_version: int | None
+    ended: Ended | None
     prompt: bytes | None
     blobs: tuple[Any, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Commit:
-    """Finished work: the blob, and dtype and entries of each column in it."""
+    """Finished work: the blob, and the entries of each column in it."""
 
     lease: Lease
     blob: Blob
-    sizes: Mapping[str, tuple[str, int]]
+    sizes: Mapping[str, int]
     info: GroupInfo | None = None
 
 

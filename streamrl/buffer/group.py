@@ -6,7 +6,7 @@ finds in the journal. One function says what a record does, so that the two cann
 
 import bisect
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -65,7 +65,7 @@ class Group:
     columns: set[str] = field(default_factory=set)
     info: GroupInfo | None = None
     leases: dict[str, list[Held]] = field(default_factory=dict)
-    failures: Counter[str] = field(default_factory=Counter)
+    failures: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     committing: set[str] = field(default_factory=set)
     ended: Ended | None = None
     num_bytes: int = 0

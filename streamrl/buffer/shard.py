@@ -9,12 +9,13 @@ journal before it is done wherever losing it would lose a group.
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from streamrl.buffer import group as transitions
 from streamrl.buffer.blob import Blob, join
-from streamrl.buffer.config import Bounds, Ports, QueueConfig
+from streamrl.buffer.config import Bounds, QueueConfig
+from streamrl.buffer.contract import Contract
 from streamrl.buffer.entrance import Arrival, Entrance
 from streamrl.buffer.exchange import Commit, Grant, ShardStats
 from streamrl.buffer.figures import Figures
@@ -23,8 +24,8 @@ from streamrl.buffer.journal import Log, NoLog
 from streamrl.buffer.leases import LeaseDesk, Overdue, Request
 from streamrl.buffer.recovery import payload
 from streamrl.buffer.segment import Record
-from streamrl.errors import ContractError, StreamError
-from streamrl.messages import Ended, Experience, Filtered, Lease, check_sizes
+from streamrl.errors import StreamError
+from streamrl.messages import Ended, Filtered, GroupInfo, Lease
 
 
 class Shard:
@@ -47,6 +48,7 @@ class Shard:
     ) -> None:
         self._clock = book.now = asyncio.get_running_loop().time
         self._book = book
+        self._contract = Contract(book.stages)
         self._config = config
         self._log = log or NoLog()
         self._store = store
@@ -63,7 +65,7 @@ class Shard:
         self._desk = LeaseDesk(book, lease_s=config.lease_s, hedge_s=config.hedge_s)
         for group in book.groups.values():
             group.admitted_at = self._clock()
-            self._refresh(group)
+        self._refresh(book.groups.values())
 
     # What prompts, stages and ranks ask for.
 
@@ -83,7 +85,7 @@ class Shard:
         """Take in prompts with what one stage has made of them already; as `admit` and `put`."""
         groups = {commit.lease.uid: self._book.groups.get(commit.lease.uid) for commit in commits}
         for commit in commits:
-            _check(self._book, commit, groups[commit.lease.uid])
+            self._contract.check_commit(commit, _info(commit, groups[commit.lease.uid]))
         if any(groups.values()):
             # They came in by half when a predecessor was killed over it, or by an earlier call
             # whose answer got lost: what that one wrote must be safe before this one answers.
@@ -108,8 +110,7 @@ class Shard:
         No more than an equal share if others of the stage wait too; none if there is none within
         `wait_s`.
         """
-        if alien := set(request.columns) - set(_ports(self._book, request.stage).needs):
-            raise ContractError(f"stage {request.stage} takes {sorted(alien)}: not what it needs")
+        self._contract.check_request(request.stage, request.columns)
         stage = request.stage
         if not self._opened:
             # Or a successor could give the tokens of this process again.
@@ -172,7 +173,7 @@ class Shard:
         # All are checked before the first is started: an error must not leave one half done.
         for commit in commits:
             if group := self._book.leased(commit.lease):
-                _check(self._book, commit, group)
+                self._contract.check_commit(commit, _info(commit, group))
         good = [c for c in commits if self._start(c, self._book.leased(c.lease))]
         await self._accept(good)
         accepted = {id(commit) for commit in good}
@@ -289,20 +290,23 @@ class Shard:
     def _apply(self, *records: Record, data: Sequence[Any] = ()) -> None:
         pairs = itertools.zip_longest(records, data)
         changed = [group for r, datum in pairs for group in self._book.apply(r, data=datum)]
-        for group in dict.fromkeys(changed):
-            self._refresh(group)
+        self._refresh(dict.fromkeys(changed))
 
-    def _refresh(self, group: Group) -> None:
-        """Bring the ready sets and the bytes in line with a group that has just changed."""
-        is_here = group.uid in self._book.groups
+    def _refresh(self, groups: Collection[Group]) -> None:
+        """Bring the ready lines and the bytes in line with groups that have just changed."""
+        book = self._book
         for stage, ready in self._ready.items():
-            is_ready = is_here and self._book.is_ready(group, stage)
-            if is_ready != (group in ready):
-                (ready.add if is_ready else ready.remove)(group)
+            before = len(ready)
+            for group in groups:
+                is_ready = group.uid in book.groups and book.is_ready(group, stage)
+                if is_ready != (group in ready):
+                    (ready.add if is_ready else ready.remove)(group)
+            if len(ready) != before:
                 self._figures.depth.observe(stage, len(ready), self._clock())
-            if is_ready:
+            if ready:
                 self._wake[stage].set()
-        self._entrance.charge(group)
+        for group in groups:
+            self._entrance.charge(group)
 
     def _give_back(self, group: Group, lease: Lease, cause: str, reason: str) -> None:
         self._post(transitions.given_back(lease, failed=True))
@@ -318,45 +322,25 @@ class Shard:
 
 
 def _grant(book: GroupBook, group: Group, lease: Lease, request: Request) -> Grant:
-    wanted = set(request.columns)
-    experience = Experience(
+    blobs = [p.data for p in group.parts.values() if not p.names.isdisjoint(request.columns)]
+    return Grant(
         lease=lease,
         admitted_version=group.admitted_version,
         info=group.info,
         ready_version=group.ready_version,
         ended=group.ended,
+        prompt=None if lease.stage == book.last_stage else group.prompt,
+        blobs=tuple(blobs),
     )
-    blobs = tuple(part.data for part in group.parts.values() if part.names & wanted)
-    return Grant(experience, None if lease.stage == book.last_stage else group.prompt, blobs)
 
 
-def _check(book: GroupBook, commit: Commit, group: Group | None) -> None:
-    """Raise ContractError for columns that are not those the stage declared, or badly shaped."""
-    lease, wanted = commit.lease, set(_ports(book, commit.lease.stage).produces)
-    if missing := wanted - commit.sizes.keys():
-        raise ContractError(f"stage {lease.stage} put no {sorted(missing)} for {lease.uid}")
-    others = {name for ports in book.stages.values() for name in ports.produces} - wanted
-    if foreign := commit.sizes.keys() & others:
-        raise ContractError(
-            f"stage {lease.stage} put {sorted(foreign)} for {lease.uid}: not its own"
-        )
-    info = (group.info if group else None) or commit.info
-    if info is None:
-        raise ContractError(f"stage {lease.stage} put columns for {lease.uid} before its rollouts")
-    if not info.version_tokens:
-        raise ContractError(f"group {lease.uid}: no token of it was sampled (loss_mask)")
-    check_sizes(commit.sizes, info)
-
-
-def _ports(book: GroupBook, stage: str) -> Ports:
-    if stage not in book.stages:
-        raise ContractError(f"stage {stage}: this queue has {', '.join(book.stages)}")
-    return book.stages[stage]
+def _info(commit: Commit, group: Group | None) -> GroupInfo | None:
+    """The facts of a group: its own, or those that come with its rollouts."""
+    return (group.info if group else None) or commit.info
 
 
 def _record(book: GroupBook, commit: Commit) -> Record:
-    names, group = frozenset(commit.sizes), book.groups.get(commit.lease.uid)
-    info = (group.info if group else None) or commit.info
+    names, info = frozenset(commit.sizes), _info(commit, book.groups.get(commit.lease.uid))
     assert info is not None
     return transitions.committed(
         commit.lease, commit.blob, names=names, info=info, version=book.version

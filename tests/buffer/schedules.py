@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
@@ -185,7 +186,7 @@ def _facts(group: Group, blob_of: Callable[[Any], bytes], leases: bool) -> tuple
         for one in several
     )
     common = (group.uid, group.prompt, group.admitted_version, group.ended)
-    common = (*common, +group.failures, held if leases else [])
+    common = (*common, Counter(group.failures), held if leases else [])
     if group.ended is not None:
         return common
     parts = {stage: (part.names, blob_of(part)) for stage, part in group.parts.items()}

@@ -2,7 +2,6 @@
 
 import pickle
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -112,8 +111,12 @@ async def take(
     for grant in await shard.take(wanted, wait_s=wait_s):
         columns_of = {n: c for blob in grant.blobs for n, c in decode(blob).items()}
         found.append(
-            replace(
-                grant.experience,
+            Experience(
+                lease=grant.lease,
+                admitted_version=grant.admitted_version,
+                info=grant.info,
+                ready_version=grant.ready_version,
+                ended=grant.ended,
                 prompt=None if grant.prompt is None else pickle.loads(grant.prompt),
                 columns={name: columns_of[name] for name in columns if name in columns_of},
             )
