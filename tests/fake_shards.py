@@ -15,6 +15,7 @@ from streamrl.errors import StreamError
 from streamrl.messages import Filtered, Lease
 
 CALL_S = 0.001
+RETRY_S = 0.2
 
 
 class MemoryLog:
@@ -55,7 +56,8 @@ class LocalShard:
     """ShardFace over a Shard in the same process, with a little delay on every call.
 
     `kill` ends the shard with all that is under way in it; `revive` is what Ray does. A call that
-    was under way is made again, as RemoteShard does.
+    was under way is made again, as RemoteShard does. `loses` says whether the connection is lost
+    over a call, which goes on while the caller makes it again.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class LocalShard:
         log: MemoryLog,
         session: str = "",
         repeats: Callable[[], bool] = lambda: False,
+        loses: Callable[[], bool] = lambda: False,
     ) -> None:
         self._make: Callable[[MemoryLog], Shard] = lambda log: Shard(
             recover(stages, log), config, bounds=bounds, session=session, log=log
@@ -74,6 +77,7 @@ class LocalShard:
         self.log = log
         self.deaths = 0
         self._repeats = repeats
+        self._loses = loses
         self.shard = self._make(log)
         self._running: dict[asyncio.Task[Any], None] = {}
         self._up = asyncio.Event()
@@ -97,6 +101,9 @@ class LocalShard:
             task = asyncio.ensure_future(self._one(work))
             self._running[task] = None
             task.add_done_callback(lambda done: self._running.pop(done, None))
+            if self._loses():
+                await asyncio.sleep(RETRY_S)
+                continue
             try:
                 return await asyncio.shield(task)
             except asyncio.CancelledError:

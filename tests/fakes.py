@@ -89,6 +89,8 @@ class Plan:
     filter_rate: float = 0.0
     max_filtered: float = float("inf")
     duplicate_rate: float = 0.0
+    lost_rate: float = 0.0
+    """How often the connection to a shard is lost over a call, which goes on in the shard."""
     stuck_attempts: int = 0
     """So many attempts to score the second prompt never end, though their process lives."""
     reference: bool = False
@@ -304,6 +306,7 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
             log=log,
             session=session,
             repeats=lambda: rng.random() < plan.duplicate_rate,
+            loses=lambda: rng.random() < plan.lost_rate,
         )
         for log in disk.shards
     ]

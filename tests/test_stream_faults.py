@@ -34,6 +34,7 @@ plans = st.builds(
     fail_rate=st.sampled_from([0.0, 0.2]),
     filter_rate=st.sampled_from([0.0, 0.3]),
     duplicate_rate=st.sampled_from([0.0, 0.3]),
+    lost_rate=st.sampled_from([0.0, 0.1]),
     hedge_s=st.sampled_from([None, 3.0]),
     readmits=st.booleans(),
     on_stale=st.sampled_from(["wait", "drop"]),
