@@ -46,8 +46,8 @@ class Entrance:
     async def admit(self, arrivals: Sequence[Arrival], deadline: float) -> list[str]:
         """Let in as many as there is room for, one at least; returns the uids that are in.
 
-        Nothing waits once a part is in: whoever repeats the call must not bring in again what has
-        come and gone meanwhile. Raises DeadlineError if there is no room by `deadline`.
+        Those of a call made again are in, though they may have left. Nothing waits once a part is
+        in. Raises DeadlineError if there is no room by `deadline`.
         """
         while not self._inside(arrivals):
             batch = self._let_in(arrivals)
@@ -61,7 +61,7 @@ class Entrance:
         return self._inside(arrivals)
 
     def _inside(self, arrivals: Sequence[Arrival]) -> list[str]:
-        return [one.uid for one in arrivals if one.uid in self._book.groups]
+        return [one.uid for one in arrivals if self._book.has_had(one.uid)]
 
     def _let_in(self, arrivals: Sequence[Arrival]) -> list[Arrival]:
         """Those that are not on their way by another call, as far as there is room."""

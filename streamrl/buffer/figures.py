@@ -1,6 +1,7 @@
 """What a shard reports of itself, step by step."""
 
 from collections import Counter
+from dataclasses import replace
 
 from streamrl.buffer.depth import DepthMeter
 from streamrl.buffer.exchange import ShardStats
@@ -19,6 +20,7 @@ class Figures:
         self._log = log
         self._version = book.version
         self._fsync_s = 0.0
+        self._ended: ShardStats | None = None
         self.counts: Counter[str] = Counter()
         self.depth = DepthMeter(book.stages, now)
 
@@ -36,9 +38,11 @@ class Figures:
             fsync_s=self._fsync_s,
         )
 
-    def begin(self, version: int, now: float) -> None:
-        """The step of `version` begins, unless it has before."""
+    def end_step(self, version: int, now: float) -> ShardStats:
+        """The figures of the step whose end makes `version`, also if asked for them again."""
         if version > self._version:
+            self._ended = self.stats(now)
             self._version, self._fsync_s = version, 0.0
             self.counts.clear()
             self.depth.restart(now)
+        return replace(self._ended or self.stats(now), uids=tuple(self._book.groups))

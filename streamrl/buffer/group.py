@@ -6,7 +6,7 @@ finds in the journal. One function says what a record does, so that the two cann
 
 import bisect
 import math
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -19,6 +19,9 @@ from streamrl.messages import Ended, GroupInfo, Lease
 
 TOKENS_PER_INCARNATION = 1 << 40
 """Lease tokens that one process of a shard may give."""
+REMEMBERED = 100_000
+"""Admitted uids that are remembered, though they have left, lest a repeated call bring them back.
+"""
 
 
 @dataclass(frozen=True)
@@ -184,6 +187,7 @@ class GroupBook:
     Retired are the groups that a journal has, for their step may have to be made again; what came
     in since is not kept. `keeps_retired` is on while a journal is read.
     `incarnation` counts the processes that had the shard; `session` is the run of the last one.
+    A uid comes in once in a session, the latest REMEMBERED at least.
     """
 
     def __init__(self, stages: Mapping[str, Ports]) -> None:
@@ -192,6 +196,7 @@ class GroupBook:
         self._num_makers = sum(bool(ports.produces) for ports in stages.values())
         self.last_stage = next(s for s, ports in stages.items() if not ports.produces)
         self.groups: dict[str, Group] = {}
+        self._admitted: OrderedDict[str, None] = OrderedDict()
         self.retired: dict[str, dict[str, Part]] = {}
         self.keeps_retired = False
         self.version = 0
@@ -217,6 +222,10 @@ class GroupBook:
         a lease or a commit of a group that has left since."""
         return self._apply[record.meta["kind"]](record, spot, data)
 
+    def has_had(self, uid: str) -> bool:
+        """Whether the group is here, or has come and gone in this session."""
+        return uid in self.groups or uid in self._admitted
+
     def leased(self, lease: Lease) -> Group | None:
         """The group of a lease, if it is still good."""
         group = self.groups.get(lease.uid)
@@ -238,6 +247,7 @@ class GroupBook:
         self.incarnation = record.meta["incarnation"]
         if self.session != record.meta["session"]:
             self.session = record.meta["session"]
+            self._admitted.clear()
             for group in self.groups.values():
                 group.leases.clear()
         return []
@@ -252,6 +262,9 @@ class GroupBook:
         self._order += 1
         self.version = max(self.version, version)
         self.groups[uid] = group
+        self._admitted[uid] = None
+        if len(self._admitted) > REMEMBERED:
+            self._admitted.popitem(last=False)
         return [group]
 
     def _lease(self, record: Record, spot: Spot | None, data: Any) -> list[Group]:

@@ -74,7 +74,7 @@ class Shard:
 
         Those are as many as there is room for, and one at least: the call blocks while the shard
         is full, and raises DeadlineError if there is no room within `wait_s`. A uid that is here
-        already is passed over: its admission was repeated.
+        already, or was in this session, is passed over: its admission was repeated.
         """
         arrivals = [Arrival(entry[0], [transitions.admitted(*entry)]) for entry in entries]
         return await self._entrance.admit(arrivals, self._clock() + wait_s)
@@ -239,9 +239,7 @@ class Shard:
     async def end_step(self, uids: Sequence[str], version: int) -> ShardStats:
         """As `leave`; returns the figures of the step that has ended. May be repeated."""
         await self.leave(uids, version)
-        figures = self.stats()
-        self._figures.begin(version, self._clock())
-        return figures
+        return self._figures.end_step(version, self._clock())
 
     def stats(self) -> ShardStats:
         """The figures of the step under way, and what the shard holds."""

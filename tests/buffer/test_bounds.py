@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 
-from streamrl.buffer import Bounds, Shard
+from streamrl.buffer import Bounds, Shard, group
 from streamrl.buffer.blob import encode
 from streamrl.errors import DeadlineError, RewardError
-from tests.buffer.shards import WORK, admit, do, entry, finish, make_shard, on_shard, take
-from tests.fake_shards import MemoryLog
+from tests.buffer.shards import STAGES, WORK, admit, do, entry, finish, make_shard, on_shard, take
+from tests.fake_shards import MemoryLog, recover
 from tests.virtual_clock import run_virtual
 
 WHOLE_BYTES = sum(len(encode(columns)) for columns in WORK.values())
@@ -92,6 +92,52 @@ def test_an_admission_repeated_while_the_first_one_waits_comes_in_once() -> None
         assert len(await take(shard, "generate")) == 1
 
     on_shard(test, bounds=Bounds(1))
+
+
+def test_an_admission_made_again_after_its_group_has_left_does_not_bring_it_back() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        waiting = asyncio.create_task(shard.admit([entry("b")], wait_s=60.0))
+        await asyncio.sleep(1.0)
+        await shard.leave(["a"], 1)
+        assert await shard.admit([entry("b")], wait_s=1.0) == ["b"]
+        await shard.leave(["b"], 1)
+        assert await shard.admit([entry("a")], wait_s=1.0) == ["a"]
+        assert await waiting == ["b"]
+        assert shard.stats().uids == ()
+
+    on_shard(test, bounds=Bounds(1))
+
+
+def test_what_was_admitted_is_remembered_over_the_death_of_the_shard_but_not_of_the_run() -> None:
+    async def main() -> None:
+        log, left = MemoryLog(), {}
+        shard = make_shard(log=log, session="first")
+        await take(shard, "generate")
+        await admit(shard, "a")
+        await shard.leave(["a"], 1)
+        for session in ("first", "second"):
+            successor = make_shard(book=recover(STAGES, log), session=session)
+            assert await successor.admit([entry("a")], wait_s=1.0) == ["a"]
+            left[session] = successor.stats().uids
+        assert left == {"first": (), "second": ("a",)}
+
+    run_virtual(main())
+
+
+def test_no_more_uids_are_remembered_than_a_repeated_call_can_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(group, "REMEMBERED", 2)
+
+    async def test(shard: Shard) -> None:
+        for uid in "abc":
+            await admit(shard, uid)
+            await shard.leave([uid], 1)
+        await admit(shard, "a", "b", "c")
+        assert shard.stats().uids == ("a",)
+
+    on_shard(test)
 
 
 def test_whoever_gives_up_while_it_is_written_leaves_nothing_behind() -> None:

@@ -294,7 +294,12 @@ def test_figures_are_those_since_the_last_step_whatever_leaves_within_it() -> No
             assert figures.counts == {"redelivered": 2, "hedged": 0, "refused": 1}
         figures = await shard.end_step([], 1)
         assert figures.counts == {"redelivered": 2, "hedged": 0, "refused": 1}
-        assert (await shard.end_step([], 1)).counts == dict.fromkeys(figures.counts, 0)
+        assert shard.stats().counts == dict.fromkeys(figures.counts, 0)
+        await admit(shard, "c")
+        again = await shard.end_step([], 1)
+        assert (again.counts, again.depth) == (figures.counts, figures.depth)
+        assert again.uids == ("a", "c")
+        assert (await shard.end_step([], 2)).counts == dict.fromkeys(figures.counts, 0)
 
     on_shard(test)
 
