@@ -87,14 +87,21 @@ class Prompt:
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        tokens = self.token_ids
+        if tokens.dtype != np.int32 or tokens.ndim != 1:
+            shape = f"{tokens.dtype}{list(tokens.shape)}"
+            raise ContractError(f"prompt {self.uid}: token_ids are {shape}, wanted int32 [P]")
+
     def __reduce__(self) -> tuple[Any, ...]:
         # An array's own way to be pickled takes ten times as long as all the rest of a prompt.
-        tokens = np.asarray(self.token_ids, np.int32).tobytes()
+        tokens = self.token_ids.tobytes()
         rest = (self.messages, self.data_source, self.ground_truth, self.extra_info)
         return _prompt, (self.uid, tokens, *rest)
 
 
 def _prompt(uid: str, tokens: bytes, *rest: Any) -> Prompt:
+    # Journals know this function by its name.
     return Prompt(uid, np.frombuffer(tokens, np.int32), *rest)
 
 
@@ -257,11 +264,14 @@ def _count(sampled: Array) -> Iterator[tuple[int, int]]:
 def column_sizes(columns: Columns) -> dict[str, int]:
     """Entries of each column.
 
-    Raises ContractError for one that is not flat, of another dtype than its spec says, or has none.
+    Raises ContractError for one that is no flat array, of another dtype than its spec says, or that
+    has no spec.
     """
     for name, column in columns.items():
         if not (name in SCHEMA or name.startswith(COMPONENT_PREFIX)):
             raise ContractError(f"column {name}: there is no such column")
+        if not isinstance(column, np.ndarray):
+            raise ContractError(f"column {name}: {type(column).__name__}, wanted an array")
         if column.ndim != 1:
             raise ContractError(f"column {name}: shape {list(column.shape)}, wanted one dimension")
         if column.dtype != (wanted := _dtype(name)):

@@ -104,8 +104,10 @@ async def watch_stalls(control: Control, queue: ExperienceQueue, config: Pipelin
     reported: set[tuple[str, str, int]] = set()
     while not control.stopping.is_set():
         await asyncio.sleep(min(config.stall_s / 4, 10.0))
-        found = await queue.overdue(config.stall_s, take_back=config.on_stall == "redeliver")
+        found = await queue.overdue(config.stall_s)
         news = [one for one in found if one.key not in reported]
         reported = {one.key for one in found}
         if news:
             control.on_stall(news)
+        if config.on_stall == "redeliver":
+            await queue.take_back(found)

@@ -161,9 +161,11 @@ class LocalShard:
     async def release(self, holder: str) -> int:
         return int(await self._call(lambda shard: _now(shard.release(holder))))
 
-    async def overdue(self, age_s: float, *, take_back: bool) -> list[Overdue]:
-        found = await self._call(lambda shard: _now(shard.overdue(age_s, take_back=take_back)))
-        return list(found)
+    async def overdue(self, age_s: float) -> list[Overdue]:
+        return list(await self._call(lambda shard: _now(shard.overdue(age_s))))
+
+    async def take_back(self, found: Sequence[Overdue]) -> None:
+        await self._call(lambda shard: _now(shard.take_back(found)))
 
     async def whereabouts(self, uids: Sequence[str]) -> dict[str, str]:
         return dict(await self._call(lambda shard: _now(shard.whereabouts(uids))))

@@ -133,7 +133,7 @@ def test_a_group_that_was_lost_and_taken_again_by_the_same_holder_is_worked_on()
         loop = await serving(shard, sampler)
         await asyncio.sleep(1.0)
         # Taken back as stalled: the same holder gets it again before it hears of the loss.
-        assert len(await queue.overdue(0.5, take_back=True)) == 1
+        await queue.take_back(await queue.overdue(0.5))
         await asyncio.sleep(30.0)
         loop.cancel()
         assert len(sampler.started) == 2

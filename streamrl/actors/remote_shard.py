@@ -48,10 +48,10 @@ class RemoteShard:
         self.name = name
         self.actor = actor
         self._reconnect_s = RECONNECT_S if returns else 0.0
-        self._opening: asyncio.Task[Connection] | None = None
+        self._opening: dict[asyncio.AbstractEventLoop, asyncio.Task[Connection]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_opening": None}
+        return self.__dict__ | {"_opening": {}}
 
     async def admit(self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float) -> list[str]:
         """Put prompts in, as many as there is room for."""
@@ -109,9 +109,13 @@ class RemoteShard:
         """Take back what a dead holder had."""
         return int(await self._ask(Ask("release", (holder,))))
 
-    async def overdue(self, age_s: float, *, take_back: bool) -> list[Overdue]:
+    async def overdue(self, age_s: float) -> list[Overdue]:
         """Work that takes long."""
-        return list(await self._ask(Ask("overdue", (age_s,), {"take_back": take_back})))
+        return list(await self._ask(Ask("overdue", (age_s,))))
+
+    async def take_back(self, found: Sequence[Overdue]) -> None:
+        """Hand it out anew."""
+        await self._ask(Ask("take_back", (found,)))
 
     async def whereabouts(self, uids: Sequence[str]) -> dict[str, str]:
         """Who holds which group."""
@@ -153,16 +157,25 @@ class RemoteShard:
                 answer = await call(self.actor.ask.remote(ask), what, timeout_s)
             return answer if then is None else await then(answer)
 
-        return await self._insist(once, what)
+        return await self._insist(once, what, timeout_s)
 
     async def _command(
         self, method: str, *arguments: Any, timeout_s: float = CALL_TIMEOUT_S
     ) -> Any:
         """What the actor of the shard answers."""
         what, command = f"{self.name}.{method}", getattr(self.actor, method)
-        return await self._insist(lambda: call(command.remote(*arguments), what, timeout_s), what)
 
-    async def _insist(self, once: Callable[[], Awaitable[Any]], what: str) -> Any:
+        async def once() -> Any:
+            return await call(command.remote(*arguments), what, timeout_s)
+
+        return await self._insist(once, what, timeout_s)
+
+    async def _insist(self, once: Callable[[], Awaitable[Any]], what: str, timeout_s: float) -> Any:
+        """Ask until there is an answer, while the shard is away for no longer than it may be.
+
+        Where connections are lost again and again it is asked for `timeout_s`.
+        """
+        deadline = time.monotonic() + timeout_s
         lost_at = math.inf
         while True:
             try:
@@ -172,6 +185,8 @@ class RemoteShard:
             except ConnectionError as error:
                 # Whether it died, Ray will say when it is asked for the endpoint.
                 loss, patience_s = ActorLostError(f"{what}: {error}"), RECONNECT_S
+                if isinstance(error, ConnectionResetError) and time.monotonic() < deadline:
+                    lost_at = math.inf  # until now it was there
             now = time.monotonic()
             lost_at = min(lost_at, now)
             if now >= lost_at + patience_s:
@@ -180,9 +195,12 @@ class RemoteShard:
 
     async def _connection(self) -> Connection:
         """The one connection of all that ask from this event loop; a new one if it is lost."""
-        opening = self._opening
+        loop = asyncio.get_running_loop()
+        opening = self._opening.get(loop)
         if opening is None or _is_over(opening):
-            opening = self._opening = asyncio.create_task(self._connect())
+            others = {one: o for one, o in self._opening.items() if not one.is_closed()}
+            opening = asyncio.create_task(self._connect())
+            self._opening = {**others, loop: opening}
         return await asyncio.shield(opening)
 
     async def _connect(self) -> Connection:
@@ -192,8 +210,6 @@ class RemoteShard:
 
 
 def _is_over(opening: "asyncio.Task[Connection]") -> bool:
-    if opening.get_loop() is not asyncio.get_running_loop():
-        return True
     if not opening.done():
         return False
     return bool(opening.cancelled() or opening.exception() or not opening.result().is_open)

@@ -36,6 +36,8 @@ _SECRET_BYTES = 32
 _HEAD = struct.Struct("<QQ")
 
 Answer = Callable[[Any], Awaitable[Any]]
+_reading: set["asyncio.Task[None]"] = set()
+"""Keeps what reads from open connections: an event loop itself holds its tasks only weakly."""
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ class Listener:
         caller = asyncio.create_task(self._serve(reader, writer))
         self._callers.add(caller)
         caller.add_done_callback(self._callers.discard)
+        caller.add_done_callback(lambda _: writer.close())
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -99,14 +102,12 @@ class Listener:
                 request.add_done_callback(partial(self._reply, writer, number))
         except (OSError, EOFError):
             return  # the caller is gone
-        finally:
-            writer.close()
 
-    async def _work(self, number: int, body: memoryview) -> list[Any]:
+    async def _work(self, number: int, body: memoryview) -> bytes:
         return _frame(number, (True, await self._answer(_unpack(body))))
 
     def _reply(
-        self, writer: asyncio.StreamWriter, number: int, request: "asyncio.Task[list[Any]]"
+        self, writer: asyncio.StreamWriter, number: int, request: "asyncio.Task[bytes]"
     ) -> None:
         self._requests.discard(request)
         if request.cancelled():
@@ -114,7 +115,7 @@ class Listener:
         error = request.exception()
         frame = _frame(number, (False, _report(error))) if error else request.result()
         if not writer.is_closing():
-            writer.writelines(frame)
+            writer.write(frame)
 
 
 class Connection:
@@ -126,6 +127,8 @@ class Connection:
         self._waiting: dict[int, asyncio.Future[memoryview]] = {}
         self.is_open = True
         self._reading = asyncio.create_task(self._receive(reader))
+        _reading.add(self._reading)
+        self._reading.add_done_callback(_reading.discard)
 
     @classmethod
     async def open(cls, endpoint: Endpoint) -> "Connection":
@@ -147,17 +150,18 @@ class Connection:
     async def call(self, request: Any, what: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         """What is answered to a request; `what` names it in errors.
 
-        Raises ConnectionError if the connection is lost over it, DeadlineError after `timeout_s`,
-        the other side's own StreamError or ConfigError, and ActorError for any other of its errors.
+        Raises ConnectionResetError if the connection is lost over it, DeadlineError after
+        `timeout_s`, the other side's own StreamError or ConfigError, and ActorError for any other
+        of its errors.
         """
         if not self.is_open:
-            raise ConnectionError("the connection is lost")
+            raise ConnectionResetError("the connection is lost")
         number = next(self._numbers)
+        frame = _frame(number, request)
         self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
+            self._writer.write(frame)
             async with asyncio.timeout(timeout_s):
-                self._writer.writelines(_frame(number, request))
-                await self._writer.drain()
                 body = await self._waiting[number]
         except TimeoutError:
             raise DeadlineError(f"{what}: no answer within {timeout_s:g} s") from None
@@ -191,18 +195,18 @@ class Connection:
             self._writer.close()
             for waiting in self._waiting.values():
                 if not waiting.done():
-                    waiting.set_exception(ConnectionError(f"the connection is lost ({reason})"))
+                    lost = ConnectionResetError(f"the connection is lost ({reason})")
+                    waiting.set_exception(lost)
 
 
-def _frame(number: int, message: object) -> list[Any]:
-    """The pieces of a frame. Buffers are sent from where they are."""
+def _frame(number: int, message: object) -> bytes:
     buffers: list[pickle.PickleBuffer] = []
     text = pickle.dumps(message, protocol=5, buffer_callback=buffers.append)
     parts = [text, *(buffer.raw() for buffer in buffers)]
     body: list[Any] = [struct.pack(f"<{1 + len(parts)}Q", len(parts), *map(len, parts))]
     for part in parts:
         body += [part, bytes(-len(part) % _ALIGNMENT)]
-    return [_HEAD.pack(number, sum(map(len, body))), *body]
+    return b"".join([_HEAD.pack(number, sum(map(len, body))), *body])
 
 
 async def _read(reader: asyncio.StreamReader) -> tuple[int, memoryview]:
@@ -225,10 +229,18 @@ def _unpack(body: memoryview) -> Any:
 def _report(error: BaseException) -> StreamError | ConfigError | str:
     """An error as it is, if the caller knows what to make of it; else as text."""
     cause = innermost(error)
-    if isinstance(cause, StreamError | ConfigError):
+    if isinstance(cause, StreamError | ConfigError) and _travels(cause):
         return cause
     lines = "".join(traceback.format_exception(error))
     return f"{type(cause).__name__}: {cause}\n{lines}"
+
+
+def _travels(error: Exception) -> bool:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except (pickle.PicklingError, TypeError, AttributeError):
+        return False
+    return True
 
 
 def _limit_silence(writer: asyncio.StreamWriter) -> None:
@@ -237,6 +249,7 @@ def _limit_silence(writer: asyncio.StreamWriter) -> None:
     line.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     limits = {
         "TCP_KEEPIDLE": SILENCE_S // _PROBES,
+        "TCP_KEEPALIVE": SILENCE_S // _PROBES,
         "TCP_KEEPINTVL": SILENCE_S // _PROBES,
         "TCP_KEEPCNT": _PROBES,
         "TCP_USER_TIMEOUT": SILENCE_S * 1000,

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import pickle
+import uuid
 import zlib
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any, Protocol, TypeVar, cast
 from streamrl.buffer.blob import Blob, decode, encode
 from streamrl.buffer.exchange import Commit, Grant, ShardStats, merge_stats
 from streamrl.buffer.leases import Overdue, Request
-from streamrl.errors import DeadlineError, StreamError
+from streamrl.errors import ContractError, DeadlineError, StreamError
 from streamrl.messages import (
     ROLLOUT_COLUMNS,
     Columns,
@@ -65,7 +66,9 @@ class ShardFace(Protocol):
 
     async def release(self, holder: str) -> int: ...
 
-    async def overdue(self, age_s: float, *, take_back: bool) -> list[Overdue]: ...
+    async def overdue(self, age_s: float) -> list[Overdue]: ...
+
+    async def take_back(self, found: Sequence[Overdue]) -> None: ...
 
     async def whereabouts(self, uids: Sequence[str]) -> dict[str, str]: ...
 
@@ -82,7 +85,9 @@ class ExperienceQueue:
         self.shards = shards
         self._holder = holder
         self._requests: dict[tuple[str, int], asyncio.Future[list[Grant]]] = {}
-        self._numbers = itertools.count()
+        # A successor of the same name must not be taken for this one.
+        client = f"{holder}/{uuid.uuid4().hex[:8]}"
+        self._ids = (f"{client}/{n}" for n in itertools.count())
         self._pending: dict[str, deque[Grant]] = {}
         self._held: dict[tuple[str, int], Lease] = {}
 
@@ -160,6 +165,8 @@ class ExperienceQueue:
         have answered is kept here for the next call. Raises ContractError for columns that are not
         among what the stage needs.
         """
+        if max_groups < 1:
+            raise ContractError(f"stage {stage} takes max_groups={max_groups}: must be at least 1")
         pending = self._pending.setdefault(stage, deque())
         if not pending:
             wanted = Request(stage, self._holder, max_groups, tuple(columns), max_tokens)
@@ -180,8 +187,7 @@ class ExperienceQueue:
         share = -(-wanted.max_groups // len(self.shards))
         for i, shard in enumerate(self.shards):
             if (stage, i) not in self._requests:
-                number = f"{self._holder}/{next(self._numbers)}"
-                request = replace(wanted, max_groups=share, id=number)
+                request = replace(wanted, max_groups=share, id=next(self._ids))
                 self._requests[stage, i] = asyncio.ensure_future(self._ask(shard, request))
         mine = {i: self._requests[stage, i] for i in range(len(self.shards))}
         done, _ = await asyncio.wait(
@@ -275,10 +281,15 @@ class ExperienceQueue:
         """A holder has died: hand its work out again. Returns how many groups it had."""
         return sum(await _all(shard.release(holder) for shard in self.shards))
 
-    async def overdue(self, age_s: float, *, take_back: bool) -> list[Overdue]:
-        """Work that one holder has had for over `age_s`; with `take_back` it is handed out anew."""
-        parts = await _all(shard.overdue(age_s, take_back=take_back) for shard in self.shards)
+    async def overdue(self, age_s: float) -> list[Overdue]:
+        """Work that one holder has had for over `age_s`."""
+        parts = await _all(shard.overdue(age_s) for shard in self.shards)
         return [one for part in parts for one in part]
+
+    async def take_back(self, found: Sequence[Overdue]) -> None:
+        """Work that is overdue is handed out anew, if it is where it was."""
+        parts = self._route([(one.uid, one) for one in found])
+        await _all(self.shards[i].take_back(part) for i, part in parts.items())
 
     async def whereabouts(self, uids: Sequence[str]) -> dict[str, str]:
         """Who holds these groups and for how long, for the message of a stall."""
@@ -354,4 +365,6 @@ def _open(grant: Grant, columns: Sequence[str]) -> Experience:
 def _select(blobs: Sequence[Blob], columns: Sequence[str]) -> Columns:
     """The named columns among those of some blobs."""
     found = {name: column for blob in blobs for name, column in decode(blob).items()}
+    if missing := [name for name in columns if name not in found]:
+        raise ContractError(f"columns {missing} are not there, only {sorted(found)}")
     return {name: found[name] for name in columns}

@@ -4,7 +4,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from streamrl.buffer.group import TOKENS_PER_INCARNATION, Group, GroupBook, Held, leased
 from streamrl.buffer.segment import Record
@@ -38,6 +38,7 @@ class Overdue:
     holder: str
     attempt: int
     age_s: float
+    token: int = field(default=0, compare=False)
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -164,15 +165,19 @@ class LeaseDesk:
             if held.lease.holder == holder
         ]
 
-    def overdue(self, age_s: float) -> list[tuple[Group, Lease]]:
+    def overdue(self, age_s: float) -> list[Overdue]:
         """Work that was handed out longer than `age_s` ago, the last stage's apart."""
-        since = self._book.now() - age_s
-        return [
-            (group, held.lease)
+        now = self._book.now()
+        leases = (
+            held.lease
             for stage in self._book.stages
             if stage != self._book.last_stage
-            for group, held in self._out(stage)
-            if held.lease.taken_at <= since
+            for _, held in self._out(stage)
+        )
+        return [
+            Overdue(one.uid, one.stage, one.holder, one.attempt, now - one.taken_at, one.token)
+            for one in leases
+            if one.taken_at <= now - age_s
         ]
 
     def next_change(self, stage: str) -> float:

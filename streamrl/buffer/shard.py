@@ -255,16 +255,18 @@ class Shard:
             self._give_back(group, lease, f"{lease.stage}_died", f"{holder} died over it")
         return len(lost)
 
-    def overdue(self, age_s: float, *, take_back: bool) -> list[Overdue]:
-        """Work that one holder has had for over `age_s`; with `take_back` it is handed out anew."""
-        now, found = self._clock(), []
-        for group, lease in self._desk.overdue(age_s):
-            age = now - lease.taken_at
-            found.append(Overdue(lease.uid, lease.stage, lease.holder, lease.attempt, age))
-            if take_back:
-                reason = f"{lease.holder} had it for {age:.0f} s (pipeline.stall_s)"
-                self._give_back(group, lease, f"{lease.stage}_stalled", reason)
-        return found
+    def overdue(self, age_s: float) -> list[Overdue]:
+        """Work that one holder has had for over `age_s`."""
+        return self._desk.overdue(age_s)
+
+    def take_back(self, found: Sequence[Overdue]) -> None:
+        """Work that is overdue is handed out anew."""
+        for one in found:
+            group = self._book.groups.get(one.uid)
+            held = group.held(one.stage, one.token) if group else None
+            if group and held:
+                reason = f"{one.holder} had it for {one.age_s:.0f} s (pipeline.stall_s)"
+                self._give_back(group, held.lease, f"{one.stage}_stalled", reason)
 
     def whereabouts(self, uids: Sequence[str]) -> dict[str, str]:
         """For each of `uids` held here, one phrase: which stages hold or await it, for how long."""

@@ -53,10 +53,10 @@ def ray_is_up() -> Iterator[None]:
 def make(tmp_path: Path) -> Iterator[Make]:
     made: list[Any] = []
 
-    def make_one(*, journal: bool = True) -> RemoteShard:
+    def make_one(*, journal: bool = True, groups: int = 100) -> RemoteShard:
         name = f"shard-{len(made)}"
         files = Files(tmp_path / name) if journal else None
-        plans = {name: ShardPlan(STAGES, QueueConfig(), Bounds(100), files=files)}
+        plans = {name: ShardPlan(STAGES, QueueConfig(), Bounds(groups), files=files)}
         (shard,) = create_shards(plans)
         made.append(shard.actor)
         shard.actor = Spy(shard.actor)
@@ -192,9 +192,33 @@ def test_a_shard_that_cannot_be_reached_is_named_with_its_place(
     asyncio.run(main())
 
 
+def test_a_call_that_waits_for_long_may_lose_its_connection_now_and_then(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote_shard, "RECONNECT_S", 0.5)
+    shard = make(groups=1)
+
+    async def main() -> None:
+        queue = ExperienceQueue([shard], "me")
+        admitting = asyncio.create_task(queue.admit(prompts()[:2], 0))
+        for _ in range(2):
+            await asyncio.sleep(1.0)
+            (await shard._connection()).close()
+        (first,) = (await shard.stats()).uids
+        await queue.leave([first], 1)
+        await admitting
+        assert {first, *(await shard.stats()).uids} == {"0:0:0", "0:1:0"}
+
+    asyncio.run(main())
+
+
 def test_every_event_loop_and_process_has_a_connection_of_its_own(make: Make) -> None:
     shard = make()
-    asyncio.run(shard.admit([("0:0:0", b"", 0)], wait_s=1.0))
+    with asyncio.Runner() as one, asyncio.Runner() as other:
+        one.run(shard.admit([("0:0:0", b"", 0)], wait_s=1.0))
+        for runner in (other, one, other):
+            assert runner.run(shard.stats()).uids == ("0:0:0",)
+    assert shard.actor.called == ["endpoint"] * 2
     assert asyncio.run(shard.stats()).uids == ("0:0:0",)
     shard.actor = shard.actor.actor
 

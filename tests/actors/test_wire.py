@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from streamrl.actors import wire
 from streamrl.actors.wire import Connection, Endpoint, Listener
-from streamrl.errors import ActorError, ConfigError, DeadlineError, RewardError
+from streamrl.errors import ActorError, ConfigError, DeadlineError, RewardError, StreamError
 
 HOST = "127.0.0.1"
 
@@ -148,6 +149,25 @@ class Unreadable:
         return int, ("no number",)
 
 
+class SecretiveError(StreamError):
+    """Can be sent, but not be read."""
+
+    def __init__(self, name: str, secret: str) -> None:
+        super().__init__(f"{name} failed")
+
+
+def test_an_error_that_cannot_travel_arrives_as_text() -> None:
+    async def fail(_: Any) -> None:
+        raise SecretiveError("judge", "of all")
+
+    async def main() -> None:
+        async with connected(fail) as connection:
+            with pytest.raises(ActorError, match=r"shard-0\.put: SecretiveError: judge failed"):
+                await connection.call("x", "shard-0.put", 5.0)
+
+    asyncio.run(main())
+
+
 def test_what_cannot_be_read_or_sent_is_an_error_of_the_call() -> None:
     async def odd(request: Any) -> Any:
         return (lambda: 0) if request == "unsendable" else request
@@ -203,6 +223,30 @@ def test_calls_under_way_hear_that_the_other_side_is_gone() -> None:
                 await asyncio.wait_for(call, 5.0)
         with pytest.raises(ConnectionError, match="the connection is lost"):
             await connection.call(3, "shard-0.take")
+        server.close()
+
+    asyncio.run(main())
+
+
+def test_whoever_does_not_read_for_long_is_given_up_and_the_deadline_is_not_blamed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(wire, "SILENCE_S", 4)
+
+    async def main() -> None:
+        gone = asyncio.Event()
+
+        async def stare(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            reader._transport.pause_reading()  # type: ignore[attr-defined]
+            await gone.wait()
+            writer.close()
+
+        server = await asyncio.start_server(stare, HOST, 0)
+        port = server.sockets[0].getsockname()[1]
+        connection = await Connection.open(Endpoint(HOST, port, bytes(32)))
+        with pytest.raises(ConnectionResetError, match=r"the connection is lost .*timed out"):
+            await connection.call(bytes(64 << 20), "shard-0.put", 60.0)
+        gone.set()
         server.close()
 
     asyncio.run(main())

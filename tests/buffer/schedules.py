@@ -155,7 +155,7 @@ class Life:
             self.shard.release(rng.choice(HOLDERS))
         else:
             assert move == "stall"
-            self.shard.overdue(rng.choice([2.0, 8.0]), take_back=True)
+            self.shard.take_back(self.shard.overdue(rng.choice([2.0, 8.0])))
 
 
 def made(lease: Lease, rng: random.Random) -> Columns:

@@ -446,13 +446,13 @@ def test_slow_work_is_named_and_where_groups_are_can_be_asked() -> None:
         await watcher.admit([prompt(uid) for uid in UIDS[:5]], 0)
         taken = await take_all(slow, "generate")
         await asyncio.sleep(5.0)
-        found = await watcher.overdue(4.0, take_back=False)
+        found = await watcher.overdue(4.0)
         assert sorted(one.uid for one in found) == sorted(one.uid for one in taken)
         assert all(isinstance(one, Overdue) and one.holder == "worker-0" for one in found)
         places = await watcher.whereabouts([*UIDS[:2], "0:99:0"])
         assert places.keys() == set(UIDS[:2])
         assert all("held by worker-0 for 6." in place for place in places.values())
-        assert len(await watcher.overdue(4.0, take_back=True)) == 5
+        await watcher.take_back(found)
         assert len(await slow.renew()) == 5
 
     run_virtual(main())

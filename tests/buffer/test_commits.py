@@ -245,6 +245,12 @@ def test_a_stage_that_does_not_keep_to_what_it_declared_is_told_so() -> None:
         unsampled = {**rollouts(), "loss_mask": np.zeros(10, np.bool_)}
         with pytest.raises(ContractError, match="group a: no token of it was sampled"):
             await put(shard, (one.lease, unsampled))
+        unversioned = {**rollouts(), "policy_version": np.full(10, -1, np.int32)}
+        with pytest.raises(ContractError, match="group a: a sampled token has no policy_version"):
+            await put(shard, (one.lease, unversioned))
+        negative = {**rollouts(), "lengths": np.array([12, -2], np.int32)}
+        with pytest.raises(ContractError, match="group a: a rollout of -2 tokens"):
+            await put(shard, (one.lease, negative))
         with pytest.raises(ContractError, match="column foo: there is no such column"):
             await put(shard, (one.lease, {**rollouts(), "foo": np.zeros(2, np.float32)}))
         assert await put(shard, (one.lease, rollouts())) == []

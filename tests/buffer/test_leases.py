@@ -156,7 +156,7 @@ def test_the_coordinators_leases_last_until_its_groups_leave() -> None:
         await asyncio.sleep(1000.0)
         assert not await take(shard, "train", holder="coordinator")
         assert shard.renew([ready.lease]) == []
-        assert shard.overdue(1.0, take_back=True) == []
+        assert shard.overdue(1.0) == []
         await shard.leave(["a"], 1)
         assert shard.renew([ready.lease]) == [ready.lease]
 
@@ -316,7 +316,7 @@ def test_work_that_takes_long_is_named_however_often_it_is_renewed() -> None:
             await asyncio.sleep(6.0)
             shard.renew([slow.lease])
         await take(shard, "generate", holder="generator-1")
-        found = shard.overdue(20.0, take_back=False)
+        found = shard.overdue(20.0)
         assert found == [Overdue("a", "generate", "generator-0", 1, 24.0)]
         assert found[0].key == ("a", "generate", 1)
         assert shard.renew([slow.lease]) == [], "it was only named"
@@ -330,8 +330,10 @@ def test_stalled_work_can_be_taken_back() -> None:
         for attempt in (1, 2):
             (slow,) = await take(shard, "generate", holder="generator-0")
             await asyncio.sleep(9.0)
-            (found,) = shard.overdue(8.0, take_back=True)
+            (found,) = shard.overdue(8.0)
             assert found.attempt == attempt
+            for _ in range(2):
+                shard.take_back([found])
             assert shard.renew([slow.lease]) == [slow.lease]
         (ended,) = await take(shard, "train")
         assert ended.ended == Ended(
@@ -369,7 +371,7 @@ def test_leases_of_the_same_run_are_good_after_a_restart_for_their_full_time() -
         await log.append([])
         shard = make_shard(log=log, book=recover(STAGES, log), session="run", hedge_s=8.0)
         restart = now()
-        assert shard.overdue(5.0, take_back=True) == [], "it cannot have stalled yet"
+        assert shard.overdue(5.0) == [], "it cannot have stalled yet"
         assert len(await take(shard, "generate", holder="you")) == 1, "only b is free"
         (again,) = await take(shard, "generate", request="me/0")
         assert again.lease.token == first[0].lease.token

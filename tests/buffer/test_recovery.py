@@ -75,12 +75,12 @@ def test_whenever_it_is_killed_nothing_accepted_is_lost_and_a_token_means_one_th
     lives: list[list[tuple[str, int]]],
 ) -> None:
     async def main() -> None:
-        log, uids = MemoryLog(), list[str]()
+        log, uids, gone = MemoryLog(), list[str](), set[str]()
         tokens: dict[int, tuple[str, str, str]] = {}
         for schedule in lives:
             book = fake_shards.recover(STAGES, log)
             life = Life(make_shard(book=book, log=log, session="run", **TIGHT))
-            life.uids, life.tokens = uids, tokens
+            life.uids, life.tokens, life.gone = uids, tokens, gone
             await life.live(schedule)
             # Killed: what is under way ends here, what was only posted may be lost.
             for task in asyncio.all_tasks() - {asyncio.current_task()}:

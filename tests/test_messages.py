@@ -1,0 +1,45 @@
+"""What travels between the stages."""
+
+import pickle
+
+import numpy as np
+import pytest
+
+from streamrl.errors import ContractError
+from streamrl.messages import Prompt, column_sizes
+
+
+@pytest.mark.parametrize("tokens", [[], [7], [2**31 - 1, -1, 0]])
+def test_a_prompt_arrives_as_it_was(tokens: list[int]) -> None:
+    sent = Prompt(
+        "0:3:1",
+        np.array(tokens, np.int32),
+        messages=[{"role": "user", "content": "1 + 1?"}],
+        data_source="sums",
+        ground_truth={"answer": 2},
+        extra_info={"row": np.arange(3)},
+    )
+    found = pickle.loads(pickle.dumps(sent))
+    assert found.token_ids.dtype == np.int32
+    assert found.token_ids.tolist() == tokens
+    assert found.extra_info["row"].tolist() == [0, 1, 2]
+    rest = ("uid", "messages", "data_source", "ground_truth")
+    assert [getattr(found, name) for name in rest] == [getattr(sent, name) for name in rest]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "what"),
+    [
+        (np.array([2**40]), r"int64\[1\]"),
+        (np.array([0.5]), r"float64\[1\]"),
+        (np.zeros((2, 3), np.int32), r"int32\[2, 3\]"),
+    ],
+)
+def test_tokens_of_another_type_or_shape_are_refused(tokens: np.ndarray, what: str) -> None:
+    with pytest.raises(ContractError, match=f"prompt 0:0:0: token_ids are {what}, wanted int32"):
+        Prompt("0:0:0", tokens)
+
+
+def test_a_column_is_an_array() -> None:
+    with pytest.raises(ContractError, match="column lengths: list, wanted an array"):
+        column_sizes({"lengths": [5, 5]})  # type: ignore[dict-item]
