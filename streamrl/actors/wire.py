@@ -36,7 +36,7 @@ _SECRET_BYTES = 32
 _HEAD = struct.Struct("<QQ")
 
 Answer = Callable[[Any], Awaitable[Any]]
-_reading: set["asyncio.Task[None]"] = set()
+_reading: set["asyncio.Task[str]"] = set()
 """Keeps what reads from open connections: an event loop itself holds its tasks only weakly."""
 
 
@@ -127,8 +127,8 @@ class Connection:
         self._waiting: dict[int, asyncio.Future[memoryview]] = {}
         self.is_open = True
         self._reading = asyncio.create_task(self._receive(reader))
+        self._reading.add_done_callback(self._lose)
         _reading.add(self._reading)
-        self._reading.add_done_callback(_reading.discard)
 
     @classmethod
     async def open(cls, endpoint: Endpoint) -> "Connection":
@@ -175,11 +175,11 @@ class Connection:
         raise value
 
     def close(self) -> None:
-        """Hang up; calls under way raise ConnectionError."""
+        """Hang up; calls under way raise ConnectionResetError."""
         self._reading.cancel()
 
-    async def _receive(self, reader: asyncio.StreamReader) -> None:
-        reason = "it was closed here"
+    async def _receive(self, reader: asyncio.StreamReader) -> str:
+        """Hand the answers out, until there will be none, and why."""
         try:
             while True:
                 number, body = await _read(reader)
@@ -187,16 +187,20 @@ class Connection:
                 if waiting is not None and not waiting.done():
                     waiting.set_result(body)
         except EOFError:
-            reason = "the other side closed it"
+            return "the other side closed it"
         except OSError as error:
-            reason = str(error)
-        finally:
-            self.is_open = False
-            self._writer.close()
-            for waiting in self._waiting.values():
-                if not waiting.done():
-                    lost = ConnectionResetError(f"the connection is lost ({reason})")
-                    waiting.set_exception(lost)
+            return str(error)
+
+    def _lose(self, reading: "asyncio.Task[str]") -> None:
+        _reading.discard(reading)
+        self.is_open = False
+        self._writer.close()
+        why = "it was closed here"
+        if not reading.cancelled():
+            why = str(reading.exception() or reading.result())
+        for waiting in self._waiting.values():
+            if not waiting.done():
+                waiting.set_exception(ConnectionResetError(f"the connection is lost ({why})"))
 
 
 def _frame(number: int, message: object) -> bytes:

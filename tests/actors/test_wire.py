@@ -252,6 +252,18 @@ def test_whoever_does_not_read_for_long_is_given_up_and_the_deadline_is_not_blam
     asyncio.run(main())
 
 
+def test_a_connection_that_is_closed_at_once_takes_no_calls() -> None:
+    async def main() -> None:
+        async with listening(echo) as endpoint:
+            connection = await Connection.open(endpoint)
+            connection.close()
+            calling = connection.call("x", "shard-0.put")
+            with pytest.raises(ConnectionResetError, match="closed here"):
+                await asyncio.wait_for(calling, 5.0)
+
+    asyncio.run(main())
+
+
 def test_where_nobody_listens_the_error_names_the_place() -> None:
     async def main() -> None:
         server = await asyncio.start_server(lambda *_: None, HOST, 0)
