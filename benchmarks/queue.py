@@ -6,8 +6,10 @@ from the first put to the last acknowledgement. With 1, 2 and 4 shards, without 
 one that is synced at every group commit. In the same run, on the same flow: Ray's queue,
 TransferQueue, and memcpy as the limit (benchmarks/queue_peers.py says how each is used).
 
-`ratios` are of medians, ours without a journal at its fastest number of shards: over each peer in
-groups/s, over memcpy in MB/s, and the time with the journal over the time without.
+Everything is measured once before anything is measured again, so that a machine that changes its
+speed does so for all. Figures are medians over these rounds. `ratios` are medians of each round's
+own ratio, ours without a journal at its fastest number of shards: over each peer in groups/s, over
+memcpy in MB/s, and the time with the journal over the time without.
 """
 
 import argparse
@@ -18,7 +20,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -63,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=list(GROUPS), help="bytes")
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each, the median counts")
+    parser.add_argument("--repeats", type=int, default=3, help="rounds, their median counts")
     parser.add_argument("--producers", type=int, default=2)
     parser.add_argument("--consumers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=32, help="groups in one call")
@@ -80,42 +82,50 @@ def measure_size(size: int, arguments: argparse.Namespace) -> dict[str, Any]:
     workers = {"producers": arguments.producers, "consumers": arguments.consumers}
     many = {"num_groups": GROUPS[size], "batch": arguments.batch, **workers}
     few = {"num_groups": GROUPS[size] // 8, "batch": 1, **workers}
-    found: dict[str, Any] = {}
-    for shards in arguments.shards:
-        for journal in (False, True):
-            one = partial(stream_queue, size, shards=shards, journal=journal, **many)
-            name = f"{shards} shards, journal {'on' if journal else 'off'}"
-            found[name] = repeat(one, arguments.repeats)
-    if arguments.no_peers:
-        return found
+    ours = {
+        f"{shards} shards, journal {'on' if journal else 'off'}": partial(
+            stream_queue, size, shards=shards, journal=journal, **many
+        )
+        for shards in arguments.shards
+        for journal in (False, True)
+    }
     peers = {
-        "ray_queue": partial(ray_queue, size, **few),
-        "ray_queue_batch": partial(ray_queue, size, **many),
-        "ray_queue_references": partial(ray_queue, size, references=True, **many),
-        "transfer_queue": partial(transfer_queue, size, **many),
+        "ray_queue": partial(attempt, partial(ray_queue, size, **few)),
+        "ray_queue_batch": partial(attempt, partial(ray_queue, size, **many)),
+        "ray_queue_references": partial(attempt, partial(ray_queue, size, references=True, **many)),
+        "transfer_queue": partial(attempt, partial(transfer_queue, size, **many)),
         "memcpy": partial(memcpy, size),
     }
-    others = {name: attempt(partial(repeat, p, arguments.repeats)) for name, p in peers.items()}
-    return {**found, **others, "ratios": ratios(found, others)}
+    all_of_them = ours if arguments.no_peers else ours | peers
+    rounds = [
+        {name: measure() for name, measure in all_of_them.items()} for _ in range(arguments.repeats)
+    ]
+    found = {name: middle([one[name] for one in rounds]) for name in all_of_them}
+    if arguments.no_peers:
+        return found
+    off = max((n for n in ours if n.endswith("off")), key=lambda n: found[n]["groups_per_s"])
+    return {**found, "ratios": middle([ratios(one, off, peers) for one in rounds])}
 
 
-def repeat(measure: Callable[[], Figures], times: int) -> Figures:
-    """The median of each figure over so many runs."""
-    runs = [measure() for _ in range(times)]
-    return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
+def middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:
+    """The median of each figure over the rounds; what failed in one is not a figure."""
+    failed = [one for one in rounds if "error" in one]
+    if failed:
+        return failed[0]
+    names = set.intersection(*map(set, rounds))
+    return {n: statistics.median(one[n] for one in rounds) for n in rounds[0] if n in names}
 
 
-def ratios(ours: dict[str, Figures], others: dict[str, dict[str, Any]]) -> dict[str, float]:
-    """Ours, at its fastest number of shards, over the others; the journal's time over none's."""
-    off = max((n for n in ours if n.endswith("off")), key=lambda n: ours[n]["groups_per_s"])
-    best, kept = ours[off], ours[off.replace("off", "on")]
-    found = {
-        f"over {name}": best["groups_per_s"] / peer["groups_per_s"]
-        for name, peer in others.items()
-        if "groups_per_s" in peer
+def ratios(found: dict[str, Figures], off: str, peers: Iterable[str]) -> Figures:
+    """Of one round: ours over the peers that ran; the journal's time over the time without."""
+    ours, kept = found[off], found[off.replace("off", "on")]
+    over = {
+        f"over {name}": ours["groups_per_s"] / found[name]["groups_per_s"]
+        for name in peers
+        if "groups_per_s" in found[name]
     }
-    found["of memcpy"] = best["mb_per_s"] / others["memcpy"]["mb_per_s"]
-    return found | {"journal's time": best["groups_per_s"] / kept["groups_per_s"]}
+    over["of memcpy"] = ours["mb_per_s"] / found["memcpy"]["mb_per_s"]
+    return {**over, "journal's time": ours["groups_per_s"] / kept["groups_per_s"]}
 
 
 def stream_queue(

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 import ray
+import xxhash
 from ray.exceptions import RayError
 from ray.util.queue import Empty, Queue
 
@@ -140,9 +141,9 @@ def number(groups: list[Group], numbers: Sequence[int]) -> list[Group]:
 
 
 def score(group: Group) -> Group:
-    """Read every column; scores that tell the group's number."""
+    """Read every byte, as fast as can be; scores that tell the group's number."""
     for column in group.values():
-        column.max()
+        xxhash.xxh3_64_intdigest(column)
     return {"scores": np.full(ROLLOUTS, group["token_ids"][0], SCHEMA["scores"].dtype)}
 
 

@@ -4,14 +4,18 @@ A group is the rollouts of one prompt. In the queue it is an experience: a promp
 it (`GroupInfo`) and named columns. Columns are numpy arrays, because Ray hands those from process
 to process without a copy. A column has one entry per token of the group or one per rollout; token
 columns of a group are the rollouts laid end to end, and `lengths` says where one ends.
+
+What goes with each group between processes is a msgspec.Struct: like a frozen dataclass, but made
+and pickled in a fifth of the time.
 """
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -72,8 +76,7 @@ class FinishReason(Enum):
     ABORT = 2
 
 
-@dataclass(frozen=True, eq=False)
-class Prompt:
+class Prompt(msgspec.Struct, frozen=True, eq=False):
     """One prompt as admitted: what the generator reads and what a reward may ask for.
 
     `uid` is unique in a run and says where the prompt comes from: epoch, row, attempt.
@@ -85,7 +88,7 @@ class Prompt:
     messages: Sequence[Mapping[str, Any]] = ()
     data_source: str = ""
     ground_truth: Any = None
-    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    extra_info: Mapping[str, Any] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         tokens = self.token_ids
@@ -202,8 +205,7 @@ def group_rollouts(columns: Columns) -> list[Rollout]:
     ]
 
 
-@dataclass(frozen=True)
-class GroupInfo:
+class GroupInfo(msgspec.Struct, frozen=True):
     """What the coordinator knows of a group: sizes and versions, never tokens.
 
     `version_tokens` counts the sampled tokens per policy_version, ascending.
@@ -233,28 +235,12 @@ class GroupInfo:
             version_tokens=tuple(_count(sampled)),
         )
 
-    def to_json(self) -> dict[str, Any]:
-        """As JSON has it."""
-        return {
-            "lengths": self.lengths,
-            "num_loss_tokens": self.num_loss_tokens,
-            "version_tokens": self.version_tokens,
-        }
-
-    @classmethod
-    def from_json(cls, facts: Mapping[str, Any]) -> "GroupInfo":
-        """Inverse of `to_json`, after a trip through JSON."""
-        return cls(
-            lengths=tuple(facts["lengths"]),
-            num_loss_tokens=facts["num_loss_tokens"],
-            version_tokens=tuple((version, count) for version, count in facts["version_tokens"]),
-        )
-
 
 def _count(sampled: Array) -> Iterator[tuple[int, int]]:
     """Each version and how often it is there, ascending."""
     # All of one version, as most are, is told faster than by sorting.
-    if sampled.size and (sampled == sampled[0]).all():
+    raw = sampled.tobytes()
+    if raw and raw == raw[: sampled.itemsize] * sampled.size:
         yield int(sampled[0]), sampled.size
     else:
         versions, counts = np.unique(sampled, return_counts=True)
@@ -296,8 +282,7 @@ def check_sizes(sizes: Mapping[str, int], info: GroupInfo) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Lease:
+class Lease(msgspec.Struct, frozen=True, weakref=True):
     """The right of a stage's `holder` to work on one group. Times are of the shard's clock, s.
 
     `token` tells it from every other lease of the shard, those before a restart included. It may
@@ -329,8 +314,7 @@ class Ended:
     filtered: bool = False
 
 
-@dataclass(frozen=True, eq=False)
-class Experience:
+class Experience(msgspec.Struct, frozen=True, eq=False):
     """A leased group as a stage sees it: its prompt and the columns it asked for.
 
     `admitted_version` is the version at admission: no token of the group may be sampled by an
@@ -342,7 +326,7 @@ class Experience:
     lease: Lease
     admitted_version: int
     prompt: Prompt | None = None
-    columns: Columns = field(default_factory=dict)
+    columns: Columns = msgspec.field(default_factory=dict)
     info: GroupInfo | None = None
     ready_version: int | None = None
     ended: Ended | None = None

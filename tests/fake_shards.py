@@ -2,8 +2,9 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, cast
+
+from msgspec.structs import replace
 
 from streamrl.buffer import Bounds, Ports, QueueConfig, Shard, ShardStats
 from streamrl.buffer.blob import join, size_of

@@ -1,12 +1,13 @@
 """Columns between processes: small ones inside messages, large ones in Ray's object store."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import is_
 from typing import Any
 
 import numpy as np
 import ray
+from msgspec.structs import replace
 
 from streamrl.actors.calls import fetch_objects
 from streamrl.buffer.blob import LARGE_BYTES, Blob, join, pieces_of, size_of

@@ -7,7 +7,6 @@ stays in pieces, so that it is first copied when it is sent.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,10 +27,20 @@ _DTYPES: Mapping[str, np.dtype[np.generic]] = {
     "BOOL": np.dtype(np.bool_),
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_to_json = msgspec.json.Encoder().encode
-_from_json = msgspec.json.Decoder(dict[str, Any]).decode
 _LENGTH_BYTES = 8
 _ALIGNMENT = 8
+
+
+class _Place(msgspec.Struct):
+    """A column's line in the header."""
+
+    dtype: str
+    shape: tuple[int]
+    data_offsets: tuple[int, int]
+
+
+_to_json = msgspec.json.Encoder().encode
+_from_json = msgspec.json.Decoder(dict[str, _Place]).decode
 
 
 def encode(columns: Columns) -> Blob:
@@ -39,17 +48,13 @@ def encode(columns: Columns) -> Blob:
 
     Raises KeyError for a dtype no column may have.
     """
-    header: dict[str, object] = {}
+    header: dict[str, _Place] = {}
     offset = 0
     # The widest first, so that every column starts at a multiple of its own item size.
-    ordered = sorted(columns.items(), key=lambda item: -item[1].dtype.itemsize)
+    ordered = sorted(columns.items(), key=lambda item: -item[1].itemsize)
     for name, column in ordered:
         end = offset + column.nbytes
-        header[name] = {
-            "dtype": _NAMES[column.dtype],
-            "shape": column.shape,
-            "data_offsets": (offset, end),
-        }
+        header[name] = _Place(_NAMES[column.dtype], (column.size,), (offset, end))
         offset = end
     text = _to_json(header)
     text += b" " * (-len(text) % _ALIGNMENT)
@@ -66,14 +71,15 @@ def decode(blob: Blob) -> dict[str, Array]:
     header = _from_json(first[_LENGTH_BYTES:start])
     if pieces:
         return {
-            name: np.frombuffer(piece, _DTYPES[facts["dtype"]])
-            for (name, facts), piece in zip(header.items(), pieces, strict=True)
+            name: np.frombuffer(piece, _DTYPES[place.dtype])
+            for (name, place), piece in zip(header.items(), pieces, strict=True)
         }
-    columns: dict[str, Array] = {}
-    for name, facts in header.items():
-        offset, (size,) = start + facts["data_offsets"][0], facts["shape"]
-        columns[name] = np.frombuffer(first, _DTYPES[facts["dtype"]], size, offset)
-    return columns
+    return {
+        name: np.frombuffer(
+            first, _DTYPES[place.dtype], place.shape[0], start + place.data_offsets[0]
+        )
+        for name, place in header.items()
+    }
 
 
 def pieces_of(blob: Blob) -> tuple[Buffer, ...]:

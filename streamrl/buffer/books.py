@@ -5,13 +5,14 @@ to make it again: the micro-batches in their order. It is never cut, so that it 
 history of a uid.
 """
 
-import json
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from streamrl.buffer.blob import join
 from streamrl.buffer.journal import Log
@@ -22,6 +23,9 @@ from streamrl.messages import Ended, GroupInfo, parse_uid
 
 Rounds = tuple[tuple[tuple[tuple[str, int], ...], ...], ...]
 """Of a step: per round and rank the rollouts of a micro-batch, as uid of the group and index."""
+
+_Packed = tuple[list[tuple[int, GroupInfo]], list[list[list[tuple[int, int]]]]]
+_unpack = msgspec.json.Decoder(_Packed).decode
 
 
 @dataclass(frozen=True)
@@ -48,19 +52,19 @@ class TrainedStep:
             [[(places[uid], index) for uid, index in picks] for picks in work]
             for work in self.rounds
         ]
-        groups = [(group.ready_version, group.info.to_json()) for group in self.groups]
-        packed = zlib.compress(json.dumps([groups, rounds]).encode())
+        groups = [(group.ready_version, group.info) for group in self.groups]
+        packed = zlib.compress(msgspec.json.encode((groups, rounds)))
         return Record(_entry("step", version=self.version, uids=list(places)), packed)
 
     @classmethod
     def from_record(cls, record: Record) -> "TrainedStep":
         """Inverse of `to_record`."""
         uids = record.meta["uids"]
-        groups, rounds = json.loads(zlib.decompress(join(record.payload)))
+        groups, rounds = _unpack(zlib.decompress(join(record.payload)))
         return cls(
             version=record.meta["version"],
             groups=tuple(
-                TrainedGroup(uid, GroupInfo.from_json(info), ready)
+                TrainedGroup(uid, info, ready)
                 for uid, (ready, info) in zip(uids, groups, strict=True)
             ),
             rounds=tuple(

@@ -17,6 +17,7 @@ from streamrl.buffer.leases import Overdue, Request
 from streamrl.errors import ContractError, DeadlineError, StreamError
 from streamrl.messages import (
     ROLLOUT_COLUMNS,
+    Array,
     Columns,
     Experience,
     Filtered,
@@ -364,7 +365,9 @@ def _open(grant: Grant, columns: Sequence[str]) -> Experience:
 
 def _select(blobs: Sequence[Blob], columns: Sequence[str]) -> Columns:
     """The named columns among those of some blobs."""
-    found = {name: column for blob in blobs for name, column in decode(blob).items()}
+    found: dict[str, Array] = {}
+    for blob in blobs:
+        found |= decode(blob)
     if missing := [name for name in columns if name not in found]:
         raise ContractError(f"columns {missing} are not there, only {sorted(found)}")
     return {name: found[name] for name in columns}

@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from streamrl.buffer.blob import Blob
 from streamrl.buffer.config import Bounds
@@ -11,8 +12,7 @@ from streamrl.buffer.segment import Record
 from streamrl.errors import DeadlineError
 
 
-@dataclass(frozen=True)
-class Arrival:
+class Arrival(msgspec.Struct, frozen=True, eq=False):
     """A group on its way in: its records, and the blob of the last if it brings one."""
 
     uid: str

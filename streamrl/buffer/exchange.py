@@ -4,12 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from streamrl.buffer.blob import Blob
 from streamrl.messages import Ended, GroupInfo, Lease
 
 
-@dataclass(frozen=True, eq=False)
-class Grant:
+class Grant(msgspec.Struct, frozen=True, eq=False):
     """A leased group: what an Experience says of it, its pickled prompt, blobs with the columns."""
 
     lease: Lease
@@ -21,8 +22,7 @@ class Grant:
     blobs: tuple[Any, ...]
 
 
-@dataclass(frozen=True, eq=False)
-class Commit:
+class Commit(msgspec.Struct, frozen=True, eq=False):
     """Finished work: the blob, and the entries of each column in it."""
 
     lease: Lease

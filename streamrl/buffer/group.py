@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from streamrl.buffer.blob import Blob, join, size_of
 from streamrl.buffer.config import Ports
 from streamrl.buffer.segment import Position, Record
@@ -88,7 +90,10 @@ class Group:
 
     def held(self, stage: str, token: int) -> Held | None:
         """The lease of a token, if it is still good."""
-        return next((h for h in self.leases.get(stage, ()) if h.lease.token == token), None)
+        for held in self.leases.get(stage, ()):
+            if held.lease.token == token:
+                return held
+        return None
 
     def release(self, stage: str, token: int) -> None:
         """Take one lease back."""
@@ -150,7 +155,7 @@ def committed(
         "stage": lease.stage,
         "version": version,
         "names": sorted(names),
-        "info": info.to_json(),
+        "info": info,
     }
     return Record(meta, blob)
 
@@ -288,7 +293,7 @@ class GroupBook:
         group = self.groups.get(meta["uid"])
         if group is None or group.ended is not None:
             return []
-        group.info = group.info or GroupInfo.from_json(meta["info"])
+        group.info = group.info or msgspec.convert(meta["info"], GroupInfo)
         part = Part(frozenset(meta["names"]), size_of(record.payload), data, spot)
         group.parts[meta["stage"]] = part
         group.num_bytes += part.num_bytes

@@ -4,7 +4,9 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec.structs import replace
 
 from streamrl.buffer.group import TOKENS_PER_INCARNATION, Group, GroupBook, Held, leased
 from streamrl.buffer.segment import Record

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import msgspec
 import xxhash
 
 from streamrl.buffer.blob import Blob, Buffer, join, pieces_of, size_of
@@ -24,7 +25,7 @@ FORMAT = 1
 _FIELDS = struct.Struct("<6sHIQ")
 _HEAD_BYTES, _HEADER_BYTES = _FIELDS.size + 8, _FIELDS.size + 12
 _SEARCH_BYTES = 1 << 20
-_to_json = json.JSONEncoder(separators=(",", ":")).encode
+_to_json = json.JSONEncoder(separators=(",", ":"), default=msgspec.to_builtins).encode
 Frame = tuple[bytes, tuple[memoryview, ...]]
 
 
@@ -37,11 +38,10 @@ class Position:
     size: int
 
 
-@dataclass(frozen=True)
-class Record:
+class Record(msgspec.Struct, frozen=True):
     """What is kept: JSON-able facts with a "kind", and bytes.
 
-    Read back, tuples are lists, and the bytes are in one piece.
+    Read back, tuples are lists, structs are dicts, and the bytes are in one piece.
     """
 
     meta: Mapping[str, Any]

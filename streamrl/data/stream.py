@@ -8,10 +8,10 @@ JSON nor two numbers). What is left is a permutation per epoch and a position in
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt, make_uid, parse_uid

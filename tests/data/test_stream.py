@@ -1,10 +1,10 @@
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from streamrl.data import PromptStream
 from streamrl.errors import ConfigError
