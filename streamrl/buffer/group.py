@@ -7,7 +7,7 @@ finds in the journal. One function says what a record does, so that the two cann
 import bisect
 import math
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ class Spot:
 class Part:
     """What one stage has committed. `data` is the blob or what stands for it in the store."""
 
-    names: frozenset[str]
+    names: tuple[str, ...]
     num_bytes: int
     data: Any = None
     spot: Spot | None = None
@@ -146,7 +146,7 @@ def leased(
 
 
 def committed(
-    lease: Lease, blob: Blob, *, names: frozenset[str], info: GroupInfo, version: int
+    lease: Lease, blob: Blob, *, names: Iterable[str], info: GroupInfo, version: int
 ) -> Record:
     """A stage's columns came in; `version` was being trained then."""
     meta = {
@@ -154,7 +154,7 @@ def committed(
         "uid": lease.uid,
         "stage": lease.stage,
         "version": version,
-        "names": sorted(names),
+        "names": tuple(names),
         "info": info,
     }
     return Record(meta, blob)
@@ -294,7 +294,7 @@ class GroupBook:
         if group is None or group.ended is not None:
             return []
         group.info = group.info or msgspec.convert(meta["info"], GroupInfo)
-        part = Part(frozenset(meta["names"]), size_of(record.payload), data, spot)
+        part = Part(tuple(meta["names"]), size_of(record.payload), data, spot)
         group.parts[meta["stage"]] = part
         group.num_bytes += part.num_bytes
         group.columns.update(meta["names"])

@@ -116,9 +116,10 @@ class Shard:
             # Or a successor could give the tokens of this process again.
             await self._log.append([self._opening])
             self._opened = True
+        wanted = set(request.columns)
         repeated = self._desk.of_request(request)
         if repeated:
-            return [_grant(self._book, group, held.lease, request) for group, held in repeated]
+            return [_grant(self._book, group, held.lease, wanted) for group, held in repeated]
         self._takers[stage] += 1
         try:
             chosen = await self._await_work(request, self._clock() + wait_s)
@@ -133,7 +134,7 @@ class Shard:
         self._post(record)
         given = [(group, group.leases[stage][-1]) for group in chosen]
         self._desk.watch([held for _, held in given])
-        return [_grant(self._book, group, held.lease, request) for group, held in given]
+        return [_grant(self._book, group, held.lease, wanted) for group, held in given]
 
     async def _await_work(self, request: Request, deadline: float) -> list[Group]:
         stage, deaths = request.stage, self._deaths[request.holder]
@@ -321,8 +322,8 @@ class Shard:
             self._give_back(group, lease, f"{lease.stage}_lease_expired", reason)
 
 
-def _grant(book: GroupBook, group: Group, lease: Lease, request: Request) -> Grant:
-    blobs = [p.data for p in group.parts.values() if not p.names.isdisjoint(request.columns)]
+def _grant(book: GroupBook, group: Group, lease: Lease, wanted: set[str]) -> Grant:
+    blobs = [part.data for part in group.parts.values() if not wanted.isdisjoint(part.names)]
     return Grant(
         lease=lease,
         admitted_version=group.admitted_version,
@@ -340,10 +341,10 @@ def _info(commit: Commit, group: Group | None) -> GroupInfo | None:
 
 
 def _record(book: GroupBook, commit: Commit) -> Record:
-    names, info = frozenset(commit.sizes), _info(commit, book.groups.get(commit.lease.uid))
+    info = _info(commit, book.groups.get(commit.lease.uid))
     assert info is not None
     return transitions.committed(
-        commit.lease, commit.blob, names=names, info=info, version=book.version
+        commit.lease, commit.blob, names=commit.sizes, info=info, version=book.version
     )
 
 
@@ -365,7 +366,7 @@ def _blobs(book: GroupBook, uid: str, wanted: set[str]) -> Sequence[Any]:
     parts = group.parts if group else book.retired.get(uid)
     if parts is None:
         raise StreamError(f"group {uid} is neither in the queue nor in its journal")
-    found = [part for part in parts.values() if part.names & wanted]
+    found = [part for part in parts.values() if not wanted.isdisjoint(part.names)]
     return tuple(join(payload(part)) if part.data is None else part.data for part in found)
 
 
