@@ -19,6 +19,7 @@ from streamrl.actors.generator import GeneratorActor
 from streamrl.actors.reporting import StageActors
 from streamrl.actors.scorer import ScorerActor
 from streamrl.actors.shard import create_shards
+from streamrl.actors.starting import Starting
 from streamrl.actors.trainer import TrainerActor
 from streamrl.actors.wiring import Wiring
 from streamrl.buffer import Bounds, Files, Ports, ShardPlan
@@ -68,7 +69,7 @@ class Session:
         self._actors: dict[str, Any] = {}
         self._stages: list[StageActors] = []
         self._loops: dict[Any, str] = {}
-        self._comebacks: dict[Any, str] = {}
+        self._starting = Starting(config.generator.start_timeout_s + CALL_TIMEOUT_S)
         self._starts: dict[str, Callable[[], Any]] = {}
         self._deaths: Counter[str] = Counter()
 
@@ -83,11 +84,12 @@ class Session:
         self._stages = [self._create_stage(demand) for demand in needed]
         coordinator = self._create("coordinator", CoordinatorActor)
         wiring = self._wire(coordinator)
-        waits = {self._actors[s.name].ready.remote(): s.name for s in wiring.shards}
+        for shard in wiring.shards:
+            self._starting.add(self._actors[shard.name].ready.remote(), shard.name)
         status(f"starting {', '.join(sorted(self._actors))}")
         for demand, stage in zip(needed, self._stages, strict=True):
-            waits |= self._start_stage(demand.call, stage, wiring, checkpoint)
-        corrupt = self._await_ready(waits, status)
+            self._start_stage(demand.call, stage, wiring, checkpoint)
+        corrupt = self._await_ready(status)
         start = Start(
             prompts=self._prepared.prompts,
             eval_prompts=self._prepared.eval_prompts,
@@ -107,7 +109,7 @@ class Session:
         """Hand on every report until the run ends; `stopping` turning true ends it early.
 
         Raises the error of the first actor that fails, and DeadlineError if a run that was told
-        to stop does not.
+        to stop does not, or an actor that died does not come back.
         """
         coordinator = self._actors["coordinator"]
         seen, stop_by = 0, float("inf")
@@ -116,9 +118,10 @@ class Session:
             if stopping() and stop_by == float("inf"):
                 coordinator.request_stop.remote()
                 stop_by = time.monotonic() + STOP_TIMEOUT_S
-            done, _ = ray.wait([feed, *self._loops, *self._comebacks], timeout=POLL_S)
+            done, _ = ray.wait([feed, *self._loops, *self._starting], timeout=POLL_S)
             if time.monotonic() > stop_by:
                 raise DeadlineError(f"the run did not stop within {STOP_TIMEOUT_S:g} s")
+            self._starting.check()
             if not done:
                 continue
             finish = None if done[0] == feed else self._ended(done[0], handle)
@@ -136,8 +139,8 @@ class Session:
 
     def _ended(self, loop: Any, handle: Callable[[Report], None]) -> Finish | None:
         """What a reply that has come means: the end of the run, or that an actor is on its way."""
-        if loop in self._comebacks:
-            name = self._comebacks.pop(loop)
+        if loop in self._starting:
+            name = self._starting.pop(loop)
             fetch(loop, f"{name}.start")
             self._loops[self._actors[name].run.remote()] = name
             handle(EventReport("restarted", {"actor": name}))
@@ -160,7 +163,7 @@ class Session:
         self._deaths[name] += 1
         handle(EventReport("died", {"actor": name, "reason": reason}))
         fetch(self._actors["coordinator"].lost.remote(name), "coordinator.lost")
-        self._comebacks[self._starts[name]()] = name
+        self._starting.add(self._starts[name](), name)
 
     def close(self) -> None:
         """End every actor; what they had in memory is gone."""
@@ -207,22 +210,20 @@ class Session:
 
     def _start_stage(
         self, call: Call, stage: StageActors, wiring: Wiring, checkpoint: Checkpoint | None
-    ) -> dict[Any, str]:
-        """Let the actors of one stage start: replies to wait for, with the names behind them."""
+    ) -> None:
+        """Let the actors of one stage start."""
         arguments: tuple[Any, ...] = ()
         if stage.kind is Kind.SCORE:
             arguments = (call,)
         elif stage.kind is Kind.TRAIN:
             meeting = fetch(stage.actors[0].rendezvous.remote(), f"{stage.names[0]}.rendezvous")
             arguments = (meeting, checkpoint.trainer_dir.absolute() if checkpoint else None)
-        waits = {}
         for i, (actor, name) in enumerate(zip(stage.actors, stage.names, strict=True)):
-            waits[actor.start.remote(wiring, i, *arguments)] = name
+            self._starting.add(actor.start.remote(wiring, i, *arguments), name)
             if stage.kind in RETURNING:
                 # Waits for the new process, and dies with it like the first call.
                 again = actor.start.options(max_task_retries=-1)
                 self._starts[name] = partial(again.remote, wiring, i, *arguments)
-        return waits
 
     def _env(self, kind: Kind) -> dict[str, str]:
         """What a process must have in its environment before it imports its engine."""
@@ -249,21 +250,16 @@ class Session:
         self._actors[name] = actor
         return actor
 
-    def _await_ready(self, waits: Mapping[Any, str], status: Callable[[str], None]) -> list[str]:
+    def _await_ready(self, status: Callable[[str], None]) -> list[str]:
         """Wait for every start; raises DeadlineError naming those that did not come up.
 
         Returns what the actors that were started have to say.
         """
         said: list[str] = []
-        timeout_s = self._config.generator.start_timeout_s + CALL_TIMEOUT_S
-        deadline = time.monotonic() + timeout_s
-        waiting = dict(waits)
-        while waiting:
-            status(f"starting {', '.join(sorted(waiting.values()))}")
-            ready, _ = ray.wait(list(waiting), timeout=1.0)
+        while self._starting:
+            status(f"starting {self._starting.names}")
+            ready, _ = ray.wait(list(self._starting), timeout=1.0)
             for reply in ready:
-                said += fetch(reply, f"{waiting.pop(reply)}.start") or []
-            if waiting and time.monotonic() > deadline:
-                names = ", ".join(sorted(waiting.values()))
-                raise DeadlineError(f"{names}: not ready within {timeout_s:g} s")
+                said += fetch(reply, f"{self._starting.pop(reply)}.start") or []
+            self._starting.check()
         return said

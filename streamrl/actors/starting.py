@@ -1,0 +1,45 @@
+"""Actors on their way up: for the first time, or again after a death."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from streamrl.errors import DeadlineError
+
+
+class Starting:
+    """The replies of actors that were told to start, and by when each must have come.
+
+    Each has `timeout_s` from when it was told; times are s of `clock`. Iterates over the replies.
+    """
+
+    def __init__(self, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._timeout_s = timeout_s
+        self._clock = clock
+        self._actors: dict[Any, tuple[str, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._actors)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._actors)
+
+    @property
+    def names(self) -> str:
+        """The actors, in one phrase."""
+        return ", ".join(sorted(name for name, _ in self._actors.values()))
+
+    def add(self, reply: Any, name: str) -> None:
+        """An actor was told to start."""
+        self._actors[reply] = name, self._clock() + self._timeout_s
+
+    def pop(self, reply: Any) -> str:
+        """A reply has come; returns whose it is."""
+        return self._actors.pop(reply)[0]
+
+    def check(self) -> None:
+        """Raise DeadlineError naming the actors whose time is up."""
+        now = self._clock()
+        late = sorted(name for name, deadline in self._actors.values() if now > deadline)
+        if late:
+            raise DeadlineError(f"{', '.join(late)}: not ready within {self._timeout_s:g} s")
