@@ -176,9 +176,14 @@ def left(uids: Sequence[str], version: int) -> Record:
     return Record({"kind": "leave", "uids": list(uids), "version": version})
 
 
-def opened(session: str, incarnation: int) -> Record:
-    """A process took the shard over, the `incarnation`-th."""
-    return Record({"kind": "open", "session": session, "incarnation": incarnation})
+def opened(session: str, incarnation: int, *, forgets: bool = False) -> Record:
+    """A process took the shard over, the `incarnation`-th.
+
+    `forgets` is whether it found a damaged journal, and took back what was computed from columns
+    that are lost: who reads this journal again must do so at the same point.
+    """
+    meta = {"kind": "open", "session": session, "incarnation": incarnation}
+    return Record({**meta, "forgets": forgets})
 
 
 def sealed() -> Record:
@@ -192,6 +197,7 @@ class GroupBook:
     Retired are the groups that a journal has, for their step may have to be made again; what came
     in since is not kept. `keeps_retired` is on while a journal is read.
     `incarnation` counts the processes that had the shard; `session` is the run of the last one.
+    `is_damaged` is whether records of the journal could not be read.
     A uid comes in once in a session, the latest REMEMBERED at least.
     """
 
@@ -210,6 +216,7 @@ class GroupBook:
         self.now: Callable[[], float] = float
         self.lease_s = 0.0
         self.is_sealed = False
+        self.is_damaged = False
         self._order = 0
         self._apply = {
             "open": self._open,
@@ -250,6 +257,8 @@ class GroupBook:
 
     def _open(self, record: Record, spot: Spot | None, data: Any) -> list[Group]:
         self.incarnation = record.meta["incarnation"]
+        if record.meta.get("forgets"):
+            self.forget_incomplete()
         if self.session != record.meta["session"]:
             self.session = record.meta["session"]
             self._admitted.clear()

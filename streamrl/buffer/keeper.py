@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,8 @@ class ShardKeeper:
         self._files_journal()
         assert plan.files is not None
         base = plan.files.find_base()
-        await asyncio.to_thread(
-            snapshot, plan.stages, plan.files.journal, base, before=cut, out=out
-        )
+        write = partial(snapshot, plan.stages, plan.files.journal, base)
+        await asyncio.to_thread(write, before=cut, out=out, known=self.corrupt)
 
     def discard_before(self, cut: int) -> None:
         """A checkpoint holds the snapshot of this cut: what lies before it is not needed."""

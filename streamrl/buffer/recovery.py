@@ -5,7 +5,7 @@ its journal from the base's cut on. A snapshot is the same computed up to a late
 from files alone, beside the running shard.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +68,8 @@ def recover(
         if folder == base.folder and not book.is_sealed and not corrupt:
             raise JournalError(f"{folder}: the snapshot has lost its end")
     book.keeps_retired = False
-    if corrupt:
+    book.is_damaged = bool(corrupt)
+    if book.is_damaged:
         book.forget_incomplete()
     return book, corrupt
 
@@ -87,13 +88,23 @@ def payload(part: Part) -> Blob:
 
 
 def snapshot(
-    stages: Mapping[str, Ports], journal: Path, base: Base, *, before: int, out: Path
+    stages: Mapping[str, Ports],
+    journal: Path,
+    base: Base,
+    *,
+    before: int,
+    out: Path,
+    known: Sequence[Corrupt] = (),
 ) -> None:
-    """Write the groups as they were at a cut into a folder that `recover` takes as a base."""
+    """Write the groups as they were at a cut into a folder that `recover` takes as a base.
+
+    `known` are the damaged records without which the shard was opened. Raises JournalError for any
+    other: the shard may still have what the disk has lost.
+    """
     book, corrupt = recover(stages, journal, base, before=before)
-    if corrupt:
-        bad = corrupt[0]
-        raise JournalError(f"{bad.file}, byte {bad.position.offset}: {bad.reason}")
+    for bad in corrupt:
+        if bad not in known:
+            raise JournalError(f"{bad.file}, byte {bad.position.offset}: {bad.reason}")
     out.mkdir(parents=True, exist_ok=True)
     write_segment(out / SNAPSHOT_FILE, _records(book))
 

@@ -59,9 +59,10 @@ class Shard:
         self._asked: dict[tuple[str, str], object] = {}
         self._entrance = Entrance(book, bounds, clock=self._clock, enter=self._enter)
         self._figures = Figures(book, self._log, self._clock())
-        self._opening = transitions.opened(session, book.incarnation + 1)
-        self._opened = False
-        book.apply(self._opening)
+        opening = transitions.opened(session, book.incarnation + 1, forgets=book.is_damaged)
+        self._is_opening_safe = False
+        self._log.post([opening])
+        book.apply(opening)
         self._desk = LeaseDesk(book, lease_s=config.lease_s, hedge_s=config.hedge_s)
         for group in book.groups.values():
             group.admitted_at = self._clock()
@@ -112,10 +113,10 @@ class Shard:
         """
         self._contract.check_request(request.stage, request.columns)
         stage = request.stage
-        if not self._opened:
+        if not self._is_opening_safe:
             # Or a successor could give the tokens of this process again.
-            await self._log.append([self._opening])
-            self._opened = True
+            await self._log.append([])
+            self._is_opening_safe = True
         wanted = set(request.columns)
         repeated = self._desk.of_request(request)
         if repeated:

@@ -253,6 +253,79 @@ def test_damage_is_told_and_the_rest_goes_on(tmp_path: Path) -> None:
     lives(first, second)
 
 
+def spoil(run_dir: Path, segment: int, text: bytes) -> None:
+    """Damage the first record of a segment that has this text in it."""
+    path = segment_path(run_dir / "journal", segment)
+    content = path.read_bytes()
+    assert text in content
+    path.write_bytes(content.replace(text, text[:-1] + b"?", 1))
+
+
+def test_the_next_checkpoint_heals_a_damaged_journal(tmp_path: Path) -> None:
+    async def first() -> None:
+        keeper = ShardKeeper(plan(tmp_path))
+        await admit(keeper.shard, "a", "b")
+        await do(keeper.shard, "generate", max_groups=1)
+        await admit(keeper.shard, "c")
+
+    async def second() -> None:
+        spoil(tmp_path, 1, b"generator_logprobs")
+        keeper = ShardKeeper(plan(tmp_path, session="resumed"))
+        assert len(keeper.corrupt) == 1
+        await do(keeper.shard, "generate", max_groups=1)
+        await checkpoint(keeper, tmp_path, 1)
+
+    async def third() -> None:
+        keeper = ShardKeeper(plan(tmp_path, session="resumed again"))
+        assert not keeper.corrupt
+        assert [one.uid for one in await take(keeper.shard, "reward")] == ["a"]
+        assert [one.uid for one in await take(keeper.shard, "generate")] == ["b", "c"]
+        await keeper.close()
+
+    lives(first, second, third)
+
+
+def test_damage_found_at_a_checkpoint_only_stops_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        keeper = ShardKeeper(plan(tmp_path))
+        await admit(keeper.shard, "a")
+        await do(keeper.shard, "generate")
+        await admit(keeper.shard, "b")
+        cut = await keeper.cut()
+        spoil(tmp_path, 1, b"generator_logprobs")
+        with pytest.raises(JournalError, match="does not match its checksum"):
+            await keeper.snapshot(cut, tmp_path / "out")
+
+    lives(main)
+
+
+def test_scores_of_lost_rollouts_never_come_back_to_their_successors(tmp_path: Path) -> None:
+    async def first() -> None:
+        keeper = ShardKeeper(plan(tmp_path))
+        await admit(keeper.shard, "a")
+        await finish(keeper.shard)
+
+    async def second() -> None:
+        spoil(tmp_path, 1, b"generator_logprobs")
+        keeper = ShardKeeper(plan(tmp_path))
+        await do(keeper.shard, "generate")
+        # Killed before the new rollouts are scored; the journal still has the old scores.
+
+    async def third() -> None:
+        keeper = ShardKeeper(plan(tmp_path))
+        assert not await take(keeper.shard, "train")
+        await finish(keeper.shard)
+        await checkpoint(keeper, tmp_path, 1)
+
+    async def fourth() -> None:
+        keeper = ShardKeeper(plan(tmp_path, session="resumed"))
+        assert not keeper.corrupt
+        assert [one.uid for one in await take(keeper.shard, "train")] == ["a"]
+        await keeper.close()
+
+    lives(first, second, third, fourth)
+
+
 def test_a_process_that_was_given_up_for_dead_cannot_go_on_writing(tmp_path: Path) -> None:
     async def main() -> None:
         first, second = ShardKeeper(plan(tmp_path)), ShardKeeper(plan(tmp_path))
