@@ -91,6 +91,7 @@ class ExperienceQueue:
         self._ids = (f"{client}/{n}" for n in itertools.count())
         self._pending: dict[str, deque[Grant]] = {}
         self._held: dict[tuple[str, int], Lease] = {}
+        self._renewed_at = 0.0
 
     def shard_of(self, uid: str) -> int:
         """Index of the shard that owns `uid`; the same in every process."""
@@ -163,24 +164,46 @@ class ExperienceQueue:
         group apart. Columns are read-only views of a whole answer or of an object in the store,
         which stay as long as one of their columns does: copy what is to be kept. One request waits
         at each shard and outlives the call, so that nobody asks twice for the same; what several
-        have answered is kept here for the next call. Raises ContractError for columns that are not
-        among what the stage needs.
+        have answered is kept here for the next call. So each call renews what is held, if it is
+        time to. Raises ContractError for columns that are not among what the stage needs.
         """
-        if max_groups < 1:
-            raise ContractError(f"stage {stage} takes max_groups={max_groups}: must be at least 1")
+        for name, most in (("max_groups", max_groups), ("max_tokens", max_tokens)):
+            if most is not None and most < 1:
+                raise ContractError(f"stage {stage} takes {name}={most}: must be at least 1")
         pending = self._pending.setdefault(stage, deque())
+        if self._now() - self._renewed_at >= self.renew_every_s:
+            await self.renew()
         if not pending:
             wanted = Request(stage, self._holder, max_groups, tuple(columns), max_tokens)
             await self._await_any(wanted, wait_s)
-        taken: list[Experience] = []
+        taken: list[Grant] = []
         tokens = 0
         while pending and len(taken) < max_groups:
             info = pending[0].info
             tokens += info.num_tokens if info else 0
             if taken and max_tokens is not None and tokens > max_tokens:
                 break
-            taken.append(_open(pending.popleft(), columns))
-        return taken
+            taken.append(pending.popleft())
+        try:
+            return await self._open(taken, columns)
+        except BaseException:
+            pending.extendleft(reversed(taken))  # they are held, and must not be lost
+            raise
+
+    async def _open(self, grants: Sequence[Grant], columns: Sequence[str]) -> list[Experience]:
+        """What was granted as the user sees it."""
+        found = [_decode(grant.blobs) for grant in grants]
+        # What an earlier call for other columns has asked for may have been answered since.
+        short = [
+            grant.lease.uid
+            for grant, own in zip(grants, found, strict=True)
+            if not (grant.ended or all(name in own for name in columns))
+        ]
+        more = await self.read(short, columns) if short else {}
+        return [
+            _experience(grant, more.get(grant.lease.uid, own), columns)
+            for grant, own in zip(grants, found, strict=True)
+        ]
 
     async def _await_any(self, wanted: Request, wait_s: float) -> None:
         """Wait until a shard has answered; put what came into the stage's pending groups."""
@@ -203,6 +226,8 @@ class ExperienceQueue:
     async def _ask(self, shard: ShardFace, request: Request) -> list[Grant]:
         """What is granted is held from here on, also while nobody has come to fetch it."""
         grants = await shard.take(request, wait_s=REQUEST_WAIT_S)
+        if not self._held:
+            self._renewed_at = self._now()
         self._held.update((_key(grant.lease), grant.lease) for grant in grants)
         return grants
 
@@ -234,6 +259,7 @@ class ExperienceQueue:
 
     async def renew(self) -> list[Lease]:
         """Keep all that is held; returns the leases that were lost, whose work is in vain."""
+        self._renewed_at = self._now()
         parts = self._route([(lease.uid, lease) for lease in self._held.values()])
         lost = await _all(self.shards[i].renew(part) for i, part in parts.items())
         gone = [lease for part in lost for lease in part]
@@ -297,6 +323,9 @@ class ExperienceQueue:
         parts = await _all(shard.whereabouts(uids) for shard in self.shards)
         return {uid: phrase for part in parts for uid, phrase in part.items()}
 
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
     def _still_held(self, grants: Iterable[Grant]) -> list[Grant]:
         return [grant for grant in grants if _key(grant.lease) in self._held]
 
@@ -351,23 +380,29 @@ def _commit(lease: Lease, columns: Columns) -> Commit:
     return Commit(lease, encode(columns), sizes, info)
 
 
-def _open(grant: Grant, columns: Sequence[str]) -> Experience:
+def _experience(grant: Grant, found: Columns, columns: Sequence[str]) -> Experience:
     return Experience(
         lease=grant.lease,
         admitted_version=grant.admitted_version,
         prompt=None if grant.prompt is None else pickle.loads(grant.prompt),
-        columns={} if grant.ended else _select(grant.blobs, columns),
+        columns={} if grant.ended else {name: found[name] for name in columns},
         info=grant.info,
         ready_version=grant.ready_version,
         ended=grant.ended,
     )
 
 
-def _select(blobs: Sequence[Blob], columns: Sequence[str]) -> Columns:
-    """The named columns among those of some blobs."""
+def _decode(blobs: Sequence[Blob]) -> dict[str, Array]:
+    """The columns of some blobs."""
     found: dict[str, Array] = {}
     for blob in blobs:
         found |= decode(blob)
+    return found
+
+
+def _select(blobs: Sequence[Blob], columns: Sequence[str]) -> Columns:
+    """The named columns among those of some blobs."""
+    found = _decode(blobs)
     if missing := [name for name in columns if name not in found]:
         raise ContractError(f"columns {missing} are not there, only {sorted(found)}")
     return {name: found[name] for name in columns}

@@ -17,6 +17,7 @@ import msgspec
 from streamrl.buffer.blob import Blob, join, size_of
 from streamrl.buffer.config import Ports
 from streamrl.buffer.segment import Position, Record
+from streamrl.errors import ContractError
 from streamrl.messages import Ended, GroupInfo, Lease
 
 TOKENS_PER_INCARNATION = 1 << 40
@@ -133,8 +134,8 @@ class ReadyLine:
 
 
 def admitted(uid: str, prompt: bytes, version: int) -> Record:
-    """A prompt came in."""
-    return Record({"kind": "admit", "uid": uid, "version": version}, prompt)
+    """A prompt came in. Raises ContractError for what is no version."""
+    return Record({"kind": "admit", "uid": uid, "version": _checked(version)}, prompt)
 
 
 def leased(
@@ -172,8 +173,11 @@ def ended(uid: str, how: Ended) -> Record:
 
 
 def left(uids: Sequence[str], version: int) -> Record:
-    """Groups left the queue: trained, or their end is on the books."""
-    return Record({"kind": "leave", "uids": list(uids), "version": version})
+    """Groups left the queue: trained, or their end is on the books.
+
+    Raises ContractError for what is no version.
+    """
+    return Record({"kind": "leave", "uids": list(uids), "version": _checked(version)})
 
 
 def opened(session: str, incarnation: int, *, forgets: bool = False) -> Record:
@@ -189,6 +193,13 @@ def opened(session: str, incarnation: int, *, forgets: bool = False) -> Record:
 def sealed() -> Record:
     """A snapshot ends here: one without has lost its end."""
     return Record({"kind": "seal"})
+
+
+def _checked(version: object) -> int:
+    # Whatever is in the journal is applied at every restart: nothing may be there that cannot be.
+    if not isinstance(version, int) or isinstance(version, bool) or version < 0:
+        raise ContractError(f"version {version!r}: must be a whole number, 0 or more")
+    return version
 
 
 class GroupBook:

@@ -25,7 +25,7 @@ FORMAT = 1
 _FIELDS = struct.Struct("<6sHIQ")
 _HEAD_BYTES, _HEADER_BYTES = _FIELDS.size + 8, _FIELDS.size + 12
 _SEARCH_BYTES = 1 << 20
-_to_json = json.JSONEncoder(separators=(",", ":"), default=msgspec.to_builtins).encode
+_to_json = json.JSONEncoder(separators=(",", ":"), default=msgspec.structs.asdict).encode
 Frame = tuple[bytes, tuple[memoryview, ...]]
 
 

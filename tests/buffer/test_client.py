@@ -456,3 +456,83 @@ def test_slow_work_is_named_and_where_groups_are_can_be_asked() -> None:
         assert len(await slow.renew()) == 5
 
     run_virtual(main())
+
+
+# What shards have handed out, and the user has not come to fetch.
+
+
+def test_a_group_granted_for_other_columns_is_not_lost() -> None:
+    async def main() -> None:
+        queue = queue_of(1)
+        assert not await queue.take("train", max_groups=1, columns=("scores",), wait_s=0.05)
+        await queue.admit([prompt("0:0:0")], 0)
+        await finish(queue)
+        await asyncio.sleep(1.0)  # the first request is answered while nobody waits
+        wanted = ("scores", "token_ids")
+        (one,) = await queue.take("train", max_groups=1, columns=wanted, wait_s=1.0)
+        assert one.columns.keys() == set(wanted)
+        assert one.columns["token_ids"].tolist() == rollouts()["token_ids"].tolist()
+
+    run_virtual(main())
+
+
+def test_what_cannot_be_opened_is_still_there_for_the_next_call() -> None:
+    async def main() -> None:
+        queue = queue_of(1)
+        await queue.admit([prompt(uid) for uid in UIDS[:2]], 0)
+        await do(queue, "generate", rollouts())
+        columns = ("token_ids",)
+        assert len(await queue.take("reward", max_groups=1, columns=columns, wait_s=1.0)) == 1
+        with pytest.raises(ContractError, match="nope"):
+            await queue.take("reward", max_groups=1, columns=("nope",), wait_s=1.0)
+        assert len(await queue.take("reward", max_groups=1, columns=columns, wait_s=1.0)) == 1
+
+    run_virtual(main())
+
+
+def test_groups_that_wait_in_the_client_do_not_expire_while_it_works_on_others() -> None:
+    async def main() -> None:
+        queue = queue_of(4)
+        uids = {f"0:{i}:0" for i in range(12)}
+        await queue.admit([prompt(uid) for uid in uids], 0)
+        done = []
+        for _ in range(12):
+            (one,) = await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
+            await asyncio.sleep(6.0)  # each well within its lease
+            assert await queue.put([(one.lease, rollouts())]) == []
+            done.append((one.uid, one.lease.attempt))
+        assert sorted(done) == sorted((uid, 1) for uid in uids)
+
+    run_virtual(main())
+
+
+def test_a_lease_that_ended_over_a_long_silence_is_not_handed_out() -> None:
+    async def main() -> None:
+        queue = queue_of(2)
+        await queue.admit([prompt(f"0:{i}:0") for i in range(8)], 0)
+        assert await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
+        await asyncio.sleep(30.0)
+        (one,) = await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
+        assert await queue.put([(one.lease, rollouts())]) == []
+
+    run_virtual(main())
+
+
+@pytest.mark.parametrize("version", [None, "0", 1.5, True, -1, np.int64(1)])
+def test_what_is_no_version_is_refused_and_leaves_no_trace(version: object) -> None:
+    async def main() -> None:
+        (shard,) = local_shards(1)
+        queue = ExperienceQueue([shard], "me")
+        await queue.admit([prompt("0:0:0")], 0)
+        before = list(shard.log.records)
+        with pytest.raises(ContractError, match="version"):
+            await queue.admit([prompt("0:1:0")], version)  # type: ignore[arg-type]
+        with pytest.raises(ContractError, match="version"):
+            groups = [(prompt("0:1:0"), rollouts())]
+            await queue.add(groups, version, stage="generate")  # type: ignore[arg-type]
+        with pytest.raises(ContractError, match="version"):
+            await queue.leave(["0:0:0"], version)  # type: ignore[arg-type]
+        assert shard.log.records == before
+        await queue.admit([prompt("0:1:0")], 1)
+
+    run_virtual(main())
