@@ -92,9 +92,11 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
 
     def __post_init__(self) -> None:
         tokens = self.token_ids
-        if tokens.dtype != np.int32 or tokens.ndim != 1:
-            shape = f"{tokens.dtype}{list(tokens.shape)}"
-            raise ContractError(f"prompt {self.uid}: token_ids are {shape}, wanted int32 [P]")
+        if not isinstance(tokens, np.ndarray) or tokens.dtype != np.int32 or tokens.ndim != 1:
+            what = type(tokens).__name__
+            if isinstance(tokens, np.ndarray):
+                what = f"{tokens.dtype}{list(tokens.shape)}"
+            raise ContractError(f"prompt {self.uid}: token_ids are {what}, wanted int32 [P]")
 
     def __reduce__(self) -> tuple[Any, ...]:
         # An array's own way to be pickled takes ten times as long as all the rest of a prompt.
@@ -227,8 +229,12 @@ class GroupInfo(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, columns: Columns) -> "GroupInfo":
-        """Facts about a group that holds ROLLOUT_COLUMNS."""
-        sampled = columns["policy_version"][columns["loss_mask"]]
+        """Facts about a group that holds ROLLOUT_COLUMNS. Raises ContractError if they differ."""
+        versions, mask = columns["policy_version"], columns["loss_mask"]
+        if versions.size != mask.size:
+            sizes = f"policy_version[{versions.size}], loss_mask[{mask.size}]"
+            raise ContractError(f"columns of one group differ in length: {sizes}")
+        sampled = versions[mask]
         return cls(
             lengths=tuple(columns["lengths"].tolist()),
             num_loss_tokens=sampled.size,
@@ -254,7 +260,7 @@ def column_sizes(columns: Columns) -> dict[str, int]:
     has no spec.
     """
     for name, column in columns.items():
-        if not (name in SCHEMA or name.startswith(COMPONENT_PREFIX)):
+        if not (name in SCHEMA or str(name).startswith(COMPONENT_PREFIX)):
             raise ContractError(f"column {name}: there is no such column")
         if not isinstance(column, np.ndarray):
             raise ContractError(f"column {name}: {type(column).__name__}, wanted an array")

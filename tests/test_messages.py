@@ -33,6 +33,7 @@ def test_a_prompt_arrives_as_it_was(tokens: list[int]) -> None:
         (np.array([2**40]), r"int64\[1\]"),
         (np.array([0.5]), r"float64\[1\]"),
         (np.zeros((2, 3), np.int32), r"int32\[2, 3\]"),
+        ([1, 2], "list"),
     ],
 )
 def test_tokens_of_another_type_or_shape_are_refused(tokens: np.ndarray, what: str) -> None:

@@ -1,9 +1,11 @@
 """The experience queue without a run, for producers and consumers of one's own."""
 
 import uuid
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 
+from streamrl.actors.calls import fetch
 from streamrl.actors.remote_shard import RemoteShard
 from streamrl.actors.shard import create_shards
 from streamrl.buffer import Bounds, Files, Ports, QueueConfig, ShardPlan
@@ -18,8 +20,9 @@ def start_shards(
 ) -> list[RemoteShard]:
     """The shards of a queue, with their journals in `folder`; without one they forget in death.
 
-    What an earlier program left in the folder is there again, and nobody holds a lease on it.
-    `bounds` is the most that each shard holds. Ray must have been initialised.
+    What an earlier program left in the folder is there again, and nobody holds a lease on it; a
+    warning names what could not be read of it. `bounds` is the most that each shard holds. Ray must
+    have been initialised.
     """
     config, session = config or QueueConfig(), uuid.uuid4().hex
     plans = {
@@ -32,4 +35,8 @@ def start_shards(
         )
         for name in (f"shard-{i}" for i in range(config.shards))
     }
-    return create_shards(plans)
+    shards = create_shards(plans)
+    for shard in shards:
+        for text in fetch(shard.actor.ready.remote(), f"{shard.name}.ready"):
+            warnings.warn(f"{text}; what it held is lost or made again", stacklevel=2)
+    return shards

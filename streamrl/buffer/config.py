@@ -41,7 +41,7 @@ class QueueConfig:
     def __post_init__(self) -> None:
         if self.shards < 1:
             raise ConfigError(f"queue.shards={self.shards}: must be at least 1")
-        if self.lease_s < 1:
+        if not 1 <= self.lease_s < float("inf"):
             raise ConfigError(f"queue.lease_s={self.lease_s}: must be at least 1 s")
         if self.max_attempts < 1:
             raise ConfigError(f"queue.max_attempts={self.max_attempts}: must be at least 1")
@@ -51,7 +51,7 @@ class QueueConfig:
             raise ConfigError(
                 f"queue.on_failed_group={self.on_failed_group}: must be replace or readmit"
             )
-        if self.hedge_s is not None and self.hedge_s <= 0:
+        if self.hedge_s is not None and not self.hedge_s > 0:
             raise ConfigError(f"queue.hedge_s={self.hedge_s}: must be above 0 s, or null")
 
 
@@ -68,9 +68,19 @@ class Bounds:
     """What one shard may hold. `group_bytes` are set aside for each group at its admission.
 
     What is set aside is what makes a put never wait: only admission does. With `group_bytes` the
-    most a group can take, a shard never holds more than `num_bytes`.
+    most a group can take, a shard never holds more than `num_bytes`; with less, as much more as its
+    groups turn out larger. Raises ConfigError for bounds that let no group in.
     """
 
     groups: int
     num_bytes: float = float("inf")
     group_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.groups >= 1:
+            raise ConfigError(f"a shard of at most groups={self.groups}: must be at least 1")
+        if not self.num_bytes >= max(self.group_bytes, 1):
+            raise ConfigError(
+                f"a shard of at most num_bytes={self.num_bytes:g}: must have room for one group"
+                f" of group_bytes={self.group_bytes}"
+            )

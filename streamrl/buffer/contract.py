@@ -37,8 +37,9 @@ class Contract:
             raise ContractError(f"group {uid}: no token of it was sampled (loss_mask)")
         if info.min_version < 0:
             raise ContractError(f"group {uid}: a sampled token has no policy_version")
-        if min(info.lengths) < 1:
-            raise ContractError(f"group {uid}: a rollout of {min(info.lengths)} tokens (lengths)")
+        if min(info.lengths, default=0) < 1:
+            shortest = min(info.lengths, default=0)
+            raise ContractError(f"group {uid}: a rollout of {shortest} tokens (lengths)")
         check_sizes(commit.sizes, info)
 
     def _of(self, columns: Mapping[str, frozenset[str]], stage: str) -> frozenset[str]:

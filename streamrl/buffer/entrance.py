@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 import msgspec
 
-from streamrl.buffer.blob import Blob
+from streamrl.buffer.blob import Blob, size_of
 from streamrl.buffer.config import Bounds
 from streamrl.buffer.group import Group, GroupBook
 from streamrl.buffer.segment import Record
@@ -13,11 +13,11 @@ from streamrl.errors import DeadlineError
 
 
 class Arrival(msgspec.Struct, frozen=True, eq=False):
-    """A group on its way in: its records, and the blob of the last if it brings one."""
+    """A group on its way in: its records, and the blob of the last if it brings columns."""
 
     uid: str
     records: Sequence[Record]
-    blob: Blob | None = None
+    blob: Blob = b""
 
 
 class Entrance:
@@ -39,7 +39,7 @@ class Entrance:
         self._bounds = bounds
         self._clock = clock
         self._enter = enter
-        self._arriving: set[str] = set()
+        self._arriving: dict[str, int] = {}
         self._charged = 0
         self._space = asyncio.Event()
 
@@ -55,7 +55,9 @@ class Entrance:
                 try:
                     await self._enter(batch)
                 finally:
-                    self._arriving.difference_update(one.uid for one in batch)
+                    for one in batch:
+                        self._charged -= self._arriving.pop(one.uid)
+                    self._space.set()
             else:
                 await self._wait_space(deadline, arrivals[0].uid)
         return self._inside(arrivals)
@@ -67,8 +69,12 @@ class Entrance:
         """Those that are not on their way by another call, as far as there is room."""
         batch = []
         for one in arrivals:
-            if one.uid not in self._arriving and self._has_room():
-                self._arriving.add(one.uid)
+            # One that is too large for any shard comes into an empty one.
+            size = min(size_of(one.blob), self._bounds.num_bytes)
+            num_bytes = int(max(size, self._bounds.group_bytes, 1))
+            if one.uid not in self._arriving and self._has_room(num_bytes):
+                self._arriving[one.uid] = num_bytes
+                self._charged += num_bytes
                 batch.append(one)
         return batch
 
@@ -83,11 +89,9 @@ class Entrance:
         whole = self._book.is_whole(group)
         return group.num_bytes if whole else max(group.num_bytes, self._bounds.group_bytes)
 
-    def _has_room(self) -> bool:
-        bounds, arriving = self._bounds, len(self._arriving)
-        charged = self._charged + arriving * bounds.group_bytes
-        has_bytes = charged + max(bounds.group_bytes, 1) <= bounds.num_bytes
-        return has_bytes and len(self._book.groups) + arriving < bounds.groups
+    def _has_room(self, num_bytes: int) -> bool:
+        has_bytes = self._charged + num_bytes <= self._bounds.num_bytes
+        return has_bytes and len(self._book.groups) + len(self._arriving) < self._bounds.groups
 
     async def _wait_space(self, deadline: float, uid: str) -> None:
         self._space.clear()

@@ -25,6 +25,7 @@ FORMAT = 1
 _FIELDS = struct.Struct("<6sHIQ")
 _HEAD_BYTES, _HEADER_BYTES = _FIELDS.size + 8, _FIELDS.size + 12
 _SEARCH_BYTES = 1 << 20
+_SECTOR_BYTES = 512
 _to_json = json.JSONEncoder(separators=(",", ":"), default=msgspec.structs.asdict).encode
 Frame = tuple[bytes, tuple[memoryview, ...]]
 
@@ -123,8 +124,8 @@ def replay(
 def read_segment(path: Path) -> Iterator[tuple[Position, Record] | Corrupt]:
     """Every record of one file, in order. Raises JournalError if it cannot be read.
 
-    A bad record with nothing intact behind it is the torn end a killed writer leaves: it is cut.
-    The file stays as it is.
+    A record that was not written to its end, with nothing intact behind it, is the torn end that a
+    killed writer or a power cut leaves: it is left out. The file stays as it is.
     """
     number = int(path.stem) if path.stem.isdecimal() else 0
     with named_errors(path), path.open("rb") as file:
@@ -133,9 +134,9 @@ def read_segment(path: Path) -> Iterator[tuple[Position, Record] | Corrupt]:
             size, found = _read_at(file, offset, end)
             if isinstance(found, str):
                 following = _next_intact(file, offset + (size or 1), end)
-                if following is None:
+                if following is None and (not size or _is_unwritten(file, offset + size)):
                     return
-                size = size or following - offset
+                size = size or (following or end) - offset
                 yield Corrupt(Position(number, offset, size), path, found)
             else:
                 yield Position(number, offset, size), found
@@ -170,6 +171,13 @@ def _read_at(file: BinaryIO, offset: int, end: int) -> tuple[int, Record | str]:
     if check != _check_body(fields, meta, (payload,), offset):
         return size, "the record does not match its checksum"
     return size, Record(json.loads(meta), payload)
+
+
+def _is_unwritten(file: BinaryIO, end: int) -> bool:
+    """Whether the last sector before `end` is zero: a file system had room for it but no data."""
+    start = (end - 1) // _SECTOR_BYTES * _SECTOR_BYTES
+    file.seek(start)
+    return not any(file.read(end - start))
 
 
 def _next_intact(file: BinaryIO, offset: int, end: int) -> int | None:

@@ -102,7 +102,7 @@ class Shard:
     async def _enter(self, arrivals: Sequence[Arrival]) -> None:
         data: list[Any] = []
         for one in arrivals:
-            data += [None] if one.blob is None else [None, self._store(one.blob)]
+            data += [None, self._store(one.blob)] if one.blob else [None]
         await self._write([record for one in arrivals for record in one.records], data)
 
     async def take(self, request: Request, *, wait_s: float) -> list[Grant]:
@@ -367,6 +367,8 @@ def _blobs(book: GroupBook, uid: str, wanted: set[str]) -> Sequence[Any]:
     parts = group.parts if group else book.retired.get(uid)
     if parts is None:
         raise StreamError(f"group {uid} is neither in the queue nor in its journal")
+    if lost := wanted.difference(*(part.names for part in parts.values())):
+        raise StreamError(f"group {uid}: no {sorted(lost)} are in the queue or in its journal")
     found = [part for part in parts.values() if not wanted.isdisjoint(part.names)]
     return tuple(join(payload(part)) if part.data is None else part.data for part in found)
 

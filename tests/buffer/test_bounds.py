@@ -1,13 +1,27 @@
 """A shard holds so many groups and bytes: admission waits, and nothing else ever does."""
 
 import asyncio
+import math
+from typing import Any
 
 import pytest
 
 from streamrl.buffer import Bounds, Shard, group
 from streamrl.buffer.blob import encode
-from streamrl.errors import DeadlineError, RewardError
-from tests.buffer.shards import STAGES, WORK, admit, do, entry, finish, make_shard, on_shard, take
+from streamrl.errors import ConfigError, DeadlineError, RewardError
+from streamrl.messages import Lease
+from tests.buffer.shards import (
+    STAGES,
+    WORK,
+    admit,
+    commit,
+    do,
+    entry,
+    finish,
+    make_shard,
+    on_shard,
+    take,
+)
 from tests.fake_shards import MemoryLog, recover
 from tests.virtual_clock import run_virtual
 
@@ -223,3 +237,47 @@ def test_without_a_largest_group_the_bytes_that_are_there_count() -> None:
         await admit(shard, "c")
 
     on_shard(test, bounds=Bounds(10, num_bytes=2 * WHOLE_BYTES))
+
+
+def test_what_comes_with_columns_is_charged_with_them_before_it_is_in() -> None:
+    async def test(shard: Shard) -> None:
+        size = len(encode(WORK["generate"]))
+        entries = [entry(uid) for uid in "abcde"]
+        commits = [commit(Lease(0, uid, "generate", 0, 0.0), WORK["generate"]) for uid in "abcde"]
+        first = asyncio.create_task(shard.add(entries[:2], commits[:2], wait_s=1.0))
+        await asyncio.sleep(0)  # it is being written
+        assert await shard.add(entries[2:], commits[2:], wait_s=1.0) == ["c"]
+        assert await first == ["a", "b"]
+        assert shard.stats().num_bytes == 3 * size
+        with pytest.raises(DeadlineError, match="full shard"):
+            await shard.add(entries[3:], commits[3:], wait_s=1.0)
+        await shard.leave(["a", "b"], 1)
+        assert await shard.add(entries[3:], commits[3:], wait_s=1.0) == ["d", "e"]
+
+    size = len(encode(WORK["generate"]))
+    on_shard(test, bounds=Bounds(100, 3 * size + 1), log=MemoryLog())
+
+
+def test_a_group_larger_than_its_shard_may_be_comes_in_alone() -> None:
+    async def test(shard: Shard) -> None:
+        entries = [entry(uid) for uid in "ab"]
+        commits = [commit(Lease(0, uid, "generate", 0, 0.0), WORK["generate"]) for uid in "ab"]
+        assert await shard.add(entries, commits, wait_s=1.0) == ["a"]
+        with pytest.raises(DeadlineError, match="full shard"):
+            await shard.add(entries[1:], commits[1:], wait_s=1.0)
+
+    on_shard(test, bounds=Bounds(100, 10), log=MemoryLog())
+
+
+@pytest.mark.parametrize(
+    ("bounds", "words"),
+    [
+        ((0,), "groups=0"),
+        ((10, 500, 600), "num_bytes=500"),
+        ((10, 0), "num_bytes=0"),
+        ((10, math.nan), "num_bytes=nan"),
+    ],
+)
+def test_bounds_that_let_nothing_in_are_refused(bounds: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        Bounds(*bounds)

@@ -12,7 +12,7 @@ import pytest
 from streamrl.buffer import Bounds, ExperienceQueue, QueueConfig
 from streamrl.buffer.blob import LARGE_BYTES
 from streamrl.buffer.leases import Overdue
-from streamrl.errors import ContractError, DeadlineError, RewardError
+from streamrl.errors import ContractError, DeadlineError, RewardError, StreamError
 from streamrl.messages import Columns, Ended, Experience, Filtered
 from tests.buffer.shards import REFERENCE, SCORES, STAGES, prompt, rollouts
 from tests.fake_shards import CALL_S, LocalShard, MemoryLog
@@ -478,14 +478,20 @@ def test_a_group_granted_for_other_columns_is_not_lost() -> None:
 
 def test_what_cannot_be_opened_is_still_there_for_the_next_call() -> None:
     async def main() -> None:
-        queue = queue_of(1)
-        await queue.admit([prompt(uid) for uid in UIDS[:2]], 0)
+        queue = queue_of(2)
+        await queue.admit([prompt(uid) for uid in UIDS], 0)
         await do(queue, "generate", rollouts())
         columns = ("token_ids",)
-        assert len(await queue.take("reward", max_groups=1, columns=columns, wait_s=1.0)) == 1
-        with pytest.raises(ContractError, match="nope"):
+        (first,) = await queue.take("reward", max_groups=1, columns=columns, wait_s=1.0)
+        await asyncio.sleep(1.0)  # the other shard has handed one out as well
+        with pytest.raises(StreamError, match=r"no \['nope'\] are in the queue"):
             await queue.take("reward", max_groups=1, columns=("nope",), wait_s=1.0)
-        assert len(await queue.take("reward", max_groups=1, columns=columns, wait_s=1.0)) == 1
+        (second,) = await queue.take("reward", max_groups=1, columns=columns, wait_s=1.0)
+        held = await queue.whereabouts([first.uid, second.uid])
+        assert all(phrase.startswith("held by me") for phrase in held.values())
+        others = set(UIDS) - {first.uid, second.uid}
+        phrases = (await queue.whereabouts(sorted(others))).values()
+        assert not any(phrase.startswith("held") for phrase in phrases)
 
     run_virtual(main())
 

@@ -251,8 +251,15 @@ def test_a_stage_that_does_not_keep_to_what_it_declared_is_told_so() -> None:
         negative = {**rollouts(), "lengths": np.array([12, -2], np.int32)}
         with pytest.raises(ContractError, match="group a: a rollout of -2 tokens"):
             await put(shard, (one.lease, negative))
-        with pytest.raises(ContractError, match="column foo: there is no such column"):
-            await put(shard, (one.lease, {**rollouts(), "foo": np.zeros(2, np.float32)}))
+        none = {**rollouts(), "lengths": np.zeros(0, np.int32)}
+        with pytest.raises(ContractError, match="group a: a rollout of 0 tokens"):
+            await put(shard, (one.lease, none))
+        uneven = {**rollouts(), "loss_mask": np.ones(9, np.bool_)}
+        with pytest.raises(ContractError, match=r"policy_version\[10\], loss_mask\[9\]"):
+            await put(shard, (one.lease, uneven))
+        for name in ("foo", 7):
+            with pytest.raises(ContractError, match=f"column {name}: there is no such column"):
+                await put(shard, (one.lease, {**rollouts(), name: np.zeros(2, np.float32)}))
         assert await put(shard, (one.lease, rollouts())) == []
 
     on_shard(test)

@@ -337,6 +337,8 @@ def test_columns_are_read_without_a_lease() -> None:
         await finish(shard)
         found = shard.read(["b", "a"], ["scores", "ref_logprobs"])
         assert [len(blobs) for blobs in found] == [2, 2]
+        with pytest.raises(StreamError, match=r"group b: no \['loss', 'mask'\] are in the queue"):
+            shard.read(["b"], ["mask", "scores", "loss"])
         await shard.leave(["a"], 1)
         with pytest.raises(StreamError, match="group a is neither in the queue nor in its journal"):
             shard.read(["a"], ["scores"])
