@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from streamrl.errors import DeadlineError, FilterError
@@ -99,6 +99,33 @@ def check_accounts(stream: Stream) -> None:
     assert not set(trained) & {uid for uid, _ in stream.ended}
 
 
+FULL_OF_ONE_THAT_WAITS = Plan(
+    seed=283,
+    steps=3,
+    groups_per_step=1,
+    group_size=1,
+    max_staleness=1,
+    shards=3,
+    generators=2,
+    scorers=2,
+    micro_batch_tokens=11,
+    generate_s=(0.1, 20.0),
+    score_s=(0.0, 0.0),
+    train_s=3.0,
+    pull_s=0.0,
+    fail_rate=0.0,
+    filter_rate=0.3,
+    duplicate_rate=0.3,
+    lost_rate=0.1,
+    stall_s=1000.0,
+    lease_s=30.0,
+    reference=True,
+    room_steps=1.0,
+)
+"""A ready group keeps a place free for one that is then filtered, and fills the shard meanwhile."""
+
+
+@example(FULL_OF_ONE_THAT_WAITS)
 @settings(max_examples=400, deadline=None)
 @given(plans)
 def test_whatever_dies_every_prompt_is_trained_once_or_accounted_for(plan: Plan) -> None:

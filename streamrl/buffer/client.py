@@ -92,6 +92,8 @@ class ExperienceQueue:
         self._pending: dict[str, deque[Grant]] = {}
         self._held: dict[tuple[str, int], Lease] = {}
         self._renewed_at = 0.0
+        self._renewal: asyncio.Future[list[Lease]] | None = None
+        self._lost: dict[tuple[str, int], Lease] = {}
 
     def shard_of(self, uid: str) -> int:
         """Index of the shard that owns `uid`; the same in every process."""
@@ -171,11 +173,12 @@ class ExperienceQueue:
             if most is not None and most < 1:
                 raise ContractError(f"stage {stage} takes {name}={most}: must be at least 1")
         pending = self._pending.setdefault(stage, deque())
-        if self._now() - self._renewed_at >= self.renew_every_s:
-            await self.renew()
+        deadline = self._now() + wait_s
+        if not await self._keep_held(wait_s):
+            return []
         if not pending:
             wanted = Request(stage, self._holder, max_groups, tuple(columns), max_tokens)
-            await self._await_any(wanted, wait_s)
+            await self._await_any(wanted, deadline - self._now())
         taken: list[Grant] = []
         tokens = 0
         while pending and len(taken) < max_groups:
@@ -189,6 +192,18 @@ class ExperienceQueue:
         except BaseException:
             pending.extendleft(reversed(taken))  # they are held, and must not be lost
             raise
+
+    async def _keep_held(self, wait_s: float) -> bool:
+        """Renew what is held, if it is time to; whether that was done within `wait_s`."""
+        if self._renewal is None and self._now() - self._renewed_at >= self.renew_every_s:
+            self._renewal = asyncio.ensure_future(self._renew())
+        if self._renewal is not None:
+            await asyncio.wait([self._renewal], timeout=wait_s)
+            if not self._renewal.done():
+                return False
+            renewal, self._renewal = self._renewal, None
+            self._lost.update((_key(lease), lease) for lease in renewal.result())
+        return True
 
     async def _open(self, grants: Sequence[Grant], columns: Sequence[str]) -> list[Experience]:
         """What was granted as the user sees it."""
@@ -259,6 +274,11 @@ class ExperienceQueue:
 
     async def renew(self) -> list[Lease]:
         """Keep all that is held; returns the leases that were lost, whose work is in vain."""
+        gone = await self._renew()
+        lost, self._lost = self._lost, {}
+        return [*lost.values(), *gone]
+
+    async def _renew(self) -> list[Lease]:
         self._renewed_at = self._now()
         parts = self._route([(lease.uid, lease) for lease in self._held.values()])
         lost = await _all(self.shards[i].renew(part) for i, part in parts.items())
@@ -332,6 +352,7 @@ class ExperienceQueue:
     def _forget(self, leases: Iterable[Lease]) -> None:
         for lease in leases:
             self._held.pop(_key(lease), None)
+            self._lost.pop(_key(lease), None)
 
     def _forget_groups(self, uids: Sequence[str]) -> None:
         gone = set(uids)

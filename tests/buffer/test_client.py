@@ -512,6 +512,39 @@ def test_groups_that_wait_in_the_client_do_not_expire_while_it_works_on_others()
     run_virtual(main())
 
 
+def test_a_lease_that_a_take_finds_lost_is_told_by_the_next_renewal() -> None:
+    async def main() -> None:
+        queue = queue_of(1)
+        await queue.admit([prompt("0:0:0")], 0)
+        (one,) = await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
+        await asyncio.sleep(30.0)
+        (again,) = await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
+        assert await queue.renew() == [one.lease]
+        assert await queue.renew() == []
+        assert await queue.put([(again.lease, rollouts())]) == []
+
+    run_virtual(main())
+
+
+def test_a_take_ends_in_time_though_a_shard_is_away_when_leases_are_due() -> None:
+    async def main() -> None:
+        shards = local_shards(1)
+        queue, clock = ExperienceQueue(shards, "me"), asyncio.get_running_loop().time
+        await queue.admit([prompt("0:0:0")], 0)
+        (one,) = await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
+        await queue.admit([prompt("0:1:0")], 0)  # and the lease is in the log
+        await asyncio.sleep(6.0)
+        shards[0].kill()
+        before = clock()
+        assert await queue.take("generate", max_groups=1, columns=(), wait_s=1.0) == []
+        assert clock() == before + 1.0
+        shards[0].revive()
+        (two,) = await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
+        assert await queue.put([(one.lease, rollouts()), (two.lease, rollouts())]) == []
+
+    run_virtual(main())
+
+
 def test_a_lease_that_ended_over_a_long_silence_is_not_handed_out() -> None:
     async def main() -> None:
         queue = queue_of(2)
