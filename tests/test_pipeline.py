@@ -144,7 +144,16 @@ def test_a_group_that_cannot_be_scored_is_dropped_counted_and_replaced() -> None
 
 
 def test_a_step_may_take_longer_than_any_call_waits_for_room() -> None:
-    plan = Plan(train_s=2000.0, stall_s=10_000.0, room_steps=1.0, shards=1)
+    # Groups so large that the step's own and those next to come fill the shard.
+    plan = Plan(
+        steps=2,
+        group_size=12,
+        micro_batch_tokens=1000,
+        train_s=700.0,
+        stall_s=10_000.0,
+        room_steps=1.0,
+        shards=1,
+    )
     stream = run_virtual(run_stream(plan))
     assert len(stream.outcomes) == plan.steps
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ class Launched:
             env={**os.environ, **(env or {}), MARK: self._mark},
             start_new_session=True,
         )
+        # Whatever becomes of the test, its run must not go on beside the tests that follow.
+        self._end = weakref.finalize(self, _kill_group, self.process)
 
     @property
     def output(self) -> str:
@@ -47,16 +50,20 @@ class Launched:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            os.killpg(self.process.pid, signal.SIGKILL)
+            self._end()
             raise AssertionError(f"did not end in {timeout_s:g} s:\n{self.output}") from None
 
     def until(self, condition: Callable[[], bool], timeout_s: float = 180.0) -> None:
         """Wait for something to become true while it runs."""
         deadline = time.monotonic() + timeout_s
-        while not condition():
-            assert self.process.poll() is None, f"it ended early:\n{self.output}"
-            assert time.monotonic() < deadline, f"not in {timeout_s:g} s:\n{self.output}"
-            time.sleep(0.1)
+        try:
+            while not condition():
+                assert self.process.poll() is None, f"it ended early:\n{self.output}"
+                assert time.monotonic() < deadline, f"not in {timeout_s:g} s:\n{self.output}"
+                time.sleep(0.1)
+        except BaseException:
+            self._end()
+            raise
 
     def interrupt(self) -> None:
         """Ctrl-C: the terminal signals the whole process group."""
@@ -83,6 +90,13 @@ class Launched:
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.2)
         return [" ".join(process.cmdline()) for process in left]
+
+
+def _kill_group(process: "subprocess.Popen[bytes]") -> None:
+    """The command and what it started in its group; Ray's processes end without their driver."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def rows(run_dir: Path) -> list[dict[str, Any]]:
