@@ -278,6 +278,46 @@ def test_together_the_groups_of_a_call_hold_so_many_tokens_or_are_one() -> None:
     run_virtual(main())
 
 
+def test_a_group_of_more_tokens_than_may_be_is_taken_by_itself() -> None:
+    async def main() -> None:
+        queue = queue_of(2)
+        await queue.admit([prompt(uid) for uid in UIDS[:3]], 0)
+        await do(queue, "generate", rollouts())
+        for _ in range(3):
+            assert (
+                len(await queue.take("reward", max_groups=9, columns=(), wait_s=1.0, max_tokens=1))
+                == 1
+            )
+
+    run_virtual(main())
+
+
+def test_who_takes_few_holds_no_more_of_every_shard_than_its_share() -> None:
+    async def main() -> None:
+        shards = local_shards(2)
+        mine, yours = ExperienceQueue(shards, "me"), ExperienceQueue(shards, "you")
+        await mine.admit([prompt(uid) for uid in UIDS], 0)
+        assert 0 < len(await mine.take("generate", max_groups=4, columns=(), wait_s=1.0)) <= 4
+        await asyncio.sleep(1.0)
+        assert len(await take_all(yours, "generate")) == len(UIDS) - 4
+
+    run_virtual(main())
+
+
+def test_groups_of_a_shard_that_is_started_again_count_their_age_from_then() -> None:
+    async def main() -> None:
+        (shard,) = shards = local_shards(1)
+        queue = ExperienceQueue(shards, "me")
+        await queue.admit([prompt("0:0:0")], 0)
+        await asyncio.sleep(50.0)
+        shard.kill()
+        shard.revive()
+        await asyncio.sleep(2.0)
+        assert (await queue.stats()).oldest_age_s == pytest.approx(2.0, abs=0.1)
+
+    run_virtual(main())
+
+
 def test_a_shard_that_is_started_again_is_asked_again_and_gives_the_same_leases() -> None:
     async def main() -> None:
         shards = local_shards(1)
@@ -522,6 +562,40 @@ def test_a_lease_that_a_take_finds_lost_is_told_by_the_next_renewal() -> None:
         assert await queue.renew() == [one.lease]
         assert await queue.renew() == []
         assert await queue.put([(again.lease, rollouts())]) == []
+
+    run_virtual(main())
+
+
+def test_of_a_lost_lease_whose_work_was_refused_no_renewal_tells() -> None:
+    async def main() -> None:
+        queue = queue_of(1)
+        await queue.admit([prompt("0:0:0")], 0)
+        (one,) = await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
+        await asyncio.sleep(30.0)
+        (again,) = await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
+        assert await queue.put([(one.lease, rollouts())]) == ["0:0:0"]
+        assert await queue.renew() == []
+        assert await queue.put([(again.lease, rollouts())]) == []
+
+    run_virtual(main())
+
+
+def test_what_a_shard_granted_is_not_handed_on_before_its_lease_is_known_to_be_good() -> None:
+    async def main() -> None:
+        shards = local_shards(2)
+        queue = ExperienceQueue(shards, "me")
+        uids = [next(uid for uid in UIDS if queue.shard_of(uid) == i) for i in range(2)]
+        await queue.admit([prompt(uid) for uid in uids], 0)
+        (one,) = await queue.take("generate", max_groups=1, columns=(), wait_s=1.0)
+        await asyncio.sleep(6.0)  # the other shard has answered as well, and leases are due
+        await queue.admit([prompt(uid) for uid in UIDS], 0)  # and they are in the logs
+        for shard in shards:
+            shard.kill()
+        assert await queue.take("generate", max_groups=1, columns=(), wait_s=1.0) == []
+        for shard in shards:
+            shard.revive()
+        (two,) = await queue.take("generate", max_groups=1, columns=(), wait_s=10.0)
+        assert {one.uid, two.uid} == set(uids)
 
     run_virtual(main())
 

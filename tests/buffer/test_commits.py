@@ -216,6 +216,20 @@ def test_a_group_that_came_in_by_half_is_completed_once_whoever_else_is_at_it() 
     on_shard(test, log=MemoryLog())
 
 
+def test_a_call_made_again_is_answered_once_what_the_first_one_wrote_is_safe() -> None:
+    log = MemoryLog(write_s=0.1)
+
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        first = asyncio.create_task(shard.add([entry("a")], [made("a", rollouts())], wait_s=1.0))
+        await asyncio.sleep(0.01)  # it is writing, and its caller has lost the connection
+        assert await shard.add([entry("a")], [made("a", rollouts())], wait_s=1.0) == ["a"]
+        assert "put" in [record.meta["kind"] for record in log.records]
+        await first
+
+    on_shard(test, log=log)
+
+
 def test_bad_columns_for_a_group_that_came_in_by_half_are_not_written() -> None:
     log = MemoryLog()
 
