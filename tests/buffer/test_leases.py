@@ -361,6 +361,23 @@ def test_no_token_is_given_twice_whatever_process_has_the_shard() -> None:
     run_virtual(main())
 
 
+def test_no_token_is_given_twice_though_the_record_of_who_had_the_shard_is_lost() -> None:
+    async def main() -> None:
+        log, tokens = MemoryLog(), list[int]()
+        for life in range(3):
+            shard = make_shard(log=log, book=recover(STAGES, log), session="run")
+            await admit(shard, f"{life}")
+            (one,) = await take(shard, "generate")
+            tokens.append(one.lease.token)
+            await log.append([])
+            if life == 1:
+                (lost,) = (r for r in log.records if r.meta.get("incarnation") == 2)
+                log.records.remove(lost)
+        assert len(set(tokens)) == 3
+
+    run_virtual(main())
+
+
 def test_leases_of_the_same_run_are_good_after_a_restart_for_their_full_time() -> None:
     async def main() -> None:
         log = MemoryLog()
