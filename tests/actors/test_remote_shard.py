@@ -203,7 +203,11 @@ def test_a_call_that_waits_for_long_may_lose_its_connection_now_and_then(
         admitting = asyncio.create_task(queue.admit(prompts()[:2], 0))
         for _ in range(2):
             await asyncio.sleep(1.0)
-            (await shard._connection()).close()
+            connection = await shard._connection()
+            async with asyncio.timeout(30.0):
+                while not connection._waiting:
+                    await asyncio.sleep(0.01)
+            connection.close()
         (first,) = (await shard.stats()).uids
         await queue.leave([first], 1)
         await admitting
