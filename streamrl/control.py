@@ -142,7 +142,7 @@ class Control:
 
         Raises FilterError if a step has filtered more than it may.
         """
-        # In one go: nobody else may spend the credit of a group whose prompt comes again.
+        # Nobody else books in between: the log would be ahead of the ledger.
         async with self.booking:
             again = [uid for uid, how in ended.items() if self._comes_again(uid, how)]
             prompts = [self.prompts.retry(uid) for uid in again]

@@ -18,6 +18,7 @@ from streamrl.buffer import (
     StepAssembler,
 )
 from streamrl.buffer.admission import credit_limit
+from streamrl.buffer.segment import Record
 from streamrl.control import Control, PipelineConfig
 from streamrl.errors import ConfigError, FilterError
 from streamrl.messages import Ended, Prompt
@@ -217,6 +218,31 @@ async def watch_credit(stream: Stream) -> None:
 def test_under_any_schedule_what_comes_again_spends_the_credit_it_gave_back(plan: Plan) -> None:
     stream = run_virtual(run_stream(plan, disturb=watch_credit))
     assert stream.ledger.counts.in_flight == 0
+
+
+class LateLog(MemoryLog):
+    """Says of what it has written that it is written a second later."""
+
+    async def append(self, records: Sequence[Record], *, sync: bool = True) -> None:
+        await super().append(records, sync=sync)
+        await asyncio.sleep(1.0)
+
+
+def test_whoever_books_sees_what_the_log_has_of_an_end_in_the_ledger() -> None:
+    async def main() -> None:
+        log = LateLog()
+        control, entrance = control_of(log=log), Entrance()
+        await control.admit_new(entrance)  # type: ignore[arg-type]
+        ending = asyncio.create_task(
+            control.end(entrance, {"0:1:0": FAILED})  # type: ignore[arg-type]
+        )
+        await asyncio.sleep(0.5)
+        assert log.records[-1].meta["kind"] == "end"
+        async with control.booking:
+            assert "0:1:0" not in control.admission.ledger.in_flight
+        await ending
+
+    run_virtual(main())
 
 
 # Too much is filtered.
