@@ -1,0 +1,40 @@
+"""A queue under test over shards in the same process, and its users."""
+
+from streamrl.buffer import Bounds, ExperienceQueue, QueueConfig
+from streamrl.messages import Columns, Experience
+from tests.buffer.shards import REFERENCE, SCORES, STAGES, rollouts
+from tests.fake_shards import LocalShard, MemoryLog
+
+UIDS = [f"0:{i}:0" for i in range(20)]
+
+
+def local_shards(
+    count: int, *, capacity: int = 100, hedge_s: float | None = None
+) -> list[LocalShard]:
+    config = QueueConfig(shards=count, lease_s=10.0, max_attempts=2, hedge_s=hedge_s)
+    return [LocalShard(STAGES, config, Bounds(capacity), log=MemoryLog()) for _ in range(count)]
+
+
+def queue_of(count: int) -> ExperienceQueue:
+    return ExperienceQueue(local_shards(count), "me")
+
+
+async def take_all(
+    queue: ExperienceQueue, stage: str, columns: tuple[str, ...] = (), *, max_groups: int = 3
+) -> list[Experience]:
+    taken: list[Experience] = []
+    while found := await queue.take(stage, max_groups=max_groups, columns=columns, wait_s=1.0):
+        assert len(found) <= max_groups
+        taken += found
+    return taken
+
+
+async def do(queue: ExperienceQueue, stage: str, columns: Columns) -> None:
+    taken = await take_all(queue, stage)
+    assert await queue.put([(one.lease, columns) for one in taken]) == []
+
+
+async def finish(queue: ExperienceQueue) -> None:
+    await do(queue, "generate", rollouts(version=3))
+    await do(queue, "reward", SCORES)
+    await do(queue, "reference", REFERENCE)
