@@ -117,7 +117,8 @@ class Control:
             self.assembler.admit(uid, version)
         held = set((await queue.stats()).uids)
         await queue.leave(sorted(held - in_flight.keys()), self.admission.version)
-        missing = sorted(in_flight.keys() - held, key=lambda uid: in_flight[uid])
+        # Not a difference of sets: which comes first must not depend on how strings are hashed.
+        missing = sorted((uid for uid in in_flight if uid not in held), key=in_flight.__getitem__)
         self.arriving.update(missing)
         self.returning += [self.prompts.prompt(uid) for uid in missing]
 

@@ -245,6 +245,22 @@ def test_whoever_books_sees_what_the_log_has_of_an_end_in_the_ledger() -> None:
     run_virtual(main())
 
 
+def test_what_the_books_do_not_have_in_flight_leaves_the_queue_and_what_is_missing_returns() -> (
+    None
+):
+    async def main() -> None:
+        shard = LocalShard(STAGES, QueueConfig(), Bounds(10), log=MemoryLog())
+        control, queue = control_of(), ExperienceQueue([shard], "coordinator")
+        await control.books.admit(uids(3), 0)
+        # One of the three has got in, and one that the books have let go.
+        await queue.admit([FakePrompts.prompt(uid) for uid in ("0:1:0", "0:7:0")], 0)
+        await control.reconcile(queue)
+        assert (await queue.stats()).uids == ("0:1:0",)
+        assert [prompt.uid for prompt in control.returning] == ["0:0:0", "0:2:0"]
+
+    run_virtual(main())
+
+
 # Too much is filtered.
 
 
