@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 RUNTIMES = ("ray", "vllm", "deepspeed", "wandb")
 PURE = ("messages.py", "errors.py", "dataflow.py", "algorithms", "placement")
 LEVELS = (
-    {"messages", "errors"},
+    {"messages", "errors", "user_module"},
     {"algorithms", "dataflow", "placement", "resharding"},
     {
         "pipeline",

@@ -17,7 +17,8 @@ import numpy as np
 
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import COMPONENT_PREFIX, Columns, Prompt
-from streamrl.rewards.user_function import failure_place, find_function, required_parameters
+from streamrl.rewards.user_function import find_function, required_parameters
+from streamrl.user_module import failure_place
 
 #: What a user's function may ask for, by name.
 OFFERED = ("prompt", "scores", "rewards")

@@ -1,10 +1,6 @@
 """A reward function in a user's Python file: found, loaded, and told apart by its parameters."""
 
-import hashlib
-import importlib.util
 import inspect
-import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
@@ -14,6 +10,7 @@ from typing import Any
 from streamrl.data.rows import TEXT_PROMPT
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import Prompt
+from streamrl.user_module import failure_place, import_file
 
 Arguments = dict[str, Any]
 
@@ -141,10 +138,7 @@ def find_function(
     Raises ConfigError, which names a setting of `section`, if the file is missing or cannot be
     imported (with its line), or has no such function.
     """
-    file = Path(path).resolve()
-    if not file.is_file():
-        raise ConfigError(f"{section}.path={path}: no such file")
-    module = _import(file, section)
+    module = import_file(path, setting=f"{section}.path")
     if name not in vars(module):
         names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         raise ConfigError(
@@ -157,35 +151,7 @@ def find_function(
         parameters = inspect.signature(function).parameters
     except ValueError as error:  # some functions written in C do not tell
         raise ConfigError(f"{section}.function={name}: in {path}: {error}") from error
-    return str(file), function, parameters
-
-
-def _import(file: Path, section: str) -> Any:
-    if file.suffix != ".py":
-        raise ConfigError(f"{section}.path={file}: must be a .py file")
-    # A name of its own per file: two tasks may both have a reward.py.
-    name = f"streamrl_user_{hashlib.blake2b(str(file).encode(), digest_size=6).hexdigest()}"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    # Whatever a user's module does wrong while it is imported, exit() included.
-    except (Exception, SystemExit) as error:
-        del sys.modules[name]
-        raise ConfigError(f"{section}.path={failure_place(str(file), error)}") from error
-    return module
-
-
-def failure_place(path: str, error: BaseException) -> str:
-    """`path:line: type: message`, the line being the innermost of that file."""
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == path]
-    if isinstance(error, SyntaxError) and error.filename == path:
-        lines.append(error.lineno)
-    place = f"{path}:{lines[-1]}" if lines else path
-    return f"{place}: {type(error).__name__}: {' '.join(str(error).split())}"
+    return str(Path(path).resolve()), function, parameters
 
 
 def _style(path: str, name: str, parameters: Mapping[str, Parameter]) -> Style:
