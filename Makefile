@@ -12,9 +12,11 @@ SEED ?= 0
 
 BIN := .venv/bin
 STAMP = .venv/installed-for-$(DEVICE)
+# What `make parity` compares with lies beside .venv and sees its packages.
+PARITY := .venv-parity
 BASE_MODEL = $(BIN)/python examples/arithmetic/make.py
 
-.PHONY: help install demo test test-chaos lint clean
+.PHONY: help install demo test test-chaos parity lint clean
 
 help: ## list these targets (the default)
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' Makefile
@@ -33,13 +35,16 @@ test: lint ## lint, make the arithmetic base model, run the tests (ARGS="..." go
 test-chaos: $(STAMP) ## kill -9 every kind of actor at every moment of a run; most of an hour (SEED=3)
 	$(BIN)/python -m tests.chaos.run_chaos --seed $(SEED) $(ARGS)
 
+parity: $(PARITY)/installed ## compare our functions with those of verl and TRL (ARGS="--seed 3")
+	$(PARITY)/bin/python -m tests.parity.compare $(ARGS)
+
 lint: $(STAMP) ## ruff check, ruff format --check and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-clean: ## remove .venv and the tools' caches; runs/ stays
-	rm -rf .venv build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+clean: ## remove both environments and the tools' caches; runs/ stays
+	rm -rf .venv $(PARITY) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 $(STAMP): setup.cfg requirements/cpu_overrides.txt scripts/install.py
@@ -50,3 +55,11 @@ $(STAMP): setup.cfg requirements/cpu_overrides.txt scripts/install.py
 	echo 'streamrl: needs Python 3.11 or 3.12 with venv (Debian, Ubuntu: apt install python3-venv);' \
 	    'tried $(PYTHON); name another with make PYTHON=...' >&2; \
 	exit 1
+
+# verl carries its own `tests` and `scripts`, which would be imported instead of ours.
+$(PARITY)/installed: requirements/parity.txt $(STAMP)
+	$(BIN)/python -m venv --clear --without-pip $(PARITY)
+	$(BIN)/python -m pip --python $(PARITY) install -qq --no-deps --no-compile -r requirements/parity.txt
+	cd $(PARITY)/lib/python3.*/site-packages && rm -r tests scripts \
+	    && $(CURDIR)/$(BIN)/python -c 'import site; print(*site.getsitepackages())' > streamrl.pth
+	touch $@

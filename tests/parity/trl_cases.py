@@ -1,0 +1,303 @@
+"""Our functions beside what TRL's trainers do with the same numbers."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+from torch import Tensor
+from trl import GRPOConfig, GRPOTrainer, RLOOConfig
+from trl.experimental.gmpo import GMPOConfig
+from trl.rewards import get_soft_overlong_punishment
+from trl.trainer.utils import entropy_from_logits
+
+from streamrl.algorithms import advantages, correction, kl, losses, shaping
+from tests.parity.case import EQUAL, Batch, Case
+from tests.parity.told_trainers import (
+    SETTINGS,
+    ToldGMPO,
+    ToldGRPO,
+    ToldRLOO,
+    loss_of,
+    scored,
+    trainer_of,
+)
+
+BUFFER = 9
+MAX_LENGTH = 64
+THRESHOLD = 0.05
+WEIGHTS = (1.0, 0.5, 0.25)
+FIRST_REWARD = [1.0, 0.0, 0.0]
+EPS = 1e-4
+BETA = 0.3
+CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+SEQUENCE_CLIP = {"clip_low": 0.05, "clip_high": 0.08}
+grpo = partial(GRPOConfig, **SETTINGS, epsilon=0.2, epsilon_high=0.28)
+
+
+def geometric_mean() -> Case:
+    """GMPO; the one row without a token is given the advantage 0."""
+    config = GMPOConfig(**SETTINGS, epsilon=0.2, epsilon_high=0.28)
+    theirs = loss_of(trainer_of(ToldGMPO, config))
+
+    def some_at_stake(batch: Batch) -> Batch:
+        tokens = batch.loss_mask.any(-1, keepdim=True)
+        return replace(batch, row_advantages=batch.row_advantages * tokens)
+
+    return Case(
+        "losses.geometric_mean",
+        "GMPOTrainer",
+        lambda b: reduced(
+            b, losses.geometric_mean(b.log_ratio, b.row_advantages, b.loss_mask, **CLIP), "grpo"
+        ),
+        lambda b: theirs(some_at_stake(b)),
+        wrt="logprobs",
+        sizes=EQUAL,
+        note="TRL adds -A for a row without a token",
+    )
+
+
+def our_surrogate(batch: Batch) -> Tensor:
+    """The clipped loss per token."""
+    return losses.clipped_surrogate(batch.log_ratio, batch.row_advantages, **CLIP)
+
+
+def our_divergence(batch: Batch) -> Tensor:
+    """k3 per token, weighted."""
+    return BETA * kl.kl_estimate(batch.logprobs, batch.ref_logprobs, "k3")
+
+
+def reduced(batch: Batch, token_loss: Tensor, loss_type: str) -> Tensor:
+    """As TRL reduces under its `loss_type`; it counts rows without a token."""
+    mode = {
+        "grpo": "seq-mean-token-mean",
+        "bnpo": "token-mean",
+        "dapo": "token-mean",
+        "dr_grpo": "seq-mean-token-sum-norm",
+    }[loss_type]
+    rows = len(batch.loss_mask)
+    return losses.aggregate(
+        token_loss, batch.loss_mask, mode=mode, num_sequences=rows, max_length=MAX_LENGTH
+    )
+
+
+def loss_case(
+    function: str,
+    peer: str,
+    token_loss: Callable[[Batch], Tensor],
+    config: GRPOConfig,
+    *,
+    loss_type: str = "grpo",
+    beta: float = 0.0,
+    note: str = "",
+) -> Case:
+    """A loss of GRPOTrainer; `loss_type` is how it is reduced."""
+    trainer = trainer_of(ToldGRPO, config)
+    trainer.beta = beta  # only now: it would load a reference
+    return Case(
+        function,
+        f"GRPOTrainer, {peer}",
+        lambda b: reduced(b, token_loss(b), loss_type),
+        loss_of(trainer),
+        wrt="logprobs",
+        sizes=EQUAL,
+        note=note,
+    )
+
+
+def advantage_case(
+    function: str, peer: str, ours: Callable[[Batch], Tensor], config: GRPOConfig
+) -> Case:
+    """Advantages of GRPOTrainer, one per row."""
+    theirs = scored(trainer_of(ToldGRPO, config), "advantages")
+    return Case(f"advantages.{function}", f"GRPOTrainer, {peer}", ours, theirs, sizes=EQUAL)
+
+
+def scale(ours: str, theirs: str) -> Case:
+    """Group-relative advantages under one `scale_rewards`."""
+    return advantage_case(
+        f"group_relative, {ours}",
+        f"scale_rewards={theirs}",
+        lambda b: advantages.group_relative(b.scores, b.group_ids, scale=ours, eps=EPS),
+        grpo(scale_rewards=theirs, reward_weights=FIRST_REWARD),
+    )
+
+
+def our_normalize_then_sum(batch: Batch) -> Tensor:
+    """Each reward by itself, their sum over all rows: TRL adds to the deviation both times."""
+    weights = torch.tensor(WEIGHTS)
+    total = advantages.decoupled_reward_normalization(
+        batch.rewards, batch.group_ids, weights=weights, eps=EPS
+    )
+    return advantages.group_relative(total, torch.zeros_like(batch.group_ids), eps=EPS)
+
+
+def weights(level: str, mode: str, low: float | None) -> Case:
+    """The importance ratio for tokens that vLLM sampled."""
+    config = grpo(
+        vllm_importance_sampling_mode=f"{level}_{mode}",
+        vllm_importance_sampling_clip_min=low,
+        vllm_importance_sampling_clip_max=2.0,
+    )
+    trainer = trainer_of(ToldGRPO, config)
+    trainer.use_vllm = True  # only now: there is none to start
+    theirs = scored(trainer, "importance_sampling_ratio")
+    return Case(
+        f"correction.importance_weights, {level}, {mode}{', low' if low else ''}",
+        f"GRPOTrainer, vLLM {level}_{mode}",
+        lambda b: correction.importance_weights(
+            b.log_ratio, b.loss_mask, level=level, low=low, high=2.0, mode=mode
+        ),
+        lambda b: theirs(b) * b.mask,
+        sizes=EQUAL,
+        note="TRL's are not 0 where the mask is false",
+    )
+
+
+def our_off_policy_mask(batch: Batch) -> Tensor:
+    """A bool mask, [B, T]."""
+    return correction.off_policy_sequence_mask(
+        batch.log_ratio, batch.row_advantages, batch.loss_mask, threshold=THRESHOLD
+    )
+
+
+def their_off_policy_mask(batch: Batch) -> Tensor:
+    """TRL's is per row, [B, 1]."""
+    return batch.mask * GRPOTrainer.get_off_policy_mask(
+        batch.row_advantages, batch.logprobs, batch.old_logprobs, batch.mask, THRESHOLD
+    )
+
+
+def overlong(batch: Batch) -> Tensor:
+    """TRL's penalty for 1 to 3 more than the most that a row may have."""
+    width = batch.loss_mask.shape[1]
+    penalty = get_soft_overlong_punishment(width, BUFFER)
+    return torch.tensor(penalty([[0] * length for length in range(1, width + 4)]))
+
+
+def our_overlong(batch: Batch) -> Tensor:
+    """Ours."""
+    width = batch.loss_mask.shape[1]
+    return shaping.soft_overlong(torch.arange(1, width + 4), max_length=width, buffer=BUFFER)
+
+
+CASES = [
+    scale("std", "group"),
+    scale("batch", "batch"),
+    scale("none", "none"),
+    advantage_case(
+        "decoupled_reward_normalization",
+        "normalize_then_sum",
+        our_normalize_then_sum,
+        grpo(multi_objective_aggregation="normalize_then_sum", reward_weights=list(WEIGHTS)),
+    ),
+    Case(
+        "advantages.leave_one_out",
+        "RLOOTrainer",
+        lambda b: advantages.leave_one_out(b.scores, b.group_ids),
+        scored(
+            trainer_of(ToldRLOO, RLOOConfig(**SETTINGS, beta=0.0, reward_weights=FIRST_REWARD)),
+            "advantages",
+        ),
+        sizes=EQUAL,
+    ),
+    *(
+        loss_case(
+            f"losses.clipped_surrogate, as {loss_type}",
+            loss_type,
+            our_surrogate,
+            grpo(loss_type=loss_type, max_completion_length=MAX_LENGTH),
+            loss_type=loss_type,
+        )
+        for loss_type in ("grpo", "bnpo", "dapo", "dr_grpo")
+    ),
+    loss_case(
+        "losses.clipped_surrogate, dual_clip",
+        "delta",
+        lambda b: losses.clipped_surrogate(b.log_ratio, b.row_advantages, **CLIP, dual_clip=2.0),
+        grpo(loss_type="grpo", delta=2.0),
+        note="where delta is beyond the clip",
+    ),
+    loss_case(
+        "losses.sequence_clipped_surrogate",
+        "sequence level",
+        lambda b: losses.sequence_clipped_surrogate(
+            b.log_ratio, b.row_advantages, b.loss_mask, **SEQUENCE_CLIP
+        ),
+        GRPOConfig(
+            **SETTINGS,
+            loss_type="grpo",
+            importance_sampling_level="sequence",
+            epsilon=0.05,
+            epsilon_high=0.08,
+        ),
+    ),
+    loss_case(
+        "losses.clipped_importance",
+        "cispo",
+        lambda b: losses.clipped_importance(
+            b.log_ratio, b.row_advantages, logprobs=b.logprobs, clip_low=1.0, clip_high=0.5
+        ),
+        GRPOConfig(**SETTINGS, loss_type="cispo", epsilon_high=1.5),
+        loss_type="dapo",
+        note="TRL's bound is the ratio itself",
+    ),
+    loss_case(
+        "losses.soft_adaptive",
+        "sapo",
+        lambda b: losses.soft_adaptive(
+            b.log_ratio, b.row_advantages, temperature_positive=0.75, temperature_negative=1.25
+        ),
+        # Exact in float32, which TRL's are.
+        grpo(loss_type="sapo", sapo_temperature_pos=0.75, sapo_temperature_neg=1.25),
+    ),
+    geometric_mean(),
+    loss_case(
+        "kl.kl_estimate, k3, in the loss",
+        "beta",
+        lambda b: our_surrogate(b) + our_divergence(b),
+        grpo(loss_type="grpo", use_bias_correction_kl=False),
+        beta=BETA,
+        note="up to 10; TRL has no limit",
+    ),
+    loss_case(
+        "kl.kl_estimate, k3, times the ratio",
+        "beta, use_bias_correction_kl",
+        lambda b: our_surrogate(b) + losses.ratio(b.log_ratio) * our_divergence(b),
+        grpo(loss_type="grpo"),
+        beta=BETA,
+        note="up to 10; TRL has no limit",
+    ),
+    Case(
+        "losses.entropy",
+        "entropy_from_logits",
+        lambda b: losses.entropy(b.logits),
+        lambda b: entropy_from_logits(b.logits),
+        wrt="logits",
+    ),
+    *(
+        weights(level, mode, low)
+        for level in ("token", "sequence")
+        for mode, low in (("truncate", None), ("truncate", 0.5), ("mask", 0.5))
+    ),
+    Case(
+        "correction.off_policy_sequence_mask",
+        "get_off_policy_mask",
+        lambda b: our_off_policy_mask(b).double(),
+        their_off_policy_mask,
+        sizes=EQUAL,
+    ),
+    loss_case(
+        "correction.off_policy_sequence_mask, in the loss",
+        "off_policy_mask_threshold",
+        lambda b: our_surrogate(b) * our_off_policy_mask(b),
+        grpo(loss_type="grpo", off_policy_mask_threshold=THRESHOLD),
+    ),
+    Case(
+        "shaping.soft_overlong",
+        "get_soft_overlong_punishment",
+        our_overlong,
+        overlong,
+        dtype=torch.float32,
+    ),
+]

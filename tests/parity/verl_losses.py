@@ -1,0 +1,264 @@
+"""Our losses, and how they become one number, beside those of verl."""
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+from verl.trainer.ppo import core_algos
+from verl.utils import torch_functional
+from verl.workers.config import ActorConfig
+from verl.workers.config.actor import PolicyLossConfig
+
+from streamrl.algorithms import losses
+from tests.parity.case import Batch, Case
+
+COUNTS = "verl adds 1e-8 to a row's number of tokens"
+NEAR = 1e-7
+NO_CLIP = 1e9
+MAX_LENGTH = 64
+actor = partial(ActorConfig, strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1)
+
+CLIP = {"clip_low": 0.2, "clip_high": 0.28}
+CLIP_ACTOR = partial(actor, clip_ratio_low=0.2, clip_ratio_high=0.28)
+SEQUENCE_CLIP = {"clip_low": 0.05, "clip_high": 0.08}
+CLIP_COV = PolicyLossConfig(clip_cov_ratio=1.0, clip_cov_lb=0.1, clip_cov_ub=2.0)
+KL_COV = PolicyLossConfig(kl_cov_ratio=0.1, ppo_kl_coef=0.7)
+
+
+def policy_loss(
+    name: str,
+    config: ActorConfig,
+    *,
+    mode: str = "token-mean",
+    advantages: str = "advantages",
+    old: str = "old_logprobs",
+) -> Callable[[Batch], Tensor]:
+    """One of verl's policy losses, reduced as `mode` says; `advantages`, `old`: batch fields."""
+
+    def theirs(batch: Batch) -> Tensor:
+        loss, _ = core_algos.get_policy_loss_fn(name)(
+            old_log_prob=getattr(batch, old),
+            log_prob=batch.logprobs,
+            advantages=getattr(batch, advantages).expand_as(batch.mask),
+            response_mask=batch.mask,
+            loss_agg_mode=mode,
+            config=config,
+        )
+        return loss
+
+    return theirs
+
+
+def loss_case(
+    function: str,
+    peer: str,
+    token_loss: Callable[[Batch], Tensor],
+    theirs: Callable[[Batch], Tensor],
+    note: str = "",
+) -> Case:
+    """A policy loss under token-mean."""
+    return Case(
+        f"losses.{function}",
+        peer,
+        lambda b: losses.aggregate(token_loss(b), b.loss_mask, mode="token-mean"),
+        theirs,
+        wrt="logprobs",
+        note=note,
+    )
+
+
+def per_row_case(
+    function: str,
+    peer: str,
+    token_loss: Callable[[Batch], Tensor],
+    theirs: Callable[[Batch], Tensor],
+) -> Case:
+    """A policy loss that verl reduces to a mean per row."""
+    return Case(
+        f"losses.{function}",
+        peer,
+        lambda b: losses.aggregate(token_loss(b), b.loss_mask, mode="seq-mean-token-mean"),
+        theirs,
+        wrt="logprobs",
+        wider_bound=NEAR,
+        note=COUNTS,
+    )
+
+
+def in_band(batch: Batch) -> Tensor:
+    """All tokens with a covariance in the band, so that nothing is random: bool [B, T]."""
+    chosen = losses.covariance_band(
+        batch.logprobs, batch.advantages, batch.loss_mask, low=0.1, high=2.0, fraction=1.0
+    )
+    clipped = losses.outside_clip(batch.log_ratio, batch.advantages, **CLIP)
+    return chosen & ~clipped
+
+
+def agg_loss(
+    mode: str,
+    *,
+    num_tokens: int | None = None,
+    num_sequences: int | None = None,
+    max_length: int | None = None,
+) -> Case:
+    """One way to reduce, with counts of the batch or, as in a larger step, others."""
+    return Case(
+        f"losses.aggregate, {mode}{', of a larger step' if num_tokens else ''}",
+        "agg_loss",
+        lambda b: losses.aggregate(
+            b.logprobs,
+            b.loss_mask,
+            mode=mode,
+            num_tokens=num_tokens,
+            num_sequences=num_sequences,
+            max_length=max_length,
+        ),
+        lambda b: core_algos.agg_loss(
+            b.logprobs,
+            b.mask,
+            mode,
+            batch_num_tokens=num_tokens,
+            global_batch_size=num_sequences,
+            loss_scale_factor=max_length,
+        ),
+        wrt="logprobs",
+        wider_bound=NEAR if mode == "seq-mean-token-mean" else None,
+        note=COUNTS if mode == "seq-mean-token-mean" else "",
+    )
+
+
+def value_loss(clip: float | None) -> Case:
+    """The critic's, clipped or not."""
+    return Case(
+        f"losses.value_loss, {'clip' if clip else 'no clip'}",
+        "compute_value_loss",
+        lambda b: losses.aggregate(
+            losses.value_loss(b.values, b.returns, b.old_values, clip=clip),
+            b.loss_mask,
+            mode="token-mean",
+        ),
+        lambda b: core_algos.compute_value_loss(
+            b.values, b.returns, b.old_values, b.mask, clip or NO_CLIP
+        )[0],
+        wrt="values",
+    )
+
+
+CASES = [
+    loss_case(
+        "clipped_surrogate",
+        "vanilla",
+        lambda b: losses.clipped_surrogate(b.log_ratio, b.advantages, **CLIP),
+        policy_loss("vanilla", CLIP_ACTOR(clip_ratio_c=NO_CLIP)),
+    ),
+    loss_case(
+        "clipped_surrogate, dual_clip",
+        "vanilla, clip_ratio_c",
+        lambda b: losses.clipped_surrogate(b.log_ratio, b.advantages, **CLIP, dual_clip=2.0),
+        policy_loss("vanilla", CLIP_ACTOR(clip_ratio_c=2.0)),
+    ),
+    loss_case(
+        "clipped_surrogate, dual_clip, far",
+        "vanilla, clip_ratio_c",
+        lambda b: losses.clipped_surrogate(
+            b.logprobs - b.far_logprobs, b.advantages, **CLIP, dual_clip=2.0
+        ),
+        policy_loss("vanilla", CLIP_ACTOR(clip_ratio_c=2.0), old="far_logprobs"),
+    ),
+    per_row_case(
+        "sequence_clipped_surrogate",
+        "gspo",
+        lambda b: losses.sequence_clipped_surrogate(
+            b.log_ratio, b.advantages, b.loss_mask, **SEQUENCE_CLIP
+        ),
+        policy_loss(
+            "gspo",
+            actor(clip_ratio_low=0.05, clip_ratio_high=0.08),
+            mode="seq-mean-token-mean",
+        ),
+    ),
+    loss_case(
+        "clipped_importance",
+        "cispo",
+        lambda b: losses.clipped_importance(b.log_ratio, b.advantages, logprobs=b.logprobs, **CLIP),
+        policy_loss("cispo", CLIP_ACTOR()),
+    ),
+    Case(
+        "losses.geometric_mean",
+        "geo_mean",
+        lambda b: losses.aggregate(
+            losses.geometric_mean(b.log_ratio, b.row_advantages, b.loss_mask, **CLIP),
+            b.loss_mask,
+            mode="seq-mean-token-mean",
+            num_sequences=len(b.mask),
+        ),
+        policy_loss("geo_mean", CLIP_ACTOR(), advantages="row_advantages"),
+        wrt="logprobs",
+        wider_bound=NEAR,
+        note=COUNTS + "; rows without one count",
+    ),
+    per_row_case(
+        "soft_adaptive",
+        "sapo",
+        lambda b: losses.soft_adaptive(
+            b.log_ratio, b.advantages, temperature_positive=0.8, temperature_negative=1.3
+        ),
+        policy_loss("sapo", actor(tau_pos=0.8, tau_neg=1.3)),
+    ),
+    loss_case(
+        "covariance_clip",
+        "clip_cov",
+        lambda b: losses.covariance_clip(b.log_ratio, b.advantages, chosen=in_band(b), **CLIP),
+        policy_loss("clip_cov", CLIP_ACTOR(policy_loss=CLIP_COV)),
+        note="all of the band; of tokens that PPO clips verl chooses none",
+    ),
+    loss_case(
+        "covariance_kl",
+        "kl_cov",
+        lambda b: losses.covariance_kl(
+            b.log_ratio,
+            b.advantages,
+            chosen=losses.covariance_top(b.logprobs, b.advantages, b.loss_mask, fraction=0.1),
+            coef=0.7,
+        ),
+        policy_loss("kl_cov", actor(policy_loss=KL_COV)),
+    ),
+    loss_case(
+        "divergence_masked, tv",
+        "dppo_tv",
+        lambda b: losses.divergence_masked(
+            b.log_ratio, b.advantages, logprobs=b.logprobs, kind="tv", low=0.1, high=0.15, cap=1.5
+        ),
+        policy_loss("dppo_tv", actor(clip_ratio_low=0.1, clip_ratio_high=0.15, clip_ratio_c=1.5)),
+    ),
+    loss_case(
+        "divergence_masked, kl",
+        "dppo_kl",
+        lambda b: losses.divergence_masked(
+            b.log_ratio, b.advantages, logprobs=b.logprobs, kind="kl", low=0.02, high=0.03, cap=1.5
+        ),
+        policy_loss("dppo_kl", actor(clip_ratio_low=0.02, clip_ratio_high=0.03, clip_ratio_c=1.5)),
+    ),
+    loss_case(
+        "score_function",
+        "gpg",
+        lambda b: losses.score_function(b.logprobs, b.advantages),
+        policy_loss("gpg", actor()),
+    ),
+    value_loss(0.2),
+    value_loss(None),
+    Case(
+        "losses.entropy",
+        "entropy_from_logits",
+        lambda b: losses.entropy(b.logits),
+        lambda b: torch_functional.entropy_from_logits(b.logits),
+        wrt="logits",
+    ),
+    agg_loss("token-mean"),
+    agg_loss("token-mean", num_tokens=1234, num_sequences=77),
+    agg_loss("seq-mean-token-sum"),
+    agg_loss("seq-mean-token-sum", num_tokens=1234, num_sequences=77),
+    agg_loss("seq-mean-token-sum-norm", max_length=MAX_LENGTH),
+    agg_loss("seq-mean-token-mean"),
+    agg_loss("seq-mean-token-mean", num_tokens=1234, num_sequences=77),
+]

@@ -1,0 +1,94 @@
+"""Our rewards and divergences beside those of verl."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+from torch import Tensor
+from verl import DataProto
+from verl.trainer.ppo import core_algos
+from verl.workers.reward_manager.dapo import DAPORewardManager
+
+from streamrl.algorithms import kl, shaping
+from tests.parity.case import Batch, Case
+from tests.parity.verl_advantages import outcome_rewards
+
+BUFFER, FACTOR = 9, 0.7
+
+
+def divergence(kind: str, reference: str) -> Case:
+    """A KL estimate; `reference` is the field of the batch."""
+    return Case(
+        f"kl.kl_estimate, {kind}{', far' if reference == 'far_logprobs' else ''}",
+        "kl_penalty",
+        lambda b: kl.kl_estimate(b.logprobs, getattr(b, reference), kind),
+        lambda b: core_algos.kl_penalty(b.logprobs, getattr(b, reference), kind),
+        wrt="logprobs",
+    )
+
+
+def adapted(batch: Batch) -> Tensor:
+    """verl's controller after one step for each of some divergences."""
+    controllers = [core_algos.AdaptiveKLController(0.1, 0.5, 100) for _ in batch.scores]
+    for controller, divergence in zip(controllers, batch.scores.tolist(), strict=True):
+        controller.update(divergence, 16)
+    return torch.tensor([controller.value for controller in controllers], dtype=torch.float64)
+
+
+def our_adapted(batch: Batch) -> Tensor:
+    """Ours."""
+    settings = {"target": 0.5, "horizon": 100, "num_rollouts": 16}
+    coefs = [kl.adapt_coefficient(0.1, d, **settings) for d in batch.scores.tolist()]
+    return torch.tensor(coefs, dtype=torch.float64)
+
+
+def overlong(batch: Batch) -> Tensor:
+    """What verl's reward manager leaves of a score of 0, for as many tokens as a row has and 1."""
+    rows, width = batch.mask.shape
+    tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "", eos_token=".")
+    settings = SimpleNamespace(enable=True, len=BUFFER, penalty_factor=FACTOR, log=False)
+    manager = DAPORewardManager(
+        tokenizer, 0, lambda **row: 0.0, max_resp_len=width, overlong_buffer_cfg=settings
+    )
+    ids = torch.ones(rows, width + 1, dtype=torch.long)
+    lengths = batch.loss_mask.sum(-1, keepdim=True).clamp(min=1)
+    data = DataProto.from_dict(
+        tensors={
+            "prompts": ids[:, :1],
+            "responses": ids[:, 1:],
+            "attention_mask": (torch.arange(width + 1) <= lengths).long(),
+        },
+        non_tensors={
+            "reward_model": np.array([{"ground_truth": ""}] * rows, dtype=object),
+            "data_source": np.array(["parity"] * rows, dtype=object),
+        },
+    )
+    return manager(data).sum(-1)
+
+
+def our_overlong(batch: Batch) -> Tensor:
+    """Ours."""
+    lengths = batch.loss_mask.sum(-1).clamp(min=1)
+    width = batch.loss_mask.shape[1]
+    return shaping.soft_overlong(lengths, max_length=width, buffer=BUFFER, factor=FACTOR)
+
+
+CASES = [
+    *(divergence(kind, "ref_logprobs") for kind in kl.KINDS),
+    *(divergence(kind, "far_logprobs") for kind in ("k3", "k3+")),
+    Case(
+        "shaping.token_rewards",
+        "compute_rewards",
+        lambda b: shaping.token_rewards(b.scores, b.loss_mask, 0.1 * (b.values - b.returns)),
+        lambda b: core_algos.compute_rewards(outcome_rewards(b), b.values, b.returns, 0.1) * b.mask,
+    ),
+    Case(
+        "shaping.soft_overlong",
+        "DAPORewardManager",
+        our_overlong,
+        overlong,
+        dtype=torch.float32,
+        note="up to max_length; beyond it verl's goes on falling",
+    ),
+    Case("kl.adapt_coefficient", "AdaptiveKLController", our_adapted, adapted),
+]
