@@ -12,7 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from streamrl.algorithms.table import AlgorithmConfig
+from streamrl.algorithms.algorithm import Settings
+from streamrl.algorithms.config import AlgorithmConfig
 from streamrl.buffer.admission import check_capacity
 from streamrl.buffer.config import QueueConfig
 from streamrl.checkpoint import CheckpointConfig
@@ -111,6 +112,17 @@ class RunConfig:
             raise ConfigError("data.train: missing; it names a parquet or JSONL file of prompts")
         if not self.rewards:
             raise ConfigError("rewards: empty; a run needs at least one, e.g. [{kind: exact}]")
+        longest, buffer = self.generator.max_new_tokens, self.algorithm.overlong_buffer
+        if buffer > longest:
+            raise ConfigError(
+                f"algorithm.overlong_buffer={buffer}: must be at most generator.max_new_tokens="
+                f"{longest}"
+            )
+        parts, groups = self.algorithm.mini_batches, self.pipeline.groups_per_step
+        if groups % parts:
+            raise ConfigError(
+                f"algorithm.mini_batches={parts}: must divide pipeline.groups_per_step={groups}"
+            )
         check_capacity(
             self.capacity_groups,
             depth=self.pipeline.lead,
@@ -121,6 +133,14 @@ class RunConfig:
     def run_dir(self) -> Path:
         """The run's directory."""
         return Path(self.run.dir) / self.run.name
+
+    @property
+    def settings(self) -> Settings:
+        """The algorithm's settings, with nothing left open."""
+        return self.algorithm.settings(
+            max_length=self.generator.max_new_tokens,
+            reward_weights={reward.component: reward.weight for reward in self.rewards},
+        )
 
     @property
     def capacity_groups(self) -> int:
@@ -186,8 +206,9 @@ def _make_paths_absolute(config: RunConfig) -> None:
     for reward in config.rewards:
         if reward.path:
             reward.path = str(Path(reward.path).absolute())
-    if config.filter.path:
-        config.filter.path = str(Path(config.filter.path).absolute())
+    for owner in (config.filter, config.algorithm):
+        if owner.path:
+            owner.path = str(Path(owner.path).absolute())
 
 
 def dump_config(config: RunConfig) -> str:

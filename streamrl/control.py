@@ -100,6 +100,8 @@ class Control:
     """Prompts that come again: booked, and put in by the admitting loop."""
     filtered: int = 0
     """Groups filtered since the last step."""
+    torn: bool = False
+    """The run stopped between two updates of a step: the models are those of no version."""
 
     @property
     def booked(self) -> set[str]:

@@ -31,6 +31,8 @@ class Call:
     produces: tuple[str, ...]
 
 
+POLICY = "policy"
+"""The role whose weights the generators sample from."""
 GENERATE = Call("generate", "generator", Kind.GENERATE, (), ROLLOUT_COLUMNS)
 REWARD = Call("reward", "reward", Kind.SCORE, ROLLOUT_COLUMNS, ("scores",))
 REFERENCE = Call(
@@ -96,7 +98,7 @@ def dataflow_for(columns: Iterable[str]) -> Dataflow:
 
     Raises ValueError if no source makes one of the columns.
     """
-    train = Call("train", "policy", Kind.TRAIN, tuple(columns), ())
+    train = Call("train", POLICY, Kind.TRAIN, tuple(columns), ())
     wanted = set(train.needs)
     calls: list[Call] = []
     while True:

@@ -9,6 +9,7 @@ from streamrl.buffer import ExperienceQueue, ShardStats
 from streamrl.buffer.books import TrainedGroup
 from streamrl.buffer.ledger import LedgerCounts
 from streamrl.engines.packing import Round
+from streamrl.engines.schedule import Pace, Turn
 from streamrl.messages import Experience, Prompt, Rollout
 from streamrl.serving import Result
 from streamrl.telemetry.spans import SpanRecorder
@@ -31,16 +32,24 @@ class Scorer(Protocol):
 
 
 class Trainer(Protocol):
-    """All ranks of the policy's trainer as one."""
+    """All ranks that train one model as one."""
 
     world_size: int
+    pace: Pace
 
-    async def train_round(self, work: Round) -> Mapping[str, float]:
-        """Forward and backward of one micro-batch per rank; sums to be added over the step."""
+    async def plan(self, uids: Sequence[str], turns: Sequence[Turn]) -> None:
+        """Told the groups of a step, all of them, and the turns to come, before they are made."""
         ...
 
-    async def update(self, totals: "StepTotals", version: int) -> "Update":
-        """Optimizer update from the gradients so far, published as `version`."""
+    async def train_round(self, work: Round, *, epoch: int) -> Mapping[str, float]:
+        """Forward and backward of one micro-batch per rank; sums to be added over the update."""
+        ...
+
+    async def update(self, sums: Mapping[str, float], version: int | None) -> "Update":
+        """Optimizer update from the gradients so far, published as `version` unless that is None.
+
+        `sums` are those of all its micro-batches: they say what it is normalised by.
+        """
         ...
 
 
@@ -77,33 +86,38 @@ class DeviceLease(Protocol):
 
 
 @dataclass(frozen=True)
-class StepTotals:
-    """What the summed loss of a step is normalised by, over all micro-batches and ranks."""
+class Update:
+    """What an optimizer update reports (gradient norm, ...) and the version it published, if so."""
 
-    num_loss_tokens: int
-    num_rollouts: int
+    metrics: Mapping[str, float]
+    manifest: WeightManifest | None
 
 
 @dataclass(frozen=True)
-class Update:
-    """What an optimizer update reports (gradient norm, ...) and the version it published."""
+class Made:
+    """What a trainer made of a step: the sums of its micro-batches, and its updates."""
 
-    metrics: Mapping[str, float]
-    manifest: WeightManifest
+    sums: Mapping[str, float]
+    updates: Sequence[Update]
+
+    @property
+    def manifest(self) -> WeightManifest:
+        """The version the step was published as."""
+        manifest = self.updates[-1].manifest
+        assert manifest is not None
+        return manifest
 
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """A finished step of `version`; `sums` are those of its micro-batches. Times are epoch s.
+    """A finished step of `version`; `made` is by the role that was trained. Times are epoch s.
 
     `queue` and `ledger` are as of its end, when the ledger was checked against the queue.
     """
 
     version: int
-    totals: StepTotals
     groups: Sequence[TrainedGroup]
-    sums: Mapping[str, float]
-    update: Update
+    made: Mapping[str, Made]
     queue: ShardStats
     ledger: LedgerCounts
     started_at: float

@@ -15,7 +15,7 @@ the same ones in one process on a virtual clock.
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from streamrl.buffer import ExperienceQueue
 from streamrl.control import Control, PipelineConfig
@@ -69,14 +69,14 @@ async def score(
 async def train(
     stage: Stage,
     control: Control,
-    trainer: Trainer,
+    trainers: Mapping[str, Trainer],
     config: PipelineConfig,
     *,
     report: Callable[[StepOutcome], Awaitable[None]],
 ) -> None:
     """Waits for: the groups of a step, training them as they come. Produces: the next version."""
     while not control.admission.finished:
-        outcome = await train_step(stage, control, trainer, config)
+        outcome = await train_step(stage, control, trainers, config)
         if outcome is None:
             return
         await report(outcome)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from streamrl.algorithms.table import columns_needed
+from streamrl.algorithms import columns_needed
 from streamrl.buffer.admission import check_bytes
 from streamrl.config import RunConfig
 from streamrl.data import LoadedPrompts, PromptStream, load_prompts, load_tokenizer, load_vocab_size
@@ -60,7 +60,7 @@ def prepare(config: RunConfig) -> Prepared:
     max_length = longest + config.generator.max_new_tokens
     _check_micro_batch(config, max_length)
     return Prepared(
-        dataflow=dataflow_for(columns_needed(config.algorithm)),
+        dataflow=dataflow_for(columns_needed(config.algorithm.row, config.settings)),
         prompts=PromptStream(train.prompts, seed=config.run.seed, shuffle=config.data.shuffle),
         eval_prompts=eval_prompts,
         components=rewards.names,

@@ -3,78 +3,136 @@
 import asyncio
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from streamrl.buffer.books import TrainedStep
 from streamrl.control import STALE, Control, PipelineConfig
-from streamrl.engines.packing import Packer, Round
+from streamrl.dataflow import POLICY
+from streamrl.engines.schedule import Schedule, Turn
 from streamrl.errors import DeadlineError
-from streamrl.faces import Stage, StepOutcome, StepTotals, Trainer
+from streamrl.faces import Made, Stage, StepOutcome, Trainer, Update
 from streamrl.messages import Ended
 from streamrl.serving import WAIT_S
 
 
+@dataclass(frozen=True)
+class Part:
+    """Turns that may be made now, by role; `uids` of all groups of the step once they are known."""
+
+    turns: Mapping[str, Sequence[Turn]]
+    uids: Sequence[str] = ()
+
+
 async def train_step(
-    stage: Stage, control: Control, trainer: Trainer, config: PipelineConfig
+    stage: Stage, control: Control, trainers: Mapping[str, Trainer], config: PipelineConfig
 ) -> StepOutcome | None:
-    """One optimizer step of the current version; None if the run is stopping.
+    """One step of the current version, on all `trainers` by role; None if the run is stopping.
 
     A step that is on the books already, made after the last checkpoint by a trainer that is no
     more, is made again from the same micro-batches.
     """
     version, started_at = control.admission.version, time.time()
     recorded = control.books.steps.get(version)
-    works = replay_rounds(recorded) if recorded else assemble(stage, control, trainer, config)
-    sums: dict[str, float] = {}
-    rounds: list[Round] = []
-    async for work in works:
-        if control.stopping.is_set():
-            return None
+    schedules = {role: _schedule(trainer, config) for role, trainer in trainers.items()}
+    parts = replay(recorded) if recorded else assemble(stage, control, schedules, config)
+    makers = {role: Maker(trainer, control) for role, trainer in trainers.items()}
+    async for part in parts:
         async with stage.computing(version=version):
-            add_sums(sums, await trainer.train_round(work))
-        rounds.append(work)
-    if not recorded and not control.assembler.complete:
+            await asyncio.gather(*(maker.make(role, part) for role, maker in makers.items()))
+        if control.stopping.is_set():
+            break
+    if not all(maker.is_done for maker in makers.values()):
+        control.torn = any(maker.made.updates for maker in makers.values())
         return None
-    step = recorded or TrainedStep(version, control.assembler.finish(), tuple(rounds))
-    totals = StepTotals(
-        num_loss_tokens=sum(group.info.num_loss_tokens for group in step.groups),
-        num_rollouts=sum(len(group.info.lengths) for group in step.groups),
-    )
-    async with stage.computing(version=version):
-        update = await trainer.update(totals, version + 1)
+    programs = {role: schedule.program for role, schedule in schedules.items()}
+    step = recorded or TrainedStep(version, control.assembler.finish(), programs)
+    made = {role: maker.made for role, maker in makers.items()}
     await control.books.train(step)
     # Nobody samples from a version before the step that made it is on the books.
-    control.registry.offer(update.manifest)
+    control.registry.offer(made[POLICY].manifest)
     control.admission.advance(version + 1)
     control.filtered = 0
     booked = control.booked
     figures = await stage.queue.end_step([group.uid for group in step.groups], version + 1)
     counts = control.admission.ledger.check(figures.uids, booked=booked)
-    return StepOutcome(
-        version, totals, step.groups, sums, update, figures, counts, started_at, time.time()
+    return StepOutcome(version, step.groups, made, figures, counts, started_at, time.time())
+
+
+class Maker:
+    """Makes the turns of a step on one trainer, and remembers what came of them."""
+
+    def __init__(self, trainer: Trainer, control: Control) -> None:
+        self._trainer = trainer
+        self._stopping = control.stopping
+        self._next_version = control.admission.version + 1
+        self._sums: dict[str, float] = {}
+        self._since_update: dict[str, float] = {}
+        self._updates: list[Update] = []
+
+    @property
+    def made(self) -> Made:
+        """All of it."""
+        return Made(self._sums, self._updates)
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the step has been published."""
+        return bool(self._updates) and self._updates[-1].manifest is not None
+
+    async def make(self, role: str, part: Part) -> None:
+        """One turn after the other; none any more once the run is stopping."""
+        turns = part.turns[role]
+        if part.uids:
+            await self._trainer.plan(part.uids, turns)
+        for turn in turns:
+            if self._stopping.is_set():
+                return
+            sums = await self._trainer.train_round(turn.work, epoch=turn.epoch)
+            add_sums(self._sums, sums)
+            add_sums(self._since_update, sums)
+            if turn.ends_update:
+                await self._update(self._next_version if turn.ends_step else None)
+
+    async def _update(self, version: int | None) -> None:
+        sums, self._since_update = self._since_update, {}
+        self._updates.append(await self._trainer.update(sums, version))
+
+
+def _schedule(trainer: Trainer, config: PipelineConfig) -> Schedule:
+    return Schedule(
+        trainer.pace,
+        world_size=trainer.world_size,
+        micro_batch_tokens=config.micro_batch_tokens,
     )
 
 
-async def replay_rounds(step: TrainedStep) -> AsyncIterator[Round]:
-    """The micro-batches of a step that is made again."""
-    for work in step.rounds:
-        yield work
+async def replay(step: TrainedStep) -> AsyncIterator[Part]:
+    """A step that is made again, in one part."""
+    turns = {role: list(program.turns()) for role, program in step.programs.items()}
+    yield Part(turns, [group.uid for group in step.groups])
 
 
 async def assemble(
-    stage: Stage, control: Control, trainer: Trainer, config: PipelineConfig
-) -> AsyncIterator[Round]:
-    """The micro-batches of the next step as its groups come; fewer if the run is stopping."""
-    version = control.admission.version
-    packer = Packer(world_size=trainer.world_size, micro_batch_tokens=config.micro_batch_tokens)
+    stage: Stage,
+    control: Control,
+    schedules: Mapping[str, Schedule],
+    config: PipelineConfig,
+) -> AsyncIterator[Part]:
+    """The next step as its groups come; not all of it if the run is stopping."""
+    version, uids = control.admission.version, list[str]()
     while not control.assembler.complete:
         if not await collect(stage, control, config):
             return
         for group in control.assembler.draw(version):
             assert group.info is not None
-            packer.add(group.uid, group.info.lengths)
-        for work in packer.rounds(final=control.assembler.complete):
-            yield work
+            uids.append(group.uid)
+            for schedule in schedules.values():
+                schedule.add(group.uid, group.info.lengths)
+        complete = control.assembler.complete
+        turns = {role: one.turns(complete=complete) for role, one in schedules.items()}
+        if any(turns.values()):
+            yield Part(turns, uids if complete else ())
 
 
 async def collect(stage: Stage, control: Control, config: PipelineConfig) -> bool:

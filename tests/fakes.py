@@ -7,7 +7,7 @@ import asyncio
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -25,10 +25,11 @@ from streamrl.buffer import (
 from streamrl.buffer.books import recover_books
 from streamrl.buffer.leases import Overdue
 from streamrl.control import Control, PipelineConfig
-from streamrl.dataflow import Dataflow, Kind, dataflow_for
+from streamrl.dataflow import POLICY, Dataflow, Kind, dataflow_for
 from streamrl.engines.packing import Round
+from streamrl.engines.schedule import Pace, Turn
 from streamrl.errors import RewardError
-from streamrl.faces import Stage, StepOutcome, StepTotals, Update
+from streamrl.faces import Stage, StepOutcome, Update
 from streamrl.lease import Arbiter, FreeLease, SharedLease
 from streamrl.messages import (
     ROLLOUT_COLUMNS,
@@ -58,6 +59,7 @@ from tests.fake_shards import LocalShard, MemoryLog
 STREAM_COLUMNS = (*ROLLOUT_COLUMNS, "scores")
 
 
+STREAMED = Pace()
 GROUP_BYTES = 4000
 """More than any group takes."""
 
@@ -80,6 +82,7 @@ class Plan:
     generators: int = 2
     scorers: int = 1
     world_size: int = 1
+    pace: Pace = STREAMED
     micro_batch_tokens: int = 40
     generate_s: tuple[float, float] = (0.5, 2.0)
     score_s: tuple[float, float] = (0.1, 0.5)
@@ -191,27 +194,49 @@ class FakeTrainer:
     `digests` has the weights of each version, `trained` the rollouts of each step.
     """
 
-    plan: Plan
+    train_s: float = 0.3
     world_size: int = 1
+    pace: Pace = STREAMED
     version: int = 0
     weights: int = 0
     trained: dict[int, list[tuple[str, int]]] = field(default_factory=dict)
     digests: dict[int, int] = field(default_factory=dict)
     gradient: list[Round] = field(default_factory=list)
+    seen: list[list[tuple[str, int]]] = field(default_factory=list)
+    planned: set[str] = field(default_factory=set)
+    num_updates: int = 0
 
-    async def train_round(self, work: Round) -> Mapping[str, float]:
+    async def plan(self, uids: Sequence[str], turns: Sequence[Turn]) -> None:
+        assert not self.planned
+        self.planned = set(uids)
+        assert all(uid in self.planned for turn in turns for picks in turn.work for uid, _ in picks)
+
+    async def train_round(self, work: Round, *, epoch: int) -> Mapping[str, float]:
         assert len(work) == self.world_size
-        await asyncio.sleep(self.plan.train_s)
+        await asyncio.sleep(self.train_s)
         self.gradient.append(work)
+        self.seen += [[] for _ in range(epoch + 1 - len(self.seen))]
         picks = [pick for micro_batch in work for pick in micro_batch]
+        self.seen[epoch] += picks
+        if self.pace.whole_steps:
+            assert {uid for uid, _ in picks} <= self.planned
         return {"rollouts": len(picks), "length_max": 1.0}
 
-    async def update(self, totals: StepTotals, version: int) -> Update:
-        await asyncio.sleep(self.plan.train_s)
-        assert version == self.version + 1
+    async def update(self, sums: Mapping[str, float], version: int | None) -> Update:
+        await asyncio.sleep(self.train_s)
         works, self.gradient = self.gradient, []
-        self.trained[self.version] = [p for work in works for picks in work for p in picks]
+        assert sums["rollouts"] == sum(len(picks) for work in works for picks in work)
         self.weights = hash((self.weights, tuple(works)))
+        self.num_updates += 1
+        if version is None:
+            return Update({}, None)
+        assert version == self.version + 1
+        seen, self.seen = self.seen, []
+        assert all(sorted(epoch) == sorted(seen[0]) for epoch in seen[1:]), "epochs differ"
+        assert self.num_updates == self.pace.epochs * self.pace.mini_batches
+        assert self.planned == {uid for uid, _ in seen[0]}
+        self.planned, self.num_updates = set(), 0
+        self.trained[self.version] = seen[0]
         self.version = version
         self.digests[version] = self.weights
         return Update({}, WeightManifest(version, (), ()))
@@ -311,7 +336,8 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
         for log in disk.shards
     ]
     state = disk.state
-    trainer = FakeTrainer(plan, world_size=plan.world_size)
+    pace = replace(plan.pace, mini_batches=min(plan.pace.mini_batches, plan.groups_per_step))
+    trainer = FakeTrainer(plan.train_s, plan.world_size, pace)
     prompts = FakePrompts()
     if state is not None:
         trainer.version, trainer.weights = state["trainer"]
@@ -409,9 +435,8 @@ async def run_loops(
     ]
     if disturb is not None:
         loops.append(asyncio.create_task(disturb(stream)))
-    training = asyncio.create_task(
-        train(stage("train", "trainer"), stream.control, stream.trainer, config, report=report)
-    )
+    place, trainers = stage("train", "trainer"), {POLICY: stream.trainer}
+    training = asyncio.create_task(train(place, stream.control, trainers, config, report=report))
     try:
         while not training.done():
             running = [t for own in stream.loops.values() for t in own] + loops

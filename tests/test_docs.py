@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.algorithms import ALGORITHMS
+from streamrl.cli.algorithms import markdown
 from streamrl.telemetry.contract import contract_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -13,6 +15,10 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 def test_the_metrics_page_is_the_contract() -> None:
     assert contract_table() in (ROOT / "docs" / "metrics.md").read_text()
+
+
+def test_the_algorithms_page_has_the_table() -> None:
+    assert markdown(ALGORITHMS.values()) in (ROOT / "docs" / "algorithms.md").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamrl.engines.schedule import Pace
 from streamrl.errors import DeadlineError
 from streamrl.messages import Experience, Lease
 from streamrl.serving import Desk
@@ -26,6 +27,7 @@ plans = st.builds(
     generators=st.integers(1, 3),
     scorers=st.integers(1, 2),
     world_size=st.integers(1, 2),
+    pace=st.sampled_from([Pace(), Pace(), Pace(True), Pace(True, 2, 1), Pace(True, 1, 2)]),
     micro_batch_tokens=st.integers(11, 120),
     generate_s=st.sampled_from([(0.0, 0.1), (0.5, 2.0), (0.1, 20.0)]),
     score_s=st.sampled_from([(0.0, 0.0), (0.1, 0.5), (1.0, 5.0)]),

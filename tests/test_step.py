@@ -6,9 +6,11 @@ import pytest
 
 from streamrl.buffer.books import TrainedStep
 from streamrl.control import PipelineConfig
+from streamrl.dataflow import POLICY
+from streamrl.engines.schedule import Pace
 from streamrl.errors import DeadlineError
 from streamrl.messages import parse_uid
-from streamrl.step import add_sums, replay_rounds
+from streamrl.step import add_sums, replay
 from tests.fakes import Disk, Plan, Stream, build_stream, run_loops, run_stream
 from tests.virtual_clock import run_virtual
 
@@ -37,7 +39,7 @@ def test_a_step_is_checked_against_the_queue_and_says_what_is_in_it() -> None:
     for outcome in stream.outcomes:
         assert outcome.ledger.trained == 4 * (outcome.version + 1)
         assert not set(outcome.queue.uids) & {group.uid for group in outcome.groups}
-        assert outcome.totals.num_rollouts == 8
+        assert outcome.made[POLICY].sums["rollouts"] == 8
 
 
 def test_steps_made_after_the_last_checkpoint_are_made_again_as_they_were() -> None:
@@ -72,12 +74,50 @@ def test_what_is_made_again_comes_in_the_rounds_it_was_made_in() -> None:
     recorded = TrainedStep.from_record(step)
 
     async def main() -> list[object]:
-        return [work async for work in replay_rounds(recorded)]
+        return [part async for part in replay(recorded)]
 
-    rounds = run_virtual(main())
-    assert rounds == list(recorded.rounds)
-    picks = sorted(pick for work in recorded.rounds for rank in work for pick in rank)
+    (part,) = run_virtual(main())
+    assert part.uids == [group.uid for group in recorded.groups]
+    turns = part.turns[POLICY]
+    assert turns == list(recorded.programs[POLICY].turns())
+    picks = sorted(pick for turn in turns for rank in turn.work for pick in rank)
     assert picks == sorted(stream.trainer.trained[0])
+    assert [turn.ends_step for turn in turns] == [False] * (len(turns) - 1) + [True]
+
+
+def test_a_step_of_several_updates_goes_through_all_groups_in_each_epoch() -> None:
+    plan = Plan(steps=2, pace=Pace(whole_steps=True, epochs=3, mini_batches=2))
+    stream = run_virtual(run_stream(plan))
+    for outcome in stream.outcomes:
+        made = outcome.made[POLICY]
+        assert len(made.updates) == 6
+        assert [update.manifest is not None for update in made.updates] == [False] * 5 + [True]
+        assert made.sums["rollouts"] == 3 * 8
+
+
+def test_a_run_that_stops_between_two_updates_says_that_its_models_are_of_no_version() -> None:
+    async def stop(stream: Stream) -> None:
+        while not stream.trainer.num_updates:
+            await asyncio.sleep(0.01)
+        stream.control.stopping.set()
+
+    plan = Plan(steps=1000, pace=Pace(whole_steps=True, epochs=2, mini_batches=2))
+    stream = run_virtual(run_stream(plan, disturb=stop))
+    assert stream.control.torn
+    assert stream.trainer.version == 0
+    assert not stream.outcomes
+
+
+def test_a_run_that_stops_before_an_update_is_not_torn() -> None:
+    async def stop(stream: Stream) -> None:
+        while not stream.trainer.gradient:
+            await asyncio.sleep(0.01)
+        stream.control.stopping.set()
+
+    pace = Pace(whole_steps=True, epochs=2, mini_batches=2)
+    plan = Plan(steps=1000, pace=pace, micro_batch_tokens=11)
+    stream = run_virtual(run_stream(plan, disturb=stop))
+    assert not stream.control.torn
 
 
 def test_depth_beyond_the_bound_drops_what_is_stale_and_admits_its_prompt_anew() -> None:

@@ -19,6 +19,7 @@ from streamrl.buffer import Admission, Books, ExperienceQueue, StepAssembler
 from streamrl.buffer.leases import Overdue
 from streamrl.control import Control
 from streamrl.data import PromptStream
+from streamrl.dataflow import POLICY
 from streamrl.faces import Stage, StepOutcome
 from streamrl.lease import Arbiter, FreeLease, SharedLease
 from streamrl.messages import Ended, Prompt
@@ -79,7 +80,7 @@ class CoordinatorActor:
         self._queue = ExperienceQueue(wiring.shards, "coordinator")
         self._arbiter = Arbiter(timeout_s=config.pipeline.stall_s)
         timeout_s = config.trainer.collective_timeout_s + CALL_TIMEOUT_S
-        self._trainer = TrainerGroup(cast.of("train"), timeout_s=timeout_s)
+        self._trainer = TrainerGroup(cast.of("train"), config.settings, timeout_s=timeout_s)
         self._evaluator = Evaluator(config, cast.of("generate"), cast.of("reward"))
         self._eval_prompts = start.eval_prompts
         self._cast = cast
@@ -131,7 +132,10 @@ class CoordinatorActor:
         await self._stream(reporting)
         await self._reporter.finish(reporting)
         interrupted = not control.admission.finished
-        if config.checkpoint.on_interrupt if interrupted else config.checkpoint.at_end:
+        if control.torn:
+            text = "stopped between two updates of a step: not saved; a resume makes it again"
+            self._feed.post(EventReport("note", {"text": text}))
+        elif config.checkpoint.on_interrupt if interrupted else config.checkpoint.at_end:
             await self._save()
         left = await self._queue.stats()
         await self._durability.close()
@@ -141,8 +145,9 @@ class CoordinatorActor:
     async def _stream(self, reporting: "asyncio.Task[None]") -> None:
         """Admit and train side by side; the first error of either, or of reporting, ends both."""
         stage = Stage("train", self._queue, self._train_lease(), self._loop_spans)
+        trainers = {POLICY: self._trainer}
         training = asyncio.create_task(
-            train(stage, self._control, self._trainer, self._config.pipeline, report=self._step)
+            train(stage, self._control, trainers, self._config.pipeline, report=self._step)
         )
         admitting = asyncio.create_task(admit(self._control, self._queue))
         watching = asyncio.create_task(

@@ -42,8 +42,14 @@ class HostedScorer(Protocol):
 class HostedRank(Protocol):
     """What a trainer actor hosts. Not asyncio; called from one thread."""
 
+    def plan(self, groups: Mapping[str, Columns]) -> None: ...
+
+    def look(self, groups: Mapping[str, Columns], picks: Sequence[Pick]) -> None: ...
+
+    def settle(self) -> None: ...
+
     def train_micro_batch(
-        self, groups: Mapping[str, Columns], picks: Sequence[Pick]
+        self, groups: Mapping[str, Columns], picks: Sequence[Pick], version: int
     ) -> Mapping[str, float]: ...
 
     def step(self, normaliser: float) -> Mapping[str, float]: ...
@@ -116,7 +122,8 @@ class RealEngines:
         return PolicyTrainer(
             config.model.path,
             config=config.trainer,
-            algorithm=config.algorithm,
+            row=config.algorithm.row,
+            settings=config.settings,
             temperature=config.generator.temperature,
             rank=rank,
         )

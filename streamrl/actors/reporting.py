@@ -4,15 +4,15 @@ import asyncio
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 from streamrl.actors.calls import call
 from streamrl.actors.feed import Feed, StepReport
-from streamrl.actors.trainer import step_normaliser
 from streamrl.actors.wiring import ActorReport
-from streamrl.algorithms.objective import summarise
+from streamrl.algorithms import step_normaliser, summarise
 from streamrl.config import RunConfig
-from streamrl.dataflow import Kind
+from streamrl.dataflow import POLICY, Kind
 from streamrl.errors import ActorLostError
 from streamrl.faces import StepOutcome
 from streamrl.telemetry.contract import check_row
@@ -99,7 +99,7 @@ class Reporter:
             StepFacts(
                 version=outcome.version,
                 groups=outcome.groups,
-                sums=outcome.sums,
+                sums=outcome.made[POLICY].sums,
                 metrics=self._metrics(snapshot),
                 queue=outcome.queue,
                 ledger=outcome.ledger,
@@ -164,11 +164,17 @@ class Reporter:
         return activity
 
     def _metrics(self, snapshot: Snapshot) -> dict[str, float]:
-        outcome = snapshot.outcome
-        divisor = step_normaliser(self._config, outcome.totals)
+        made = snapshot.outcome.made[POLICY]
+        divisor = step_normaliser(self._config.settings, made.sums)
         return {
-            **summarise(outcome.sums, divisor),
-            **outcome.update.metrics,
+            **summarise(made.sums, divisor),
+            **_mean([update.metrics for update in made.updates]),
             **snapshot.weights,
             **snapshot.evaluation,
         }
+
+
+def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each metric over the rows that have it."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: fmean(row[name] for row in rows if name in row) for name in names}

@@ -15,13 +15,14 @@ import ray
 
 from streamrl.actors.calls import call
 from streamrl.actors.wiring import ActorReport, Wiring
-from streamrl.algorithms.losses import normaliser
+from streamrl.algorithms import Settings, columns_derived_from, step_normaliser
 from streamrl.checkpoint import CheckpointWriter
-from streamrl.config import RunConfig
-from streamrl.engines.packing import Pick, Round
+from streamrl.engines.packing import MicroBatch, Pick, Round
 from streamrl.engines.rollout_sums import rollout_sums
+from streamrl.engines.schedule import Pace, Turn
 from streamrl.errors import ActorError
-from streamrl.faces import StepTotals, Update
+from streamrl.faces import Update
+from streamrl.messages import Columns
 from streamrl.step import add_sums
 from streamrl.weights import WeightManifest, publish
 
@@ -33,16 +34,6 @@ def free_port() -> int:
             probe.bind(("", port))
             return port
     raise ActorError("trainer: found no free port between 20000 and 32000")
-
-
-def step_normaliser(config: RunConfig, totals: StepTotals) -> float:
-    """What the summed loss of a step is divided by, as the run's aggregation has it."""
-    return normaliser(
-        config.algorithm.settings.loss_aggregation,
-        num_tokens=totals.num_loss_tokens,
-        num_sequences=totals.num_rollouts,
-        max_length=config.generator.max_new_tokens,
-    )
 
 
 @ray.remote
@@ -67,25 +58,51 @@ class TrainerActor:
         if resume_dir is not None:
             await self._in_thread(self._trainer.load, resume_dir)
 
-    async def train(self, picks: Sequence[Pick]) -> Mapping[str, float]:
-        """Forward and backward of one micro-batch; sums for the step's metrics."""
-        uids = dict.fromkeys(uid for uid, _ in picks)
-        groups = await self._stage.queue.read(uids, self._columns)
-        with self._stage.spans.span("train", rollouts=len(picks)):
-            sums = await self._in_thread(self._trainer.train_micro_batch, groups, picks)
-        return {**sums, **rollout_sums(groups, picks)}
+    async def plan(self, uids: Sequence[str], micro_batches: Sequence[MicroBatch]) -> None:
+        """Derive what needs all groups of the step, before any of them is trained.
 
-    async def update(self, totals: StepTotals, version: int) -> tuple[Mapping[str, float], Any]:
-        """Optimizer update, then publish: metrics of this rank, and the manifest on rank 0."""
-        with self._stage.spans.span("update", version=version):
-            divisor = step_normaliser(self._config, totals)
+        `micro_batches` are this rank's, to be looked at by the policy as it is now.
+        """
+        row, settings = self._config.algorithm.row, self._config.settings
+        groups = await self._stage.queue.read(uids, columns_derived_from(row, settings))
+        with self._stage.spans.span("plan", groups=len(groups)):
+            await self._in_thread(self._trainer.plan, groups)
+        for picks in micro_batches:
+            looked_at = await self._read(picks)
+            with self._stage.spans.span("look", rollouts=len(picks)):
+                await self._in_thread(self._trainer.look, looked_at, picks)
+        if micro_batches:
+            await self._in_thread(self._trainer.settle)
+
+    async def train(self, picks: Sequence[Pick], epoch: int) -> Mapping[str, float]:
+        """Forward and backward of one micro-batch; sums for the step's metrics."""
+        groups = await self._read(picks)
+        with self._stage.spans.span("train", rollouts=len(picks)):
+            sums = await self._in_thread(
+                self._trainer.train_micro_batch, groups, picks, self._version
+            )
+        return {**sums, **rollout_sums(groups, picks)} if epoch == 0 else sums
+
+    async def _read(self, picks: Sequence[Pick]) -> Mapping[str, Columns]:
+        uids = dict.fromkeys(uid for uid, _ in picks)
+        return await self._stage.queue.read(uids, self._columns)
+
+    async def update(
+        self, sums: Mapping[str, float], version: int | None
+    ) -> tuple[Mapping[str, float], WeightManifest | None]:
+        """Optimizer update, and publish as `version`: metrics, and on rank 0 the manifest."""
+        with self._stage.spans.span("update"):
+            divisor = step_normaliser(self._config.settings, sums)
             metrics = await self._in_thread(self._trainer.step, divisor)
+        if version is None:
+            return metrics, None
         started = time.perf_counter()
         manifest = await self.publish(version)
         return {**metrics, "weights/publish_s": time.perf_counter() - started}, manifest
 
     async def publish(self, version: int) -> WeightManifest | None:
         """Put the weights into the object store as `version`. All ranks must take part."""
+        self._version = version
         with self._stage.spans.span("publish", version=version):
             return await self._in_thread(self._publish, version)
 
@@ -115,25 +132,37 @@ class TrainerActor:
 class TrainerGroup:
     """All ranks as the one trainer the training loop calls."""
 
-    def __init__(self, ranks: Sequence[Any], *, timeout_s: float) -> None:
+    def __init__(self, ranks: Sequence[Any], settings: Settings, *, timeout_s: float) -> None:
         self._ranks = ranks
+        self._settings = settings
         self._timeout_s = timeout_s
         self.world_size = len(ranks)
+        self.pace = Pace(settings.scope == "step", settings.epochs, settings.mini_batches)
 
-    async def train_round(self, work: Round) -> Mapping[str, float]:
+    async def plan(self, uids: Sequence[str], turns: Sequence[Turn]) -> None:
+        """Have every rank derive what needs the whole step, if anything does."""
+        if not self.pace.whole_steps:
+            return
+        first = [turn.work for turn in turns if turn.epoch == 0]
+        rounds = first if self._settings.looks_ahead else []
+        plans = [
+            rank.plan.remote(uids, [work[i] for work in rounds])
+            for i, rank in enumerate(self._ranks)
+        ]
+        await self._all("plan", plans)
+
+    async def train_round(self, work: Round, *, epoch: int) -> Mapping[str, float]:
         """One micro-batch on every rank; sums over the ranks."""
-        parts = await self._all(
-            "train",
-            [rank.train.remote(picks) for rank, picks in zip(self._ranks, work, strict=True)],
-        )
+        pairs = zip(self._ranks, work, strict=True)
+        parts = await self._all("train", [rank.train.remote(picks, epoch) for rank, picks in pairs])
         sums: dict[str, float] = {}
         for part in parts:
             add_sums(sums, part)
         return sums
 
-    async def update(self, totals: StepTotals, version: int) -> Update:
+    async def update(self, sums: Mapping[str, float], version: int | None) -> Update:
         """Update and publish on every rank; rank 0 speaks for all."""
-        replies = await self._all("update", [r.update.remote(totals, version) for r in self._ranks])
+        replies = await self._all("update", [r.update.remote(sums, version) for r in self._ranks])
         metrics, manifest = replies[0]
         return Update(metrics, manifest)
 

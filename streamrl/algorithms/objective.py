@@ -1,16 +1,103 @@
-"""The loss a micro-batch contributes to a step, and the sums its metrics are made of.
+"""An algorithm applied: from columns to advantages, and from a micro-batch to a summed loss.
 
-Everything here is a plain sum, so that micro-batches and ranks may be added up; `summarise` does
-the divisions, once, at the end of the step.
+The loss is in plain sums, so that micro-batches and ranks may be added up; `summarise` does the
+divisions, once, at the end of the step.
 """
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
+from streamrl.algorithms.advantages import whiten
+from streamrl.algorithms.algorithm import Algorithm, Settings, Tokens
+from streamrl.algorithms.correction import (
+    importance_weights,
+    interpolated_proximal,
+    off_policy_sequence_mask,
+    rejection_mask,
+)
+from streamrl.algorithms.correction_config import NONE
+from streamrl.algorithms.diagnostics import divergence_sums, summarise_divergence
 from streamrl.algorithms.kl import kl_estimate
-from streamrl.algorithms.losses import aggregate_sum, keep, ratio
-from streamrl.algorithms.table import Algorithm, Settings
+from streamrl.algorithms.losses import aggregate_sum, normaliser
+from streamrl.algorithms.masks import keep, row_sum
+from streamrl.algorithms.shaping import soft_overlong, token_rewards
+from streamrl.messages import COMPONENT_PREFIX, ROLLOUT_COLUMNS, FinishReason
+
+ALL_COMPONENTS = COMPONENT_PREFIX + "*"
+
+
+def columns_needed(row: Algorithm, settings: Settings) -> tuple[str, ...]:
+    """The columns a group must have before it is trained on; reward components come with scores."""
+    named = [name for name in row.columns if name != ALL_COMPONENTS]
+    reference = ("ref_logprobs",) if settings.kl_coef else ()
+    return tuple(dict.fromkeys((*ROLLOUT_COLUMNS, "scores", *named, *reference)))
+
+
+def columns_derived_from(row: Algorithm, settings: Settings) -> tuple[str, ...]:
+    """The columns `derive` reads, of all groups of its scope."""
+    named: list[str] = []
+    for name in row.columns:
+        is_all = name == ALL_COMPONENTS
+        named += [COMPONENT_PREFIX + c for c in settings.reward_weights] if is_all else [name]
+    penalty = settings.kl_coef and settings.kl_in == "reward"
+    kl = ("generator_logprobs", "ref_logprobs") if penalty else ()
+    return tuple(dict.fromkeys(("lengths", "loss_mask", "finish_reason", "scores", *named, *kl)))
+
+
+def derive(
+    row: Algorithm, settings: Settings, columns: Mapping[str, Tensor], group_ids: Tensor
+) -> dict[str, Tensor]:
+    """What is known of whole groups before they are trained: per rollout [B] or per token [B, T].
+
+    `columns` are those of `columns_derived_from` for all groups of the row's scope, `group_ids` [B]
+    tells them apart. Gives loss_mask bool [B, T] without what is not to be trained, advantages,
+    group_tokens [B] (tokens that count in the rollout's group) and the row's own.
+    """
+    sampled = columns["loss_mask"]
+    counts = sampled
+    if settings.mask_truncated:
+        cut_off = columns["finish_reason"] == FinishReason.LENGTH.value
+        counts = sampled & ~cut_off[:, None]
+    known = _shaped(settings, columns) | {"loss_mask": counts, "num_tokens": sampled.sum(-1)}
+    advantages = row.advantages(known, group_ids, settings)
+    if settings.whiten_advantages:
+        per_token = advantages if advantages.ndim > 1 else advantages[:, None]
+        advantages = whiten(per_token.expand(counts.shape), counts)
+    result = {"loss_mask": counts, "advantages": advantages}
+    for name, function in row.derived.items():
+        result[name] = function(known | _per_token(result, counts), group_ids, settings)
+    _, index = torch.unique(group_ids, return_inverse=True)
+    tokens = counts.sum(-1)
+    totals = tokens.new_zeros(int(index.max()) + 1).index_add(0, index, tokens)
+    return result | {"group_tokens": totals[index]}
+
+
+def _shaped(settings: Settings, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The columns with scores as the algorithm is to see them, and token_rewards [B, T]."""
+    sampled, scores = columns["loss_mask"], columns["scores"]
+    if settings.overlong_buffer:
+        scores = scores + soft_overlong(
+            sampled.sum(-1),
+            max_length=settings.max_length,
+            buffer=settings.overlong_buffer,
+            factor=settings.overlong_factor,
+        )
+    shaped = {**columns, "scores": scores, "token_rewards": token_rewards(scores, sampled)}
+    if settings.kl_coef and settings.kl_in == "reward":
+        behaviour = keep(columns["generator_logprobs"], sampled)
+        reference = keep(columns["ref_logprobs"], sampled)
+        penalties = settings.kl_coef * kl_estimate(behaviour, reference, settings.kl_kind)
+        shaped["token_rewards"] = token_rewards(scores, sampled, penalties)
+        shaped["scores"] = scores - row_sum(penalties, sampled)[:, 0]
+    return shaped
+
+
+def _per_token(derived: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+    """All of it as [B, T], 0 where the mask is false."""
+    wide = {name: x if x.ndim > 1 else x[:, None].expand(mask.shape) for name, x in derived.items()}
+    return {name: x & mask if x.dtype == torch.bool else keep(x, mask) for name, x in wide.items()}
 
 
 def policy_loss(
@@ -20,66 +107,140 @@ def policy_loss(
     *,
     logprobs: Tensor,
     entropy: Tensor,
+    version: int = 0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Summed loss of a micro-batch (scalar) and sums for `summarise`: token loss + KL - entropy.
 
-    `batch` holds loss_mask bool [B, T], generator_logprobs [B, T], advantages [B], and ref_logprobs
-    [B, T] where kl_coef is not 0. `logprobs` and `entropy` [B, T] are of the trained policy. The
-    ratio is trained policy to the policy that sampled, token by token. The parts are aggregated
-    alike, so that the whole is normalised by one number.
+    `batch` holds what `derive` gave for these rollouts, generator_logprobs [B, T], and ref_logprobs
+    [B, T] where kl_coef is not 0; proximal_logprobs [B, T] of the policy at the start of the step
+    if that is another, and near, bool [B, T], if only those are to be trained. `logprobs` and
+    `entropy` [B, T] are of the trained policy, `version` is that of the step. The parts are
+    aggregated alike, so that the whole is normalised by one number.
     """
+    # The mask goes on first: clamping a NaN of the padding would not make it a number.
     mask = batch["loss_mask"]
-    log_ratio = keep(logprobs - batch["generator_logprobs"], mask)
-    losses, clipped = row.token_loss(log_ratio, batch["advantages"][:, None], mask, settings)
-    parts = {
-        "policy": aggregate_sum(losses, mask, mode=settings.loss_aggregation),
-        "entropy": -settings.entropy_coef
-        * aggregate_sum(entropy, mask, mode=settings.loss_aggregation),
-    }
-    sums = _token_sums(log_ratio, mask) | {
-        "clipped_sum": (clipped & mask).sum(),
+    current = keep(logprobs, mask)
+    behaviour = keep(batch["generator_logprobs"], mask)
+    proximal = keep(_proximal(settings, batch, current.detach(), version), mask)
+    decoupled = settings.correction.proximal != "generator"
+    log_ratio = current - (proximal if decoupled else behaviour)
+    behind = proximal - behaviour
+    derived = _per_token({name: batch[name] for name in ("advantages", *row.derived)}, mask)
+    tokens = Tokens(log_ratio, current, derived["advantages"], mask, derived)
+    losses, clipped = row.token_loss(tokens, settings)
+    weights, kept = _correct(settings, behind, derived["advantages"], mask)
+    if "near" in batch:
+        kept = kept & batch["near"]
+    counted = mask if settings.correction.count_rejected else kept
+    parts = {"policy": losses * weights, "entropy": -settings.entropy_coef * entropy}
+    sums = divergence_sums(behind, mask) | {
+        "num_tokens": counted.sum(),
+        "num_rollouts": counted.any(-1).sum(),
+        "num_groups": (counted.sum(-1) / batch["group_tokens"].clamp(min=1)).sum(),
+        "num_kept": kept.sum(),
+        "num_sampled": mask.sum(),
+        "weight_sum": keep(weights, kept).sum(),
+        "clipped_sum": (clipped & kept).sum(),
         "entropy_sum": keep(entropy, mask).sum(),
     }
     if settings.kl_coef:
-        # The mask goes on first: clamping a NaN of the padding would not make it a number.
-        reference = keep(batch["ref_logprobs"], mask)
-        kl = kl_estimate(keep(logprobs, mask), reference, settings.kl_kind)
-        parts["kl"] = settings.kl_coef * aggregate_sum(kl, mask, mode=settings.loss_aggregation)
-        sums["kl_ref_sum"] = kl.sum()
-    loss = sum(parts.values(), start=logprobs.new_zeros(()))
-    sums |= {f"loss_{name}_sum": part for name, part in parts.items()}
+        kl = kl_estimate(current, keep(batch["ref_logprobs"], mask), settings.kl_kind)
+        sums["kl_ref_sum"] = keep(kl, mask).sum()
+        if settings.kl_in == "loss":
+            parts["kl"] = settings.kl_coef * kl
+    summed = {
+        name: aggregate_sum(
+            keep(part, kept),
+            counted,
+            mode=settings.loss_aggregation,
+            group_tokens=batch["group_tokens"],
+        )
+        for name, part in parts.items()
+    }
+    loss = sum(summed.values(), start=logprobs.new_zeros(()))
+    sums |= {f"loss_{name}_sum": part for name, part in summed.items()}
     return loss, {name: value.detach() for name, value in sums.items()}
 
 
-def _token_sums(log_ratio: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    weights = keep(ratio(log_ratio), mask)
-    return {
-        "num_tokens": mask.sum(),
-        "num_rollouts": mask.any(-1).sum(),
-        "ratio_sum": weights.sum(),
-        "ratio_squared_sum": weights.square().sum(),
-    }
+def _proximal(
+    settings: Settings, batch: Mapping[str, Tensor], current: Tensor, version: int
+) -> Tensor:
+    """Logprobs of the policy at the start of the step, or in its place, [B, T]."""
+    if settings.correction.proximal == "interpolated":
+        return interpolated_proximal(
+            current, batch["generator_logprobs"], batch["policy_version"], version=version
+        )
+    # Before the first update it is the policy that is trained.
+    return batch.get("proximal_logprobs", current)
+
+
+def _correct(
+    settings: Settings, behind: Tensor, advantages: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Weights [B, T] and the tokens that are kept, bool [B, T]."""
+    chosen, weights, kept = settings.correction, torch.ones_like(behind), mask
+    if chosen.weights != NONE:
+        weights = importance_weights(
+            behind,
+            mask,
+            level=chosen.weights,
+            low=chosen.weight_low,
+            high=chosen.weight_high,
+            mode=chosen.weight_mode,
+        )
+    if chosen.reject != NONE:
+        kept = kept & rejection_mask(
+            behind,
+            mask,
+            kind=chosen.reject,
+            level=chosen.reject_level,
+            low=chosen.reject_low,
+            high=chosen.reject_high,
+        )
+    if chosen.off_policy_threshold is not None:
+        kept = kept & off_policy_sequence_mask(
+            behind, advantages, mask, threshold=chosen.off_policy_threshold
+        )
+    return weights, kept
+
+
+def step_normaliser(settings: Settings, sums: Mapping[str, float]) -> float:
+    """What the summed loss of a step is divided by, from its sums over micro-batches and ranks.
+
+    0 if no token was kept: there is nothing to divide, and no update to make.
+    """
+    if not sums.get("num_kept"):
+        return 0.0
+    return normaliser(
+        settings.loss_aggregation,
+        num_tokens=sums["num_tokens"],
+        num_sequences=sums["num_rollouts"],
+        num_groups=sums["num_groups"],
+        max_length=settings.max_length,
+    )
 
 
 def summarise(sums: Mapping[str, float], normaliser: float) -> dict[str, float]:
     """Metrics of a step from its sums over all micro-batches and ranks; none if it had no token.
 
     `loss/*` are the parts of the loss as it was minimised, weights included; `policy/*` are means
-    over tokens; `policy/ess` is the effective share of the sample, (sum r)^2 / (n sum r^2). What
+    over tokens, `correction/*` tell how far the sampling policy was from the trained one. What
     needs a reference is there only if there was one.
     """
-    num_tokens = sums.get("num_tokens", 0.0)
-    if not num_tokens or not normaliser:
+    num_sampled = sums.get("num_sampled", 0.0)
+    if not num_sampled:
         return {}
-    metrics = {
-        "policy/clip_frac": sums["clipped_sum"] / num_tokens,
-        "policy/ratio_mean": sums["ratio_sum"] / num_tokens,
-        "policy/entropy": sums["entropy_sum"] / num_tokens,
-        "policy/ess": sums["ratio_sum"] ** 2 / (num_tokens * sums["ratio_squared_sum"]),
-        "loss/policy": sums["loss_policy_sum"] / normaliser,
-        "loss/entropy": sums["loss_entropy_sum"] / normaliser,
+    metrics = summarise_divergence(sums, num_sampled) | {
+        "policy/clip_frac": sums["clipped_sum"] / num_sampled,
+        "policy/entropy": sums["entropy_sum"] / num_sampled,
+        "correction/rejected_frac": 1 - sums["num_kept"] / num_sampled,
     }
     if "kl_ref_sum" in sums:
-        metrics["policy/kl_ref"] = sums["kl_ref_sum"] / num_tokens
-        metrics["loss/kl"] = sums["loss_kl_sum"] / normaliser
-    return metrics
+        metrics["policy/kl_ref"] = sums["kl_ref_sum"] / num_sampled
+    if not normaliser:
+        return metrics
+    parts = [part for part in ("policy", "entropy", "kl") if f"loss_{part}_sum" in sums]
+    return metrics | {
+        "correction/weight_mean": sums["weight_sum"] / sums["num_kept"],
+        **{f"loss/{part}": sums[f"loss_{part}_sum"] / normaliser for part in parts},
+    }

@@ -18,13 +18,14 @@ from streamrl.buffer.blob import join
 from streamrl.buffer.journal import Log
 from streamrl.buffer.ledger import Ledger
 from streamrl.buffer.segment import Corrupt, Record, check_begins_at, replay
+from streamrl.engines.packing import Round
+from streamrl.engines.schedule import Program
 from streamrl.errors import JournalError
 from streamrl.messages import Ended, GroupInfo, parse_uid
 
-Rounds = tuple[tuple[tuple[tuple[str, int], ...], ...], ...]
-"""Of a step: per round and rank the rollouts of a micro-batch, as uid of the group and index."""
-
-_Packed = tuple[list[tuple[int, GroupInfo]], list[list[list[tuple[int, int]]]]]
+_Numbered = list[list[list[list[tuple[int, int]]]]]
+"""Of a program: per update, round and rank the rollouts, as place of the group and index."""
+_Packed = tuple[list[tuple[int, GroupInfo]], dict[str, tuple[int, _Numbered]]]
 _unpack = msgspec.json.Decoder(_Packed).decode
 
 
@@ -39,39 +40,52 @@ class TrainedGroup:
 
 @dataclass(frozen=True)
 class TrainedStep:
-    """The step of `version` as it was made."""
+    """The step of `version` as it was made, `programs` by the role that is trained."""
 
     version: int
     groups: tuple[TrainedGroup, ...]
-    rounds: Rounds
+    programs: Mapping[str, Program]
 
     def to_record(self) -> Record:
         """As the log has it: the uids in plain sight, the rest packed."""
         places = {group.uid: i for i, group in enumerate(self.groups)}
-        rounds = [
-            [[(places[uid], index) for uid, index in picks] for picks in work]
-            for work in self.rounds
-        ]
+        programs = {
+            role: (program.epochs, _numbered(program, places))
+            for role, program in self.programs.items()
+        }
         groups = [(group.ready_version, group.info) for group in self.groups]
-        packed = zlib.compress(msgspec.json.encode((groups, rounds)))
+        packed = zlib.compress(msgspec.json.encode((groups, programs)))
         return Record(_entry("step", version=self.version, uids=list(places)), packed)
 
     @classmethod
     def from_record(cls, record: Record) -> "TrainedStep":
         """Inverse of `to_record`."""
         uids = record.meta["uids"]
-        groups, rounds = _unpack(zlib.decompress(join(record.payload)))
+        groups, programs = _unpack(zlib.decompress(join(record.payload)))
         return cls(
             version=record.meta["version"],
             groups=tuple(
                 TrainedGroup(uid, info, ready)
                 for uid, (ready, info) in zip(uids, groups, strict=True)
             ),
-            rounds=tuple(
-                tuple(tuple((uids[i], index) for i, index in picks) for picks in work)
-                for work in rounds
-            ),
+            programs={
+                role: Program(tuple(_named(rounds, uids) for rounds in updates), epochs)
+                for role, (epochs, updates) in programs.items()
+            },
         )
+
+
+def _numbered(program: Program, places: Mapping[str, int]) -> _Numbered:
+    return [
+        [[[(places[uid], index) for uid, index in picks] for picks in work] for work in rounds]
+        for rounds in program.updates
+    ]
+
+
+def _named(rounds: list[list[list[tuple[int, int]]]], uids: Sequence[str]) -> tuple[Round, ...]:
+    return tuple(
+        tuple(tuple((uids[i], index) for i, index in picks) for picks in work) for work in rounds
+    )
 
 
 def _entry(kind: str, **facts: Any) -> dict[str, Any]:

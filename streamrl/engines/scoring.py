@@ -39,10 +39,9 @@ class LogprobScorer:
             world_size=1,
             micro_batch_tokens=self._micro_batch_tokens,
         )
-        advantages = {"": torch.zeros(len(lengths))}
         for (picks,) in rounds:
             batch = build_batch(
-                {"": columns}, picks, advantages=advantages, token_columns=("token_ids",)
+                {"": columns}, picks, derived={"": {}}, token_columns=("token_ids",)
             ).to(local_device())
             with torch.inference_mode():
                 scores = token_logprobs(

@@ -13,14 +13,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from tensordict import TensorDict
 from torch import Tensor
 
-from streamrl.algorithms import AlgorithmConfig, columns_needed, policy_loss
-from streamrl.engines.batching import TOKEN_COLUMNS, build_batch, group_advantages
+from streamrl.algorithms import Algorithm, Settings, columns_needed, policy_loss
+from streamrl.engines.batching import TOKEN_COLUMNS, build_batch, derive_columns
 from streamrl.engines.deepspeed_backend import DeepSpeedBackend
-from streamrl.engines.forward import load_model, local_device, token_logprobs
+from streamrl.engines.forward import (
+    EntropyMode,
+    TokenScores,
+    load_model,
+    local_device,
+    token_logprobs,
+)
 from streamrl.engines.packing import Pick
 from streamrl.engines.ranks import deadline, join_ranks
+from streamrl.engines.step_plan import StepPlan
 from streamrl.engines.torch_backend import TorchBackend
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import CheckpointError, StreamError
@@ -84,80 +92,107 @@ class PolicyTrainer:
         model_path: str,
         *,
         config: TrainerConfig,
-        algorithm: AlgorithmConfig,
+        row: Algorithm,
+        settings: Settings,
         temperature: float,
         rank: int = 0,
-        seed: int = 0,
     ) -> None:
-        torch.manual_seed(seed)
+        torch.manual_seed(0)
         torch.set_num_threads(config.threads)
         join_ranks(rank=rank, world_size=config.world_size, timeout_s=config.collective_timeout_s)
         self.rank = rank
-        self.num_steps = 0
+        self.num_updates = 0
         self._config = config
-        self._row, self._settings = algorithm.row, algorithm.settings
-        needed = columns_needed(algorithm)
+        self._row, self._settings = row, settings
+        needed = columns_needed(row, settings)
         self._token_columns = [name for name in TOKEN_COLUMNS if name in needed]
         self._temperature = temperature
         self._model_path = model_path
-        self._num_rollouts = 0
+        self._plan: StepPlan | None = None
         module = load_model(model_path, dtype=config.torch_dtype)
         if config.gradient_checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
         backend = DeepSpeedBackend if config.backend == "deepspeed" else TorchBackend
         self._backend: TrainingBackend = backend(module, config)
 
+    def plan(self, groups: Mapping[str, Columns]) -> None:
+        """Derive advantages from all groups of the step, for a row that needs the whole of it."""
+        self._plan = StepPlan(self._row, self._settings, groups)
+
+    def look(self, groups: Mapping[str, Columns], picks: Sequence[Pick]) -> None:
+        """Note what the policy as it is now says of the picked rollouts of the plan."""
+        derived: dict[str, Columns] = {uid: {} for uid in groups}
+        batch = build_batch(groups, picks, derived=derived, token_columns=("token_ids",))
+        with self._in_time("a look ahead"), torch.no_grad():
+            scores = self._score(batch.to(local_device()), "none")
+        self._current_plan.note(groups, picks, scores.logprobs.cpu().numpy())
+
+    def settle(self) -> None:
+        """Agree with the other ranks on the plan, once all have looked at their rollouts."""
+        with self._in_time("agreeing on a plan"):
+            self._current_plan.settle()
+
     def train_micro_batch(
-        self, groups: Mapping[str, Columns], picks: Sequence[Pick]
+        self, groups: Mapping[str, Columns], picks: Sequence[Pick], version: int = 0
     ) -> dict[str, float]:
         """Forward and backward of the picked rollouts; sums for `algorithms.summarise`.
 
         `groups` holds the columns of every group picked from, whole: advantages compare all of its
-        rollouts. Without picks the rank only keeps the others company.
+        rollouts. `version` is that of the step. Without picks the rank only keeps the others
+        company.
         """
         batch = build_batch(
-            groups,
-            picks,
-            advantages=group_advantages(self._row, self._settings, groups),
-            token_columns=self._token_columns,
+            groups, picks, derived=self._derived(groups), token_columns=self._token_columns
         ).to(local_device())
         with self._in_time("a micro-batch"):
-            scores = token_logprobs(
-                self._backend.forward,
-                batch["token_ids"],
-                batch["attention_mask"],
-                temperature=self._temperature,
-                entropy_mode="gradient" if self._settings.entropy_coef else "value",
-            )
-            loss, sums = policy_loss(
-                self._row,
-                self._settings,
-                batch.to_dict(),
-                logprobs=scores.logprobs,
-                entropy=scores.entropy,
-            )
+            scores = self._score(batch, "gradient" if self._settings.entropy_coef else "value")
+            if picks:
+                loss, sums = policy_loss(
+                    self._row,
+                    self._settings,
+                    batch.to_dict(),
+                    logprobs=scores.logprobs,
+                    entropy=scores.entropy,
+                    version=version,
+                )
+            else:
+                loss, sums = 0 * scores.logprobs.sum(), {}
             self._backend.backward(loss)
-        self._num_rollouts += len(picks)
+        if not sums:
+            return {}
         values = torch.stack([value.double() for value in sums.values()]).tolist()
         return dict(zip(sums, values, strict=True))
+
+    def _score(self, batch: TensorDict, entropy_mode: EntropyMode) -> TokenScores:
+        return token_logprobs(
+            self._backend.forward,
+            batch["token_ids"],
+            batch["attention_mask"],
+            temperature=self._temperature,
+            entropy_mode=entropy_mode,
+        )
+
+    def _derived(self, groups: Mapping[str, Columns]) -> Mapping[str, Columns]:
+        if self._settings.scope == "step":
+            return self._current_plan.derived(groups)
+        return derive_columns(self._row, self._settings, groups)
 
     def step(self, normaliser: float) -> dict[str, float]:
         """Update with the gradient of the step's summed loss over `normaliser`, on all ranks.
 
         Reports the gradient's norm before clipping and the learning rate. A normaliser of 0 is a
-        step nobody trained anything in: no update. Raises StreamError if the gradient is not
-        finite, before it has touched the parameters.
+        step in which no token counted, so the gradient is 0: no update, whose momentum would move
+        the parameters all the same. Raises StreamError if the gradient is not finite, before it has
+        touched the parameters.
         """
-        lr = self._config.lr_at(self.num_steps)
+        lr = self._config.lr_at(self.num_updates // self._settings.num_updates)
         if normaliser == 0:
-            assert not self._num_rollouts, f"{self._num_rollouts} rollouts, but a normaliser of 0"
             return {"policy/grad_norm": 0.0, "policy/lr": lr}
-        with self._in_time("the update"):
+        with self._in_time("the optimizer"):
             norm = self._backend.step(divisor=normaliser, lr=lr)
         if not math.isfinite(norm):
-            raise StreamError(f"step {self.num_steps}: the gradient's norm is {norm}; no update")
-        self.num_steps += 1
-        self._num_rollouts = 0
+            raise StreamError(f"update {self.num_updates}: the gradient's norm is {norm}; not made")
+        self.num_updates += 1
         return {"policy/grad_norm": norm, "policy/lr": lr}
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
@@ -176,7 +211,7 @@ class PolicyTrainer:
         on_gpu = torch.cuda.is_available()
         progress = {
             "layout": self._layout,
-            "num_steps": self.num_steps,
+            "num_updates": self.num_updates,
             "rng": torch.get_rng_state(),
             "cuda_rng": torch.cuda.get_rng_state() if on_gpu else None,
         }
@@ -196,7 +231,7 @@ class PolicyTrainer:
             raise CheckpointError(f"{directory} was written with {written}, not {self._layout}")
         with self._in_time("loading"):
             self._backend.load(directory)
-        self.num_steps = progress["num_steps"]
+        self.num_updates = progress["num_updates"]
         torch.set_rng_state(progress["rng"])
         if progress["cuda_rng"] is not None:
             torch.cuda.set_rng_state(progress["cuda_rng"])
@@ -216,6 +251,11 @@ class PolicyTrainer:
             module.save_pretrained(directory, state_dict=state)
             AutoTokenizer.from_pretrained(self._model_path).save_pretrained(directory)
 
+    @property
+    def _current_plan(self) -> StepPlan:
+        assert self._plan is not None, "a step of scope step is planned first"
+        return self._plan
+
     def close(self) -> None:
         """Release the engine and leave the ranks."""
         self._backend.close()
@@ -230,7 +270,7 @@ class PolicyTrainer:
         timeout_s = self._config.collective_timeout_s
         return deadline(
             f"rank {self.rank} waited {timeout_s:g} s for the other ranks in {doing}"
-            f" of step {self.num_steps}"
+            f" of update {self.num_updates}"
         )
 
 

@@ -15,7 +15,7 @@ from streamrl.buffer.ledger import LedgerCounts
 from streamrl.config import load_config
 from streamrl.dataflow import Kind
 from streamrl.errors import DeadlineError
-from streamrl.faces import StepOutcome, StepTotals, Update
+from streamrl.faces import Made, StepOutcome, Update
 from streamrl.messages import GroupInfo
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
@@ -57,10 +57,8 @@ def snapshot(version: int, ended_at: float, *, uid: str = "a") -> Snapshot:
     group = TrainedGroup(uid, GroupInfo((6,), 4, ((version, 4),)), ready_version=version)
     outcome = StepOutcome(
         version=version,
-        totals=StepTotals(4, 1),
         groups=[group],
-        sums=SUMS,
-        update=Update({}, WeightManifest(version + 1, (), ())),
+        made={"policy": Made(SUMS, [Update({}, WeightManifest(version + 1, (), ()))])},
         queue=ShardStats({}, 0, 0.0, (), {}),
         ledger=LedgerCounts(1, 1, 0, 0, 0, ()),
         started_at=0.0,

@@ -1,145 +1,81 @@
-"""The rows, what a config may ask of them, and the loss they put together."""
+"""The rows, and what a config may ask of them."""
 
 import dataclasses
-import math
+from pathlib import Path
 
 import pytest
-import torch
 from omegaconf import OmegaConf
 
-from streamrl.algorithms import (
-    ALGORITHMS,
-    AlgorithmConfig,
-    columns_needed,
-    policy_loss,
-    summarise,
-)
+from streamrl.algorithms import ALGORITHMS, AlgorithmConfig, columns_derived_from, columns_needed
 from streamrl.dataflow import dataflow_for
 from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS
-
-
-def batch_of(**changes):
-    """Two rows, three and one tokens that count; the ratios are 1.5, 1, 0.5 and 1."""
-    mask = torch.tensor([[False, True, True, True], [False, True, False, False]])
-    batch = {
-        "loss_mask": mask,
-        "generator_logprobs": torch.zeros(2, 4),
-        "ref_logprobs": torch.full((2, 4), -0.5),
-        "advantages": torch.tensor([1.0, -2.0]),
-    }
-    logprobs = torch.tensor([[0.0, math.log(1.5), 0.0, math.log(0.5)], [0.0, 0.0, 0.0, 0.0]])
-    return batch | changes, logprobs
-
-
-def loss_of(config, batch, logprobs, entropy=None):
-    entropy = torch.full_like(logprobs, 2.0) if entropy is None else entropy
-    return policy_loss(config.row, config.settings, batch, logprobs=logprobs, entropy=entropy)
-
-
-def test_the_grpo_loss_by_hand():
-    # Row 0: -1.2 (clipped), -1, -0.5 over 3 tokens; row 1: 2 over 1 token.
-    loss, sums = loss_of(AlgorithmConfig(), *batch_of())
-    assert loss.item() == pytest.approx(-2.7 / 3 + 2.0)
-    assert sums["clipped_sum"].item() == 1
-    assert sums["num_tokens"].item() == 4
-    assert sums["num_rollouts"].item() == 2
-
-
-def test_the_dapo_loss_by_hand():
-    loss, _ = loss_of(AlgorithmConfig(name="dapo"), *batch_of())
-    assert loss.item() == pytest.approx(-1.28 - 1 - 0.5 + 2.0)
-
-
-def test_divergence_and_entropy_join_under_the_same_aggregation():
-    config = AlgorithmConfig(name="dapo", kl_coef=0.1, kl_kind="k1", entropy_coef=0.01)
-    batch, logprobs = batch_of()
-    loss, sums = loss_of(config, batch, logprobs)
-    kl = 4 * 0.5 + math.log(1.5) + math.log(0.5)
-    assert loss.item() == pytest.approx(-0.78 + 0.1 * kl - 0.01 * 4 * 2.0)
-    assert sums["kl_ref_sum"].item() == pytest.approx(kl)
-    metrics = summarise({name: value.item() for name, value in sums.items()}, 4.0)
-    assert metrics["loss/policy"] + metrics["loss/kl"] + metrics["loss/entropy"] == pytest.approx(
-        loss.item() / 4
-    )
-
-
-def test_metrics_by_hand():
-    _, sums = loss_of(AlgorithmConfig(name="dapo"), *batch_of())
-    metrics = summarise({name: value.item() for name, value in sums.items()}, 4.0)
-    assert metrics == {
-        "policy/clip_frac": pytest.approx(0.25),
-        "policy/ratio_mean": pytest.approx(1.0),
-        "policy/entropy": pytest.approx(2.0),
-        "policy/ess": pytest.approx(4.0**2 / (4 * (2.25 + 1 + 0.25 + 1))),
-        "loss/policy": pytest.approx(-0.78 / 4),
-        "loss/entropy": 0.0,
-    }
-    assert summarise({}, 4.0) == {}
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_nan_in_the_padding_changes_nothing(name):
-    config = AlgorithmConfig(name=name, kl_coef=0.1, entropy_coef=0.1)
-    batch, logprobs = batch_of()
-    mask = batch["loss_mask"]
-
-    def spoilt(values):
-        return torch.where(mask, values, math.nan)
-
-    results = []
-    for change in (lambda values: values, spoilt):
-        leaf = logprobs.clone().requires_grad_()
-        changed = batch | {
-            key: change(batch[key]) for key in ("generator_logprobs", "ref_logprobs")
-        }
-        loss, _ = loss_of(config, changed, change(leaf), change(torch.full((2, 4), 2.0)))
-        loss.backward()
-        results.append((loss.item(), torch.where(mask, leaf.grad, 0.0).tolist()))
-    assert results[0] == results[1]
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_the_order_of_rows_changes_nothing(name):
-    config = AlgorithmConfig(name=name, kl_coef=0.1)
-    batch, logprobs = batch_of()
-    turned = {key: value.flip(0) for key, value in batch.items()}
-    loss, sums = loss_of(config, batch, logprobs)
-    loss_turned, sums_turned = loss_of(config, turned, logprobs.flip(0))
-    torch.testing.assert_close(loss, loss_turned)
-    torch.testing.assert_close(sums, sums_turned)
-
-
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_a_batch_without_tokens_that_count_adds_nothing(name):
-    config = AlgorithmConfig(name=name, kl_coef=0.1, entropy_coef=0.1)
-    batch, logprobs = batch_of(loss_mask=torch.zeros(2, 4, dtype=torch.bool))
-    leaf = logprobs.clone().requires_grad_()
-    loss, sums = loss_of(config, batch, leaf)
-    loss.backward()
-    assert loss.item() == 0
-    assert leaf.grad.abs().sum() == 0
-    assert all(value.item() == 0 for value in sums.values())
+from tests.algorithms.steps import settings_of
 
 
 def test_rows_fill_what_the_config_leaves_open_and_no_more():
-    grpo, dapo = AlgorithmConfig().settings, AlgorithmConfig(name="dapo").settings
-    assert (grpo.clip_low, grpo.clip_high) == (0.2, 0.2)
+    grpo, dapo = (settings_of(AlgorithmConfig(name=name)) for name in ("grpo", "dapo"))
+    assert (grpo.clip_low, grpo.clip_high, grpo.advantage_scale) == (0.2, 0.2, "std")
     assert grpo.loss_aggregation == "seq-mean-token-mean"
     assert (dapo.clip_low, dapo.clip_high) == (0.2, 0.28)
     assert (dapo.loss_aggregation, dapo.kl_coef, dapo.dual_clip) == ("token-mean", 0.0, None)
-    assert AlgorithmConfig(name="dapo", clip_high=0.5, dual_clip=3.0).settings == (
-        dataclasses.replace(dapo, clip_high=0.5, dual_clip=3.0)
-    )
+    chosen = settings_of(AlgorithmConfig(name="dapo", clip_high=0.5, dual_clip=3.0))
+    assert chosen == dataclasses.replace(dapo, clip_high=0.5, dual_clip=3.0)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_row_can_be_configured_by_its_name_alone(name):
+    settings = settings_of(AlgorithmConfig(name=name))
+    assert settings.max_length == 9
+    assert settings.params == ALGORITHMS[name].params
+
+
+def test_a_rows_own_numbers_are_set_under_params():
+    config = AlgorithmConfig(name="sapo", params={"temperature_negative": 2})
+    assert settings_of(config).params == {"temperature_positive": 1.0, "temperature_negative": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "scope"),
+    [
+        (AlgorithmConfig(), "group"),
+        (AlgorithmConfig(advantage_scale="batch"), "step"),
+        (AlgorithmConfig(whiten_advantages=True), "step"),
+        (AlgorithmConfig(name="rloo"), "group"),
+        (AlgorithmConfig(name="gpg"), "step"),
+        (AlgorithmConfig(name="reinforce_pp"), "step"),
+        (AlgorithmConfig(name="reinforce_pp", whiten_advantages=False), "group"),
+    ],
+)
+def test_what_is_normalised_over_the_step_waits_for_the_step(config, scope):
+    assert config.scope == settings_of(config).scope == scope
+
+
+def needed(config):
+    return columns_needed(config.row, settings_of(config))
 
 
 def test_columns_feed_the_dataflow():
-    plain = columns_needed(AlgorithmConfig())
+    plain = needed(AlgorithmConfig())
     assert plain == (*ROLLOUT_COLUMNS, "scores")
     assert dataflow_for(plain).stages == ["generate", "reward", "train"]
-    with_reference = columns_needed(AlgorithmConfig(kl_coef=0.01))
+    with_reference = needed(AlgorithmConfig(kl_coef=0.01))
     assert with_reference == (*ROLLOUT_COLUMNS, "scores", "ref_logprobs")
     assert "reference" in dataflow_for(with_reference).stages
+    # Components come with the scores.
+    assert needed(AlgorithmConfig(name="gdpo")) == plain
+
+
+def test_advantages_are_derived_from_few_columns():
+    def read(**config):
+        chosen = AlgorithmConfig(**config)
+        return columns_derived_from(chosen.row, settings_of(chosen))
+
+    few = ("lengths", "loss_mask", "finish_reason", "scores")
+    assert read() == read(kl_coef=0.1) == few
+    both = ("generator_logprobs", "ref_logprobs")
+    assert read(kl_coef=0.1, kl_in="reward", kl_kind="k1") == (*few, *both)
+    assert read(name="gdpo") == (*few, "reward/right", "reward/short")
 
 
 @pytest.mark.parametrize(
@@ -151,14 +87,35 @@ def test_columns_feed_the_dataflow():
             "algorithm.group_size=1: grpo compares the rollouts of a group; needs at least 2",
         ),
         ({"clip_low": 0.0}, "algorithm.clip_low=0.0: must be above 0"),
+        ({"clip_low": 1.5}, "algorithm.clip_low=1.5: must be at most 1, as ratios are above 0"),
+        ({"gamma": 1.5}, "algorithm.gamma=1.5: must be at most 1, as it is a discount"),
         ({"dual_clip": 1.0}, "algorithm.dual_clip=1.0: must be above 1"),
         ({"advantage_eps": 0.0}, "algorithm.advantage_eps=0.0: must be above 0"),
         ({"kl_coef": -1.0}, "algorithm.kl_coef=-1.0: must be at least 0"),
+        ({"overlong_buffer": -1}, "algorithm.overlong_buffer=-1: must be at least 0"),
         (
             {"kl_kind": "k4"},
-            "algorithm.kl_kind=k4: must be one of k1, k2, k3, abs, k1+, k3+, abs+",
+            "algorithm.kl_kind=k4: must be one of k1, k2, k3, abs, k1+, k2+, k3+, abs+",
         ),
-        ({"advantage_scale": "max"}, "algorithm.advantage_scale=max: must be one of std, none"),
+        (
+            {"advantage_scale": "max"},
+            "algorithm.advantage_scale=max: must be one of std, batch, mean, none",
+        ),
+        ({"kl_in": "score"}, "algorithm.kl_in=score: must be one of loss, reward"),
+        (
+            {"kl_in": "reward", "kl_kind": "k3+"},
+            "algorithm.kl_kind=k3+: has a gradient of its own, which kl_in=reward never takes;"
+            " k3 has the same value",
+        ),
+        ({"params": {"tau": 1.0}}, "algorithm.params.tau=1.0: grpo has none"),
+        (
+            {"name": "sapo", "params": {"tau": 1.0}},
+            "algorithm.params.tau=1.0: sapo has temperature_positive, temperature_negative",
+        ),
+        (
+            {"name": "sapo", "params": {"temperature_negative": "hot"}},
+            "algorithm.params.temperature_negative='hot': must be a number",
+        ),
     ],
 )
 def test_an_impossible_config_is_refused(settings, message):
@@ -167,8 +124,91 @@ def test_an_impossible_config_is_refused(settings, message):
     assert str(refusal.value) == message
 
 
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"weights": "token"},
+            "algorithm.correction.weights=token: under correction.proximal=generator the loss's"
+            " own ratio is that weight already; set proximal=trainer",
+        ),
+        (
+            {"proximal": "reference"},
+            "algorithm.correction.proximal=reference: must be one of generator, trainer",
+        ),
+        (
+            {"reject": "k1"},
+            "algorithm.correction.reject=k1: needs reject_low or reject_high",
+        ),
+        (
+            {"reject": "k3", "reject_low": 0.1},
+            "algorithm.correction.reject_low=0.1: k3 is a divergence, which only reject_high"
+            " bounds",
+        ),
+        (
+            {"weight_low": 3.0},
+            "algorithm.correction.weight_low=3.0: must be below weight_high=2.0",
+        ),
+        ({"weight_high": -1.0}, "algorithm.correction.weight_high=-1.0: must be 0 or more"),
+    ],
+)
+def test_an_impossible_correction_is_refused(settings, message):
+    with pytest.raises(ConfigError) as refusal:
+        OmegaConf.to_object(
+            OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), {"correction": settings})
+        )
+    assert str(refusal.value) == message
+
+
+def test_prompt_mean_cannot_leave_rejected_tokens_out_of_its_count():
+    given = {"loss_aggregation": "prompt-mean", "correction": {"count_rejected": False}}
+    with pytest.raises(ConfigError, match="count_rejected=False: prompt-mean divides by all"):
+        OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), given))
+
+
 def test_the_config_is_one_omegaconf_can_read():
-    merged = OmegaConf.merge(
-        OmegaConf.structured(AlgorithmConfig), {"name": "dapo", "clip_low": 0.1}
-    )
-    assert OmegaConf.to_object(merged) == AlgorithmConfig(name="dapo", clip_low=0.1)
+    given = {"name": "sapo", "clip_low": 0.1, "params": {"temperature_positive": 0.5}}
+    merged = OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), given)
+    assert OmegaConf.to_object(merged) == AlgorithmConfig(**given)
+
+
+OWN = """
+from streamrl.algorithms import ALGORITHMS
+from streamrl.algorithms.table import variant
+
+
+def half(columns, group_ids, settings):
+    return columns["scores"] / 2
+
+
+HALF = variant("half", "nobody, nowhere", ALGORITHMS["grpo"], advantages=half)
+"""
+
+
+def test_a_row_of_ones_own_comes_from_a_file(tmp_path: Path):
+    (tmp_path / "own.py").write_text(OWN)
+    config = AlgorithmConfig(name="half", path=str(tmp_path / "own.py"))
+    assert config.row.name == "half"
+    assert settings_of(config).loss_aggregation == "seq-mean-token-mean"
+    assert AlgorithmConfig(name="dapo", path=str(tmp_path / "own.py")).row.name == "dapo"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x = 1\n", "has no Algorithm"),
+        ("def f(:\n", "own.py:1: SyntaxError: "),
+        ("\nimport nothing_there\n", "own.py:2: ModuleNotFoundError: "),
+    ],
+)
+def test_a_file_without_a_row_is_refused(tmp_path: Path, text: str, message: str):
+    (tmp_path / "own.py").write_text(text)
+    with pytest.raises(ConfigError) as refusal:
+        AlgorithmConfig(path=str(tmp_path / "own.py"))
+    assert "algorithm.path=" in str(refusal.value)
+    assert message in str(refusal.value)
+
+
+def test_a_file_that_is_not_there_is_refused():
+    with pytest.raises(ConfigError, match=r"algorithm.path=nowhere.py: no such file"):
+        AlgorithmConfig(path="nowhere.py")

@@ -20,6 +20,7 @@ from streamrl.buffer.books import (
 )
 from streamrl.buffer.journal import Journal, JournalConfig
 from streamrl.buffer.segment import Record, segment_path
+from streamrl.engines.schedule import Program
 from streamrl.errors import JournalError, LedgerError
 from streamrl.messages import Ended, GroupInfo, make_uid, parse_uid
 from tests.fake_shards import MemoryLog
@@ -36,7 +37,8 @@ def trained(uid: str, version: int = 0) -> TrainedGroup:
 def step(version: int, *uids: str) -> TrainedStep:
     """Two ranks, a round per group: each rank has one rollout of it."""
     groups = tuple(trained(uid, version) for uid in uids)
-    return TrainedStep(version, groups, tuple((((uid, 0),), ((uid, 1),)) for uid in uids))
+    rounds = tuple((((uid, 0),), ((uid, 1),)) for uid in uids)
+    return TrainedStep(version, groups, {"policy": Program((rounds,))})
 
 
 def travelled(record: Record) -> Record:
@@ -62,7 +64,9 @@ def steps(draw: st.DrawFn) -> TrainedStep:
     groups = tuple(TrainedGroup(uid, draw(infos), draw(st.integers(0, 9))) for uid in uids)
     picks = st.lists(st.tuples(st.sampled_from(uids), st.integers(0, 7)), max_size=3).map(tuple)
     rounds = st.lists(st.lists(picks, max_size=2).map(tuple), max_size=3).map(tuple)
-    return TrainedStep(draw(st.integers(0, 1000)), groups, draw(rounds))
+    program = st.builds(Program, st.lists(rounds, max_size=3).map(tuple), st.integers(1, 3))
+    programs = st.dictionaries(st.sampled_from(["policy", "critic"]), program)
+    return TrainedStep(draw(st.integers(0, 1000)), groups, draw(programs))
 
 
 @settings(deadline=None)

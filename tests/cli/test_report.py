@@ -14,6 +14,7 @@ from streamrl.buffer.journal import Journal, JournalConfig
 from streamrl.buffer.segment import segment_path, segments
 from streamrl.checkpoint import BOOKS, journal_dir
 from streamrl.cli.main import main
+from streamrl.engines.schedule import Program
 from streamrl.messages import Ended, GroupInfo
 
 INFO = GroupInfo(lengths=(5, 5), num_loss_tokens=6, version_tokens=((0, 6),))
@@ -25,7 +26,8 @@ def uid(index: int, attempt: int = 0, epoch: int = 0) -> str:
 
 def step(version: int, *uids: str) -> TrainedStep:
     groups = tuple(TrainedGroup(one, INFO, version) for one in uids)
-    return TrainedStep(version, groups, rounds=(((*((one, 0) for one in uids),),),))
+    program = Program(((((*((one, 0) for one in uids),),),),))
+    return TrainedStep(version, groups, {"policy": program})
 
 
 def keep_books(run_dir: Path, work: Callable[[Books], Awaitable[None]]) -> None:

@@ -29,7 +29,7 @@ def model():
 
 
 def batch_of(picks=PICKS):
-    return build_batch({UID: COLUMNS}, picks, advantages={UID: torch.zeros(4)})
+    return build_batch({UID: COLUMNS}, picks, derived={UID: {}})
 
 
 def scores_of(model, batch, **options):

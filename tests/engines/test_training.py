@@ -20,8 +20,15 @@ from tests.engines.trainer_ranks import (
     LATE_S,
     LAYOUTS,
     LR,
+    SECOND_MOMENT,
+    SETTINGS,
+    SEVERAL,
+    SEVERAL_DIVISOR,
+    SEVERAL_LR,
+    SEVERAL_SETTINGS,
     TEMPERATURE,
     Layout,
+    add_up,
     divisor_of,
     run_ranks,
 )
@@ -29,6 +36,7 @@ from tests.engines.trainer_ranks import (
 SAVED = [layout for layout in LAYOUTS if layout.world_size == 2 or layout.zero_stage == 2]
 PAIRS = [layout for layout in LAYOUTS if layout.world_size == 2]
 LATE = Layout("deepspeed", 1, 2)
+SEVERAL_ON = [layout for layout in LAYOUTS if layout.backend == "torch" or layout.zero_stage == 3]
 TIMEOUT_S = 400
 
 
@@ -47,12 +55,14 @@ def seen(model_path, folder):
     """What the ranks saw, by case: a list with one entry per rank."""
     single = [("same_update", layout) for layout in LAYOUTS if layout.world_size == 1]
     single += [("save_and_go_on", layout) for layout in SAVED if layout.world_size == 1]
+    single += [("several_updates", layout) for layout in SEVERAL_ON if layout.world_size == 1]
     single.append(("other_settings", Layout("deepspeed", 1, 1)))
     together = [
         (case, layout)
         for case in ("same_update", "save_and_go_on", "steps_that_do_not_count")
         for layout in PAIRS
     ]
+    together += [("several_updates", layout) for layout in SEVERAL_ON if layout.world_size == 2]
     return run_ranks(
         [[*together, *single[rank::2], ("come_late", LATE)] for rank in range(2)],
         model_path=model_path,
@@ -81,10 +91,13 @@ def plain_steps(num_steps: int):
                 ids = torch.from_numpy(cut["token_ids"][i])[None].long()
                 logits = model(ids).logits[:, :-1] / TEMPERATURE
                 logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-                batch = row | {"advantages": advantages[i : i + 1]}
+                batch = row | {
+                    "advantages": advantages[i : i + 1],
+                    "group_tokens": torch.tensor([int(columns["loss_mask"].sum())]),
+                }
                 loss, _ = policy_loss(
                     ALGORITHM.row,
-                    ALGORITHM.settings,
+                    SETTINGS,
                     batch,
                     logprobs=logprobs,
                     entropy=entropy(logits),
@@ -95,6 +108,76 @@ def plain_steps(num_steps: int):
         optimizer.step()
     names = dict(model.named_parameters(remove_duplicate=False))
     return norms, {name: parameter.detach() for name, parameter in names.items()}
+
+
+def logprobs_of(model, ids):
+    """Of every token but the first, [1, T - 1], and the entropies."""
+    logits = model(ids[None]).logits[:, :-1] / TEMPERATURE
+    return logits.log_softmax(-1).gather(-1, ids[None, 1:, None])[..., 0], entropy(logits)
+
+
+def several_plain_updates():
+    """What `several_updates` does, written out: one process, rollout by rollout."""
+    model = tiny_model(tied=True, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=SEVERAL_LR, weight_decay=0.0)
+    rows = []
+    for uid, columns in GROUPS.items():
+        cut = {
+            name: split_tokens(columns[name], columns["lengths"])
+            for name in ("token_ids", "loss_mask", "generator_logprobs")
+        }
+        scores = torch.from_numpy(columns["scores"])
+        advantages = group_relative(scores, torch.zeros(len(scores), dtype=torch.long))
+        for i, advantage in enumerate(advantages):
+            row = {name: torch.from_numpy(parts[i])[None, 1:] for name, parts in cut.items()}
+            row["uid"], row["ids"] = uid, torch.from_numpy(cut["token_ids"][i]).long()
+            row["advantages"] = advantage.expand(1, row["loss_mask"].shape[1])
+            row["group_tokens"] = torch.tensor([int(columns["loss_mask"].sum())])
+            with torch.no_grad():
+                row["proximal_logprobs"] = logprobs_of(model, row["ids"])[0]
+            rows.append(row)
+    mask = torch.cat([row["loss_mask"][0] for row in rows])
+    flat = torch.cat([row["advantages"][0] for row in rows])[mask]
+    behind = [row["proximal_logprobs"] - row["generator_logprobs"] for row in rows]
+    squares = torch.cat([x[0] for x in behind])[mask].double().square().sort().values
+    means = squares.cumsum(0) / torch.arange(1, len(squares) + 1)
+    limit = squares[means < SECOND_MOMENT].max()
+    sums = []
+    for row, x in zip(rows, behind, strict=True):
+        row["near"] = x.double().square() <= limit * (1 + 1e-6)
+        row["advantages"] = (row["advantages"] - flat.mean()) / (flat.var() + 1e-8).sqrt()
+    uids = list(GROUPS)
+    for part in (uids[::2], uids[1::2]) * SEVERAL.epochs:
+        optimizer.zero_grad()
+        total = []
+        for row in (row for row in rows if row["uid"] in part):
+            logprobs, entropies = logprobs_of(model, row["ids"])
+            loss, seen = policy_loss(
+                SEVERAL.row, SEVERAL_SETTINGS, row, logprobs=logprobs, entropy=entropies
+            )
+            (loss / SEVERAL_DIVISOR).backward()
+            total.append({name: value.item() for name, value in seen.items()})
+        sums.append(add_up(total))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    names = dict(model.named_parameters(remove_duplicate=False))
+    return sums, {name: parameter.detach() for name, parameter in names.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", SEVERAL_ON, ids=lambda layout: layout.label)
+def test_several_updates_of_a_step_are_those_of_one_plain_process(seen, layout):
+    """Whitened over the step, clipped against its start, without what was too far off then."""
+    sums, parameters = several_plain_updates()
+    assert sums[0]["num_kept"] < sums[0]["num_sampled"], "all tokens were near enough"
+    assert sums[0]["ratio_sum"] == pytest.approx(sums[2]["ratio_sum"]), "weights are of the start"
+    cases = seen[f"several/{layout.label}"]
+    for i, expected in enumerate(sums):
+        total = add_up(case["sums"][i] for case in cases)
+        for name in (name for name in expected if "_bin_" not in name):
+            assert total[name] == pytest.approx(expected[name], rel=1e-3, abs=2e-3), name
+    for case in cases:
+        assert furthest(case["parameters"], parameters) < 0.1 * SEVERAL_LR
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +272,7 @@ def test_a_step_nobody_trained_anything_in_updates_nothing(seen, layout):
 @pytest.mark.parametrize("layout", PAIRS, ids=lambda layout: layout.label)
 def test_a_gradient_that_is_not_finite_is_an_error_and_no_update(seen, layout):
     for case in seen[f"skipped/{layout.label}"]:
-        assert "step 0: the gradient's norm is" in case["message"]
+        assert "update 0: the gradient's norm is" in case["message"]
         assert case["unchanged"]
 
 
@@ -213,7 +296,9 @@ def test_bfloat16_has_the_same_gradient_to_its_precision(seen, expected, stage):
 @pytest.mark.slow
 def test_a_rank_does_not_wait_for_ever_for_one_that_stays_away(seen):
     ((message, waited_s),) = seen["late"]
-    assert message.startswith("rank 0 waited 4 s for the other ranks in the update of step 0: ")
+    assert message.startswith(
+        "rank 0 waited 4 s for the other ranks in the optimizer of update 0: "
+    )
     assert LATE_S - 0.5 < waited_s < 5 * LATE_S
 
 

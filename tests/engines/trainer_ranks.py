@@ -10,7 +10,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ import torch
 import torch.multiprocessing as mp
 
 from streamrl.algorithms import AlgorithmConfig, normaliser
+from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.engines.packing import Round
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import CheckpointError, DeadlineError, StreamError
@@ -33,7 +34,21 @@ TEMPERATURE = 0.8
 # whose direction is rounding: small enough for that to stay below the tests' 1e-6.
 LR = 3e-5
 GROUPS = made_up_groups()
+SECOND_MOMENT = 0.5
+SEVERAL_LR = 1e-3
+SEVERAL_DIVISOR = 16.0
 ALGORITHM = AlgorithmConfig(kl_coef=0.1, entropy_coef=0.01)
+SETTINGS = ALGORITHM.settings(max_length=8, reward_weights={})
+# Several updates of decoupled PPO, without the farthest tokens of the step.
+SEVERAL = AlgorithmConfig(
+    whiten_advantages=True,
+    epochs=2,
+    mini_batches=2,
+    correction=CorrectionConfig(
+        proximal="trainer", weights="token", second_moment_threshold=SECOND_MOMENT
+    ),
+)
+SEVERAL_SETTINGS = SEVERAL.settings(max_length=8, reward_weights={})
 LATE_S = 4.0
 
 
@@ -70,7 +85,9 @@ class Seat:
     seen: dict[str, Any] = field(default_factory=dict)
     saved: list[Path] = field(default_factory=list)
 
-    def trainer(self, layout: Layout, **changes: Any) -> "PolicyTrainer":
+    def trainer(
+        self, layout: Layout, algorithm: AlgorithmConfig = ALGORITHM, **changes: Any
+    ) -> "PolicyTrainer":
         from streamrl.engines.training import PolicyTrainer  # seconds pytest's process can save
 
         if layout.world_size > 1:
@@ -85,7 +102,8 @@ class Seat:
         return PolicyTrainer(
             self.model_path,
             config=replace(config, **changes),
-            algorithm=ALGORITHM,
+            row=algorithm.row,
+            settings=algorithm.settings(max_length=8, reward_weights={}),
             temperature=TEMPERATURE,
             rank=self.rank if layout.world_size > 1 else 0,
         )
@@ -110,7 +128,7 @@ def cut(groups: dict[str, Columns], *, num_micro_batches: int, world_size: int) 
 
 def divisor_of(groups: dict[str, Columns]) -> float:
     return normaliser(
-        ALGORITHM.settings.loss_aggregation,
+        SETTINGS.loss_aggregation,
         num_tokens=sum(int(columns["loss_mask"].sum()) for columns in groups.values()),
         num_sequences=sum(len(columns["lengths"]) for columns in groups.values()),
     )
@@ -120,10 +138,8 @@ def train_step(
     trainer: "PolicyTrainer", num_micro_batches: int, world_size: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """One step over all groups: this rank's metric sums, and what the update reports."""
-    sums: dict[str, float] = {}
-    for work in cut(GROUPS, num_micro_batches=num_micro_batches, world_size=world_size):
-        for name, value in trainer.train_micro_batch(GROUPS, work[trainer.rank]).items():
-            sums[name] = sums.get(name, 0.0) + value
+    rounds = cut(GROUPS, num_micro_batches=num_micro_batches, world_size=world_size)
+    sums = add_up(trainer.train_micro_batch(GROUPS, work[trainer.rank]) for work in rounds)
     return sums, trainer.step(divisor_of(GROUPS))
 
 
@@ -180,7 +196,38 @@ def second_step(
     trainer: "PolicyTrainer", layout: Layout
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], int]:
     _, report = train_step(trainer, 2, layout.world_size)
-    return report, parameters_of(trainer), trainer.num_steps
+    return report, parameters_of(trainer), trainer.num_updates
+
+
+def several_updates(seat: Seat, layout: Layout) -> None:
+    """A step of two epochs of two updates; groups are dealt to the updates in turn."""
+    trainer = seat.trainer(layout, SEVERAL, lr=SEVERAL_LR)
+    uids = list(GROUPS)
+    updates = [
+        cut({uid: GROUPS[uid] for uid in part}, num_micro_batches=2, world_size=layout.world_size)
+        for part in (uids[::2], uids[1::2])
+    ]
+    trainer.plan(GROUPS)
+    for rounds in updates:
+        for work in rounds:
+            trainer.look(GROUPS, work[trainer.rank])
+    trainer.settle()
+    sums = []
+    for _ in range(SEVERAL.epochs):
+        for rounds in updates:
+            sums.append(add_up(trainer.train_micro_batch(GROUPS, w[trainer.rank]) for w in rounds))
+            trainer.step(SEVERAL_DIVISOR)
+    parameters = parameters_of(trainer)
+    trainer.close()
+    seat.seen[f"several/{layout.label}"] = {"sums": sums, "parameters": parameters}
+
+
+def add_up(parts: Iterable[dict[str, float]]) -> dict[str, float]:
+    total: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.items():
+            total[name] = total.get(name, 0.0) + value
+    return total
 
 
 def steps_that_do_not_count(seat: Seat, layout: Layout) -> None:
@@ -229,6 +276,7 @@ def come_late(seat: Seat, layout: Layout) -> None:
 
 CASES: dict[str, Callable[[Seat, Layout], None]] = {
     "same_update": same_update,
+    "several_updates": several_updates,
     "save_and_go_on": save_and_go_on,
     "steps_that_do_not_count": steps_that_do_not_count,
     "other_settings": other_settings,

@@ -19,12 +19,16 @@ from streamrl.telemetry.contract import (
 )
 from tests.telemetry.rows import full_row
 
-# Copied by hand from the design's section on metrics, with the evaluations added.
+# Copied by hand from the design's section on metrics, with the evaluations
+# and what tells the policies apart added.
 NAMES = """
 reward/mean reward/std reward/<component>
 loss/policy loss/value loss/kl loss/entropy
 policy/clip_frac policy/ratio_mean policy/entropy policy/ess policy/kl_ref policy/grad_norm
 policy/lr
+correction/kl correction/chi2_token correction/chi2_sequence
+correction/ratio_p01 correction/ratio_p50 correction/ratio_p99
+correction/weight_mean correction/rejected_frac
 rollout/length_mean rollout/length_max rollout/truncated_frac rollout/tokens_per_s
 queue/depth/<stage> queue/bytes queue/oldest_age_s
 queue/redelivered queue/hedged queue/refused

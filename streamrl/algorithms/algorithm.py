@@ -1,0 +1,115 @@
+"""What an algorithm is made of: a row of the table, as a type.
+
+A row is pure functions and defaults. Which stages a run has, what is waited for and how a gradient
+is normalised all follow from it.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from streamrl.algorithms.correction_config import CorrectionConfig
+
+SCOPES = ("group", "step")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user chose, filled up from the row: `AlgorithmConfig` with nothing left open.
+
+    max_length: the longest completion there can be, tokens.
+    scope: group or step, see `Algorithm`.
+    params: the row's own numbers by name.
+    reward_weights: of each reward component, by name.
+    """
+
+    group_size: int
+    clip_low: float
+    clip_high: float
+    dual_clip: float | None
+    loss_aggregation: str
+    advantage_scale: str
+    advantage_eps: float
+    advantage_unbiased: bool
+    single_rollout: str
+    whiten_advantages: bool
+    gamma: float
+    kl_coef: float
+    kl_kind: str
+    kl_in: str
+    entropy_coef: float
+    overlong_buffer: int
+    overlong_factor: float
+    mask_truncated: bool
+    correction: CorrectionConfig
+    epochs: int
+    mini_batches: int
+    scope: str
+    params: Mapping[str, Any]
+    max_length: int
+    reward_weights: Mapping[str, float]
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates per step."""
+        return self.epochs * self.mini_batches
+
+    @property
+    def looks_ahead(self) -> bool:
+        """Whether the policy has to see a step's tokens before it is updated with them."""
+        from_start = self.correction.proximal == "trainer" and self.num_updates > 1
+        return from_start or self.correction.second_moment_threshold is not None
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a token loss sees of a micro-batch; all [B, T] and 0 where `loss_mask` is false.
+
+    log_ratio: trained policy minus the policy it is clipped against, with the gradient.
+    logprobs: of the trained policy, with the gradient.
+    derived: what the row's own `derived` functions made.
+    """
+
+    log_ratio: Tensor
+    logprobs: Tensor
+    advantages: Tensor
+    loss_mask: Tensor
+    derived: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+Columns = Mapping[str, Tensor]
+FromGroups = Callable[[Columns, Tensor, Settings], Tensor]
+TokenLoss = Callable[[Tokens, Settings], tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A row of the table.
+
+    columns: what its functions read, besides `loss_mask` and `num_tokens` [B], the tokens sampled.
+        "reward/*" stands for all reward components. Columns are [B] or [B, T].
+    advantages: (columns, group_ids [B], settings) -> [B] or [B, T], from whole groups.
+    token_loss: (tokens, settings) -> loss [B, T] and where it stops the gradient, bool [B, T].
+    defaults: of the fields `AlgorithmConfig` leaves at null.
+    params: defaults of numbers only this row has, set under `algorithm.params`.
+    scope: "group" if a group is enough for `advantages` and `derived`, "step" if they need all
+        groups of the step: the pipeline then waits for them.
+    derived: further functions like `advantages`, which they see as a column, for `token_loss`.
+    """
+
+    name: str
+    paper: str
+    columns: tuple[str, ...]
+    advantages: FromGroups
+    token_loss: TokenLoss
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    params: Mapping[str, Any] = field(default_factory=dict)
+    scope: str = "group"
+    derived: Mapping[str, FromGroups] = field(default_factory=dict)
+    min_group_size: int = 1
+
+    def __post_init__(self) -> None:
+        if self.scope not in SCOPES:
+            raise ValueError(f"scope={self.scope!r}: must be one of {', '.join(SCOPES)}")

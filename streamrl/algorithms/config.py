@@ -1,0 +1,182 @@
+"""Which algorithm trains the policy, as the user writes it."""
+
+import difflib
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from streamrl.algorithms.advantages import SCALES, SINGLES
+from streamrl.algorithms.algorithm import Algorithm, Settings
+from streamrl.algorithms.correction_config import CorrectionConfig
+from streamrl.algorithms.kl import KINDS
+from streamrl.algorithms.losses import MODES
+from streamrl.algorithms.table import ALGORITHMS, DEFAULTS
+from streamrl.errors import ConfigError
+from streamrl.user_module import import_file
+
+
+@dataclass
+class AlgorithmConfig:
+    """Which algorithm trains the policy. Null takes the algorithm's own default."""
+
+    #: A row of the table; `streamrl algorithms` prints it.
+    name: str = "grpo"
+    #: A Python file with rows of your own, looked at first.
+    path: str = ""
+    #: Rollouts per prompt.
+    group_size: int = 8
+    #: How far below 1 the probability ratio still has a gradient.
+    clip_low: float | None = None
+    #: How far above 1 the probability ratio still has a gradient.
+    clip_high: float | None = None
+    #: Bound c of the loss under a negative advantage A, -c A; null for none.
+    dual_clip: float | None = None
+    #: How token losses become one: token-mean, seq-mean-token-mean, seq-mean-token-sum, ...-norm,
+    #: prompt-mean.
+    loss_aggregation: str | None = None
+    #: What a group's advantages are divided by: std, batch, mean or none.
+    advantage_scale: str | None = None
+    #: Added to the deviation that divides.
+    advantage_eps: float = 1e-6
+    #: Whether that deviation divides by n - 1, or else by n.
+    advantage_unbiased: bool = True
+    #: What a group of one gets: zero, or keep for its score.
+    single_rollout: str = "zero"
+    #: Whether advantages are shifted and scaled to mean 0, deviation 1 over the step's tokens.
+    whiten_advantages: bool | None = None
+    #: Discount per token of later rewards.
+    gamma: float = 1.0
+    #: Weight of the divergence from the reference; 0 runs no reference at all.
+    kl_coef: float = 0.0
+    #: Estimator of that divergence: k1, k2, k3, abs, k1+, k2+, k3+, abs+.
+    kl_kind: str | None = None
+    #: Where it enters: loss or reward.
+    kl_in: str | None = None
+    #: Weight of the entropy bonus in the loss.
+    entropy_coef: float = 0.0
+    #: Tokens before the longest completion in which the score falls (DAPO); 0 for none.
+    overlong_buffer: int = 0
+    #: By how much it falls in all.
+    overlong_factor: float = 1.0
+    #: Leave rollouts that were cut off out of the loss; their scores still count in the group.
+    mask_truncated: bool = False
+    #: How often every rollout of a step is trained.
+    epochs: int = 1
+    #: Optimizer updates per epoch, each with as many of the step's groups.
+    mini_batches: int = 1
+    #: The row's own numbers by name.
+    params: dict[str, Any] = field(default_factory=dict)
+    #: What is done about off-policy tokens.
+    correction: CorrectionConfig = field(default_factory=CorrectionConfig)
+
+    def __post_init__(self) -> None:
+        row = self.row
+        if self.group_size < row.min_group_size:
+            raise ConfigError(
+                f"algorithm.group_size={self.group_size}: {self.name} compares the rollouts of a"
+                f" group; needs at least {row.min_group_size}"
+            )
+        self._check_numbers()
+        self._check_choices()
+        self._check_params()
+        self._check_combinations()
+
+    def _check_numbers(self) -> None:
+        minima = {"group_size": 1, "kl_coef": 0, "entropy_coef": 0, "gamma": 0}
+        minima |= {"overlong_buffer": 0, "overlong_factor": 0, "epochs": 1, "mini_batches": 1}
+        for key, least in minima.items():
+            if vars(self)[key] < least:
+                raise ConfigError(f"algorithm.{key}={vars(self)[key]}: must be at least {least}")
+        bounds = {"clip_low": 0, "clip_high": 0, "dual_clip": 1, "advantage_eps": 0}
+        for key, bound in bounds.items():
+            value = vars(self)[key]
+            if value is not None and value <= bound:
+                raise ConfigError(f"algorithm.{key}={value}: must be above {bound}")
+        maxima = {"clip_low": "ratios are above 0", "gamma": "it is a discount"}
+        for key, reason in maxima.items():
+            value = vars(self)[key]
+            if value is not None and value > 1:
+                raise ConfigError(f"algorithm.{key}={value}: must be at most 1, as {reason}")
+
+    def _check_choices(self) -> None:
+        choices: Mapping[str, tuple[str, ...]] = {
+            "loss_aggregation": MODES,
+            "advantage_scale": SCALES,
+            "single_rollout": SINGLES,
+            "kl_kind": KINDS,
+            "kl_in": ("loss", "reward"),
+        }
+        for key, allowed in choices.items():
+            value = vars(self)[key]
+            if value is not None and value not in allowed:
+                raise ConfigError(f"algorithm.{key}={value}: must be one of {', '.join(allowed)}")
+
+    def _check_params(self) -> None:
+        known = self.row.params
+        for key, value in self.params.items():
+            if key not in known:
+                has = ", ".join(known) or "none"
+                raise ConfigError(f"algorithm.params.{key}={value}: {self.name} has {has}")
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not math.isfinite(value):
+                raise ConfigError(f"algorithm.params.{key}={value!r}: must be a number")
+
+    def _check_combinations(self) -> None:
+        kind, place = self._chosen("kl_kind"), self._chosen("kl_in")
+        if place == "reward" and kind.endswith("+"):
+            raise ConfigError(
+                f"algorithm.kl_kind={kind}: has a gradient of its own, which kl_in=reward never"
+                f" takes; {kind.removesuffix('+')} has the same value"
+            )
+        aggregation = self._chosen("loss_aggregation")
+        if aggregation == "prompt-mean" and not self.correction.count_rejected:
+            raise ConfigError(
+                "algorithm.correction.count_rejected=False: prompt-mean divides by all tokens of"
+                " a group, before it is known which of them are rejected"
+            )
+
+    @property
+    def row(self) -> Algorithm:
+        """The algorithm. Raises ConfigError if there is none of that name."""
+        rows = {**ALGORITHMS, **(load_rows(self.path) if self.path else {})}
+        if self.name not in rows:
+            near = difflib.get_close_matches(self.name, rows, n=1, cutoff=0.0)
+            raise ConfigError(
+                f"algorithm.name={self.name}: no such algorithm; did you mean {near[0]}?"
+            )
+        return rows[self.name]
+
+    @property
+    def scope(self) -> str:
+        """Group if a group may be trained as it comes, step if its advantages need the step."""
+        whole = self._chosen("whiten_advantages") or self._chosen("advantage_scale") == "batch"
+        several = self.epochs * self.mini_batches > 1
+        ranked = self.correction.second_moment_threshold is not None
+        return "step" if whole or several or ranked else self.row.scope
+
+    def _chosen(self, key: str) -> Any:
+        value = vars(self)[key]
+        return {**DEFAULTS, **self.row.defaults}[key] if value is None else value
+
+    def settings(self, *, max_length: int, reward_weights: Mapping[str, float]) -> Settings:
+        """The settings with the row's defaults filled in.
+
+        `max_length`: the longest completion there can be. `reward_weights`: of each component.
+        """
+        filled = {**DEFAULTS, **self.row.defaults}
+        filled |= {key: value for key, value in vars(self).items() if value is not None}
+        filled |= {"params": {**self.row.params, **self.params}, "scope": self.scope}
+        filled |= {"max_length": max_length, "reward_weights": dict(reward_weights)}
+        return Settings(**{one.name: filled[one.name] for one in fields(Settings)})
+
+
+@functools.cache
+def load_rows(path: str) -> dict[str, Algorithm]:
+    """The rows of a user's Python file, by name. Raises ConfigError if there are none."""
+    module = import_file(path, setting="algorithm.path")
+    rows = {row.name: row for row in vars(module).values() if isinstance(row, Algorithm)}
+    if not rows:
+        raise ConfigError(f"algorithm.path={path}: has no Algorithm")
+    return rows

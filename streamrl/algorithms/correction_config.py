@@ -1,0 +1,92 @@
+"""What is done about off-policy tokens, as the user writes it."""
+
+from dataclasses import dataclass
+
+from streamrl.algorithms.correction import (
+    REJECTION_KINDS,
+    REJECTION_LEVELS,
+    WEIGHT_LEVELS,
+    WEIGHT_MODES,
+)
+from streamrl.errors import ConfigError
+
+NONE = "none"
+PROXIMALS = ("generator", "trainer", "interpolated")
+
+
+@dataclass
+class CorrectionConfig:
+    """What is done about tokens an older policy, or another engine, sampled."""
+
+    #: What the loss clips against: generator, the policy that sampled the token; trainer, the one
+    #: at the start of the step (decoupled PPO); interpolated, between that and the current one.
+    proximal: str = "generator"
+    #: Weights proximal over generator, unless that is the same: none, token, sequence or geometric.
+    weights: str = NONE
+    #: What happens to a weight out of bounds: truncate (TIS) or mask (IcePop).
+    weight_mode: str = "truncate"
+    #: Least weight; null for no bound.
+    weight_low: float | None = None
+    #: Largest weight; null for no bound.
+    weight_high: float | None = 2.0
+    #: What is bounded, or else rejected: none, k1 (the ratio), k2 or k3 (divergences).
+    reject: str = NONE
+    #: Whose it is: token, or the rollout's sum, mean or max.
+    reject_level: str = "token"
+    #: Least ratio (k1).
+    reject_low: float | None = None
+    #: Largest ratio (k1) or divergence.
+    reject_high: float | None = None
+    #: Bad rollouts that got less likely than exp(-this) per token are left out; null for none.
+    off_policy_threshold: float | None = None
+    #: The farthest tokens of a step are left out until the mean squared log-ratio of the others is
+    #: below this (M2PO); null for none.
+    second_moment_threshold: float | None = None
+    #: Whether rejected tokens still count in what the loss is divided by.
+    count_rejected: bool = True
+
+    def __post_init__(self) -> None:
+        choices = {
+            "proximal": PROXIMALS,
+            "weights": (NONE, *WEIGHT_LEVELS),
+            "weight_mode": WEIGHT_MODES,
+            "reject": (NONE, *REJECTION_KINDS),
+            "reject_level": REJECTION_LEVELS,
+        }
+        for key, allowed in choices.items():
+            if vars(self)[key] not in allowed:
+                raise ConfigError(f"{_at(self, key)}: must be one of {', '.join(allowed)}")
+        if self.weights != NONE and self.proximal == "generator":
+            raise ConfigError(
+                f"{_at(self, 'weights')}: under correction.proximal=generator the loss's own ratio"
+                " is that weight already; set proximal=trainer"
+            )
+        self._check_bounds()
+
+    def _check_bounds(self) -> None:
+        bounds = (
+            "weight_low",
+            "weight_high",
+            "reject_low",
+            "reject_high",
+            "second_moment_threshold",
+        )
+        for key in bounds:
+            value = vars(self)[key]
+            if value is not None and value < 0:
+                raise ConfigError(f"{_at(self, key)}: must be 0 or more")
+        for kind in ("weight", "reject"):
+            low, high = vars(self)[f"{kind}_low"], vars(self)[f"{kind}_high"]
+            if low is not None and high is not None and low >= high:
+                raise ConfigError(f"{_at(self, f'{kind}_low')}: must be below {kind}_high={high}")
+        if self.reject != NONE and self.reject_low is None and self.reject_high is None:
+            raise ConfigError(f"{_at(self, 'reject')}: needs reject_low or reject_high")
+        if self.reject not in (NONE, "k1") and self.reject_low is not None:
+            raise ConfigError(
+                f"{_at(self, 'reject_low')}: {self.reject} is a divergence, which only reject_high"
+                " bounds"
+            )
+
+
+def _at(config: CorrectionConfig, key: str) -> str:
+    return f"algorithm.correction.{key}={vars(config)[key]}"

@@ -1,0 +1,61 @@
+"""What a rank knows of the groups of a step before it trains on them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from streamrl.algorithms import Algorithm, Settings
+from streamrl.algorithms.correction import second_moment_limit
+from streamrl.engines.batching import derive_columns, tokens_of
+from streamrl.engines.packing import Pick
+from streamrl.messages import Array, Columns
+
+
+class StepPlan:
+    """Columns derived from all groups of the step, and what the policy said of them at its start.
+
+    The latter only of the rollouts of this rank, which keeps them through all epochs.
+    """
+
+    def __init__(self, row: Algorithm, settings: Settings, groups: Mapping[str, Columns]) -> None:
+        self._derived = {
+            uid: dict(columns) for uid, columns in derive_columns(row, settings, groups).items()
+        }
+        self._threshold = settings.correction.second_moment_threshold
+        self._squares: list[tuple[str, slice, Array]] = []
+
+    def derived(self, uids: Iterable[str]) -> dict[str, Columns]:
+        """The columns of these groups, by uid."""
+        return {uid: self._derived[uid] for uid in uids}
+
+    def note(self, groups: Mapping[str, Columns], picks: Sequence[Pick], logprobs: Array) -> None:
+        """The policy at the start of the step gives these logprobs, [B, T], to the picks."""
+        for (uid, index), row in zip(picks, logprobs[: len(picks)], strict=True):
+            tokens = tokens_of(groups[uid]["lengths"], index)
+            own = row[: tokens.stop - tokens.start]
+            self._fill(uid, "proximal_logprobs", tokens, own)
+            if self._threshold is not None:
+                behind = own - groups[uid]["generator_logprobs"][tokens]
+                self._squares.append((uid, tokens, np.square(behind, dtype=np.float64)))
+                self._fill(uid, "near", tokens, self._derived[uid]["loss_mask"][tokens])
+
+    def settle(self) -> None:
+        """Agree with the other ranks which tokens are near enough. Collective; after `note`."""
+        if self._threshold is None:
+            return
+        counted = [
+            squares[self._derived[uid]["near"][tokens]] for uid, tokens, squares in self._squares
+        ]
+        parts: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(parts, np.concatenate([np.zeros(0), *counted]))
+        everyone = torch.from_numpy(np.concatenate(parts))
+        limit = second_moment_limit(everyone, threshold=self._threshold)
+        for uid, tokens, squares in self._squares:
+            self._derived[uid]["near"][tokens] &= squares <= limit
+
+    def _fill(self, uid: str, name: str, tokens: slice, values: Array) -> None:
+        blank = np.zeros(len(self._derived[uid]["loss_mask"]), values.dtype)
+        self._derived[uid].setdefault(name, blank)[tokens] = values

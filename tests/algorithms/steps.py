@@ -1,0 +1,134 @@
+"""A made-up step: columns of whole groups, and the loss of a row over any part of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamrl.algorithms import AlgorithmConfig, Settings, derive, policy_loss
+from streamrl.messages import FinishReason
+
+WEIGHTS = {"right": 1.0, "short": 0.5}
+MAX_LENGTH = 9
+
+
+def settings_of(config: AlgorithmConfig) -> Settings:
+    return config.settings(max_length=MAX_LENGTH, reward_weights=WEIGHTS)
+
+
+@dataclass
+class Step:
+    """Columns [B] and [B, T] in float64, and what the policy in training says of the tokens."""
+
+    columns: dict[str, Tensor]
+    group_ids: Tensor
+    logprobs: Tensor
+    entropy: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.group_ids)
+
+    def rows(self, order: Sequence[int]) -> "Step":
+        """Only these rows, in this order."""
+        picked = torch.tensor(list(order))
+        columns = {name: column[picked] for name, column in self.columns.items()}
+        return Step(columns, self.group_ids[picked], self.logprobs[picked], self.entropy[picked])
+
+    def spoilt(self) -> "Step":
+        """NaN wherever the policy did not sample."""
+        mask = self.columns["loss_mask"]
+        columns = {
+            name: torch.where(mask, column, torch.nan) if is_float_per_token(column) else column
+            for name, column in self.columns.items()
+        }
+        spoil = [torch.where(mask, x, torch.nan) for x in (self.logprobs, self.entropy)]
+        return Step(columns, self.group_ids, *spoil)
+
+    def wider(self, by: int) -> "Step":
+        """The same rows, padded further."""
+        pad = torch.nn.functional.pad
+        columns = {
+            name: pad(column, (0, by)) if column.ndim > 1 else column
+            for name, column in self.columns.items()
+        }
+        return Step(
+            columns, self.group_ids, pad(self.logprobs, (0, by)), pad(self.entropy, (0, by))
+        )
+
+
+def is_float_per_token(column: Tensor) -> bool:
+    return column.ndim > 1 and column.is_floating_point()
+
+
+def made_up_step(
+    seed: int = 0, *, sizes: Sequence[int] = (4, 3, 2), dtype: torch.dtype = torch.float64
+) -> Step:
+    """Groups of those sizes, ragged rows of several turns, ratios up to about 2."""
+    random = torch.Generator().manual_seed(seed)
+    num_rows = sum(sizes)
+    group_ids = torch.repeat_interleave(torch.arange(len(sizes)), torch.tensor(sizes))
+    lengths = torch.randint(2, MAX_LENGTH + 1, (num_rows,), generator=random)
+    width = int(lengths.max())
+    mask = torch.arange(width) < lengths[:, None]
+    mask &= torch.rand(mask.shape, generator=random) < 0.8
+    mask[torch.arange(num_rows), lengths - 1] = True
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return scale * torch.randn(*shape, generator=random, dtype=torch.float64).to(dtype)
+
+    def per_token(scale: float) -> Tensor:
+        return torch.where(mask, -1.5 + normal(*mask.shape, scale=scale), 0.0)
+
+    generator = per_token(0.5)
+    cut_off = torch.where(lengths == lengths.max(), FinishReason.LENGTH.value, 0)
+    columns = {
+        "lengths": lengths,
+        "loss_mask": mask,
+        "finish_reason": cut_off,
+        "generator_logprobs": generator,
+        "ref_logprobs": per_token(0.5),
+        "scores": torch.where(torch.rand(num_rows, generator=random) < 0.3, 0.0, normal(num_rows)),
+        **{f"reward/{name}": normal(num_rows) for name in WEIGHTS},
+    }
+    logprobs = torch.where(mask, generator + normal(*mask.shape, scale=0.3), 0.0)
+    entropy = torch.where(mask, 2 + normal(*mask.shape, scale=0.1), 0.0)
+    return Step(columns, group_ids, logprobs, entropy)
+
+
+def derived_of(config: AlgorithmConfig, step: Step) -> dict[str, Tensor]:
+    return derive(config.row, settings_of(config), step.columns, step.group_ids)
+
+
+def batch_of(step: Step, derived: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {**step.columns, **derived}
+
+
+@dataclass
+class Trained:
+    """Summed loss, sums and gradient of logprobs."""
+
+    loss: Tensor
+    sums: dict[str, Tensor]
+    gradient: Tensor
+
+
+def train(config: AlgorithmConfig, step: Step, derived: dict[str, Tensor]) -> Trained:
+    """Forward and backward of these rows, with what was derived for them."""
+    leaf = step.logprobs.clone().requires_grad_()
+    loss, sums = policy_loss(
+        config.row,
+        settings_of(config),
+        batch_of(step, derived),
+        logprobs=leaf,
+        entropy=step.entropy,
+    )
+    loss.backward()
+    assert leaf.grad is not None
+    return Trained(loss.detach(), sums, torch.where(step.columns["loss_mask"], leaf.grad, 0.0))
+
+
+def changed(config: AlgorithmConfig, **changes: Any) -> AlgorithmConfig:
+    return AlgorithmConfig(**{**vars(config), **changes})

@@ -1,0 +1,361 @@
+"""A row applied: what it derives from groups, and the loss of any part of a step."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.algorithms import ALGORITHMS, AlgorithmConfig, policy_loss, step_normaliser, summarise
+from streamrl.algorithms.correction_config import CorrectionConfig
+from streamrl.algorithms.losses import MODES
+from tests.algorithms.steps import (
+    MAX_LENGTH,
+    batch_of,
+    derived_of,
+    made_up_step,
+    settings_of,
+    train,
+)
+
+EVERYTHING = CorrectionConfig(
+    proximal="trainer",
+    weights="token",
+    weight_high=1.2,
+    reject="k1",
+    reject_low=0.6,
+    reject_high=1.8,
+    off_policy_threshold=0.05,
+)
+CONFIGS = [
+    *(AlgorithmConfig(name=name) for name in ALGORITHMS),
+    *(AlgorithmConfig(loss_aggregation=mode) for mode in MODES),
+    AlgorithmConfig(kl_coef=0.1, entropy_coef=0.02, mask_truncated=True, overlong_buffer=4),
+    AlgorithmConfig(kl_coef=0.1, kl_in="reward", kl_kind="k1", advantage_scale="batch"),
+    AlgorithmConfig(name="dapo", kl_coef=0.1, correction=EVERYTHING),
+    AlgorithmConfig(name="cispo", correction=CorrectionConfig(reject="k3", reject_high=0.1)),
+]
+every_config = pytest.mark.parametrize(
+    "config", CONFIGS, ids=[f"{config.name}-{i}" for i, config in enumerate(CONFIGS)]
+)
+
+
+def close(one, other):
+    torch.testing.assert_close(one, other, atol=1e-9, rtol=1e-9)
+
+
+@every_config
+def test_nan_where_nothing_was_sampled_changes_nothing(config):
+    step = made_up_step()
+    clean, spoilt = (train(config, s, derived_of(config, s)) for s in (step, step.spoilt()))
+    close(spoilt.loss, clean.loss)
+    close(spoilt.gradient, clean.gradient)
+    close(spoilt.sums, clean.sums)
+    assert clean.gradient.abs().sum() > 0
+
+
+@every_config
+def test_padding_further_changes_nothing(config):
+    step = made_up_step()
+    trained = train(config, step, derived_of(config, step))
+    wider = step.wider(3)
+    again = train(config, wider, derived_of(config, wider))
+    close(again.loss, trained.loss)
+    close(again.gradient[:, :-3], trained.gradient)
+
+
+@every_config
+@settings(max_examples=10)
+@given(seed=st.integers(0, 50), data=st.data())
+def test_cutting_a_step_into_parts_changes_nothing(config, seed, data):
+    """Micro-batches and ranks are parts of a step, in any order and of any rows."""
+    step = made_up_step(seed)
+    derived = derived_of(config, step)
+    whole = train(config, step, derived)
+    order = data.draw(st.permutations(range(step.num_rows)))
+    cuts = sorted(data.draw(st.sets(st.integers(1, step.num_rows - 1), max_size=4)))
+    loss, sums = torch.zeros((), dtype=torch.float64), dict.fromkeys(whole.sums, 0.0)
+    for start, end in zip([0, *cuts], [*cuts, step.num_rows], strict=True):
+        rows = order[start:end]
+        part = {name: values[torch.tensor(rows)] for name, values in derived.items()}
+        trained = train(config, step.rows(rows), part)
+        close(trained.gradient, whole.gradient[torch.tensor(rows)])
+        loss = loss + trained.loss
+        sums = {name: sums[name] + value.item() for name, value in trained.sums.items()}
+    close(loss, whole.loss)
+    expected = {name: value.item() for name, value in whole.sums.items()}
+    assert sums == pytest.approx(expected, rel=1e-6, abs=1e-6)
+    chosen = settings_of(config)
+    divisor = step_normaliser(chosen, sums)
+    assert divisor == pytest.approx(step_normaliser(chosen, expected))
+    assert summarise(sums, divisor) == pytest.approx(summarise(expected, divisor), abs=1e-6)
+
+
+@pytest.mark.parametrize("name", [n for n in ALGORITHMS if n != "clip_cov"])
+def test_the_order_of_rows_changes_nothing(name):
+    # clip_cov draws lots: which tokens they hit depends on where they are.
+    config, step = AlgorithmConfig(name=name), made_up_step()
+    order = torch.randperm(step.num_rows, generator=torch.Generator().manual_seed(1)).tolist()
+    turned = step.rows(order)
+    one = train(config, step, derived_of(config, step))
+    other = train(config, turned, derived_of(config, turned))
+    close(other.loss, one.loss)
+    close(other.gradient, one.gradient[torch.tensor(order)])
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_row_whose_scope_is_the_group_needs_no_other(name):
+    # Of so few tokens none has a covariance as large as the paper's.
+    params = {"covariance_low": 0.01, "covariance_fraction": 0.3} if name == "clip_cov" else {}
+    config, step = AlgorithmConfig(name=name, params=params), made_up_step()
+    whole = derived_of(config, step)
+    differs = False
+    for group in range(3):
+        rows = (step.group_ids == group).nonzero()[:, 0].tolist()
+        alone = derived_of(config, step.rows(rows))
+        pairs = [(alone[key], whole[key][torch.tensor(rows)]) for key in whole]
+        if config.scope == "group":
+            for one, other in pairs:
+                close(one, other)
+        differs |= any(not torch.equal(one, other) for one, other in pairs)
+    # What says that it needs the step really does: else it could train as groups come.
+    assert differs or config.scope == "group"
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_float32_is_float64_to_its_precision(name):
+    config = AlgorithmConfig(name=name, kl_coef=0.1)
+    results = []
+    for dtype in (torch.float64, torch.float32):
+        step = made_up_step(dtype=dtype)
+        results.append(train(config, step, derived_of(config, step)))
+    assert results[1].gradient.dtype == torch.float32
+    torch.testing.assert_close(
+        results[1].gradient.double(), results[0].gradient, atol=2e-5, rtol=2e-5
+    )
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_tokens_that_do_not_count_add_nothing(name):
+    config, step = AlgorithmConfig(name=name, kl_coef=0.1, entropy_coef=0.1), made_up_step()
+    derived = derived_of(config, step)
+    derived["loss_mask"] = torch.zeros_like(derived["loss_mask"])
+    trained = train(config, step, derived)
+    assert trained.loss.item() == 0
+    assert trained.gradient.abs().sum() == 0
+    sums = {name: value.item() for name, value in trained.sums.items()}
+    assert set(sums.values()) == {0.0}
+    assert step_normaliser(settings_of(config), sums) == 0
+    assert summarise(sums, 0.0) == {}
+
+
+def first_step_gradient(config):
+    """On-policy: the policy in training is the one that sampled."""
+    step = made_up_step()
+    step.logprobs = step.columns["generator_logprobs"].clone()
+    settled = derived_of(AlgorithmConfig(name="grpo"), step)
+    return train(config, step, derived_of(config, step) | settled).gradient
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        AlgorithmConfig(name="grpo", dual_clip=3.0, loss_aggregation="token-mean"),
+        AlgorithmConfig(name="cispo"),
+        AlgorithmConfig(name="gpg"),
+        AlgorithmConfig(name="dppo_tv"),
+        AlgorithmConfig(name="dppo_kl"),
+        AlgorithmConfig(name="sapo", loss_aggregation="token-mean"),
+        AlgorithmConfig(name="gspo", loss_aggregation="token-mean"),
+        AlgorithmConfig(name="dapo", correction=CorrectionConfig(proximal="trainer")),
+    ],
+    ids=lambda config: config.name,
+)
+def test_the_first_on_policy_step_is_the_same_for_all_of_them(config):
+    """Vanilla, dual-clip, CISPO, REINFORCE and most others: -A times the gradient of log pi."""
+    step = made_up_step()
+    advantages = derived_of(AlgorithmConfig(name="grpo"), step)["advantages"]
+    expected = torch.where(step.columns["loss_mask"], -advantages[:, None], 0.0)
+    close(first_step_gradient(AlgorithmConfig(loss_aggregation="token-mean")), expected)
+    close(first_step_gradient(config), expected)
+
+
+def hand_made(**changes):
+    """Two rows, three and one tokens that count; the ratios are 1.5, 1, 0.5 and 1."""
+    batch = {
+        "loss_mask": torch.tensor([[False, True, True, True], [False, True, False, False]]),
+        "generator_logprobs": torch.zeros(2, 4),
+        "ref_logprobs": torch.full((2, 4), -0.5),
+        "advantages": torch.tensor([1.0, -2.0]),
+        "group_tokens": torch.tensor([4, 4]),
+    }
+    logprobs = torch.tensor([[0.0, math.log(1.5), 0.0, math.log(0.5)], [0.0, 0.0, 0.0, 0.0]])
+    return batch | changes, logprobs
+
+
+def loss_by_hand(config, **changes):
+    batch, logprobs = hand_made(**changes)
+    entropy = torch.full_like(logprobs, 2.0)
+    loss, sums = policy_loss(
+        config.row, settings_of(config), batch, logprobs=logprobs, entropy=entropy
+    )
+    return loss.item(), {name: value.item() for name, value in sums.items()}
+
+
+def test_the_grpo_loss_by_hand():
+    # Row 0: -1.2 (clipped), -1, -0.5 over 3 tokens; row 1: 2 over 1 token.
+    loss, sums = loss_by_hand(AlgorithmConfig())
+    assert loss == pytest.approx(-2.7 / 3 + 2.0)
+    assert (sums["clipped_sum"], sums["num_tokens"], sums["num_rollouts"]) == (1, 4, 2)
+
+
+def test_the_dapo_loss_by_hand():
+    assert loss_by_hand(AlgorithmConfig(name="dapo"))[0] == pytest.approx(-1.28 - 1 - 0.5 + 2.0)
+
+
+def test_prompt_mean_by_hand():
+    # One group of four tokens.
+    config = AlgorithmConfig(name="dapo", loss_aggregation="prompt-mean")
+    loss, sums = loss_by_hand(config)
+    assert loss == pytest.approx((-1.28 - 1 - 0.5 + 2.0) / 4)
+    assert sums["num_groups"] == 1
+    assert step_normaliser(settings_of(config), sums) == 1
+
+
+def test_divergence_and_entropy_join_under_the_same_aggregation():
+    config = AlgorithmConfig(name="dapo", kl_coef=0.1, kl_kind="k1", entropy_coef=0.01)
+    loss, sums = loss_by_hand(config)
+    kl = 4 * 0.5 + math.log(1.5) + math.log(0.5)
+    assert loss == pytest.approx(-0.78 + 0.1 * kl - 0.01 * 4 * 2.0)
+    assert sums["kl_ref_sum"] == pytest.approx(kl)
+    metrics = summarise(sums, 4.0)
+    parts = metrics["loss/policy"] + metrics["loss/kl"] + metrics["loss/entropy"]
+    assert parts == pytest.approx(loss / 4)
+
+
+def test_divergence_in_the_reward_is_measured_and_not_in_the_loss():
+    config = AlgorithmConfig(name="dapo", kl_coef=0.1, kl_in="reward", kl_kind="k1")
+    loss, sums = loss_by_hand(config)
+    assert loss == pytest.approx(-0.78)
+    metrics = summarise(sums, 4.0)
+    assert metrics["policy/kl_ref"] == pytest.approx((4 * 0.5 + math.log(0.75)) / 4)
+    assert "loss/kl" not in metrics
+
+
+def test_metrics_by_hand():
+    metrics = summarise(loss_by_hand(AlgorithmConfig(name="dapo"))[1], 4.0)
+    chi2 = (2.25 + 1 + 0.25 + 1) / 4 - 1
+    assert metrics == {
+        "policy/clip_frac": pytest.approx(0.25),
+        "policy/ratio_mean": pytest.approx(1.0),
+        "policy/entropy": pytest.approx(2.0),
+        "policy/ess": pytest.approx(4.0**2 / (4 * (2.25 + 1 + 0.25 + 1))),
+        "correction/kl": pytest.approx(-math.log(0.75) / 4),
+        "correction/chi2_token": pytest.approx(chi2),
+        "correction/chi2_sequence": pytest.approx((0.75**2 + 1) / 2 - 1),
+        "correction/ratio_p01": pytest.approx(0.5, rel=0.1),
+        "correction/ratio_p50": 1.0,
+        "correction/ratio_p99": pytest.approx(1.5, rel=0.1),
+        "correction/weight_mean": 1.0,
+        "correction/rejected_frac": 0.0,
+        "loss/policy": pytest.approx(-0.78 / 4),
+        "loss/entropy": 0.0,
+    }
+    assert summarise({}, 4.0) == {}
+
+
+def test_decoupled_weights_by_hand():
+    """The ratio is 1, nothing is clipped; the weights are 1.2 (of 1.5), 1, 0.5 and 1."""
+    correction = CorrectionConfig(proximal="trainer", weights="token", weight_high=1.2)
+    loss, sums = loss_by_hand(AlgorithmConfig(name="dapo", correction=correction))
+    assert loss == pytest.approx(-1.2 - 1 - 0.5 + 2.0)
+    assert sums["clipped_sum"] == 0
+    assert summarise(sums, 4.0)["correction/weight_mean"] == pytest.approx(3.7 / 4)
+
+
+@pytest.mark.parametrize(("count_rejected", "divisor"), [(True, 4), (False, 2)])
+def test_rejected_tokens_are_not_trained_and_count_if_they_are_to(count_rejected, divisor):
+    correction = CorrectionConfig(
+        reject="k1", reject_low=0.8, reject_high=1.25, count_rejected=count_rejected
+    )
+    config = AlgorithmConfig(name="dapo", correction=correction)
+    loss, sums = loss_by_hand(config)
+    assert loss == pytest.approx(-1 + 2.0)  # the ratios 1.5 and 0.5 are out
+    assert step_normaliser(settings_of(config), sums) == divisor
+    assert summarise(sums, divisor)["correction/rejected_frac"] == 0.5
+
+
+def test_a_step_in_which_all_is_rejected_has_nothing_to_divide_by():
+    correction = CorrectionConfig(reject="k1", reject_low=7.0)
+    config = AlgorithmConfig(name="dapo", correction=correction)
+    loss, sums = loss_by_hand(config)
+    assert loss == 0
+    assert step_normaliser(settings_of(config), sums) == 0
+    assert summarise(sums, 0.0)["correction/rejected_frac"] == 1
+
+
+def test_a_truncated_rollout_is_left_out_but_its_score_counts_in_the_group():
+    step = made_up_step(sizes=(3,))
+    plain = derived_of(AlgorithmConfig(), step)
+    masked = derived_of(AlgorithmConfig(mask_truncated=True), step)
+    cut_off = step.columns["finish_reason"] == 1
+    assert cut_off.any()
+    assert not cut_off.all()
+    close(masked["advantages"], plain["advantages"])
+    assert not masked["loss_mask"][cut_off].any()
+    assert torch.equal(masked["loss_mask"][~cut_off], plain["loss_mask"][~cut_off])
+    assert masked["group_tokens"].tolist() == [int(masked["loss_mask"].sum())] * 3
+
+
+def test_the_overlong_penalty_reaches_the_advantages():
+    # Nine tokens at most, penalised from five on: 9 tokens lose 1, 7 lose 0.5.
+    step = made_up_step(sizes=(2,))
+    mask = torch.zeros(2, 9, dtype=torch.bool)
+    mask[0], mask[1, :7] = True, True
+    step.columns = {**step.columns, "loss_mask": mask, "scores": torch.tensor([1.0, 1.0])}
+    config = AlgorithmConfig(name="dr_grpo", overlong_buffer=4)
+    assert MAX_LENGTH == 9
+    close(derived_of(config, step)["advantages"], torch.tensor([-0.25, 0.25]))
+
+
+def test_divergence_in_the_reward_shifts_scores_and_token_rewards():
+    step = made_up_step(sizes=(2,))
+    mask = step.columns["loss_mask"]
+    divergence = (step.columns["generator_logprobs"] - step.columns["ref_logprobs"]) * mask
+    config = AlgorithmConfig(name="dr_grpo", kl_coef=0.5, kl_in="reward", kl_kind="k1")
+    scores = step.columns["scores"] - 0.5 * divergence.sum(-1)
+    close(derived_of(config, step)["advantages"], scores - scores.mean())
+    config = AlgorithmConfig(
+        name="reinforce_pp", kl_coef=0.5, whiten_advantages=False, group_size=1
+    )
+    to_go = derived_of(config, step)["advantages"]
+    first = mask.int().argmax(-1)
+    close(to_go[torch.arange(2), first], scores)
+
+
+def test_whitened_advantages_have_mean_0_and_deviation_1_over_the_tokens_of_the_step():
+    config, step = AlgorithmConfig(name="reinforce_pp"), made_up_step()
+    values = derived_of(config, step)["advantages"][step.columns["loss_mask"]]
+    close(values.mean(), torch.zeros((), dtype=torch.float64))
+    assert values.std().item() == pytest.approx(1, abs=1e-6)
+
+
+def test_a_row_finds_what_it_derived_itself_in_its_loss():
+    config, step = AlgorithmConfig(name="kl_cov"), made_up_step()
+    derived = derived_of(config, step)
+    assert derived["chosen"].sum() == 1  # a fraction of 2e-4 of few tokens is one
+    marked = train(config, step, derived)
+    derived["chosen"] = torch.zeros_like(derived["chosen"])
+    close(marked.loss - train(config, step, derived).loss, _held(step, config))
+
+
+def _held(step, config):
+    chosen = derived_of(config, step)["chosen"]
+    return (step.logprobs - step.columns["generator_logprobs"])[chosen].abs().sum()
+
+
+def test_batches_carry_what_was_derived_in_the_place_of_columns():
+    step = made_up_step()
+    derived = derived_of(AlgorithmConfig(mask_truncated=True), step)
+    assert batch_of(step, derived)["loss_mask"] is derived["loss_mask"]
