@@ -149,3 +149,10 @@ def test_the_number_of_settings_stays_one_a_person_can_know() -> None:
         return total
 
     assert count(RunConfig) < 150
+
+
+@pytest.mark.parametrize("path", sorted(Path("configs").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_of_the_repository_is_a_config(path: Path) -> None:
+    config = load_config(path)
+    assert config.settings.num_updates >= 1
+    assert config.algorithm.name in path.stem

@@ -134,7 +134,8 @@ def test_an_impossible_config_is_refused(settings, message):
         ),
         (
             {"proximal": "reference"},
-            "algorithm.correction.proximal=reference: must be one of generator, trainer",
+            "algorithm.correction.proximal=reference: must be one of generator, trainer,"
+            " interpolated",
         ),
         (
             {"reject": "k1"},

@@ -1,0 +1,7 @@
+"""`python -m streamrl.cli` is `streamrl`."""
+
+import sys
+
+from streamrl.cli.main import main
+
+sys.exit(main())
