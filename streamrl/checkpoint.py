@@ -2,6 +2,7 @@
 
 <run>/checkpoints/step_000020/model/       Hugging Face directory
                               trainer/     optimizer, scheduler and RNG of every rank
+                              critic/      the same two of the critic, where there is one
                               queue/       the groups in flight, a folder per shard
                               state.json   version, ledger, data position, cuts of the journals
 <run>/journal/                             a folder per shard, and the books: what came since
@@ -17,6 +18,7 @@ from typing import Any
 
 from streamrl.buffer.keeper import forget_from
 from streamrl.buffer.recovery import Base
+from streamrl.dataflow import POLICY
 from streamrl.durable import move_whole
 from streamrl.errors import CheckpointError, ConfigError
 from streamrl.telemetry.sinks import METRICS_FILE
@@ -63,25 +65,32 @@ class Checkpoint:
     @property
     def model_dir(self) -> Path:
         """The policy as a Hugging Face directory."""
-        return self.path / "model"
+        return self.dirs(POLICY)[0]
 
-    @property
-    def trainer_dir(self) -> Path:
-        """The ranks' training state."""
-        return self.path / "trainer"
+    def dirs(self, role: str) -> tuple[Path, Path]:
+        """A trained model as a Hugging Face directory, and its ranks' training state."""
+        return role_dirs(self.path, role)
+
+
+def role_dirs(path: Path, role: str) -> tuple[Path, Path]:
+    """Where a checkpoint has the model of a role, and the state of its trainer."""
+    folder = path if role == POLICY else path / role
+    return folder / "model", folder / "trainer"
 
 
 class CheckpointWriter:
-    """Writes the checkpoint of one version: fill `model_dir` and `trainer_dir`, then `commit`."""
+    """Writes the checkpoint of one version: fill `dirs` of every role, then `commit`."""
 
     def __init__(self, run_dir: Path, version: int) -> None:
         self._final = run_dir / "checkpoints" / f"step_{version:06d}"
         self._partial = self._final.with_name(f".{self._final.name}.partial")
-        self.model_dir = self._partial / "model"
-        self.trainer_dir = self._partial / "trainer"
         self.queue_dir = self._partial / "queue"
         shutil.rmtree(self._partial, ignore_errors=True)
         self._partial.mkdir(parents=True)
+
+    def dirs(self, role: str) -> tuple[Path, Path]:
+        """Where the model of a role goes, and the state of its trainer."""
+        return role_dirs(self._partial, role)
 
     def commit(self, state: Mapping[str, Any], *, keep: int) -> Path:
         """Make the checkpoint visible in one rename, then remove all but the newest `keep`.

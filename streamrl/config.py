@@ -14,13 +14,15 @@ from yaml import YAMLError
 
 from streamrl.algorithms.algorithm import Settings
 from streamrl.algorithms.config import AlgorithmConfig
+from streamrl.algorithms.objective import columns_needed
 from streamrl.buffer.admission import check_capacity
 from streamrl.buffer.config import QueueConfig
 from streamrl.checkpoint import CheckpointConfig
 from streamrl.control import PipelineConfig
 from streamrl.data import DataConfig
+from streamrl.dataflow import CRITIC, POLICY, Dataflow, dataflow_for
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.evaluation import MAX_SEED, EvaluationConfig
 from streamrl.placement import PlacementConfig
@@ -98,6 +100,7 @@ class RunConfig:
     filter: FilterConfig = field(default_factory=FilterConfig)
     scorer: ScorerConfig = field(default_factory=ScorerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     queue: QueueConfig = field(default_factory=QueueConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
@@ -141,6 +144,19 @@ class RunConfig:
             max_length=self.generator.max_new_tokens,
             reward_weights={reward.component: reward.weight for reward in self.rewards},
         )
+
+    @property
+    def dataflow(self) -> Dataflow:
+        """The model calls of the algorithm, and what flows between them."""
+        return dataflow_for(columns_needed(self.algorithm.row, self.settings))
+
+    def trainer_of(self, role: str) -> TrainerConfig:
+        """How the model of a role is trained."""
+        return {POLICY: self.trainer, CRITIC: self.critic}[role]
+
+    def model_of(self, role: str) -> str:
+        """The directory the model of a role starts from."""
+        return self.critic.path or self.model.path if role == CRITIC else self.model.path
 
     @property
     def capacity_groups(self) -> int:
@@ -200,6 +216,8 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 def _make_paths_absolute(config: RunConfig) -> None:
     """Actors and a later resume may be in another working directory."""
     config.model.path = str(Path(config.model.path).absolute())
+    if config.critic.path:
+        config.critic.path = str(Path(config.critic.path).absolute())
     for key in ("train", "eval"):
         if vars(config.data)[key]:
             setattr(config.data, key, str(Path(vars(config.data)[key]).absolute()))

@@ -82,7 +82,8 @@ class Control:
     admission: Admission
     assembler: StepAssembler
     books: Books
-    registry: WeightRegistry
+    registries: Mapping[str, WeightRegistry]
+    """Of each model that is trained, by role."""
     prompts: PromptSource
     max_attempts: int = 3
     readmits: bool = False

@@ -33,12 +33,18 @@ class Call:
 
 POLICY = "policy"
 """The role whose weights the generators sample from."""
+CRITIC = "critic"
+"""The role whose weights the value stage follows."""
+FOLLOWED = {"generator": POLICY, "value": CRITIC}
+"""Whose weights a role holds, where they are not its own for good."""
 GENERATE = Call("generate", "generator", Kind.GENERATE, (), ROLLOUT_COLUMNS)
 REWARD = Call("reward", "reward", Kind.SCORE, ROLLOUT_COLUMNS, ("scores",))
 REFERENCE = Call(
     "reference", "reference", Kind.SCORE, ("token_ids", "loss_mask", "lengths"), ("ref_logprobs",)
 )
-SOURCES = (GENERATE, REWARD, REFERENCE)
+VALUE = Call("value", "value", Kind.SCORE, ("token_ids", "loss_mask", "lengths"), ("values",))
+"""The critic as a shadow of its trainer: it follows the versions, and only computes forward."""
+SOURCES = (GENERATE, REWARD, REFERENCE, VALUE)
 
 
 class Dataflow:
@@ -69,6 +75,14 @@ class Dataflow:
             raise ValueError(f"the calls wait for each other in a circle: {cycle}")
 
     @property
+    def takers(self) -> list[Call]:
+        """The calls that take groups from the queue: all, but of the trainers only the policy's.
+
+        The others train what it was given.
+        """
+        return [c for c in self.calls if c.kind is not Kind.TRAIN or c.role == POLICY]
+
+    @property
     def graph(self) -> "nx.DiGraph[str]":
         """Stages as nodes; an edge per pair of stages, with the columns that flow along it."""
         graph: nx.DiGraph[str] = nx.DiGraph()
@@ -96,10 +110,15 @@ class Dataflow:
 def dataflow_for(columns: Iterable[str]) -> Dataflow:
     """The dataflow that trains a policy on `columns`: the sources they need, and no others.
 
+    Where the critic's values are among them, it is trained beside the policy, on the same groups.
+
     Raises ValueError if no source makes one of the columns.
     """
-    train = Call("train", POLICY, Kind.TRAIN, tuple(columns), ())
-    wanted = set(train.needs)
+    needs = tuple(columns)
+    train = [Call("train", POLICY, Kind.TRAIN, needs, ())]
+    if "values" in needs:
+        train.append(Call("train_critic", CRITIC, Kind.TRAIN, needs, ()))
+    wanted = set(needs)
     calls: list[Call] = []
     while True:
         missing = [c for c in SOURCES if c not in calls and wanted.intersection(c.produces)]
@@ -108,4 +127,4 @@ def dataflow_for(columns: Iterable[str]) -> Dataflow:
         calls += missing
         wanted.update(column for call in missing for column in call.needs)
     ordered = [call for call in SOURCES if call in calls]
-    return Dataflow([*ordered, train])
+    return Dataflow([*ordered, *train])

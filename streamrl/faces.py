@@ -17,12 +17,16 @@ from streamrl.weights import WeightManifest
 from streamrl.weights.registry import Held
 
 
-class Generator(Protocol):
+class Follower(Protocol):
+    """Holds a model that another trains."""
+
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> None: ...
+
+
+class Generator(Follower, Protocol):
     """Samples the rollouts of a prompt, and takes new weights while it does."""
 
     async def rollouts(self, prompt: Prompt) -> list[Rollout]: ...
-
-    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> None: ...
 
 
 class Scorer(Protocol):
@@ -37,12 +41,20 @@ class Trainer(Protocol):
     world_size: int
     pace: Pace
 
+    def rests(self, version: int) -> bool:
+        """Whether it leaves the step of this version out, and publishes its model as it is."""
+        ...
+
     async def plan(self, uids: Sequence[str], turns: Sequence[Turn]) -> None:
         """Told the groups of a step, all of them, and the turns to come, before they are made."""
         ...
 
     async def train_round(self, work: Round, *, epoch: int) -> Mapping[str, float]:
         """Forward and backward of one micro-batch per rank; sums to be added over the update."""
+        ...
+
+    async def publish(self, version: int) -> WeightManifest:
+        """Publish the model as it is."""
         ...
 
     async def update(self, sums: Mapping[str, float], version: int | None) -> "Update":

@@ -49,6 +49,7 @@ SCHEMA: Mapping[str, ColumnSpec] = {
     "lengths": ColumnSpec("int32", Per.ROLLOUT, "tokens of each rollout, prompt included"),
     "finish_reason": ColumnSpec("int8", Per.ROLLOUT, "code of FinishReason"),
     "scores": ColumnSpec("float32", Per.ROLLOUT, "the combined reward of a rollout"),
+    "values": ColumnSpec("float32", Per.TOKEN, "the critic's value before each token; 0 elsewhere"),
     "ref_logprobs": ColumnSpec("float32", Per.TOKEN, "logprob under the reference; 0 elsewhere"),
 }
 ROLLOUT_COLUMNS = (

@@ -16,15 +16,34 @@ the same ones in one process on a virtual clock.
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 
 from streamrl.buffer import ExperienceQueue
 from streamrl.control import Control, PipelineConfig
-from streamrl.faces import Generator, Scorer, Stage, StepOutcome, Trainer, WeightChannel
+from streamrl.faces import (
+    Follower,
+    Generator,
+    Scorer,
+    Stage,
+    StepOutcome,
+    Trainer,
+    WeightChannel,
+)
 from streamrl.messages import Experience, group_columns
 from streamrl.serving import WAIT_S, Result, serve
 from streamrl.step import train_step
 from streamrl.weights import HeldVersion
 from streamrl.weights.registry import Held
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What a scorer takes: groups with these columns, at most `slots` of them, `batch` at once."""
+
+    columns: Sequence[str]
+    slots: int
+    batch: int
+
 
 # The loops, in the order in which data flows.
 
@@ -55,14 +74,25 @@ async def generate(
 
 
 async def score(
-    stage: Stage, scorer: Scorer, *, columns: Sequence[str], slots: int, batch: int
+    stage: Stage,
+    scorer: Scorer,
+    serving: Serving,
+    *,
+    held: HeldVersion | None = None,
+    stall_s: float,
 ) -> None:
-    """Waits for: groups with the columns this stage needs. Produces: the columns it declares."""
+    """Waits for: groups with the columns this stage needs, and, where it follows a model that is
+    trained, for the version they were admitted at. Produces: the columns it declares.
+    """
 
     async def compute(experiences: Sequence[Experience]) -> Sequence[Result]:
+        if held is not None:
+            newest = max(experience.admitted_version for experience in experiences)
+            await held.at_least(newest, timeout_s=stall_s)
         async with stage.computing(groups=len(experiences)):
             return await scorer.score(experiences)
 
+    columns, slots, batch = serving.columns, serving.slots, serving.batch
     await serve(stage.queue, stage.name, compute, columns=columns, slots=slots, batch=batch)
 
 
@@ -83,9 +113,9 @@ async def train(
 
 
 async def follow_weights(
-    stage: Stage, generator: Generator, channel: WeightChannel, held: HeldVersion
+    stage: Stage, follower: Follower, channel: WeightChannel, held: HeldVersion
 ) -> None:
-    """Waits for: a version newer than the one held. Produces: that version, in the generator."""
+    """Waits for: a version newer than the one held. Produces: that version, in the follower."""
     pull_s = 0.0
     while True:
         manifest = await channel.newest(Held(held.version, pull_s), wait_s=WAIT_S)
@@ -94,7 +124,7 @@ async def follow_weights(
         started = time.perf_counter()
         with stage.spans.span("pull", version=manifest.version):
             tensors = await channel.fetch(manifest)
-            await generator.load_weights(tensors, manifest.version)
+            await follower.load_weights(tensors, manifest.version)
         held.advance(manifest.version)
         pull_s = time.perf_counter() - started
 

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from streamrl.algorithms import columns_needed
 from streamrl.buffer.admission import check_bytes
 from streamrl.config import RunConfig
 from streamrl.data import LoadedPrompts, PromptStream, load_prompts, load_tokenizer, load_vocab_size
-from streamrl.dataflow import Dataflow, Kind, dataflow_for
+from streamrl.dataflow import CRITIC, POLICY, Dataflow
 from streamrl.errors import ConfigError
 from streamrl.messages import COMPONENT_SPEC, Per, Prompt, column_spec
 from streamrl.placement import Demand
@@ -59,8 +58,11 @@ def prepare(config: RunConfig) -> Prepared:
     longest = max(len(prompt.token_ids) for prompt in [*train.prompts, *eval_prompts])
     max_length = longest + config.generator.max_new_tokens
     _check_micro_batch(config, max_length)
+    dataflow = config.dataflow
+    if any(call.role == CRITIC for call in dataflow.calls):
+        _check_weights(Path(config.model_of(CRITIC)), "critic.path")
     return Prepared(
-        dataflow=dataflow_for(columns_needed(config.algorithm.row, config.settings)),
+        dataflow=dataflow,
         prompts=PromptStream(train.prompts, seed=config.run.seed, shuffle=config.data.shuffle),
         eval_prompts=eval_prompts,
         components=rewards.names,
@@ -93,21 +95,21 @@ def model_length(path: str, *, limit: int | None) -> int:
     return tokens if limit is None else limit
 
 
-def _check_weights(path: Path) -> None:
+def _check_weights(path: Path, key: str = "model.path") -> None:
     """Raise ConfigError unless the directory holds safetensors files with readable headers."""
     from safetensors import SafetensorError, safe_open
 
     if not path.is_dir():
-        raise ConfigError(f"model.path={path}: no such directory")
+        raise ConfigError(f"{key}={path}: no such directory")
     files = sorted(path.glob("*.safetensors"))
     if not files:
-        raise ConfigError(f"model.path={path}: holds no .safetensors file")
+        raise ConfigError(f"{key}={path}: holds no .safetensors file")
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
                 opened.keys()
         except (OSError, SafetensorError) as error:
-            raise ConfigError(f"model.path={path}: {file.name}: {error}") from None
+            raise ConfigError(f"{key}={path}: {file.name}: {error}") from None
 
 
 def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]:
@@ -116,7 +118,9 @@ def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]
         "generator": ("generator.replicas", config.generator.replicas),
         "reward": ("scorer.replicas", config.scorer.replicas),
         "reference": ("algorithm.kl_coef", 1),
+        "value": ("critic.replicas", config.critic.replicas),
         "policy": ("trainer.world_size", config.trainer.world_size),
+        "critic": ("critic.world_size", config.critic.world_size),
     }
     calls = {call.stage: call for call in prepared.dataflow.calls}
     found = []
@@ -127,7 +131,7 @@ def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]
         found.append(
             Demand(
                 call,
-                role="trainer" if call.kind is Kind.TRAIN else call.role,
+                role="trainer" if call.role == POLICY else call.role,
                 key=key,
                 count=count,
                 gpus=int(on_gpu and has_model),

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from streamrl.buffer.books import TrainedStep
 from streamrl.control import STALE, Control, PipelineConfig
-from streamrl.dataflow import POLICY
 from streamrl.engines.schedule import Schedule, Turn
 from streamrl.errors import DeadlineError
 from streamrl.faces import Made, Stage, StepOutcome, Trainer, Update
@@ -34,23 +33,27 @@ async def train_step(
     """
     version, started_at = control.admission.version, time.time()
     recorded = control.books.steps.get(version)
-    schedules = {role: _schedule(trainer, config) for role, trainer in trainers.items()}
-    parts = replay(recorded) if recorded else assemble(stage, control, schedules, config)
     makers = {role: Maker(trainer, control) for role, trainer in trainers.items()}
+    active = {role: one for role, one in makers.items() if not trainers[role].rests(version)}
+    schedules = {role: _schedule(trainers[role], config) for role in active}
+    parts = replay(recorded) if recorded else assemble(stage, control, schedules, config)
     async for part in parts:
         async with stage.computing(version=version):
-            await asyncio.gather(*(maker.make(role, part) for role, maker in makers.items()))
+            await asyncio.gather(*(maker.make(role, part) for role, maker in active.items()))
         if control.stopping.is_set():
             break
-    if not all(maker.is_done for maker in makers.values()):
-        control.torn = any(maker.made.updates for maker in makers.values())
+    if not all(maker.is_done for maker in active.values()):
+        control.torn = any(maker.made.updates for maker in active.values())
         return None
+    for role in makers.keys() - active.keys():
+        await makers[role].rest()
     programs = {role: schedule.program for role, schedule in schedules.items()}
     step = recorded or TrainedStep(version, control.assembler.finish(), programs)
     made = {role: maker.made for role, maker in makers.items()}
     await control.books.train(step)
     # Nobody samples from a version before the step that made it is on the books.
-    control.registry.offer(made[POLICY].manifest)
+    for role, one in made.items():
+        control.registries[role].offer(one.manifest)
     control.admission.advance(version + 1)
     control.filtered = 0
     booked = control.booked
@@ -93,6 +96,11 @@ class Maker:
             add_sums(self._since_update, sums)
             if turn.ends_update:
                 await self._update(self._next_version if turn.ends_step else None)
+
+    async def rest(self) -> None:
+        """Leave the step out."""
+        manifest = await self._trainer.publish(self._next_version)
+        self._updates.append(Update({}, manifest))
 
     async def _update(self, version: int | None) -> None:
         sums, self._since_update = self._since_update, {}

@@ -25,7 +25,7 @@ from streamrl.buffer import (
 from streamrl.buffer.books import recover_books
 from streamrl.buffer.leases import Overdue
 from streamrl.control import Control, PipelineConfig
-from streamrl.dataflow import POLICY, Dataflow, Kind, dataflow_for
+from streamrl.dataflow import CRITIC, FOLLOWED, POLICY, Call, Dataflow, Kind, dataflow_for
 from streamrl.engines.packing import Round
 from streamrl.engines.schedule import Pace, Turn
 from streamrl.errors import RewardError
@@ -43,6 +43,7 @@ from streamrl.messages import (
     parse_uid,
 )
 from streamrl.pipeline import (
+    Serving,
     admit,
     follow_weights,
     generate,
@@ -97,6 +98,10 @@ class Plan:
     stuck_attempts: int = 0
     """So many attempts to score the second prompt never end, though their process lives."""
     reference: bool = False
+    critic: bool = False
+    """A second model is trained on the same groups, and its shadow scores them."""
+    rests: int = 0
+    """So many steps at the start that are the critic's alone."""
     one_at_a_time: bool = False
     stall_s: float = 100.0
     lease_s: float = 60.0
@@ -163,12 +168,17 @@ class FakeGenerator:
 
 
 class FakeScorer:
-    """Scores or reference logprobs after a while; now and then a reward that cannot be computed."""
+    """Scores, reference logprobs or values after a while; now and then a reward that fails."""
 
     def __init__(self, plan: Plan, rng: random.Random, stage: str) -> None:
         self._plan = plan
         self._rng = rng
         self._stage = stage
+        self._version = -1
+
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> None:
+        await asyncio.sleep(self._plan.pull_s)
+        self._version = version
 
     async def score(self, experiences: Sequence[Experience]) -> Sequence[Result]:
         await asyncio.sleep(self._rng.uniform(*self._plan.score_s))
@@ -180,6 +190,9 @@ class FakeScorer:
     def _one(self, experience: Experience) -> Result:
         if self._stage == "reference":
             return {"ref_logprobs": np.zeros(len(experience.columns["token_ids"]), np.float32)}
+        if self._stage == "value":
+            assert self._version >= experience.admitted_version, "a critic of too old a version"
+            return {"values": np.zeros(len(experience.columns["token_ids"]), np.float32)}
         if self._rng.random() < self._plan.fail_rate:
             return RewardError("the verifier is down")
         if self._rng.random() < self._plan.filter_rate:
@@ -205,6 +218,17 @@ class FakeTrainer:
     seen: list[list[tuple[str, int]]] = field(default_factory=list)
     planned: set[str] = field(default_factory=set)
     num_updates: int = 0
+
+    rests_until: int = 0
+
+    def rests(self, version: int) -> bool:
+        return version < self.rests_until
+
+    async def publish(self, version: int) -> WeightManifest:
+        assert version == self.version + 1
+        self.version = version
+        self.digests[version] = self.weights
+        return WeightManifest(version, (), ())
 
     async def plan(self, uids: Sequence[str], turns: Sequence[Turn]) -> None:
         assert not self.planned
@@ -280,7 +304,7 @@ class Stream:
     control: Control
     queue: ExperienceQueue
     shards: list[LocalShard]
-    trainer: FakeTrainer
+    trainers: dict[str, FakeTrainer]
     dataflow: Dataflow
     rng: random.Random
     outcomes: list[StepOutcome] = field(default_factory=list)
@@ -292,6 +316,10 @@ class Stream:
     start_generator: Callable[[int], None] = lambda index: None
 
     @property
+    def trainer(self) -> FakeTrainer:
+        return self.trainers[POLICY]
+
+    @property
     def ledger(self) -> Ledger:
         return self.control.admission.ledger
 
@@ -300,7 +328,7 @@ class Stream:
         self.disk.state = {
             "ledger": self.ledger.state_dict(),
             "drawn": self.control.prompts.state_dict()["drawn"],
-            "trainer": (self.trainer.version, self.trainer.weights),
+            "trainers": {role: (t.version, t.weights) for role, t in self.trainers.items()},
         }
         self.disk.books_cut = len(self.disk.books.records)
 
@@ -309,9 +337,9 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
     """Shards, books and trainer of a plan as the disk has them; needs a running loop."""
     disk = disk or Disk.empty(plan)
     disk.books = disk.books.crash()
-    columns = (*STREAM_COLUMNS, "ref_logprobs") if plan.reference else STREAM_COLUMNS
-    dataflow = dataflow_for(columns)
-    ports = {call.stage: Ports(call.needs, call.produces) for call in dataflow.calls}
+    further = {"ref_logprobs": plan.reference, "values": plan.critic}
+    dataflow = dataflow_for((*STREAM_COLUMNS, *(name for name, asked in further.items() if asked)))
+    ports = {call.stage: Ports(call.needs, call.produces) for call in dataflow.takers}
     config = QueueConfig(
         shards=plan.shards,
         lease_s=plan.lease_s,
@@ -338,9 +366,15 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
     state = disk.state
     pace = replace(plan.pace, mini_batches=min(plan.pace.mini_batches, plan.groups_per_step))
     trainer = FakeTrainer(plan.train_s, plan.world_size, pace)
+    trainers = {POLICY: trainer}
+    if plan.critic:
+        trainer.rests_until = plan.rests
+        # Another pace would do as well: ranks, and time, of its own.
+        trainers[CRITIC] = FakeTrainer(2 * plan.train_s, 3 - plan.world_size, pace)
     prompts = FakePrompts()
     if state is not None:
-        trainer.version, trainer.weights = state["trainer"]
+        for role, (version, weights) in state["trainers"].items():
+            trainers[role].version, trainers[role].weights = version, weights
         prompts.drawn = state["drawn"]
     records = disk.books.records[disk.books_cut :]
     found = recover_books(records, state["ledger"] if state else None, debug=True)
@@ -362,7 +396,7 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
         admission,
         assembler,
         Books(found.ledger, disk.books, found.steps),
-        WeightRegistry(keep_versions=2),
+        {role: WeightRegistry(keep_versions=2) for role in trainers},
         prompts,
         max_attempts=plan.max_attempts,
         readmits=plan.readmits,
@@ -374,7 +408,7 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
         control=control,
         queue=ExperienceQueue(shards, "coordinator"),
         shards=shards,
-        trainer=trainer,
+        trainers=trainers,
         dataflow=dataflow,
         rng=rng,
     )
@@ -419,15 +453,13 @@ async def run_loops(
             stream.checkpoint()
 
     version = stream.trainer.version
-    stream.control.registry.offer(WeightManifest(version, (), ()))
+    for registry in stream.control.registries.values():
+        registry.offer(WeightManifest(version, (), ()))
     for i in range(plan.generators):
         start_generator(stream, stage, i)
     for call in stream.dataflow.of_kind(Kind.SCORE):
         for i in range(plan.scorers):
-            scorer = FakeScorer(plan, stream.rng, call.stage)
-            place = stage(call.stage, f"{call.stage}-{i}")
-            scoring = score(place, scorer, columns=call.needs, slots=4, batch=2)
-            stream.loops[f"{call.stage}-{i}"] = [asyncio.create_task(scoring)]
+            start_scorer(stream, stage, call, i)
     stream.start_generator = lambda i: start_generator(stream, stage, i)
     loops = [
         asyncio.create_task(admit(stream.control, stream.queue)),
@@ -435,8 +467,9 @@ async def run_loops(
     ]
     if disturb is not None:
         loops.append(asyncio.create_task(disturb(stream)))
-    place, trainers = stage("train", "trainer"), {POLICY: stream.trainer}
-    training = asyncio.create_task(train(place, stream.control, trainers, config, report=report))
+    training = asyncio.create_task(
+        train(*(stage("train", "trainer"), stream.control, stream.trainers, config), report=report)
+    )
     try:
         while not training.done():
             running = [t for own in stream.loops.values() for t in own] + loops
@@ -474,12 +507,28 @@ class StageMaker:
         return Stage(name, queue, lease, stream.recorders[process])
 
 
+def start_scorer(
+    stream: Stream, stage: Callable[[str, str], Stage], call: Call, index: int
+) -> None:
+    """A scorer; if it is a shadow, with the loop that follows its model."""
+    name, plan, held = f"{call.stage}-{index}", stream.plan, None
+    scorer, place = FakeScorer(plan, stream.rng, call.stage), stage(call.stage, name)
+    own = stream.loops[name] = []
+    if call.role in FOLLOWED:
+        held = HeldVersion(name)
+        channel = LocalChannel(stream.control.registries[FOLLOWED[call.role]], name)
+        own.append(asyncio.create_task(follow_weights(place, scorer, channel, held)))
+    serving = Serving(call.needs, slots=4, batch=2)
+    scoring = score(place, scorer, serving, held=held, stall_s=plan.stall_s)
+    own.append(asyncio.create_task(scoring))
+
+
 def start_generator(stream: Stream, stage: Callable[[str, str], Stage], index: int) -> None:
     """A generator, or the one that takes the place of a dead one: it holds no version yet."""
     name, plan = f"generator-{index}", stream.plan
     generator, held = FakeGenerator(plan, stream.rng, stream.disk.generated), HeldVersion(name)
     place = stage("generate", name)
-    channel = LocalChannel(stream.control.registry, name)
+    channel = LocalChannel(stream.control.registries[POLICY], name)
     stream.loops[name] = [
         asyncio.create_task(follow_weights(place, generator, channel, held)),
         asyncio.create_task(generate(place, generator, held, slots=3, stall_s=plan.stall_s)),

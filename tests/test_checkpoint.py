@@ -21,14 +21,15 @@ from streamrl.checkpoint import (
     list_checkpoints,
     read_checkpoint,
 )
+from streamrl.dataflow import POLICY
 from streamrl.errors import CheckpointError, ConfigError
 
 
 def write(run_dir: Path, version: int, *, keep: int = 10, **cuts: int) -> Path:
     writer = CheckpointWriter(run_dir, version)
-    for folder in (writer.model_dir, writer.queue_dir):
+    for folder in (writer.dirs(POLICY)[0], writer.queue_dir):
         folder.mkdir()
-    (writer.model_dir / "weights").write_text(str(version))
+    (writer.dirs(POLICY)[0] / "weights").write_text(str(version))
     named = {name.replace("_", "-"): cut for name, cut in cuts.items()}
     state = {"version": version, "ledger": {}, "prompts": {}, "cuts": named}
     return writer.commit(state, keep=keep)
@@ -52,7 +53,7 @@ def newest(run_dir: Path) -> Checkpoint:
 def test_one_that_was_cut_off_half_way_is_not_seen(tmp_path: Path) -> None:
     write(tmp_path, 5)
     writer = CheckpointWriter(tmp_path, 10)
-    writer.model_dir.mkdir()
+    writer.dirs(POLICY)[0].mkdir()
     assert newest(tmp_path).version == 5
     write(tmp_path, 10)
     assert newest(tmp_path).version == 10, "a second try starts from nothing"
@@ -97,7 +98,7 @@ def test_a_run_goes_on_from_its_newest_checkpoint_and_its_journal(tmp_path: Path
     assert found.checkpoint is not None
     assert (found.run_dir, found.version, found.keeps_journal) == (tmp_path, 100, True)
     assert (found.checkpoint.model_dir / "weights").read_text() == "100"
-    assert found.checkpoint.trainer_dir == found.checkpoint.path / "trainer"
+    assert found.checkpoint.dirs(POLICY)[1] == found.checkpoint.path / "trainer"
 
 
 def test_a_run_that_died_before_its_first_checkpoint_goes_on_from_its_start(tmp_path: Path) -> None:
@@ -222,7 +223,7 @@ def test_what_a_killed_save_left_counts_for_nothing_and_is_removed(
 ) -> None:
     run_with_two_checkpoints(tmp_path)
     before = left(tmp_path)
-    (CheckpointWriter(tmp_path, version).model_dir).mkdir()
+    CheckpointWriter(tmp_path, version).dirs(POLICY)[0].mkdir()
     assert find_resume_point(tmp_path).version == 10
     find_resume_point(tmp_path).discard_later()
     assert left(tmp_path) == before

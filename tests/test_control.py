@@ -20,6 +20,7 @@ from streamrl.buffer import (
 from streamrl.buffer.admission import credit_limit
 from streamrl.buffer.segment import Record
 from streamrl.control import Control, PipelineConfig
+from streamrl.dataflow import POLICY
 from streamrl.errors import ConfigError, FilterError
 from streamrl.messages import Ended, Prompt
 from streamrl.pipeline import admit
@@ -59,7 +60,7 @@ def control_of(*, log: MemoryLog | None = None, **settings: Any) -> Control:
         admission,
         StepAssembler(max_staleness=1, groups_per_step=3),
         Books(admission.ledger, log or MemoryLog()),
-        WeightRegistry(keep_versions=2),
+        {POLICY: WeightRegistry(keep_versions=2)},
         FakePrompts(),
         **settings,
     )

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamrl.dataflow import CRITIC
 from streamrl.engines.schedule import Pace
 from streamrl.errors import DeadlineError
 from streamrl.messages import Experience, Lease
@@ -35,6 +36,8 @@ plans = st.builds(
     pull_s=st.sampled_from([0.0, 0.5, 4.0]),
     fail_rate=st.sampled_from([0.0, 0.2]),
     reference=st.booleans(),
+    critic=st.booleans(),
+    rests=st.integers(0, 2),
     one_at_a_time=st.booleans(),
     # One at a time, 24 groups in 3 slots of 20 s each keep the trainer waiting for minutes.
     room_steps=st.sampled_from([float("inf"), 1.0, 1.5]),
@@ -44,6 +47,13 @@ plans = st.builds(
 
 def uids(stream: Stream) -> list[str]:
     return [group.uid for outcome in stream.outcomes for group in outcome.groups]
+
+
+def expected_of_policy(plan: Plan, stream: Stream) -> list[tuple[str, int]]:
+    """It leaves the first steps to the critic, if there is one."""
+    own = stream.outcomes[plan.rests if plan.critic else 0 :]
+    uids = [group.uid for outcome in own for group in outcome.groups]
+    return [(uid, i) for uid in uids for i in range(plan.group_size)]
 
 
 @settings(max_examples=200, deadline=None)
@@ -56,8 +66,10 @@ def test_under_any_schedule_the_stream_keeps_its_promises(plan: Plan) -> None:
     assert all(len(outcome.groups) == plan.groups_per_step for outcome in stream.outcomes)
     assert len(set(trained)) == len(trained), "a group was trained twice"
     expected = [(uid, i) for uid in trained for i in range(plan.group_size)]
-    picks = [pick for step in stream.trainer.trained.values() for pick in step]
-    assert sorted(picks) == sorted(expected), "each rollout is trained once"
+    for role, trainer in stream.trainers.items():
+        own = expected if role == CRITIC else expected_of_policy(plan, stream)
+        picks = [pick for step in trainer.trained.values() for pick in step]
+        assert sorted(picks) == sorted(own), "each rollout is trained once"
 
     for outcome in stream.outcomes:
         for group in outcome.groups:

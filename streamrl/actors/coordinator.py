@@ -19,7 +19,7 @@ from streamrl.buffer import Admission, Books, ExperienceQueue, StepAssembler
 from streamrl.buffer.leases import Overdue
 from streamrl.control import Control
 from streamrl.data import PromptStream
-from streamrl.dataflow import POLICY
+from streamrl.dataflow import CRITIC, POLICY, Kind
 from streamrl.faces import Stage, StepOutcome
 from streamrl.lease import Arbiter, FreeLease, SharedLease
 from streamrl.messages import Ended, Prompt
@@ -76,11 +76,11 @@ class CoordinatorActor:
         self._durability = Durability(config, wiring.run_dir, wiring.shards, start.state)
         books = await self._durability.open_books(self._prompts)
         self._control = self._make_control(books, version)
-        self._registry = self._control.registry
         self._queue = ExperienceQueue(wiring.shards, "coordinator")
         self._arbiter = Arbiter(timeout_s=config.pipeline.stall_s)
-        timeout_s = config.trainer.collective_timeout_s + CALL_TIMEOUT_S
-        self._trainer = TrainerGroup(cast.of("train"), config.settings, timeout_s=timeout_s)
+        trained = [stage for stage in cast.stages if stage.kind is Kind.TRAIN]
+        has_critic = any(stage.role == CRITIC for stage in trained)
+        self._trainers = {s.role: self._trainer_of(s, has_critic) for s in trained}
         self._evaluator = Evaluator(config, cast.of("generate"), cast.of("reward"))
         self._eval_prompts = start.eval_prompts
         self._cast = cast
@@ -91,11 +91,24 @@ class CoordinatorActor:
             text = f"steps {steps} were made after the checkpoint; they are made again as they were"
             self._feed.post(EventReport("note", {"text": text}))
         await self._control.reconcile(self._queue)
-        self._registry.offer(await self._trainer.publish(version))
+        for role, trainer in self._trainers.items():
+            self._control.registries[role].offer(await trainer.publish(version))
+
+    def _trainer_of(self, stage: StageActors, has_critic: bool) -> TrainerGroup:
+        config, name = self._config, stage.names[0].rpartition("-")[0]
+        waits = has_critic and stage.role == POLICY
+        return TrainerGroup(
+            stage.role,
+            name,
+            stage.actors,
+            settings=config.settings,
+            timeout_s=config.trainer_of(stage.role).collective_timeout_s + CALL_TIMEOUT_S,
+            rests_until=config.critic.warmup_alone if waits else 0,
+        )
 
     def _make_control(self, books: Books, version: int) -> Control:
         config, pipeline = self._config, self._config.pipeline
-        per_step = pipeline.groups_per_step
+        per_step, keep = pipeline.groups_per_step, config.weights.keep_versions
         admission = Admission(
             books.ledger,
             depth=pipeline.lead,
@@ -113,7 +126,7 @@ class CoordinatorActor:
             admission,
             assembler,
             books,
-            WeightRegistry(keep_versions=config.weights.keep_versions),
+            {role: WeightRegistry(keep_versions=keep) for role in (POLICY, CRITIC)},
             self._prompts,
             max_attempts=config.queue.max_attempts,
             readmits=config.queue.on_failed_group == "readmit",
@@ -145,7 +158,7 @@ class CoordinatorActor:
     async def _stream(self, reporting: "asyncio.Task[None]") -> None:
         """Admit and train side by side; the first error of either, or of reporting, ends both."""
         stage = Stage("train", self._queue, self._train_lease(), self._loop_spans)
-        trainers = {POLICY: self._trainer}
+        trainers = self._trainers
         training = asyncio.create_task(
             train(stage, self._control, trainers, self._config.pipeline, report=self._step)
         )
@@ -178,7 +191,7 @@ class CoordinatorActor:
         # The ranks' own spans are reported; those of the loop around them only take memory.
         self._loop_spans.drain()
         evaluation = await self._evaluate_if_due()
-        weights = self._registry.drain_metrics()
+        weights = self._control.registries[POLICY].drain_metrics()
         self._reporter.note(Snapshot(outcome, weights, evaluation))
         every = self._config.checkpoint.every
         is_due = every and admission.version % every == 0
@@ -238,7 +251,8 @@ class CoordinatorActor:
         version = self._control.admission.version
         if self._checkpoint and version == self._saved_version:
             return
-        path = await self._durability.save(self._control, self._trainer, self._reported)
+        trainers = list(self._trainers.values())
+        path = await self._durability.save(self._control, trainers, self._reported)
         if path is None:
             return
         self._checkpoint, self._saved_version = str(path), version
@@ -262,9 +276,11 @@ class CoordinatorActor:
         """See Feed.after."""
         return await self._feed.after(after, wait_s)
 
-    async def newest(self, reader: str, held: Held, wait_s: float) -> WeightManifest | None:
-        """See WeightRegistry.newest."""
-        return await self._registry.newest(reader, held, wait_s=wait_s)
+    async def newest(
+        self, role: str, reader: str, held: Held, wait_s: float
+    ) -> WeightManifest | None:
+        """See WeightRegistry.newest; `role` is whose weights they are."""
+        return await self._control.registries[role].newest(reader, held, wait_s=wait_s)
 
     async def acquire(self, holder: str) -> None:
         """See Arbiter.acquire."""

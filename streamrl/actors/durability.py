@@ -70,7 +70,10 @@ class Durability:
             raise JournalError(f"{folder}: prompt {was} was admitted, the data gives {now}")
 
     async def save(
-        self, control: Control, trainer: TrainerGroup, reported: Callable[[], Awaitable[None]]
+        self,
+        control: Control,
+        trainers: Sequence[TrainerGroup],
+        reported: Callable[[], Awaitable[None]],
     ) -> Path | None:
         """Write a checkpoint of the current version; it counts once all steps are reported, too.
 
@@ -88,9 +91,8 @@ class Durability:
                 "cuts": cuts,
             }
         writer = CheckpointWriter(self._run_dir, version)
-        await asyncio.gather(
-            trainer.save(writer), self._snapshot(cuts, writer.queue_dir), reported()
-        )
+        saves = [trainer.save(writer) for trainer in trainers]
+        await asyncio.gather(*saves, self._snapshot(cuts, writer.queue_dir), reported())
         path = await asyncio.to_thread(writer.commit, state, keep=self._config.checkpoint.keep)
         await asyncio.gather(
             *(shard.discard_before(cuts[name]) for name, shard in self._kept_shards())

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from streamrl.config import RunConfig
+from streamrl.dataflow import CRITIC, POLICY
 from streamrl.engines.packing import Pick
 from streamrl.messages import Columns, Experience, Prompt, Rollout
 from streamrl.serving import Result
@@ -16,7 +17,8 @@ from streamrl.serving import Result
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from streamrl.engines.scoring import LogprobScorer
+    from streamrl.engines.scoring import LogprobScorer, ValueScorer
+    from streamrl.engines.tasks import Task
 
 
 class HostedGenerator(Protocol):
@@ -39,6 +41,12 @@ class HostedScorer(Protocol):
     def drain_samples(self) -> Sequence[Mapping[str, Any]]: ...
 
 
+class HostedShadow(HostedScorer, Protocol):
+    """A scorer that follows a model in training."""
+
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> None: ...
+
+
 class HostedRank(Protocol):
     """What a trainer actor hosts. Not asyncio; called from one thread."""
 
@@ -51,6 +59,8 @@ class HostedRank(Protocol):
     def train_micro_batch(
         self, groups: Mapping[str, Columns], picks: Sequence[Pick], version: int
     ) -> Mapping[str, float]: ...
+
+    def normaliser(self, sums: Mapping[str, float]) -> float: ...
 
     def step(self, normaliser: float) -> Mapping[str, float]: ...
 
@@ -72,7 +82,7 @@ class EngineFactory(Protocol):
 
     async def scorer(self, config: RunConfig, role: str) -> HostedScorer: ...
 
-    def trainer(self, config: RunConfig, rank: int) -> HostedRank: ...
+    def trainer(self, config: RunConfig, rank: int, role: str) -> HostedRank: ...
 
 
 class ReferenceScorer:
@@ -87,6 +97,31 @@ class ReferenceScorer:
             await asyncio.to_thread(self._model.ref_logprobs, experience.columns)
             for experience in experiences
         ]
+
+    def drain_samples(self) -> Sequence[Mapping[str, Any]]:
+        """Nothing to look at."""
+        return ()
+
+
+class ShadowScorer:
+    """The value stage: what the critic expects, under the newest version that has come."""
+
+    def __init__(self, model: "ValueScorer") -> None:
+        self._model = model
+        self._lock = asyncio.Lock()
+
+    async def score(self, experiences: Sequence[Experience]) -> Sequence[Result]:
+        """The column values of each group, computed beside the event loop."""
+        async with self._lock:
+            return [
+                await asyncio.to_thread(self._model.values, experience.columns)
+                for experience in experiences
+            ]
+
+    async def load_weights(self, tensors: Mapping[str, "Tensor"], version: int) -> None:
+        """Go over to another version, between two batches."""
+        async with self._lock:
+            await asyncio.to_thread(self._model.load_weights, tensors)
 
     def drain_samples(self) -> Sequence[Mapping[str, Any]]:
         """Nothing to look at."""
@@ -115,18 +150,20 @@ class RealEngines:
         """The scorer of a role of the dataflow: reward or reference."""
         return SCORERS[role](config)
 
-    def trainer(self, config: RunConfig, rank: int) -> HostedRank:
-        """One rank of the policy's trainer."""
-        from streamrl.engines.training import PolicyTrainer
+    def trainer(self, config: RunConfig, rank: int, role: str) -> HostedRank:
+        """One rank of a model's trainer."""
+        from streamrl.engines.training import ModelTrainer
 
-        return PolicyTrainer(
-            config.model.path,
-            config=config.trainer,
-            row=config.algorithm.row,
-            settings=config.settings,
-            temperature=config.generator.temperature,
-            rank=rank,
-        )
+        return ModelTrainer(_task(config, role), config=config.trainer_of(role), rank=rank)
+
+
+def _task(config: RunConfig, role: str) -> "Task":
+    from streamrl.engines.tasks import CriticTask, PolicyTask
+
+    path, row, settings = config.model_of(role), config.algorithm.row, config.settings
+    if role == POLICY:
+        return PolicyTask(path, row, settings, config.generator.temperature)
+    return CriticTask(path, row, settings, config.critic.value_clip)
 
 
 def _reward_scorer(config: RunConfig) -> HostedScorer:
@@ -153,7 +190,21 @@ def _reference_scorer(config: RunConfig) -> HostedScorer:
     )
 
 
+def _value_scorer(config: RunConfig) -> HostedScorer:
+    from streamrl.engines.scoring import ValueScorer
+
+    return ShadowScorer(
+        ValueScorer(
+            config.model_of(CRITIC),
+            micro_batch_tokens=config.pipeline.micro_batch_tokens,
+            threads=config.critic.threads,
+            dtype=config.critic.dtype,
+        )
+    )
+
+
 SCORERS: Mapping[str, Callable[[RunConfig], HostedScorer]] = {
     "reward": _reward_scorer,
     "reference": _reference_scorer,
+    "value": _value_scorer,
 }

@@ -7,6 +7,7 @@ import ray
 
 from streamrl.actors.engine_factory import HostedGenerator
 from streamrl.actors.wiring import ActorReport, RemoteChannel, Wiring
+from streamrl.dataflow import POLICY
 from streamrl.errors import ActorLostError
 from streamrl.messages import Prompt, Rollout
 from streamrl.pipeline import follow_weights, generate
@@ -26,7 +27,7 @@ class GeneratorActor:
         self._wiring = wiring
         self._stage = wiring.stage("generate", name)
         self._held = HeldVersion(name)
-        self._channel = RemoteChannel(wiring.coordinator, name)
+        self._channel = RemoteChannel(wiring.coordinator, name, POLICY)
         self._generator = await wiring.engines.generator(wiring.config, wiring.max_length, replica)
 
     async def run(self) -> None:

@@ -11,8 +11,9 @@ from streamrl.actors.calls import call
 from streamrl.actors.feed import Feed, StepReport
 from streamrl.actors.wiring import ActorReport
 from streamrl.algorithms import step_normaliser, summarise
+from streamrl.algorithms.critic import summarise_critic
 from streamrl.config import RunConfig
-from streamrl.dataflow import POLICY, Kind
+from streamrl.dataflow import CRITIC, POLICY, Kind
 from streamrl.errors import ActorLostError
 from streamrl.faces import StepOutcome
 from streamrl.telemetry.contract import check_row
@@ -22,12 +23,13 @@ from streamrl.telemetry.step_row import Activity, StepFacts, step_row
 
 @dataclass(frozen=True)
 class StageActors:
-    """The actors of one stage and their names."""
+    """The actors of one stage and their names; `role` is what they hold."""
 
     stage: str
     kind: Kind
     names: Sequence[str]
     actors: Sequence[Any]
+    role: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class Reporter:
             StepFacts(
                 version=outcome.version,
                 groups=outcome.groups,
-                sums=outcome.made[POLICY].sums,
+                sums=outcome.made[POLICY].sums or outcome.made[CRITIC].sums,
                 metrics=self._metrics(snapshot),
                 queue=outcome.queue,
                 ledger=outcome.ledger,
@@ -164,11 +166,14 @@ class Reporter:
         return activity
 
     def _metrics(self, snapshot: Snapshot) -> dict[str, float]:
-        made = snapshot.outcome.made[POLICY]
-        divisor = step_normaliser(self._config.settings, made.sums)
+        made = snapshot.outcome.made
+        sums = made[POLICY].sums
+        critic = summarise_critic(made[CRITIC].sums) if CRITIC in made else {}
+        updates = [update.metrics for one in made.values() for update in one.updates]
         return {
-            **summarise(made.sums, divisor),
-            **_mean([update.metrics for update in made.updates]),
+            **summarise(sums, step_normaliser(self._config.settings, sums)),
+            **critic,
+            **_mean(updates),
             **snapshot.weights,
             **snapshot.evaluation,
         }

@@ -20,7 +20,7 @@ from streamrl.actors.reporting import StageActors
 from streamrl.actors.scorer import ScorerActor
 from streamrl.actors.shard import create_shards
 from streamrl.actors.starting import Starting
-from streamrl.actors.trainer import TrainerActor
+from streamrl.actors.trainer import Meeting, TrainerActor
 from streamrl.actors.wiring import Wiring
 from streamrl.buffer import Bounds, Files, Ports, ShardPlan
 from streamrl.checkpoint import Checkpoint, find_base, journal_dir
@@ -186,7 +186,7 @@ class Session:
 
     def _shard_plans(self) -> dict[str, ShardPlan]:
         config, run_dir = self._config, self._config.run_dir.absolute()
-        ports = {c.stage: Ports(c.needs, c.produces) for c in self._prepared.dataflow.calls}
+        ports = {c.stage: Ports(c.needs, c.produces) for c in self._prepared.dataflow.takers}
         group_bytes = largest_group_bytes(config, self._prepared)
         bounds = Bounds(config.capacity_groups, self._shard_bytes, group_bytes)
         session = uuid.uuid4().hex
@@ -204,9 +204,10 @@ class Session:
             options["max_restarts"] = self._config.run.max_restarts
         names = [f"{demand.role}-{i}" for i in range(demand.count)]
         actors = [
-            self._create(name, HOSTS[kind], options=options, env=self._env(kind)) for name in names
+            self._create(name, HOSTS[kind], options=options, env=self._env(demand.call))
+            for name in names
         ]
-        return StageActors(demand.call.stage, kind, names, actors)
+        return StageActors(demand.call.stage, kind, names, actors, demand.call.role)
 
     def _start_stage(
         self, call: Call, stage: StageActors, wiring: Wiring, checkpoint: Checkpoint | None
@@ -216,8 +217,11 @@ class Session:
         if stage.kind is Kind.SCORE:
             arguments = (call,)
         elif stage.kind is Kind.TRAIN:
-            meeting = fetch(stage.actors[0].rendezvous.remote(), f"{stage.names[0]}.rendezvous")
-            arguments = (meeting, checkpoint.trainer_dir.absolute() if checkpoint else None)
+            name = stage.names[0]
+            place = fetch(stage.actors[0].rendezvous.remote(), f"{name}.rendezvous")
+            meeting = Meeting(call.role, call.stage, name.rpartition("-")[0], *place)
+            saved = checkpoint.dirs(call.role)[1].absolute() if checkpoint else None
+            arguments = (meeting, saved)
         for i, (actor, name) in enumerate(zip(stage.actors, stage.names, strict=True)):
             self._starting.add(actor.start.remote(wiring, i, *arguments), name)
             if stage.kind in RETURNING:
@@ -225,13 +229,13 @@ class Session:
                 again = actor.start.options(max_task_retries=-1)
                 self._starts[name] = partial(again.remote, wiring, i, *arguments)
 
-    def _env(self, kind: Kind) -> dict[str, str]:
+    def _env(self, call: Call) -> dict[str, str]:
         """What a process must have in its environment before it imports its engine."""
-        if kind is Kind.GENERATE:
+        if call.kind is Kind.GENERATE:
             device = "cuda" if self._on_gpu else "cpu"
             return generation_env(device, threads=self._config.generator.threads)
-        if kind is Kind.TRAIN:
-            env = {"OMP_NUM_THREADS": str(self._config.trainer.threads)}
+        if call.kind is Kind.TRAIN:
+            env = {"OMP_NUM_THREADS": str(self._config.trainer_of(call.role).threads)}
             return env if self._on_gpu else {**env, "DS_ACCELERATOR": "cpu"}
         return {}
 

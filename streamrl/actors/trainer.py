@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import ray
 
 from streamrl.actors.calls import call
 from streamrl.actors.wiring import ActorReport, Wiring
-from streamrl.algorithms import Settings, columns_derived_from, step_normaliser
+from streamrl.algorithms import Settings, columns_derived_from
 from streamrl.checkpoint import CheckpointWriter
+from streamrl.dataflow import POLICY
 from streamrl.engines.packing import MicroBatch, Pick, Round
 from streamrl.engines.rollout_sums import rollout_sums
 from streamrl.engines.schedule import Pace, Turn
@@ -25,6 +27,8 @@ from streamrl.faces import Update
 from streamrl.messages import Columns
 from streamrl.step import add_sums
 from streamrl.weights import WeightManifest, publish
+
+PUBLISH_S = "weights/publish_s"
 
 
 def free_port() -> int:
@@ -36,6 +40,17 @@ def free_port() -> int:
     raise ActorError("trainer: found no free port between 20000 and 32000")
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """Where the ranks of a trainer meet, at rank 0, and what they train there."""
+
+    role: str
+    stage: str
+    name: str
+    address: str
+    port: int
+
+
 @ray.remote
 class TrainerActor:
     """One rank. What touches the model runs in one thread; the queue is read beside it."""
@@ -45,16 +60,17 @@ class TrainerActor:
         return ray.util.get_node_ip_address(), free_port()
 
     async def start(
-        self, wiring: Wiring, rank: int, rendezvous: tuple[str, int], resume_dir: Path | None
+        self, wiring: Wiring, rank: int, meeting: Meeting, resume_dir: Path | None
     ) -> None:
         """Load the model, join the other ranks, and load the training state of a checkpoint."""
         self._config = wiring.config
         self._rank = rank
-        self._stage = wiring.stage("train", f"trainer-{rank}")
+        self._stage = wiring.stage(meeting.stage, f"{meeting.name}-{rank}")
         self._columns = wiring.train_columns
         self._thread = ThreadPoolExecutor(1, "trainer")
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = rendezvous[0], str(rendezvous[1])
-        self._trainer = await self._in_thread(wiring.engines.trainer, wiring.config, rank)
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting.address, str(meeting.port)
+        make = wiring.engines.trainer
+        self._trainer = await self._in_thread(make, wiring.config, rank, meeting.role)
         if resume_dir is not None:
             await self._in_thread(self._trainer.load, resume_dir)
 
@@ -92,13 +108,13 @@ class TrainerActor:
     ) -> tuple[Mapping[str, float], WeightManifest | None]:
         """Optimizer update, and publish as `version`: metrics, and on rank 0 the manifest."""
         with self._stage.spans.span("update"):
-            divisor = step_normaliser(self._config.settings, sums)
+            divisor = self._trainer.normaliser(sums)
             metrics = await self._in_thread(self._trainer.step, divisor)
         if version is None:
             return metrics, None
         started = time.perf_counter()
         manifest = await self.publish(version)
-        return {**metrics, "weights/publish_s": time.perf_counter() - started}, manifest
+        return {**metrics, PUBLISH_S: time.perf_counter() - started}, manifest
 
     async def publish(self, version: int) -> WeightManifest | None:
         """Put the weights into the object store as `version`. All ranks must take part."""
@@ -132,19 +148,35 @@ class TrainerActor:
 class TrainerGroup:
     """All ranks as the one trainer the training loop calls."""
 
-    def __init__(self, ranks: Sequence[Any], settings: Settings, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        role: str,
+        name: str,
+        ranks: Sequence[Any],
+        *,
+        settings: Settings,
+        timeout_s: float,
+        rests_until: int = 0,
+    ) -> None:
+        self.role = role
+        self._rests_until = rests_until
+        self._name = name
         self._ranks = ranks
-        self._settings = settings
         self._timeout_s = timeout_s
+        self._looks_ahead = settings.looks_ahead and role == POLICY
         self.world_size = len(ranks)
         self.pace = Pace(settings.scope == "step", settings.epochs, settings.mini_batches)
+
+    def rests(self, version: int) -> bool:
+        """Whether the step of this version is left to the other trainers."""
+        return version < self._rests_until
 
     async def plan(self, uids: Sequence[str], turns: Sequence[Turn]) -> None:
         """Have every rank derive what needs the whole step, if anything does."""
         if not self.pace.whole_steps:
             return
         first = [turn.work for turn in turns if turn.epoch == 0]
-        rounds = first if self._settings.looks_ahead else []
+        rounds = first if self._looks_ahead else []
         plans = [
             rank.plan.remote(uids, [work[i] for work in rounds])
             for i, rank in enumerate(self._ranks)
@@ -175,11 +207,11 @@ class TrainerGroup:
 
     async def save(self, writer: CheckpointWriter) -> None:
         """Write every rank's part of a checkpoint."""
-        model, state = writer.model_dir, writer.trainer_dir
+        model, state = writer.dirs(self.role)
         await self._all("save", [rank.save.remote(model, state) for rank in self._ranks])
 
     async def _all(self, what: str, replies: Sequence[Any]) -> list[Any]:
-        names = (f"trainer-{rank}.{what}" for rank in range(self.world_size))
+        names = (f"{self._name}-{rank}.{what}" for rank in range(self.world_size))
         return await asyncio.gather(
             *(call(r, name, self._timeout_s) for r, name in zip(replies, names, strict=True))
         )

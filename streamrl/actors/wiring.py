@@ -41,7 +41,7 @@ class Wiring:
     @property
     def train_columns(self) -> tuple[str, ...]:
         """What a rank reads of a group: what the algorithm needs, and the reward components."""
-        (train,) = self.dataflow.of_kind(Kind.TRAIN)
+        train = self.dataflow.of_kind(Kind.TRAIN)[0]
         return (*train.needs, *(f"{COMPONENT_PREFIX}{name}" for name in self.components))
 
     def stage(self, name: str, process: str) -> Stage:
@@ -82,21 +82,25 @@ class RemoteArbiter:
 
 
 class RemoteChannel:
-    """The readers' end of weight sync: manifests from the coordinator, buckets from the store."""
+    """The readers' end of weight sync: manifests from the coordinator, buckets from the store.
 
-    def __init__(self, coordinator: Any, reader: str) -> None:
+    `role` is whose weights they are.
+    """
+
+    def __init__(self, coordinator: Any, reader: str, role: str) -> None:
         self._coordinator = coordinator
         self._reader = reader
+        self._role = role
 
     async def newest(self, held: Held, *, wait_s: float) -> WeightManifest | None:
         """The newest version if it is newer than the one held, if it comes within `wait_s`."""
-        reply = self._coordinator.newest.remote(self._reader, held, wait_s)
+        reply = self._coordinator.newest.remote(self._role, self._reader, held, wait_s)
         manifest = await call(reply, "coordinator.newest", wait_s + CALL_TIMEOUT_S)
         assert manifest is None or isinstance(manifest, WeightManifest)
         return manifest
 
     async def fetch(self, manifest: WeightManifest) -> Mapping[str, Any]:
         """The tensors of a version, verified: views of the buckets in the object store."""
-        what = f"{self._reader}: bucket of weights version {manifest.version}, of trainer-0"
+        what = f"{self._reader}: bucket of {self._role} version {manifest.version}, of its rank 0"
         buckets = await asyncio.gather(*(call(handle, what) for handle in manifest.handles))
         return await asyncio.to_thread(unpack, manifest, buckets)

@@ -78,6 +78,26 @@ def reward_to_go(columns: Columns, group_ids: Tensor, settings: Settings) -> Ten
     return adv.reward_to_go(columns["token_rewards"], columns["loss_mask"], gamma=settings.gamma)
 
 
+def generalized_advantages(columns: Columns, group_ids: Tensor, settings: Settings) -> Tensor:
+    """Generalized advantage estimates under the critic's values."""
+    return _generalized(columns, settings)[0]
+
+
+def returns(columns: Columns, group_ids: Tensor, settings: Settings) -> Tensor:
+    """What the critic is to learn: advantages, before they are whitened, plus values."""
+    return _generalized(columns, settings)[1]
+
+
+def _generalized(columns: Columns, settings: Settings) -> tuple[Tensor, Tensor]:
+    return adv.generalized_advantages(
+        columns["token_rewards"],
+        columns["values"],
+        columns["loss_mask"],
+        gamma=settings.gamma,
+        lam=settings.params["lam"],
+    )
+
+
 def decoupled_rewards(columns: Columns, group_ids: Tensor, settings: Settings) -> Tensor:
     """Every reward against its own mean in the group, weighted and added up."""
     weights = settings.reward_weights
@@ -261,6 +281,16 @@ def variant(name: str, paper: str, base: Algorithm = GRPO, **changes: Any) -> Al
 
 
 ROWS = (
+    Algorithm(
+        name="ppo",
+        paper="Schulman et al. 2017, PPO, arXiv:1707.06347",
+        columns=(*SCORES, "values"),
+        advantages=generalized_advantages,
+        token_loss=clipped_surrogate,
+        derived={"returns": returns},
+        defaults={"whiten_advantages": True, **KL_IN_REWARD},
+        params={"lam": 0.95},
+    ),
     GRPO,
     variant(
         "dr_grpo",

@@ -14,13 +14,14 @@ from streamrl.actors.engine_factory import EngineFactory, RealEngines
 from streamrl.actors.feed import EventReport, Report, StatusReport, StepReport
 from streamrl.actors.session import Session
 from streamrl.buffer import Ledger
-from streamrl.checkpoint import ResumePoint, find_resume_point
+from streamrl.checkpoint import Checkpoint, ResumePoint, find_resume_point
 from streamrl.cli.interrupts import (
     graceful_interrupt,
     interrupt_on_signals,
     uninterrupted_end,
 )
 from streamrl.config import RunConfig, dump_config, load_config, to_dict
+from streamrl.dataflow import Kind
 from streamrl.durable import write_whole
 from streamrl.errors import ConfigError, StreamError
 from streamrl.preflight import demands, prepare, shard_bytes
@@ -164,10 +165,8 @@ def _resumed(path: Path, words: Sequence[str]) -> tuple[RunConfig, ResumePoint]:
     checkpoint, folder = resume.checkpoint, resume.run_dir
     config = load_config(folder / "config.yaml", words)
     _check_same_run(load_config(folder / "config.yaml"), config)
-    for part in (checkpoint.model_dir, checkpoint.trainer_dir) if checkpoint else ():
-        assert checkpoint is not None
-        if not part.is_dir() or not any(part.iterdir()):
-            raise ConfigError(f"--resume {checkpoint.path}: {part.name}/ is missing or empty")
+    if checkpoint is not None:
+        _check_parts(checkpoint, [call.role for call in config.dataflow.of_kind(Kind.TRAIN)])
     # The directory may have been moved since.
     config = replace(config, run=replace(config.run, name=folder.name, dir=str(folder.parent)))
     if resume.version >= config.run.steps:
@@ -178,6 +177,14 @@ def _resumed(path: Path, words: Sequence[str]) -> tuple[RunConfig, ResumePoint]:
     return config, resume
 
 
+def _check_parts(checkpoint: Checkpoint, roles: Sequence[str]) -> None:
+    """Raise ConfigError unless there are a model and a trainer's state of each role."""
+    for part in (part for role in roles for part in checkpoint.dirs(role)):
+        if not part.is_dir() or not any(part.iterdir()):
+            place = part.relative_to(checkpoint.path)
+            raise ConfigError(f"--resume {checkpoint.path}: {place}/ is missing or empty")
+
+
 def _check_same_run(stored: RunConfig, config: RunConfig) -> None:
     """Refuse overrides under which the saved state would mean something else."""
     kept = {
@@ -185,6 +192,9 @@ def _check_same_run(stored: RunConfig, config: RunConfig) -> None:
         "trainer.backend": lambda c: c.trainer.backend,
         "trainer.world_size": lambda c: c.trainer.world_size,
         "trainer.zero_stage": lambda c: c.trainer.zero_stage,
+        "critic.backend": lambda c: c.critic.backend,
+        "critic.world_size": lambda c: c.critic.world_size,
+        "critic.zero_stage": lambda c: c.critic.zero_stage,
         "algorithm.group_size": lambda c: c.algorithm.group_size,
         "queue.shards": lambda c: c.queue.shards,
         "queue.journal.enabled": lambda c: c.queue.journal.enabled,

@@ -49,27 +49,65 @@ def load_model(path: str, *, dtype: torch.dtype) -> "PreTrainedModel":
     go on with random ones.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+
+    model, missing = _load(AutoModelForCausalLM, path, AutoConfig.from_pretrained(path), dtype)
+    _check_complete(path, missing)
+    return model.to(local_device()).train()
+
+
+def _load(kind: Any, path: str, config: Any, dtype: torch.dtype) -> tuple[Any, list[str]]:
+    """The model without dropout, and the names of the parameters the directory lacks."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    config = AutoConfig.from_pretrained(path)
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
     try:
-        model: Any
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = kind.from_pretrained(
             path, config=config, dtype=dtype, output_loading_info=True
         )
     except (OSError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model.path={path}: cannot be loaded: {reason[:500]}") from error
-    if info["missing_keys"]:
-        first = ", ".join(sorted(info["missing_keys"])[:3])
-        raise ConfigError(
-            f"model.path={path}: lacks {len(info['missing_keys'])} parameters, as {first}"
-        )
+    return model, sorted(info["missing_keys"])
+
+
+def _check_complete(path: str, missing: list[str]) -> None:
+    if missing:
+        first = ", ".join(missing[:3])
+        raise ConfigError(f"model.path={path}: lacks {len(missing)} parameters, as {first}")
+
+
+def load_value_model(path: str, *, dtype: torch.dtype) -> "PreTrainedModel":
+    """A model with a value for every token: the body of the one in a directory, and a head.
+
+    The head starts at 0 unless the directory has one (it is a critic's checkpoint), so that a new
+    critic begins by expecting nothing. Raises ConfigError as `load_model` does.
+    """
+    from transformers import AutoConfig, AutoModelForTokenClassification
+
+    config = AutoConfig.from_pretrained(path, num_labels=1)
+    # Left out, transformers takes it for a tenth.
+    config.classifier_dropout = 0.0
+    model, missing = _load(AutoModelForTokenClassification, path, config, dtype)
+    head = {name for name, _ in model.named_parameters() if name.startswith("score.")}
+    _check_complete(path, [name for name in missing if name not in head])
+    if head.intersection(missing):
+        with torch.no_grad():
+            for parameter in model.score.parameters():
+                parameter.zero_()
     return model.to(local_device()).train()
+
+
+def token_values(model: Callable[..., Any], token_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """What is expected of the rest of a rollout before each of its tokens: float32 [B, T].
+
+    Position t sees the tokens before t, as the choice of token t does; 0 at position 0 and in the
+    padding.
+    """
+    output = model(input_ids=token_ids, attention_mask=attention_mask.long())
+    return _shift(output.logits[..., 0].float(), attention_mask)
 
 
 def token_logprobs(

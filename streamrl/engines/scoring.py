@@ -1,15 +1,32 @@
-"""Log-probabilities of finished rollouts under a model that is not trained: the reference."""
+"""What models say of finished rollouts, forward only: the reference, and the critic's shadow."""
 
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
 import torch
+from tensordict import TensorDict
+from torch import Tensor
 
-from streamrl.engines.batching import build_batch
-from streamrl.engines.forward import load_model, local_device, resolve_dtype, token_logprobs
+from streamrl.engines.batching import build_batch, tokens_of
+from streamrl.engines.forward import (
+    load_model,
+    load_value_model,
+    local_device,
+    resolve_dtype,
+    token_logprobs,
+    token_values,
+)
 from streamrl.engines.packing import pack
-from streamrl.messages import Array, Columns, split_tokens
+from streamrl.messages import Array, Columns
+from streamrl.weights.parameters import ParameterSet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class LogprobScorer:
-    """Scores groups with a Hugging Face model, in micro-batches of bounded size."""
+    """Log-probabilities under a model that is not trained, in micro-batches of bounded size."""
 
     def __init__(
         self,
@@ -31,25 +48,67 @@ class LogprobScorer:
         At the sampling temperature, as all log-probabilities here; 0 where loss_mask is false.
         Raises ValueError if a rollout is longer than a micro-batch may be.
         """
-        lengths = columns["lengths"]
-        result = columns["loss_mask"].astype("float32")
-        rows = split_tokens(result, lengths)
-        rounds = pack(
-            [("", index, int(length)) for index, length in enumerate(lengths)],
-            world_size=1,
-            micro_batch_tokens=self._micro_batch_tokens,
-        )
-        for (picks,) in rounds:
-            batch = build_batch(
-                {"": columns}, picks, derived={"": {}}, token_columns=("token_ids",)
-            ).to(local_device())
-            with torch.inference_mode():
-                scores = token_logprobs(
-                    self._model,
-                    batch["token_ids"],
-                    batch["attention_mask"],
-                    temperature=self._temperature,
-                )
-            for (_, index), logprobs in zip(picks, scores.logprobs.cpu().numpy(), strict=True):
-                rows[index] *= logprobs[: lengths[index]]
-        return {"ref_logprobs": result}
+
+        def logprobs(batch: TensorDict) -> Tensor:
+            ids, attention = batch["token_ids"], batch["attention_mask"]
+            return token_logprobs(
+                self._model, ids, attention, temperature=self._temperature
+            ).logprobs
+
+        return {"ref_logprobs": per_token(columns, logprobs, self._micro_batch_tokens)}
+
+
+class ValueScorer:
+    """Values under a critic that another process trains, in micro-batches of bounded size."""
+
+    def __init__(
+        self, model_path: str, *, micro_batch_tokens: int, threads: int = 1, dtype: str = "auto"
+    ) -> None:
+        torch.set_num_threads(threads)
+        self._model: PreTrainedModel = load_value_model(
+            model_path, dtype=resolve_dtype(dtype)
+        ).eval()
+        self._parameters = ParameterSet.of(self._model)
+        self._micro_batch_tokens = micro_batch_tokens
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the parameters of a newer version. Raises WeightsError if they are others."""
+        whole = self._parameters.complete(tensors)
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters(remove_duplicate=False):
+                parameter.copy_(whole[name])
+
+    def values(self, columns: Columns) -> dict[str, Array]:
+        """The values column of a group with token_ids, loss_mask and lengths.
+
+        0 where loss_mask is false. Raises ValueError if a rollout is longer than a micro-batch may
+        be.
+        """
+
+        def values(batch: TensorDict) -> Tensor:
+            return token_values(self._model, batch["token_ids"], batch["attention_mask"])
+
+        return {"values": per_token(columns, values, self._micro_batch_tokens)}
+
+
+def per_token(
+    columns: Columns, compute: Callable[[TensorDict], Tensor], micro_batch_tokens: int
+) -> Array:
+    """A token column, float32, of what `compute` says of a group: batch -> [B, T].
+
+    0 where loss_mask is false. Raises ValueError if a rollout is longer than a micro-batch may be.
+    """
+    lengths = columns["lengths"]
+    result = np.zeros(len(columns["token_ids"]), np.float32)
+    rounds = pack(
+        [("", index, int(length)) for index, length in enumerate(lengths)],
+        world_size=1,
+        micro_batch_tokens=micro_batch_tokens,
+    )
+    for (picks,) in rounds:
+        batch = build_batch({"": columns}, picks, derived={"": {}}, token_columns=("token_ids",))
+        with torch.inference_mode():
+            found = compute(batch.to(local_device())).cpu().numpy()
+        for (_, index), row in zip(picks, found, strict=True):
+            result[tokens_of(lengths, index)] = row[: lengths[index]]
+    return np.where(columns["loss_mask"], result, np.float32(0))

@@ -1,6 +1,7 @@
-"""How the policy is trained: the trainer's settings."""
+"""How a model is trained: the settings of the policy's trainer, and of the critic's."""
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 
@@ -13,6 +14,8 @@ BACKENDS = ("deepspeed", "torch")
 @dataclass
 class TrainerConfig:
     """How the policy is trained."""
+
+    SECTION: ClassVar[str] = "trainer"
 
     #: deepspeed, or torch: plain data parallelism in float32.
     backend: str = "deepspeed"
@@ -44,28 +47,32 @@ class TrainerConfig:
         self._check_choices()
         for key in ("world_size", "threads"):
             if vars(self)[key] < 1:
-                raise ConfigError(f"trainer.{key}={vars(self)[key]}: must be at least 1")
+                raise ConfigError(f"{self.SECTION}.{key}={vars(self)[key]}: must be at least 1")
         for key in ("warmup_steps", "weight_decay", "grad_clip"):
             if vars(self)[key] < 0:
-                raise ConfigError(f"trainer.{key}={vars(self)[key]}: must not be negative")
+                raise ConfigError(f"{self.SECTION}.{key}={vars(self)[key]}: must not be negative")
         for key in ("lr", "collective_timeout_s"):
             if vars(self)[key] <= 0:
-                raise ConfigError(f"trainer.{key}={vars(self)[key]}: must be above 0")
+                raise ConfigError(f"{self.SECTION}.{key}={vars(self)[key]}: must be above 0")
         if [0 <= beta < 1 for beta in self.betas] != [True, True]:
-            raise ConfigError(f"trainer.betas={self.betas}: must be two numbers from 0 to below 1")
+            raise ConfigError(
+                f"{self.SECTION}.betas={self.betas}: must be two numbers from 0 to below 1"
+            )
 
     def _check_choices(self) -> None:
         if self.backend not in BACKENDS:
-            raise ConfigError(f"trainer.backend={self.backend}: must be {' or '.join(BACKENDS)}")
+            raise ConfigError(
+                f"{self.SECTION}.backend={self.backend}: must be {' or '.join(BACKENDS)}"
+            )
         if self.zero_stage not in (0, 1, 2, 3):
-            raise ConfigError(f"trainer.zero_stage={self.zero_stage}: must be 0, 1, 2 or 3")
+            raise ConfigError(f"{self.SECTION}.zero_stage={self.zero_stage}: must be 0, 1, 2 or 3")
         if self.dtype != "auto" and self.dtype not in DTYPES:
             allowed = ", ".join(("auto", *DTYPES))
-            raise ConfigError(f"trainer.dtype={self.dtype}: must be one of {allowed}")
+            raise ConfigError(f"{self.SECTION}.dtype={self.dtype}: must be one of {allowed}")
         if self.dtype == "bfloat16" and not self._master_weights:
             raise ConfigError(
-                "trainer.dtype=bfloat16: needs master weights, which backend deepspeed keeps from"
-                " zero_stage 1 on"
+                f"{self.SECTION}.dtype=bfloat16: needs master weights, which backend deepspeed"
+                " keeps from zero_stage 1 on"
             )
 
     @property
@@ -80,3 +87,30 @@ class TrainerConfig:
     def lr_at(self, step: int) -> float:
         """Learning rate of a step, counted from 0."""
         return self.lr * min(1.0, (step + 1) / max(1, self.warmup_steps))
+
+
+@dataclass
+class CriticConfig(TrainerConfig):
+    """How the critic is trained, for algorithms that have one: by ranks of its own."""
+
+    SECTION: ClassVar[str] = "critic"
+
+    #: Learning rate.
+    lr: float = 1e-5
+    #: A Hugging Face model directory the critic starts from; empty takes model.path.
+    path: str = ""
+    #: How far a value may move in a step and still be improved; null for no bound.
+    value_clip: float | None = 0.5
+    #: Steps at the start in which the critic is trained and the policy is not.
+    warmup_alone: int = 0
+    #: Processes that compute values: shadows, which follow the critic's versions.
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.value_clip is not None and self.value_clip <= 0:
+            raise ConfigError(f"critic.value_clip={self.value_clip}: must be above 0")
+        if self.warmup_alone < 0:
+            raise ConfigError(f"critic.warmup_alone={self.warmup_alone}: must not be negative")
+        if self.replicas < 1:
+            raise ConfigError(f"critic.replicas={self.replicas}: must be at least 1")

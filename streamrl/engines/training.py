@@ -1,4 +1,4 @@
-"""One rank of the policy's trainer: micro-batches in, one optimizer update per step out.
+"""One rank of a model's trainer: micro-batches in, one optimizer update per step out.
 
 A step is a stream. Micro-batches are trained as their groups arrive, each adding the gradient of a
 plain sum; what the sum is to be divided by is known when the step is complete, and `step` divides
@@ -13,22 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
-from streamrl.algorithms import Algorithm, Settings, columns_needed, policy_loss
-from streamrl.engines.batching import TOKEN_COLUMNS, build_batch, derive_columns
+from streamrl.engines.batching import build_batch, derive_columns
 from streamrl.engines.deepspeed_backend import DeepSpeedBackend
-from streamrl.engines.forward import (
-    EntropyMode,
-    TokenScores,
-    load_model,
-    local_device,
-    token_logprobs,
-)
+from streamrl.engines.forward import local_device
 from streamrl.engines.packing import Pick
 from streamrl.engines.ranks import deadline, join_ranks
 from streamrl.engines.step_plan import StepPlan
+from streamrl.engines.tasks import PolicyTask, Task
 from streamrl.engines.torch_backend import TorchBackend
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import CheckpointError, StreamError
@@ -79,7 +72,7 @@ class TrainingBackend(Protocol):
         ...
 
 
-class PolicyTrainer:
+class ModelTrainer:
     """One rank. Every method but `close` has to be called by all ranks alike.
 
     With more than one rank, MASTER_ADDR and MASTER_PORT in the environment name rank 0's machine
@@ -87,29 +80,16 @@ class PolicyTrainer:
     `collective_timeout_s`; the trainer is of no use after that.
     """
 
-    def __init__(
-        self,
-        model_path: str,
-        *,
-        config: TrainerConfig,
-        row: Algorithm,
-        settings: Settings,
-        temperature: float,
-        rank: int = 0,
-    ) -> None:
+    def __init__(self, task: Task, *, config: TrainerConfig, rank: int = 0) -> None:
         torch.manual_seed(0)
         torch.set_num_threads(config.threads)
         join_ranks(rank=rank, world_size=config.world_size, timeout_s=config.collective_timeout_s)
         self.rank = rank
         self.num_updates = 0
+        self._task = task
         self._config = config
-        self._row, self._settings = row, settings
-        needed = columns_needed(row, settings)
-        self._token_columns = [name for name in TOKEN_COLUMNS if name in needed]
-        self._temperature = temperature
-        self._model_path = model_path
         self._plan: StepPlan | None = None
-        module = load_model(model_path, dtype=config.torch_dtype)
+        module = task.load(config.torch_dtype)
         if config.gradient_checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
         backend = DeepSpeedBackend if config.backend == "deepspeed" else TorchBackend
@@ -117,14 +97,15 @@ class PolicyTrainer:
 
     def plan(self, groups: Mapping[str, Columns]) -> None:
         """Derive advantages from all groups of the step, for a row that needs the whole of it."""
-        self._plan = StepPlan(self._row, self._settings, groups)
+        self._plan = StepPlan(self._task.row, self._task.settings, groups)
 
     def look(self, groups: Mapping[str, Columns], picks: Sequence[Pick]) -> None:
         """Note what the policy as it is now says of the picked rollouts of the plan."""
+        assert isinstance(self._task, PolicyTask)
         derived: dict[str, Columns] = {uid: {} for uid in groups}
         batch = build_batch(groups, picks, derived=derived, token_columns=("token_ids",))
         with self._in_time("a look ahead"), torch.no_grad():
-            scores = self._score(batch.to(local_device()), "none")
+            scores = self._task.score(self._backend.forward, batch.to(local_device()))
         self._current_plan.note(groups, picks, scores.logprobs.cpu().numpy())
 
     def settle(self) -> None:
@@ -135,47 +116,34 @@ class PolicyTrainer:
     def train_micro_batch(
         self, groups: Mapping[str, Columns], picks: Sequence[Pick], version: int = 0
     ) -> dict[str, float]:
-        """Forward and backward of the picked rollouts; sums for `algorithms.summarise`.
+        """Forward and backward of the picked rollouts; sums for the step's metrics.
 
         `groups` holds the columns of every group picked from, whole: advantages compare all of its
         rollouts. `version` is that of the step. Without picks the rank only keeps the others
         company.
         """
         batch = build_batch(
-            groups, picks, derived=self._derived(groups), token_columns=self._token_columns
+            groups, picks, derived=self._derived(groups), token_columns=self._task.token_columns
         ).to(local_device())
         with self._in_time("a micro-batch"):
-            scores = self._score(batch, "gradient" if self._settings.entropy_coef else "value")
             if picks:
-                loss, sums = policy_loss(
-                    self._row,
-                    self._settings,
-                    batch.to_dict(),
-                    logprobs=scores.logprobs,
-                    entropy=scores.entropy,
-                    version=version,
-                )
+                loss, sums = self._task.loss(self._backend.forward, batch, version=version)
             else:
-                loss, sums = 0 * scores.logprobs.sum(), {}
+                loss, sums = self._task.blank(self._backend.forward, batch), {}
             self._backend.backward(loss)
         if not sums:
             return {}
-        values = torch.stack([value.double() for value in sums.values()]).tolist()
+        values = torch.stack([value.double().cpu() for value in sums.values()]).tolist()
         return dict(zip(sums, values, strict=True))
 
-    def _score(self, batch: TensorDict, entropy_mode: EntropyMode) -> TokenScores:
-        return token_logprobs(
-            self._backend.forward,
-            batch["token_ids"],
-            batch["attention_mask"],
-            temperature=self._temperature,
-            entropy_mode=entropy_mode,
-        )
-
     def _derived(self, groups: Mapping[str, Columns]) -> Mapping[str, Columns]:
-        if self._settings.scope == "step":
+        if self._task.settings.scope == "step":
             return self._current_plan.derived(groups)
-        return derive_columns(self._row, self._settings, groups)
+        return derive_columns(self._task.row, self._task.settings, groups)
+
+    def normaliser(self, sums: Mapping[str, float]) -> float:
+        """What the summed loss of an update is divided by, from the sums of all ranks."""
+        return self._task.normaliser(sums)
 
     def step(self, normaliser: float) -> dict[str, float]:
         """Update with the gradient of the step's summed loss over `normaliser`, on all ranks.
@@ -185,15 +153,16 @@ class PolicyTrainer:
         the parameters all the same. Raises StreamError if the gradient is not finite, before it has
         touched the parameters.
         """
-        lr = self._config.lr_at(self.num_updates // self._settings.num_updates)
+        name = self._task.name
+        lr = self._config.lr_at(self.num_updates // self._task.settings.num_updates)
         if normaliser == 0:
-            return {"policy/grad_norm": 0.0, "policy/lr": lr}
+            return {f"{name}/grad_norm": 0.0, f"{name}/lr": lr}
         with self._in_time("the optimizer"):
             norm = self._backend.step(divisor=normaliser, lr=lr)
         if not math.isfinite(norm):
             raise StreamError(f"update {self.num_updates}: the gradient's norm is {norm}; not made")
         self.num_updates += 1
-        return {"policy/grad_norm": norm, "policy/lr": lr}
+        return {f"{name}/grad_norm": norm, f"{name}/lr": lr}
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         """The whole parameters under all their names, tied ones included.
@@ -237,7 +206,7 @@ class PolicyTrainer:
             torch.cuda.set_rng_state(progress["cuda_rng"])
 
     def save_model(self, directory: Path) -> None:
-        """Write the policy and its tokenizer as a Hugging Face directory; rank 0 writes."""
+        """Write the model and its tokenizer as a Hugging Face directory; rank 0 writes."""
         state = {}
         for name, tensor in self.full_state():
             if self.rank == 0:
@@ -249,7 +218,7 @@ class PolicyTrainer:
             buffers = module.state_dict().keys() - state.keys()
             state |= {name: module.get_buffer(name).cpu() for name in buffers}
             module.save_pretrained(directory, state_dict=state)
-            AutoTokenizer.from_pretrained(self._model_path).save_pretrained(directory)
+            AutoTokenizer.from_pretrained(self._task.model_path).save_pretrained(directory)
 
     @property
     def _current_plan(self) -> StepPlan:

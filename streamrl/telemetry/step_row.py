@@ -8,10 +8,16 @@ from dataclasses import dataclass
 from streamrl.buffer.books import TrainedGroup
 from streamrl.buffer.exchange import ShardStats
 from streamrl.buffer.ledger import LedgerCounts
-from streamrl.telemetry.contract import STALENESS_HISTOGRAM, Histogram
+from streamrl.telemetry.contract import METRICS, STALENESS_HISTOGRAM, Histogram
 from streamrl.telemetry.spans import Span, busy_s, idle_fraction
 
 NAN = math.nan
+TRAINED_METRICS = tuple(
+    metric.name
+    for metric in METRICS
+    if metric.name.startswith(("loss/", "policy/", "critic/", "correction/"))
+)
+"""Of models that are trained: a run need not have each of them in every step."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +52,7 @@ class StepFacts:
 def step_row(facts: StepFacts) -> dict[str, float | Histogram]:
     """The row of a step: every name of the contract; NaN where a step has nothing to measure."""
     row: dict[str, float | Histogram] = {
-        "loss/value": NAN,
-        "loss/kl": NAN,
-        "policy/kl_ref": NAN,
+        **dict.fromkeys(TRAINED_METRICS, NAN),
     }
     row |= _rewards(facts.sums)
     row |= _rollouts(facts)

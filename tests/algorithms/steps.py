@@ -90,7 +90,9 @@ def made_up_step(
         "finish_reason": cut_off,
         "generator_logprobs": generator,
         "ref_logprobs": per_token(0.5),
-        "scores": torch.where(torch.rand(num_rows, generator=random) < 0.3, 0.0, normal(num_rows)),
+        "values": per_token(1.0),
+        # Not all of them score.
+        "scores": normal(num_rows) * (torch.arange(num_rows) % 4 != 0),
         **{f"reward/{name}": normal(num_rows) for name in WEIGHTS},
     }
     logprobs = torch.where(mask, generator + normal(*mask.shape, scale=0.3), 0.0)

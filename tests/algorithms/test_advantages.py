@@ -223,6 +223,7 @@ ESTIMATORS = {
     "decoupled": lambda s, g: decoupled_reward_normalization(two_rewards(s), g, eps=TINY),
 }
 OF_THE_BATCH = ("batch", "gpg")
+SQUARING = ("greedy", "decoupled")
 
 
 def others(group, i):
@@ -279,6 +280,19 @@ def test_any_groups_are_as_in_plain_loops(name, dtype, groups):
     expected = [x for group in groups for x in IN_LOOPS[name](group, everyone)]
     advantages = ESTIMATORS[name](scores.to(dtype), ids)
     assert_as_in_loops(advantages, torch.tensor(expected, dtype=torch.float64), dtype)
+
+
+# Not those whose references square the scores.
+@pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in SQUARING])
+@few
+@given(groups=GROUPS)
+def test_small_differences_of_large_scores_are_not_lost_in_float32(name, groups):
+    large = [[2.0**20 + x for x in group] for group in groups]
+    scores, ids = grouped(large)
+    everyone = [x for group in large for x in group]
+    expected = [x for group in large for x in IN_LOOPS[name](group, everyone)]
+    advantages = ESTIMATORS[name](scores, ids)
+    assert_as_in_loops(advantages, torch.tensor(expected, dtype=torch.float64), torch.float32)
 
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in OF_THE_BATCH])

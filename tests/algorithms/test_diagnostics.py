@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.algorithms.diagnostics import FINEST, divergence_sums, summarise_divergence
+from streamrl.algorithms.diagnostics import FINEST, HALF_BINS, divergence_sums, summarise_divergence
 from tests.algorithms.ragged import (
     BATCHES,
     BOUNDS,
@@ -98,6 +98,7 @@ def test_padding_has_no_say(batch):
 def test_every_token_is_counted_in_one_bin(batch, spread):
     sums = sums_of(batch | {"log_ratio": batch["log_ratio"] * 10**spread})
     counts = [n for name, n in sums.items() if "bin" in name]
+    assert len(counts) == 2 * HALF_BINS + 1
     assert sum(counts) == batch["loss_mask"].sum()
     assert sums["num_sequences"] == batch["loss_mask"].any(-1).sum()
 

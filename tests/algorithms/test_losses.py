@@ -241,25 +241,27 @@ def cut_up(draw):
 @pytest.mark.parametrize("mode", MODES)
 @few
 @given(case=cut_up(), seed=st.integers(0, 99))
-def test_splitting_a_step_leaves_its_loss_alone(mode, case, seed):
+def test_splitting_a_step_leaves_its_loss_and_gradient_alone(mode, case, seed):
     lengths, cuts = case
     draw = torch.Generator().manual_seed(seed)
-    losses = torch.randn(len(lengths), max(lengths), generator=draw).double()
+    losses = torch.randn(len(lengths), max(lengths), generator=draw).double().requires_grad_()
     group_ids = torch.randint(3, (len(lengths),), generator=draw)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     whole = aggregate(losses, mask, mode=mode, max_length=7, group_ids=group_ids)
     # A cut may go through a group: what a row needs to know is the tokens of its whole group.
     of_group = [sum(n for n, g in zip(lengths, group_ids, strict=True) if g == i) for i in range(3)]
     group_tokens = torch.tensor(of_group)[group_ids]
-    parts = torch.zeros((), dtype=torch.float64)
+    parts = losses.new_zeros(())
     for start, end in zip([0, *cuts], [*cuts, len(lengths)], strict=True):
         part, width = slice(start, end), max(lengths[start:end])
-        parts += aggregate_sum(
+        parts = parts + aggregate_sum(
             losses[part, :width], mask[part, :width], mode=mode, group_tokens=group_tokens[part]
         )
     counts = {"num_tokens": sum(lengths), "num_sequences": len(lengths), "max_length": 7}
     divisor = normaliser(mode, num_groups=len(set(group_ids.tolist())), **counts)
     torch.testing.assert_close(parts / divisor, whole)
+    gradients = [torch.autograd.grad(loss, losses)[0] for loss in (parts / divisor, whole)]
+    torch.testing.assert_close(*gradients)
 
 
 def in_loops(rows: list[list[float]], group_ids: list[int], mode: str) -> float:

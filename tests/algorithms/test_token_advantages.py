@@ -147,6 +147,21 @@ def test_whitened_tokens_are_as_in_plain_loops(dtype, unbiased, seed):
     assert_as_in_loops(result, on_tokens(expected, batch["loss_mask"]), dtype)
 
 
+def test_long_sums_do_not_pile_up_rounding_in_float32():
+    rewards = torch.full((1, 3000), 0.1)
+    mask, tenth = torch.ones(1, 3000).bool(), rewards[0, 0].item()
+    expected = torch.arange(3000, 0, -1).double()[None] * tenth
+    result = reward_to_go(rewards, mask, gamma=1.0)
+    torch.testing.assert_close(result.double(), expected, atol=0, rtol=1e-7)
+    advantages, _ = generalized_advantages(
+        rewards, torch.zeros_like(rewards), mask, gamma=1.0, lam=1.0
+    )
+    torch.testing.assert_close(advantages.double(), expected, atol=0, rtol=1e-7)
+    # Of a mean far from 0 little is lost.
+    far = whiten(torch.tensor([[1e6, 1e6 + 1, 1e6 + 2]]), mask[:, :3])
+    torch.testing.assert_close(far, torch.tensor([[-1.0, 0.0, 1.0]]))
+
+
 @few
 @given(batch=BATCHES)
 def test_with_lam_0_an_advantage_is_the_error_of_one_step(batch):

@@ -11,6 +11,7 @@ from streamrl.buffer import Ledger
 from streamrl.checkpoint import CheckpointWriter
 from streamrl.cli.main import main
 from streamrl.config import dump_config, load_config
+from streamrl.dataflow import POLICY
 from streamrl.preflight import prepare
 from tests.toy import write_toy
 
@@ -221,7 +222,7 @@ def test_a_resume_that_would_mean_another_run_is_refused_and_nothing_is_cut(
 
 def save_checkpoint(run_dir: Path, prompts: object, state: Mapping[str, object] = {}) -> Path:
     writer = CheckpointWriter(run_dir, 1)
-    for folder in (writer.model_dir, writer.trainer_dir, writer.queue_dir):
+    for folder in (*writer.dirs(POLICY), writer.queue_dir):
         folder.mkdir()
         (folder / "file").write_text("state")
     ledger = Ledger().state_dict()

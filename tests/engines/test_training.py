@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from streamrl.algorithms import group_relative, policy_loss, summarise
 from streamrl.algorithms.losses import entropy
+from streamrl.engines.forward import load_value_model
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.messages import split_tokens
@@ -27,6 +28,8 @@ from tests.engines.trainer_ranks import (
     SEVERAL_LR,
     SEVERAL_SETTINGS,
     TEMPERATURE,
+    VALUE_CLIP,
+    VALUED,
     Layout,
     add_up,
     divisor_of,
@@ -56,13 +59,19 @@ def seen(model_path, folder):
     single = [("same_update", layout) for layout in LAYOUTS if layout.world_size == 1]
     single += [("save_and_go_on", layout) for layout in SAVED if layout.world_size == 1]
     single += [("several_updates", layout) for layout in SEVERAL_ON if layout.world_size == 1]
+    single += [("critic_updates", layout) for layout in SEVERAL_ON if layout.world_size == 1]
     single.append(("other_settings", Layout("deepspeed", 1, 1)))
     together = [
         (case, layout)
         for case in ("same_update", "save_and_go_on", "steps_that_do_not_count")
         for layout in PAIRS
     ]
-    together += [("several_updates", layout) for layout in SEVERAL_ON if layout.world_size == 2]
+    together += [
+        (case, layout)
+        for case in ("several_updates", "critic_updates")
+        for layout in SEVERAL_ON
+        if layout.world_size == 2
+    ]
     return run_ranks(
         [[*together, *single[rank::2], ("come_late", LATE)] for rank in range(2)],
         model_path=model_path,
@@ -178,6 +187,57 @@ def test_several_updates_of_a_step_are_those_of_one_plain_process(seen, layout):
             assert total[name] == pytest.approx(expected[name], rel=1e-3, abs=2e-3), name
     for case in cases:
         assert furthest(case["parameters"], parameters) < 0.1 * SEVERAL_LR
+
+
+def plain_critic(model_path):
+    """What `critic_updates` does, written out: one process, rollout by rollout."""
+    model = load_value_model(model_path, dtype=torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=SEVERAL_LR, weight_decay=0.0)
+    losses = []
+    for _ in range(2):
+        optimizer.zero_grad()
+        total = 0.0
+        for columns in VALUED.values():
+            parts = {
+                name: split_tokens(columns[name], columns["lengths"])
+                for name in ("token_ids", "loss_mask", "values")
+            }
+            for i, score in enumerate(columns["scores"].tolist()):
+                ids, mask, old = (torch.from_numpy(parts[name][i]) for name in parts)
+                hidden = model(input_ids=ids[None].long()).logits[0, :-1, 0]
+                sampled = mask[1:].nonzero()[:, 0]
+                # Under gamma 1 the return is by hand: backwards, A = delta + 0.95 A_next.
+                returns, advantage, value_after, reward = [], 0.0, 0.0, score
+                for t in reversed(sampled.tolist()):
+                    value = old[t + 1].item()
+                    advantage = reward + value_after - value + 0.95 * advantage
+                    returns.insert(0, advantage + value)
+                    value_after, reward = value, 0.0
+                target, before = torch.tensor(returns), old[1:][sampled]
+                near = before + (hidden[sampled] - before).clamp(-VALUE_CLIP, VALUE_CLIP)
+                far = torch.maximum((hidden[sampled] - target) ** 2, (near - target) ** 2)
+                loss = far.sum() / 2
+                (loss / SEVERAL_DIVISOR).backward()
+                total += loss.item()
+        losses.append(total)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", SEVERAL_ON, ids=lambda layout: layout.label)
+def test_a_critic_learns_the_returns_whatever_its_ranks(seen, model_path, folder, layout):
+    losses, parameters = plain_critic(model_path)
+    cases = seen[f"critic/{layout.label}"]
+    for i, loss in enumerate(losses):
+        assert sum(case["sums"][i]["loss_value_sum"] for case in cases) == pytest.approx(loss, 1e-4)
+    saved = load_value_model(str(folder / f"critic-{layout.label}" / "model"), dtype=torch.float32)
+    assert furthest(dict(saved.named_parameters()), cases[0]["parameters"]) == 0
+    for case in cases:
+        assert furthest(case["parameters"], parameters) < 0.1 * SEVERAL_LR
+        assert case["report"]["critic/lr"] == SEVERAL_LR
+        assert case["report"]["critic/grad_norm"] > 0
 
 
 @pytest.fixture(scope="module")

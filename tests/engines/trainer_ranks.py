@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 import torch.multiprocessing as mp
 
@@ -27,7 +28,7 @@ from streamrl.messages import Columns
 from tests.engines.tiny_groups import made_up_groups
 
 if TYPE_CHECKING:
-    from streamrl.engines.training import PolicyTrainer
+    from streamrl.engines.training import ModelTrainer
 
 TEMPERATURE = 0.8
 # Adam turns gradients that are next to nothing (those of the key biases) into steps of this size
@@ -48,7 +49,14 @@ SEVERAL = AlgorithmConfig(
         proximal="trainer", weights="token", second_moment_threshold=SECOND_MOMENT
     ),
 )
+PPO = AlgorithmConfig(name="ppo", whiten_advantages=False)
+VALUE_CLIP = 0.05
 SEVERAL_SETTINGS = SEVERAL.settings(max_length=8, reward_weights={})
+VALUED = {
+    uid: {**columns, "values": np.where(columns["loss_mask"], 0.1, 0).astype(np.float32)}
+    for uid, columns in GROUPS.items()
+}
+"""The same, as a critic that expects a tenth of everything has scored them."""
 LATE_S = 4.0
 
 
@@ -87,8 +95,9 @@ class Seat:
 
     def trainer(
         self, layout: Layout, algorithm: AlgorithmConfig = ALGORITHM, **changes: Any
-    ) -> "PolicyTrainer":
-        from streamrl.engines.training import PolicyTrainer  # seconds pytest's process can save
+    ) -> "ModelTrainer":
+        from streamrl.engines.tasks import CriticTask, PolicyTask, Task
+        from streamrl.engines.training import ModelTrainer  # seconds pytest's process can save
 
         if layout.world_size > 1:
             os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.ports.pop()))
@@ -99,12 +108,13 @@ class Seat:
             lr=LR,
             dtype="float32",
         )
-        return PolicyTrainer(
-            self.model_path,
+        settings = algorithm.settings(max_length=8, reward_weights={})
+        task: Task = PolicyTask(self.model_path, algorithm.row, settings, TEMPERATURE)
+        if algorithm is PPO:
+            task = CriticTask(self.model_path, algorithm.row, settings, VALUE_CLIP)
+        return ModelTrainer(
+            task,
             config=replace(config, **changes),
-            row=algorithm.row,
-            settings=algorithm.settings(max_length=8, reward_weights={}),
-            temperature=TEMPERATURE,
             rank=self.rank if layout.world_size > 1 else 0,
         )
 
@@ -135,7 +145,7 @@ def divisor_of(groups: dict[str, Columns]) -> float:
 
 
 def train_step(
-    trainer: "PolicyTrainer", num_micro_batches: int, world_size: int
+    trainer: "ModelTrainer", num_micro_batches: int, world_size: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """One step over all groups: this rank's metric sums, and what the update reports."""
     rounds = cut(GROUPS, num_micro_batches=num_micro_batches, world_size=world_size)
@@ -143,7 +153,7 @@ def train_step(
     return sums, trainer.step(divisor_of(GROUPS))
 
 
-def parameters_of(trainer: "PolicyTrainer") -> dict[str, torch.Tensor]:
+def parameters_of(trainer: "ModelTrainer") -> dict[str, torch.Tensor]:
     return {name: tensor.float().clone() for name, tensor in trainer.full_state()}
 
 
@@ -193,10 +203,30 @@ def save_and_go_on(seat: Seat, layout: Layout) -> None:
 
 
 def second_step(
-    trainer: "PolicyTrainer", layout: Layout
+    trainer: "ModelTrainer", layout: Layout
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], int]:
     _, report = train_step(trainer, 2, layout.world_size)
     return report, parameters_of(trainer), trainer.num_updates
+
+
+def critic_updates(seat: Seat, layout: Layout) -> None:
+    """Two steps of a critic on groups with values; then what was saved is read back."""
+    trainer = seat.trainer(layout, PPO, lr=SEVERAL_LR)
+    sums = []
+    for _ in range(2):
+        rounds = cut(VALUED, num_micro_batches=2, world_size=layout.world_size)
+        sums.append(add_up(trainer.train_micro_batch(VALUED, w[trainer.rank]) for w in rounds))
+        report = trainer.step(SEVERAL_DIVISOR)
+    folder = seat.folder / f"critic-{layout.label}"
+    trainer.save(folder / "state")
+    trainer.save_model(folder / "model")
+    parameters = parameters_of(trainer)
+    trainer.close()
+    seat.seen[f"critic/{layout.label}"] = {
+        "sums": sums,
+        "parameters": parameters,
+        "report": report,
+    }
 
 
 def several_updates(seat: Seat, layout: Layout) -> None:
@@ -277,6 +307,7 @@ def come_late(seat: Seat, layout: Layout) -> None:
 CASES: dict[str, Callable[[Seat, Layout], None]] = {
     "same_update": same_update,
     "several_updates": several_updates,
+    "critic_updates": critic_updates,
     "save_and_go_on": save_and_go_on,
     "steps_that_do_not_count": steps_that_do_not_count,
     "other_settings": other_settings,

@@ -1,0 +1,65 @@
+"""The critic's part of a step: its summed loss, and what is reported of it.
+
+The critic learns the returns that were derived from its own values at the time the group was
+scored; the clip holds it near those.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from streamrl.algorithms.losses import value_loss
+from streamrl.algorithms.masks import keep
+
+
+def critic_loss(
+    batch: Mapping[str, Tensor], values: Tensor, *, clip: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Summed value loss of a micro-batch (scalar), and sums for `summarise_critic`.
+
+    `batch` holds loss_mask bool, returns and values (when the group was scored), all [B, T];
+    `values` [B, T] are those in training. Normalised by the tokens of the update.
+    """
+    mask = batch["loss_mask"]
+    returns, old = keep(batch["returns"], mask), keep(batch["values"], mask)
+    current = keep(values, mask)
+    losses = keep(value_loss(current, returns, old, clip=clip), mask)
+    known = current.detach()
+    moved = (known - old).abs()
+    sums = {
+        "num_tokens": mask.sum(),
+        "loss_value_sum": losses.sum(),
+        "value_sum": known.sum(),
+        "return_sum": returns.sum(),
+        "return_squared_sum": returns.square().sum(),
+        "error_sum": (returns - known).sum(),
+        "error_squared_sum": (returns - known).square().sum(),
+        "value_clipped_sum": (mask & (moved > clip)).sum() if clip else torch.zeros(()),
+    }
+    return losses.sum(), {name: value.detach() for name, value in sums.items()}
+
+
+def summarise_critic(sums: Mapping[str, float]) -> dict[str, float]:
+    """Metrics of a step from its sums; none if it had no token.
+
+    critic/explained_variance is 1 - var(returns - values) / var(returns): 1 for a perfect critic, 0
+    for one that knows no more than the mean.
+    """
+    count = sums.get("num_tokens", 0.0)
+    if not count:
+        return {}
+    metrics = {
+        "loss/value": sums["loss_value_sum"] / count,
+        "critic/value_mean": sums["value_sum"] / count,
+        "critic/clip_frac": sums["value_clipped_sum"] / count,
+    }
+    spread = _variance(sums, "return", count)
+    if spread > 0:
+        metrics["critic/explained_variance"] = 1 - _variance(sums, "error", count) / spread
+    return metrics
+
+
+def _variance(sums: Mapping[str, float], name: str, count: float) -> float:
+    mean = sums[f"{name}_sum"] / count
+    return max(sums[f"{name}_squared_sum"] / count - mean * mean, 0.0)

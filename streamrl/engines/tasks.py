@@ -1,0 +1,156 @@
+"""What a trainer trains: a policy or a critic. A task loads the model and has the loss."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from streamrl.algorithms import (
+    Algorithm,
+    Settings,
+    columns_needed,
+    policy_loss,
+    step_normaliser,
+)
+from streamrl.algorithms.critic import critic_loss
+from streamrl.engines.batching import TOKEN_COLUMNS
+from streamrl.engines.forward import (
+    EntropyMode,
+    TokenScores,
+    load_model,
+    load_value_model,
+    token_logprobs,
+    token_values,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+Forward = Callable[..., Any]
+Loss = tuple[Tensor, dict[str, Tensor]]
+"""Summed loss of a micro-batch, and sums for metrics."""
+
+
+class Task(Protocol):
+    """A model and its loss. `name` is the role, the prefix of its metrics."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def model_path(self) -> str: ...
+
+    @property
+    def row(self) -> Algorithm: ...
+
+    @property
+    def settings(self) -> Settings: ...
+
+    @property
+    def token_columns(self) -> tuple[str, ...]: ...
+
+    def load(self, dtype: torch.dtype) -> "PreTrainedModel":
+        """The model to be trained."""
+        ...
+
+    def loss(self, forward: Forward, batch: TensorDict, *, version: int) -> Loss:
+        """Of the rollouts of a batch, in the step of `version`."""
+        ...
+
+    def blank(self, forward: Forward, batch: TensorDict) -> Tensor:
+        """A loss of 0 that goes through the same forward and backward."""
+        ...
+
+    def normaliser(self, sums: Mapping[str, float]) -> float:
+        """What the summed loss of an update is divided by; 0 if no token counted."""
+        ...
+
+
+@dataclass(frozen=True)
+class PolicyTask:
+    """The policy, under the token loss of its algorithm."""
+
+    model_path: str
+    row: Algorithm
+    settings: Settings
+    temperature: float
+    name: str = "policy"
+
+    @property
+    def token_columns(self) -> tuple[str, ...]:
+        """What its loss reads per token."""
+        needed = columns_needed(self.row, self.settings)
+        return tuple(name for name in TOKEN_COLUMNS if name in needed)
+
+    def load(self, dtype: torch.dtype) -> "PreTrainedModel":
+        """A causal language model."""
+        return load_model(self.model_path, dtype=dtype)
+
+    def score(
+        self, forward: Forward, batch: TensorDict, entropy_mode: EntropyMode = "none"
+    ) -> TokenScores:
+        """Logprobs and entropies of the tokens of a batch."""
+        return token_logprobs(
+            forward,
+            batch["token_ids"],
+            batch["attention_mask"],
+            temperature=self.temperature,
+            entropy_mode=entropy_mode,
+        )
+
+    def loss(self, forward: Forward, batch: TensorDict, *, version: int) -> Loss:
+        """Token loss, divergence and entropy."""
+        mode: EntropyMode = "gradient" if self.settings.entropy_coef else "value"
+        scores = self.score(forward, batch, mode)
+        return policy_loss(
+            self.row,
+            self.settings,
+            batch.to_dict(),
+            logprobs=scores.logprobs,
+            entropy=scores.entropy,
+            version=version,
+        )
+
+    def blank(self, forward: Forward, batch: TensorDict) -> Tensor:
+        """0, of the logprobs."""
+        return 0 * self.score(forward, batch).logprobs.sum()
+
+    def normaliser(self, sums: Mapping[str, float]) -> float:
+        """As the loss aggregation has it."""
+        return step_normaliser(self.settings, sums)
+
+
+@dataclass(frozen=True)
+class CriticTask:
+    """A critic, under the clipped value loss; `clip` None for none."""
+
+    model_path: str
+    row: Algorithm
+    settings: Settings
+    clip: float | None
+    name: str = "critic"
+
+    @property
+    def token_columns(self) -> tuple[str, ...]:
+        """What its loss reads per token."""
+        return ("token_ids", "loss_mask", "values")
+
+    def load(self, dtype: torch.dtype) -> "PreTrainedModel":
+        """A model with a value per token."""
+        return load_value_model(self.model_path, dtype=dtype)
+
+    def loss(self, forward: Forward, batch: TensorDict, *, version: int) -> Loss:
+        """Half the squared distance to the returns."""
+        values = token_values(forward, batch["token_ids"], batch["attention_mask"])
+        return critic_loss(batch.to_dict(), values, clip=self.clip)
+
+    def blank(self, forward: Forward, batch: TensorDict) -> Tensor:
+        """0, of the values."""
+        return 0 * token_values(forward, batch["token_ids"], batch["attention_mask"]).sum()
+
+    def normaliser(self, sums: Mapping[str, float]) -> float:
+        """The tokens that count."""
+        return sums.get("num_tokens", 0.0)

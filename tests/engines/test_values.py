@@ -1,0 +1,108 @@
+"""The critic's values: before each token, from a body and a head, followed from afar."""
+
+import numpy as np
+import pytest
+import torch
+
+from streamrl.engines.forward import load_value_model, token_values
+from streamrl.engines.scoring import ValueScorer
+from streamrl.errors import ConfigError, WeightsError
+from streamrl.messages import GroupInfo, check_sizes, column_sizes, split_tokens
+from tests.engines.tiny_groups import made_up_groups
+from tests.engines.tiny_qwen import save, tiny_model
+
+COLUMNS = made_up_groups(num_groups=1, group_size=6)["0:0:0"]
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return save(tiny_model(tied=True, seed=1), tmp_path_factory.mktemp("critic"))
+
+
+def with_a_head(model_path):
+    """A critic whose head says something."""
+    model = load_value_model(model_path, dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.manual_seed(0)
+        model.score.weight.normal_()
+        model.score.bias.fill_(0.25)
+    return model
+
+
+def test_a_new_critic_expects_nothing_and_has_the_body_of_the_model(model_path):
+    model = load_value_model(model_path, dtype=torch.float32)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    values = token_values(model, ids, torch.ones_like(ids, dtype=torch.bool))
+    assert values.tolist() == [[0.0] * 4]
+    body = dict(tiny_model(tied=True, seed=1).model.named_parameters())
+    own = dict(model.model.named_parameters())
+    assert all(torch.equal(own[name], parameter) for name, parameter in body.items())
+
+
+def test_a_value_sees_the_tokens_before_its_own(model_path):
+    model = with_a_head(model_path)
+    ids = torch.tensor([[5, 6, 7, 8]])
+    attention = torch.ones_like(ids, dtype=torch.bool)
+    values = token_values(model, ids, attention)
+    hidden = model.model(input_ids=ids).last_hidden_state
+    expected = model.score(hidden)[0, :, 0]
+    torch.testing.assert_close(values[0, 1:], expected[:-1])
+    changed = token_values(model, torch.tensor([[5, 6, 7, 9]]), attention)
+    torch.testing.assert_close(changed, values)
+    changed = token_values(model, torch.tensor([[5, 6, 9, 8]]), attention)
+    torch.testing.assert_close(changed[0, :3], values[0, :3])
+    assert (changed[0, 3] - values[0, 3]).abs() > 1e-4
+
+
+def test_a_critic_that_was_saved_comes_back_with_its_head(model_path, tmp_path):
+    model = with_a_head(model_path)
+    model.save_pretrained(tmp_path)
+    again = load_value_model(str(tmp_path), dtype=torch.float32)
+    assert torch.equal(again.score.weight, model.score.weight)
+
+
+def test_a_directory_that_lacks_part_of_the_body_is_refused(model_path, tmp_path):
+    model = with_a_head(model_path)
+    state = model.state_dict()
+    del state["model.layers.0.mlp.up_proj.weight"]
+    model.save_pretrained(tmp_path, state_dict=state)
+    with pytest.raises(ConfigError, match=r"lacks 1 parameters, as model.layers.0.mlp.up_proj"):
+        load_value_model(str(tmp_path), dtype=torch.float32)
+
+
+def scorer_of(model_path, *, micro_batch_tokens=64):
+    return ValueScorer(model_path, micro_batch_tokens=micro_batch_tokens, dtype="float32")
+
+
+def test_the_shadow_follows_the_critic(model_path):
+    scorer, trained = scorer_of(model_path), with_a_head(model_path)
+    before = scorer.values(COLUMNS)["values"]
+    assert not before.any()
+    scorer.load_weights(dict(trained.named_parameters(remove_duplicate=False)))
+    columns = scorer.values(COLUMNS)
+    check_sizes(column_sizes(columns), GroupInfo.of(COLUMNS))
+    lengths = COLUMNS["lengths"]
+    rows = zip(
+        *(split_tokens(COLUMNS[name], lengths) for name in ("token_ids", "loss_mask")),
+        split_tokens(columns["values"], lengths),
+        strict=True,
+    )
+    for ids, mask, values in rows:
+        tokens = torch.from_numpy(ids)[None].long()
+        expected = token_values(trained, tokens, torch.ones_like(tokens, dtype=torch.bool))
+        kept = np.where(mask, expected[0].detach().numpy(), 0)
+        np.testing.assert_allclose(values, kept, atol=2e-5)
+
+
+def test_the_size_of_micro_batches_does_not_matter(model_path):
+    columns = []
+    for tokens in (int(COLUMNS["lengths"].max()), 1000):
+        scorer = scorer_of(model_path, micro_batch_tokens=tokens)
+        scorer.load_weights(dict(with_a_head(model_path).named_parameters(remove_duplicate=False)))
+        columns.append(scorer.values(COLUMNS)["values"])
+    np.testing.assert_allclose(columns[0], columns[1], atol=1e-5)
+
+
+def test_weights_of_another_model_are_refused(model_path):
+    with pytest.raises(WeightsError, match="the weights lack"):
+        scorer_of(model_path).load_weights({"score.bias": torch.zeros(1)})
