@@ -30,7 +30,7 @@ def play(name: str, folder: Path) -> tuple[Launched, int]:
     run = Launched(
         [
             *("train", str(recipe), f"run.dir={folder}", f"run.name={name}"),
-            *(f"run.steps={STEPS}", "data.eval=null", "checkpoint.at_end=false", *overrides),
+            *(f"run.steps={STEPS}", 'data.eval=""', "checkpoint.at_end=false", *overrides),
         ],
         folder,
     )
