@@ -55,5 +55,6 @@ def test_a_recipe_runs_and_its_reward_rises(played, name: str) -> None:
     assert len(found) == STEPS
     rewards = [row["reward/mean"] for row in found]
     assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.03, rewards
-    assert all(row["policy/grad_norm"] > 0 for row in found)
+    # A critic may be trained alone at first.
+    assert all((row["policy/grad_norm"] or 0) > 0 for row in found[3:])
     assert max(row["staleness/max"] for row in found) <= 1
