@@ -35,7 +35,7 @@ class TimedEngines:
         """A scorer that sleeps."""
         return _Scorer(self.score_s)
 
-    def trainer(self, config: RunConfig, rank: int) -> HostedRank:
+    def trainer(self, config: RunConfig, rank: int, role: str) -> HostedRank:
         """A rank that sleeps."""
         return _Rank(self.train_s)
 
@@ -89,12 +89,24 @@ class _Rank:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
+    def plan(self, groups: Mapping[str, Columns]) -> None:
+        pass
+
+    def look(self, groups: Mapping[str, Columns], picks: Sequence[Pick]) -> None:
+        pass
+
+    def settle(self) -> None:
+        pass
+
     def train_micro_batch(
-        self, groups: Mapping[str, Columns], picks: Sequence[Pick]
+        self, groups: Mapping[str, Columns], picks: Sequence[Pick], version: int
     ) -> Mapping[str, float]:
         if self._seconds:
             time.sleep(self._seconds * len(picks))
         return {}
+
+    def normaliser(self, sums: Mapping[str, float]) -> float:
+        return 1.0
 
     def step(self, normaliser: float) -> Mapping[str, float]:
         return {"policy/grad_norm": 0.0}

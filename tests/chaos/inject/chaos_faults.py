@@ -324,8 +324,8 @@ def checkpoint(fault, module):
     wrap(module, "move_whole", move)
 
 
-def policy_trainer(fault, module):
-    trainer = module.PolicyTrainer
+def model_trainer(fault, module):
+    trainer = module.ModelTrainer
     during(fault, trainer, "train_micro_batch", "trainer", "mid_compute")
     during(fault, trainer, "save_model", "trainer", "mid_checkpoint")
 
@@ -381,7 +381,7 @@ PATCHES = {
     "streamrl.actors.trainer": trainer_group,
     "streamrl.buffer.books": books,
     "streamrl.checkpoint": checkpoint,
-    "streamrl.engines.training": policy_trainer,
+    "streamrl.engines.training": model_trainer,
 }
 
 
