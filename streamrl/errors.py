@@ -50,6 +50,10 @@ class RewardError(StreamError):
     cause = "reward_error"
 
 
+class AlgorithmError(StreamError):
+    """A function of an algorithm's row failed, or gave something else than it has to."""
+
+
 class FilterError(StreamError):
     """A step filtered so many groups that the data set seems to yield nothing."""
 

@@ -4,13 +4,15 @@ A row is pure functions and defaults. Which stages a run has, what is waited for
 is normalised all follow from it.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from streamrl.algorithms.correction_config import CorrectionConfig
+from streamrl.errors import AlgorithmError
+from streamrl.user_module import failure_place
 
 SCOPES = ("group", "step")
 
@@ -113,3 +115,25 @@ class Algorithm:
     def __post_init__(self) -> None:
         if self.scope not in SCOPES:
             raise ValueError(f"scope={self.scope!r}: must be one of {', '.join(SCOPES)}")
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """What one of the row's functions gives. Raises AlgorithmError naming it and the line."""
+        try:
+            return function(*arguments)
+        # Whatever a user's function does wrong, exit() included.
+        except (Exception, SystemExit) as error:
+            place = failure_place(function.__code__.co_filename, error)
+            raise AlgorithmError(
+                f"algorithm {self.name}: {function.__name__} at {place}"
+            ) from error
+
+    def check(
+        self, function: Callable[..., Any], found: object, shapes: Sequence[tuple[int, ...]]
+    ) -> None:
+        """Raise AlgorithmError unless a function gave a tensor of one of these shapes."""
+        if not isinstance(found, Tensor) or tuple(found.shape) not in shapes:
+            gave = f"shape {list(found.shape)}" if isinstance(found, Tensor) else repr(found)[:80]
+            wanted = " or ".join(str(list(shape)) for shape in shapes)
+            raise AlgorithmError(
+                f"algorithm {self.name}: {function.__name__} gave {gave}, wanted {wanted}"
+            )

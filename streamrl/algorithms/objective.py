@@ -61,13 +61,17 @@ def derive(
         cut_off = columns["finish_reason"] == FinishReason.LENGTH.value
         counts = sampled & ~cut_off[:, None]
     known = _shaped(settings, columns) | {"loss_mask": counts, "num_tokens": sampled.sum(-1)}
-    advantages = row.advantages(known, group_ids, settings)
+    shapes = [(len(counts),), tuple(counts.shape)]
+    advantages = row.call(row.advantages, known, group_ids, settings)
+    row.check(row.advantages, advantages, shapes)
     if settings.whiten_advantages:
         per_token = advantages if advantages.ndim > 1 else advantages[:, None]
         advantages = whiten(per_token.expand(counts.shape), counts)
     result = {"loss_mask": counts, "advantages": advantages}
     for name, function in row.derived.items():
-        result[name] = function(known | _per_token(result, counts), group_ids, settings)
+        seen = known | _per_token(result, counts)
+        result[name] = row.call(function, seen, group_ids, settings)
+        row.check(function, result[name], shapes)
     _, index = torch.unique(group_ids, return_inverse=True)
     tokens = counts.sum(-1)
     totals = tokens.new_zeros(int(index.max()) + 1).index_add(0, index, tokens)
@@ -127,7 +131,9 @@ def policy_loss(
     behind = proximal - behaviour
     derived = _per_token({name: batch[name] for name in ("advantages", *row.derived)}, mask)
     tokens = Tokens(log_ratio, current, derived["advantages"], mask, derived)
-    losses, clipped = row.token_loss(tokens, settings)
+    losses, clipped = row.call(row.token_loss, tokens, settings)
+    for found in (losses, clipped):
+        row.check(row.token_loss, found, [tuple(mask.shape)])
     weights, kept = _correct(settings, behind, derived["advantages"], mask)
     if "near" in batch:
         kept = kept & batch["near"]

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig, policy_loss, step_normaliser, summarise
 from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.algorithms.losses import MODES
+from streamrl.errors import AlgorithmError
 from tests.algorithms.steps import (
     MAX_LENGTH,
     batch_of,
@@ -359,3 +360,30 @@ def test_batches_carry_what_was_derived_in_the_place_of_columns():
     step = made_up_step()
     derived = derived_of(AlgorithmConfig(mask_truncated=True), step)
     assert batch_of(step, derived)["loss_mask"] is derived["loss_mask"]
+
+
+def failing(function: str, body: str, tmp_path):
+    """A row of the user's in which one function is wrong."""
+    (tmp_path / "own.py").write_text(
+        "import torch\n"
+        "from streamrl.algorithms.table import GRPO, variant\n"
+        f"def broken(*arguments):\n    {body}\n"
+        f"OWN = variant('own', 'nowhere', GRPO, {function}=broken)\n"
+    )
+    return AlgorithmConfig(name="own", path=str(tmp_path / "own.py"))
+
+
+@pytest.mark.parametrize(
+    ("function", "body", "message"),
+    [
+        ("advantages", "return arguments[0]['nothing']", r"own.py:4: KeyError: 'nothing'"),
+        ("advantages", "return torch.zeros(3)", r"broken gave shape \[3\], wanted \[9\] or \[9, "),
+        ("advantages", "return None", r"broken gave None, wanted \[9\]"),
+        ("token_loss", "return torch.zeros(2), torch.zeros(2)", r"gave shape \[2\], wanted \[9, "),
+        ("token_loss", "exit(3)", r"own.py:4: SystemExit: 3"),
+    ],
+)
+def test_a_function_that_fails_is_named_with_its_line(function, body, message, tmp_path):
+    config, step = failing(function, body, tmp_path), made_up_step()
+    with pytest.raises(AlgorithmError, match=f"^algorithm own: .*{message}"):
+        train(config, step, derived_of(config, step))

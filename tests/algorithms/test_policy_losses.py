@@ -6,7 +6,7 @@ from statistics import mean
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from streamrl.algorithms.losses import (
@@ -224,6 +224,9 @@ OF_COVARIANCES = {
 @few
 @given(batch=BATCHES, seed=st.integers(0, 9999))
 def test_covariances_see_neither_padding_nor_the_order_of_rows(name, batch, seed):
+    # Those of two tokens are equal: which of them is the largest is the order's say.
+    assume(batch["loss_mask"].sum() != 2)
+
     def result(b):
         of = OF_COVARIANCES[name]
         return of(b["logprobs"], b["advantages"], b["loss_mask"]).double()

@@ -158,7 +158,7 @@ def test_long_sums_do_not_pile_up_rounding_in_float32():
     )
     torch.testing.assert_close(advantages.double(), expected, atol=0, rtol=1e-7)
     # Of a mean far from 0 little is lost.
-    far = whiten(torch.tensor([[1e6, 1e6 + 1, 1e6 + 2]]), mask[:, :3])
+    far = whiten(2.0**23 + torch.tensor([[0.0, 1.0, 2.0]]), mask[:, :3])
     torch.testing.assert_close(far, torch.tensor([[-1.0, 0.0, 1.0]]))
 
 
