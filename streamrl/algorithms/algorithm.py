@@ -4,6 +4,7 @@ A row is pure functions and defaults. Which stages a run has, what is waited for
 is normalised all follow from it.
 """
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,6 +116,9 @@ class Algorithm:
     def __post_init__(self) -> None:
         if self.scope not in SCOPES:
             raise ValueError(f"scope={self.scope!r}: must be one of {', '.join(SCOPES)}")
+        for function in (self.advantages, self.token_loss, *self.derived.values()):
+            if not inspect.isfunction(function):
+                raise ValueError(f"algorithm {self.name}: {function!r} must be a plain function")
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What one of the row's functions gives. Raises AlgorithmError naming it and the line."""
@@ -122,10 +126,9 @@ class Algorithm:
             return function(*arguments)
         # Whatever a user's function does wrong, exit() included.
         except (Exception, SystemExit) as error:
+            who = f"algorithm {self.name}: {function.__name__}"
             place = failure_place(function.__code__.co_filename, error)
-            raise AlgorithmError(
-                f"algorithm {self.name}: {function.__name__} at {place}"
-            ) from error
+            raise AlgorithmError(f"{who} at {place}") from error
 
     def check(
         self, function: Callable[..., Any], found: object, shapes: Sequence[tuple[int, ...]]

@@ -198,6 +198,12 @@ def test_a_row_of_ones_own_comes_from_a_file(tmp_path: Path):
     ("text", "message"),
     [
         ("x = 1\n", "has no Algorithm"),
+        (
+            "from functools import partial\n"
+            "from streamrl.algorithms.table import GRPO, group_relative, variant\n"
+            "OWN = variant('own', 'x', GRPO, advantages=partial(group_relative))\n",
+            "own.py:3: ValueError: algorithm own: functools.partial(",
+        ),
         ("def f(:\n", "own.py:1: SyntaxError: "),
         ("\nimport nothing_there\n", "own.py:2: ModuleNotFoundError: "),
     ],
