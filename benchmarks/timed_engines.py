@@ -89,6 +89,9 @@ class _Rank:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
+    def adopt(self, dials: Mapping[str, float]) -> None:
+        pass
+
     def plan(self, groups: Mapping[str, Columns]) -> None:
         pass
 

@@ -23,8 +23,9 @@ from streamrl.durable import move_whole
 from streamrl.errors import CheckpointError, ConfigError
 from streamrl.telemetry.sinks import METRICS_FILE
 
-FORMAT = 2
+FORMAT = 3
 BOOKS = "books"
+PARTS = ("version", "ledger", "prompts", "dials", "cuts")
 _NAME = re.compile(r"step_(\d{6,})")
 
 
@@ -124,8 +125,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise ConfigError(f"--resume {folder}/state.json: {error}") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ConfigError(f"--resume {folder}/state.json: not a checkpoint of format {FORMAT}")
-    if not {"version", "ledger", "prompts", "cuts"} <= state.keys():
-        raise ConfigError(f"--resume {folder}/state.json: lacks version, ledger, prompts or cuts")
+    lacks = [name for name in PARTS if name not in state]
+    if lacks:
+        raise ConfigError(f"--resume {folder}/state.json: lacks {', '.join(lacks)}")
     if not isinstance(state["version"], int):
         raise ConfigError(f"--resume {folder}/state.json: version {state['version']!r}: no integer")
     return Checkpoint(folder, state)

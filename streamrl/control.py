@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from streamrl.algorithms.dials import Dials
 from streamrl.buffer import Admission, Books, ExperienceQueue, StepAssembler
 from streamrl.buffer.leases import Overdue
 from streamrl.errors import ConfigError, FilterError
@@ -84,6 +85,7 @@ class Control:
     books: Books
     registries: Mapping[str, WeightRegistry]
     """Of each model that is trained, by role."""
+    dials: Dials
     prompts: PromptSource
     max_attempts: int = 3
     readmits: bool = False

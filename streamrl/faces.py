@@ -41,6 +41,10 @@ class Trainer(Protocol):
     world_size: int
     pace: Pace
 
+    def adopt(self, dials: Mapping[str, float]) -> None:
+        """Train with these in the place of the settings of their names, until told others."""
+        ...
+
     def rests(self, version: int) -> bool:
         """Whether it leaves the step of this version out, and publishes its model as it is."""
         ...
@@ -122,7 +126,9 @@ class Made:
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """A finished step of `version`; `made` is by the role that was trained. Times are epoch s.
+    """A finished step of `version`; `made` is by the role that was trained, under `dials`.
+
+    Times are epoch s.
 
     `queue` and `ledger` are as of its end, when the ledger was checked against the queue.
     """
@@ -130,6 +136,7 @@ class StepOutcome:
     version: int
     groups: Sequence[TrainedGroup]
     made: Mapping[str, Made]
+    dials: Mapping[str, float]
     queue: ShardStats
     ledger: LedgerCounts
     started_at: float

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from streamrl.buffer.books import TrainedStep
 from streamrl.control import STALE, Control, PipelineConfig
+from streamrl.dataflow import POLICY
 from streamrl.engines.schedule import Schedule, Turn
 from streamrl.errors import DeadlineError
 from streamrl.faces import Made, Stage, StepOutcome, Trainer, Update
@@ -33,6 +34,9 @@ async def train_step(
     """
     version, started_at = control.admission.version, time.time()
     recorded = control.books.steps.get(version)
+    dials = control.dials.state_dict()
+    for trainer in trainers.values():
+        trainer.adopt(dials)
     makers = {role: Maker(trainer, control) for role, trainer in trainers.items()}
     active = {role: one for role, one in makers.items() if not trainers[role].rests(version)}
     schedules = {role: _schedule(trainers[role], config) for role in active}
@@ -54,12 +58,14 @@ async def train_step(
     # Nobody samples from a version before the step that made it is on the books.
     for role, one in made.items():
         control.registries[role].offer(one.manifest)
+    rollouts = sum(len(group.info.lengths) for group in step.groups)
+    control.dials.after(made[POLICY].sums, num_rollouts=rollouts)
     control.admission.advance(version + 1)
     control.filtered = 0
     booked = control.booked
     figures = await stage.queue.end_step([group.uid for group in step.groups], version + 1)
     counts = control.admission.ledger.check(figures.uids, booked=booked)
-    return StepOutcome(version, step.groups, made, figures, counts, started_at, time.time())
+    return StepOutcome(version, step.groups, made, dials, figures, counts, started_at, time.time())
 
 
 class Maker:

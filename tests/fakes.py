@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from streamrl.algorithms import AlgorithmConfig
+from streamrl.algorithms.dials import Dials
 from streamrl.buffer import (
     Admission,
     Books,
@@ -221,6 +223,9 @@ class FakeTrainer:
 
     rests_until: int = 0
 
+    def adopt(self, dials: Mapping[str, float]) -> None:
+        assert dials == {}
+
     def rests(self, version: int) -> bool:
         return version < self.rests_until
 
@@ -397,6 +402,7 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
         assembler,
         Books(found.ledger, disk.books, found.steps),
         {role: WeightRegistry(keep_versions=2) for role in trainers},
+        Dials(AlgorithmConfig().settings(max_length=8, reward_weights={})),
         prompts,
         max_attempts=plan.max_attempts,
         readmits=plan.readmits,

@@ -11,6 +11,7 @@ from streamrl.buffer.segment import segment_path, segments
 from streamrl.checkpoint import (
     BOOKS,
     FORMAT,
+    PARTS,
     Checkpoint,
     CheckpointConfig,
     CheckpointWriter,
@@ -31,7 +32,7 @@ def write(run_dir: Path, version: int, *, keep: int = 10, **cuts: int) -> Path:
         folder.mkdir()
     (writer.dirs(POLICY)[0] / "weights").write_text(str(version))
     named = {name.replace("_", "-"): cut for name, cut in cuts.items()}
-    state = {"version": version, "ledger": {}, "prompts": {}, "cuts": named}
+    state = {"version": version, "ledger": {}, "prompts": {}, "dials": {}, "cuts": named}
     return writer.commit(state, keep=keep)
 
 
@@ -169,10 +170,11 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"not a checkpoint of format {FORMAT}"):
         find_resume_point(tmp_path)
     whole = {"format": FORMAT, "version": 1, "ledger": {}, "prompts": {}, "cuts": {}}
-    for name in ("version", "ledger", "prompts", "cuts"):
+    whole["dials"] = {}
+    for name in PARTS:
         lacking = {key: value for key, value in whole.items() if key != name}
         (tmp_path / "state.json").write_text(json.dumps(lacking))
-        with pytest.raises(ConfigError, match="lacks version, ledger, prompts or cuts"):
+        with pytest.raises(ConfigError, match=f"state.json: lacks {name}$"):
             find_resume_point(tmp_path)
     (tmp_path / "state.json").write_text(json.dumps({**whole, "version": "x"}))
     with pytest.raises(ConfigError, match="version 'x': no integer"):

@@ -15,6 +15,7 @@ from streamrl.actors.feed import EventReport, Feed, Report, StatusReport, StepRe
 from streamrl.actors.reporting import Reporter, Snapshot, StageActors
 from streamrl.actors.trainer import TrainerGroup
 from streamrl.actors.wiring import Wiring
+from streamrl.algorithms.dials import Dials
 from streamrl.buffer import Admission, Books, ExperienceQueue, StepAssembler
 from streamrl.buffer.leases import Overdue
 from streamrl.control import Control
@@ -75,6 +76,8 @@ class CoordinatorActor:
         version = 0 if start.state is None else int(start.state["version"])
         self._durability = Durability(config, wiring.run_dir, wiring.shards, start.state)
         books = await self._durability.open_books(self._prompts)
+        self._dials = Dials(config.settings)
+        self._dials.load_state_dict(start.state["dials"] if start.state else {})
         self._control = self._make_control(books, version)
         self._queue = ExperienceQueue(wiring.shards, "coordinator")
         self._arbiter = Arbiter(timeout_s=config.pipeline.stall_s)
@@ -127,6 +130,7 @@ class CoordinatorActor:
             assembler,
             books,
             {role: WeightRegistry(keep_versions=keep) for role in (POLICY, CRITIC)},
+            self._dials,
             self._prompts,
             max_attempts=config.queue.max_attempts,
             readmits=config.queue.on_failed_group == "readmit",

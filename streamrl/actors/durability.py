@@ -88,6 +88,7 @@ class Durability:
                 "version": version,
                 "ledger": control.admission.ledger.state_dict(),
                 "prompts": control.prompts.state_dict(),
+                "dials": control.dials.state_dict(),
                 "cuts": cuts,
             }
         writer = CheckpointWriter(self._run_dir, version)

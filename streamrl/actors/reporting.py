@@ -166,13 +166,14 @@ class Reporter:
         return activity
 
     def _metrics(self, snapshot: Snapshot) -> dict[str, float]:
-        made = snapshot.outcome.made
+        made, settings = snapshot.outcome.made, self._config.settings
         sums = made[POLICY].sums
         critic = summarise_critic(made[CRITIC].sums) if CRITIC in made else {}
         updates = [update.metrics for one in made.values() for update in one.updates]
         return {
-            **summarise(sums, step_normaliser(self._config.settings, sums)),
+            **summarise(sums, step_normaliser(settings, sums)),
             **critic,
+            "policy/kl_coef": snapshot.outcome.dials.get("kl_coef", settings.kl_coef),
             **_mean(updates),
             **snapshot.weights,
             **snapshot.evaluation,

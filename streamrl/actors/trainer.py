@@ -74,11 +74,14 @@ class TrainerActor:
         if resume_dir is not None:
             await self._in_thread(self._trainer.load, resume_dir)
 
-    async def plan(self, uids: Sequence[str], micro_batches: Sequence[MicroBatch]) -> None:
+    async def plan(
+        self, uids: Sequence[str], micro_batches: Sequence[MicroBatch], dials: Mapping[str, float]
+    ) -> None:
         """Derive what needs all groups of the step, before any of them is trained.
 
         `micro_batches` are this rank's, to be looked at by the policy as it is now.
         """
+        self._trainer.adopt(dials)
         row, settings = self._config.algorithm.row, self._config.settings
         groups = await self._stage.queue.read(uids, columns_derived_from(row, settings))
         with self._stage.spans.span("plan", groups=len(groups)):
@@ -90,8 +93,11 @@ class TrainerActor:
         if micro_batches:
             await self._in_thread(self._trainer.settle)
 
-    async def train(self, picks: Sequence[Pick], epoch: int) -> Mapping[str, float]:
+    async def train(
+        self, picks: Sequence[Pick], epoch: int, dials: Mapping[str, float]
+    ) -> Mapping[str, float]:
         """Forward and backward of one micro-batch; sums for the step's metrics."""
+        self._trainer.adopt(dials)
         groups = await self._read(picks)
         with self._stage.spans.span("train", rollouts=len(picks)):
             sums = await self._in_thread(
@@ -160,12 +166,17 @@ class TrainerGroup:
     ) -> None:
         self.role = role
         self._rests_until = rests_until
+        self._dials: Mapping[str, float] = {}
         self._name = name
         self._ranks = ranks
         self._timeout_s = timeout_s
         self._looks_ahead = settings.looks_ahead and role == POLICY
         self.world_size = len(ranks)
         self.pace = Pace(settings.scope == "step", settings.epochs, settings.mini_batches)
+
+    def adopt(self, dials: Mapping[str, float]) -> None:
+        """Have the ranks train with these."""
+        self._dials = dials
 
     def rests(self, version: int) -> bool:
         """Whether the step of this version is left to the other trainers."""
@@ -178,7 +189,7 @@ class TrainerGroup:
         first = [turn.work for turn in turns if turn.epoch == 0]
         rounds = first if self._looks_ahead else []
         plans = [
-            rank.plan.remote(uids, [work[i] for work in rounds])
+            rank.plan.remote(uids, [work[i] for work in rounds], self._dials)
             for i, rank in enumerate(self._ranks)
         ]
         await self._all("plan", plans)
@@ -186,7 +197,9 @@ class TrainerGroup:
     async def train_round(self, work: Round, *, epoch: int) -> Mapping[str, float]:
         """One micro-batch on every rank; sums over the ranks."""
         pairs = zip(self._ranks, work, strict=True)
-        parts = await self._all("train", [rank.train.remote(picks, epoch) for rank, picks in pairs])
+        parts = await self._all(
+            "train", [rank.train.remote(picks, epoch, self._dials) for rank, picks in pairs]
+        )
         sums: dict[str, float] = {}
         for part in parts:
             add_sums(sums, part)

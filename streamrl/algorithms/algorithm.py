@@ -42,6 +42,8 @@ class Settings:
     kl_coef: float
     kl_kind: str
     kl_in: str
+    kl_target: float | None
+    kl_horizon: float
     entropy_coef: float
     overlong_buffer: int
     overlong_factor: float

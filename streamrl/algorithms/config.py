@@ -54,6 +54,10 @@ class AlgorithmConfig:
     kl_kind: str | None = None
     #: Where it enters: loss or reward.
     kl_in: str | None = None
+    #: Divergence per token that its weight is to follow, from kl_coef on; null keeps the weight.
+    kl_target: float | None = None
+    #: Rollouts in which that weight changes by a fifth at most.
+    kl_horizon: float = 10_000.0
     #: Weight of the entropy bonus in the loss.
     entropy_coef: float = 0.0
     #: Tokens before the longest completion in which the score falls (DAPO); 0 for none.
@@ -90,6 +94,7 @@ class AlgorithmConfig:
             if vars(self)[key] < least:
                 raise ConfigError(f"algorithm.{key}={vars(self)[key]}: must be at least {least}")
         bounds = {"clip_low": 0, "clip_high": 0, "dual_clip": 1, "advantage_eps": 0}
+        bounds |= {"kl_target": 0, "kl_horizon": 0}
         for key, bound in bounds.items():
             value = vars(self)[key]
             if value is not None and value <= bound:
@@ -130,6 +135,11 @@ class AlgorithmConfig:
                 f"algorithm.kl_kind={kind}: has a gradient of its own, which kl_in=reward never"
                 f" takes; {kind.removesuffix('+')} has the same value"
             )
+        if self.kl_target is not None and not self.kl_coef:
+            raise ConfigError(
+                f"algorithm.kl_target={self.kl_target}: algorithm.kl_coef=0 is no weight to begin"
+                " with"
+            )
         aggregation = self._chosen("loss_aggregation")
         if aggregation == "prompt-mean" and not self.correction.count_rejected:
             raise ConfigError(
@@ -165,7 +175,7 @@ class AlgorithmConfig:
 
         `max_length`: the longest completion there can be. `reward_weights`: of each component.
         """
-        filled = {**DEFAULTS, **self.row.defaults}
+        filled = {**vars(self), **DEFAULTS, **self.row.defaults}
         filled |= {key: value for key, value in vars(self).items() if value is not None}
         filled |= {"params": {**self.row.params, **self.params}, "scope": self.scope}
         filled |= {"max_length": max_length, "reward_weights": dict(reward_weights)}

@@ -1,7 +1,7 @@
 """What a trainer trains: a policy or a critic. A task loads the model and has the loss."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -52,6 +52,10 @@ class Task(Protocol):
     @property
     def token_columns(self) -> tuple[str, ...]: ...
 
+    def with_settings(self, settings: Settings) -> "Task":
+        """The same with other settings."""
+        ...
+
     def load(self, dtype: torch.dtype) -> "PreTrainedModel":
         """The model to be trained."""
         ...
@@ -84,6 +88,10 @@ class PolicyTask:
         """What its loss reads per token."""
         needed = columns_needed(self.row, self.settings)
         return tuple(name for name in TOKEN_COLUMNS if name in needed)
+
+    def with_settings(self, settings: Settings) -> "PolicyTask":
+        """The same with other settings."""
+        return replace(self, settings=settings)
 
     def load(self, dtype: torch.dtype) -> "PreTrainedModel":
         """A causal language model."""
@@ -137,6 +145,10 @@ class CriticTask:
     def token_columns(self) -> tuple[str, ...]:
         """What its loss reads per token."""
         return ("token_ids", "loss_mask", "values")
+
+    def with_settings(self, settings: Settings) -> "CriticTask":
+        """The same with other settings."""
+        return replace(self, settings=settings)
 
     def load(self, dtype: torch.dtype) -> "PreTrainedModel":
         """A model with a value per token."""

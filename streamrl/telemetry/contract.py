@@ -101,6 +101,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("policy/entropy", "nats", "mean entropy of the policy per trained token"),
     Metric("policy/ess", "fraction", "effective sample size of the ratios over the token count"),
     Metric("policy/kl_ref", "nats", "mean KL estimate of the policy to the reference per token"),
+    Metric("policy/kl_coef", "", "weight of the divergence from the reference; 0 for none"),
     Metric("policy/grad_norm", "", "norm of the policy's gradient before clipping"),
     Metric("policy/lr", "", "learning rate of the step"),
     Metric("critic/explained_variance", "fraction", "of the returns, by the critic's values"),

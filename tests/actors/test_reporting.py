@@ -59,6 +59,7 @@ def snapshot(version: int, ended_at: float, *, uid: str = "a") -> Snapshot:
         version=version,
         groups=[group],
         made={"policy": Made(SUMS, [Update({}, WeightManifest(version + 1, (), ()))])},
+        dials={},
         queue=ShardStats({}, 0, 0.0, (), {}),
         ledger=LedgerCounts(1, 1, 0, 0, 0, ()),
         started_at=0.0,

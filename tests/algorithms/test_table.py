@@ -92,6 +92,11 @@ def test_advantages_are_derived_from_few_columns():
         ({"dual_clip": 1.0}, "algorithm.dual_clip=1.0: must be above 1"),
         ({"advantage_eps": 0.0}, "algorithm.advantage_eps=0.0: must be above 0"),
         ({"kl_coef": -1.0}, "algorithm.kl_coef=-1.0: must be at least 0"),
+        ({"kl_target": 0.0, "kl_coef": 0.1}, "algorithm.kl_target=0.0: must be above 0"),
+        (
+            {"kl_target": 0.1},
+            "algorithm.kl_target=0.1: algorithm.kl_coef=0 is no weight to begin with",
+        ),
         ({"overlong_buffer": -1}, "algorithm.overlong_buffer=-1: must be at least 0"),
         (
             {"kl_kind": "k4"},

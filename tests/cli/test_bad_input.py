@@ -226,7 +226,7 @@ def save_checkpoint(run_dir: Path, prompts: object, state: Mapping[str, object] 
         folder.mkdir()
         (folder / "file").write_text("state")
     ledger = Ledger().state_dict()
-    whole = {"version": 1, "ledger": ledger, "prompts": prompts, "cuts": {}, **state}
+    whole = {"version": 1, "ledger": ledger, "prompts": prompts, "cuts": {}, "dials": {}, **state}
     return writer.commit(whole, keep=1)
 
 

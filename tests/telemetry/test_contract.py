@@ -25,7 +25,7 @@ NAMES = """
 reward/mean reward/std reward/<component>
 loss/policy loss/value loss/kl loss/entropy
 policy/clip_frac policy/ratio_mean policy/entropy policy/ess policy/kl_ref policy/grad_norm
-policy/lr
+policy/lr policy/kl_coef
 critic/explained_variance critic/value_mean critic/clip_frac critic/grad_norm critic/lr
 correction/kl correction/chi2_token correction/chi2_sequence
 correction/ratio_p01 correction/ratio_p50 correction/ratio_p99

@@ -1,0 +1,92 @@
+"""What staleness costs in learning: `python -m benchmarks.staleness` prints one JSON object.
+
+GRPO on the demo's task under growing max_staleness, as it is and with off-policy correction
+(decoupled PPO with truncated token weights), the same number of steps each, several seeds.
+reward is the mean over the last steps, over_on_policy the same over that of max_staleness 0 and no
+correction, ess the effective share of the sample over the whole run. Medians over the seeds, with
+the least and the largest beside them.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from benchmarks.overlap import QUIET, RECIPE, ROOT
+from streamrl.actors.engine_factory import RealEngines
+from streamrl.cli.train import train
+from streamrl.config import load_config
+
+LAST_STEPS = 5
+CORRECTIONS: dict[str, list[str]] = {
+    "none": [],
+    "decoupled": [
+        "algorithm.correction.proximal=trainer",
+        "algorithm.correction.weights=token",
+        "algorithm.correction.weight_high=2.0",
+    ],
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Make all runs and print the figures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=40, help="steps of each run")
+    parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 4, 8])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    arguments = parser.parse_args(argv)
+    make = [sys.executable, str(ROOT / "examples" / "arithmetic" / "make.py")]
+    subprocess.run(make, check=True, stdout=sys.stderr)
+    # Standard output is the JSON object alone, whatever the cluster has to say meanwhile.
+    with contextlib.redirect_stdout(sys.stderr):
+        found = [
+            {"max_staleness": bound, "correction": name}
+            | over_seeds(play(arguments.steps, bound, name, seed) for seed in arguments.seeds)
+            for bound in arguments.bounds
+            for name in CORRECTIONS
+        ]
+    baseline = found[0]["reward"]["median"]
+    for figures in found:
+        figures["over_on_policy"] = figures["reward"]["median"] / baseline
+    print(json.dumps({"steps": arguments.steps, "seeds": arguments.seeds, "runs": found}, indent=1))
+
+
+def over_seeds(runs: Iterable[dict[str, float]]) -> dict[str, Any]:
+    """Median, least and largest of each figure."""
+    rows = list(runs)
+    return {
+        name: {
+            "median": statistics.median(row[name] for row in rows),
+            "least": min(row[name] for row in rows),
+            "largest": max(row[name] for row in rows),
+        }
+        for name in rows[0]
+    }
+
+
+def play(steps: int, bound: int, correction: str, seed: int) -> dict[str, float]:
+    """One run."""
+    print(f"max_staleness {bound}, correction {correction}, seed {seed}")
+    with tempfile.TemporaryDirectory() as folder:
+        run = [f"run.dir={folder}", "run.name=staleness", f"run.steps={steps}", f"run.seed={seed}"]
+        chosen = [f"pipeline.max_staleness={bound}", *CORRECTIONS[correction]]
+        config = load_config(RECIPE, [*QUIET, *run, *chosen])
+        train(config, None, RealEngines())
+        lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    return {
+        "reward": statistics.fmean(row["reward/mean"] for row in rows[-LAST_STEPS:]),
+        "ess": statistics.fmean(row["policy/ess"] for row in rows),
+        "staleness": statistics.fmean(row["staleness/mean"] for row in rows),
+        "clip_frac": statistics.fmean(row["policy/clip_frac"] for row in rows),
+        "kl": statistics.fmean(row["correction/kl"] for row in rows),
+    }
+
+
+if __name__ == "__main__":
+    main()
