@@ -139,6 +139,14 @@ class Scenario:
         return {**asdict(self), "run_dir": str(run_dir), "marker": str(marker)}
 
 
+WITH_CRITIC = {
+    "algorithm.name": "ppo",
+    "algorithm.epochs": 2,
+    "algorithm.mini_batches": 2,
+    "algorithm.correction.proximal": "trainer",
+}
+
+
 def scenario(role: str, moment: str, seed: int) -> Scenario:
     """The scenario of one moment that follows from a seed, whatever others are run."""
     draw = random.Random(f"{seed}:{role}:{moment}")
@@ -146,6 +154,9 @@ def scenario(role: str, moment: str, seed: int) -> Scenario:
     # An update is where the ranks wait for each other.
     ranks = 2 if (role, moment) == ("trainer", "mid_put") else 1
     actors = ("trainer-0", "trainer-1") if ranks > 1 else ROLES[role].actors
+    # Two models in training, each updated several times in a step.
+    has_critic = (role, moment) == ("trainer", "mid_compute")
+    actors = ("trainer-0", "critic-0") if has_critic else actors
     return Scenario(
         role=role,
         moment=moment,
@@ -156,6 +167,7 @@ def scenario(role: str, moment: str, seed: int) -> Scenario:
         settings={
             "pipeline.max_staleness": draw.choice((0, 1)),
             **({"trainer.world_size": ranks, "trainer.zero_stage": 3} if ranks > 1 else {}),
+            **(WITH_CRITIC if has_critic else {}),
         },
         text=found.text,
     )
