@@ -121,6 +121,12 @@ class RunConfig:
                 f"algorithm.overlong_buffer={buffer}: must be at most generator.max_new_tokens="
                 f"{longest}"
             )
+        rollouts = self.algorithm.group_size * self.pipeline.groups_per_step
+        if self.algorithm.kl_target is not None and self.algorithm.kl_horizon < rollouts:
+            raise ConfigError(
+                f"algorithm.kl_horizon={self.algorithm.kl_horizon}: must be at least the {rollouts}"
+                " rollouts of a step"
+            )
         parts, groups = self.algorithm.mini_batches, self.pipeline.groups_per_step
         if groups % parts:
             raise ConfigError(

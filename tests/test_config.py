@@ -111,6 +111,16 @@ def test_paths_hold_wherever_an_actor_runs(recipe: Path) -> None:
         ("data.train=''", "data.train: missing"),
         ("rewards=[]", "rewards: empty"),
         ("weights.bucket_mb=0", "weights.bucket_mb=0: must be positive"),
+        ("algorithm.mini_batches=3", "mini_batches=3: must divide pipeline.groups_per_step=32"),
+        ("algorithm.overlong_buffer=257", "overlong_buffer=257: must be at most generator.max_new"),
+        (
+            "algorithm={kl_coef: 0.1, kl_target: 0.1, kl_horizon: 255}",
+            "kl_horizon=255.0: must be at least the 256 rollouts of a step",
+        ),
+        ("critic.lr=0", "critic.lr=0.0: must be above 0"),
+        ("critic.replicas=0", "critic.replicas=0: must be at least 1"),
+        ("critic.warmup_alone=-1", "critic.warmup_alone=-1: must not be negative"),
+        ("critic.value_clip=0", "critic.value_clip=0.0: must be above 0"),
         ("justaword", "'justaword': an override is written key=value"),
     ],
 )

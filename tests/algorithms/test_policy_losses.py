@@ -192,6 +192,10 @@ def test_covariances_by_hand():
     assert covariances(*COV).tolist() == [[2.0, 0.0], [0.0, 1.0]]
 
 
+def test_one_token_varies_with_nothing():
+    assert covariances(row(-1, math.nan), row(3, 0), torch.tensor([[True, False]])).sum() == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_covariances_are_as_in_plain_loops(dtype):
     for seed in range(1, 9):
@@ -323,16 +327,20 @@ def test_dppo_holds_the_weight_under_its_cap(kind):
     check(loss, logprobs, [-1.5 * math.log(0.5), -math.log(0.25)], [-1.5, -1])
 
 
-@pytest.mark.parametrize("kind", ["tv", "kl"])
-def test_dppo_has_numbers_for_tokens_that_were_or_became_certain(kind):
-    log_ratio, logprobs = row(30.0, -30.0, 0.0), row(0.0, -30.0, 0.0)
-    bounds = {"low": 0.5, "high": 0.5, "cap": 20.0}
-    for advantage, kept in ((1.0, [0, 1, 1]), (-1.0, [1, 0, 1])):
-        loss = divergence_masked(
-            log_ratio, row(advantage), logprobs=logprobs - 1e-3, kind=kind, **bounds
-        )
-        assert loss.isfinite().all()
-        assert (loss != 0).tolist() == [[bool(x) for x in kept]]
+@pytest.mark.parametrize(
+    ("p", "q", "advantage", "divergence"),
+    [
+        (0.5, 1.0, -1.0, math.log(2)),
+        (1.0, 0.5, 1.0, 0.5 * math.log(0.5) + 0.5 * math.log(0.5 / 1e-8)),
+    ],
+)
+def test_dppo_has_a_divergence_for_tokens_that_were_or_became_certain(p, q, advantage, divergence):
+    for bound, stays in ((divergence + 0.01, True), (divergence - 0.01, False)):
+        logprobs, bounds = logs(p), {"low": bound, "high": bound, "cap": 20.0}
+        log_ratio = logprobs - math.log(q)
+        loss = divergence_masked(log_ratio, row(advantage), logprobs=logprobs, kind="kl", **bounds)
+        slope = -p / q * advantage if stays else 0.0
+        check(loss, logprobs, [slope * math.log(p)], [slope])
 
 
 def test_dppo_refuses_an_unknown_divergence():
