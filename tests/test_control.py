@@ -29,7 +29,8 @@ from streamrl.pipeline import admit
 from streamrl.weights.registry import WeightRegistry
 from tests.buffer.shards import STAGES
 from tests.fake_shards import LocalShard, MemoryLog
-from tests.fakes import FakePrompts, Plan, Stream, run_stream
+from tests.fake_stream import Stream, run_stream
+from tests.fakes import FakePrompts, Plan
 from tests.virtual_clock import run_virtual
 
 FAILED = Ended("reward_error", "the verifier is down")

@@ -14,7 +14,8 @@ from streamrl.messages import Experience, Lease
 from streamrl.serving import Desk
 from streamrl.step import add_sums
 from streamrl.telemetry.spans import busy_s
-from tests.fakes import Plan, Stream, run_stream
+from tests.fake_stream import Stream, run_stream
+from tests.fakes import Plan
 from tests.virtual_clock import run_virtual
 
 plans = st.builds(

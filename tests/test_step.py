@@ -11,7 +11,8 @@ from streamrl.engines.schedule import Pace
 from streamrl.errors import DeadlineError
 from streamrl.messages import parse_uid
 from streamrl.step import add_sums, replay
-from tests.fakes import Disk, Plan, Stream, build_stream, run_loops, run_stream
+from tests.fake_stream import Disk, Stream, build_stream, run_loops, run_stream
+from tests.fakes import Plan
 from tests.virtual_clock import run_virtual
 
 

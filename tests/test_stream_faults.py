@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from streamrl.engines.schedule import Pace
 from streamrl.errors import DeadlineError, FilterError
 from streamrl.messages import parse_uid
-from tests.fakes import Disk, Disturb, Plan, Stream, build_stream, run_loops, run_stream
+from tests.fake_stream import Disk, Disturb, Stream, build_stream, run_loops, run_stream
+from tests.fakes import Plan
 from tests.virtual_clock import run_virtual
 
 plans = st.builds(

@@ -1,0 +1,317 @@
+"""A whole stream in one process: real loops, queue and books, on fakes and a virtual clock."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from streamrl.algorithms import AlgorithmConfig
+from streamrl.algorithms.dials import Dials
+from streamrl.buffer import (
+    Admission,
+    Books,
+    Bounds,
+    ExperienceQueue,
+    Ledger,
+    Ports,
+    QueueConfig,
+    StepAssembler,
+)
+from streamrl.buffer.books import recover_books
+from streamrl.buffer.leases import Overdue
+from streamrl.control import Control, PipelineConfig
+from streamrl.dataflow import CRITIC, FOLLOWED, POLICY, Call, Dataflow, Kind, dataflow_for
+from streamrl.faces import Stage, StepOutcome
+from streamrl.lease import Arbiter, FreeLease, SharedLease
+from streamrl.messages import (
+    ROLLOUT_COLUMNS,
+    Ended,
+)
+from streamrl.pipeline import (
+    Serving,
+    admit,
+    follow_weights,
+    generate,
+    score,
+    train,
+    watch_stalls,
+)
+from streamrl.telemetry.spans import SpanRecorder
+from streamrl.weights import HeldVersion, WeightManifest
+from streamrl.weights.registry import WeightRegistry
+from tests.fake_shards import LocalShard, MemoryLog
+from tests.fakes import (
+    GROUP_BYTES,
+    FakeGenerator,
+    FakePrompts,
+    FakeScorer,
+    FakeTrainer,
+    LocalChannel,
+    Plan,
+)
+
+STREAM_COLUMNS = (*ROLLOUT_COLUMNS, "scores")
+
+
+@dataclass
+class Disk:
+    """What survives every process: the logs, and the newest checkpoint."""
+
+    books: MemoryLog
+    shards: list[MemoryLog]
+    generated: Counter[str] = field(default_factory=Counter)
+    state: dict[str, Any] | None = None
+    books_cut: int = 0
+
+    @classmethod
+    def empty(cls, plan: Plan) -> "Disk":
+        return cls(MemoryLog(), [MemoryLog() for _ in range(plan.shards)])
+
+
+@dataclass
+class Stream:
+    """A stream that has run: its books, what was trained, when."""
+
+    plan: Plan
+    disk: Disk
+    control: Control
+    queue: ExperienceQueue
+    shards: list[LocalShard]
+    trainers: dict[str, FakeTrainer]
+    dataflow: Dataflow
+    rng: random.Random
+    outcomes: list[StepOutcome] = field(default_factory=list)
+    step_ends: list[float] = field(default_factory=list)
+    recorders: dict[str, SpanRecorder] = field(default_factory=dict)
+    ended: list[tuple[str, Ended]] = field(default_factory=list)
+    stalls: list[Overdue] = field(default_factory=list)
+    loops: dict[str, list["asyncio.Task[None]"]] = field(default_factory=dict)
+    start_generator: Callable[[int], None] = lambda index: None
+
+    @property
+    def trainer(self) -> FakeTrainer:
+        return self.trainers[POLICY]
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.control.admission.ledger
+
+    def checkpoint(self) -> None:
+        """Between two steps, as Durability does it."""
+        self.disk.state = {
+            "ledger": self.ledger.state_dict(),
+            "drawn": self.control.prompts.state_dict()["drawn"],
+            "trainers": {role: (t.version, t.weights) for role, t in self.trainers.items()},
+        }
+        self.disk.books_cut = len(self.disk.books.records)
+
+
+def make_trainers(plan: Plan) -> dict[str, FakeTrainer]:
+    """By role: the policy's, and the critic's if the plan has one."""
+    pace = replace(plan.pace, mini_batches=min(plan.pace.mini_batches, plan.groups_per_step))
+    trainer = FakeTrainer(plan.train_s, plan.world_size, pace)
+    trainers = {POLICY: trainer}
+    if plan.critic:
+        trainer.rests_until = plan.rests
+        # Another pace would do as well: ranks, and time, of its own.
+        trainers[CRITIC] = FakeTrainer(2 * plan.train_s, 3 - plan.world_size, pace)
+    return trainers
+
+
+def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first") -> Stream:
+    """Shards, books and trainer of a plan as the disk has them; needs a running loop."""
+    disk = disk or Disk.empty(plan)
+    disk.books = disk.books.crash()
+    further = {"ref_logprobs": plan.reference, "values": plan.critic}
+    dataflow = dataflow_for((*STREAM_COLUMNS, *(name for name, asked in further.items() if asked)))
+    ports = {call.stage: Ports(call.needs, call.produces) for call in dataflow.takers}
+    config = QueueConfig(
+        shards=plan.shards,
+        lease_s=plan.lease_s,
+        max_attempts=plan.max_attempts,
+        hedge_s=plan.hedge_s,
+    )
+    lead = plan.max_staleness if plan.depth is None else plan.depth
+    room = plan.room_steps * plan.groups_per_step * GROUP_BYTES
+    bounds = Bounds((lead + 1) * plan.groups_per_step, room, GROUP_BYTES)
+    rng = random.Random(f"{plan.seed}/{session}")
+    disk.shards = [log.crash() for log in disk.shards]
+    shards = [
+        LocalShard(
+            ports,
+            config,
+            bounds,
+            log=log,
+            session=session,
+            repeats=lambda: rng.random() < plan.duplicate_rate,
+            loses=lambda: rng.random() < plan.lost_rate,
+        )
+        for log in disk.shards
+    ]
+    state = disk.state
+    trainers = make_trainers(plan)
+    prompts = FakePrompts()
+    if state is not None:
+        for role, (version, weights) in state["trainers"].items():
+            trainers[role].version, trainers[role].weights = version, weights
+        prompts.drawn = state["drawn"]
+    records = disk.books.records[disk.books_cut :]
+    found = recover_books(records, state["ledger"] if state else None, debug=True)
+    assert [prompt.uid for prompt in prompts.draw(len(found.drawn))] == list(found.drawn)
+    admission = Admission(
+        found.ledger,
+        depth=lead,
+        groups_per_step=plan.groups_per_step,
+        capacity_groups=bounds.groups,
+        total_groups=plan.steps * plan.groups_per_step,
+        version=trainers[POLICY].version,
+    )
+    assembler = StepAssembler(
+        max_staleness=plan.max_staleness,
+        groups_per_step=plan.groups_per_step,
+        drops_stale=plan.on_stale == "drop",
+    )
+    control = Control(
+        admission,
+        assembler,
+        Books(found.ledger, disk.books, found.steps),
+        {role: WeightRegistry(keep_versions=2) for role in trainers},
+        Dials(AlgorithmConfig().settings(max_length=8, reward_weights={})),
+        prompts,
+        max_attempts=plan.max_attempts,
+        readmits=plan.readmits,
+        max_filtered=plan.max_filtered,
+    )
+    stream = Stream(
+        plan=plan,
+        disk=disk,
+        control=control,
+        queue=ExperienceQueue(shards, "coordinator"),
+        shards=shards,
+        trainers=trainers,
+        dataflow=dataflow,
+        rng=rng,
+    )
+    control.on_end = lambda uid, how: stream.ended.append((uid, how))
+    control.on_stall = stream.stalls.extend
+    return stream
+
+
+async def run_stream(plan: Plan, *, disturb: "Disturb | None" = None) -> Stream:
+    """Run all loops of a plan to the end of its last step."""
+    stream = build_stream(plan)
+    await stream.control.reconcile(stream.queue)
+    await run_loops(stream, disturb=disturb)
+    return stream
+
+
+Disturb = Callable[[Stream], Coroutine[Any, Any, None]]
+"""Something that goes on beside the stream and harms it."""
+
+
+async def run_loops(
+    stream: Stream, *, disturb: Disturb | None = None, checkpoint_every: int = 0
+) -> None:
+    """All loops of a stream, to the end of its last step."""
+    plan, clock = stream.plan, asyncio.get_running_loop().time
+    config = PipelineConfig(
+        max_staleness=plan.max_staleness,
+        depth=plan.depth,
+        on_stale=plan.on_stale,
+        groups_per_step=plan.groups_per_step,
+        micro_batch_tokens=plan.micro_batch_tokens,
+        stall_s=plan.stall_s,
+        on_stall=plan.on_stall,
+    )
+    stage = StageMaker(stream)
+
+    async def report(outcome: StepOutcome) -> None:
+        stream.outcomes.append(outcome)
+        stream.step_ends.append(clock())
+        due = checkpoint_every and (outcome.version + 1) % checkpoint_every == 0
+        if due and not stream.control.books.steps:
+            stream.checkpoint()
+
+    version = stream.trainer.version
+    for registry in stream.control.registries.values():
+        registry.offer(WeightManifest(version, (), ()))
+    for i in range(plan.generators):
+        start_generator(stream, stage, i)
+    for call in stream.dataflow.of_kind(Kind.SCORE):
+        for i in range(plan.scorers):
+            start_scorer(stream, stage, call, i)
+    stream.start_generator = lambda i: start_generator(stream, stage, i)
+    loops = [
+        asyncio.create_task(admit(stream.control, stream.queue)),
+        asyncio.create_task(watch_stalls(stream.control, stream.queue, config)),
+    ]
+    if disturb is not None:
+        loops.append(asyncio.create_task(disturb(stream)))
+    training = asyncio.create_task(
+        train(*(stage("train", "trainer"), stream.control, stream.trainers, config), report=report)
+    )
+    try:
+        while not training.done():
+            running = [t for own in stream.loops.values() for t in own] + loops
+            await first_of([training, *running])
+        await training
+    finally:
+        everything = [training, *loops, *(t for own in stream.loops.values() for t in own)]
+        for loop in everything:
+            loop.cancel()
+        await asyncio.gather(*everything, return_exceptions=True)
+
+
+async def first_of(tasks: Sequence["asyncio.Task[None]"]) -> None:
+    """Wait until one of those that still run has ended; its error is raised."""
+    running = [task for task in tasks if not task.done()]
+    done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        if not task.cancelled():
+            task.result()
+
+
+class StageMaker:
+    """Gives every process its place in a stream, with a client of its own."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._arbiter = Arbiter(timeout_s=stream.plan.stall_s)
+
+    def __call__(self, name: str, process: str) -> Stage:
+        stream, clock = self._stream, asyncio.get_running_loop().time
+        shared = stream.plan.one_at_a_time
+        lease = SharedLease(self._arbiter, process) if shared else FreeLease()
+        stream.recorders[process] = SpanRecorder(process, clock)
+        queue = ExperienceQueue(stream.shards, process)
+        return Stage(name, queue, lease, stream.recorders[process])
+
+
+def start_scorer(
+    stream: Stream, stage: Callable[[str, str], Stage], call: Call, index: int
+) -> None:
+    """A scorer; if it is a shadow, with the loop that follows its model."""
+    name, plan, held = f"{call.stage}-{index}", stream.plan, None
+    scorer, place = FakeScorer(plan, stream.rng, call.stage), stage(call.stage, name)
+    own = stream.loops[name] = []
+    if call.role in FOLLOWED:
+        held = HeldVersion(name)
+        channel = LocalChannel(stream.control.registries[FOLLOWED[call.role]], name)
+        own.append(asyncio.create_task(follow_weights(place, scorer, channel, held)))
+    serving = Serving(call.needs, slots=4, batch=2)
+    scoring = score(place, scorer, serving, held=held, stall_s=plan.stall_s)
+    own.append(asyncio.create_task(scoring))
+
+
+def start_generator(stream: Stream, stage: Callable[[str, str], Stage], index: int) -> None:
+    """A generator, or the one that takes the place of a dead one: it holds no version yet."""
+    name, plan = f"generator-{index}", stream.plan
+    generator, held = FakeGenerator(plan, stream.rng, stream.disk.generated), HeldVersion(name)
+    place = stage("generate", name)
+    channel = LocalChannel(stream.control.registries[POLICY], name)
+    stream.loops[name] = [
+        asyncio.create_task(follow_weights(place, generator, channel, held)),
+        asyncio.create_task(generate(place, generator, held, slots=3, stall_s=plan.stall_s)),
+    ]
