@@ -169,12 +169,16 @@ class Reporter:
         made, settings = snapshot.outcome.made, self._config.settings
         sums = made[POLICY].sums
         critic = summarise_critic(made[CRITIC].sums) if CRITIC in made else {}
-        updates = [update.metrics for one in made.values() for update in one.updates]
+        means = {
+            role: _mean([update.metrics for update in one.updates]) for role, one in made.items()
+        }
         return {
             **summarise(sums, step_normaliser(settings, sums)),
             **critic,
             "policy/kl_coef": snapshot.outcome.dials.get("kl_coef", settings.kl_coef),
-            **_mean(updates),
+            # What both report, as the time to publish, is the policy's.
+            **means.get(CRITIC, {}),
+            **means[POLICY],
             **snapshot.weights,
             **snapshot.evaluation,
         }

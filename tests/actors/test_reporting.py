@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -194,3 +195,23 @@ def test_a_report_is_delivered_once_the_reader_asks_for_what_comes_behind_it() -
         return [*times, clock()]
 
     assert run_virtual(main()) == [2.0, 7.0]
+
+
+def test_the_time_to_publish_is_the_policys_and_a_norm_the_mean_of_its_updates() -> None:
+    def updates(role: str, norms: list[float], publish_s: float) -> list[Update]:
+        made = [Update({f"{role}/grad_norm": norm}, None) for norm in norms]
+        return [*made, Update({f"{role}/grad_norm": 3.0, "weights/publish_s": publish_s}, None)]
+
+    async def scenario() -> None:
+        run, one = Reported(), snapshot(0, ended_at=1.0)
+        made = {
+            "policy": Made(SUMS, updates("policy", [1.0], 0.5)),
+            "critic": Made({}, updates("critic", [], 9.0)),
+        }
+        run.reporter.note(replace(one, outcome=replace(one.outcome, made=made)))
+        (report,) = await run.finish()
+        assert report.row["policy/grad_norm"] == 2.0
+        assert report.row["critic/grad_norm"] == 3.0
+        assert report.row["weights/publish_s"] == 0.5
+
+    run_virtual(scenario())
