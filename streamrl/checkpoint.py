@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, cast
 
 from streamrl.buffer.keeper import forget_from
 from streamrl.buffer.recovery import Base
@@ -25,8 +25,17 @@ from streamrl.telemetry.sinks import METRICS_FILE
 
 FORMAT = 3
 BOOKS = "books"
-PARTS = ("version", "ledger", "prompts", "dials", "cuts")
 _NAME = re.compile(r"step_(\d{6,})")
+
+
+class State(TypedDict):
+    """What state.json of a checkpoint has beside its format."""
+
+    version: int
+    ledger: Mapping[str, Any]
+    prompts: Mapping[str, Any]
+    dials: Mapping[str, float]
+    cuts: Mapping[str, int]
 
 
 @dataclass
@@ -56,12 +65,12 @@ class Checkpoint:
     """A complete checkpoint directory."""
 
     path: Path
-    state: Mapping[str, Any]
+    state: State
 
     @property
     def version(self) -> int:
         """The policy_version it holds."""
-        return int(self.state["version"])
+        return self.state["version"]
 
     @property
     def model_dir(self) -> Path:
@@ -93,7 +102,7 @@ class CheckpointWriter:
         """Where the model of a role goes, and the state of its trainer."""
         return role_dirs(self._partial, role)
 
-    def commit(self, state: Mapping[str, Any], *, keep: int) -> Path:
+    def commit(self, state: State, *, keep: int) -> Path:
         """Make the checkpoint visible in one rename, then remove all but the newest `keep`.
 
         Raises CheckpointError if the disk refuses; what was there before stays.
@@ -125,12 +134,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise ConfigError(f"--resume {folder}/state.json: {error}") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ConfigError(f"--resume {folder}/state.json: not a checkpoint of format {FORMAT}")
-    lacks = [name for name in PARTS if name not in state]
+    lacks = sorted(State.__required_keys__ - state.keys())
     if lacks:
         raise ConfigError(f"--resume {folder}/state.json: lacks {', '.join(lacks)}")
     if not isinstance(state["version"], int):
         raise ConfigError(f"--resume {folder}/state.json: version {state['version']!r}: no integer")
-    return Checkpoint(folder, state)
+    return Checkpoint(folder, cast(State, state))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,11 @@ from streamrl.buffer.segment import segment_path, segments
 from streamrl.checkpoint import (
     BOOKS,
     FORMAT,
-    PARTS,
     Checkpoint,
     CheckpointConfig,
     CheckpointWriter,
     ResumePoint,
+    State,
     find_base,
     find_resume_point,
     journal_dir,
@@ -26,14 +27,17 @@ from streamrl.dataflow import POLICY
 from streamrl.errors import CheckpointError, ConfigError
 
 
+def state(version: int, cuts: Mapping[str, int]) -> State:
+    return State(version=version, ledger={}, prompts={}, dials={}, cuts=cuts)
+
+
 def write(run_dir: Path, version: int, *, keep: int = 10, **cuts: int) -> Path:
     writer = CheckpointWriter(run_dir, version)
     for folder in (writer.dirs(POLICY)[0], writer.queue_dir):
         folder.mkdir()
     (writer.dirs(POLICY)[0] / "weights").write_text(str(version))
     named = {name.replace("_", "-"): cut for name, cut in cuts.items()}
-    state = {"version": version, "ledger": {}, "prompts": {}, "dials": {}, "cuts": named}
-    return writer.commit(state, keep=keep)
+    return writer.commit(state(version, named), keep=keep)
 
 
 def write_segments(run_dir: Path, owner: str, *numbers: int) -> None:
@@ -84,7 +88,7 @@ def test_a_disk_that_refuses_is_named_and_what_was_there_stays(
 
     monkeypatch.setattr(Path, "write_text", refuse)
     with pytest.raises(CheckpointError, match=r"step_000010: .*No space left"):
-        writer.commit({"version": 10}, keep=1)
+        writer.commit(state(10, {}), keep=1)
     monkeypatch.undo()
     assert newest(tmp_path).version == 5
 
@@ -169,9 +173,8 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(json.dumps({"format": 1}))
     with pytest.raises(ConfigError, match=f"not a checkpoint of format {FORMAT}"):
         find_resume_point(tmp_path)
-    whole = {"format": FORMAT, "version": 1, "ledger": {}, "prompts": {}, "cuts": {}}
-    whole["dials"] = {}
-    for name in PARTS:
+    whole = {"format": FORMAT, **state(1, {})}
+    for name in State.__required_keys__:
         lacking = {key: value for key, value in whole.items() if key != name}
         (tmp_path / "state.json").write_text(json.dumps(lacking))
         with pytest.raises(ConfigError, match=f"state.json: lacks {name}$"):

@@ -15,7 +15,7 @@ from streamrl.actors.trainer import TrainerGroup
 from streamrl.buffer import Books, Ledger
 from streamrl.buffer.books import read_log, recover_books
 from streamrl.buffer.journal import Journal, NoLog
-from streamrl.checkpoint import BOOKS, CheckpointWriter, journal_dir
+from streamrl.checkpoint import BOOKS, CheckpointWriter, State, journal_dir
 from streamrl.config import RunConfig
 from streamrl.control import Control
 from streamrl.data import PromptStream
@@ -84,13 +84,13 @@ class Durability:
         version = control.admission.version
         async with control.booking:
             cuts = await self._cut()
-            state = {
-                "version": version,
-                "ledger": control.admission.ledger.state_dict(),
-                "prompts": control.prompts.state_dict(),
-                "dials": control.dials.state_dict(),
-                "cuts": cuts,
-            }
+            state = State(
+                version=version,
+                ledger=control.admission.ledger.state_dict(),
+                prompts=control.prompts.state_dict(),
+                dials=control.dials.state_dict(),
+                cuts=cuts,
+            )
         writer = CheckpointWriter(self._run_dir, version)
         saves = [trainer.save(writer) for trainer in trainers]
         await asyncio.gather(*saves, self._snapshot(cuts, writer.queue_dir), reported())

@@ -13,7 +13,7 @@ from streamrl.buffer.journal import JournalConfig
 from streamrl.buffer.keeper import forget_from
 from streamrl.buffer.recovery import Base
 from streamrl.buffer.segment import segment_path, segments
-from streamrl.checkpoint import CheckpointWriter, find_base
+from streamrl.checkpoint import CheckpointWriter, State, find_base
 from streamrl.errors import JournalError, StreamError
 from tests.buffer.shards import STAGES, admit, do, finish, put, rollouts, take
 
@@ -43,9 +43,9 @@ async def checkpoint(keeper: ShardKeeper, run_dir: Path, version: int) -> None:
     cut = await keeper.cut()
     writer = CheckpointWriter(run_dir, version)
     await keeper.snapshot(cut, writer.queue_dir / "shard-0")
-    writer.commit(
-        {"version": version, "ledger": {}, "prompts": {}, "cuts": {"shard-0": cut}}, keep=2
-    )
+    cuts = {"shard-0": cut}
+    state = State(version=version, ledger={}, prompts={}, dials={}, cuts=cuts)
+    writer.commit(state, keep=2)
     keeper.discard_before(cut)
 
 
