@@ -1,7 +1,8 @@
 """What staleness costs in learning: `python -m benchmarks.staleness` prints one JSON object.
 
 GRPO on the demo's task under growing max_staleness, as it is and with off-policy correction
-(decoupled PPO with truncated token weights), the same number of steps each, several seeds.
+(decoupled PPO with truncated token weights), the same number of steps each, several seeds. All that
+may be in flight has a place in the engine, so that it is the bound that holds staleness back.
 reward is the mean over the last steps, over_on_policy the same over that of max_staleness 0 and no
 correction, ess the effective share of the sample over the whole run. Medians over the seeds, with
 the least and the largest beside them.
@@ -76,6 +77,8 @@ def play(steps: int, bound: int, correction: str, seed: int) -> dict[str, float]
         run = [f"run.dir={folder}", "run.name=staleness", f"run.steps={steps}", f"run.seed={seed}"]
         chosen = [f"pipeline.max_staleness={bound}", *CORRECTIONS[correction]]
         config = load_config(RECIPE, [*QUIET, *run, *chosen])
+        per_step = config.algorithm.group_size * config.pipeline.groups_per_step
+        config.generator.max_concurrent_rollouts = (bound + 1) * per_step
         train(config, None, RealEngines())
         lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
