@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -132,6 +132,7 @@ class RunConfig:
             raise ConfigError(
                 f"algorithm.mini_batches={parts}: must divide pipeline.groups_per_step={groups}"
             )
+        self.trainer_of(CRITIC)
         check_capacity(
             self.capacity_groups,
             depth=self.pipeline.lead,
@@ -157,12 +158,14 @@ class RunConfig:
         return dataflow_for(columns_needed(self.algorithm.row, self.settings))
 
     def trainer_of(self, role: str) -> TrainerConfig:
-        """How the model of a role is trained."""
-        return {POLICY: self.trainer, CRITIC: self.critic}[role]
+        """How the model of a role is trained. Raises ConfigError for a wrong `critic.trainer`."""
+        if role == POLICY:
+            return self.trainer
+        return _overlaid(self.trainer, self.critic.trainer, section="critic.trainer")
 
     def model_of(self, role: str) -> str:
         """The directory the model of a role starts from."""
-        return self.critic.path or self.model.path if role == CRITIC else self.model.path
+        return self.model.path if role == POLICY else self.critic.path or self.model.path
 
     @property
     def capacity_groups(self) -> int:
@@ -205,6 +208,24 @@ def resolve(settings: DictConfig, *, place: str) -> RunConfig:
         if isinstance(value, str) and "\0" in value:
             raise ConfigError(f"{key}={value!r}: must not hold a zero byte")
     return config
+
+
+def _overlaid(config: TrainerConfig, changes: Mapping[str, Any], *, section: str) -> TrainerConfig:
+    """The settings with some changed; a wrong one is named as part of `section`."""
+    for name, value in changes.items():
+        if name not in vars(config):
+            near = difflib.get_close_matches(name, vars(config), n=1, cutoff=0.0)[0]
+            raise ConfigError(f"{section}.{name}={value!r}: unknown; the nearest key is {near}")
+    try:
+        merged = OmegaConf.merge(OmegaConf.structured(config), dict(changes))
+        overlaid = OmegaConf.to_object(merged)
+    except OmegaConfBaseException as error:
+        reason = str(error.msg or error).splitlines()[0]
+        raise ConfigError(f"{section}.{error.full_key}: {reason}") from None
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("trainer.", f"{section}.", 1)) from None
+    assert isinstance(overlaid, TrainerConfig)
+    return overlaid
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:

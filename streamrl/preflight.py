@@ -120,7 +120,7 @@ def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]
         "reference": ("algorithm.kl_coef", 1),
         "value": ("critic.replicas", config.critic.replicas),
         "policy": ("trainer.world_size", config.trainer.world_size),
-        "critic": ("critic.world_size", config.critic.world_size),
+        "critic": ("critic.trainer.world_size", config.trainer_of(CRITIC).world_size),
     }
     calls = {call.stage: call for call in prepared.dataflow.calls}
     found = []

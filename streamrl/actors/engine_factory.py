@@ -195,12 +195,13 @@ def _reference_scorer(config: RunConfig) -> HostedScorer:
 def _value_scorer(config: RunConfig) -> HostedScorer:
     from streamrl.engines.scoring import ValueScorer
 
+    trainer = config.trainer_of(CRITIC)
     return ShadowScorer(
         ValueScorer(
             config.model_of(CRITIC),
             micro_batch_tokens=config.pipeline.micro_batch_tokens,
-            threads=config.critic.threads,
-            dtype=config.critic.dtype,
+            threads=trainer.threads,
+            dtype=trainer.dtype,
         )
     )
 

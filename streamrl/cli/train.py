@@ -21,7 +21,7 @@ from streamrl.cli.interrupts import (
     uninterrupted_end,
 )
 from streamrl.config import RunConfig, dump_config, load_config, to_dict
-from streamrl.dataflow import Kind
+from streamrl.dataflow import CRITIC, Kind
 from streamrl.durable import write_whole
 from streamrl.errors import ConfigError, StreamError
 from streamrl.preflight import demands, prepare, shard_bytes
@@ -192,9 +192,9 @@ def _check_same_run(stored: RunConfig, config: RunConfig) -> None:
         "trainer.backend": lambda c: c.trainer.backend,
         "trainer.world_size": lambda c: c.trainer.world_size,
         "trainer.zero_stage": lambda c: c.trainer.zero_stage,
-        "critic.backend": lambda c: c.critic.backend,
-        "critic.world_size": lambda c: c.critic.world_size,
-        "critic.zero_stage": lambda c: c.critic.zero_stage,
+        "critic.trainer.backend": lambda c: c.trainer_of(CRITIC).backend,
+        "critic.trainer.world_size": lambda c: c.trainer_of(CRITIC).world_size,
+        "critic.trainer.zero_stage": lambda c: c.trainer_of(CRITIC).zero_stage,
         "algorithm.group_size": lambda c: c.algorithm.group_size,
         "queue.shards": lambda c: c.queue.shards,
         "queue.journal.enabled": lambda c: c.queue.journal.enabled,

@@ -1,7 +1,7 @@
-"""How a model is trained: the settings of the policy's trainer, and of the critic's."""
+"""How a model is trained: the settings of the policy's trainer, and what a critic's adds."""
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any
 
 import torch
 
@@ -14,8 +14,6 @@ BACKENDS = ("deepspeed", "torch")
 @dataclass
 class TrainerConfig:
     """How the policy is trained."""
-
-    SECTION: ClassVar[str] = "trainer"
 
     #: deepspeed, or torch: plain data parallelism in float32.
     backend: str = "deepspeed"
@@ -47,31 +45,27 @@ class TrainerConfig:
         self._check_choices()
         for key in ("world_size", "threads"):
             if vars(self)[key] < 1:
-                raise ConfigError(f"{self.SECTION}.{key}={vars(self)[key]}: must be at least 1")
+                raise ConfigError(f"trainer.{key}={vars(self)[key]}: must be at least 1")
         for key in ("warmup_steps", "weight_decay", "grad_clip"):
             if vars(self)[key] < 0:
-                raise ConfigError(f"{self.SECTION}.{key}={vars(self)[key]}: must not be negative")
+                raise ConfigError(f"trainer.{key}={vars(self)[key]}: must not be negative")
         for key in ("lr", "collective_timeout_s"):
             if vars(self)[key] <= 0:
-                raise ConfigError(f"{self.SECTION}.{key}={vars(self)[key]}: must be above 0")
+                raise ConfigError(f"trainer.{key}={vars(self)[key]}: must be above 0")
         if [0 <= beta < 1 for beta in self.betas] != [True, True]:
-            raise ConfigError(
-                f"{self.SECTION}.betas={self.betas}: must be two numbers from 0 to below 1"
-            )
+            raise ConfigError(f"trainer.betas={self.betas}: must be two numbers from 0 to below 1")
 
     def _check_choices(self) -> None:
         if self.backend not in BACKENDS:
-            raise ConfigError(
-                f"{self.SECTION}.backend={self.backend}: must be {' or '.join(BACKENDS)}"
-            )
+            raise ConfigError(f"trainer.backend={self.backend}: must be {' or '.join(BACKENDS)}")
         if self.zero_stage not in (0, 1, 2, 3):
-            raise ConfigError(f"{self.SECTION}.zero_stage={self.zero_stage}: must be 0, 1, 2 or 3")
+            raise ConfigError(f"trainer.zero_stage={self.zero_stage}: must be 0, 1, 2 or 3")
         if self.dtype != "auto" and self.dtype not in DTYPES:
             allowed = ", ".join(("auto", *DTYPES))
-            raise ConfigError(f"{self.SECTION}.dtype={self.dtype}: must be one of {allowed}")
+            raise ConfigError(f"trainer.dtype={self.dtype}: must be one of {allowed}")
         if self.dtype == "bfloat16" and not self._master_weights:
             raise ConfigError(
-                f"{self.SECTION}.dtype=bfloat16: needs master weights, which backend deepspeed"
+                "trainer.dtype=bfloat16: needs master weights, which backend deepspeed"
                 " keeps from zero_stage 1 on"
             )
 
@@ -90,15 +84,13 @@ class TrainerConfig:
 
 
 @dataclass
-class CriticConfig(TrainerConfig):
-    """How the critic is trained, for algorithms that have one: by ranks of its own."""
+class CriticConfig:
+    """The critic, for algorithms that have one, or have several: each has ranks of its own."""
 
-    SECTION: ClassVar[str] = "critic"
-
-    #: Learning rate.
-    lr: float = 1e-5
     #: A Hugging Face model directory the critic starts from; empty takes model.path.
     path: str = ""
+    #: What its trainer has other than `trainer`, by name; lr is 1e-5 unless it is said here.
+    trainer: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-5})
     #: How far a value may move in a step and still be improved; null for no bound.
     value_clip: float | None = 0.5
     #: Steps at the start in which the critic is trained and the policy is not.
@@ -107,7 +99,6 @@ class CriticConfig(TrainerConfig):
     replicas: int = 1
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if self.value_clip is not None and self.value_clip <= 0:
             raise ConfigError(f"critic.value_clip={self.value_clip}: must be above 0")
         if self.warmup_alone < 0:
