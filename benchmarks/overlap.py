@@ -24,7 +24,8 @@ import ray
 
 from benchmarks.timed_engines import TimedEngines
 from streamrl.actors.cluster import cluster
-from streamrl.actors.engine_factory import EngineFactory, RealEngines
+from streamrl.actors.engine_factory import EngineFactory
+from streamrl.actors.real_engines import RealEngines
 from streamrl.cli.train import train
 from streamrl.config import load_config
 from streamrl.placement import PlacementConfig

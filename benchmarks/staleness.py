@@ -19,11 +19,13 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.overlap import QUIET, RECIPE, ROOT
-from streamrl.actors.engine_factory import RealEngines
+from streamrl.actors.real_engines import RealEngines
 from streamrl.cli.train import train
 from streamrl.config import load_config
 
 LAST_STEPS = 5
+KV_CACHE_MB = 64
+"""Enough for the rollouts of a step."""
 CORRECTIONS: dict[str, list[str]] = {
     "none": [],
     "decoupled": [
@@ -79,6 +81,7 @@ def play(steps: int, bound: int, correction: str, seed: int) -> dict[str, float]
         config = load_config(RECIPE, [*QUIET, *run, *chosen])
         per_step = config.algorithm.group_size * config.pipeline.groups_per_step
         config.generator.max_concurrent_rollouts = (bound + 1) * per_step
+        config.generator.kv_cache_mb = (bound + 1) * KV_CACHE_MB
         train(config, None, RealEngines())
         lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]

@@ -12,9 +12,11 @@ import torch
 
 from streamrl.actors.engine_factory import HostedGenerator, HostedRank, HostedScorer
 from streamrl.config import RunConfig
+from streamrl.dataflow import GENERATE, REWARD
 from streamrl.engines.packing import Pick
 from streamrl.errors import StreamError
-from streamrl.messages import Columns, Experience, FinishReason, Prompt, Rollout
+from streamrl.faces import Sample
+from streamrl.messages import Columns, Experience, FinishReason, Prompt, Rollout, group_columns
 
 COMPLETION_TOKENS = 8
 
@@ -33,7 +35,7 @@ class TimedEngines:
 
     async def scorer(self, config: RunConfig, role: str) -> HostedScorer:
         """A scorer that sleeps."""
-        return _Scorer(self.score_s)
+        return HostedScorer({REWARD.stage: _Scorer(self.score_s).score})
 
     def trainer(self, config: RunConfig, rank: int, role: str) -> HostedRank:
         """A rank that sleeps."""
@@ -46,10 +48,14 @@ class _Generator:
         self._group_size = group_size
         self._version = -1
 
-    async def rollouts(self, prompt: Prompt) -> list[Rollout]:
+    @property
+    def stages(self) -> Mapping[str, Sample]:
+        return {GENERATE.stage: self._group}
+
+    async def _group(self, prompt: Prompt) -> Columns:
         if self._seconds:
             await asyncio.sleep(self._seconds)
-        return [self._rollout(prompt)] * self._group_size
+        return group_columns([self._rollout(prompt)] * self._group_size)
 
     def _rollout(self, prompt: Prompt) -> Rollout:
         return Rollout.single_turn(
@@ -80,9 +86,6 @@ class _Scorer:
             {"scores": np.ones(n, np.float32), "reward/exact": np.ones(n, np.float32)}
             for n in (len(experience.columns["lengths"]) for experience in experiences)
         ]
-
-    def drain_samples(self) -> Sequence[Mapping[str, Any]]:
-        return ()
 
 
 class _Rank:

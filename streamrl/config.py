@@ -97,6 +97,7 @@ class RunConfig:
     pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     generator: GeneratorConfig = field(default_factory=GeneratorConfig)
     rewards: list[RewardConfig] = field(default_factory=list)
+    costs: list[RewardConfig] = field(default_factory=list)
     filter: FilterConfig = field(default_factory=FilterConfig)
     scorer: ScorerConfig = field(default_factory=ScorerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
@@ -133,11 +134,23 @@ class RunConfig:
                 f"algorithm.mini_batches={parts}: must divide pipeline.groups_per_step={groups}"
             )
         self.trainer_of(CRITIC)
+        self._check_costs()
         check_capacity(
             self.capacity_groups,
             depth=self.pipeline.lead,
             groups_per_step=self.pipeline.groups_per_step,
         )
+
+    def _check_costs(self) -> None:
+        wanted = "costs" in self.algorithm.row.columns
+        if wanted and not self.costs:
+            raise ConfigError(
+                f"costs: empty; {self.algorithm.name} needs at least one, written as a reward is"
+            )
+        if self.costs and not wanted:
+            raise ConfigError(
+                f"costs: {self.algorithm.name} has no use for them; a reward of weight 0 is logged"
+            )
 
     @property
     def run_dir(self) -> Path:
@@ -248,7 +261,7 @@ def _make_paths_absolute(config: RunConfig) -> None:
     for key in ("train", "eval"):
         if vars(config.data)[key]:
             setattr(config.data, key, str(Path(vars(config.data)[key]).absolute()))
-    for reward in config.rewards:
+    for reward in (*config.rewards, *config.costs):
         if reward.path:
             reward.path = str(Path(reward.path).absolute())
     for owner in (config.filter, config.algorithm):

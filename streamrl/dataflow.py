@@ -22,29 +22,39 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Call:
-    """One model call: the stage it runs in, the role it calls, the columns in and out."""
+    """One model call: the stage it runs in, the role it calls, the columns in and out.
+
+    `follows` is the trained role whose weights the called one holds, where they are not its own
+    for good. Several calls of one role are served by the same actors.
+    """
 
     stage: str
     role: str
     kind: Kind
     needs: tuple[str, ...]
     produces: tuple[str, ...]
+    follows: str = ""
 
 
 POLICY = "policy"
 """The role whose weights the generators sample from."""
 CRITIC = "critic"
 """The role whose weights the value stage follows."""
-FOLLOWED = {"generator": POLICY, "value": CRITIC}
-"""Whose weights a role holds, where they are not its own for good."""
-GENERATE = Call("generate", "generator", Kind.GENERATE, (), ROLLOUT_COLUMNS)
+COST_CRITIC = "cost_critic"
+"""The critic of costs, likewise."""
+CRITICS = {"values": CRITIC, "cost_values": COST_CRITIC}
+"""Who is trained to predict what a column holds."""
+SEQUENCES = ("token_ids", "loss_mask", "lengths")
+GENERATE = Call("generate", "generator", Kind.GENERATE, (), ROLLOUT_COLUMNS, POLICY)
+GREEDY = Call("greedy", "generator", Kind.GENERATE, (), ("greedy_ids",), POLICY)
 REWARD = Call("reward", "reward", Kind.SCORE, ROLLOUT_COLUMNS, ("scores",))
-REFERENCE = Call(
-    "reference", "reference", Kind.SCORE, ("token_ids", "loss_mask", "lengths"), ("ref_logprobs",)
-)
-VALUE = Call("value", "value", Kind.SCORE, ("token_ids", "loss_mask", "lengths"), ("values",))
+BASELINE = Call("baseline", "reward", Kind.SCORE, ("greedy_ids", "lengths"), ("baseline_scores",))
+COST = Call("cost", "cost", Kind.SCORE, ROLLOUT_COLUMNS, ("costs",))
+REFERENCE = Call("reference", "reference", Kind.SCORE, SEQUENCES, ("ref_logprobs",))
+VALUE = Call("value", "value", Kind.SCORE, SEQUENCES, ("values",), CRITIC)
 """The critic as a shadow of its trainer: it follows the versions, and only computes forward."""
-SOURCES = (GENERATE, REWARD, REFERENCE, VALUE)
+COST_VALUE = Call("cost_value", "cost_value", Kind.SCORE, SEQUENCES, ("cost_values",), COST_CRITIC)
+SOURCES = (GENERATE, GREEDY, REWARD, BASELINE, COST, REFERENCE, VALUE, COST_VALUE)
 
 
 class Dataflow:
@@ -83,6 +93,19 @@ class Dataflow:
         return [c for c in self.calls if c.kind is not Kind.TRAIN or c.role == POLICY]
 
     @property
+    def roles(self) -> dict[str, list[Call]]:
+        """The calls of each role, both in flow order."""
+        found: dict[str, list[Call]] = {}
+        for call in self.ordered:
+            found.setdefault(call.role, []).append(call)
+        return found
+
+    @property
+    def trained(self) -> list[str]:
+        """The roles whose models are trained."""
+        return [call.role for call in self.of_kind(Kind.TRAIN)]
+
+    @property
     def graph(self) -> "nx.DiGraph[str]":
         """Stages as nodes; an edge per pair of stages, with the columns that flow along it."""
         graph: nx.DiGraph[str] = nx.DiGraph()
@@ -101,23 +124,29 @@ class Dataflow:
         order = {call.stage: i for i, call in enumerate(self.calls)}
         return list(nx.lexicographical_topological_sort(self.graph, key=order.__getitem__))
 
+    @property
+    def ordered(self) -> list[Call]:
+        """The calls in flow order."""
+        by_stage = {call.stage: call for call in self.calls}
+        return [by_stage[stage] for stage in self.stages]
+
     def of_kind(self, kind: Kind) -> list[Call]:
         """The calls of one kind, in flow order."""
-        by_stage = {call.stage: call for call in self.calls}
-        return [by_stage[stage] for stage in self.stages if by_stage[stage].kind is kind]
+        return [call for call in self.ordered if call.kind is kind]
 
 
 def dataflow_for(columns: Iterable[str]) -> Dataflow:
     """The dataflow that trains a policy on `columns`: the sources they need, and no others.
 
-    Where the critic's values are among them, it is trained beside the policy, on the same groups.
+    Where a critic's values are among them, it is trained beside the policy, on the same groups.
 
     Raises ValueError if no source makes one of the columns.
     """
     needs = tuple(columns)
     train = [Call("train", POLICY, Kind.TRAIN, needs, ())]
-    if "values" in needs:
-        train.append(Call("train_critic", CRITIC, Kind.TRAIN, needs, ()))
+    for column, role in CRITICS.items():
+        if column in needs:
+            train.append(Call(f"train_{role}", role, Kind.TRAIN, needs, ()))
     wanted = set(needs)
     calls: list[Call] = []
     while True:

@@ -1,6 +1,6 @@
 """What the loops call: engines, remote proxies and test fakes all have these faces."""
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -10,8 +10,7 @@ from streamrl.buffer.books import TrainedGroup
 from streamrl.buffer.ledger import LedgerCounts
 from streamrl.engines.packing import Round
 from streamrl.engines.schedule import Pace, Turn
-from streamrl.messages import Experience, Prompt, Rollout
-from streamrl.serving import Result
+from streamrl.messages import Columns, Prompt
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
 from streamrl.weights.registry import Held
@@ -23,16 +22,8 @@ class Follower(Protocol):
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> None: ...
 
 
-class Generator(Follower, Protocol):
-    """Samples the rollouts of a prompt, and takes new weights while it does."""
-
-    async def rollouts(self, prompt: Prompt) -> list[Rollout]: ...
-
-
-class Scorer(Protocol):
-    """Adds columns to groups. A group that cannot be scored comes back as the error."""
-
-    async def score(self, experiences: Sequence[Experience]) -> Sequence[Result]: ...
+Sample = Callable[[Prompt], Awaitable[Columns]]
+"""What a generate stage makes of a prompt: its columns. New weights may come while it does."""
 
 
 class Trainer(Protocol):

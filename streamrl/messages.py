@@ -3,7 +3,8 @@
 A group is the rollouts of one prompt. In the queue it is an experience: a prompt, some facts about
 it (`GroupInfo`) and named columns. Columns are numpy arrays, because Ray hands those from process
 to process without a copy. A column has one entry per token of the group or one per rollout; token
-columns of a group are the rollouts laid end to end, and `lengths` says where one ends.
+columns of a group are the rollouts laid end to end, and `lengths` says where one ends. A few are of
+the group itself, and of any length.
 
 What goes with each group between processes is a msgspec.Struct: a frozen dataclass in all but name
 that is made in a fifth of the time and pickled in half of it.
@@ -30,6 +31,7 @@ class Per(Enum):
 
     TOKEN = "token"
     ROLLOUT = "rollout"
+    GROUP = "group"
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,11 @@ SCHEMA: Mapping[str, ColumnSpec] = {
     "lengths": ColumnSpec("int32", Per.ROLLOUT, "tokens of each rollout, prompt included"),
     "finish_reason": ColumnSpec("int8", Per.ROLLOUT, "code of FinishReason"),
     "scores": ColumnSpec("float32", Per.ROLLOUT, "the combined reward of a rollout"),
+    "costs": ColumnSpec("float32", Per.ROLLOUT, "the combined cost of a rollout"),
+    "greedy_ids": ColumnSpec("int32", Per.GROUP, "the prompt's likeliest completion, as it came"),
+    "baseline_scores": ColumnSpec("float32", Per.ROLLOUT, "the combined reward of greedy_ids"),
     "values": ColumnSpec("float32", Per.TOKEN, "the critic's value before each token; 0 elsewhere"),
+    "cost_values": ColumnSpec("float32", Per.TOKEN, "the same of the critic of costs"),
     "ref_logprobs": ColumnSpec("float32", Per.TOKEN, "logprob under the reference; 0 elsewhere"),
 }
 ROLLOUT_COLUMNS = (
@@ -61,12 +67,18 @@ ROLLOUT_COLUMNS = (
     "finish_reason",
 )
 COMPONENT_PREFIX = "reward/"
-COMPONENT_SPEC = ColumnSpec("float32", Per.ROLLOUT, "one named reward before combination")
+COST_PREFIX = "cost/"
+COMPONENT_SPEC = ColumnSpec("float32", Per.ROLLOUT, "one named reward, or cost, of those combined")
+
+
+def is_component(name: str) -> bool:
+    """Whether a column is one of those that scores or costs are combined from."""
+    return name.startswith((COMPONENT_PREFIX, COST_PREFIX))
 
 
 def column_spec(name: str) -> ColumnSpec:
-    """Spec of a column; `reward/<name>` are the reward components. Raises KeyError otherwise."""
-    return COMPONENT_SPEC if name.startswith(COMPONENT_PREFIX) else SCHEMA[name]
+    """Spec of a column; `reward/<name>` and `cost/<name>` are components. Raises KeyError."""
+    return COMPONENT_SPEC if is_component(name) else SCHEMA[name]
 
 
 class FinishReason(Enum):
@@ -261,7 +273,7 @@ def column_sizes(columns: Columns) -> dict[str, int]:
     has no spec.
     """
     for name, column in columns.items():
-        if not (name in SCHEMA or str(name).startswith(COMPONENT_PREFIX)):
+        if not (name in SCHEMA or is_component(str(name))):
             raise ContractError(f"column {name}: there is no such column")
         if not isinstance(column, np.ndarray):
             raise ContractError(f"column {name}: {type(column).__name__}, wanted an array")
@@ -279,10 +291,10 @@ def _dtype(name: str) -> np.dtype[Any]:
 
 def check_sizes(sizes: Mapping[str, int], info: GroupInfo) -> None:
     """Raise ContractError if a column's size is not what its spec says for the group."""
-    tokens, rollouts = info.num_tokens, len(info.lengths)
+    expected = {Per.TOKEN: info.num_tokens, Per.ROLLOUT: len(info.lengths)}
     for name, entries in sizes.items():
         spec = column_spec(name)
-        wanted = tokens if spec.per is Per.TOKEN else rollouts
+        wanted = expected.get(spec.per, entries)
         if entries != wanted:
             raise ContractError(
                 f"column {name}: {spec.dtype}[{entries}], wanted {spec.dtype}[{wanted}]"

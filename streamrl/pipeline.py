@@ -1,9 +1,10 @@
 """The stream: what each stage waits for, does and produces. Read this first.
 
-    admit ---> generate ---> score (reward, reference, ...) ---> train
-      ^           ^                                               |
-      | credits   +------------ follow_weights <--- publish ------+
-      +------------------------- version + 1 ---------------------+
+    admit ---> generate ---> score (reward, reference, value, ...) ---> train (policy, critic)
+      ^           ^                                    ^                   |        |
+      |           +---- follow_weights <-- publish ----|-------------------+        |
+      | credits                                        +--- follow_weights <-- publish
+      +---------------------------- version + 1 ---------------------------+
 
 Every arrow is the experience queue: a stage takes a group once the columns it needs are there,
 computes, and puts its own columns. Micro-batch k+1 is generated while k is scored and trained.
@@ -22,15 +23,14 @@ from streamrl.buffer import ExperienceQueue
 from streamrl.control import Control, PipelineConfig
 from streamrl.faces import (
     Follower,
-    Generator,
-    Scorer,
+    Sample,
     Stage,
     StepOutcome,
     Trainer,
     WeightChannel,
 )
-from streamrl.messages import Experience, group_columns
-from streamrl.serving import WAIT_S, Result, serve
+from streamrl.messages import Experience
+from streamrl.serving import WAIT_S, Compute, Result, serve
 from streamrl.step import train_step
 from streamrl.weights import HeldVersion
 from streamrl.weights.registry import Held
@@ -56,26 +56,26 @@ async def admit(control: Control, queue: ExperienceQueue) -> None:
 
 
 async def generate(
-    stage: Stage, generator: Generator, held: HeldVersion, *, slots: int, stall_s: float
+    stage: Stage, sample: Sample, held: HeldVersion, *, slots: int, stall_s: float
 ) -> None:
     """Waits for: a prompt, a free slot, the version the prompt was admitted at.
 
-    Produces: the rollouts of its group.
+    Produces: what is sampled for it, such as the rollouts of its group.
     """
 
-    async def sample(experiences: Sequence[Experience]) -> Sequence[Result]:
+    async def compute(experiences: Sequence[Experience]) -> Sequence[Result]:
         (experience,) = experiences
         assert experience.prompt is not None
         await held.at_least(experience.admitted_version, timeout_s=stall_s)
         async with stage.computing(uid=experience.uid):
-            return [group_columns(await generator.rollouts(experience.prompt))]
+            return [await sample(experience.prompt)]
 
-    await serve(stage.queue, stage.name, sample, columns=(), slots=slots, batch=1)
+    await serve(stage.queue, stage.name, compute, columns=(), slots=slots, batch=1)
 
 
 async def score(
     stage: Stage,
-    scorer: Scorer,
+    judge: Compute,
     serving: Serving,
     *,
     held: HeldVersion | None = None,
@@ -90,7 +90,7 @@ async def score(
             newest = max(experience.admitted_version for experience in experiences)
             await held.at_least(newest, timeout_s=stall_s)
         async with stage.computing(groups=len(experiences)):
-            return await scorer.score(experiences)
+            return await judge(experiences)
 
     columns, slots, batch = serving.columns, serving.slots, serving.batch
     await serve(stage.queue, stage.name, compute, columns=columns, slots=slots, batch=batch)

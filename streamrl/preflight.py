@@ -12,11 +12,11 @@ import numpy as np
 from streamrl.buffer.admission import check_bytes
 from streamrl.config import RunConfig
 from streamrl.data import LoadedPrompts, PromptStream, load_prompts, load_tokenizer, load_vocab_size
-from streamrl.dataflow import CRITIC, POLICY, Dataflow
+from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY, Dataflow
 from streamrl.errors import ConfigError
-from streamrl.messages import COMPONENT_SPEC, Per, Prompt, column_spec
+from streamrl.messages import Per, Prompt, column_spec
 from streamrl.placement import Demand
-from streamrl.rewards import build_rewards
+from streamrl.rewards import COSTS, build_rewards
 from streamrl.rewards.filtering import build_filter
 
 GIB = 1 << 30
@@ -30,6 +30,7 @@ PROCESS_GIB = 0.4
 class Prepared:
     """A run that may start. `max_length`: most tokens of prompt and completion together.
 
+    `components`: the columns that scores, and costs, are combined from.
     `model_bytes`: size of the model's weights as stored.
     """
 
@@ -45,6 +46,8 @@ class Prepared:
 def prepare(config: RunConfig) -> Prepared:
     """Load and check what the run reads. Raises ConfigError in one line; writes nothing."""
     rewards = build_rewards(config.rewards, timeout_s=config.scorer.timeout_s)
+    timeout_s = config.scorer.timeout_s
+    costs = [build_rewards(config.costs, timeout_s=timeout_s, judged=COSTS)] if config.costs else []
     build_filter(config.filter)
     model_tokens = model_length(config.model.path, limit=config.model.max_length)
     limit = config.data.prompt_limit(
@@ -53,19 +56,20 @@ def prepare(config: RunConfig) -> Prepared:
     train = _load(config, config.data.train, limit)
     evaluation = _load(config, config.data.eval, limit) if config.data.eval else None
     eval_prompts = evaluation.prompts if evaluation else []
-    rewards.check(train.prompts, place=config.data.train)
-    rewards.check(eval_prompts, place=config.data.eval)
+    for judges in (rewards, *costs):
+        judges.check(train.prompts, place=config.data.train)
+        judges.check(eval_prompts, place=config.data.eval)
     longest = max(len(prompt.token_ids) for prompt in [*train.prompts, *eval_prompts])
     max_length = longest + config.generator.max_new_tokens
     _check_micro_batch(config, max_length)
     dataflow = config.dataflow
-    if any(call.role == CRITIC for call in dataflow.calls):
+    if dataflow.trained != [POLICY]:
         _check_weights(Path(config.model_of(CRITIC)), "critic.path")
     return Prepared(
         dataflow=dataflow,
         prompts=PromptStream(train.prompts, seed=config.run.seed, shuffle=config.data.shuffle),
         eval_prompts=eval_prompts,
-        components=rewards.names,
+        components=tuple(name for judges in (rewards, *costs) for name in judges.columns),
         max_length=max_length,
         model_bytes=sum(p.stat().st_size for p in Path(config.model.path).glob("*.safetensors")),
         notes=_notes(config, train),
@@ -114,24 +118,28 @@ def _check_weights(path: Path, key: str = "model.path") -> None:
 
 def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]:
     """The actors a run needs, in flow order; shards and coordinator take no slot."""
+    critics = ("critic.trainer.world_size", config.trainer_of(CRITIC).world_size)
+    judges = ("scorer.replicas", config.scorer.replicas)
+    shadows = ("critic.replicas", config.critic.replicas)
     wanted = {
         "generator": ("generator.replicas", config.generator.replicas),
-        "reward": ("scorer.replicas", config.scorer.replicas),
+        "reward": judges,
+        "cost": judges,
         "reference": ("algorithm.kl_coef", 1),
-        "value": ("critic.replicas", config.critic.replicas),
-        "policy": ("trainer.world_size", config.trainer.world_size),
-        "critic": ("critic.trainer.world_size", config.trainer_of(CRITIC).world_size),
+        "value": shadows,
+        "cost_value": shadows,
+        POLICY: ("trainer.world_size", config.trainer.world_size),
+        CRITIC: critics,
+        COST_CRITIC: critics,
     }
-    calls = {call.stage: call for call in prepared.dataflow.calls}
     found = []
-    for stage in prepared.dataflow.stages:
-        call = calls[stage]
-        key, count = wanted[call.role]
-        has_model = call.role != "reward"
+    for role, calls in prepared.dataflow.roles.items():
+        key, count = wanted[role]
+        has_model = role not in ("reward", "cost")
         found.append(
             Demand(
-                call,
-                role="trainer" if call.role == POLICY else call.role,
+                calls,
+                role="trainer" if role == POLICY else role,
                 key=key,
                 count=count,
                 gpus=int(on_gpu and has_model),
@@ -144,12 +152,11 @@ def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]
 def largest_group_bytes(config: RunConfig, prepared: Prepared) -> int:
     """Most bytes the columns of one group can take in the queue."""
     rollouts, tokens = config.algorithm.group_size, prepared.max_length
+    entries = {Per.TOKEN: rollouts * tokens, Per.ROLLOUT: rollouts, Per.GROUP: tokens}
     produced = [name for call in prepared.dataflow.calls for name in call.produces]
-    specs = [column_spec(name) for name in produced] + [COMPONENT_SPEC] * len(prepared.components)
-    sizes = [
-        np.dtype(spec.dtype).itemsize * (tokens if spec.per is Per.TOKEN else 1) for spec in specs
-    ]
-    return rollouts * sum(sizes) + BLOB_BYTES * len(prepared.dataflow.calls)
+    specs = [column_spec(name) for name in (*produced, *prepared.components)]
+    sizes = [np.dtype(spec.dtype).itemsize * entries[spec.per] for spec in specs]
+    return sum(sizes) + BLOB_BYTES * len(prepared.dataflow.calls)
 
 
 def shard_bytes(config: RunConfig, prepared: Prepared, *, node_stores: Sequence[float]) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from streamrl.algorithms import AlgorithmConfig
+from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
 from streamrl.algorithms.dials import Dials
 from streamrl.buffer import (
     Admission,
@@ -22,7 +22,7 @@ from streamrl.buffer import (
 from streamrl.buffer.books import recover_books
 from streamrl.buffer.leases import Overdue
 from streamrl.control import Control, PipelineConfig
-from streamrl.dataflow import CRITIC, FOLLOWED, POLICY, Call, Dataflow, Kind, dataflow_for
+from streamrl.dataflow import CRITIC, POLICY, Call, Dataflow, Kind, dataflow_for
 from streamrl.faces import Stage, StepOutcome
 from streamrl.lease import Arbiter, FreeLease, SharedLease
 from streamrl.messages import (
@@ -124,7 +124,11 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
     """Shards, books and trainer of a plan as the disk has them; needs a running loop."""
     disk = disk or Disk.empty(plan)
     disk.books = disk.books.crash()
-    further = {"ref_logprobs": plan.reference, "values": plan.critic}
+    further = {
+        "ref_logprobs": plan.reference,
+        "values": plan.critic,
+        "baseline_scores": plan.greedy,
+    }
     dataflow = dataflow_for((*STREAM_COLUMNS, *(name for name, asked in further.items() if asked)))
     ports = {call.stage: Ports(call.needs, call.produces) for call in dataflow.takers}
     config = QueueConfig(
@@ -178,7 +182,7 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
         assembler,
         Books(found.ledger, disk.books, found.steps),
         {role: WeightRegistry(keep_versions=2) for role in trainers},
-        Dials(AlgorithmConfig().settings(max_length=8, reward_weights={})),
+        Dials(ALGORITHMS["grpo"], AlgorithmConfig().settings(max_length=8, reward_weights={})),
         prompts,
         max_attempts=plan.max_attempts,
         readmits=plan.readmits,
@@ -296,12 +300,12 @@ def start_scorer(
     name, plan, held = f"{call.stage}-{index}", stream.plan, None
     scorer, place = FakeScorer(plan, stream.rng, call.stage), stage(call.stage, name)
     own = stream.loops[name] = []
-    if call.role in FOLLOWED:
+    if call.follows:
         held = HeldVersion(name)
-        channel = LocalChannel(stream.control.registries[FOLLOWED[call.role]], name)
+        channel = LocalChannel(stream.control.registries[call.follows], name)
         own.append(asyncio.create_task(follow_weights(place, scorer, channel, held)))
     serving = Serving(call.needs, slots=4, batch=2)
-    scoring = score(place, scorer, serving, held=held, stall_s=plan.stall_s)
+    scoring = score(place, scorer.score, serving, held=held, stall_s=plan.stall_s)
     own.append(asyncio.create_task(scoring))
 
 
@@ -309,9 +313,11 @@ def start_generator(stream: Stream, stage: Callable[[str, str], Stage], index: i
     """A generator, or the one that takes the place of a dead one: it holds no version yet."""
     name, plan = f"generator-{index}", stream.plan
     generator, held = FakeGenerator(plan, stream.rng, stream.disk.generated), HeldVersion(name)
-    place = stage("generate", name)
     channel = LocalChannel(stream.control.registries[POLICY], name)
-    stream.loops[name] = [
-        asyncio.create_task(follow_weights(place, generator, channel, held)),
-        asyncio.create_task(generate(place, generator, held, slots=3, stall_s=plan.stall_s)),
-    ]
+    follow = follow_weights(stage("generate", name), generator, channel, held)
+    own = stream.loops[name] = [asyncio.create_task(follow)]
+    for call in stream.dataflow.of_kind(Kind.GENERATE):
+        place, sample = stage(call.stage, name), generator.stages[call.stage]
+        own.append(
+            asyncio.create_task(generate(place, sample, held, slots=3, stall_s=plan.stall_s))
+        )

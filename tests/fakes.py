@@ -15,13 +15,15 @@ import numpy as np
 from streamrl.engines.packing import Round
 from streamrl.engines.schedule import Pace, Turn
 from streamrl.errors import RewardError
-from streamrl.faces import Update
+from streamrl.faces import Sample, Update
 from streamrl.messages import (
+    Columns,
     Experience,
     Filtered,
     FinishReason,
     Prompt,
     Rollout,
+    group_columns,
     make_uid,
     parse_uid,
 )
@@ -69,6 +71,8 @@ class Plan:
     reference: bool = False
     critic: bool = False
     """A second model is trained on the same groups, and its shadow scores them."""
+    greedy: bool = False
+    """Each prompt has a completion besides its group, whose score is a column."""
     rests: int = 0
     """So many steps at the start that are the critic's alone."""
     one_at_a_time: bool = False
@@ -111,7 +115,15 @@ class FakeGenerator:
         self._rng = rng
         self._generated = generated
 
-    async def rollouts(self, prompt: Prompt) -> list[Rollout]:
+    @property
+    def stages(self) -> Mapping[str, Sample]:
+        return {"generate": self.group, "greedy": self.greedy}
+
+    async def greedy(self, prompt: Prompt) -> Columns:
+        await asyncio.sleep(self._rng.uniform(*self._plan.generate_s))
+        return {"greedy_ids": np.array([4, 5], np.int32)}
+
+    async def group(self, prompt: Prompt) -> Columns:
         self._generated[prompt.uid] += 1
         rng = random.Random(f"{self._plan.seed}/{prompt.uid}")
         count = rng.randint(1, 8)
@@ -128,7 +140,7 @@ class FakeGenerator:
             versions=versions,
             finish_reason=FinishReason.STOP,
         )
-        return [one] * self._plan.group_size
+        return group_columns([one] * self._plan.group_size)
 
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> None:
         await asyncio.sleep(self._plan.pull_s)
@@ -159,6 +171,9 @@ class FakeScorer:
     def _one(self, experience: Experience) -> Result:
         if self._stage == "reference":
             return {"ref_logprobs": np.zeros(len(experience.columns["token_ids"]), np.float32)}
+        if self._stage == "baseline":
+            assert experience.columns["greedy_ids"].tolist() == [4, 5]
+            return {"baseline_scores": np.zeros(len(experience.columns["lengths"]), np.float32)}
         if self._stage == "value":
             assert self._version >= experience.admitted_version, "a critic of too old a version"
             return {"values": np.zeros(len(experience.columns["token_ids"]), np.float32)}

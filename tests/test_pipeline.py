@@ -38,6 +38,7 @@ plans = st.builds(
     fail_rate=st.sampled_from([0.0, 0.2]),
     reference=st.booleans(),
     critic=st.booleans(),
+    greedy=st.booleans(),
     rests=st.integers(0, 2),
     one_at_a_time=st.booleans(),
     # One at a time, 24 groups in 3 slots of 20 s each keep the trainer waiting for minutes.

@@ -44,6 +44,7 @@ plans = st.builds(
     on_stall=st.sampled_from(["abort", "redeliver", "warn"]),
     reference=st.booleans(),
     critic=st.booleans(),
+    greedy=st.booleans(),
     rests=st.integers(0, 2),
     lease_s=st.sampled_from([2.0, 30.0]),
     room_steps=st.sampled_from([float("inf"), 1.0, 1.5]),

@@ -12,7 +12,7 @@ from streamrl.actors.calls import CALL_TIMEOUT_S
 from streamrl.actors.durability import Durability
 from streamrl.actors.evaluator import Evaluator
 from streamrl.actors.feed import EventReport, Feed, Report, StatusReport, StepReport
-from streamrl.actors.reporting import Reporter, Snapshot, StageActors
+from streamrl.actors.reporting import Reporter, RoleActors, Snapshot
 from streamrl.actors.trainer import TrainerGroup
 from streamrl.actors.wiring import Wiring
 from streamrl.algorithms.dials import Dials
@@ -20,7 +20,7 @@ from streamrl.buffer import Admission, Books, ExperienceQueue, StepAssembler
 from streamrl.buffer.leases import Overdue
 from streamrl.control import Control
 from streamrl.data import PromptStream
-from streamrl.dataflow import CRITIC, POLICY, Kind
+from streamrl.dataflow import GENERATE, POLICY, REWARD, Kind
 from streamrl.faces import Stage, StepOutcome
 from streamrl.lease import Arbiter, FreeLease, SharedLease
 from streamrl.messages import Ended, Prompt
@@ -32,13 +32,13 @@ from streamrl.weights.registry import Held, WeightRegistry
 
 @dataclass(frozen=True)
 class Cast:
-    """The actors of a run, by stage; the trainer's ranks among them."""
+    """The actors of a run, by role; the trainers' ranks among them."""
 
-    stages: Sequence[StageActors]
+    roles: Sequence[RoleActors]
 
-    def of(self, stage: str) -> Sequence[Any]:
-        """The actors of one stage."""
-        return next(s.actors for s in self.stages if s.stage == stage)
+    def of(self, role: str) -> Sequence[Any]:
+        """The actors of one role."""
+        return next(r.actors for r in self.roles if r.role == role)
 
 
 @dataclass(frozen=True)
@@ -76,15 +76,15 @@ class CoordinatorActor:
         version = 0 if start.state is None else int(start.state["version"])
         self._durability = Durability(config, wiring.run_dir, wiring.shards, start.state)
         books = await self._durability.open_books(self._prompts)
-        self._dials = Dials(config.settings)
+        self._dials = Dials(config.algorithm.row, config.settings)
         self._dials.load_state_dict(start.state["dials"] if start.state else {})
-        self._control = self._make_control(books, version)
+        self._control = self._make_control(books, version, wiring.dataflow.trained)
         self._queue = ExperienceQueue(wiring.shards, "coordinator")
         self._arbiter = Arbiter(timeout_s=config.pipeline.stall_s)
-        trained = [stage for stage in cast.stages if stage.kind is Kind.TRAIN]
-        has_critic = any(stage.role == CRITIC for stage in trained)
-        self._trainers = {s.role: self._trainer_of(s, has_critic) for s in trained}
-        self._evaluator = Evaluator(config, cast.of("generate"), cast.of("reward"))
+        self._trainers = {
+            role.role: self._trainer_of(role) for role in cast.roles if role.kind is Kind.TRAIN
+        }
+        self._evaluator = Evaluator(config, cast.of(GENERATE.role), cast.of(REWARD.role))
         self._eval_prompts = start.eval_prompts
         self._cast = cast
         self._checkpoint = start.checkpoint
@@ -97,19 +97,20 @@ class CoordinatorActor:
         for role, trainer in self._trainers.items():
             self._control.registries[role].offer(await trainer.publish(version))
 
-    def _trainer_of(self, stage: StageActors, has_critic: bool) -> TrainerGroup:
-        config, name = self._config, stage.names[0].rpartition("-")[0]
-        waits = has_critic and stage.role == POLICY
+    def _trainer_of(self, role: RoleActors) -> TrainerGroup:
+        config, name = self._config, role.names[0].rpartition("-")[0]
+        has_critic = len(self._control.registries) > 1
+        waits = has_critic and role.role == POLICY
         return TrainerGroup(
-            stage.role,
+            role.role,
             name,
-            stage.actors,
+            role.actors,
             settings=config.settings,
-            timeout_s=config.trainer_of(stage.role).collective_timeout_s + CALL_TIMEOUT_S,
+            timeout_s=config.trainer_of(role.role).collective_timeout_s + CALL_TIMEOUT_S,
             rests_until=config.critic.warmup_alone if waits else 0,
         )
 
-    def _make_control(self, books: Books, version: int) -> Control:
+    def _make_control(self, books: Books, version: int, trained: Sequence[str]) -> Control:
         config, pipeline = self._config, self._config.pipeline
         per_step, keep = pipeline.groups_per_step, config.weights.keep_versions
         admission = Admission(
@@ -129,7 +130,7 @@ class CoordinatorActor:
             admission,
             assembler,
             books,
-            {role: WeightRegistry(keep_versions=keep) for role in (POLICY, CRITIC)},
+            {role: WeightRegistry(keep_versions=keep) for role in trained},
             self._dials,
             self._prompts,
             max_attempts=config.queue.max_attempts,
@@ -144,7 +145,7 @@ class CoordinatorActor:
         control, config = self._control, self._config
         if control.admission.version == 0:
             await self._evaluate_base()
-        self._reporter = Reporter(config, self._cast.stages, self._feed, start_s=time.time())
+        self._reporter = Reporter(config, self._cast.roles, self._feed, start_s=time.time())
         reporting = asyncio.create_task(self._reporter.run())
         await self._stream(reporting)
         await self._reporter.finish(reporting)

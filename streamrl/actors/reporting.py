@@ -13,7 +13,7 @@ from streamrl.actors.wiring import ActorReport
 from streamrl.algorithms import step_normaliser, summarise
 from streamrl.algorithms.critic import summarise_critic
 from streamrl.config import RunConfig
-from streamrl.dataflow import CRITIC, POLICY, Kind
+from streamrl.dataflow import CRITICS, POLICY, Call, Kind
 from streamrl.errors import ActorLostError
 from streamrl.faces import StepOutcome
 from streamrl.telemetry.contract import check_row
@@ -22,14 +22,22 @@ from streamrl.telemetry.step_row import Activity, StepFacts, step_row
 
 
 @dataclass(frozen=True)
-class StageActors:
-    """The actors of one stage and their names; `role` is what they hold."""
+class RoleActors:
+    """The actors of one role and their names; `calls` are what all of them serve."""
 
-    stage: str
-    kind: Kind
+    calls: Sequence[Call]
     names: Sequence[str]
     actors: Sequence[Any]
-    role: str = ""
+
+    @property
+    def role(self) -> str:
+        """What they hold."""
+        return self.calls[0].role
+
+    @property
+    def kind(self) -> Kind:
+        """What they do with it."""
+        return self.calls[0].kind
 
 
 @dataclass(frozen=True)
@@ -51,13 +59,13 @@ class Reporter:
     """Drains the actors after each step, computes the step's row and posts it."""
 
     def __init__(
-        self, config: RunConfig, stages: Sequence[StageActors], feed: Feed, *, start_s: float
+        self, config: RunConfig, roles: Sequence[RoleActors], feed: Feed, *, start_s: float
     ) -> None:
         self._config = config
-        self._stages = stages
+        self._roles = roles
         self._feed = feed
         self._window_start = start_s
-        self._spans: dict[str, list[Span]] = {stage.stage: [] for stage in stages}
+        self._spans: dict[str, list[Span]] = {role.role: [] for role in roles}
         self._samples: list[Mapping[str, Any]] = []
         self._drained_at = 0.0
         self._snapshots: asyncio.Queue[Snapshot] = asyncio.Queue()
@@ -101,7 +109,7 @@ class Reporter:
             StepFacts(
                 version=outcome.version,
                 groups=outcome.groups,
-                sums=outcome.made[POLICY].sums or outcome.made[CRITIC].sums,
+                sums=next(made.sums for made in outcome.made.values() if made.sums),
                 metrics=self._metrics(snapshot),
                 queue=outcome.queue,
                 ledger=outcome.ledger,
@@ -125,14 +133,14 @@ class Reporter:
         return found
 
     async def _drain(self) -> dict[str, list[ActorReport]]:
-        """What every actor did since the last step, by stage."""
+        """What every actor did since the last step, by role."""
         calls = [
             self._ask(name, actor)
-            for stage in self._stages
-            for name, actor in zip(stage.names, stage.actors, strict=True)
+            for role in self._roles
+            for name, actor in zip(role.names, role.actors, strict=True)
         ]
         replies = iter(await asyncio.gather(*calls))
-        return {s.stage: list(itertools.islice(replies, len(s.actors))) for s in self._stages}
+        return {r.role: list(itertools.islice(replies, len(r.actors))) for r in self._roles}
 
     @staticmethod
     async def _ask(name: str, actor: Any) -> ActorReport:
@@ -149,39 +157,42 @@ class Reporter:
 
         A span that is open now comes again with the next drain.
         """
-        for stage, parts in reports.items():
-            ended = [span for span in self._spans[stage] if not span.is_open]
-            self._spans[stage] = ended + [span for part in parts for span in part.spans]
-        parts = [part for stage in reports.values() for part in stage]
+        for role, parts in reports.items():
+            ended = [span for span in self._spans[role] if not span.is_open]
+            self._spans[role] = ended + [span for part in parts for span in part.spans]
+        parts = [part for role in reports.values() for part in role]
         self._samples += [sample for part in parts for sample in part.samples]
         return [span for part in parts for span in part.spans if not span.is_open]
 
     def _activity(self) -> dict[str, Activity]:
-        """What reaches into the window; what ended before it is forgotten."""
+        """What reaches into the window, by stage; what ended before it is forgotten.
+
+        What actors do for no stage in particular, as a pull, counts to the first of theirs.
+        """
         activity = {}
-        for stage in self._stages:
-            spans = [s for s in self._spans[stage.stage] if s.end_s > self._window_start]
-            self._spans[stage.stage] = spans
-            activity[stage.stage] = Activity(stage.kind.value, len(stage.actors), spans)
+        for role in self._roles:
+            spans = [s for s in self._spans[role.role] if s.end_s > self._window_start]
+            self._spans[role.role] = spans
+            first, *others = [call.stage for call in role.calls]
+            parts = {first: [span for span in spans if span.name not in others]}
+            parts |= {stage: [span for span in spans if span.name == stage] for stage in others}
+            for stage, own in parts.items():
+                activity[stage] = Activity(role.kind.value, len(role.actors), own)
         return activity
 
     def _metrics(self, snapshot: Snapshot) -> dict[str, float]:
         made, settings = snapshot.outcome.made, self._config.settings
         sums = made[POLICY].sums
-        critic = summarise_critic(made[CRITIC].sums) if CRITIC in made else {}
-        means = {
-            role: _mean([update.metrics for update in one.updates]) for role, one in made.items()
-        }
-        return {
-            **summarise(sums, step_normaliser(settings, sums)),
-            **critic,
-            "policy/kl_coef": snapshot.outcome.dials.get("kl_coef", settings.kl_coef),
-            # What both report, as the time to publish, is the policy's.
-            **means.get(CRITIC, {}),
-            **means[POLICY],
-            **snapshot.weights,
-            **snapshot.evaluation,
-        }
+        metrics = summarise(sums, step_normaliser(settings, sums))
+        dials = dict(snapshot.outcome.dials)
+        metrics["policy/kl_coef"] = dials.pop("kl_coef", settings.kl_coef)
+        metrics |= {f"dial/{name}": value for name, value in dials.items()}
+        # What all report, as the time to publish, is the policy's, who comes last.
+        for role in sorted(made, key=lambda role: role == POLICY):
+            if role in CRITICS.values():
+                metrics |= summarise_critic(made[role].sums, role)
+            metrics |= _mean([update.metrics for update in made[role].updates])
+        return {**metrics, **snapshot.weights, **snapshot.evaluation}
 
 
 def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

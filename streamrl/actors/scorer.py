@@ -1,14 +1,13 @@
-"""A scorer replica of any kind (reward, reference, value): hosts the score loop of its stage."""
+"""A scorer replica of any role (reward, cost, reference, value): hosts the loops of its stages."""
 
 import asyncio
 from collections.abc import Sequence
-from typing import cast
 
 import ray
 
-from streamrl.actors.engine_factory import HostedScorer, HostedShadow
+from streamrl.actors.engine_factory import HostedScorer
 from streamrl.actors.wiring import ActorReport, RemoteChannel, Wiring
-from streamrl.dataflow import FOLLOWED, Call
+from streamrl.dataflow import REWARD, Call
 from streamrl.errors import ActorLostError
 from streamrl.messages import Experience
 from streamrl.pipeline import Serving, follow_weights, score
@@ -23,40 +22,41 @@ class ScorerActor:
     def __init__(self) -> None:
         self._scorer: HostedScorer | None = None
 
-    async def start(self, wiring: Wiring, replica: int, call: Call) -> None:
-        """Load what the stage scores with."""
+    async def start(self, wiring: Wiring, replica: int, calls: Sequence[Call]) -> None:
+        """Load what the stages score with."""
         self._config = wiring.config
-        self._call = call
-        name = f"{call.role}-{replica}"
-        self._stage = wiring.stage(call.stage, name)
-        self._held, self._channel = None, None
-        if call.role in FOLLOWED:
-            self._held = HeldVersion(name)
-            self._channel = RemoteChannel(wiring.coordinator, name, FOLLOWED[call.role])
-        self._scorer = await wiring.engines.scorer(wiring.config, call.role)
+        self._calls = calls
+        role, follows = calls[0].role, calls[0].follows
+        name = f"{role}-{replica}"
+        self._stages = wiring.stages(calls, name)
+        self._held = HeldVersion(name) if follows else None
+        self._channel = RemoteChannel(wiring.coordinator, name, follows)
+        self._scorer = await wiring.engines.scorer(wiring.config, role)
 
     async def run(self) -> None:
-        """The loops of the stage, until the actor is killed."""
-        scorer, stage, held = self._scorer, self._stage, self._held
+        """The loops of the stages, until the actor is killed."""
+        scorer, held = self._scorer, self._held
         assert scorer is not None
         batch = self._config.scorer.max_groups
-        serving = Serving(self._call.needs, slots=2 * batch, batch=batch)
         stall_s = self._config.pipeline.stall_s
         async with asyncio.TaskGroup() as tasks:
-            if held is not None and self._channel is not None:
-                shadow = cast(HostedShadow, scorer)
-                tasks.create_task(follow_weights(stage, shadow, self._channel, held))
-            tasks.create_task(score(stage, scorer, serving, held=held, stall_s=stall_s))
+            if held is not None and scorer.follower is not None:
+                tasks.create_task(
+                    follow_weights(self._stages[0], scorer.follower, self._channel, held)
+                )
+            for stage, call in zip(self._stages, self._calls, strict=True):
+                judge, serving = scorer.stages[stage.name], Serving(call.needs, 2 * batch, batch)
+                tasks.create_task(score(stage, judge, serving, held=held, stall_s=stall_s))
 
     async def score(self, experiences: Sequence[Experience]) -> Sequence[Result]:
         """Score groups that are not in the queue: those of an evaluation."""
         if self._scorer is None:
             raise ActorLostError("this scorer has died and is not yet back")
-        return await self._scorer.score(experiences)
+        return await self._scorer.stages[REWARD.stage](experiences)
 
     async def drain(self) -> ActorReport:
         """What this replica did since the last call, with a few scored texts."""
         if self._scorer is None:
             return ActorReport("", ())
-        spans = self._stage.spans
+        spans = self._stages[0].spans
         return ActorReport(spans.process, spans.drain(), self._scorer.drain_samples())

@@ -16,7 +16,7 @@ from streamrl.actors.coordinator import Cast, CoordinatorActor, Finish, Start
 from streamrl.actors.engine_factory import EngineFactory
 from streamrl.actors.feed import EventReport, Report
 from streamrl.actors.generator import GeneratorActor
-from streamrl.actors.reporting import StageActors
+from streamrl.actors.reporting import RoleActors
 from streamrl.actors.scorer import ScorerActor
 from streamrl.actors.shard import create_shards
 from streamrl.actors.starting import Starting
@@ -67,7 +67,7 @@ class Session:
         self._on_gpu = on_gpu
         self._engines = engines
         self._actors: dict[str, Any] = {}
-        self._stages: list[StageActors] = []
+        self._roles: list[RoleActors] = []
         self._loops: dict[Any, str] = {}
         self._starting = Starting(config.generator.start_timeout_s + CALL_TIMEOUT_S)
         self._starts: dict[str, Callable[[], Any]] = {}
@@ -81,14 +81,14 @@ class Session:
         """
         # Engines take longest to come up: their processes first.
         needed = demands(self._config, self._prepared, self._on_gpu)
-        self._stages = [self._create_stage(demand) for demand in needed]
+        self._roles = [self._create_actors(demand) for demand in needed]
         coordinator = self._create("coordinator", CoordinatorActor)
         wiring = self._wire(coordinator)
         for shard in wiring.shards:
             self._starting.add(self._actors[shard.name].ready.remote(), shard.name)
         status(f"starting {', '.join(sorted(self._actors))}")
-        for demand, stage in zip(needed, self._stages, strict=True):
-            self._start_stage(demand.call, stage, wiring, checkpoint)
+        for role in self._roles:
+            self._start_actors(role, wiring, checkpoint)
         corrupt = self._await_ready(status)
         start = Start(
             prompts=self._prepared.prompts,
@@ -97,10 +97,10 @@ class Session:
             checkpoint=str(checkpoint.path) if checkpoint else "",
         )
         status("publishing the first weights")
-        fetch(coordinator.start.remote(wiring, Cast(self._stages), start), "coordinator.start")
-        for stage in self._stages:
-            if stage.kind is not Kind.TRAIN:
-                pairs = zip(stage.names, stage.actors, strict=True)
+        fetch(coordinator.start.remote(wiring, Cast(self._roles), start), "coordinator.start")
+        for role in self._roles:
+            if role.kind is not Kind.TRAIN:
+                pairs = zip(role.names, role.actors, strict=True)
                 self._loops |= {actor.run.remote(): name for name, actor in pairs}
         self._loops[coordinator.run.remote()] = "coordinator"
         return corrupt
@@ -197,34 +197,32 @@ class Session:
             plans[name] = ShardPlan(ports, config.queue, bounds, session, kept)
         return plans
 
-    def _create_stage(self, demand: Demand) -> StageActors:
-        kind = demand.call.kind
+    def _create_actors(self, demand: Demand) -> RoleActors:
+        call = demand.calls[0]
         options: dict[str, Any] = {"num_cpus": demand.cpus, "num_gpus": demand.gpus}
-        if kind in RETURNING:
+        if call.kind in RETURNING:
             options["max_restarts"] = self._config.run.max_restarts
         names = [f"{demand.role}-{i}" for i in range(demand.count)]
         actors = [
-            self._create(name, HOSTS[kind], options=options, env=self._env(demand.call))
+            self._create(name, HOSTS[call.kind], options=options, env=self._env(call))
             for name in names
         ]
-        return StageActors(demand.call.stage, kind, names, actors, demand.call.role)
+        return RoleActors(demand.calls, names, actors)
 
-    def _start_stage(
-        self, call: Call, stage: StageActors, wiring: Wiring, checkpoint: Checkpoint | None
+    def _start_actors(
+        self, role: RoleActors, wiring: Wiring, checkpoint: Checkpoint | None
     ) -> None:
-        """Let the actors of one stage start."""
-        arguments: tuple[Any, ...] = ()
-        if stage.kind is Kind.SCORE:
-            arguments = (call,)
-        elif stage.kind is Kind.TRAIN:
-            name = stage.names[0]
-            place = fetch(stage.actors[0].rendezvous.remote(), f"{name}.rendezvous")
-            meeting = Meeting(call.role, call.stage, name.rpartition("-")[0], *place)
+        """Let the actors of one role start."""
+        arguments: tuple[Any, ...] = (role.calls,)
+        if role.kind is Kind.TRAIN:
+            name, (call,) = role.names[0], role.calls
+            place = fetch(role.actors[0].rendezvous.remote(), f"{name}.rendezvous")
+            meeting = Meeting(call, name.rpartition("-")[0], *place)
             saved = checkpoint.dirs(call.role)[1].absolute() if checkpoint else None
             arguments = (meeting, saved)
-        for i, (actor, name) in enumerate(zip(stage.actors, stage.names, strict=True)):
+        for i, (actor, name) in enumerate(zip(role.actors, role.names, strict=True)):
             self._starting.add(actor.start.remote(wiring, i, *arguments), name)
-            if stage.kind in RETURNING:
+            if role.kind in RETURNING:
                 # Waits for the new process, and dies with it like the first call.
                 again = actor.start.options(max_task_retries=-1)
                 self._starts[name] = partial(again.remote, wiring, i, *arguments)

@@ -18,7 +18,7 @@ from streamrl.actors.calls import call
 from streamrl.actors.wiring import ActorReport, Wiring
 from streamrl.algorithms import Settings, columns_derived_from
 from streamrl.checkpoint import CheckpointWriter
-from streamrl.dataflow import POLICY
+from streamrl.dataflow import POLICY, Call
 from streamrl.engines.packing import MicroBatch, Pick, Round
 from streamrl.engines.rollout_sums import rollout_sums
 from streamrl.engines.schedule import Pace, Turn
@@ -44,8 +44,7 @@ def free_port() -> int:
 class Meeting:
     """Where the ranks of a trainer meet, at rank 0, and what they train there."""
 
-    role: str
-    stage: str
+    call: Call
     name: str
     address: str
     port: int
@@ -65,12 +64,12 @@ class TrainerActor:
         """Load the model, join the other ranks, and load the training state of a checkpoint."""
         self._config = wiring.config
         self._rank = rank
-        self._stage = wiring.stage(meeting.stage, f"{meeting.name}-{rank}")
+        (self._stage,) = wiring.stages([meeting.call], f"{meeting.name}-{rank}")
         self._columns = wiring.train_columns
         self._thread = ThreadPoolExecutor(1, "trainer")
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting.address, str(meeting.port)
         make = wiring.engines.trainer
-        self._trainer = await self._in_thread(make, wiring.config, rank, meeting.role)
+        self._trainer = await self._in_thread(make, wiring.config, rank, meeting.call.role)
         if resume_dir is not None:
             await self._in_thread(self._trainer.load, resume_dir)
 

@@ -11,10 +11,9 @@ from streamrl.actors.engine_factory import EngineFactory
 from streamrl.actors.remote_shard import RemoteShard
 from streamrl.buffer import ExperienceQueue
 from streamrl.config import RunConfig
-from streamrl.dataflow import Dataflow, Kind
+from streamrl.dataflow import Call, Dataflow, Kind
 from streamrl.faces import Stage
 from streamrl.lease import FreeLease, SharedLease
-from streamrl.messages import COMPONENT_PREFIX
 from streamrl.telemetry.spans import Span, SpanRecorder
 from streamrl.weights import WeightManifest, unpack
 from streamrl.weights.registry import Held
@@ -24,7 +23,7 @@ from streamrl.weights.registry import Held
 class Wiring:
     """Given to every actor of a run at its start.
 
-    components: names of the rewards that are combined into the scores.
+    components: columns that the scores, and the costs, are combined from.
     max_length: most tokens of prompt and completion together.
     run_dir: where checkpoints go, absolute.
     """
@@ -40,20 +39,24 @@ class Wiring:
 
     @property
     def train_columns(self) -> tuple[str, ...]:
-        """What a rank reads of a group: what the algorithm needs, and the reward components."""
+        """What a rank reads of a group: what the algorithm needs, and the components of rewards."""
         train = self.dataflow.of_kind(Kind.TRAIN)[0]
-        return (*train.needs, *(f"{COMPONENT_PREFIX}{name}" for name in self.components))
+        return (*train.needs, *self.components)
 
-    def stage(self, name: str, process: str) -> Stage:
-        """The place of an actor called `process` in stage `name`."""
+    def stages(self, calls: Sequence[Call], process: str) -> list[Stage]:
+        """The places of an actor called `process`, one per call of its role."""
         arbiter = RemoteArbiter(self.coordinator, self.config.pipeline.stall_s)
         shared = self.config.placement.one_at_a_time
-        return Stage(
-            name=name,
-            queue=ExperienceQueue(self.shards, process),
-            lease=SharedLease(arbiter, process) if shared else FreeLease(),
-            spans=SpanRecorder(process),
-        )
+        spans = SpanRecorder(process)
+        return [
+            Stage(
+                name=call.stage,
+                queue=ExperienceQueue(self.shards, process),
+                lease=SharedLease(arbiter, process) if shared else FreeLease(),
+                spans=spans,
+            )
+            for call in calls
+        ]
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ is normalised all follow from it.
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -61,6 +61,12 @@ class Settings:
         """Optimizer updates per step."""
         return self.epochs * self.mini_batches
 
+    def turned(self, dials: Mapping[str, float]) -> "Settings":
+        """The same with dials in the place of the fields, or the row's numbers, of their names."""
+        own = {name: value for name, value in dials.items() if name in self.params}
+        fields: dict[str, Any] = {name: dials[name] for name in dials if name not in own}
+        return replace(self, **fields, params={**self.params, **own})
+
     @property
     def looks_ahead(self) -> bool:
         """Whether the policy has to see a step's tokens before it is updated with them."""
@@ -87,6 +93,7 @@ class Tokens:
 Columns = Mapping[str, Tensor]
 FromGroups = Callable[[Columns, Tensor, Settings], Tensor]
 TokenLoss = Callable[[Tokens, Settings], tuple[Tensor, Tensor]]
+Dial = Callable[[float, Mapping[str, float], Settings], float]
 
 
 @dataclass(frozen=True)
@@ -102,6 +109,8 @@ class Algorithm:
     scope: "group" if a group is enough for `advantages` and `derived`, "step" if they need all
         groups of the step: the pipeline then waits for them.
     derived: further functions like `advantages`, which they see as a column, for `token_loss`.
+    dials: how those of `params` that change go on after a step: (value, what the step showed,
+        settings) -> value. It showed a mean per rollout: score, and cost where there are costs.
     """
 
     name: str
@@ -113,14 +122,18 @@ class Algorithm:
     params: Mapping[str, Any] = field(default_factory=dict)
     scope: str = "group"
     derived: Mapping[str, FromGroups] = field(default_factory=dict)
+    dials: Mapping[str, Dial] = field(default_factory=dict)
     min_group_size: int = 1
 
     def __post_init__(self) -> None:
         if self.scope not in SCOPES:
             raise ValueError(f"scope={self.scope!r}: must be one of {', '.join(SCOPES)}")
-        for function in (self.advantages, self.token_loss, *self.derived.values()):
+        functions = (*self.derived.values(), *self.dials.values())
+        for function in (self.advantages, self.token_loss, *functions):
             if not inspect.isfunction(function):
                 raise ValueError(f"algorithm {self.name}: {function!r} must be a plain function")
+        if alien := self.dials.keys() - self.params.keys():
+            raise ValueError(f"algorithm {self.name}: dials {sorted(alien)} are not in params")
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What one of the row's functions gives. Raises AlgorithmError naming it and the line."""

@@ -12,6 +12,8 @@ from torch import Tensor
 from streamrl.algorithms.losses import value_loss
 from streamrl.algorithms.masks import keep
 
+LOSS_NAMES = {"critic": "loss/value", "cost_critic": "loss/cost_value"}
+
 
 def critic_loss(
     batch: Mapping[str, Tensor], values: Tensor, *, clip: float | None
@@ -40,23 +42,23 @@ def critic_loss(
     return losses.sum(), {name: value.detach() for name, value in sums.items()}
 
 
-def summarise_critic(sums: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of a step from its sums; none if it had no token.
+def summarise_critic(sums: Mapping[str, float], role: str) -> dict[str, float]:
+    """Metrics of a step from its sums, under the critic's role; none if it had no token.
 
-    critic/explained_variance is 1 - var(returns - values) / var(returns): 1 for a perfect critic, 0
+    explained_variance is 1 - var(returns - values) / var(returns): 1 for a perfect critic, 0
     for one that knows no more than the mean.
     """
     count = sums.get("num_tokens", 0.0)
     if not count:
         return {}
     metrics = {
-        "loss/value": sums["loss_value_sum"] / count,
-        "critic/value_mean": sums["value_sum"] / count,
-        "critic/clip_frac": sums["value_clipped_sum"] / count,
+        LOSS_NAMES[role]: sums["loss_value_sum"] / count,
+        f"{role}/value_mean": sums["value_sum"] / count,
+        f"{role}/clip_frac": sums["value_clipped_sum"] / count,
     }
     spread = _variance(sums, "return", count)
     if spread > 0:
-        metrics["critic/explained_variance"] = 1 - _variance(sums, "error", count) / spread
+        metrics[f"{role}/explained_variance"] = 1 - _variance(sums, "error", count) / spread
     return metrics
 
 

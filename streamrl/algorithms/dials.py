@@ -1,36 +1,50 @@
 """Numbers that are set anew after every step, from what the step showed.
 
-A dial is named after the field of `Settings` it takes the place of. Who trains is told the dials
-before a step; they are part of a checkpoint, and steps that are made again turn them again.
+A dial is named after the field of `Settings`, or the number of the row's own, that it takes the
+place of. Who trains is told the dials before a step; they are part of a checkpoint, and steps that
+are made again turn them again.
 """
 
+import math
 from collections.abc import Mapping
 
-from streamrl.algorithms.algorithm import Settings
+from streamrl.algorithms.algorithm import Algorithm, Settings
 from streamrl.algorithms.kl import adapt_coefficient
+from streamrl.errors import AlgorithmError
 
 
 class Dials:
-    """The dials of a run, by name: kl_coef, if it is to follow a target."""
+    """The dials of a run, by name: those of the row, and kl_coef if it is to follow a target."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, row: Algorithm, settings: Settings) -> None:
+        self._row = row
         self._settings = settings
-        self.values: dict[str, float] = {}
+        self.values = {name: float(settings.params[name]) for name in row.dials}
         if settings.kl_target is not None:
             self.values["kl_coef"] = settings.kl_coef
 
     def after(self, sums: Mapping[str, float], *, num_rollouts: int) -> None:
-        """Turn them by the policy's sums of a step and its rollouts; not if it trained nothing."""
-        target, sampled = self._settings.kl_target, sums.get("num_sampled", 0.0)
-        if target is None or not sampled:
+        """Turn them by the policy's sums of a step and its rollouts; not if it trained nothing.
+
+        Raises AlgorithmError if a dial of the row gives no number.
+        """
+        if not sums.get("num_sampled"):
             return
-        self.values["kl_coef"] = adapt_coefficient(
-            self.values["kl_coef"],
-            sums["kl_ref_sum"] / sampled,
-            target=target,
-            horizon=self._settings.kl_horizon,
-            num_rollouts=num_rollouts,
-        )
+        settings = self._settings.turned(self.values)
+        shown = {name: sums[f"{name}_sum"] / num_rollouts for name in _shown(sums)}
+        for name, turn in self._row.dials.items():
+            value = self._row.call(turn, self.values[name], shown, settings)
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                raise AlgorithmError(f"algorithm {self._row.name}: dial {name} became {value!r}")
+            self.values[name] = float(value)
+        if settings.kl_target is not None:
+            self.values["kl_coef"] = adapt_coefficient(
+                settings.kl_coef,
+                sums["kl_ref_sum"] / sums["num_sampled"],
+                target=settings.kl_target,
+                horizon=settings.kl_horizon,
+                num_rollouts=num_rollouts,
+            )
 
     def state_dict(self) -> dict[str, float]:
         """Where they stand."""
@@ -39,3 +53,7 @@ class Dials:
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Go on from where they stood; those the run no longer has are forgotten."""
         self.values.update({name: state[name] for name in self.values if name in state})
+
+
+def _shown(sums: Mapping[str, float]) -> list[str]:
+    return [name for name in ("score", "cost") if f"{name}_sum" in sums]

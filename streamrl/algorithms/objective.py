@@ -79,7 +79,10 @@ def derive(
 
 
 def _shaped(settings: Settings, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The columns with scores as the algorithm is to see them, and token_rewards [B, T]."""
+    """The columns with scores as the algorithm is to see them, and token_rewards [B, T].
+
+    Where there are costs, token_costs [B, T] too.
+    """
     sampled, scores = columns["loss_mask"], columns["scores"]
     if settings.overlong_buffer:
         scores = scores + soft_overlong(
@@ -89,12 +92,17 @@ def _shaped(settings: Settings, columns: Mapping[str, Tensor]) -> dict[str, Tens
             factor=settings.overlong_factor,
         )
     shaped = {**columns, "scores": scores, "token_rewards": token_rewards(scores, sampled)}
+    if "costs" in columns:
+        shaped["token_costs"] = token_rewards(columns["costs"], sampled)
     if settings.kl_coef and settings.kl_in == "reward":
         behaviour = keep(columns["generator_logprobs"], sampled)
         reference = keep(columns["ref_logprobs"], sampled)
         penalties = settings.kl_coef * kl_estimate(behaviour, reference, settings.kl_kind)
         shaped["token_rewards"] = token_rewards(scores, sampled, penalties)
         shaped["scores"] = scores - row_sum(penalties, sampled)[:, 0]
+        if "costs" in columns:
+            # To lower a cost is no reason to leave the reference either.
+            shaped["token_costs"] = token_rewards(columns["costs"], sampled, -penalties)
     return shaped
 
 

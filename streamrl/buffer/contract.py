@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from streamrl.buffer.config import Ports
 from streamrl.buffer.exchange import Commit
 from streamrl.errors import ContractError
-from streamrl.messages import GroupInfo, check_sizes
+from streamrl.messages import GroupInfo, Per, check_sizes, column_spec
 
 
 class Contract:
@@ -32,7 +32,9 @@ class Contract:
             foreign = sorted(names & self._of_others[stage])
             raise ContractError(f"stage {stage} put {foreign} for {uid}: not its own")
         if info is None:
-            raise ContractError(f"stage {stage} put columns for {uid} before its rollouts")
+            if early := sorted(n for n in names if column_spec(n).per is not Per.GROUP):
+                raise ContractError(f"stage {stage} put {early} for {uid} before its rollouts")
+            return
         if not info.version_tokens:
             raise ContractError(f"group {uid}: no token of it was sampled (loss_mask)")
         if info.min_version < 0:

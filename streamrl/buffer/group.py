@@ -147,9 +147,9 @@ def leased(
 
 
 def committed(
-    lease: Lease, blob: Blob, *, names: Iterable[str], info: GroupInfo, version: int
+    lease: Lease, blob: Blob, *, names: Iterable[str], info: GroupInfo | None, version: int
 ) -> Record:
-    """A stage's columns came in; `version` was being trained then."""
+    """A stage's columns came in; `version` was being trained then. No `info` before rollouts."""
     meta = {
         "kind": "put",
         "uid": lease.uid,
@@ -313,7 +313,7 @@ class GroupBook:
         group = self.groups.get(meta["uid"])
         if group is None or group.ended is not None:
             return []
-        group.info = group.info or msgspec.convert(meta["info"], GroupInfo)
+        group.info = group.info or msgspec.convert(meta["info"], GroupInfo | None)
         part = Part(tuple(meta["names"]), size_of(record.payload), data, spot)
         group.parts[meta["stage"]] = part
         group.num_bytes += part.num_bytes

@@ -343,7 +343,6 @@ def _info(commit: Commit, group: Group | None) -> GroupInfo | None:
 
 def _record(book: GroupBook, commit: Commit) -> Record:
     info = _info(commit, book.groups.get(commit.lease.uid))
-    assert info is not None
     return transitions.committed(
         commit.lease, commit.blob, names=commit.sizes, info=info, version=book.version
     )

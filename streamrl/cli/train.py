@@ -10,8 +10,9 @@ from pathlib import Path
 
 from streamrl.actors.cluster import cluster, node_stores
 from streamrl.actors.coordinator import Finish
-from streamrl.actors.engine_factory import EngineFactory, RealEngines
+from streamrl.actors.engine_factory import EngineFactory
 from streamrl.actors.feed import EventReport, Report, StatusReport, StepReport
+from streamrl.actors.real_engines import RealEngines
 from streamrl.actors.session import Session
 from streamrl.buffer import Ledger
 from streamrl.checkpoint import Checkpoint, ResumePoint, find_resume_point

@@ -1,12 +1,16 @@
-"""The generation engine as the generate stage sees it: a prompt in, its group of rollouts out."""
+"""The generation engine as the generating stages see it: a prompt in, columns out."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import torch
 
+from streamrl.dataflow import GENERATE, GREEDY
 from streamrl.engines.generation import GenerationEngine
 from streamrl.engines.seeds import rollout_seeds
-from streamrl.messages import Array, Prompt, Rollout
+from streamrl.messages import Array, Columns, Prompt, Rollout, group_columns
+
+#: Of the likeliest completion, where a seed has no say.
+ANY_SEED = 0
 
 
 class GroupGenerator:
@@ -17,10 +21,20 @@ class GroupGenerator:
         self._group_size = group_size
         self._run_seed = run_seed
 
-    async def rollouts(self, prompt: Prompt) -> list[Rollout]:
-        """The group of a prompt, on the newest weights the engine holds."""
+    @property
+    def stages(self) -> Mapping[str, Callable[[Prompt], Awaitable[Columns]]]:
+        """What it does in each stage of its role."""
+        return {GENERATE.stage: self.group, GREEDY.stage: self.greedy}
+
+    async def group(self, prompt: Prompt) -> Columns:
+        """The rollouts of a prompt, on the newest weights the engine holds."""
         seeds = rollout_seeds(self._run_seed, prompt.uid, self._group_size)
-        return await self._engine.generate(prompt.token_ids, seeds=seeds)
+        return group_columns(await self._engine.generate(prompt.token_ids, seeds=seeds))
+
+    async def greedy(self, prompt: Prompt) -> Columns:
+        """The prompt's likeliest completion, token by token, on those weights."""
+        (rollout,) = await self.sample(prompt, [ANY_SEED], temperature=0.0)
+        return {"greedy_ids": rollout.completion_ids}
 
     async def sample(
         self, prompt: Prompt, seeds: Sequence[int], *, temperature: float

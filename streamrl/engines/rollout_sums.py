@@ -3,11 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 from streamrl.engines.packing import Pick
-from streamrl.messages import COMPONENT_PREFIX, Columns, FinishReason, split_tokens
+from streamrl.messages import Columns, FinishReason, is_component, split_tokens
 
 
 def rollout_sums(groups: Mapping[str, Columns], picks: Sequence[Pick]) -> dict[str, float]:
-    """Sums over the picked rollouts: scores, reward components, sampled tokens, truncations.
+    """Sums over the picked rollouts: scores, costs, components, sampled tokens, truncations.
 
     `sampled_max` is a maximum; everything else is added.
     """
@@ -29,9 +29,11 @@ def rollout_sums(groups: Mapping[str, Columns], picks: Sequence[Pick]) -> dict[s
         sums["sampled_max"] = max(sums["sampled_max"], tokens)
         sums["truncated_sum"] += columns["finish_reason"][index] == FinishReason.LENGTH.value
         for name in columns:
-            if name.startswith(COMPONENT_PREFIX):
+            if is_component(name):
                 total = sums.get(f"{name}_sum", 0.0)
                 sums[f"{name}_sum"] = total + float(columns[name][index])
+        if "costs" in columns:
+            sums["cost_sum"] = sums.get("cost_sum", 0.0) + float(columns["costs"][index])
     return sums
 
 

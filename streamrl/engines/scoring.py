@@ -78,8 +78,8 @@ class ValueScorer:
             for name, parameter in self._model.named_parameters(remove_duplicate=False):
                 parameter.copy_(whole[name])
 
-    def values(self, columns: Columns) -> dict[str, Array]:
-        """The values column of a group with token_ids, loss_mask and lengths.
+    def values(self, columns: Columns) -> Array:
+        """A value per token, float32, of a group with token_ids, loss_mask and lengths.
 
         0 where loss_mask is false. Raises ValueError if a rollout is longer than a micro-batch may
         be.
@@ -88,7 +88,7 @@ class ValueScorer:
         def values(batch: TensorDict) -> Tensor:
             return token_values(self._model, batch["token_ids"], batch["attention_mask"])
 
-        return {"values": per_token(columns, values, self._micro_batch_tokens)}
+        return per_token(columns, values, self._micro_batch_tokens)
 
 
 def per_token(

@@ -16,6 +16,7 @@ from streamrl.algorithms import (
     step_normaliser,
 )
 from streamrl.algorithms.critic import critic_loss
+from streamrl.dataflow import COST_CRITIC, CRITIC
 from streamrl.engines.batching import TOKEN_COLUMNS
 from streamrl.engines.forward import (
     EntropyMode,
@@ -29,6 +30,8 @@ from streamrl.engines.forward import (
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+LEARNED = {CRITIC: ("values", "returns"), COST_CRITIC: ("cost_values", "cost_returns")}
+"""The columns of a critic: what it said when a group was scored, and what it is to learn."""
 Forward = Callable[..., Any]
 Loss = tuple[Tensor, dict[str, Tensor]]
 """Summed loss of a micro-batch, and sums for metrics."""
@@ -139,12 +142,12 @@ class CriticTask:
     row: Algorithm
     settings: Settings
     clip: float | None
-    name: str = "critic"
+    name: str = CRITIC
 
     @property
     def token_columns(self) -> tuple[str, ...]:
         """What its loss reads per token."""
-        return ("token_ids", "loss_mask", "values")
+        return ("token_ids", "loss_mask", LEARNED[self.name][0])
 
     def with_settings(self, settings: Settings) -> "CriticTask":
         """The same with other settings."""
@@ -156,8 +159,10 @@ class CriticTask:
 
     def loss(self, forward: Forward, batch: TensorDict, *, version: int) -> Loss:
         """Half the squared distance to the returns."""
+        old, returns = (batch[name] for name in LEARNED[self.name])
         values = token_values(forward, batch["token_ids"], batch["attention_mask"])
-        return critic_loss(batch.to_dict(), values, clip=self.clip)
+        known = {"loss_mask": batch["loss_mask"], "values": old, "returns": returns}
+        return critic_loss(known, values, clip=self.clip)
 
     def blank(self, forward: Forward, batch: TensorDict) -> Tensor:
         """0, of the values."""

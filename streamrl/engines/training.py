@@ -9,7 +9,6 @@ ranks has a say in the update.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -98,10 +97,9 @@ class ModelTrainer:
 
     def adopt(self, dials: Mapping[str, float]) -> None:
         """Train with these in the place of the settings of their names."""
-        settings = self._task.settings
-        if any(vars(settings)[name] != value for name, value in dials.items()):
-            changed: dict[str, Any] = dict(dials)
-            self._task = self._task.with_settings(replace(settings, **changed))
+        settings = self._task.settings.turned(dials)
+        if settings != self._task.settings:
+            self._task = self._task.with_settings(settings)
 
     def plan(self, groups: Mapping[str, Columns]) -> None:
         """Derive advantages from all groups of the step, for a row that needs the whole of it."""

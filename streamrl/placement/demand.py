@@ -47,12 +47,13 @@ class PlacementConfig:
 
 @dataclass(frozen=True)
 class Demand:
-    """`count` actors for a call, each with so much; `key` is the setting that says how many.
+    """`count` actors for the calls of a role, each with so much.
 
-    memory_gib: the least main memory one takes; it may well take more.
+    role: what the actors are called. key: the setting that says how many. memory_gib: the least
+    main memory one takes; it may well take more.
     """
 
-    call: Call
+    calls: Sequence[Call]
     role: str
     key: str
     count: int

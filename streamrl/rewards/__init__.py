@@ -2,12 +2,15 @@
 
 from streamrl.rewards.config import RewardConfig, ScorerConfig
 from streamrl.rewards.registry import KINDS, Kind, build_rewards
-from streamrl.rewards.reward_set import Component, Reward, RewardSet
+from streamrl.rewards.reward_set import COSTS, REWARDS, Component, Judged, Reward, RewardSet
 from streamrl.rewards.text import decode_completions
 
 __all__ = [
+    "COSTS",
     "KINDS",
+    "REWARDS",
     "Component",
+    "Judged",
     "Kind",
     "Reward",
     "RewardConfig",

@@ -10,7 +10,7 @@ from streamrl.rewards.exact import ExactReward
 from streamrl.rewards.function import FunctionReward
 from streamrl.rewards.numeric import NumericReward
 from streamrl.rewards.pattern import PatternReward
-from streamrl.rewards.reward_set import Component, Reward, RewardSet
+from streamrl.rewards.reward_set import REWARDS, Component, Judged, Reward, RewardSet
 
 
 @dataclass(frozen=True)
@@ -31,22 +31,27 @@ KINDS: Mapping[str, Kind] = {
 _OPTIONS = ("pattern", "path", "function")
 
 
-def build_rewards(configs: Sequence[RewardConfig], *, timeout_s: float) -> RewardSet:
-    """The rewards of a run; `timeout_s` is the deadline of scoring one group.
+def build_rewards(
+    configs: Sequence[RewardConfig], *, timeout_s: float, judged: Judged = REWARDS
+) -> RewardSet:
+    """The rewards of a run, or its costs; `timeout_s` is the deadline of scoring one group.
 
     Raises ConfigError: no rewards, an unknown kind, a name given twice, an option that is missing
     or means nothing to the kind, or what the kind itself refuses.
     """
+    section = judged.section
     if not configs:
-        raise ConfigError("rewards: empty; a run needs at least one, e.g. [{kind: exact}]")
+        raise ConfigError(f"{section}: empty; a run needs at least one, e.g. [{{kind: exact}}]")
     components = [
         Component(config.component, config.weight, _kind(config).make(config)) for config in configs
     ]
     names = [component.name for component in components]
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"rewards.name={name}: given {names.count(name)} times, must differ")
-    return RewardSet(components, timeout_s=timeout_s)
+            raise ConfigError(
+                f"{section}.name={name}: given {names.count(name)} times, must differ"
+            )
+    return RewardSet(components, timeout_s=timeout_s, judged=judged)
 
 
 def _kind(config: RewardConfig) -> Kind:

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from streamrl.errors import ConfigError, DeadlineError, RewardError
-from streamrl.messages import COMPONENT_PREFIX, Array, Prompt, parse_uid
+from streamrl.messages import COMPONENT_PREFIX, COST_PREFIX, Array, Prompt, parse_uid
 
 _Task = asyncio.Task[list[float]]
 
@@ -26,6 +26,20 @@ class Reward(Protocol):
 
 
 @dataclass(frozen=True)
+class Judged:
+    """What is computed of a completion: `word` for one component, the sum's column `total`."""
+
+    section: str
+    word: str
+    prefix: str
+    total: str
+
+
+REWARDS = Judged("rewards", "reward", COMPONENT_PREFIX, "scores")
+COSTS = Judged("costs", "cost", COST_PREFIX, "costs")
+
+
+@dataclass(frozen=True)
 class Component:
     """A reward under the name it is logged as, and its factor in the score."""
 
@@ -35,16 +49,24 @@ class Component:
 
 
 class RewardSet:
-    """All rewards of a run. `timeout_s` is the deadline of one group."""
+    """All rewards of a run, or all costs. `timeout_s` is the deadline of one group."""
 
-    def __init__(self, components: Sequence[Component], *, timeout_s: float) -> None:
+    def __init__(
+        self, components: Sequence[Component], *, timeout_s: float, judged: Judged = REWARDS
+    ) -> None:
         self._components = tuple(components)
         self._timeout_s = timeout_s
+        self._judged = judged
 
     @property
     def names(self) -> tuple[str, ...]:
         """Component names, in the order of the config."""
         return tuple(component.name for component in self._components)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The column of each component."""
+        return tuple(self._judged.prefix + name for name in self.names)
 
     def check(self, prompts: Sequence[Prompt], *, place: str = "prompts") -> None:
         """Raise ConfigError for the first prompt that a reward cannot judge.
@@ -58,11 +80,12 @@ class RewardSet:
                 except RewardError as error:
                     number = parse_uid(prompt.uid)[1] + 1
                     raise ConfigError(
-                        f"{place} row {number} (uid {prompt.uid}): reward {component.name}: {error}"
+                        f"{place} row {number} (uid {prompt.uid}):"
+                        f" {self._judged.word} {component.name}: {error}"
                     ) from error
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> dict[str, Array]:
-        """float32 [G] for G completions: `reward/<name>` of each, and `scores`, their weighted sum.
+        """float32 [G] for G completions: each component, and `scores` or `costs`, the weighted sum.
 
         Raises RewardError, or DeadlineError when the time is over, naming reward and uid. A reward
         that does not react to being cancelled is left behind, not waited for.
@@ -78,16 +101,19 @@ class RewardSet:
             for task in tasks:
                 task.cancel()
         columns: dict[str, Array] = {}
+        word = self._judged.word
         total = np.zeros(len(completions))
         for component, task in zip(self._components, tasks, strict=True):
-            where = f"reward {component.name}, uid {prompt.uid}"
+            where = f"{word} {component.name}, uid {prompt.uid}"
             column = _column(task.result(), len(completions), where)
-            columns[COMPONENT_PREFIX + component.name] = column
+            columns[self._judged.prefix + component.name] = column
             total += component.weight * column.astype(np.float64)
-        columns["scores"] = _column(total, len(completions), f"weighted sum, uid {prompt.uid}")
+        where = f"weighted sum, uid {prompt.uid}"
+        columns[self._judged.total] = _column(total, len(completions), where)
         return columns
 
     def _raise_failure(self, prompt: Prompt, tasks: Sequence[_Task]) -> None:
+        word = self._judged.word
         ended = {name: task for name, task in zip(self.names, tasks, strict=True) if task.done()}
         failures = {
             name: RewardError("it cancelled itself") if task.cancelled() else task.exception()
@@ -95,13 +121,13 @@ class RewardSet:
         }
         for name, failure in failures.items():
             if isinstance(failure, RewardError):
-                raise RewardError(f"reward {name}, uid {prompt.uid}: {failure}") from failure
+                raise RewardError(f"{word} {name}, uid {prompt.uid}: {failure}") from failure
             if failure is not None:
                 raise failure
         late = [name for name in self.names if name not in ended]
         if late:
             raise DeadlineError(
-                f"reward {', '.join(late)}, uid {prompt.uid}: no result in {self._timeout_s:g} s "
+                f"{word} {', '.join(late)}, uid {prompt.uid}: no result in {self._timeout_s:g} s "
                 "(scorer.timeout_s)"
             )
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import regex
 
 from streamrl.errors import ConfigError, RewardError
-from streamrl.messages import Rollout
+from streamrl.messages import Array, Rollout
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -20,8 +20,13 @@ def decode_completions(
     tokenizer: "PreTrainedTokenizerBase", rollouts: Sequence[Rollout]
 ) -> list[str]:
     """Text of each rollout after its initial prompt, special tokens left out, spaces as written."""
+    return decode_ids(tokenizer, [rollout.completion_ids for rollout in rollouts])
+
+
+def decode_ids(tokenizer: "PreTrainedTokenizerBase", completions: Sequence[Array]) -> list[str]:
+    """Text of each completion, int32 [C], in the same way."""
     texts = tokenizer.batch_decode(
-        [rollout.completion_ids.tolist() for rollout in rollouts],
+        [completion.tolist() for completion in completions],
         skip_special_tokens=True,
         clean_up_tokenization_spaces=False,
     )

@@ -15,7 +15,7 @@ NAN = math.nan
 TRAINED_METRICS = tuple(
     metric.name
     for metric in METRICS
-    if metric.name.startswith(("loss/", "policy/", "critic/", "correction/"))
+    if metric.name.startswith(("loss/", "policy/", "critic/", "cost_critic/", "correction/"))
 )
 """Of models that are trained: a run need not have each of them in every step."""
 
@@ -67,8 +67,9 @@ def _rewards(sums: Mapping[str, float]) -> dict[str, float | Histogram]:
     row: dict[str, float | Histogram] = {
         name.removesuffix("_sum"): value / count
         for name, value in sums.items()
-        if name.startswith("reward/") and name.endswith("_sum")
+        if name.startswith(("reward/", "cost/")) and name.endswith("_sum")
     }
+    row["cost/mean"] = sums["cost_sum"] / count if "cost_sum" in sums else NAN
     mean = sums["score_sum"] / count
     variance = max(sums["score_squared_sum"] / count - mean**2, 0.0)
     return row | {"reward/mean": mean, "reward/std": math.sqrt(variance)}

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 
 from streamrl.actors.feed import EventReport, Feed, StepReport
-from streamrl.actors.reporting import DRAIN_EVERY_S, SAMPLES_KEPT, Reporter, Snapshot, StageActors
+from streamrl.actors.reporting import DRAIN_EVERY_S, SAMPLES_KEPT, Reporter, RoleActors, Snapshot
 from streamrl.actors.wiring import ActorReport
 from streamrl.buffer.books import TrainedGroup
 from streamrl.buffer.exchange import ShardStats
 from streamrl.buffer.ledger import LedgerCounts
 from streamrl.config import load_config
-from streamrl.dataflow import Kind
+from streamrl.dataflow import dataflow_for
 from streamrl.errors import DeadlineError
 from streamrl.faces import Made, StepOutcome, Update
-from streamrl.messages import GroupInfo
+from streamrl.messages import ROLLOUT_COLUMNS, GroupInfo
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
 from tests.virtual_clock import run_virtual
@@ -75,11 +75,12 @@ class Reported:
     def __init__(self) -> None:
         self.generator, self.rank = Worker("generator-0"), Worker("trainer-0")
         self.feed = Feed()
-        stages = [
-            StageActors("generate", Kind.GENERATE, ["generator-0"], [self.generator]),
-            StageActors("train", Kind.TRAIN, ["trainer-0"], [self.rank]),
+        calls = dataflow_for(ROLLOUT_COLUMNS).roles
+        roles = [
+            RoleActors(calls["generator"], ["generator-0"], [self.generator]),
+            RoleActors(calls["policy"], ["trainer-0"], [self.rank]),
         ]
-        self.reporter = Reporter(load_config(RECIPE), stages, self.feed, start_s=0.0)
+        self.reporter = Reporter(load_config(RECIPE), roles, self.feed, start_s=0.0)
         self.running = asyncio.create_task(self.reporter.run())
 
     async def finish(self) -> Sequence[StepReport]:

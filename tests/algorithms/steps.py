@@ -91,6 +91,9 @@ def made_up_step(
         "generator_logprobs": generator,
         "ref_logprobs": per_token(0.5),
         "values": per_token(1.0),
+        "cost_values": per_token(1.0),
+        "costs": normal(num_rows),
+        "baseline_scores": normal(len(sizes))[group_ids],
         # Not all of them score.
         "scores": normal(num_rows) * (torch.arange(num_rows) % 4 != 0),
         **{f"reward/{name}": normal(num_rows) for name in WEIGHTS},

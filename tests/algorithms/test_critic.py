@@ -7,6 +7,7 @@ import torch
 
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.critic import critic_loss, summarise_critic
+from streamrl.dataflow import CRITIC
 from tests.algorithms.steps import derived_of, made_up_step
 
 MASK = torch.tensor([[False, True, True, True]])
@@ -37,19 +38,19 @@ def test_the_clip_counts_a_value_as_if_it_had_stayed_near():
 
 
 def test_figures_by_hand():
-    metrics = summarise_critic(sums_of(critic_loss(BATCH, VALUES, clip=0.45)))
+    metrics = summarise_critic(sums_of(critic_loss(BATCH, VALUES, clip=0.45)), CRITIC)
     # Errors 0.6, 0 and 0.5; returns 1, 2 and 0 have a variance of 2/3.
     errors = torch.tensor([0.6, 0.0, 0.5])
     assert metrics["critic/value_mean"] == pytest.approx(1.9 / 3)
     assert metrics["critic/clip_frac"] == pytest.approx(2 / 3)
     expected = 1 - errors.var(correction=0).item() / (2 / 3)
     assert metrics["critic/explained_variance"] == pytest.approx(expected, rel=1e-5)
-    assert summarise_critic({}) == {}
+    assert summarise_critic({}, CRITIC) == {}
 
 
 def test_equal_returns_leave_nothing_to_explain():
     batch = BATCH | {"returns": torch.ones(1, 4)}
-    metrics = summarise_critic(sums_of(critic_loss(batch, VALUES, clip=None)))
+    metrics = summarise_critic(sums_of(critic_loss(batch, VALUES, clip=None)), CRITIC)
     assert "critic/explained_variance" not in metrics
 
 

@@ -205,9 +205,10 @@ def test_a_row_of_ones_own_comes_from_a_file(tmp_path: Path):
         ("x = 1\n", "has no Algorithm"),
         (
             "from functools import partial\n"
-            "from streamrl.algorithms.table import GRPO, group_relative, variant\n"
+            "from streamrl.algorithms.row_functions import group_relative\n"
+            "from streamrl.algorithms.table import GRPO, variant\n"
             "OWN = variant('own', 'x', GRPO, advantages=partial(group_relative))\n",
-            "own.py:3: ValueError: algorithm own: functools.partial(",
+            "own.py:4: ValueError: algorithm own: functools.partial(",
         ),
         ("def f(:\n", "own.py:1: SyntaxError: "),
         ("\nimport nothing_there\n", "own.py:2: ModuleNotFoundError: "),

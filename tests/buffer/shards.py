@@ -32,6 +32,11 @@ STAGES = {
     "reference": Ports(("token_ids", "lengths"), ("ref_logprobs",)),
     "train": Ports((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"), ()),
 }
+WITH_A_GREEDY_ONE = {
+    **STAGES,
+    "greedy": Ports((), ("greedy_ids",)),
+    "baseline": Ports(("greedy_ids", "lengths"), ("baseline_scores",)),
+}
 SCORES: Columns = {"scores": np.ones(2, np.float32)}
 REFERENCE: Columns = {"ref_logprobs": np.zeros(10, np.float32)}
 ROOM = Bounds(8)

@@ -11,11 +11,13 @@ from msgspec.structs import replace
 from streamrl.buffer import Shard
 from streamrl.buffer.blob import encode
 from streamrl.buffer.exchange import Commit
+from streamrl.buffer.group import GroupBook
 from streamrl.errors import ContractError, JournalError, RewardError
 from streamrl.messages import Columns, Ended, Lease, column_sizes
 from tests.buffer.shards import (
     REFERENCE,
     SCORES,
+    WITH_A_GREEDY_ONE,
     admit,
     commit,
     do,
@@ -288,3 +290,28 @@ def test_of_groups_with_bad_columns_none_comes_in() -> None:
         assert shard.stats().uids == ()
 
     on_shard(test)
+
+
+def test_what_is_of_the_group_itself_may_come_before_its_rollouts() -> None:
+    greedy: Columns = {"greedy_ids": np.array([7, 8], np.int32)}
+    baseline: Columns = {"baseline_scores": np.ones(2, np.float32)}
+
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        (likeliest,) = await take(shard, "greedy")
+        assert await put(shard, (likeliest.lease, greedy)) == []
+        assert await take(shard, "baseline", wait_s=0.0) == []
+        (sampled,) = await take(shard, "generate")
+        with pytest.raises(ContractError, match="stage baseline"):
+            await take(shard, "baseline", ("scores",))
+        assert await put(shard, (sampled.lease, rollouts())) == []
+        (judged,) = await take(shard, "baseline", ("greedy_ids", "lengths"))
+        assert judged.columns["greedy_ids"].tolist() == [7, 8]
+        assert judged.info is not None
+        with pytest.raises(
+            ContractError, match=r"baseline_scores: float32\[3\]"
+        ):
+            await put(shard, (judged.lease, {"baseline_scores": np.ones(3, np.float32)}))
+        assert await put(shard, (judged.lease, baseline)) == []
+
+    on_shard(test, book=GroupBook(WITH_A_GREEDY_ONE))

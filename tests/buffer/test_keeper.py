@@ -1,13 +1,14 @@
 """A shard and its files: killed, opened anew, snapshot, cut back."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from streamrl.buffer import Bounds, Files, QueueConfig, ShardKeeper, ShardPlan
+from streamrl.buffer import Bounds, Files, Ports, QueueConfig, ShardKeeper, ShardPlan
 from streamrl.buffer.blob import decode
 from streamrl.buffer.journal import JournalConfig
 from streamrl.buffer.keeper import forget_from
@@ -15,13 +16,19 @@ from streamrl.buffer.recovery import Base
 from streamrl.buffer.segment import segment_path, segments
 from streamrl.checkpoint import CheckpointWriter, State, find_base
 from streamrl.errors import JournalError, StreamError
-from tests.buffer.shards import STAGES, admit, do, finish, put, rollouts, take
+from tests.buffer.shards import STAGES, WITH_A_GREEDY_ONE, admit, do, finish, put, rollouts, take
 
 
-def plan(run_dir: Path, *, session: str = "run", enabled: bool = True) -> ShardPlan:
+def plan(
+    run_dir: Path,
+    *,
+    session: str = "run",
+    enabled: bool = True,
+    stages: Mapping[str, Ports] = STAGES,
+) -> ShardPlan:
     files = Files(run_dir / "journal", lambda: find_base(run_dir, "shard-0"))
     config = QueueConfig(lease_s=100.0, max_attempts=2, journal=JournalConfig(fsync_s=0.0))
-    return ShardPlan(STAGES, config, Bounds(100), session, files if enabled else None)
+    return ShardPlan(stages, config, Bounds(100), session, files if enabled else None)
 
 
 def lives(*parts: Callable[[], Awaitable[None]]) -> None:
@@ -72,6 +79,32 @@ def test_what_was_accepted_is_there_after_a_kill(tmp_path: Path) -> None:
         await keeper.close()
 
     lives(first, second)
+
+
+def test_what_came_before_the_rollouts_is_there_after_a_kill(tmp_path: Path) -> None:
+    greedy = {"greedy_ids": np.array([7, 8], np.int32)}
+
+    async def first() -> None:
+        keeper = ShardKeeper(plan(tmp_path, stages=WITH_A_GREEDY_ONE))
+        await admit(keeper.shard, "a")
+        (one,) = await take(keeper.shard, "greedy")
+        assert await put(keeper.shard, (one.lease, greedy)) == []
+
+    async def second() -> None:
+        keeper = ShardKeeper(plan(tmp_path, stages=WITH_A_GREEDY_ONE))
+        assert not keeper.corrupt
+        assert await take(keeper.shard, "greedy") == []
+        (sampling,) = await take(keeper.shard, "generate")
+        assert await put(keeper.shard, (sampling.lease, rollouts())) == []
+
+    async def third() -> None:
+        keeper = ShardKeeper(plan(tmp_path, stages=WITH_A_GREEDY_ONE))
+        (judging,) = await take(keeper.shard, "baseline", ("greedy_ids", "lengths"))
+        assert judging.columns["greedy_ids"].tolist() == [7, 8]
+        assert judging.info is not None
+        await keeper.close()
+
+    lives(first, second, third)
 
 
 def test_a_shard_that_dies_again_and_again_goes_on(tmp_path: Path) -> None:

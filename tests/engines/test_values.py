@@ -76,10 +76,9 @@ def scorer_of(model_path, *, micro_batch_tokens=64):
 
 def test_the_shadow_follows_the_critic(model_path):
     scorer, trained = scorer_of(model_path), with_a_head(model_path)
-    before = scorer.values(COLUMNS)["values"]
-    assert not before.any()
+    assert not scorer.values(COLUMNS).any()
     scorer.load_weights(dict(trained.named_parameters(remove_duplicate=False)))
-    columns = scorer.values(COLUMNS)
+    columns = {"values": scorer.values(COLUMNS)}
     check_sizes(column_sizes(columns), GroupInfo.of(COLUMNS))
     lengths = COLUMNS["lengths"]
     rows = zip(
@@ -99,7 +98,7 @@ def test_the_size_of_micro_batches_does_not_matter(model_path):
     for tokens in (int(COLUMNS["lengths"].max()), 1000):
         scorer = scorer_of(model_path, micro_batch_tokens=tokens)
         scorer.load_weights(dict(with_a_head(model_path).named_parameters(remove_duplicate=False)))
-        columns.append(scorer.values(COLUMNS)["values"])
+        columns.append(scorer.values(COLUMNS))
     np.testing.assert_allclose(columns[0], columns[1], atol=1e-5)
 
 

@@ -23,10 +23,13 @@ from tests.telemetry.rows import full_row
 # and what tells the policies apart added.
 NAMES = """
 reward/mean reward/std reward/<component>
-loss/policy loss/value loss/kl loss/entropy
+cost/mean cost/<component>
+loss/policy loss/value loss/kl loss/entropy loss/cost_value loss/ptx
 policy/clip_frac policy/ratio_mean policy/entropy policy/ess policy/kl_ref policy/grad_norm
 policy/lr policy/kl_coef
 critic/explained_variance critic/value_mean critic/clip_frac critic/grad_norm critic/lr
+cost_critic/explained_variance cost_critic/value_mean cost_critic/clip_frac
+cost_critic/grad_norm cost_critic/lr dial/<name>
 correction/kl correction/chi2_token correction/chi2_sequence
 correction/ratio_p01 correction/ratio_p50 correction/ratio_p99
 correction/weight_mean correction/rejected_frac

@@ -1,0 +1,147 @@
+"""vLLM, transformers, DeepSpeed or torch: the engines of a run.
+
+They are imported where they are made: every actor unpickles the factory, one of them needs vLLM.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from streamrl.actors.engine_factory import HostedGenerator, HostedRank, HostedScorer
+from streamrl.config import RunConfig
+from streamrl.dataflow import BASELINE, COST, COST_VALUE, POLICY, REFERENCE, REWARD, VALUE, Call
+from streamrl.messages import Experience
+from streamrl.serving import Result
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from streamrl.engines.scoring import ValueScorer
+    from streamrl.engines.tasks import Task
+
+
+class Shadow:
+    """A value stage: what a critic expects, under the newest version that has come."""
+
+    def __init__(self, model: "ValueScorer", column: str) -> None:
+        self._model = model
+        self._column = column
+        self._lock = asyncio.Lock()
+
+    async def score(self, experiences: Sequence[Experience]) -> Sequence[Result]:
+        """The column of each group, computed beside the event loop."""
+        async with self._lock:
+            return [
+                {self._column: await asyncio.to_thread(self._model.values, experience.columns)}
+                for experience in experiences
+            ]
+
+    async def load_weights(self, tensors: Mapping[str, "Tensor"], version: int) -> None:
+        """Go over to another version, between two batches."""
+        async with self._lock:
+            await asyncio.to_thread(self._model.load_weights, tensors)
+
+
+class RealEngines:
+    """vLLM, transformers, DeepSpeed or torch: what a run is made of."""
+
+    async def generator(self, config: RunConfig, max_length: int, replica: int) -> HostedGenerator:
+        """A vLLM engine of its own per replica."""
+        from streamrl.engines.generation import GenerationEngine
+        from streamrl.engines.group_generator import GroupGenerator
+
+        engine = await GenerationEngine.start(
+            config.model.path,
+            config.generator,
+            seed=config.run.seed + replica,
+            max_length=max_length,
+        )
+        return GroupGenerator(
+            engine, group_size=config.algorithm.group_size, run_seed=config.run.seed
+        )
+
+    async def scorer(self, config: RunConfig, role: str) -> HostedScorer:
+        """The scorer of a role of the dataflow: reward, cost, reference or a critic's shadow."""
+        return SCORERS[role](config)
+
+    def trainer(self, config: RunConfig, rank: int, role: str) -> HostedRank:
+        """One rank of a model's trainer."""
+        from streamrl.engines.training import ModelTrainer
+
+        return ModelTrainer(_task(config, role), config=config.trainer_of(role), rank=rank)
+
+
+def _task(config: RunConfig, role: str) -> "Task":
+    from streamrl.engines.tasks import CriticTask, PolicyTask
+
+    path, row, settings = config.model_of(role), config.algorithm.row, config.settings
+    if role == POLICY:
+        return PolicyTask(path, row, settings, config.generator.temperature)
+    return CriticTask(path, row, settings, config.critic.value_clip, role)
+
+
+def _rewards(config: RunConfig) -> HostedScorer:
+    from streamrl.data import load_tokenizer
+    from streamrl.rewards import build_rewards
+    from streamrl.rewards.filtering import build_filter
+    from streamrl.rewards.scorer import RewardScorer
+
+    rewards = build_rewards(config.rewards, timeout_s=config.scorer.timeout_s)
+    scorer = RewardScorer(rewards, load_tokenizer(config.model.path), build_filter(config.filter))
+    stages = {REWARD.stage: scorer.score, BASELINE.stage: scorer.baseline}
+    return HostedScorer(stages, drain_samples=scorer.drain_samples)
+
+
+def _costs(config: RunConfig) -> HostedScorer:
+    from streamrl.data import load_tokenizer
+    from streamrl.rewards import COSTS, build_rewards
+    from streamrl.rewards.scorer import CostScorer
+
+    costs = build_rewards(config.costs, timeout_s=config.scorer.timeout_s, judged=COSTS)
+    scorer = CostScorer(costs, load_tokenizer(config.model.path))
+    return HostedScorer({COST.stage: scorer.score})
+
+
+def _reference(config: RunConfig) -> HostedScorer:
+    from streamrl.engines.scoring import LogprobScorer
+
+    model = LogprobScorer(
+        config.model.path,
+        temperature=config.generator.temperature,
+        micro_batch_tokens=config.pipeline.micro_batch_tokens,
+        threads=config.trainer.threads,
+        dtype=config.trainer.dtype,
+    )
+
+    async def score(experiences: Sequence[Experience]) -> Sequence[Result]:
+        """The column of each group, computed beside the event loop."""
+        return [
+            await asyncio.to_thread(model.ref_logprobs, experience.columns)
+            for experience in experiences
+        ]
+
+    return HostedScorer({REFERENCE.stage: score})
+
+
+def _shadow(call: Call, config: RunConfig) -> HostedScorer:
+    from streamrl.engines.scoring import ValueScorer
+
+    trainer, (column,) = config.trainer_of(call.follows), call.produces
+    model = ValueScorer(
+        config.model_of(call.follows),
+        micro_batch_tokens=config.pipeline.micro_batch_tokens,
+        threads=trainer.threads,
+        dtype=trainer.dtype,
+    )
+    shadow = Shadow(model, column)
+    return HostedScorer({call.stage: shadow.score}, shadow)
+
+
+SCORERS: Mapping[str, Callable[[RunConfig], HostedScorer]] = {
+    "reward": _rewards,
+    "cost": _costs,
+    "reference": _reference,
+    "value": partial(_shadow, VALUE),
+    "cost_value": partial(_shadow, COST_VALUE),
+}

@@ -1,0 +1,94 @@
+"""The stages that judge texts."""
+
+import numpy as np
+
+from streamrl.errors import RewardError
+from streamrl.messages import Experience, Filtered, FinishReason, Lease, Prompt, Rollout
+from streamrl.messages import group_columns as columns_of
+from streamrl.rewards import COSTS, Component, RewardSet
+from streamrl.rewards.config import RewardConfig
+from streamrl.rewards.pattern import PatternReward
+from streamrl.rewards.scorer import CostScorer, RewardScorer
+
+
+class Letters:
+    """Token n is the n-th letter."""
+
+    def batch_decode(self, ids, **_):
+        return ["".join("abcdef"[i] for i in row) for row in ids]
+
+
+class AllOut:
+    """A filter that keeps nothing."""
+
+    def reason(self, prompt, columns):
+        return "all out"
+
+
+class Down:
+    """A reward that cannot be had."""
+
+    async def score(self, prompt, completions):
+        raise RewardError("the verifier is down")
+
+
+PROMPT = Prompt("0:1:0", np.array([0], np.int32))
+
+
+def rollout(*tokens):
+    facts = {"logprobs": [-1.0] * len(tokens), "versions": [0] * len(tokens)}
+    return Rollout.single_turn(
+        np.array([0], np.int32), list(tokens), finish_reason=FinishReason.STOP, **facts
+    )
+
+
+def experience(columns, *, token=1):
+    lease = Lease(token=token, uid=PROMPT.uid, stage="any", attempt=1, expires_at=9.0)
+    return Experience(lease, 0, prompt=PROMPT, columns=columns)
+
+
+GROUP = experience(columns_of([rollout(1, 2), rollout(3), rollout(1)]))
+GREEDY = experience({"greedy_ids": np.array([3, 1], np.int32), "lengths": np.array([3, 2, 2])})
+
+
+def says(pattern):
+    return PatternReward(RewardConfig(kind="regex", pattern=pattern))
+
+
+def one_reward(reward, **facts):
+    return RewardSet([Component("has", 2.0, reward)], timeout_s=5.0, **facts)
+
+
+async def test_every_rollout_is_compared_with_the_score_of_the_greedy_completion():
+    scorer = RewardScorer(one_reward(says("b")), Letters(), AllOut())
+    (found,) = await scorer.baseline([GREEDY])
+    assert {name: column.tolist() for name, column in found.items()} == {
+        "baseline_scores": [2.0, 2.0, 2.0]
+    }
+    assert found["baseline_scores"].dtype == np.float32
+    assert scorer.drain_samples() == []
+    (filtered,) = await scorer.score([GROUP])
+    assert isinstance(filtered, Filtered), "the greedy completion alone is not filtered"
+
+
+async def test_a_baseline_that_cannot_be_had_is_an_error_not_a_zero():
+    scorer = RewardScorer(one_reward(Down()), Letters())
+    (error,) = await scorer.baseline([GREEDY])
+    assert isinstance(error, RewardError)
+    assert "reward has, uid 0:1:0: the verifier is down" in str(error)
+
+
+async def test_costs_have_columns_of_their_own():
+    scorer = CostScorer(one_reward(says("b"), judged=COSTS), Letters())
+    (found,) = await scorer.score([GROUP])
+    assert {name: column.tolist() for name, column in found.items()} == {
+        "cost/has": [1.0, 0.0, 1.0],
+        "costs": [2.0, 0.0, 2.0],
+    }
+
+
+async def test_a_cost_that_cannot_be_had_is_named():
+    scorer = CostScorer(one_reward(Down(), judged=COSTS), Letters())
+    (error,) = await scorer.score([GROUP])
+    assert isinstance(error, RewardError)
+    assert "cost has, uid 0:1:0: the verifier is down" in str(error)
