@@ -135,6 +135,11 @@ class RunConfig:
             )
         self.trainer_of(CRITIC)
         self._check_costs()
+        if bool(self.algorithm.ptx_coef) != bool(self.data.pretrain):
+            raise ConfigError(
+                f"algorithm.ptx_coef={self.algorithm.ptx_coef}: goes with data.pretrain="
+                f"{self.data.pretrain}: a pretraining loss has both a weight and texts"
+            )
         check_capacity(
             self.capacity_groups,
             depth=self.pipeline.lead,
@@ -258,7 +263,7 @@ def _make_paths_absolute(config: RunConfig) -> None:
     config.model.path = str(Path(config.model.path).absolute())
     if config.critic.path:
         config.critic.path = str(Path(config.critic.path).absolute())
-    for key in ("train", "eval"):
+    for key in ("train", "eval", "pretrain"):
         if vars(config.data)[key]:
             setattr(config.data, key, str(Path(vars(config.data)[key]).absolute()))
     for reward in (*config.rewards, *config.costs):

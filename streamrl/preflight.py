@@ -11,7 +11,14 @@ import numpy as np
 
 from streamrl.buffer.admission import check_bytes
 from streamrl.config import RunConfig
-from streamrl.data import LoadedPrompts, PromptStream, load_prompts, load_tokenizer, load_vocab_size
+from streamrl.data import (
+    LoadedPrompts,
+    PromptStream,
+    load_prompts,
+    load_texts,
+    load_tokenizer,
+    load_vocab_size,
+)
 from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY, Dataflow
 from streamrl.errors import ConfigError
 from streamrl.messages import Per, Prompt, column_spec
@@ -59,6 +66,8 @@ def prepare(config: RunConfig) -> Prepared:
     for judges in (rewards, *costs):
         judges.check(train.prompts, place=config.data.train)
         judges.check(eval_prompts, place=config.data.eval)
+    if config.data.pretrain:
+        load_texts(config.data.pretrain)
     longest = max(len(prompt.token_ids) for prompt in [*train.prompts, *eval_prompts])
     max_length = longest + config.generator.max_new_tokens
     _check_micro_batch(config, max_length)

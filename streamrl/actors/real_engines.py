@@ -17,6 +17,7 @@ from streamrl.serving import Result
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from streamrl.engines.pretraining import Pretraining
     from streamrl.engines.scoring import ValueScorer
     from streamrl.engines.tasks import Task
 
@@ -69,7 +70,12 @@ class RealEngines:
         """One rank of a model's trainer."""
         from streamrl.engines.training import ModelTrainer
 
-        return ModelTrainer(_task(config, role), config=config.trainer_of(role), rank=rank)
+        return ModelTrainer(
+            _task(config, role),
+            config=config.trainer_of(role),
+            rank=rank,
+            pretraining=_pretraining(config) if role == POLICY and config.data.pretrain else None,
+        )
 
 
 def _task(config: RunConfig, role: str) -> "Task":
@@ -79,6 +85,22 @@ def _task(config: RunConfig, role: str) -> "Task":
     if role == POLICY:
         return PolicyTask(path, row, settings, config.generator.temperature)
     return CriticTask(path, row, settings, config.critic.value_clip, role)
+
+
+def _pretraining(config: RunConfig) -> "Pretraining":
+    from streamrl.data import TextStream, load_texts, load_tokenizer
+    from streamrl.engines.pretraining import Pretraining
+    from streamrl.preflight import model_length
+
+    budget = config.pipeline.micro_batch_tokens
+    return Pretraining(
+        TextStream(load_texts(config.data.pretrain), seed=config.run.seed),
+        load_tokenizer(config.model.path),
+        coef=config.algorithm.ptx_coef,
+        rows=config.algorithm.ptx_rows,
+        max_tokens=min(budget, model_length(config.model.path, limit=config.model.max_length)),
+        micro_batch_tokens=budget,
+    )
 
 
 def _rewards(config: RunConfig) -> HostedScorer:

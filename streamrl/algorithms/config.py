@@ -60,6 +60,10 @@ class AlgorithmConfig:
     kl_horizon: float = 10_000.0
     #: Weight of the entropy bonus in the loss.
     entropy_coef: float = 0.0
+    #: Weight of the pretraining loss on the texts of data.pretrain; 0 for none.
+    ptx_coef: float = 0.0
+    #: Texts in each update.
+    ptx_rows: int = 32
     #: Tokens before the longest completion in which the score falls (DAPO); 0 for none.
     overlong_buffer: int = 0
     #: By how much it falls in all.
@@ -89,6 +93,7 @@ class AlgorithmConfig:
 
     def _check_numbers(self) -> None:
         minima = {"group_size": 1, "kl_coef": 0, "entropy_coef": 0, "gamma": 0}
+        minima |= {"ptx_coef": 0, "ptx_rows": 1}
         minima |= {"overlong_buffer": 0, "overlong_factor": 0, "epochs": 1, "mini_batches": 1}
         for key, least in minima.items():
             if vars(self)[key] < least:

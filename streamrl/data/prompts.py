@@ -25,6 +25,7 @@ class DataConfig:
 
     train: file of training prompts, .parquet or .jsonl.
     eval: file of evaluation prompts; empty: none.
+    pretrain: file of texts (column `text`) for algorithm.ptx_coef; empty: none.
     prompt_key: column that holds the prompt, chat messages or text.
     shuffle: a new order in every epoch (true) or the file's order (false), for training.
     max_prompt_tokens: tokens of a rendered prompt; null: all that the completion leaves.
@@ -33,6 +34,7 @@ class DataConfig:
 
     train: str = ""
     eval: str = ""
+    pretrain: str = ""
     prompt_key: str = "prompt"
     shuffle: bool = True
     max_prompt_tokens: int | None = None

@@ -39,23 +39,31 @@ def load_rows(path: str, prompt_key: str = "prompt") -> Iterator[Row]:
     Raises ConfigError naming file, row and rule: at the first row that cannot be used, if the file
     cannot be read, and at the end if it held no row.
     """
-    reader = _READERS.get(Path(path).suffix)
-    if reader is None:
-        raise ConfigError(f"{path}: unknown extension, must be one of {', '.join(_READERS)}")
     empty = True
-    try:
-        for place, index, record in reader(path):
-            empty = False
-            yield _parse(record, place=place, index=index, prompt_key=prompt_key)
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read: {error.strerror or _one_line(error)}"
-        ) from error
+    for place, index, record in read_records(path):
+        empty = False
+        yield _parse(record, place=place, index=index, prompt_key=prompt_key)
     if empty:
         raise ConfigError(f"{path}: holds no rows")
 
 
 _Records = Iterator[tuple[str, int, Any]]
+
+
+def read_records(path: str) -> _Records:
+    """What a .parquet or .jsonl file holds, as (place, index, record), one at a time.
+
+    Raises ConfigError naming the file if it cannot be read.
+    """
+    reader = _READERS.get(Path(path).suffix)
+    if reader is None:
+        raise ConfigError(f"{path}: unknown extension, must be one of {', '.join(_READERS)}")
+    try:
+        yield from reader(path)
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read: {error.strerror or _one_line(error)}"
+        ) from error
 
 
 def _read_jsonl(path: str) -> _Records:

@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from streamrl.engines.batching import build_batch, derive_columns
 from streamrl.engines.deepspeed_backend import DeepSpeedBackend
 from streamrl.engines.forward import local_device
 from streamrl.engines.packing import Pick
+from streamrl.engines.pretraining import Pretraining
 from streamrl.engines.ranks import deadline, join_ranks
 from streamrl.engines.step_plan import StepPlan
 from streamrl.engines.tasks import PolicyTask, Task
@@ -80,7 +82,14 @@ class ModelTrainer:
     `collective_timeout_s`; the trainer is of no use after that.
     """
 
-    def __init__(self, task: Task, *, config: TrainerConfig, rank: int = 0) -> None:
+    def __init__(
+        self,
+        task: Task,
+        *,
+        config: TrainerConfig,
+        rank: int = 0,
+        pretraining: Pretraining | None = None,
+    ) -> None:
         torch.manual_seed(0)
         torch.set_num_threads(config.threads)
         join_ranks(rank=rank, world_size=config.world_size, timeout_s=config.collective_timeout_s)
@@ -88,6 +97,7 @@ class ModelTrainer:
         self.num_updates = 0
         self._task = task
         self._config = config
+        self._pretraining = pretraining
         self._plan: StepPlan | None = None
         module = task.load(config.torch_dtype)
         if config.gradient_checkpointing:
@@ -163,12 +173,25 @@ class ModelTrainer:
         lr = self._config.lr_at(self.num_updates // self._task.settings.num_updates)
         if normaliser == 0:
             return {f"{name}/grad_norm": 0.0, f"{name}/lr": lr}
+        metrics = self._pretrain(normaliser)
         with self._in_time("the optimizer"):
             norm = self._backend.step(divisor=normaliser, lr=lr)
         if not math.isfinite(norm):
             raise StreamError(f"update {self.num_updates}: the gradient's norm is {norm}; not made")
         self.num_updates += 1
-        return {f"{name}/grad_norm": norm, f"{name}/lr": lr}
+        return {**metrics, f"{name}/grad_norm": norm, f"{name}/lr": lr}
+
+    def _pretrain(self, normaliser: float) -> dict[str, float]:
+        """Add the gradient of the pretraining loss, which the division to come must not touch."""
+        if self._pretraining is None:
+            return {}
+        total = torch.zeros((), device=local_device())
+        with self._in_time("pretraining"):
+            for loss in self._pretraining.losses(self.num_updates, self._backend.forward):
+                self._backend.backward(loss * normaliser)
+                total += loss.detach()
+            dist.all_reduce(total)
+        return {"loss/ptx": total.item()}
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         """The whole parameters under all their names, tied ones included.

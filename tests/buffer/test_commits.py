@@ -308,9 +308,7 @@ def test_what_is_of_the_group_itself_may_come_before_its_rollouts() -> None:
         (judged,) = await take(shard, "baseline", ("greedy_ids", "lengths"))
         assert judged.columns["greedy_ids"].tolist() == [7, 8]
         assert judged.info is not None
-        with pytest.raises(
-            ContractError, match=r"baseline_scores: float32\[3\]"
-        ):
+        with pytest.raises(ContractError, match=r"baseline_scores: float32\[3\]"):
             await put(shard, (judged.lease, {"baseline_scores": np.ones(3, np.float32)}))
         assert await put(shard, (judged.lease, baseline)) == []
 

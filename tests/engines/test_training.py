@@ -9,11 +9,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from streamrl.algorithms import group_relative, policy_loss, summarise
 from streamrl.algorithms.losses import entropy
+from streamrl.data import TextStream
 from streamrl.engines.forward import load_value_model
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.messages import split_tokens
-from tests.engines.tiny_qwen import save, tiny_model
+from tests.engines.tiny_qwen import EOS, save, tiny_model
 from tests.engines.trainer_ranks import (
     ALGORITHM,
     CUTS,
@@ -21,6 +22,9 @@ from tests.engines.trainer_ranks import (
     LATE_S,
     LAYOUTS,
     LR,
+    PTX_COEF,
+    PTX_DIVISORS,
+    PTX_ROWS,
     SECOND_MOMENT,
     SETTINGS,
     SEVERAL,
@@ -28,6 +32,7 @@ from tests.engines.trainer_ranks import (
     SEVERAL_LR,
     SEVERAL_SETTINGS,
     TEMPERATURE,
+    TEXTS,
     VALUE_CLIP,
     VALUED,
     Layout,
@@ -59,7 +64,12 @@ def seen(model_path, folder):
     single = [("same_update", layout) for layout in LAYOUTS if layout.world_size == 1]
     single += [("save_and_go_on", layout) for layout in SAVED if layout.world_size == 1]
     single += [("several_updates", layout) for layout in SEVERAL_ON if layout.world_size == 1]
-    single += [("critic_updates", layout) for layout in SEVERAL_ON if layout.world_size == 1]
+    single += [
+        (case, layout)
+        for case in ("critic_updates", "pretraining_updates")
+        for layout in SEVERAL_ON
+        if layout.world_size == 1
+    ]
     single.append(("other_settings", Layout("deepspeed", 1, 1)))
     together = [
         (case, layout)
@@ -68,7 +78,7 @@ def seen(model_path, folder):
     ]
     together += [
         (case, layout)
-        for case in ("several_updates", "critic_updates")
+        for case in ("several_updates", "critic_updates", "pretraining_updates")
         for layout in SEVERAL_ON
         if layout.world_size == 2
     ]
@@ -238,6 +248,41 @@ def test_a_critic_learns_the_returns_whatever_its_ranks(seen, model_path, folder
         assert furthest(case["parameters"], parameters) < 0.1 * SEVERAL_LR
         assert case["report"]["critic/lr"] == SEVERAL_LR
         assert case["report"]["critic/grad_norm"] > 0
+
+
+def plain_pretraining(model_path):
+    """What `pretraining_updates` does, written out: norms, losses and parameters."""
+    model = tiny_model(tied=True, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=SEVERAL_LR, weight_decay=0.0)
+    norms, losses = [], []
+    for update in range(len(PTX_DIVISORS)):
+        rows = [text.split() for text in TextStream(TEXTS, seed=0).batch(update, PTX_ROWS)]
+        tokens = [([int(word[1:]) for word in row] + [EOS])[:5] for row in rows]
+        loss = 0.0
+        for ids in map(torch.tensor, tokens):
+            logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+            loss = loss - logprobs.gather(-1, ids[1:, None]).sum()
+        loss = PTX_COEF * loss / sum(len(ids) - 1 for ids in tokens)
+        optimizer.zero_grad()
+        loss.backward()
+        losses.append(loss.item())
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        optimizer.step()
+    names = dict(model.named_parameters(remove_duplicate=False))
+    return norms, losses, {name: parameter.detach() for name, parameter in names.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", SEVERAL_ON, ids=lambda layout: layout.label)
+def test_texts_add_their_mean_loss_to_an_update_whatever_that_is_divided_by(
+    seen, model_path, layout
+):
+    norms, losses, parameters = plain_pretraining(model_path)
+    for case in seen[f"pretraining/{layout.label}"]:
+        reports = case["reports"]
+        assert [report["policy/grad_norm"] for report in reports] == pytest.approx(norms, rel=1e-4)
+        assert [report["loss/ptx"] for report in reports] == pytest.approx(losses, rel=1e-4)
+        assert furthest(case["parameters"], parameters) < 0.1 * SEVERAL_LR
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from streamrl.messages import Array, Rollout
@@ -57,6 +57,7 @@ def save(model: Qwen2ForCausalLM, folder: Path) -> str:
     model.save_pretrained(folder)
     words = {f"t{i}": i for i in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token=f"t{EOS}", bos_token="t1", pad_token="t0"
     )

@@ -21,6 +21,7 @@ import torch.multiprocessing as mp
 
 from streamrl.algorithms import AlgorithmConfig, normaliser
 from streamrl.algorithms.correction_config import CorrectionConfig
+from streamrl.data import TextStream
 from streamrl.engines.packing import Round
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import CheckpointError, DeadlineError, StreamError
@@ -28,6 +29,7 @@ from streamrl.messages import Columns
 from tests.engines.tiny_groups import made_up_groups
 
 if TYPE_CHECKING:
+    from streamrl.engines.pretraining import Pretraining
     from streamrl.engines.training import ModelTrainer
 
 TEMPERATURE = 0.8
@@ -58,6 +60,15 @@ VALUED = {
 }
 """The same, as a critic that expects a tenth of everything has scored them."""
 LATE_S = 4.0
+UNTAUGHT = {
+    uid: {**columns, "scores": np.ones_like(columns["scores"])} for uid, columns in GROUPS.items()
+}
+"""The same with nothing to choose between: their gradient is 0."""
+TEXTS = ["t4 t5 t6 t7", "t9", "t8 t8 t5 t9 t40 t41", "t42 t43", "t7 t30 t31"]
+PTX_COEF = 3.0
+PTX_ROWS = 4
+PTX_DIVISORS = (1.0, 16.0)
+"""What each update's own loss is divided by."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +105,11 @@ class Seat:
     saved: list[Path] = field(default_factory=list)
 
     def trainer(
-        self, layout: Layout, algorithm: AlgorithmConfig = ALGORITHM, **changes: Any
+        self,
+        layout: Layout,
+        algorithm: AlgorithmConfig = ALGORITHM,
+        pretraining: "Pretraining | None" = None,
+        **changes: Any,
     ) -> "ModelTrainer":
         from streamrl.engines.tasks import CriticTask, PolicyTask, Task
         from streamrl.engines.training import ModelTrainer  # seconds pytest's process can save
@@ -116,6 +131,7 @@ class Seat:
             task,
             config=replace(config, **changes),
             rank=self.rank if layout.world_size > 1 else 0,
+            pretraining=pretraining,
         )
 
     def meet(self, occasion: str) -> None:
@@ -229,6 +245,31 @@ def critic_updates(seat: Seat, layout: Layout) -> None:
     }
 
 
+def pretraining_updates(seat: Seat, layout: Layout) -> None:
+    """Updates in which only the texts have something to teach."""
+    from transformers import PreTrainedTokenizerFast
+
+    from streamrl.engines.pretraining import Pretraining
+
+    texts = Pretraining(
+        TextStream(TEXTS, seed=0),
+        PreTrainedTokenizerFast.from_pretrained(seat.model_path),
+        coef=PTX_COEF,
+        rows=PTX_ROWS,
+        max_tokens=5,
+        micro_batch_tokens=8,
+    )
+    trainer = seat.trainer(layout, AlgorithmConfig(), texts, lr=SEVERAL_LR)
+    reports = []
+    for divisor in PTX_DIVISORS:
+        for work in cut(UNTAUGHT, num_micro_batches=2, world_size=layout.world_size):
+            trainer.train_micro_batch(UNTAUGHT, work[trainer.rank])
+        reports.append(trainer.step(divisor))
+    parameters = parameters_of(trainer)
+    trainer.close()
+    seat.seen[f"pretraining/{layout.label}"] = {"reports": reports, "parameters": parameters}
+
+
 def several_updates(seat: Seat, layout: Layout) -> None:
     """A step of two epochs of two updates; groups are dealt to the updates in turn."""
     trainer = seat.trainer(layout, SEVERAL, lr=SEVERAL_LR)
@@ -308,6 +349,7 @@ CASES: dict[str, Callable[[Seat, Layout], None]] = {
     "same_update": same_update,
     "several_updates": several_updates,
     "critic_updates": critic_updates,
+    "pretraining_updates": pretraining_updates,
     "save_and_go_on": save_and_go_on,
     "steps_that_do_not_count": steps_that_do_not_count,
     "other_settings": other_settings,

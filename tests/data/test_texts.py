@@ -1,0 +1,52 @@
+"""Texts of a pretraining loss: read, and streamed in an order that follows from the seed."""
+
+import json
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from streamrl.data import TextStream, load_texts
+from streamrl.errors import ConfigError
+
+TEXTS = ["a", "b", "c", "d", "e"]
+
+
+def test_texts_are_read_from_either_format(tmp_path):
+    lines = [json.dumps({"text": text, "source": "web"}) for text in TEXTS]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    pq.write_table(pa.Table.from_pylist([{"text": text} for text in TEXTS]), tmp_path / "t.parquet")
+    assert load_texts(str(tmp_path / "texts.jsonl")) == TEXTS
+    assert load_texts(str(tmp_path / "t.parquet")) == TEXTS
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "texts.jsonl: holds no rows"),
+        ('{"text": "a"}\n{"words": "b"}', r"texts.jsonl line 2: column 'text' must be text"),
+        ('{"text": ""}', r"line 1: column 'text' must be text, and not empty"),
+        ("[1]", r"line 1: column 'text' must be text"),
+        ("{", "line 1: not JSON"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_one_line_with_its_place(tmp_path, content, message):
+    path = tmp_path / "texts.jsonl"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=message) as error:
+        load_texts(str(path))
+    assert "\n" not in str(error.value)
+
+
+def test_every_epoch_has_every_text_once_in_an_order_of_its_own():
+    stream = TextStream(TEXTS, seed=1)
+    flat = [text for number in range(10) for text in stream.batch(number, 2)]
+    epochs = [flat[start : start + 5] for start in range(0, 20, 5)]
+    assert all(sorted(epoch) == TEXTS for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) > 1
+
+
+def test_a_batch_follows_from_seed_and_number_alone():
+    assert TextStream(TEXTS, seed=1).batch(7, 3) == TextStream(TEXTS, seed=1).batch(7, 3)
+    batches = {tuple(TextStream(TEXTS, seed=seed).batch(0, 5)) for seed in range(10)}
+    assert len(batches) > 1
