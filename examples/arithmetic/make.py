@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 # Written with the rest before the folder gets its name: where it is, everything is.
 RECORD = "made.json"
+# Of what a build consists of; an older one lacks something.
+FORMAT = 2
 STEPS_PER_LINE = 100
 
 
@@ -42,12 +44,13 @@ def is_made(out: Path, *, seed: int) -> bool:
     Raises SystemExit if it holds anything else: nothing of a user's is ever overwritten.
     """
     record = out / RECORD
-    if record.is_file() and json.loads(record.read_text())["seed"] == seed:
+    made = json.loads(record.read_text()) if record.is_file() else {}
+    if (made.get("seed"), made.get("format")) == (seed, FORMAT):
         return True
     if out.exists():
         raise SystemExit(
-            f"arithmetic: {out} is there, but is not this task made with seed {seed}; "
-            "remove it or choose another --out"
+            f"arithmetic: {out} is there, but is not this task (format {FORMAT}) made with seed"
+            f" {seed}; remove it or choose another --out"
         )
     return False
 
@@ -77,13 +80,15 @@ def fill(folder: Path, *, seed: int, recipe: "Recipe | None") -> None:
     tokenizer = base_model.make_tokenizer()
     model = base_model.make_untrained(tokenizer, seed=seed)
     report(training.train(model, tokenizer, rows["train"], recipe, seed=seed))
+    texts = training.texts(rows["train"], tokenizer, recipe, seed=seed)
+    problems.write_rows([{"text": text} for text in texts], folder / "pretrain")
     base_model.save(model, tokenizer, folder / "base_model")
     pass_rates = {
         name: training.pass_rate(model, tokenizer, part[: problems.NUM_EVAL])
         for name, part in rows.items()
     }
     print(f"arithmetic: pass@1 of the base model: {pass_rates}")
-    record = {"seed": seed, "recipe": asdict(recipe), "pass_rates": pass_rates}
+    record = {"format": FORMAT, "seed": seed, "recipe": asdict(recipe), "pass_rates": pass_rates}
     (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
 
 

@@ -108,6 +108,18 @@ def train(
             schedule.step()
 
 
+def texts(
+    rows: list[Row], tokenizer: PreTrainedTokenizerFast, recipe: Recipe, *, seed: int
+) -> list[str]:
+    """A solution of each row as the base model saw them last, slips and all."""
+    rng = random.Random(seed)
+    return [
+        prompt_text(row, tokenizer)
+        + worked_solution(row["prompt"][-1]["content"], rng, recipe, recipe.slip_rate)
+        for row in rows
+    ]
+
+
 def step(
     model: Qwen2ForCausalLM, optimizer: torch.optim.Optimizer, ids: Tensor, labels: Tensor
 ) -> float:

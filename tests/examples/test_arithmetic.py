@@ -100,7 +100,9 @@ def test_a_build_is_whole_and_is_not_made_twice(
     assert make.is_made(out, seed=0)
     first = json.loads((out / "train.jsonl").read_text().splitlines()[0])
     assert first == rows()["train"][0]
+    text = json.loads((out / "pretrain.jsonl").read_text().splitlines()[0])["text"]
+    assert text.startswith("<bos>" + first["prompt"][0]["content"] + "=")
     assert AutoModelForCausalLM.from_pretrained(out / "base_model").config.model_type == "qwen2"
-    with pytest.raises(SystemExit, match="not this task made with seed 1"):
+    with pytest.raises(SystemExit, match=r"not this task \(format 2\) made with seed 1"):
         make.is_made(out, seed=1)
     assert "arithmetic" in capsys.readouterr().out
