@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 CHUNK_TOKENS = 2048
 """Tokens whose distributions over the vocabulary are held in float32 at a time."""
+VALUE_HEAD = "score."
+"""How the names of a value model's own parameters begin."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 EntropyMode = Literal["none", "value", "gradient"]
@@ -55,6 +57,14 @@ def load_model(path: str, *, dtype: torch.dtype) -> "PreTrainedModel":
     return model.to(local_device()).train()
 
 
+def load_skeleton(path: str) -> "PreTrainedModel":
+    """The causal language model in a directory without its weights, on the meta device."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+
+
 def _load(kind: Any, path: str, config: Any, dtype: torch.dtype) -> tuple[Any, list[str]]:
     """The model without dropout, and the names of the parameters the directory lacks."""
     from transformers.utils.logging import disable_progress_bar
@@ -91,7 +101,7 @@ def load_value_model(path: str, *, dtype: torch.dtype) -> "PreTrainedModel":
     # Left out, transformers takes it for a tenth.
     config.classifier_dropout = 0.0
     model, missing = _load(AutoModelForTokenClassification, path, config, dtype)
-    head = {name for name, _ in model.named_parameters() if name.startswith("score.")}
+    head = {name for name, _ in model.named_parameters() if name.startswith(VALUE_HEAD)}
     _check_complete(path, [name for name in missing if name not in head])
     if head.intersection(missing):
         with torch.no_grad():

@@ -11,12 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from streamrl.engines.forward import local_device
 from streamrl.engines.generator_config import GeneratorConfig, generation_env
 from streamrl.engines.pending import PendingCalls, PendingGroup
 from streamrl.engines.vllm_engine import EngineSpec, SampleRequest
 from streamrl.engines.vllm_thread import EngineThread
 from streamrl.errors import ConfigError, DeadlineError, GenerationError, WeightsError
 from streamrl.messages import Array, Rollout
+from streamrl.weights import full_weights
 
 __all__ = ["GenerationEngine", "GeneratorConfig", "generation_env"]
 
@@ -122,7 +124,8 @@ class GenerationEngine:
     async def load_weights(self, tensors: Mapping[str, torch.Tensor | Array], version: int) -> None:
         """Sample with these parameters from the next token on, and call them `version`.
 
-        `tensors` are all parameters by their names in transformers (of tied ones, one is enough);
+        `tensors` are all parameters by their names in transformers (of tied ones, one is enough),
+        or what a trainer of adapters publishes, to be merged into the model directory's weights;
         they must stay as they are until this returns. Rollouts run on, and their keys and values
         are computed anew.
 
@@ -131,7 +134,12 @@ class GenerationEngine:
         fails half-way; DeadlineError, the engine dead, after `request_timeout_s`.
         """
         self._calls.check_alive()
-        full = self._calls.checkpoint.parameters.complete(tensors)
+        full = full_weights(
+            tensors,
+            self._calls.checkpoint.parameters,
+            model_path=self._spec.model_path,
+            device=local_device(),
+        )
         await self._apply(version, lambda: self._thread.load(full, version))
 
     async def use_checkpoint(self, version: int) -> None:

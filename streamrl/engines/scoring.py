@@ -19,7 +19,7 @@ from streamrl.engines.forward import (
 )
 from streamrl.engines.packing import pack
 from streamrl.messages import Array, Columns
-from streamrl.weights.parameters import ParameterSet
+from streamrl.weights import ParameterSet, full_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,6 +65,7 @@ class ValueScorer:
         self, model_path: str, *, micro_batch_tokens: int, threads: int = 1, dtype: str = "auto"
     ) -> None:
         torch.set_num_threads(threads)
+        self._model_path = model_path
         self._model: PreTrainedModel = load_value_model(
             model_path, dtype=resolve_dtype(dtype)
         ).eval()
@@ -72,11 +73,16 @@ class ValueScorer:
         self._micro_batch_tokens = micro_batch_tokens
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take the parameters of a newer version. Raises WeightsError if they are others."""
-        whole = self._parameters.complete(tensors)
+        """Take the parameters of a newer version, or its adapters, merged into the directory's.
+
+        Raises WeightsError if they are those of another model.
+        """
+        full = full_weights(
+            tensors, self._parameters, model_path=self._model_path, device=local_device()
+        )
         with torch.no_grad():
             for name, parameter in self._model.named_parameters(remove_duplicate=False):
-                parameter.copy_(whole[name])
+                parameter.copy_(full[name])
 
     def values(self, columns: Columns) -> Array:
         """A value per token, float32, of a group with token_ids, loss_mask and lengths.

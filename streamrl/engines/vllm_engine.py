@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from streamrl.engines.forward import load_skeleton
 from streamrl.engines.generator_config import GeneratorConfig, engine_arguments
 from streamrl.messages import FinishReason, Rollout
 from streamrl.weights import ParameterSet
@@ -88,12 +89,8 @@ def only_engine_of_the_process() -> Iterator[None]:
 
 def read_checkpoint(model_path: str) -> Checkpoint:
     """What a model directory holds, without reading its weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(model_path)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return Checkpoint(ParameterSet.of(model), config.get_text_config().vocab_size)
+    model = load_skeleton(model_path)
+    return Checkpoint(ParameterSet.of(model), model.config.get_text_config().vocab_size)
 
 
 def build_engine(spec: EngineSpec) -> Engine:
@@ -137,7 +134,7 @@ def step(engine: Engine) -> list[Sampled]:
 
 
 def load_weights(engine: Engine, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-    """Put a full set of parameters into the model; call it between two steps.
+    """Put a full set of parameters into the model, going through it once, between two steps.
 
     If this raises, the model is half old and half new.
     """

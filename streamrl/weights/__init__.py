@@ -1,5 +1,6 @@
 """Weights on their way from the trainer to those who follow it: versions, buckets, checks."""
 
+from streamrl.weights.adapters import full_weights
 from streamrl.weights.manifest import (
     Bucket,
     TensorSlot,
@@ -19,6 +20,7 @@ __all__ = [
     "TensorSpec",
     "WeightManifest",
     "WeightsConfig",
+    "full_weights",
     "pack",
     "plan_buckets",
     "publish",

@@ -35,7 +35,7 @@ class ParameterSet:
         Nothing is copied. Raises WeightsError if names are missing or unknown, or a shape is not
         the model's.
         """
-        full = {name: _as_tensor(value) for name, value in tensors.items()}
+        full = {name: as_tensor(value) for name, value in tensors.items()}
         for names in self.tied:
             given = names & full.keys()
             if given:
@@ -53,6 +53,7 @@ class ParameterSet:
         return full
 
 
-def _as_tensor(value: torch.Tensor | Array) -> torch.Tensor:
+def as_tensor(value: torch.Tensor | Array) -> torch.Tensor:
+    """The value as a tensor, without a copy."""
     # DLPack takes read-only arrays without a warning.
     return torch.from_dlpack(value) if isinstance(value, np.ndarray) else value

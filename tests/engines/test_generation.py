@@ -14,6 +14,7 @@ from streamrl.engines.generation import GenerationEngine, GeneratorConfig, gener
 from streamrl.engines.generator_config import STEP_TOKENS_ON_CPU
 from streamrl.errors import ConfigError, DeadlineError, WeightsError
 from streamrl.messages import FinishReason, Rollout
+from streamrl.weights.adapters import LORA_A, LORA_B, LORA_SCALE
 from tests.engines.tiny_qwen import (
     EOS,
     MAX_LENGTH,
@@ -203,6 +204,50 @@ async def test_weights_may_be_read_only_arrays(bench: Bench) -> None:
     await bench.engine.load_weights(arrays, version)
     bench.models[version] = model
     assert worst_error(await bench.engine.generate(SHORT, seeds=range(8)), bench.models) < 1e-4
+
+
+def made_up_adapters(model: Qwen2ForCausalLM, *, size: float, seed: int) -> dict[str, torch.Tensor]:
+    """Adapters of rank 2 and scale 1.5 for every linear layer but the head."""
+    generator = torch.Generator().manual_seed(seed)
+    published = {LORA_SCALE: torch.tensor(1.5)}
+    for name, layer in model.model.named_modules(prefix="model"):
+        if isinstance(layer, torch.nn.Linear):
+            num_out, num_in = layer.weight.shape
+            published[name + LORA_A] = torch.randn(2, num_in, generator=generator)
+            published[name + LORA_B] = size * torch.randn(num_out, 2, generator=generator)
+    return published
+
+
+async def test_adapters_are_merged_into_the_weights_of_the_directory_each_time(
+    bench: Bench,
+) -> None:
+    for seed, size in ((1, 0.1), (2, 0.0), (3, 0.1)):
+        model = tiny_model(tied=False, seed=1)
+        published = made_up_adapters(model, size=size, seed=seed)
+        with torch.no_grad():
+            for name in [name for name in published if name.endswith(LORA_A)]:
+                layer = name.removesuffix(LORA_A)
+                product = published[layer + LORA_B] @ published[name]
+                model.get_submodule(layer).weight += 1.5 * product
+        await bench.load(tiny_model(tied=False, seed=8))
+        version = bench.engine.version + 1
+        await bench.engine.load_weights(published, version)
+        bench.models[version] = model
+        rollouts = await bench.engine.generate(SHORT, seeds=range(16))
+        assert worst_error(rollouts, bench.models) < 1e-4
+        if size == 0.0:
+            await bench.load(model)
+            again = await bench.engine.generate(SHORT, seeds=range(16))
+            for one, other in zip(rollouts, again, strict=True):
+                assert np.array_equal(one.generator_logprobs, other.generator_logprobs)
+
+
+async def test_adapters_of_another_model_are_refused_and_do_no_harm(bench: Bench) -> None:
+    published = made_up_adapters(tiny_model(tied=False, seed=1), size=0.1, seed=1)
+    published["model.layers.0.mlp.up_proj" + LORA_A] = torch.ones(2, 63)
+    with pytest.raises(WeightsError, match=r"fit no weight of the model, came for .*up_proj"):
+        await bench.engine.load_weights(published, bench.engine.version + 1)
+    assert worst_error(await bench.engine.generate(SHORT, seeds=[1]), bench.models) < 1e-4
 
 
 async def test_updates_interrupt_no_rollout_and_every_token_knows_its_version(

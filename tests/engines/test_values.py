@@ -8,6 +8,7 @@ from streamrl.engines.forward import load_value_model, token_values
 from streamrl.engines.scoring import ValueScorer
 from streamrl.errors import ConfigError, WeightsError
 from streamrl.messages import GroupInfo, check_sizes, column_sizes, split_tokens
+from streamrl.weights.adapters import LORA_A, LORA_B, LORA_SCALE
 from tests.engines.tiny_groups import made_up_groups
 from tests.engines.tiny_qwen import save, tiny_model
 
@@ -91,6 +92,22 @@ def test_the_shadow_follows_the_critic(model_path):
         expected = token_values(trained, tokens, torch.ones_like(tokens, dtype=torch.bool))
         kept = np.where(mask, expected[0].detach().numpy(), 0)
         np.testing.assert_allclose(values, kept, atol=2e-5)
+
+
+def test_the_shadow_merges_adapters_and_takes_the_head(model_path):
+    trained = with_a_head(model_path)
+    a, b = torch.randn(1, 64, generator=torch.manual_seed(0)), torch.ones(64, 1)
+    layer = "model.layers.0.self_attn.q_proj"
+    published = {layer + LORA_A: a, layer + LORA_B: b, LORA_SCALE: torch.tensor(0.5)}
+    published |= {name: p for name, p in trained.named_parameters() if name.startswith("score.")}
+    scorer, other = scorer_of(model_path), scorer_of(model_path)
+    with torch.no_grad():
+        trained.get_submodule(layer).weight += 0.5 * b @ a
+    other.load_weights(dict(trained.named_parameters(remove_duplicate=False)))
+    for _ in range(2):
+        scorer.load_weights(published)
+        found, wanted = (one.values(COLUMNS)["values"] for one in (scorer, other))
+        np.testing.assert_allclose(found, wanted, atol=1e-6)
 
 
 def test_the_size_of_micro_batches_does_not_matter(model_path):
