@@ -19,7 +19,7 @@ VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 
 SMOKE_CHECK = """
-import deepspeed, ray, torch
+import deepspeed, peft, ray, torch
 from transformers import Qwen2ForCausalLM
 from vllm import LLM
 built_for = "cpu" if torch.version.cuda is None else "gpu"
@@ -38,7 +38,7 @@ def main() -> None:
     try:
         venv.create(VENV, clear=True, with_pip=True)
         install(arguments.device)
-        say("checking that torch, transformers, vllm, ray and deepspeed import together")
+        say("checking that torch, transformers, vllm, ray, deepspeed and peft import together")
         check(arguments.device)
     except subprocess.CalledProcessError as error:
         print(error.output or "", end="", file=sys.stderr)

@@ -20,6 +20,7 @@ from streamrl.data import (
     load_vocab_size,
 )
 from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY, Dataflow
+from streamrl.engines.lora import check_targets
 from streamrl.errors import ConfigError
 from streamrl.messages import Per, Prompt, column_spec
 from streamrl.placement import Demand
@@ -74,6 +75,9 @@ def prepare(config: RunConfig) -> Prepared:
     dataflow = config.dataflow
     if dataflow.trained != [POLICY]:
         _check_weights(Path(config.model_of(CRITIC)), "critic.path")
+    for role in dataflow.trained:
+        section = "trainer" if role == POLICY else "critic.trainer"
+        check_targets(config.model_of(role), config.trainer_of(role), section=section)
     return Prepared(
         dataflow=dataflow,
         prompts=PromptStream(train.prompts, seed=config.run.seed, shuffle=config.data.shuffle),

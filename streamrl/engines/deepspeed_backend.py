@@ -51,7 +51,7 @@ class DeepSpeedBackend:
         self._clip = config.grad_clip
         self._stage = config.zero_stage
         optimizer = torch.optim.AdamW(
-            module.parameters(),
+            [parameter for parameter in module.parameters() if parameter.requires_grad],
             lr=config.lr,
             betas=(config.betas[0], config.betas[1]),
             weight_decay=config.weight_decay,
@@ -103,10 +103,11 @@ class DeepSpeedBackend:
         self._norm = norm.item()
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        """The whole parameters under all their names. Collective in stage 3: exhaust it."""
+        """What is trained, whole, under all its names. Collective in stage 3: exhaust it."""
         shared: dict[torch.nn.Parameter, list[str]] = {}
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            shared.setdefault(parameter, []).append(name)
+            if parameter.requires_grad:
+                shared.setdefault(parameter, []).append(name)
         for parameter, names in shared.items():
             tensor: Tensor = parameter.detach()
             if self._stage == SHARDS_PARAMETERS:
@@ -116,12 +117,13 @@ class DeepSpeedBackend:
             yield from ((name, tensor) for name in names)
 
     def save(self, directory: Path) -> None:
-        """Write every rank's part of parameters and optimizer. Collective."""
-        self._engine.save_checkpoint(str(directory), tag=TAG)
+        """Write every rank's part of what is trained and of the optimizer. Collective."""
+        self._engine.save_checkpoint(str(directory), tag=TAG, exclude_frozen_parameters=True)
 
     def load(self, directory: Path) -> None:
         """Read what `save` wrote. Collective; raises CheckpointError if there is nothing."""
-        path, _ = self._engine.load_checkpoint(str(directory), tag=TAG)
+        # What is frozen was not saved.
+        path, _ = self._engine.load_checkpoint(str(directory), tag=TAG, load_module_strict=False)
         if path is None:
             raise CheckpointError(f"{directory} holds no DeepSpeed checkpoint")
 

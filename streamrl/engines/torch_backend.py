@@ -60,20 +60,22 @@ class TorchBackend:
         return norm.item()
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters under all their names; views, which the next step changes."""
+        """What is trained, under all its names; views, which the next step changes."""
         for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            yield name, parameter.detach()
+            if parameter.requires_grad:
+                yield name, parameter.detach()
 
     def save(self, directory: Path) -> None:
-        """Write parameters and optimizer; rank 0 does, the others have the same."""
+        """Write what is trained and the optimizer; rank 0 does, the others have the same."""
         if dist.get_rank() == 0:
-            state = {"model": self.module.state_dict(), "optimizer": self._optimizer.state_dict()}
+            state = {"model": dict(self.full_state()), "optimizer": self._optimizer.state_dict()}
             torch.save(state, directory / STATE_FILE)
 
     def load(self, directory: Path) -> None:
         """Read what `save` wrote."""
         state = torch.load(directory / STATE_FILE, map_location="cpu", weights_only=True)
-        self.module.load_state_dict(state["model"])
+        for name, parameter in self.full_state():
+            parameter.copy_(state["model"][name])
         self._optimizer.load_state_dict(state["optimizer"])
 
     def close(self) -> None:

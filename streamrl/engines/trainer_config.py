@@ -34,6 +34,13 @@ class TrainerConfig:
     #: float32, bfloat16 (with float32 master weights), or auto: bfloat16 on GPUs where there are
     #: master weights, float32 otherwise.
     dtype: str = "auto"
+    #: Rank of the adapters that are trained in place of the model (LoRA); 0 trains all of it.
+    lora_rank: int = 0
+    #: The adapters' part in a layer's output is weighed with this over the rank.
+    lora_alpha: float = 16.0
+    #: Linear layers with an adapter, by the ends of their names, as q_proj; empty for all but the
+    #: output head.
+    lora_targets: list[str] = field(default_factory=list)
     #: CPU threads of a rank.
     threads: int = 1
     #: Trade time for memory: recompute activations in the backward pass.
@@ -46,14 +53,18 @@ class TrainerConfig:
         for key in ("world_size", "threads"):
             if vars(self)[key] < 1:
                 raise ConfigError(f"trainer.{key}={vars(self)[key]}: must be at least 1")
-        for key in ("warmup_steps", "weight_decay", "grad_clip"):
+        for key in ("warmup_steps", "weight_decay", "grad_clip", "lora_rank"):
             if vars(self)[key] < 0:
                 raise ConfigError(f"trainer.{key}={vars(self)[key]}: must not be negative")
-        for key in ("lr", "collective_timeout_s"):
+        for key in ("lr", "collective_timeout_s", "lora_alpha"):
             if vars(self)[key] <= 0:
                 raise ConfigError(f"trainer.{key}={vars(self)[key]}: must be above 0")
         if [0 <= beta < 1 for beta in self.betas] != [True, True]:
             raise ConfigError(f"trainer.betas={self.betas}: must be two numbers from 0 to below 1")
+        if self.lora_targets and not self.lora_rank:
+            raise ConfigError(
+                f"trainer.lora_targets={self.lora_targets}: needs trainer.lora_rank above 0"
+            )
 
     def _check_choices(self) -> None:
         if self.backend not in BACKENDS:

@@ -19,6 +19,8 @@ from torch import Tensor
 from streamrl.engines.batching import build_batch, derive_columns
 from streamrl.engines.deepspeed_backend import DeepSpeedBackend
 from streamrl.engines.forward import local_device
+from streamrl.engines.lora import add_adapters
+from streamrl.engines.model_files import write_model
 from streamrl.engines.packing import Pick
 from streamrl.engines.pretraining import Pretraining
 from streamrl.engines.ranks import deadline, join_ranks
@@ -28,6 +30,8 @@ from streamrl.engines.torch_backend import TorchBackend
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import CheckpointError, StreamError
 from streamrl.messages import Columns
+from streamrl.weights import ParameterSet, full_weights
+from streamrl.weights.adapters import LORA_SCALE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,11 +62,11 @@ class TrainingBackend(Protocol):
         ...
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole parameters under all their names, tied ones included. May be collective."""
+        """What is trained, whole, under all its names, tied ones included. May be collective."""
         ...
 
     def save(self, directory: Path) -> None:
-        """Write parameters and optimizer into a directory that exists. Collective."""
+        """Write what is trained and the optimizer into a directory that exists. Collective."""
         ...
 
     def load(self, directory: Path) -> None:
@@ -100,6 +104,9 @@ class ModelTrainer:
         self._pretraining = pretraining
         self._plan: StepPlan | None = None
         module = task.load(config.torch_dtype)
+        self._parameters = ParameterSet.of(module)
+        if config.lora_rank:
+            add_adapters(module, config)
         if config.gradient_checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
         backend = DeepSpeedBackend if config.backend == "deepspeed" else TorchBackend
@@ -194,12 +201,15 @@ class ModelTrainer:
         return {"loss/ptx": total.item()}
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        """The whole parameters under all their names, tied ones included.
+        """What is trained, under all its names, tied ones included: what `full_weights` takes.
 
-        Exhaust it on every rank. A tensor may be a view, which the next step changes.
+        These are the whole parameters, or adapters and their scale. Exhaust it on every rank. A
+        tensor may be a view, which the next step changes.
         """
         with self._in_time("gathering the parameters"):
             yield from self._backend.full_state()
+            if self._config.lora_rank:
+                yield LORA_SCALE, torch.tensor(self._config.lora_alpha / self._config.lora_rank)
 
     def save(self, directory: Path) -> None:
         """Write all that training needs to go on as if it had not stopped."""
@@ -235,19 +245,20 @@ class ModelTrainer:
             torch.cuda.set_rng_state(progress["cuda_rng"])
 
     def save_model(self, directory: Path) -> None:
-        """Write the model and its tokenizer as a Hugging Face directory; rank 0 writes."""
-        state = {}
+        """Write the model, whole, and its tokenizer as a Hugging Face directory; rank 0 writes."""
+        trained = {}
         for name, tensor in self.full_state():
             if self.rank == 0:
-                state[name] = tensor.cpu()
+                trained[name] = tensor.cpu()
         if self.rank == 0:
-            from transformers import AutoTokenizer
-
-            module = self._backend.module
-            buffers = module.state_dict().keys() - state.keys()
-            state |= {name: module.get_buffer(name).cpu() for name in buffers}
-            module.save_pretrained(directory, state_dict=state)
-            AutoTokenizer.from_pretrained(self._task.model_path).save_pretrained(directory)
+            cpu, path = torch.device("cpu"), self._task.model_path
+            full = full_weights(trained, self._parameters, model_path=path, device=cpu)
+            dtype = self._config.torch_dtype
+            state = {
+                name: tensor if name in trained else tensor.to(dtype)
+                for name, tensor in full.items()
+            }
+            write_model(directory, self._backend.module, state, tokenizer_from=path)
 
     @property
     def _current_plan(self) -> StepPlan:
@@ -262,7 +273,11 @@ class ModelTrainer:
     def _layout(self) -> str:
         config = self._config
         stage = f" zero_stage={config.zero_stage}" if config.backend == "deepspeed" else ""
-        return f"backend={config.backend}{stage} world_size={config.world_size}"
+        lora = ""
+        if config.lora_rank:
+            settings = ("lora_rank", "lora_alpha", "lora_targets")
+            lora = "".join(f" {name}={vars(config)[name]}" for name in settings)
+        return f"backend={config.backend}{stage} world_size={config.world_size}{lora}"
 
     def _in_time(self, doing: str) -> AbstractContextManager[None]:
         timeout_s = self._config.collective_timeout_s

@@ -69,6 +69,11 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
         (["rewards={kind: exact}"], ["rewards=", "must be a list"]),
         (["trainer.lr=.nan"], ["trainer.lr=nan", "finite"]),
         (["trainer.betas=[0.9,nan]"], ["trainer.betas"]),
+        (["trainer.lora_rank=-1"], ["trainer.lora_rank=-1", "not be negative"]),
+        (
+            ["trainer.lora_rank=1", "trainer.lora_targets=[q_prj]"],
+            ["trainer.lora_targets=['q_prj']", "must be a linear layer", "q_proj"],
+        ),
         (["pipeline.stall_s=.inf"], ["pipeline.stall_s=inf", "finite"]),
         (["generator.temperature=nan"], ["generator.temperature=nan", "finite"]),
         (["generator.temperature=1e-9"], ["generator.temperature=1e-09", "at least 0.01"]),

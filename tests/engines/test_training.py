@@ -14,9 +14,9 @@ from streamrl.engines.forward import load_value_model
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.messages import split_tokens
+from tests.engines.plain_step import plain_loss
 from tests.engines.tiny_qwen import EOS, save, tiny_model
 from tests.engines.trainer_ranks import (
-    ALGORITHM,
     CUTS,
     GROUPS,
     LATE_S,
@@ -26,7 +26,6 @@ from tests.engines.trainer_ranks import (
     PTX_DIVISORS,
     PTX_ROWS,
     SECOND_MOMENT,
-    SETTINGS,
     SEVERAL,
     SEVERAL_DIVISOR,
     SEVERAL_LR,
@@ -91,38 +90,13 @@ def seen(model_path, folder):
 
 
 def plain_steps(num_steps: int):
-    """The same steps written out: rollout by rollout, without padding, in one process."""
+    """The same steps written out."""
     model = tiny_model(tied=True, seed=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     norms = []
     for _ in range(num_steps):
         optimizer.zero_grad()
-        total = torch.zeros(())
-        for columns in GROUPS.values():
-            scores = torch.from_numpy(columns["scores"])
-            advantages = group_relative(scores, torch.zeros(len(scores), dtype=torch.long))
-            cut = {
-                name: split_tokens(columns[name], columns["lengths"])
-                for name in ("token_ids", "loss_mask", "generator_logprobs", "ref_logprobs")
-            }
-            for i in range(len(columns["lengths"])):
-                row = {name: torch.from_numpy(parts[i])[None, 1:] for name, parts in cut.items()}
-                ids = torch.from_numpy(cut["token_ids"][i])[None].long()
-                logits = model(ids).logits[:, :-1] / TEMPERATURE
-                logprobs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-                batch = row | {
-                    "advantages": advantages[i : i + 1],
-                    "group_tokens": torch.tensor([int(columns["loss_mask"].sum())]),
-                }
-                loss, _ = policy_loss(
-                    ALGORITHM.row,
-                    SETTINGS,
-                    batch,
-                    logprobs=logprobs,
-                    entropy=entropy(logits),
-                )
-                total = total + loss
-        (total / divisor_of(GROUPS)).backward()
+        (plain_loss(lambda ids: model(ids).logits) / divisor_of(GROUPS)).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         optimizer.step()
     names = dict(model.named_parameters(remove_duplicate=False))

@@ -59,6 +59,7 @@ VALUED = {
     for uid, columns in GROUPS.items()
 }
 """The same, as a critic that expects a tenth of everything has scored them."""
+LORA: dict[str, Any] = {"lora_rank": 2, "lora_alpha": 3.0}
 LATE_S = 4.0
 UNTAUGHT = {
     uid: {**columns, "scores": np.ones_like(columns["scores"])} for uid, columns in GROUPS.items()
@@ -202,12 +203,7 @@ def save_and_go_on(seat: Seat, layout: Layout) -> None:
     first = second_step(trainer, layout)
     trainer.close()
     trainer = seat.trainer(layout, warmup_steps=4)
-    refusals = []
-    for other in seat.saved:
-        try:
-            trainer.load(other)
-        except CheckpointError as error:
-            refusals.append(str(error))
+    refusals = [refusal_of(trainer, other) for other in seat.saved]
     trainer.load(folder)
     seat.saved.append(folder)
     seat.seen[f"resume/{layout.label}"] = {
@@ -268,6 +264,59 @@ def pretraining_updates(seat: Seat, layout: Layout) -> None:
     parameters = parameters_of(trainer)
     trainer.close()
     seat.seen[f"pretraining/{layout.label}"] = {"reports": reports, "parameters": parameters}
+
+
+def lora_updates(seat: Seat, layout: Layout) -> None:
+    """Two steps of adapters; then the second again from what was saved after the first."""
+    folder = seat.folder / f"lora-{layout.label}"
+    trainer = seat.trainer(layout, lr=SEVERAL_LR, **LORA)
+    start = parameters_of(trainer)
+    reports = [train_step(trainer, 2, layout.world_size)[1]]
+    trainer.save(folder / "state")
+    again, first = second_step(trainer, layout), parameters_of(trainer)
+    trainer.save_model(folder / "model")
+    trainer.close()
+    trainer = seat.trainer(layout, lr=SEVERAL_LR, **LORA)
+    trainer.load(folder / "state")
+    resumed = second_step(trainer, layout)
+    trainer.close()
+    trainer = seat.trainer(layout, lr=SEVERAL_LR, **{**LORA, "lora_alpha": 4.0})
+    seat.seen[f"lora/{layout.label}"] = {
+        "start": start,
+        "norms": [report["policy/grad_norm"] for report in (*reports, again[0])],
+        "published": first,
+        "runs": [again, resumed],
+        "refusal": refusal_of(trainer, folder / "state"),
+    }
+    trainer.close()
+
+
+def lora_critic(seat: Seat, layout: Layout) -> None:
+    """A step of a critic's adapters and head."""
+    trainer = seat.trainer(layout, PPO, lr=SEVERAL_LR, **LORA)
+    start = parameters_of(trainer)
+    for work in cut(VALUED, num_micro_batches=2, world_size=layout.world_size):
+        trainer.train_micro_batch(VALUED, work[trainer.rank])
+    trainer.step(SEVERAL_DIVISOR)
+    trainer.save_model(seat.folder / f"lora-critic-{layout.label}")
+    seat.seen[f"lora_critic/{layout.label}"] = {
+        "start": start,
+        "published": parameters_of(trainer),
+    }
+    trainer.close()
+
+
+def lora_recomputed(seat: Seat, layout: Layout) -> None:
+    changes = {"lr": SEVERAL_LR, "gradient_checkpointing": True, **LORA}
+    seat.seen[f"lora_recomputed/{layout.label}"] = two_steps(seat, layout, 2, **changes)
+
+
+def refusal_of(trainer: "ModelTrainer", folder: Path) -> str:
+    try:
+        trainer.load(folder)
+    except CheckpointError as error:
+        return str(error)
+    return ""
 
 
 def several_updates(seat: Seat, layout: Layout) -> None:
@@ -350,6 +399,9 @@ CASES: dict[str, Callable[[Seat, Layout], None]] = {
     "several_updates": several_updates,
     "critic_updates": critic_updates,
     "pretraining_updates": pretraining_updates,
+    "lora_updates": lora_updates,
+    "lora_critic": lora_critic,
+    "lora_recomputed": lora_recomputed,
     "save_and_go_on": save_and_go_on,
     "steps_that_do_not_count": steps_that_do_not_count,
     "other_settings": other_settings,
