@@ -35,12 +35,13 @@ POLL_S = 0.2
 STOP_TIMEOUT_S = 12.0
 """An interrupted run has this long to finish its micro-batch and to save, s."""
 
-ACTOR_ENV = {
+STAGE_ENV = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_VERBOSITY": "error",
     "TOKENIZERS_PARALLELISM": "false",
 }
+"""For the libraries of models and tokenizers, which coordinator and shards do not use."""
 RETURNING = (Kind.GENERATE, Kind.SCORE)
 """Kinds of stages whose actors are started again when they die: they hold nothing that is lost."""
 HOSTS = {Kind.GENERATE: GeneratorActor, Kind.SCORE: ScorerActor, Kind.TRAIN: TrainerActor}
@@ -79,11 +80,11 @@ class Session:
         `status` is told what is being waited for. Returns what could not be read of the journals,
         a line each. Raises the error of an actor that cannot start.
         """
-        # Engines take longest to come up: their processes first.
-        needed = demands(self._config, self._prepared, self._on_gpu)
-        self._roles = [self._create_actors(demand) for demand in needed]
+        # They take processes that Ray has ready, which it ends unused once the stages have theirs.
         coordinator = self._create("coordinator", CoordinatorActor)
         wiring = self._wire(coordinator)
+        needed = demands(self._config, self._prepared, self._on_gpu)
+        self._roles = [self._create_actors(demand) for demand in needed]
         for shard in wiring.shards:
             self._starting.add(self._actors[shard.name].ready.remote(), shard.name)
         status(f"starting {', '.join(sorted(self._actors))}")
@@ -199,14 +200,12 @@ class Session:
 
     def _create_actors(self, demand: Demand) -> RoleActors:
         call = demand.calls[0]
-        options: dict[str, Any] = {"num_cpus": demand.cpus, "num_gpus": demand.gpus}
+        env = {"env_vars": {**STAGE_ENV, **self._env(call)}}
+        options = {"num_cpus": demand.cpus, "num_gpus": demand.gpus, "runtime_env": env}
         if call.kind in RETURNING:
             options["max_restarts"] = self._config.run.max_restarts
         names = [f"{demand.role}-{i}" for i in range(demand.count)]
-        actors = [
-            self._create(name, HOSTS[call.kind], options=options, env=self._env(call))
-            for name in names
-        ]
+        actors = [self._create(name, HOSTS[call.kind], options=options) for name in names]
         return RoleActors(demand.calls, names, actors)
 
     def _start_actors(
@@ -244,11 +243,8 @@ class Session:
         arguments: Sequence[Any] = (),
         *,
         options: Mapping[str, Any] | None = None,
-        env: Mapping[str, str] | None = None,
     ) -> Any:
-        runtime_env = {"env_vars": {**ACTOR_ENV, **(env or {})}}
-        settings = {"num_cpus": 0, **(options or {}), "runtime_env": runtime_env}
-        actor = actor_class.options(**settings).remote(*arguments)
+        actor = actor_class.options(**{"num_cpus": 0, **(options or {})}).remote(*arguments)
         self._actors[name] = actor
         return actor
 
