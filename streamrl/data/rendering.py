@@ -1,5 +1,6 @@
 """Chat messages to token ids, as the model was trained to read them."""
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,21 +13,43 @@ if TYPE_CHECKING:
 
 VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.json")
 """Files of which a tokenizer has at least one."""
+WHOLE = ("PreTrainedTokenizerFast", "TokenizersBackend")
+"""What tokenizer_config.json calls a tokenizer that is whole in its tokenizer.json."""
 
 
 def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a model directory. Raises ConfigError naming the path if there is none."""
-    from transformers import AutoTokenizer
+    """The tokenizer of a model directory. Raises ConfigError naming the path if there is none.
 
+    One that is whole in its tokenizer.json is read from there; any other is what AutoTokenizer
+    makes of the directory, torch and all. Of some families (Qwen2's is one) AutoTokenizer builds
+    the former anew from its vocabulary alone, and loses how it cuts a text.
+    """
     _check_model_directory(model_path)
     # Without a file to read, transformers makes up a tokenizer that knows no token.
     if not any(path for name in VOCABULARIES for path in Path(model_path).glob(name)):
         raise ConfigError(f"{model_path}: holds no tokenizer (tokenizer.json or the like)")
     try:
+        if _is_whole(Path(model_path)):
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast.from_pretrained(model_path, local_files_only=True)
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(model_path, local_files_only=True)
     # The tokenizers library raises bare Exception for a damaged tokenizer.json.
     except Exception as error:
         raise ConfigError(f"{model_path}: its tokenizer cannot be loaded: {_why(error)}") from error
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether tokenizer.json says all there is to know of a tokenizer."""
+    settings = path / "tokenizer_config.json"
+    if not settings.is_file() or not (path / "tokenizer.json").is_file():
+        return False
+    found = json.loads(settings.read_text())
+    # Code of the model's own, or Mistral's library, goes before the file.
+    is_plain = "auto_map" not in found and not (path / "tekken.json").exists()
+    return is_plain and found.get("tokenizer_class") in WHOLE
 
 
 def load_vocab_size(model_path: str) -> int:

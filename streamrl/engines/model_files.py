@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from streamrl.data import load_tokenizer
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -18,10 +20,8 @@ def write_model(
     tokenizer_from: str,
 ) -> None:
     """Write a Hugging Face directory: these parameters, the module's buffers, and a tokenizer."""
-    from transformers import AutoTokenizer
-
     # Its state has no buffers that are computed anew, as those of rotary embeddings are.
     own, buffers = module.state_dict(), dict(module.named_buffers())
     state = {**parameters, **{name: own[name].cpu() for name in own.keys() & buffers.keys()}}
     module.save_pretrained(directory, state_dict=state)
-    AutoTokenizer.from_pretrained(tokenizer_from).save_pretrained(directory)
+    load_tokenizer(tokenizer_from).save_pretrained(directory)

@@ -1,4 +1,5 @@
 import json
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +46,51 @@ def test_a_template_with_a_python_slip_is_reported_with_the_row(tokenizer, write
     tokenizer.chat_template = "{{ messages[0].content + 1 }}"
     with pytest.raises(ConfigError, match=r"line 1: the model's chat template .*TypeError"):
         render(tokenizer, list(load_rows(write_rows({"prompt": "fine"}))))
+
+
+def by_character(path: Path, model_type: str) -> str:
+    """A model directory of a family, whose tokenizer has a token per character, blanks included."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.WordLevel({c: i for i, c in enumerate("?ab ")}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?")
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    tokenizer.save_pretrained(path)
+    (path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return str(path)
+
+
+def test_a_tokenizer_that_is_whole_in_its_file_cuts_texts_as_the_file_says(tmp_path):
+    tokenizer = load_tokenizer(by_character(tmp_path / "model", "qwen2"))
+    tokenizer.save_pretrained(tmp_path / "saved")
+    (tmp_path / "saved" / "config.json").write_text('{"model_type": "qwen2"}')
+    for found in (tokenizer, load_tokenizer(str(tmp_path / "saved"))):
+        assert found("a b").input_ids == [1, 3, 2]
+        assert found.decode([1, 3, 2]) == "a b"
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma2", "phi3", "glm4"])
+def test_where_families_are_taken_as_they_say_it_is_what_auto_tokenizer_gives(tmp_path, family):
+    from transformers import AutoTokenizer
+
+    mine = load_tokenizer(by_character(tmp_path, family))
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert type(mine) is type(theirs)
+    messages = [{"role": "user", "content": "a  b"}]
+    for found in (mine, theirs):
+        assert found.apply_chat_template(messages, return_dict=False) == [1, 3, 3, 2, 3]
+    assert mine.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+
+
+def test_a_family_with_a_tokenizer_of_its_own_gets_that(tmp_path):
+    from transformers import Qwen2Tokenizer
+
+    path = by_character(tmp_path, "qwen2")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "Qwen2Tokenizer"}')
+    assert type(load_tokenizer(path)) is Qwen2Tokenizer
 
 
 def test_the_vocabulary_size_comes_from_the_models_config(model_dir):
