@@ -20,7 +20,7 @@ from streamrl.buffer.config import QueueConfig
 from streamrl.checkpoint import CheckpointConfig
 from streamrl.control import PipelineConfig
 from streamrl.data import DataConfig
-from streamrl.dataflow import CRITIC, POLICY, Dataflow, dataflow_for
+from streamrl.dataflow import CRITIC, CRITICS, POLICY, Dataflow, dataflow_for
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
 from streamrl.errors import ConfigError
@@ -135,6 +135,7 @@ class RunConfig:
             )
         self.trainer_of(CRITIC)
         self._check_costs()
+        self._check_shared()
         if bool(self.algorithm.ptx_coef) != bool(self.data.pretrain):
             raise ConfigError(
                 f"algorithm.ptx_coef={self.algorithm.ptx_coef}: goes with data.pretrain="
@@ -145,6 +146,16 @@ class RunConfig:
             depth=self.pipeline.lead,
             groups_per_step=self.pipeline.groups_per_step,
         )
+
+    def _check_shared(self) -> None:
+        columns = self.algorithm.row.columns
+        critics = [role for column, role in CRITICS.items() if column in columns]
+        if self.critic.shared_coef is not None and critics != [CRITIC]:
+            has = " and ".join(critics) or "no critic"
+            raise ConfigError(
+                f"critic.shared_coef={self.critic.shared_coef}: {self.algorithm.name} has {has};"
+                " it is one critic that can share the policy's model"
+            )
 
     def _check_costs(self) -> None:
         wanted = "costs" in self.algorithm.row.columns
@@ -173,7 +184,8 @@ class RunConfig:
     @property
     def dataflow(self) -> Dataflow:
         """The model calls of the algorithm, and what flows between them."""
-        return dataflow_for(columns_needed(self.algorithm.row, self.settings))
+        columns = columns_needed(self.algorithm.row, self.settings)
+        return dataflow_for(columns, shares_critic=self.critic.shared_coef is not None)
 
     def trainer_of(self, role: str) -> TrainerConfig:
         """How the model of a role is trained. Raises ConfigError for a wrong `critic.trainer`."""

@@ -4,7 +4,7 @@ Pure: executors (the pipelined run, others later) read this declaration; nothing
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 import networkx as nx
@@ -135,17 +135,18 @@ class Dataflow:
         return [call for call in self.ordered if call.kind is kind]
 
 
-def dataflow_for(columns: Iterable[str]) -> Dataflow:
+def dataflow_for(columns: Iterable[str], *, shares_critic: bool = False) -> Dataflow:
     """The dataflow that trains a policy on `columns`: the sources they need, and no others.
 
-    Where a critic's values are among them, it is trained beside the policy, on the same groups.
+    Where a critic's values are among them, it is trained beside the policy, on the same groups; or
+    it is part of the policy, if the model is shared.
 
     Raises ValueError if no source makes one of the columns.
     """
     needs = tuple(columns)
     train = [Call("train", POLICY, Kind.TRAIN, needs, ())]
     for column, role in CRITICS.items():
-        if column in needs:
+        if column in needs and not shares_critic:
             train.append(Call(f"train_{role}", role, Kind.TRAIN, needs, ()))
     wanted = set(needs)
     calls: list[Call] = []
@@ -156,4 +157,6 @@ def dataflow_for(columns: Iterable[str]) -> Dataflow:
         calls += missing
         wanted.update(column for call in missing for column in call.needs)
     ordered = [call for call in SOURCES if call in calls]
+    if shares_critic:
+        ordered = [replace(c, follows=POLICY) if c == VALUE else c for c in ordered]
     return Dataflow([*ordered, *train])

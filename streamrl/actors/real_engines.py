@@ -79,12 +79,16 @@ class RealEngines:
 
 
 def _task(config: RunConfig, role: str) -> "Task":
-    from streamrl.engines.tasks import CriticTask, PolicyTask
+    from streamrl.engines.tasks import CriticTask, PolicyTask, TwoHeadedTask
 
     path, row, settings = config.model_of(role), config.algorithm.row, config.settings
+    temperature, clip = config.generator.temperature, config.critic.value_clip
+    if role == POLICY and config.critic.shared_coef is not None:
+        coef = config.critic.shared_coef
+        return TwoHeadedTask(path, row, settings, temperature, value_clip=clip, value_coef=coef)
     if role == POLICY:
-        return PolicyTask(path, row, settings, config.generator.temperature)
-    return CriticTask(path, row, settings, config.critic.value_clip, role)
+        return PolicyTask(path, row, settings, temperature)
+    return CriticTask(path, row, settings, clip, role)
 
 
 def _pretraining(config: RunConfig) -> "Pretraining":
@@ -149,12 +153,15 @@ def _reference(config: RunConfig) -> HostedScorer:
 def _shadow(call: Call, config: RunConfig) -> HostedScorer:
     from streamrl.engines.scoring import ValueScorer
 
-    trainer, (column,) = config.trainer_of(call.follows), call.produces
+    shares = config.critic.shared_coef is not None
+    role, (column,) = POLICY if shares else call.follows, call.produces
+    trainer = config.trainer_of(role)
     model = ValueScorer(
-        config.model_of(call.follows),
+        config.model_of(role),
         micro_batch_tokens=config.pipeline.micro_batch_tokens,
         threads=trainer.threads,
         dtype=trainer.dtype,
+        shares_policy=shares,
     )
     shadow = Shadow(model, column)
     return HostedScorer({call.stage: shadow.score}, shadow)

@@ -11,9 +11,9 @@ from streamrl.actors.calls import call
 from streamrl.actors.feed import Feed, StepReport
 from streamrl.actors.wiring import ActorReport
 from streamrl.algorithms import step_normaliser, summarise
-from streamrl.algorithms.critic import summarise_critic
+from streamrl.algorithms.critic import SHARED_PREFIX, summarise_critic
 from streamrl.config import RunConfig
-from streamrl.dataflow import CRITICS, POLICY, Call, Kind
+from streamrl.dataflow import CRITIC, CRITICS, POLICY, Call, Kind
 from streamrl.errors import ActorLostError
 from streamrl.faces import StepOutcome
 from streamrl.telemetry.contract import check_row
@@ -184,6 +184,13 @@ class Reporter:
         made, settings = snapshot.outcome.made, self._config.settings
         sums = made[POLICY].sums
         metrics = summarise(sums, step_normaliser(settings, sums))
+        shared = {
+            name.removeprefix(SHARED_PREFIX): value
+            for name, value in sums.items()
+            if name.startswith(SHARED_PREFIX)
+        }
+        if shared:
+            metrics |= summarise_critic(shared, CRITIC)
         dials = dict(snapshot.outcome.dials)
         metrics["policy/kl_coef"] = dials.pop("kl_coef", settings.kl_coef)
         metrics |= {f"dial/{name}": value for name, value in dials.items()}

@@ -21,6 +21,7 @@ from streamrl.algorithms.objective import (
     columns_needed,
     derive,
     policy_loss,
+    shared_value_loss,
     step_normaliser,
     summarise,
 )
@@ -51,6 +52,7 @@ __all__ = [
     "normaliser",
     "policy_loss",
     "reward_to_go",
+    "shared_value_loss",
     "step_normaliser",
     "summarise",
     "whiten",

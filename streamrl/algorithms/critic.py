@@ -12,6 +12,8 @@ from torch import Tensor
 from streamrl.algorithms.losses import value_loss
 from streamrl.algorithms.masks import keep
 
+SHARED_PREFIX = "critic_"
+"""Before the names of a critic's sums among those of the policy it shares a model with."""
 LOSS_NAMES = {"critic": "loss/value", "cost_critic": "loss/cost_value"}
 
 
@@ -23,6 +25,14 @@ def critic_loss(
     `batch` holds loss_mask bool, returns and values (when the group was scored), all [B, T];
     `values` [B, T] are those in training. Normalised by the tokens of the update.
     """
+    losses, sums = critic_losses(batch, values, clip=clip)
+    return losses.sum(), sums
+
+
+def critic_losses(
+    batch: Mapping[str, Tensor], values: Tensor, *, clip: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same before it is summed, [B, T]."""
     mask = batch["loss_mask"]
     returns, old = keep(batch["returns"], mask), keep(batch["values"], mask)
     current = keep(values, mask)
@@ -39,7 +49,7 @@ def critic_loss(
         "error_squared_sum": (returns - known).square().sum(),
         "value_clipped_sum": (mask & (moved > clip)).sum() if clip else torch.zeros(()),
     }
-    return losses.sum(), {name: value.detach() for name, value in sums.items()}
+    return losses, {name: value.detach() for name, value in sums.items()}
 
 
 def summarise_critic(sums: Mapping[str, float], role: str) -> dict[str, float]:

@@ -18,6 +18,7 @@ from streamrl.algorithms.correction import (
     rejection_mask,
 )
 from streamrl.algorithms.correction_config import NONE
+from streamrl.algorithms.critic import SHARED_PREFIX, critic_losses
 from streamrl.algorithms.diagnostics import divergence_sums, summarise_divergence
 from streamrl.algorithms.kl import kl_estimate
 from streamrl.algorithms.losses import aggregate_sum, normaliser
@@ -174,6 +175,24 @@ def policy_loss(
     loss = sum(summed.values(), start=logprobs.new_zeros(()))
     sums |= {f"loss_{name}_sum": part for name, part in summed.items()}
     return loss, {name: value.detach() for name, value in sums.items()}
+
+
+def shared_value_loss(
+    settings: Settings, batch: Mapping[str, Tensor], values: Tensor, *, clip: float | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Summed value loss of a model that is policy and critic at once, and the critic's sums.
+
+    As `critic_loss`, but aggregated as the policy's loss is, so that their sum is normalised by one
+    number. The sums have names of their own beside those of the policy.
+    """
+    losses, sums = critic_losses(batch, values, clip=clip)
+    loss = aggregate_sum(
+        losses,
+        batch["loss_mask"],
+        mode=settings.loss_aggregation,
+        group_tokens=batch["group_tokens"],
+    )
+    return loss, {SHARED_PREFIX + name: value for name, value in sums.items()}
 
 
 def _proximal(

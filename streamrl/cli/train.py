@@ -196,6 +196,7 @@ def _check_same_run(stored: RunConfig, config: RunConfig) -> None:
         "critic.trainer.backend": lambda c: c.trainer_of(CRITIC).backend,
         "critic.trainer.world_size": lambda c: c.trainer_of(CRITIC).world_size,
         "critic.trainer.zero_stage": lambda c: c.trainer_of(CRITIC).zero_stage,
+        "critic.shared_coef": lambda c: c.critic.shared_coef,
         "algorithm.group_size": lambda c: c.algorithm.group_size,
         "queue.shards": lambda c: c.queue.shards,
         "queue.journal.enabled": lambda c: c.queue.journal.enabled,

@@ -117,7 +117,7 @@ def token_values(model: Callable[..., Any], token_ids: Tensor, attention_mask: T
     padding.
     """
     output = model(input_ids=token_ids, attention_mask=attention_mask.long())
-    return _shift(output.logits[..., 0].float(), attention_mask)
+    return shift(output.logits[..., 0].float(), attention_mask)
 
 
 def token_logprobs(
@@ -137,25 +137,43 @@ def token_logprobs(
     if that is asked for.
     """
     output = model(input_ids=token_ids, attention_mask=attention_mask.long(), use_cache=False)
+    return score_tokens(
+        output.logits,
+        token_ids,
+        attention_mask,
+        temperature=temperature,
+        entropy_mode=entropy_mode,
+    )
+
+
+def score_tokens(
+    logits: Tensor,
+    token_ids: Tensor,
+    attention_mask: Tensor,
+    *,
+    temperature: float,
+    entropy_mode: EntropyMode = "none",
+) -> TokenScores:
+    """What `token_logprobs` says, of the logits [B, T, V] of a forward pass."""
     # Splitting all of it and dropping the last position of the small result keeps the backward
     # pass at one concatenation; a slice of the logits would be padded back to full size.
     targets = token_ids.roll(-1, dims=1)
     width = max(1, CHUNK_TOKENS // len(token_ids))
-    pairs = zip(output.logits.split(width, dim=1), targets.split(width, dim=1), strict=True)
+    pairs = zip(logits.split(width, dim=1), targets.split(width, dim=1), strict=True)
     chunks = [
         checkpoint(
             _score,
-            logits,
+            part,
             ids,
             temperature,
             entropy_mode,
             use_reentrant=False,
             preserve_rng_state=False,
         )
-        for logits, ids in pairs
+        for part, ids in pairs
     ]
     logprobs, entropies = (torch.cat(parts, dim=1) for parts in zip(*chunks, strict=True))
-    return TokenScores(_shift(logprobs, attention_mask), _shift(entropies, attention_mask))
+    return TokenScores(shift(logprobs, attention_mask), shift(entropies, attention_mask))
 
 
 def _score(
@@ -169,7 +187,7 @@ def _score(
         return chosen, entropy(scaled)
 
 
-def _shift(values: Tensor, attention_mask: Tensor) -> Tensor:
+def shift(values: Tensor, attention_mask: Tensor) -> Tensor:
     """From "what position t says of the next token" to "what was said of token t"."""
     shifted = torch.nn.functional.pad(values[:, :-1], (1, 0))
     return torch.where(attention_mask, shifted, 0.0)

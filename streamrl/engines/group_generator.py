@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import torch
 
 from streamrl.dataflow import GENERATE, GREEDY
+from streamrl.engines.forward import VALUE_HEAD
 from streamrl.engines.generation import GenerationEngine
 from streamrl.engines.seeds import rollout_seeds
 from streamrl.messages import Array, Columns, Prompt, Rollout, group_columns
@@ -43,5 +44,9 @@ class GroupGenerator:
         return await self._engine.generate(prompt.token_ids, seeds=seeds, temperature=temperature)
 
     async def load_weights(self, tensors: Mapping[str, torch.Tensor | Array], version: int) -> None:
-        """Sample with a new version from the next decode step on."""
-        await self._engine.load_weights(tensors, version)
+        """Sample with a new version from the next decode step on.
+
+        A value head that is part of the policy's model samples nothing.
+        """
+        own = {name: value for name, value in tensors.items() if not name.startswith(VALUE_HEAD)}
+        await self._engine.load_weights(own, version)

@@ -11,6 +11,7 @@ from torch import Tensor
 from streamrl.engines.batching import build_batch, tokens_of
 from streamrl.engines.forward import (
     load_model,
+    load_skeleton,
     load_value_model,
     local_device,
     resolve_dtype,
@@ -62,14 +63,25 @@ class ValueScorer:
     """Values under a critic that another process trains, in micro-batches of bounded size."""
 
     def __init__(
-        self, model_path: str, *, micro_batch_tokens: int, threads: int = 1, dtype: str = "auto"
+        self,
+        model_path: str,
+        *,
+        micro_batch_tokens: int,
+        threads: int = 1,
+        dtype: str = "auto",
+        shares_policy: bool = False,
     ) -> None:
+        """`shares_policy`: its weights are part of those of a policy, whose head is left out."""
         torch.set_num_threads(threads)
         self._model_path = model_path
         self._model: PreTrainedModel = load_value_model(
             model_path, dtype=resolve_dtype(dtype)
         ).eval()
         self._parameters = ParameterSet.of(self._model)
+        self._of_policy = frozenset[str]()
+        if shares_policy:
+            names = dict(load_skeleton(model_path).named_parameters(remove_duplicate=False)).keys()
+            self._of_policy = frozenset(names - self._parameters.shapes.keys())
         self._micro_batch_tokens = micro_batch_tokens
 
     def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
@@ -77,8 +89,9 @@ class ValueScorer:
 
         Raises WeightsError if they are those of another model.
         """
+        own = {name: value for name, value in tensors.items() if name not in self._of_policy}
         full = full_weights(
-            tensors, self._parameters, model_path=self._model_path, device=local_device()
+            own, self._parameters, model_path=self._model_path, device=local_device()
         )
         with torch.no_grad():
             for name, parameter in self._model.named_parameters(remove_duplicate=False):

@@ -13,19 +13,23 @@ from streamrl.algorithms import (
     Settings,
     columns_needed,
     policy_loss,
+    shared_value_loss,
     step_normaliser,
 )
 from streamrl.algorithms.critic import critic_loss
 from streamrl.dataflow import COST_CRITIC, CRITIC
 from streamrl.engines.batching import TOKEN_COLUMNS
 from streamrl.engines.forward import (
+    VALUE_HEAD,
     EntropyMode,
     TokenScores,
     load_model,
     load_value_model,
+    score_tokens,
     token_logprobs,
     token_values,
 )
+from streamrl.engines.two_heads import load_two_headed, values_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -75,6 +79,10 @@ class Task(Protocol):
         """What the summed loss of an update is divided by; 0 if no token counted."""
         ...
 
+    def saves(self, name: str) -> bool:
+        """Whether a parameter is part of the model others load."""
+        ...
+
 
 @dataclass(frozen=True)
 class PolicyTask:
@@ -114,12 +122,20 @@ class PolicyTask:
 
     def loss(self, forward: Forward, batch: TensorDict, *, version: int) -> Loss:
         """Token loss, divergence and entropy."""
-        mode: EntropyMode = "gradient" if self.settings.entropy_coef else "value"
-        scores = self.score(forward, batch, mode)
+        scores = self.score(forward, batch, self.entropy_mode)
+        return self.loss_of(scores, batch.to_dict(), version=version)
+
+    @property
+    def entropy_mode(self) -> EntropyMode:
+        """Entropies are reported, and have a gradient if they are part of the loss."""
+        return "gradient" if self.settings.entropy_coef else "value"
+
+    def loss_of(self, scores: TokenScores, columns: Mapping[str, Tensor], *, version: int) -> Loss:
+        """The loss, of what a forward pass says of the tokens."""
         return policy_loss(
             self.row,
             self.settings,
-            batch.to_dict(),
+            columns,
             logprobs=scores.logprobs,
             entropy=scores.entropy,
             version=version,
@@ -132,6 +148,54 @@ class PolicyTask:
     def normaliser(self, sums: Mapping[str, float]) -> float:
         """As the loss aggregation has it."""
         return step_normaliser(self.settings, sums)
+
+    def saves(self, name: str) -> bool:
+        """All of a language model, but not a critic's head on it."""
+        return not name.startswith(VALUE_HEAD)
+
+
+@dataclass(frozen=True)
+class TwoHeadedTask(PolicyTask):
+    """The policy and its critic as two heads of one model, under the sum of their losses."""
+
+    value_clip: float | None = None
+    value_coef: float = 1.0
+
+    @property
+    def token_columns(self) -> tuple[str, ...]:
+        """What the two losses read per token."""
+        return (*super().token_columns, "values")
+
+    def load(self, dtype: torch.dtype) -> "PreTrainedModel":
+        """A causal language model with a value per token."""
+        return load_two_headed(self.model_path, dtype=dtype)
+
+    def loss(self, forward: Forward, batch: TensorDict, *, version: int) -> Loss:
+        """That of the policy and, weighed, that of the critic, of one forward pass."""
+        scores, values = self._both(forward, batch)
+        columns = batch.to_dict()
+        loss, sums = self.loss_of(scores, columns, version=version)
+        value_loss, value_sums = shared_value_loss(
+            self.settings, columns, values, clip=self.value_clip
+        )
+        return loss + self.value_coef * value_loss, sums | value_sums
+
+    def blank(self, forward: Forward, batch: TensorDict) -> Tensor:
+        """0, of both heads."""
+        scores, values = self._both(forward, batch)
+        return 0 * (scores.logprobs.sum() + values.sum())
+
+    def _both(self, forward: Forward, batch: TensorDict) -> tuple[TokenScores, Tensor]:
+        ids, attention = batch["token_ids"], batch["attention_mask"]
+        output = forward(input_ids=ids, attention_mask=attention.long(), use_cache=False)
+        scores = score_tokens(
+            output.logits,
+            ids,
+            attention,
+            temperature=self.temperature,
+            entropy_mode=self.entropy_mode,
+        )
+        return scores, values_in(output, attention)
 
 
 @dataclass(frozen=True)
@@ -171,3 +235,7 @@ class CriticTask:
     def normaliser(self, sums: Mapping[str, float]) -> float:
         """The tokens that count."""
         return sums.get("num_tokens", 0.0)
+
+    def saves(self, name: str) -> bool:
+        """All of it."""
+        return True

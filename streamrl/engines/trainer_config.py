@@ -104,6 +104,9 @@ class CriticConfig:
     trainer: dict[str, Any] = field(default_factory=lambda: {"lr": 1e-5})
     #: How far a value may move in a step and still be improved; null for no bound.
     value_clip: float | None = 0.5
+    #: Weight of the value loss beside the policy's, where both are heads of one model (AC-share);
+    #: null for a critic that is a model of its own.
+    shared_coef: float | None = None
     #: Steps at the start in which the critic is trained and the policy is not.
     warmup_alone: int = 0
     #: Processes that compute values: shadows, which follow the critic's versions.
@@ -114,5 +117,12 @@ class CriticConfig:
             raise ConfigError(f"critic.value_clip={self.value_clip}: must be above 0")
         if self.warmup_alone < 0:
             raise ConfigError(f"critic.warmup_alone={self.warmup_alone}: must not be negative")
+        if self.shared_coef is not None and self.shared_coef < 0:
+            raise ConfigError(f"critic.shared_coef={self.shared_coef}: must not be negative")
+        if self.shared_coef is not None and (self.path or self.warmup_alone):
+            raise ConfigError(
+                f"critic.shared_coef={self.shared_coef}: critic.path and critic.warmup_alone are of"
+                " a critic that is a model of its own"
+            )
         if self.replicas < 1:
             raise ConfigError(f"critic.replicas={self.replicas}: must be at least 1")

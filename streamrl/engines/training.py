@@ -257,6 +257,7 @@ class ModelTrainer:
             state = {
                 name: tensor if name in trained else tensor.to(dtype)
                 for name, tensor in full.items()
+                if self._task.saves(name)
             }
             write_model(directory, self._backend.module, state, tokenizer_from=path)
 

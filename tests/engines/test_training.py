@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from streamrl.algorithms import group_relative, policy_loss, summarise
 from streamrl.algorithms.losses import entropy
 from streamrl.data import TextStream
+from streamrl.engines.batching import derive_columns
 from streamrl.engines.forward import load_value_model
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
@@ -22,6 +23,7 @@ from tests.engines.trainer_ranks import (
     LATE_S,
     LAYOUTS,
     LR,
+    PPO,
     PTX_COEF,
     PTX_DIVISORS,
     PTX_ROWS,
@@ -30,6 +32,7 @@ from tests.engines.trainer_ranks import (
     SEVERAL_DIVISOR,
     SEVERAL_LR,
     SEVERAL_SETTINGS,
+    SHARED_COEFS,
     TEMPERATURE,
     TEXTS,
     VALUE_CLIP,
@@ -65,7 +68,7 @@ def seen(model_path, folder):
     single += [("several_updates", layout) for layout in SEVERAL_ON if layout.world_size == 1]
     single += [
         (case, layout)
-        for case in ("critic_updates", "pretraining_updates")
+        for case in ("critic_updates", "pretraining_updates", "two_headed_updates")
         for layout in SEVERAL_ON
         if layout.world_size == 1
     ]
@@ -77,7 +80,10 @@ def seen(model_path, folder):
     ]
     together += [
         (case, layout)
-        for case in ("several_updates", "critic_updates", "pretraining_updates")
+        for case in (
+            *("several_updates", "critic_updates"),
+            *("pretraining_updates", "two_headed_updates"),
+        )
         for layout in SEVERAL_ON
         if layout.world_size == 2
     ]
@@ -222,6 +228,80 @@ def test_a_critic_learns_the_returns_whatever_its_ranks(seen, model_path, folder
         assert furthest(case["parameters"], parameters) < 0.1 * SEVERAL_LR
         assert case["report"]["critic/lr"] == SEVERAL_LR
         assert case["report"]["critic/grad_norm"] > 0
+
+
+def plain_two_headed(coef):
+    """What `two_headed_updates` does, written out: one process, rollout by rollout."""
+    body = tiny_model(tied=True, seed=0)
+    head = torch.nn.Linear(body.config.hidden_size, 1)
+    for parameter in head.parameters():
+        torch.nn.init.zeros_(parameter)
+    both = [*body.parameters(), *head.parameters()]
+    optimizer = torch.optim.AdamW(both, lr=SEVERAL_LR, weight_decay=0.0)
+    settings = PPO.settings(max_length=8, reward_weights={})
+    for _ in range(2):
+        total = 0.0
+        for columns in VALUED.values():
+            derived = derive_columns(PPO.row, settings, {"": columns})[""]
+            group = {**columns, **derived}
+            names = ("token_ids", "loss_mask", "generator_logprobs", "values", "returns")
+            cut = {
+                name: split_tokens(group[name], columns["lengths"])
+                for name in (*names, "advantages")
+            }
+            for i in range(len(columns["lengths"])):
+                row = {name: torch.from_numpy(parts[i])[None, 1:] for name, parts in cut.items()}
+                ids = torch.from_numpy(cut["token_ids"][i])[None].long()
+                output = body(ids, output_hidden_states=True)
+                logits = output.logits[:, :-1] / TEMPERATURE
+                row["group_tokens"] = torch.tensor([int(columns["loss_mask"].sum())])
+                loss, _ = policy_loss(
+                    PPO.row,
+                    settings,
+                    row,
+                    logprobs=logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0],
+                    entropy=entropy(logits),
+                )
+                values = head(output.hidden_states[-1])[:, :-1, 0]
+                near = row["values"] + (values - row["values"]).clamp(-VALUE_CLIP, VALUE_CLIP)
+                far = torch.maximum((values - row["returns"]) ** 2, (near - row["returns"]) ** 2)
+                # PPO's mean is over tokens, as that of the values is.
+                total = total + loss + coef * far[row["loss_mask"]].sum() / 2
+        optimizer.zero_grad()
+        (total / SEVERAL_DIVISOR).backward()
+        torch.nn.utils.clip_grad_norm_(both, 1.0)
+        optimizer.step()
+    named = dict(body.named_parameters(remove_duplicate=False))
+    named |= {f"score.{name}": parameter for name, parameter in head.named_parameters()}
+    return {name: parameter.detach() for name, parameter in named.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", SEVERAL_ON, ids=lambda layout: layout.label)
+def test_a_body_with_two_heads_learns_the_sum_of_their_losses(seen, folder, layout):
+    parameters = plain_two_headed(SHARED_COEFS[1])
+    cases = seen[f"two_headed/{layout.label}/{SHARED_COEFS[1]}"]
+    for case in cases:
+        assert furthest(case["parameters"], parameters) < 0.1 * SEVERAL_LR
+    assert sum(case["sums"][1]["critic_loss_value_sum"] for case in cases) > 0
+    saved = folder / f"two-headed-{layout.label}-{SHARED_COEFS[1]}" / "model"
+    model, info = AutoModelForCausalLM.from_pretrained(saved, output_loading_info=True)
+    assert not info["unexpected_keys"], "a generator loads the policy and nothing else"
+    expected = {
+        name: value for name, value in cases[0]["parameters"].items() if "score" not in name
+    }
+    assert furthest(dict(model.named_parameters(remove_duplicate=False)), expected) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", SEVERAL_ON, ids=lambda layout: layout.label)
+def test_a_head_of_no_weight_leaves_the_policy_as_it_would_be_without(seen, layout):
+    (with_head, alone) = (seen[f"two_headed/{layout.label}/{c}"] for c in (SHARED_COEFS[0], None))
+    for case, expected in zip(with_head, alone, strict=True):
+        parameters = dict(case["parameters"])
+        assert not parameters.pop("score.weight").any()
+        assert not parameters.pop("score.bias").any()
+        assert furthest(parameters, expected["parameters"]) < 1e-6
 
 
 def plain_pretraining(model_path):

@@ -30,6 +30,7 @@ from tests.engines.tiny_groups import made_up_groups
 
 if TYPE_CHECKING:
     from streamrl.engines.pretraining import Pretraining
+    from streamrl.engines.tasks import Task
     from streamrl.engines.training import ModelTrainer
 
 TEMPERATURE = 0.8
@@ -68,6 +69,7 @@ UNTAUGHT = {
 TEXTS = ["t4 t5 t6 t7", "t9", "t8 t8 t5 t9 t40 t41", "t42 t43", "t7 t30 t31"]
 PTX_COEF = 3.0
 PTX_ROWS = 4
+SHARED_COEFS = (0.0, 0.5)
 PTX_DIVISORS = (1.0, 16.0)
 """What each update's own loss is divided by."""
 
@@ -109,10 +111,12 @@ class Seat:
         self,
         layout: Layout,
         algorithm: AlgorithmConfig = ALGORITHM,
+        *,
         pretraining: "Pretraining | None" = None,
+        task: "Task | None" = None,
         **changes: Any,
     ) -> "ModelTrainer":
-        from streamrl.engines.tasks import CriticTask, PolicyTask, Task
+        from streamrl.engines.tasks import CriticTask, PolicyTask
         from streamrl.engines.training import ModelTrainer  # seconds pytest's process can save
 
         if layout.world_size > 1:
@@ -125,11 +129,10 @@ class Seat:
             dtype="float32",
         )
         settings = algorithm.settings(max_length=8, reward_weights={})
-        task: Task = PolicyTask(self.model_path, algorithm.row, settings, TEMPERATURE)
-        if algorithm is PPO:
-            task = CriticTask(self.model_path, algorithm.row, settings, VALUE_CLIP)
+        policy = PolicyTask(self.model_path, algorithm.row, settings, TEMPERATURE)
+        critic = CriticTask(self.model_path, algorithm.row, settings, VALUE_CLIP)
         return ModelTrainer(
-            task,
+            task or (critic if algorithm is PPO else policy),
             config=replace(config, **changes),
             rank=self.rank if layout.world_size > 1 else 0,
             pretraining=pretraining,
@@ -241,6 +244,29 @@ def critic_updates(seat: Seat, layout: Layout) -> None:
     }
 
 
+def two_headed_updates(seat: Seat, layout: Layout) -> None:
+    """Two steps of a model that is policy and critic, and of the policy alone."""
+    from streamrl.engines.tasks import PolicyTask, TwoHeadedTask
+
+    facts = (seat.model_path, PPO.row, PPO.settings(max_length=8, reward_weights={}), TEMPERATURE)
+    heads = {
+        coef: TwoHeadedTask(*facts, value_clip=VALUE_CLIP, value_coef=coef) for coef in SHARED_COEFS
+    }
+    for coef, task in {None: PolicyTask(*facts), **heads}.items():
+        trainer = seat.trainer(layout, PPO, task=task, lr=SEVERAL_LR)
+        sums = []
+        for _ in range(2):
+            rounds = cut(VALUED, num_micro_batches=2, world_size=layout.world_size)
+            sums.append(add_up(trainer.train_micro_batch(VALUED, w[trainer.rank]) for w in rounds))
+            trainer.step(SEVERAL_DIVISOR)
+        folder = seat.folder / f"two-headed-{layout.label}-{coef}"
+        trainer.save(folder / "state")
+        trainer.save_model(folder / "model")
+        parameters = parameters_of(trainer)
+        trainer.close()
+        seat.seen[f"two_headed/{layout.label}/{coef}"] = {"sums": sums, "parameters": parameters}
+
+
 def pretraining_updates(seat: Seat, layout: Layout) -> None:
     """Updates in which only the texts have something to teach."""
     from transformers import PreTrainedTokenizerFast
@@ -255,7 +281,7 @@ def pretraining_updates(seat: Seat, layout: Layout) -> None:
         max_tokens=5,
         micro_batch_tokens=8,
     )
-    trainer = seat.trainer(layout, AlgorithmConfig(), texts, lr=SEVERAL_LR)
+    trainer = seat.trainer(layout, AlgorithmConfig(), pretraining=texts, lr=SEVERAL_LR)
     reports = []
     for divisor in PTX_DIVISORS:
         for work in cut(UNTAUGHT, num_micro_batches=2, world_size=layout.world_size):
@@ -399,6 +425,7 @@ CASES: dict[str, Callable[[Seat, Layout], None]] = {
     "several_updates": several_updates,
     "critic_updates": critic_updates,
     "pretraining_updates": pretraining_updates,
+    "two_headed_updates": two_headed_updates,
     "lora_updates": lora_updates,
     "lora_critic": lora_critic,
     "lora_recomputed": lora_recomputed,
