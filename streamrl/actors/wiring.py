@@ -44,18 +44,13 @@ class Wiring:
         return (*train.needs, *self.components)
 
     def stages(self, calls: Sequence[Call], process: str) -> list[Stage]:
-        """The places of an actor called `process`, one per call of its role."""
+        """The places of an actor called `process`, one per call of its role, under one lease."""
         arbiter = RemoteArbiter(self.coordinator, self.config.pipeline.stall_s)
         shared = self.config.placement.one_at_a_time
+        lease = SharedLease(arbiter, process) if shared else FreeLease()
         spans = SpanRecorder(process)
         return [
-            Stage(
-                name=call.stage,
-                queue=ExperienceQueue(self.shards, process),
-                lease=SharedLease(arbiter, process) if shared else FreeLease(),
-                spans=spans,
-            )
-            for call in calls
+            Stage(call.stage, ExperienceQueue(self.shards, process), lease, spans) for call in calls
         ]
 
 

@@ -6,6 +6,7 @@ import torch
 
 from streamrl.engines.forward import load_value_model, token_values
 from streamrl.engines.scoring import ValueScorer
+from streamrl.engines.two_heads import load_two_headed, values_in
 from streamrl.errors import ConfigError, WeightsError
 from streamrl.messages import GroupInfo, check_sizes, column_sizes, split_tokens
 from streamrl.weights.adapters import LORA_A, LORA_B, LORA_SCALE
@@ -71,8 +72,9 @@ def test_a_directory_that_lacks_part_of_the_body_is_refused(model_path, tmp_path
         load_value_model(str(tmp_path), dtype=torch.float32)
 
 
-def scorer_of(model_path, *, micro_batch_tokens=64):
-    return ValueScorer(model_path, micro_batch_tokens=micro_batch_tokens, dtype="float32")
+def scorer_of(model_path, *, micro_batch_tokens=64, **facts):
+    tokens = micro_batch_tokens
+    return ValueScorer(model_path, micro_batch_tokens=tokens, dtype="float32", **facts)
 
 
 def test_the_shadow_follows_the_critic(model_path):
@@ -106,8 +108,31 @@ def test_the_shadow_merges_adapters_and_takes_the_head(model_path):
     other.load_weights(dict(trained.named_parameters(remove_duplicate=False)))
     for _ in range(2):
         scorer.load_weights(published)
-        found, wanted = (one.values(COLUMNS)["values"] for one in (scorer, other))
+        found, wanted = (one.values(COLUMNS) for one in (scorer, other))
         np.testing.assert_allclose(found, wanted, atol=1e-6)
+
+
+def test_a_shadow_of_a_shared_model_takes_its_part_of_the_policy(model_path):
+    model, critic = load_two_headed(model_path, dtype=torch.float32).eval(), with_a_head(model_path)
+    model.score.load_state_dict(critic.score.state_dict())
+    shared = scorer_of(model_path, shares_policy=True)
+    shared.load_weights(dict(model.named_parameters(remove_duplicate=False)))
+    alone = scorer_of(model_path)
+    alone.load_weights(dict(critic.named_parameters(remove_duplicate=False)))
+    np.testing.assert_allclose(shared.values(COLUMNS), alone.values(COLUMNS), atol=1e-6)
+    with pytest.raises(WeightsError, match="the weights lack"):
+        shared.load_weights(dict(tiny_model(tied=True, seed=1).named_parameters()))
+
+
+def test_two_heads_of_one_forward_say_what_two_models_do(model_path):
+    model, critic = load_two_headed(model_path, dtype=torch.float32).eval(), with_a_head(model_path)
+    model.score.load_state_dict(critic.score.state_dict())
+    ids = torch.tensor([[5, 6, 7, 8], [9, 4, 0, 0]])
+    attention = torch.tensor([[True] * 4, [True, True, False, False]])
+    output = model(input_ids=ids, attention_mask=attention.long(), use_cache=False)
+    torch.testing.assert_close(values_in(output, attention), token_values(critic, ids, attention))
+    plain = tiny_model(tied=True, seed=1)(input_ids=ids, attention_mask=attention.long())
+    torch.testing.assert_close(output.logits, plain.logits)
 
 
 def test_the_size_of_micro_batches_does_not_matter(model_path):

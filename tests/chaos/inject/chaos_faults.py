@@ -232,7 +232,7 @@ def remote_shard(fault, module):
 
 
 def group_generator(fault, module):
-    during_async(fault, module.GroupGenerator, "rollouts", "generator", "mid_compute")
+    during_async(fault, module.GroupGenerator, "group", "generator", "mid_compute")
     during_async(fault, module.GroupGenerator, "sample", "generator", "mid_evaluation")
 
 
