@@ -48,6 +48,7 @@ def facts(row: Algorithm) -> dict[str, Any]:
         "advantages": row.advantages.__name__,
         "token_loss": row.token_loss.__name__,
         "derived": {name: function.__name__ for name, function in row.derived.items()},
+        "dials": {name: function.__name__ for name, function in row.dials.items()},
         "scope": "step" if whole else row.scope,
         "min_group_size": row.min_group_size,
         "defaults": defaults,
@@ -64,6 +65,7 @@ def describe(row: Algorithm) -> str:
         "scope": _SCOPES[known["scope"]],
         "defaults": _settings(known["defaults"]),
         "params": _settings(known["params"]),
+        "dials": _settings(known["dials"]),
     }
     shown = [f"  {name:<10} {text}" for name, text in lines.items() if text]
     return "\n".join([f"{row.name}: {row.paper}", *shown])
@@ -97,7 +99,8 @@ def markdown(rows: Iterable[Algorithm]) -> str:
 
 
 def _functions(known: Mapping[str, Any]) -> str:
-    names = [known["advantages"], known["token_loss"], *known["derived"].values()]
+    names = [known["advantages"], known["token_loss"]]
+    names += [*known["derived"].values(), *known["dials"].values()]
     return ", ".join(dict.fromkeys(names))
 
 

@@ -42,9 +42,14 @@ def build_rewards(
     section = judged.section
     if not configs:
         raise ConfigError(f"{section}: empty; a run needs at least one, e.g. [{{kind: exact}}]")
-    components = [
-        Component(config.component, config.weight, _kind(config).make(config)) for config in configs
-    ]
+    try:
+        components = [
+            Component(config.component, config.weight, _kind(config).make(config))
+            for config in configs
+        ]
+    except ConfigError as error:
+        # A reward does not know that it is a cost.
+        raise ConfigError(str(error).replace("rewards.", f"{section}.", 1)) from None
     names = [component.name for component in components]
     for name in names:
         if names.count(name) > 1:

@@ -36,6 +36,7 @@ def test_json_has_the_defaults_filled_in(capsys):
     assert rows["reinforce_pp"]["defaults"]["whiten_advantages"] is True
     assert rows["reinforce_pp"]["scope"] == "step"
     assert rows["clip_cov"]["derived"] == {"chosen": "covariance_band"}
+    assert rows["safe_rlhf"]["dials"] == {"lagrange": "cost_multiplier"}
 
 
 @pytest.mark.parametrize(

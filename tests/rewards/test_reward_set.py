@@ -7,7 +7,7 @@ import pytest
 
 from streamrl.errors import ConfigError, DeadlineError, RewardError
 from streamrl.messages import GroupInfo, Prompt, check_sizes, column_sizes
-from streamrl.rewards import Component, RewardConfig, RewardSet, ScorerConfig, build_rewards
+from streamrl.rewards import COSTS, Component, RewardConfig, RewardSet, ScorerConfig, build_rewards
 
 PROMPT = Prompt("2:11:0", np.array([1], np.int32), ground_truth="5")
 
@@ -197,6 +197,8 @@ async def test_rewards_are_built_from_their_config(tmp_path):
 def test_rewards_that_cannot_be_built_are_refused(configs, words):
     with pytest.raises(ConfigError, match=words):
         build_rewards([RewardConfig(**config) for config in configs], timeout_s=1)
+    with pytest.raises(ConfigError, match=words.replace("rewards", "costs", 1)):
+        build_rewards([RewardConfig(**c) for c in configs], timeout_s=1, judged=COSTS)
 
 
 @pytest.mark.parametrize(
