@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import sys
+import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from streamrl.actors.remote_shard import RemoteShard
 from streamrl.actors.shard import create_shards
 from streamrl.buffer import Bounds, ExperienceQueue, Files, Ports, QueueConfig, ShardPlan
 from streamrl.messages import ROLLOUT_COLUMNS, Array, Columns, Prompt
+from tests.e2e.launched import MARK, marked
 
 pytestmark = pytest.mark.slow
 # The nodes' workers need not find the tests on their path.
@@ -113,6 +115,8 @@ class Nodes:
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
     sizes = {"num_cpus": 2, "object_store_memory": 100 << 20, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=sizes)
     started: list[psutil.Process] = []
@@ -122,7 +126,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
         ids = (cluster.head_node.node_id, second.node_id)
         yield Nodes(second, ids)
     finally:
-        started = psutil.Process().children(recursive=True)
+        started = marked(mark)
         ray.shutdown()
         cluster.shutdown()
     _, alive = psutil.wait_procs(started, timeout=10.0)

@@ -38,7 +38,7 @@ class Launched:
             start_new_session=True,
         )
         # Whatever becomes of the test, its run must not go on beside the tests that follow.
-        self._end = weakref.finalize(self, _kill_group, self.process)
+        self.end = weakref.finalize(self, _kill_group, self.process)
 
     @property
     def output(self) -> str:
@@ -50,7 +50,7 @@ class Launched:
         try:
             return self.process.wait(timeout_s)
         except subprocess.TimeoutExpired:
-            self._end()
+            self.end()
             raise AssertionError(f"did not end in {timeout_s:g} s:\n{self.output}") from None
 
     def until(self, condition: Callable[[], bool], timeout_s: float = 180.0) -> None:
@@ -62,7 +62,7 @@ class Launched:
                 assert time.monotonic() < deadline, f"not in {timeout_s:g} s:\n{self.output}"
                 time.sleep(0.1)
         except BaseException:
-            self._end()
+            self.end()
             raise
 
     def interrupt(self) -> None:
@@ -71,14 +71,7 @@ class Launched:
 
     def processes(self) -> list[psutil.Process]:
         """Everything alive that it started, however deep, itself included."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get(MARK) == self._mark and process.status() != "zombie":
-                    found.append(process)
-            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-                continue
-        return found
+        return marked(self._mark)
 
     def actor(self, kind: str) -> psutil.Process:
         """The process of an actor class."""
@@ -90,6 +83,18 @@ class Launched:
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.2)
         return [" ".join(process.cmdline()) for process in left]
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Everything alive that has this mark in its environment."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark and process.status() != "zombie":
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+            continue
+    return found
 
 
 def _kill_group(process: "subprocess.Popen[bytes]") -> None:

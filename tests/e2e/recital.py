@@ -1,0 +1,59 @@
+"""The recipes in configs/ on the demo's task, in short, played beside whatever tests there are.
+
+Most of a short run is the start of processes, which Ray lets run only where others leave room.
+"""
+
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from tests.e2e.launched import Launched
+
+ROOT = Path(__file__).resolve().parents[2]
+CUSTOM = ["algorithm.path=examples/custom_algorithm/median.py", "algorithm.name=median_grpo"]
+SHARED = ["critic.shared_coef=0.5", "critic.warmup_alone=0"]
+STEPS = 16
+RECIPES = {
+    path.stem.removesuffix("_arithmetic"): (path, [f"run.steps={STEPS}"])
+    for path in sorted((ROOT / "configs").glob("*_arithmetic.yaml"))
+    # The demo runs it whole.
+    if path.stem != "grpo_arithmetic"
+} | {
+    "custom": (ROOT / "configs" / "grpo_arithmetic.yaml", [*CUSTOM, f"run.steps={STEPS}"]),
+    # Costs give way more slowly than rewards come.
+    "safe_rlhf": (ROOT / "configs" / "safe_rlhf_toy.yaml", ["run.steps=26"]),
+    "shared": (ROOT / "configs" / "ppo_arithmetic.yaml", [*SHARED, f"run.steps={STEPS}"]),
+}
+
+
+class Recital:
+    """Recipes, by name, one after the other; their runs go into a folder."""
+
+    def __init__(self, names: Sequence[str], folder: Path) -> None:
+        self._folder = folder
+        self._runs: dict[str, Launched] = {}
+        self._pool = ThreadPoolExecutor(1)
+        self._codes = {name: self._pool.submit(self._play, name) for name in names}
+
+    def played(self, name: str) -> tuple[Launched, int, Path]:
+        """The run of a recipe once it has ended, its exit code and its directory."""
+        code = self._codes[name].result()
+        return self._runs[name], code, self._folder / name
+
+    def close(self) -> None:
+        """End the run under way, if there is one; no other is started."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for run in self._runs.values():
+            run.end()
+
+    def _play(self, name: str) -> int:
+        make = [sys.executable, str(ROOT / "examples" / "arithmetic" / "make.py")]
+        subprocess.run(make, check=True, timeout=600)
+        recipe, overrides = RECIPES[name]
+        # Recipes name their files from the root of the repository, where the tests are run too.
+        words = [str(recipe), f"run.dir={self._folder}", f"run.name={name}", *overrides]
+        short = ['data.eval=""', "checkpoint.at_end=false"]
+        self._runs[name] = Launched(["train", *words, *short], self._folder)
+        return self._runs[name].wait(timeout_s=600.0)
