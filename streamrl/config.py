@@ -15,6 +15,7 @@ from yaml import YAMLError
 from streamrl.algorithms.algorithm import Settings
 from streamrl.algorithms.config import AlgorithmConfig
 from streamrl.algorithms.objective import columns_needed
+from streamrl.algorithms.rehearsal import rehearse
 from streamrl.buffer.admission import check_capacity
 from streamrl.buffer.config import QueueConfig
 from streamrl.checkpoint import CheckpointConfig
@@ -23,7 +24,7 @@ from streamrl.data import DataConfig
 from streamrl.dataflow import CRITIC, CRITICS, POLICY, Dataflow, dataflow_for
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
-from streamrl.errors import ConfigError
+from streamrl.errors import AlgorithmError, ConfigError
 from streamrl.evaluation import MAX_SEED, EvaluationConfig
 from streamrl.placement import PlacementConfig
 from streamrl.rewards import RewardConfig, ScorerConfig
@@ -136,6 +137,11 @@ class RunConfig:
         self.trainer_of(CRITIC)
         self._check_costs()
         self._check_shared()
+        try:
+            assert self.dataflow.trained
+            rehearse(self.algorithm.row, self.settings)
+        except (AlgorithmError, ValueError) as error:
+            raise ConfigError(str(error)) from error
         if bool(self.algorithm.ptx_coef) != bool(self.data.pretrain):
             raise ConfigError(
                 f"algorithm.ptx_coef={self.algorithm.ptx_coef}: goes with data.pretrain="
@@ -155,6 +161,11 @@ class RunConfig:
             raise ConfigError(
                 f"critic.shared_coef={self.critic.shared_coef}: {self.algorithm.name} has {has};"
                 " it is one critic that can share the policy's model"
+            )
+        if self.critic.shared_coef is not None and not self.algorithm.correction.count_rejected:
+            raise ConfigError(
+                "algorithm.correction.count_rejected=False: with critic.shared_coef values are"
+                " learned from all tokens, and divided by as many"
             )
 
     def _check_costs(self) -> None:

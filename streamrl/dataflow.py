@@ -44,6 +44,8 @@ COST_CRITIC = "cost_critic"
 """The critic of costs, likewise."""
 CRITICS = {"values": CRITIC, "cost_values": COST_CRITIC}
 """Who is trained to predict what a column holds."""
+RETURNS = {CRITIC: "returns", COST_CRITIC: "cost_returns"}
+"""What a row derives for a critic to learn."""
 SEQUENCES = ("token_ids", "loss_mask", "lengths")
 GENERATE = Call("generate", "generator", Kind.GENERATE, (), ROLLOUT_COLUMNS, POLICY)
 GREEDY = Call("greedy", "generator", Kind.GENERATE, (), ("greedy_ids",), POLICY)

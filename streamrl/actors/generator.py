@@ -34,7 +34,9 @@ class GeneratorActor:
         """The loops of the stages, until the actor is killed."""
         config, generator, held = self._wiring.config, self._generator, self._held
         assert generator is not None
-        slots = max(1, config.generator.max_concurrent_rollouts // config.algorithm.group_size)
+        # What runs at once for a prompt: its group, and a greedy completion if that is asked for.
+        rollouts = config.algorithm.group_size + len(self._stages) - 1
+        slots = max(1, config.generator.max_concurrent_rollouts // rollouts)
         stall_s = config.pipeline.stall_s
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(follow_weights(self._stages[0], generator, self._channel, held))

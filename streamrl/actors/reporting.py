@@ -177,7 +177,7 @@ class Reporter:
             parts = {first: [span for span in spans if span.name not in others]}
             parts |= {stage: [span for span in spans if span.name == stage] for stage in others}
             for stage, own in parts.items():
-                activity[stage] = Activity(role.kind.value, len(role.actors), own)
+                activity[stage] = Activity(role.kind.value, role.role, len(role.actors), own)
         return activity
 
     def _metrics(self, snapshot: Snapshot) -> dict[str, float]:

@@ -15,6 +15,10 @@ SCALES = ("std", "batch", "mean", "none")
 SINGLES = ("zero", "keep")
 
 
+def _floating(scores: Tensor) -> torch.dtype:
+    return scores.dtype if scores.is_floating_point() else torch.float32
+
+
 def group_relative(
     scores: Tensor,
     group_ids: Tensor,
@@ -49,7 +53,7 @@ def group_relative(
         mean = groups.mean(values)
         centred = torch.where(mean > 0, centred / (mean + eps), 0.0)
     kept = values / (1 + eps) if scale == "std" else values
-    return _with_singles(centred, kept, groups, single).to(scores.dtype)
+    return _with_singles(centred, kept, groups, single).to(_floating(scores))
 
 
 def leave_one_out(scores: Tensor, group_ids: Tensor, *, single: str = "zero") -> Tensor:
@@ -61,7 +65,7 @@ def leave_one_out(scores: Tensor, group_ids: Tensor, *, single: str = "zero") ->
     values, groups = scores.double(), _Groups(group_ids)
     others = (groups.count - 1).clamp(min=1)
     advantages = groups.centred(values) * groups.count / others
-    return _with_singles(advantages, values, groups, single).to(scores.dtype)
+    return _with_singles(advantages, values, groups, single).to(_floating(scores))
 
 
 def length_weighted_baseline(
@@ -77,7 +81,7 @@ def length_weighted_baseline(
     # From the centred scores, so that equal scores are exactly 0 here too.
     centred = groups.centred(values)
     advantages = centred - groups.sum(weights * centred) / groups.sum(weights)
-    return _with_singles(advantages, values, groups, single).to(scores.dtype)
+    return _with_singles(advantages, values, groups, single).to(_floating(scores))
 
 
 def best_of_group(
@@ -106,7 +110,7 @@ def best_of_group(
     lead = torch.where(is_best & ~shared, best - second, 0.0)
     if scale == "std":
         lead = lead / (groups.deviation(groups.centred(values), unbiased=unbiased) + eps)
-    return lead.to(scores.dtype)
+    return lead.to(_floating(scores))
 
 
 def gpg(scores: Tensor, group_ids: Tensor, *, single: str = "zero") -> Tensor:
@@ -119,7 +123,7 @@ def gpg(scores: Tensor, group_ids: Tensor, *, single: str = "zero") -> Tensor:
     values, groups = scores.double(), _Groups(group_ids)
     factor = len(values) / (values != 0).double().sum().clamp(min=1)
     advantages = factor * groups.centred(values)
-    return _with_singles(advantages, factor * values, groups, single).to(scores.dtype)
+    return _with_singles(advantages, factor * values, groups, single).to(_floating(scores))
 
 
 def greedy_baseline(scores: Tensor, baseline_scores: Tensor) -> Tensor:

@@ -118,9 +118,14 @@ class AlgorithmConfig:
             "kl_kind": KINDS,
             "kl_in": ("loss", "reward"),
         }
+        if alien := self.row.defaults.keys() - DEFAULTS.keys():
+            raise ConfigError(
+                f"algorithm {self.name}: defaults have {', '.join(sorted(alien))}; a row may set"
+                f" {', '.join(DEFAULTS)}"
+            )
         for key, allowed in choices.items():
-            value = vars(self)[key]
-            if value is not None and value not in allowed:
+            value = self._chosen(key) if key in DEFAULTS else vars(self)[key]
+            if value not in allowed:
                 raise ConfigError(f"algorithm.{key}={value}: must be one of {', '.join(allowed)}")
 
     def _check_params(self) -> None:
@@ -145,6 +150,15 @@ class AlgorithmConfig:
                 f"algorithm.kl_target={self.kl_target}: algorithm.kl_coef=0 is no weight to begin"
                 " with"
             )
+        if any(name.endswith("/*") for name in self.row.columns):
+            shaped: dict[str, float] = {"overlong_buffer": self.overlong_buffer}
+            shaped |= {"kl_coef": self.kl_coef} if place == "reward" else {}
+            for key, value in shaped.items():
+                if value:
+                    raise ConfigError(
+                        f"algorithm.{key}={value}: {self.name} takes every reward by itself, there"
+                        " is no one score to be lowered"
+                    )
         aggregation = self._chosen("loss_aggregation")
         if aggregation == "prompt-mean" and not self.correction.count_rejected:
             raise ConfigError(

@@ -22,6 +22,6 @@ def adapt_multiplier(
     A step of gradient ascent on lambda (cost - limit) in the logarithm of lambda, so that it stays
     above 0; at most `largest`. Source: Dai et al. 2024 (Safe RLHF).
     """
-    # A cost that is far off would be too much for exp: half the range is beyond any `largest`.
-    ascent = min(lr * (cost - limit) * multiplier, 350.0)
+    # A cost that is far off would be too much for exp: half of its range is beyond any use.
+    ascent = max(min(lr * (cost - limit) * multiplier, 350.0), -350.0)
     return min(multiplier * math.exp(ascent), largest)

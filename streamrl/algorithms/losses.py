@@ -176,18 +176,20 @@ def covariance_band(
     low: float,
     high: float,
     fraction: float,
-    generator: torch.Generator | None = None,
+    lots: Tensor | None = None,
 ) -> Tensor:
     """A random `fraction` of all tokens, from those whose covariance is in (low, high): [B, T].
 
-    At least one, if there is one. Source: Cui et al. 2025 (Clip-Cov).
+    At least one, if there is one; those with the smallest of `lots` [B, T], which are drawn here
+    unless they are given. Source: Cui et al. 2025 (Clip-Cov).
     """
     values = covariances(logprobs, advantages, loss_mask)
     inside = ((values > low) & (values < high) & loss_mask).flatten().nonzero()[:, 0]
     count = max(1, int(fraction * int(loss_mask.sum())))
-    order = torch.randperm(len(inside), generator=generator)[:count]
+    drawn = torch.rand(loss_mask.shape, device=loss_mask.device) if lots is None else lots
+    order = drawn.flatten()[inside].argsort(stable=True)[:count]
     chosen = torch.zeros(loss_mask.numel(), dtype=torch.bool, device=loss_mask.device)
-    chosen[inside[order.to(inside.device)]] = True
+    chosen[inside[order]] = True
     return chosen.view_as(loss_mask)
 
 

@@ -143,7 +143,14 @@ def policy_loss(
     losses, clipped = row.call(row.token_loss, tokens, settings)
     for found in (losses, clipped):
         row.check(row.token_loss, found, [tuple(mask.shape)])
-    weights, kept = _correct(settings, behind, derived["advantages"], mask)
+    weights, kept = _correct(settings, behind, mask)
+    if settings.correction.off_policy_threshold is not None:
+        kept = kept & off_policy_sequence_mask(
+            current.detach() - behaviour,
+            derived["advantages"],
+            mask,
+            threshold=settings.correction.off_policy_threshold,
+        )
     if "near" in batch:
         kept = kept & batch["near"]
     counted = mask if settings.correction.count_rejected else kept
@@ -151,7 +158,7 @@ def policy_loss(
     sums = divergence_sums(behind, mask) | {
         "num_tokens": counted.sum(),
         "num_rollouts": counted.any(-1).sum(),
-        "num_groups": (counted.sum(-1) / batch["group_tokens"].clamp(min=1)).sum(),
+        "num_groups": (counted.sum(-1).double() / batch["group_tokens"].clamp(min=1)).sum(),
         "num_kept": kept.sum(),
         "num_sampled": mask.sum(),
         "weight_sum": keep(weights, kept).sum(),
@@ -207,10 +214,8 @@ def _proximal(
     return batch.get("proximal_logprobs", current)
 
 
-def _correct(
-    settings: Settings, behind: Tensor, advantages: Tensor, mask: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Weights [B, T] and the tokens that are kept, bool [B, T]."""
+def _correct(settings: Settings, behind: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights [B, T] and the tokens that are kept, bool [B, T], by how far behind sampling was."""
     chosen, weights, kept = settings.correction, torch.ones_like(behind), mask
     if chosen.weights != NONE:
         weights = importance_weights(
@@ -229,10 +234,6 @@ def _correct(
             level=chosen.reject_level,
             low=chosen.reject_low,
             high=chosen.reject_high,
-        )
-    if chosen.off_policy_threshold is not None:
-        kept = kept & off_policy_sequence_mask(
-            behind, advantages, mask, threshold=chosen.off_policy_threshold
         )
     return weights, kept
 

@@ -135,9 +135,8 @@ def decoupled_rewards(columns: Columns, group_ids: Tensor, settings: Settings) -
 
 
 def covariance_band(columns: Columns, group_ids: Tensor, settings: Settings) -> Tensor:
-    """A few tokens of large covariance, drawn by lot: the lot is of the data, all ranks draw it."""
+    """A few tokens of large covariance, drawn by lot: of the data, so that all ranks draw alike."""
     logprobs = columns["generator_logprobs"]
-    digest = hashlib.blake2b(logprobs.numpy().tobytes(), digest_size=7).digest()
     return losses.covariance_band(
         logprobs,
         columns["advantages"],
@@ -145,8 +144,18 @@ def covariance_band(columns: Columns, group_ids: Tensor, settings: Settings) -> 
         low=settings.params["covariance_low"],
         high=settings.params["covariance_high"],
         fraction=settings.params["covariance_fraction"],
-        generator=torch.Generator().manual_seed(int.from_bytes(digest, "big")),
+        lots=_lots(logprobs, columns["loss_mask"]),
     )
+
+
+def _lots(logprobs: Tensor, mask: Tensor) -> Tensor:
+    """A number in [0, 1) per token, that follows from what its rollout's own tokens are: [B, T]."""
+    lots = torch.zeros(mask.shape)
+    for row, own, drawn in zip(logprobs, mask, lots, strict=True):
+        digest = hashlib.blake2b(row[own].float().numpy().tobytes(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+        drawn[own] = torch.rand(int(own.sum()), generator=generator)
+    return lots
 
 
 def covariance_top(columns: Columns, group_ids: Tensor, settings: Settings) -> Tensor:

@@ -22,7 +22,7 @@ from streamrl.cli.interrupts import (
     uninterrupted_end,
 )
 from streamrl.config import RunConfig, dump_config, load_config, to_dict
-from streamrl.dataflow import CRITIC, Kind
+from streamrl.dataflow import CRITIC, POLICY, Kind
 from streamrl.durable import write_whole
 from streamrl.errors import ConfigError, StreamError
 from streamrl.preflight import demands, prepare, shard_bytes
@@ -31,6 +31,13 @@ from streamrl.telemetry.rollout_log import RolloutLog
 from streamrl.telemetry.sinks import METRICS_FILE
 
 INTERRUPTED = 130
+
+
+KEPT_BY_TRAINERS = (
+    *("backend", "world_size", "zero_stage"),
+    *("lora_rank", "lora_alpha", "lora_targets"),
+)
+"""Settings of a trainer that the state in a checkpoint is made for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -151,8 +158,11 @@ def _check_replaceable(config: RunConfig) -> None:
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"run.overwrite=true: {folder} is no run directory; left alone")
     inputs = {"model.path": config.model.path, "data.train": config.data.train}
-    inputs |= {"data.eval": config.data.eval}
+    inputs |= {"data.eval": config.data.eval, "data.pretrain": config.data.pretrain}
+    inputs |= {"critic.path": config.critic.path, "algorithm.path": config.algorithm.path}
+    inputs |= {"filter.path": config.filter.path}
     inputs |= {f"rewards[{i}].path": reward.path for i, reward in enumerate(config.rewards)}
+    inputs |= {f"costs[{i}].path": cost.path for i, cost in enumerate(config.costs)}
     for key, path in inputs.items():
         if path and folder.resolve() in Path(path).resolve().parents:
             raise ConfigError(f"{key}={path}: lies in the run that run.overwrite=true replaces")
@@ -188,15 +198,17 @@ def _check_parts(checkpoint: Checkpoint, roles: Sequence[str]) -> None:
 
 def _check_same_run(stored: RunConfig, config: RunConfig) -> None:
     """Refuse overrides under which the saved state would mean something else."""
+    for section, role in (("trainer", POLICY), ("critic.trainer", CRITIC)):
+        was, wanted = (vars(one.trainer_of(role)) for one in (stored, config))
+        for name in KEPT_BY_TRAINERS:
+            if wanted[name] != was[name]:
+                raise ConfigError(
+                    f"{section}.{name}={wanted[name]}: a resumed run keeps its {was[name]}"
+                )
     kept = {
         "pipeline.groups_per_step": lambda c: c.pipeline.groups_per_step,
-        "trainer.backend": lambda c: c.trainer.backend,
-        "trainer.world_size": lambda c: c.trainer.world_size,
-        "trainer.zero_stage": lambda c: c.trainer.zero_stage,
-        "critic.trainer.backend": lambda c: c.trainer_of(CRITIC).backend,
-        "critic.trainer.world_size": lambda c: c.trainer_of(CRITIC).world_size,
-        "critic.trainer.zero_stage": lambda c: c.trainer_of(CRITIC).zero_stage,
         "critic.shared_coef": lambda c: c.critic.shared_coef,
+        "critic.warmup_alone": lambda c: c.critic.warmup_alone,
         "algorithm.group_size": lambda c: c.algorithm.group_size,
         "queue.shards": lambda c: c.queue.shards,
         "queue.journal.enabled": lambda c: c.queue.journal.enabled,

@@ -17,7 +17,7 @@ from streamrl.algorithms import (
     step_normaliser,
 )
 from streamrl.algorithms.critic import critic_loss
-from streamrl.dataflow import COST_CRITIC, CRITIC
+from streamrl.dataflow import CRITIC, CRITICS, RETURNS
 from streamrl.engines.batching import TOKEN_COLUMNS
 from streamrl.engines.forward import (
     VALUE_HEAD,
@@ -34,7 +34,7 @@ from streamrl.engines.two_heads import load_two_headed, values_in
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LEARNED = {CRITIC: ("values", "returns"), COST_CRITIC: ("cost_values", "cost_returns")}
+LEARNED = {role: (column, RETURNS[role]) for column, role in CRITICS.items()}
 """The columns of a critic: what it said when a group was scored, and what it is to learn."""
 Forward = Callable[..., Any]
 Loss = tuple[Tensor, dict[str, Tensor]]

@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from streamrl.buffer.books import TrainedGroup
 from streamrl.buffer.exchange import ShardStats
@@ -22,9 +22,13 @@ TRAINED_METRICS = tuple(
 
 @dataclass(frozen=True)
 class Activity:
-    """What the processes of one stage did: their spans, and how many processes there are."""
+    """What the processes of one stage did: their spans, and how many processes there are.
+
+    Several stages of one `role` are served by the same processes.
+    """
 
     kind: str
+    role: str
     num_processes: int
     spans: Sequence[Span]
 
@@ -133,6 +137,7 @@ def _time(facts: StepFacts) -> dict[str, float | Histogram]:
             end=facts.end_s,
             num_processes=activity.num_processes,
         )
+    for activity in _by_role(facts.activity):
         busy[activity.kind] += _busy(activity, facts) / activity.num_processes
     tokens = sum(group.info.num_tokens for group in facts.groups)
     row |= {f"time/{kind}_s": seconds for kind, seconds in busy.items()}
@@ -141,6 +146,16 @@ def _time(facts: StepFacts) -> dict[str, float | Histogram]:
         "throughput/tokens_per_s": tokens / step_s,
         "throughput/groups_per_s": len(facts.groups) / step_s,
     }
+
+
+def _by_role(activity: Mapping[str, Activity]) -> list[Activity]:
+    """What the processes of each role did in all their stages together."""
+    found: dict[str, Activity] = {}
+    for one in activity.values():
+        before = found.get(one.role)
+        spans = [*before.spans, *one.spans] if before else one.spans
+        found[one.role] = replace(one, spans=spans)
+    return list(found.values())
 
 
 def _busy(activity: Activity, facts: StepFacts) -> float:

@@ -93,9 +93,19 @@ def test_cutting_a_step_into_parts_changes_nothing(config, seed, data):
     assert summarise(sums, divisor) == pytest.approx(summarise(expected, divisor), abs=1e-6)
 
 
-@pytest.mark.parametrize("name", [n for n in ALGORITHMS if n != "clip_cov"])
+def test_off_policy_rollouts_are_judged_by_the_policy_in_training():
+    """Not by that at the start of the step, which is what the ratio is to."""
+    correction = CorrectionConfig(proximal="trainer", off_policy_threshold=0.05)
+    config, step = AlgorithmConfig(correction=correction), made_up_step()
+    derived = derived_of(config, step) | {"proximal_logprobs": step.columns["generator_logprobs"]}
+    near = train(config, step, derived)
+    step.logprobs = step.logprobs - 1.0
+    far = train(config, step, derived)
+    assert far.sums["num_kept"] < near.sums["num_kept"]
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
 def test_the_order_of_rows_changes_nothing(name):
-    # clip_cov draws lots: which tokens they hit depends on where they are.
     config, step = AlgorithmConfig(name=name), made_up_step()
     order = torch.randperm(step.num_rows, generator=torch.Generator().manual_seed(1)).tolist()
     turned = step.rows(order)

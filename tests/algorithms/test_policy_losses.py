@@ -265,10 +265,10 @@ def test_a_fraction_of_the_tokens_is_chosen_from_the_band():
         assert sum(map(sum, chosen(0.5, 3.0, fraction))) == 1
 
 
-def test_which_of_the_band_is_drawn_by_lot_and_the_lot_is_the_generators():
+def test_which_of_the_band_is_drawn_follows_from_the_lots():
     def drawn(seed: int) -> list[list[bool]]:
-        lot = torch.Generator().manual_seed(seed)
-        return covariance_band(*COV, low=0.5, high=3.0, fraction=0.4, generator=lot).tolist()
+        lots = torch.rand(2, 2, generator=torch.Generator().manual_seed(seed))
+        return covariance_band(*COV, low=0.5, high=3.0, fraction=0.4, lots=lots).tolist()
 
     assert [drawn(seed) for seed in range(9)] == [drawn(seed) for seed in range(9)]
     assert {str(drawn(seed)) for seed in range(9)} == {

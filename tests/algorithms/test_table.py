@@ -7,10 +7,14 @@ import pytest
 from omegaconf import OmegaConf
 
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig, columns_derived_from, columns_needed
+from streamrl.algorithms.rehearsal import rehearse
+from streamrl.config import load_config
 from streamrl.dataflow import dataflow_for
 from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS
 from tests.algorithms.steps import settings_of
+
+GRPO_RECIPE = Path(__file__).parents[2] / "configs" / "grpo_arithmetic.yaml"
 
 
 def test_rows_fill_what_the_config_leaves_open_and_no_more():
@@ -225,3 +229,66 @@ def test_a_file_without_a_row_is_refused(tmp_path: Path, text: str, message: str
 def test_a_file_that_is_not_there_is_refused():
     with pytest.raises(ConfigError, match=r"algorithm.path=nowhere.py: no such file"):
         AlgorithmConfig(path="nowhere.py")
+
+
+KL = ("algorithm.kl_kind=k1", "algorithm.kl_coef=0.1")
+UNCOUNTED = "algorithm.correction.count_rejected=false"
+BAD_ROWS = """
+from streamrl.algorithms.table import variant
+
+
+def broken(columns, group_ids, settings):
+    return columns["nothing"]
+
+
+NOBODYS = variant("nobodys", "x", columns=("scores", "foo"))
+UNKNOWN = variant("unknown", "x", defaults={"clip_hihg": 1})
+WRONG = variant("wrong", "x", defaults={"loss_aggregation": "tokenmean"})
+UNTAUGHT = variant("untaught", "x", columns=("scores", "values"))
+BROKEN = variant("broken", "x", advantages=broken)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("nobodys", "stage train needs column foo: nobody makes it"),
+        ("unknown", "algorithm unknown: defaults have clip_hihg; a row may set clip_low"),
+        ("wrong", "algorithm.loss_aggregation=tokenmean: must be one of token-mean"),
+        ("untaught", "algorithm untaught: derived has no returns for the critic to learn"),
+        ("broken", r"algorithm broken: broken at .*own.py:6: KeyError: 'nothing'"),
+    ],
+)
+def test_a_row_that_cannot_be_trained_is_refused_before_a_run_is_started(tmp_path, name, message):
+    (tmp_path / "own.py").write_text(BAD_ROWS)
+    chosen = [f"algorithm.path={tmp_path}/own.py", f"algorithm.name={name}"]
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config(GRPO_RECIPE, chosen)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (["algorithm.name=pass_at_k", "algorithm.advantage_scale=batch"], "must be std or none"),
+        (["algorithm.name=sapo", "algorithm.params.temperature_positive=0"], "loss is not finite"),
+        (["algorithm.name=gdpo", "algorithm.overlong_buffer=4"], "takes every reward by itself"),
+        (
+            ["algorithm.name=gdpo", "algorithm.kl_in=reward", *KL],
+            "algorithm.kl_coef=0.1: gdpo takes every reward by itself",
+        ),
+        (
+            ["algorithm.name=ppo", "critic.shared_coef=1", UNCOUNTED],
+            "with critic.shared_coef values are learned from all tokens",
+        ),
+    ],
+)
+def test_settings_a_row_cannot_work_with_are_refused_before_a_run_is_started(override, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(GRPO_RECIPE, override)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_row_passes_its_rehearsal(name):
+    config = AlgorithmConfig(name=name)
+    rehearse(config.row, config.settings(max_length=8, reward_weights={"right": 1.0}))

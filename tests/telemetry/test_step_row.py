@@ -46,11 +46,12 @@ def facts(**changes: object) -> StepFacts:
         "activity": {
             "generate": Activity(
                 "generate",
+                "generator",
                 2,
                 [Span("g0", "generate", 0, 10.0, 12.0), Span("g1", "generate", 0, 11.0, 12.0)],
             ),
-            "reward": Activity("score", 1, [Span("r", "reward", 0, 12.0, 12.5)]),
-            "train": Activity("train", 1, [Span("t", "train", 0, 11.0, 15.0)]),
+            "reward": Activity("score", "reward", 1, [Span("r", "reward", 0, 12.0, 12.5)]),
+            "train": Activity("train", "policy", 1, [Span("t", "train", 0, 11.0, 15.0)]),
         },
         "start_s": 10.0,
         "end_s": 14.0,
@@ -110,10 +111,21 @@ def test_the_row_keeps_to_the_contract() -> None:
 
 def test_a_stage_that_did_nothing_was_idle_throughout() -> None:
     activity = {
-        "generate": Activity("generate", 2, []),
-        "reward": Activity("score", 1, []),
-        "train": Activity("train", 1, []),
+        "generate": Activity("generate", "generator", 2, []),
+        "reward": Activity("score", "reward", 1, []),
+        "train": Activity("train", "policy", 1, []),
     }
     row = step_row(facts(activity=activity))
     assert row["idle/generate"] == 1.0
     assert math.isnan(float(row["rollout/tokens_per_s"]))  # type: ignore[arg-type]
+
+
+def test_what_processes_do_for_several_stages_at_once_is_counted_once() -> None:
+    both = facts()
+    greedy = Activity("generate", "generator", 2, [Span("g0", "greedy", 1, 11.0, 13.0)])
+    activity = {**both.activity, "greedy": greedy}
+    row = step_row(facts(activity=activity))
+    # g0 from 10 to 13, g1 from 11 to 12.
+    assert row["time/generate_s"] == pytest.approx((3.0 + 1.0) / 2)
+    assert row["idle/greedy"] == pytest.approx(1 - 2.0 / 8.0)
+    assert row["idle/generate"] == step_row(both)["idle/generate"]

@@ -1,0 +1,48 @@
+"""A row tried on a made-up step, before a run is started on it."""
+
+import torch
+
+from streamrl.algorithms.algorithm import Algorithm, Settings
+from streamrl.algorithms.objective import columns_derived_from, derive, policy_loss
+from streamrl.dataflow import CRITICS, RETURNS
+from streamrl.errors import AlgorithmError
+from streamrl.messages import Per, column_spec
+
+GROUPS = 2
+WIDTH = 4
+
+
+def rehearse(row: Algorithm, settings: Settings) -> None:
+    """Derive and train two groups of tokens that say nothing.
+
+    Raises AlgorithmError for a row that fails, gives numbers that
+    are not finite, or does not say what a critic is to learn.
+    """
+    rows = GROUPS * settings.group_size
+    group_ids = torch.arange(rows) // settings.group_size
+    random = torch.Generator().manual_seed(0)
+    mask = (torch.arange(WIDTH) > 0).expand(rows, WIDTH)
+    step = {"loss_mask": mask, "lengths": torch.full((rows,), WIDTH)}
+    known = ("generator_logprobs", "ref_logprobs")
+    for name in dict.fromkeys((*columns_derived_from(row, settings), *known)):
+        spec = column_spec(name)
+        shape = (rows, WIDTH) if spec.per is Per.TOKEN else (rows,)
+        made = -torch.rand(shape, generator=random)
+        step.setdefault(name, made if spec.dtype == "float32" else torch.zeros(shape))
+    derived = derive(row, settings, step, group_ids)
+    for column, role in CRITICS.items():
+        if column in row.columns and RETURNS[role] not in derived:
+            raise AlgorithmError(
+                f"algorithm {row.name}: derived has no {RETURNS[role]} for the {role} to learn"
+            )
+    logprobs = step["generator_logprobs"].clone().requires_grad_()
+    versions = {"policy_version": torch.zeros(rows, WIDTH, dtype=torch.int32)}
+    batch = {**step, **versions, **derived}
+    entropy = torch.ones(rows, WIDTH)
+    loss, _ = policy_loss(row, settings, batch, logprobs=logprobs, entropy=entropy)
+    (gradient,) = torch.autograd.grad(loss, logprobs)
+    for what, found in {**derived, "loss": loss, "gradient": gradient}.items():
+        if not found.double().isfinite().all():
+            raise AlgorithmError(
+                f"algorithm {row.name}: {what} is not finite with params {dict(settings.params)}"
+            )
