@@ -1,5 +1,6 @@
 """A row tried on a made-up step, before a run is started on it."""
 
+import numpy as np
 import torch
 
 from streamrl.algorithms.algorithm import Algorithm, Settings
@@ -28,7 +29,8 @@ def rehearse(row: Algorithm, settings: Settings) -> None:
         spec = column_spec(name)
         shape = (rows, WIDTH) if spec.per is Per.TOKEN else (rows,)
         made = -torch.rand(shape, generator=random)
-        step.setdefault(name, made if spec.dtype == "float32" else torch.zeros(shape))
+        blank = torch.from_numpy(np.zeros(shape, spec.dtype))
+        step.setdefault(name, made if spec.dtype == "float32" else blank)
     derived = derive(row, settings, step, group_ids)
     for column, role in CRITICS.items():
         if column in row.columns and RETURNS[role] not in derived:
@@ -40,7 +42,9 @@ def rehearse(row: Algorithm, settings: Settings) -> None:
     batch = {**step, **versions, **derived}
     entropy = torch.ones(rows, WIDTH)
     loss, _ = policy_loss(row, settings, batch, logprobs=logprobs, entropy=entropy)
-    (gradient,) = torch.autograd.grad(loss, logprobs)
+    if not loss.requires_grad:
+        raise AlgorithmError(f"algorithm {row.name}: its loss has no gradient")
+    (gradient,) = torch.autograd.grad(loss, logprobs, materialize_grads=True)
     for what, found in {**derived, "loss": loss, "gradient": gradient}.items():
         if not found.double().isfinite().all():
             raise AlgorithmError(

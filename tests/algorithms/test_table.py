@@ -241,6 +241,11 @@ def broken(columns, group_ids, settings):
     return columns["nothing"]
 
 
+def still(tokens, settings):
+    return tokens.log_ratio.detach(), tokens.loss_mask
+
+
+STILL = variant("still", "x", token_loss=still)
 NOBODYS = variant("nobodys", "x", columns=("scores", "foo"))
 UNKNOWN = variant("unknown", "x", defaults={"clip_hihg": 1})
 WRONG = variant("wrong", "x", defaults={"loss_aggregation": "tokenmean"})
@@ -256,6 +261,7 @@ BROKEN = variant("broken", "x", advantages=broken)
         ("unknown", "algorithm unknown: defaults have clip_hihg; a row may set clip_low"),
         ("wrong", "algorithm.loss_aggregation=tokenmean: must be one of token-mean"),
         ("untaught", "algorithm untaught: derived has no returns for the critic to learn"),
+        ("still", "algorithm still: its loss has no gradient"),
         ("broken", r"algorithm broken: broken at .*own.py:6: KeyError: 'nothing'"),
     ],
 )
