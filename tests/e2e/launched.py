@@ -15,6 +15,8 @@ from typing import Any
 import psutil
 
 MARK = "STREAMRL_TEST_RUN"
+OF_PYTEST = ("WANDB_SERVICE",)
+"""What tests leave in the environment of their own process, and that ends with them."""
 
 
 class Launched:
@@ -34,7 +36,7 @@ class Launched:
             stdin=subprocess.DEVNULL,
             stdout=self._log.open("w"),
             stderr=subprocess.STDOUT,
-            env={**os.environ, **(env or {}), MARK: self._mark},
+            env={**_environment(), **(env or {}), MARK: self._mark},
             start_new_session=True,
         )
         # Whatever becomes of the test, its run must not go on beside the tests that follow.
@@ -83,6 +85,10 @@ class Launched:
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.2)
         return [" ".join(process.cmdline()) for process in left]
+
+
+def _environment() -> dict[str, str]:
+    return {name: value for name, value in os.environ.items() if name not in OF_PYTEST}
 
 
 def marked(mark: str) -> list[psutil.Process]:
