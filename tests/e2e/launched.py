@@ -15,18 +15,23 @@ from typing import Any
 import psutil
 
 MARK = "STREAMRL_TEST_RUN"
-OF_PYTEST = ("WANDB_SERVICE",)
-"""What tests leave in the environment of their own process, and that ends with them."""
 
 
 class Launched:
     """A running command; its output goes to a file. Every process it starts carries a mark.
 
-    `env` is added to the environment.
+    `env` is added to the environment. That, and the directory, are those of the tests at the moment
+    unless `inherits` and `cwd` say otherwise.
     """
 
     def __init__(
-        self, words: list[str], folder: Path, env: Mapping[str, str] | None = None
+        self,
+        words: list[str],
+        folder: Path,
+        env: Mapping[str, str] | None = None,
+        *,
+        inherits: Mapping[str, str] = os.environ,
+        cwd: Path | None = None,
     ) -> None:
         self._mark = uuid.uuid4().hex
         self._log = folder / f"output-{self._mark[:8]}.txt"
@@ -36,7 +41,8 @@ class Launched:
             stdin=subprocess.DEVNULL,
             stdout=self._log.open("w"),
             stderr=subprocess.STDOUT,
-            env={**_environment(), **(env or {}), MARK: self._mark},
+            env={**inherits, **(env or {}), MARK: self._mark},
+            cwd=cwd,
             start_new_session=True,
         )
         # Whatever becomes of the test, its run must not go on beside the tests that follow.
@@ -85,10 +91,6 @@ class Launched:
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.2)
         return [" ".join(process.cmdline()) for process in left]
-
-
-def _environment() -> dict[str, str]:
-    return {name: value for name, value in os.environ.items() if name not in OF_PYTEST}
 
 
 def marked(mark: str) -> list[psutil.Process]:

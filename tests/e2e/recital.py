@@ -3,6 +3,7 @@
 Most of a short run is the start of processes, which Ray lets run only where others leave room.
 """
 
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -33,6 +34,8 @@ class Recital:
 
     def __init__(self, names: Sequence[str], folder: Path) -> None:
         self._folder = folder
+        # Tests change both, for themselves, while the recipes are played.
+        self._environment, self._cwd = dict(os.environ), Path.cwd()
         self._runs: dict[str, Launched] = {}
         self._pool = ThreadPoolExecutor(1)
         self._codes = {name: self._pool.submit(self._play, name) for name in names}
@@ -50,10 +53,12 @@ class Recital:
 
     def _play(self, name: str) -> int:
         make = [sys.executable, str(ROOT / "examples" / "arithmetic" / "make.py")]
-        subprocess.run(make, check=True, timeout=600)
+        subprocess.run(make, check=True, timeout=600, cwd=self._cwd, env=self._environment)
         recipe, overrides = RECIPES[name]
         # Recipes name their files from the root of the repository, where the tests are run too.
         words = [str(recipe), f"run.dir={self._folder}", f"run.name={name}", *overrides]
         short = ['data.eval=""', "checkpoint.at_end=false"]
-        self._runs[name] = Launched(["train", *words, *short], self._folder)
+        self._runs[name] = Launched(
+            ["train", *words, *short], self._folder, inherits=self._environment, cwd=self._cwd
+        )
         return self._runs[name].wait(timeout_s=600.0)
