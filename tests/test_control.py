@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.algorithms import AlgorithmConfig
+from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
 from streamrl.algorithms.dials import Dials
 from streamrl.buffer import (
     Admission,
@@ -64,7 +64,7 @@ def control_of(*, log: MemoryLog | None = None, **settings: Any) -> Control:
         StepAssembler(max_staleness=1, groups_per_step=3),
         Books(admission.ledger, log or MemoryLog()),
         {POLICY: WeightRegistry(keep_versions=2)},
-        Dials(AlgorithmConfig().settings(max_length=8, reward_weights={})),
+        Dials(ALGORITHMS["grpo"], AlgorithmConfig().settings(max_length=8, reward_weights={})),
         FakePrompts(),
         **settings,
     )

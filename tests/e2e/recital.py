@@ -53,7 +53,9 @@ class Recital:
 
     def _play(self, name: str) -> int:
         make = [sys.executable, str(ROOT / "examples" / "arithmetic" / "make.py")]
-        subprocess.run(make, check=True, timeout=600, cwd=self._cwd, env=self._environment)
+        facts = {"cwd": self._cwd, "env": self._environment, "timeout": 600}
+        # Others look at what is printed while this runs.
+        subprocess.run(make, check=True, capture_output=True, **facts)
         recipe, overrides = RECIPES[name]
         # Recipes name their files from the root of the repository, where the tests are run too.
         words = [str(recipe), f"run.dir={self._folder}", f"run.name={name}", *overrides]
