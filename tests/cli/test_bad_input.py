@@ -183,8 +183,10 @@ def test_overwrite_does_not_remove_what_the_new_run_reads(
     shutil.copytree(toy / "model", model)
     (tmp_path / "old" / "config.yaml").write_text("")
     words = ["train", str(toy / "recipe.yaml"), f"run.dir={tmp_path}", "run.name=old"]
-    assert main([*words, "run.overwrite=true", f"model.path={model}"]) == 2
-    assert "lies in the run that run.overwrite=true replaces" in capsys.readouterr().err
+    for key in ("model.path", "critic.path", "data.pretrain"):
+        pair = ["algorithm.ptx_coef=0.1"] if key == "data.pretrain" else []
+        assert main([*words, "run.overwrite=true", f"{key}={model}", *pair]) == 2
+        assert f"{key}={model}: lies in the run that" in capsys.readouterr().err
     assert (model / "model.safetensors").is_file()
 
 
@@ -205,6 +207,9 @@ def test_overwrite_replaces_runs_and_nothing_else(
         ("pipeline.groups_per_step=8", "a resumed run keeps its 4"),
         ("pipeline.max_staleness=0", "it may only grow"),
         ("trainer.world_size=2", "a resumed run keeps its 1"),
+        ("trainer.lora_rank=4", "trainer.lora_rank=4: a resumed run keeps its 0"),
+        ("critic.trainer.zero_stage=3", "critic.trainer.zero_stage=3: a resumed run keeps its"),
+        ("critic.warmup_alone=2", "critic.warmup_alone=2: a resumed run keeps its 0"),
         ("queue.shards=3", "a resumed run keeps its 2"),
         ("queue.journal.enabled=false", "a resumed run keeps its True"),
         ("run.seed=5", "cannot resume the data stream"),
