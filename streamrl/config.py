@@ -137,11 +137,7 @@ class RunConfig:
         self.trainer_of(CRITIC)
         self._check_costs()
         self._check_shared()
-        try:
-            assert self.dataflow.trained
-            rehearse(self.algorithm.row, self.settings)
-        except (AlgorithmError, ValueError) as error:
-            raise ConfigError(str(error)) from error
+        self._check_row()
         if bool(self.algorithm.ptx_coef) != bool(self.data.pretrain):
             raise ConfigError(
                 f"algorithm.ptx_coef={self.algorithm.ptx_coef}: goes with data.pretrain="
@@ -167,6 +163,14 @@ class RunConfig:
                 "algorithm.correction.count_rejected=False: with critic.shared_coef values are"
                 " learned from all tokens, and divided by as many"
             )
+
+    def _check_row(self) -> None:
+        try:
+            # A column that nobody makes is told here.
+            dataflow_for(columns_needed(self.algorithm.row, self.settings))
+            rehearse(self.algorithm.row, self.settings)
+        except (AlgorithmError, ValueError) as error:
+            raise ConfigError(str(error)) from error
 
     def _check_costs(self) -> None:
         wanted = "costs" in self.algorithm.row.columns
