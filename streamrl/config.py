@@ -136,7 +136,7 @@ class RunConfig:
             )
         self.trainer_of(CRITIC)
         self._check_costs()
-        self._check_shared()
+        self._check_critic()
         self._check_row()
         if bool(self.algorithm.ptx_coef) != bool(self.data.pretrain):
             raise ConfigError(
@@ -149,14 +149,19 @@ class RunConfig:
             groups_per_step=self.pipeline.groups_per_step,
         )
 
-    def _check_shared(self) -> None:
+    def _check_critic(self) -> None:
         columns = self.algorithm.row.columns
         critics = [role for column, role in CRITICS.items() if column in columns]
+        for key, default in vars(CriticConfig()).items():
+            if not critics and vars(self.critic)[key] != default:
+                raise ConfigError(
+                    f"critic.{key}={vars(self.critic)[key]}: {self.algorithm.name} has no critic;"
+                    " critic={} takes all of it back"
+                )
         if self.critic.shared_coef is not None and critics != [CRITIC]:
-            has = " and ".join(critics) or "no critic"
             raise ConfigError(
-                f"critic.shared_coef={self.critic.shared_coef}: {self.algorithm.name} has {has};"
-                " it is one critic that can share the policy's model"
+                f"critic.shared_coef={self.critic.shared_coef}: {self.algorithm.name} has"
+                f" {' and '.join(critics)}; it is one critic that can share the policy's model"
             )
         if self.critic.shared_coef is not None and not self.algorithm.correction.count_rejected:
             raise ConfigError(
@@ -168,7 +173,7 @@ class RunConfig:
         try:
             # A column that nobody makes is told here.
             dataflow_for(columns_needed(self.algorithm.row, self.settings))
-            rehearse(self.algorithm.row, self.settings)
+            self.algorithm.check_read(rehearse(self.algorithm.row, self.settings))
         except (AlgorithmError, ValueError) as error:
             raise ConfigError(str(error)) from error
 

@@ -122,7 +122,7 @@ def test_paths_hold_wherever_an_actor_runs(recipe: Path) -> None:
         ("critic.trainer.rl=1", "critic.trainer.rl=1: unknown; the nearest key is lr"),
         ("critic.replicas=0", "critic.replicas=0: must be at least 1"),
         ("critic.shared_coef=-1", "critic.shared_coef=-1.0: must not be negative"),
-        ("critic.shared_coef=0.5", "critic.shared_coef=0.5: grpo has no critic; it is one critic"),
+        ("critic.shared_coef=0.5", "critic.shared_coef=0.5: grpo has no critic; critic={} takes"),
         ("costs=[{kind: exact}]", "costs: grpo has no use for them"),
         ("algorithm.name=safe_rlhf", "costs: empty; safe_rlhf needs at least one"),
         ("algorithm.ptx_coef=0.1", "algorithm.ptx_coef=0.1: goes with data.pretrain=: a pretrain"),

@@ -5,6 +5,7 @@ is normalised all follow from it.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -106,6 +107,7 @@ class Algorithm:
     token_loss: (tokens, settings) -> loss [B, T] and where it stops the gradient, bool [B, T].
     defaults: of the fields `AlgorithmConfig` leaves at null.
     params: defaults of numbers only this row has, set under `algorithm.params`.
+    limits: of those that have any, the least and the largest they may be.
     scope: "group" if a group is enough for `advantages` and `derived`, "step" if they need all
         groups of the step: the pipeline then waits for them.
     derived: further functions like `advantages`, which they see as a column, for `token_loss`.
@@ -120,6 +122,7 @@ class Algorithm:
     token_loss: TokenLoss
     defaults: Mapping[str, Any] = field(default_factory=dict)
     params: Mapping[str, Any] = field(default_factory=dict)
+    limits: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     scope: str = "group"
     derived: Mapping[str, FromGroups] = field(default_factory=dict)
     dials: Mapping[str, Dial] = field(default_factory=dict)
@@ -132,8 +135,9 @@ class Algorithm:
         for function in (self.advantages, self.token_loss, *functions):
             if not inspect.isfunction(function):
                 raise ValueError(f"algorithm {self.name}: {function!r} must be a plain function")
-        if alien := self.dials.keys() - self.params.keys():
-            raise ValueError(f"algorithm {self.name}: dials {sorted(alien)} are not in params")
+        for what, names in {"dials": self.dials, "limits": self.limits}.items():
+            if alien := names.keys() - self.params.keys():
+                raise ValueError(f"algorithm {self.name}: {what} {sorted(alien)} are not in params")
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What one of the row's functions gives. Raises AlgorithmError naming it and the line."""
@@ -144,6 +148,15 @@ class Algorithm:
             who = f"algorithm {self.name}: {function.__name__}"
             place = failure_place(function.__code__.co_filename, error)
             raise AlgorithmError(f"{who} at {place}") from error
+
+    def turn(
+        self, dial: str, value: float, shown: Mapping[str, float], settings: Settings
+    ) -> float:
+        """A dial's next value. Raises AlgorithmError if its function gives no finite number."""
+        found = self.call(self.dials[dial], value, shown, settings)
+        if not isinstance(found, int | float) or not math.isfinite(found):
+            raise AlgorithmError(f"algorithm {self.name}: dial {dial} became {found!r}")
+        return float(found)
 
     def check(
         self, function: Callable[..., Any], found: object, shapes: Sequence[tuple[int, ...]]

@@ -3,7 +3,7 @@
 import difflib
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -15,6 +15,18 @@ from streamrl.algorithms.losses import MODES
 from streamrl.algorithms.table import ALGORITHMS, DEFAULTS
 from streamrl.errors import ConfigError
 from streamrl.user_module import import_file
+
+_LEFT_TO_ROWS = (
+    "clip_low",
+    "clip_high",
+    "dual_clip",
+    "advantage_scale",
+    "advantage_eps",
+    "advantage_unbiased",
+    "single_rollout",
+    "gamma",
+)
+"""What only the functions of a row read: it may have none that does."""
 
 
 @dataclass
@@ -137,6 +149,10 @@ class AlgorithmConfig:
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not math.isfinite(value):
                 raise ConfigError(f"algorithm.params.{key}={value!r}: must be a number")
+            least, largest = self.row.limits.get(key, (-math.inf, math.inf))
+            if not least <= value <= largest:
+                most = f" and at most {largest}" if largest < math.inf else ""
+                raise ConfigError(f"algorithm.params.{key}={value}: must be at least {least}{most}")
 
     def _check_combinations(self) -> None:
         kind, place = self._chosen("kl_kind"), self._chosen("kl_in")
@@ -165,6 +181,13 @@ class AlgorithmConfig:
                 "algorithm.correction.count_rejected=False: prompt-mean divides by all tokens of"
                 " a group, before it is known which of them are rejected"
             )
+
+    def check_read(self, read: Collection[str]) -> None:
+        """Raise ConfigError if a setting was changed that is not among those the row reads."""
+        for key in _LEFT_TO_ROWS:
+            value, default = vars(self)[key], type(self).__dataclass_fields__[key].default
+            if value != default and key not in read:
+                raise ConfigError(f"algorithm.{key}={value}: {self.name} does not use it")
 
     @property
     def row(self) -> Algorithm:

@@ -79,6 +79,9 @@ class CorrectionConfig:
             low, high = vars(self)[f"{kind}_low"], vars(self)[f"{kind}_high"]
             if low is not None and high is not None and low >= high:
                 raise ConfigError(f"{_at(self, f'{kind}_low')}: must be below {kind}_high={high}")
+        for key in ("reject_low", "reject_high"):
+            if self.reject == NONE and vars(self)[key] is not None:
+                raise ConfigError(f"{_at(self, key)}: nothing is rejected under reject=none")
         if self.reject != NONE and self.reject_low is None and self.reject_high is None:
             raise ConfigError(f"{_at(self, 'reject')}: needs reject_low or reject_high")
         if self.reject not in (NONE, "k1") and self.reject_low is not None:

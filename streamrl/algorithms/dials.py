@@ -5,12 +5,10 @@ place of. Who trains is told the dials before a step; they are part of a checkpo
 are made again turn them again.
 """
 
-import math
 from collections.abc import Mapping
 
 from streamrl.algorithms.algorithm import Algorithm, Settings
 from streamrl.algorithms.kl import adapt_coefficient
-from streamrl.errors import AlgorithmError
 
 
 class Dials:
@@ -32,11 +30,8 @@ class Dials:
             return
         settings = self._settings.turned(self.values)
         shown = {name: sums[f"{name}_sum"] / num_rollouts for name in _shown(sums)}
-        for name, turn in self._row.dials.items():
-            value = self._row.call(turn, self.values[name], shown, settings)
-            if not isinstance(value, int | float) or not math.isfinite(value):
-                raise AlgorithmError(f"algorithm {self._row.name}: dial {name} became {value!r}")
-            self.values[name] = float(value)
+        for name in self._row.dials:
+            self.values[name] = self._row.turn(name, self.values[name], shown, settings)
         if settings.kl_target is not None:
             self.values["kl_coef"] = adapt_coefficient(
                 settings.kl_coef,

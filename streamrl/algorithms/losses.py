@@ -270,7 +270,8 @@ def value_loss(
 
 def entropy(logits: Tensor) -> Tensor:
     """Entropy in nats of the distributions softmax(logits): [..., V] -> [...]."""
-    logprobs = logits.log_softmax(-1)
+    # Of a token that cannot be (-inf), 0 times the logprob is to be 0.
+    logprobs = logits.log_softmax(-1).clamp(min=torch.finfo(logits.dtype).min)
     return -(logprobs.exp() * logprobs).sum(-1)
 
 

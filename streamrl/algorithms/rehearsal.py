@@ -1,5 +1,8 @@
 """A row tried on a made-up step, before a run is started on it."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -13,12 +16,17 @@ GROUPS = 2
 WIDTH = 4
 
 
-def rehearse(row: Algorithm, settings: Settings) -> None:
-    """Derive and train two groups of tokens that say nothing.
+SHOWN: Mapping[str, float] = {"score": 0.5, "cost": 0.5}
 
-    Raises AlgorithmError for a row that fails, gives numbers that
-    are not finite, or does not say what a critic is to learn.
+
+def rehearse(row: Algorithm, settings: Settings) -> frozenset[str]:
+    """Derive and train two groups of tokens that say nothing, and turn the dials.
+
+    Gives the names of the settings that were read: the others change nothing under this row.
+    Raises AlgorithmError for a row that fails, gives numbers that are not finite, or does not say
+    what a critic is to learn.
     """
+    settings, read = _watched(settings)
     rows = GROUPS * settings.group_size
     group_ids = torch.arange(rows) // settings.group_size
     random = torch.Generator().manual_seed(0)
@@ -50,3 +58,19 @@ def rehearse(row: Algorithm, settings: Settings) -> None:
             raise AlgorithmError(
                 f"algorithm {row.name}: {what} is not finite with params {dict(settings.params)}"
             )
+    shown = {name: value for name, value in SHOWN.items() if f"{name}s" in step}
+    for name in row.dials:
+        row.turn(name, settings.params[name], shown, settings)
+    return frozenset(read)
+
+
+def _watched(settings: Settings) -> tuple[Settings, set[str]]:
+    """The same settings, and a set in which the name of each that is read appears."""
+    read: set[str] = set()
+
+    class Watched(Settings):
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getattribute__(name)
+
+    return Watched(**vars(settings)), read

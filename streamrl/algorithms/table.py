@@ -5,6 +5,7 @@ is taken from the row, and what the row does not say from DEFAULTS.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,6 +24,10 @@ DEFAULTS: Mapping[str, Any] = {
 }
 KL_IN_REWARD: Mapping[str, Any] = {"kl_in": "reward", "kl_kind": "k1"}
 SCORES = ("scores",)
+FRACTION = (0.0, 1.0)
+NOT_NEGATIVE = (0.0, math.inf)
+# What multiplies itself and is to grow must not start at 0.
+POSITIVE = (1e-6, math.inf)
 GRPO = Algorithm(
     name="grpo",
     paper="Shao et al. 2024, DeepSeekMath, arXiv:2402.03300",
@@ -51,6 +56,7 @@ ROWS = (
         derived={"returns": functions.returns},
         defaults={"whiten_advantages": True, **KL_IN_REWARD},
         params={"lam": 0.95},
+        limits={"lam": FRACTION},
     ),
     GRPO,
     variant(
@@ -87,6 +93,7 @@ ROWS = (
         "Gao et al. 2025, SAPO, arXiv:2511.20347",
         token_loss=functions.soft_adaptive,
         params={"temperature_positive": 1.0, "temperature_negative": 1.05},
+        limits={"temperature_positive": POSITIVE, "temperature_negative": POSITIVE},
     ),
     variant(
         "clip_cov",
@@ -96,6 +103,7 @@ ROWS = (
         derived={"chosen": functions.covariance_band},
         defaults={"loss_aggregation": "token-mean"},
         params={"covariance_fraction": 2e-4, "covariance_low": 1.0, "covariance_high": 5.0},
+        limits={"covariance_fraction": FRACTION},
         scope="step",
     ),
     variant(
@@ -106,6 +114,7 @@ ROWS = (
         derived={"chosen": functions.covariance_top},
         defaults={"loss_aggregation": "token-mean"},
         params={"covariance_fraction": 2e-4, "covariance_coef": 1.0},
+        limits={"covariance_fraction": FRACTION, "covariance_coef": NOT_NEGATIVE},
         scope="step",
     ),
     variant(
@@ -114,6 +123,7 @@ ROWS = (
         token_loss=functions.variation_masked,
         defaults={"loss_aggregation": "token-mean"},
         params={"ratio_cap": 20.0},
+        limits={"ratio_cap": (1.0, math.inf)},
     ),
     variant(
         "dppo_kl",
@@ -121,6 +131,7 @@ ROWS = (
         token_loss=functions.divergence_masked,
         defaults={"loss_aggregation": "token-mean"},
         params={"ratio_cap": 20.0},
+        limits={"ratio_cap": (1.0, math.inf)},
     ),
     variant(
         "maxrl",
@@ -166,6 +177,13 @@ ROWS = (
             "lagrange_lr": 0.1,
             "lagrange_max": 5.0,
             "token_clip": 50.0,
+        },
+        limits={
+            "lam": FRACTION,
+            "lagrange": POSITIVE,
+            "lagrange_lr": NOT_NEGATIVE,
+            "lagrange_max": POSITIVE,
+            "token_clip": POSITIVE,
         },
     ),
     variant(

@@ -14,6 +14,7 @@ from streamrl.actors.engine_factory import EngineFactory
 from streamrl.actors.feed import EventReport, Report, StatusReport, StepReport
 from streamrl.actors.real_engines import RealEngines
 from streamrl.actors.session import Session
+from streamrl.algorithms.dials import Dials
 from streamrl.buffer import Ledger
 from streamrl.checkpoint import Checkpoint, ResumePoint, find_resume_point
 from streamrl.cli.interrupts import (
@@ -216,6 +217,13 @@ def _check_same_run(stored: RunConfig, config: RunConfig) -> None:
     for key, value in kept.items():
         if value(config) != value(stored):
             raise ConfigError(f"{key}={value(config)}: a resumed run keeps its {value(stored)}")
+    began, begins = (Dials(one.algorithm.row, one.settings).values for one in (stored, config))
+    for name in began.keys() & begins.keys():
+        if begins[name] != began[name]:
+            key = f"params.{name}" if name in stored.settings.params else name
+            raise ConfigError(
+                f"algorithm.{key}={begins[name]}: a resumed run goes on with what it had come to"
+            )
     before, now = stored.pipeline.max_staleness, config.pipeline.max_staleness
     if now < before:
         raise ConfigError(

@@ -119,10 +119,17 @@ class CriticConfig:
             raise ConfigError(f"critic.warmup_alone={self.warmup_alone}: must not be negative")
         if self.shared_coef is not None and self.shared_coef < 0:
             raise ConfigError(f"critic.shared_coef={self.shared_coef}: must not be negative")
-        if self.shared_coef is not None and (self.path or self.warmup_alone):
-            raise ConfigError(
-                f"critic.shared_coef={self.shared_coef}: critic.path and critic.warmup_alone are of"
-                " a critic that is a model of its own"
-            )
+        if self.shared_coef is not None:
+            self._check_shared()
         if self.replicas < 1:
             raise ConfigError(f"critic.replicas={self.replicas}: must be at least 1")
+
+    def _check_shared(self) -> None:
+        """What a critic of its own has, a head of the policy's model has not."""
+        for key in ("path", "trainer", "warmup_alone"):
+            default = vars(CriticConfig())[key]
+            if vars(self)[key] != default:
+                raise ConfigError(
+                    f"critic.{key}={vars(self)[key]}: of a critic that is a model of its own; with"
+                    f" critic.shared_coef={self.shared_coef} it is a head of the policy's"
+                )

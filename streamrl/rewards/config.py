@@ -1,13 +1,9 @@
 """Settings of the rewards and of the stage that computes them."""
 
 import math
-import re
 from dataclasses import dataclass
 
 from streamrl.errors import ConfigError
-
-# reward/mean and reward/std are metrics of the combined reward.
-_TAKEN_NAMES = ("mean", "std")
 
 
 @dataclass
@@ -28,14 +24,6 @@ class RewardConfig:
     pattern: str = ""
     path: str = ""
     function: str = ""
-
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.weight):
-            raise ConfigError(f"rewards.weight={self.weight}: must be finite")
-        if self.name and not re.fullmatch(r"[\w.-]+", self.name, re.ASCII):
-            raise ConfigError(f"rewards.name={self.name}: letters, digits and _ . - only")
-        if self.name in _TAKEN_NAMES:
-            raise ConfigError(f"rewards.name={self.name}: reward/{self.name} is another metric")
 
     @property
     def component(self) -> str:

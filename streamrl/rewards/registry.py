@@ -1,6 +1,8 @@
 """The kinds of reward, and the rewards of a run from its config."""
 
 import difflib
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +30,8 @@ KINDS: Mapping[str, Kind] = {
     "regex": Kind(PatternReward, needs=("pattern",)),
     "function": Kind(FunctionReward, needs=("path", "function")),
 }
+# Metrics of the weighted sum: reward/mean, cost/std.
+_TAKEN_NAMES = ("mean", "std")
 _OPTIONS = ("pattern", "path", "function")
 
 
@@ -36,15 +40,15 @@ def build_rewards(
 ) -> RewardSet:
     """The rewards of a run, or its costs; `timeout_s` is the deadline of scoring one group.
 
-    Raises ConfigError: no rewards, an unknown kind, a name given twice, an option that is missing
-    or means nothing to the kind, or what the kind itself refuses.
+    Raises ConfigError: no rewards, an unknown kind, a name given twice, a weight that is not
+    finite, an option that is missing or means nothing to the kind, or what the kind refuses.
     """
     section = judged.section
     if not configs:
         raise ConfigError(f"{section}: empty; a run needs at least one, e.g. [{{kind: exact}}]")
     try:
         components = [
-            Component(config.component, config.weight, _kind(config).make(config))
+            Component(_name(config, judged), config.weight, _kind(config).make(config))
             for config in configs
         ]
     except ConfigError as error:
@@ -57,6 +61,18 @@ def build_rewards(
                 f"{section}.name={name}: given {names.count(name)} times, must differ"
             )
     return RewardSet(components, timeout_s=timeout_s, judged=judged)
+
+
+def _name(config: RewardConfig, judged: Judged) -> str:
+    """What a component is logged as, after its weight was looked at too."""
+    if not math.isfinite(config.weight):
+        raise ConfigError(f"rewards.weight={config.weight}: must be finite")
+    if config.name and not re.fullmatch(r"[\w.-]+", config.name, re.ASCII):
+        raise ConfigError(f"rewards.name={config.name}: letters, digits and _ . - only")
+    if config.name in _TAKEN_NAMES:
+        metric = judged.prefix + config.name
+        raise ConfigError(f"rewards.name={config.name}: {metric} is another metric")
+    return config.component
 
 
 def _kind(config: RewardConfig) -> Kind:

@@ -137,6 +137,15 @@ def test_the_entropy_sees_neither_padding_nor_other_rows_nor_a_shift(batch, seed
     torch.testing.assert_close(entropy(batch["logits"] + shift), entropy(batch["logits"]))
 
 
+def test_tokens_that_cannot_be_add_nothing_to_the_entropy_nor_to_its_gradient():
+    logits = torch.tensor([0.0, 1.0, -torch.inf], dtype=torch.float64, requires_grad=True)
+    without = logits.detach()[:2].clone().requires_grad_()
+    torch.testing.assert_close(entropy(logits), entropy(without))
+    (gradient,) = torch.autograd.grad(entropy(logits), logits)
+    (expected,) = torch.autograd.grad(entropy(without), without)
+    torch.testing.assert_close(gradient, torch.cat([expected, torch.zeros(1)]))
+
+
 def test_the_entropy_of_logits_far_apart_is_0():
     assert entropy(torch.tensor([1e4, 0.0, -1e4])).item() == 0
 

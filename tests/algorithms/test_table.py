@@ -245,12 +245,22 @@ def still(tokens, settings):
     return tokens.log_ratio.detach(), tokens.loss_mask
 
 
+def endless(columns, group_ids, settings):
+    return columns["scores"] / 0
+
+
+def stuck(value, shown, settings):
+    shown["score"]
+
+
 STILL = variant("still", "x", token_loss=still)
 NOBODYS = variant("nobodys", "x", columns=("scores", "foo"))
 UNKNOWN = variant("unknown", "x", defaults={"clip_hihg": 1})
 WRONG = variant("wrong", "x", defaults={"loss_aggregation": "tokenmean"})
 UNTAUGHT = variant("untaught", "x", columns=("scores", "values"))
 BROKEN = variant("broken", "x", advantages=broken)
+ENDLESS = variant("endless", "x", advantages=endless)
+STUCK = variant("stuck", "x", params={"knob": 1.0}, dials={"knob": stuck})
 """
 
 
@@ -262,6 +272,8 @@ BROKEN = variant("broken", "x", advantages=broken)
         ("wrong", "algorithm.loss_aggregation=tokenmean: must be one of token-mean"),
         ("untaught", "algorithm untaught: derived has no returns for the critic to learn"),
         ("still", "algorithm still: its loss has no gradient"),
+        ("endless", "algorithm endless: advantages is not finite with params {}"),
+        ("stuck", "algorithm stuck: dial knob became None"),
         ("broken", r"algorithm broken: broken at .*own.py:6: KeyError: 'nothing'"),
     ],
 )
@@ -277,7 +289,28 @@ def test_a_row_that_cannot_be_trained_is_refused_before_a_run_is_started(tmp_pat
     ("override", "message"),
     [
         (["algorithm.name=pass_at_k", "algorithm.advantage_scale=batch"], "must be std or none"),
-        (["algorithm.name=sapo", "algorithm.params.temperature_positive=0"], "loss is not finite"),
+        (
+            ["algorithm.name=sapo", "algorithm.params.temperature_positive=0"],
+            "algorithm.params.temperature_positive=0: must be at least 1e-06",
+        ),
+        (
+            ["algorithm.name=ppo", "algorithm.params.lam=5"],
+            "algorithm.params.lam=5: must be at least 0.0 and at most 1.0",
+        ),
+        (["algorithm.name=sapo", "algorithm.dual_clip=3"], "dual_clip=3.0: sapo does not use it"),
+        (["algorithm.name=rloo", "algorithm.advantage_scale=batch"], "rloo does not use it"),
+        (["algorithm.single_rollout=keep", "algorithm.name=gdpo"], "gdpo does not use it"),
+        (["algorithm.gamma=0.9"], "algorithm.gamma=0.9: grpo does not use it"),
+        (["critic.warmup_alone=3"], "critic.warmup_alone=3: grpo has no critic"),
+        (
+            ["algorithm.name=ppo", "critic.shared_coef=1", "critic.trainer.lr=1e-3"],
+            "critic.trainer={'lr': 0.001}: of a critic that is a model of its own",
+        ),
+        (
+            ["algorithm.name=safe_rlhf", "costs=[{kind: exact}]", "critic.shared_coef=1"],
+            "safe_rlhf has critic and cost_critic; it is one critic",
+        ),
+        (["algorithm.correction.reject_high=2"], "nothing is rejected under reject=none"),
         (["algorithm.name=gdpo", "algorithm.overlong_buffer=4"], "takes every reward by itself"),
         (
             ["algorithm.name=gdpo", "algorithm.kl_in=reward", *KL],

@@ -183,8 +183,12 @@ def test_overwrite_does_not_remove_what_the_new_run_reads(
     shutil.copytree(toy / "model", model)
     (tmp_path / "old" / "config.yaml").write_text("")
     words = ["train", str(toy / "recipe.yaml"), f"run.dir={tmp_path}", "run.name=old"]
-    for key in ("model.path", "critic.path", "data.pretrain"):
-        pair = ["algorithm.ptx_coef=0.1"] if key == "data.pretrain" else []
+    goes_with = {
+        "model.path": [],
+        "critic.path": ["algorithm.name=ppo"],
+        "data.pretrain": ["algorithm.ptx_coef=0.1"],
+    }
+    for key, pair in goes_with.items():
         assert main([*words, "run.overwrite=true", f"{key}={model}", *pair]) == 2
         assert f"{key}={model}: lies in the run that" in capsys.readouterr().err
     assert (model / "model.safetensors").is_file()
@@ -208,8 +212,6 @@ def test_overwrite_replaces_runs_and_nothing_else(
         ("pipeline.max_staleness=0", "it may only grow"),
         ("trainer.world_size=2", "a resumed run keeps its 1"),
         ("trainer.lora_rank=4", "trainer.lora_rank=4: a resumed run keeps its 0"),
-        ("critic.trainer.zero_stage=3", "critic.trainer.zero_stage=3: a resumed run keeps its"),
-        ("critic.warmup_alone=2", "critic.warmup_alone=2: a resumed run keeps its 0"),
         ("queue.shards=3", "a resumed run keeps its 2"),
         ("queue.journal.enabled=false", "a resumed run keeps its True"),
         ("run.seed=5", "cannot resume the data stream"),
@@ -228,6 +230,37 @@ def test_a_resume_that_would_mean_another_run_is_refused_and_nothing_is_cut(
     assert part in capsys.readouterr().err
     assert (run_dir / "config.yaml").read_text() == before
     assert (run_dir / "metrics.jsonl").read_text() == '{"step": 9}\n'
+
+
+@pytest.mark.parametrize(
+    ("began", "override", "part"),
+    [
+        ("ppo", "critic.trainer.zero_stage=3", "zero_stage=3: a resumed run keeps its 1"),
+        ("ppo", "critic.warmup_alone=2", "critic.warmup_alone=2: a resumed run keeps its 0"),
+        ("ppo", "algorithm.kl_coef=0.5", "algorithm.kl_coef=0.5: a resumed run goes on with what"),
+        (
+            "safe_rlhf",
+            "algorithm.params.lagrange=2",
+            "algorithm.params.lagrange=2.0: a resumed run goes on with what",
+        ),
+    ],
+)
+def test_a_resume_keeps_its_critic_and_what_follows_the_steps(
+    toy: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    began: str,
+    override: str,
+    part: str,
+) -> None:
+    chosen = [f"algorithm.name={began}", "algorithm.kl_coef=0.1", "algorithm.kl_target=0.1"]
+    costs = ["costs=[{kind: exact}]"] if began == "safe_rlhf" else []
+    config = load_config(toy / "recipe.yaml", [*chosen, *costs])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(dump_config(config))
+    save_checkpoint(tmp_path / "run", {})
+    assert main(["train", "--resume", str(tmp_path / "run"), override]) == 2
+    assert part in capsys.readouterr().err
 
 
 def save_checkpoint(run_dir: Path, prompts: object, state: Mapping[str, object] = {}) -> Path:
