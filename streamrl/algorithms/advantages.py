@@ -94,8 +94,10 @@ def best_of_group(
 ) -> Tensor:
     """For the best of each group its lead over the second best, for the others 0: [B].
 
-    With `scale` "std" divided by the deviation of the group's scores. Source: Chen et al. 2025
-    (pass@k training). Raises ValueError for a group of one, or another scale.
+    What the group's best score is more than it would be without this rollout: of 0 and 1, what
+    pass@G gains by it. With `scale` "std" divided by the deviation of the group's scores. Source:
+    Tang et al. 2025 (inference-time objectives). Raises ValueError for a group of one, or another
+    scale.
     """
     if scale not in ("std", "none"):
         raise ValueError(f"scale={scale!r}: must be std or none")

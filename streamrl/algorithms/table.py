@@ -194,7 +194,7 @@ ROWS = (
     ),
     variant(
         "pass_at_k",
-        "Chen et al. 2025, Pass@k Training, arXiv:2508.10751",
+        "Tang et al. 2025, Optimizing for Inference Time Objectives, arXiv:2503.19595",
         advantages=functions.best_of_group,
         defaults={"loss_aggregation": "token-mean"},
     ),
