@@ -134,7 +134,7 @@ FULL_OF_ONE_THAT_WAITS = Plan(
 
 
 @example(FULL_OF_ONE_THAT_WAITS)
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(plans)
 def test_whatever_dies_every_prompt_is_trained_once_or_accounted_for(plan: Plan) -> None:
     stream = run_virtual(run_stream(plan, disturb=harm))
@@ -145,7 +145,7 @@ def test_whatever_dies_every_prompt_is_trained_once_or_accounted_for(plan: Plan)
         assert epochs <= {0}, "a prompt was admitted anew though nobody asked for it"
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(plans)
 def test_the_same_seed_and_the_same_deaths_give_the_same_steps(plan: Plan) -> None:
     first = run_virtual(run_stream(plan, disturb=harm))
@@ -185,7 +185,7 @@ async def lives(
     return True
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(plans, st.lists(st.floats(0.0, 40.0), min_size=1, max_size=3), st.integers(0, 3))
 def test_a_run_that_dies_goes_on_and_trains_every_prompt_once(
     plan: Plan, crashes: list[float], every: int
@@ -220,7 +220,7 @@ def unbooked(stream: Stream) -> set[int]:
     return {version for version in stream.trainer.digests if version not in done}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(plans, st.floats(0.0, 40.0), st.integers(0, 3))
 def test_what_was_generated_is_not_generated_again_after_a_crash(
     plan: Plan, crash: float, every: int

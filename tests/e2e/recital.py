@@ -15,7 +15,7 @@ from tests.e2e.launched import Launched
 ROOT = Path(__file__).resolve().parents[2]
 CUSTOM = ["algorithm.path=examples/custom_algorithm/median.py", "algorithm.name=median_grpo"]
 SHARED = ["critic={shared_coef: 0.5}"]
-STEPS = 16
+STEPS = 12
 RECIPES = {
     path.stem.removesuffix("_arithmetic"): (path, [f"run.steps={STEPS}"])
     for path in sorted((ROOT / "configs").glob("*_arithmetic.yaml"))
