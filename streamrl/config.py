@@ -111,6 +111,7 @@ class RunConfig:
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
 
     def __post_init__(self) -> None:
+        _check_plain(to_dict(self), "")
         if not self.model.path:
             raise ConfigError("model.path: missing; it names a Hugging Face model directory")
         if not self.data.train:
@@ -252,11 +253,6 @@ def resolve(settings: DictConfig, *, place: str) -> RunConfig:
             raise
         raise ConfigError(f"{place}: {error}") from None
     assert isinstance(config, RunConfig)
-    for key, value in _leaves(to_dict(config), ""):
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ConfigError(f"{key}={value}: must be a finite number")
-        if isinstance(value, str) and "\0" in value:
-            raise ConfigError(f"{key}={value!r}: must not hold a zero byte")
     return config
 
 
@@ -273,9 +269,19 @@ def _overlaid(config: TrainerConfig, changes: Mapping[str, Any], *, section: str
         reason = str(error.msg or error).splitlines()[0]
         raise ConfigError(f"{section}.{error.full_key}: {reason}") from None
     except ConfigError as error:
-        raise ConfigError(str(error).replace("trainer.", f"{section}.", 1)) from None
+        raise ConfigError(str(error).replace("trainer.", f"{section}.")) from None
     assert isinstance(overlaid, TrainerConfig)
+    _check_plain(vars(overlaid), section)
     return overlaid
+
+
+def _check_plain(settings: Any, place: str) -> None:
+    """Raise ConfigError for a number that is none, or text that no file name may hold."""
+    for key, value in _leaves(settings, place):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ConfigError(f"{key}={value}: must be a finite number")
+        if isinstance(value, str) and "\0" in value:
+            raise ConfigError(f"{key}={value!r}: must not hold a zero byte")
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:

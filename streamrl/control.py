@@ -16,6 +16,8 @@ from streamrl.weights.registry import WeightRegistry
 
 STALE = "stale"
 """Cause of a drop: tokens beyond the bound."""
+FINISH_S = 7.0
+"""A run that is stopped has this long to end a step that is between two of its updates, s."""
 ON_STALE = ("wait", "drop")
 ON_STALL = ("abort", "redeliver", "warn")
 
@@ -95,6 +97,8 @@ class Control:
     on_stall: Callable[[Sequence[Overdue]], None] = lambda found: None
     """Told of work that takes too long."""
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    finish_by: float = -math.inf
+    """Once the run is stopping, a step that is torn may go on until then, by the loop's clock."""
     arriving: set[str] = field(default_factory=set)
     """Uids that are booked and on their way into a shard."""
     booking: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -104,7 +108,18 @@ class Control:
     filtered: int = 0
     """Groups filtered since the last step."""
     torn: bool = False
-    """The run stopped between two updates of a step: the models are those of no version."""
+    """A step has begun to update: until it is booked the models are those of no version."""
+
+    def stop(self) -> None:
+        """End the run: at once, but for a step that is torn, which gets FINISH_S to its end."""
+        self.finish_by = asyncio.get_running_loop().time() + FINISH_S
+        self.stopping.set()
+
+    @property
+    def leaves_step(self) -> bool:
+        """Whether the step under way is to be left as it is."""
+        over = asyncio.get_running_loop().time() >= self.finish_by
+        return self.stopping.is_set() and (over or not self.torn)
 
     @property
     def booked(self) -> set[str]:

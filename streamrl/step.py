@@ -44,10 +44,9 @@ async def train_step(
     async for part in parts:
         async with stage.computing(version=version):
             await asyncio.gather(*(maker.make(role, part) for role, maker in active.items()))
-        if control.stopping.is_set():
+        if control.leaves_step:
             break
     if not all(maker.is_done for maker in active.values()):
-        control.torn = any(maker.made.updates for maker in active.values())
         return None
     for role in makers.keys() - active.keys():
         await makers[role].rest()
@@ -55,6 +54,7 @@ async def train_step(
     step = recorded or TrainedStep(version, control.assembler.finish(), programs)
     made = {role: maker.made for role, maker in makers.items()}
     await control.books.train(step)
+    control.torn = False
     # Nobody samples from a version before the step that made it is on the books.
     for role, one in made.items():
         control.registries[role].offer(one.manifest)
@@ -73,7 +73,7 @@ class Maker:
 
     def __init__(self, trainer: Trainer, control: Control) -> None:
         self._trainer = trainer
-        self._stopping = control.stopping
+        self._control = control
         self._next_version = control.admission.version + 1
         self._sums: dict[str, float] = {}
         self._since_update: dict[str, float] = {}
@@ -90,12 +90,12 @@ class Maker:
         return bool(self._updates) and self._updates[-1].manifest is not None
 
     async def make(self, role: str, part: Part) -> None:
-        """One turn after the other; none any more once the run is stopping."""
+        """One turn after the other; none any more once the run leaves the step."""
         turns = part.turns[role]
         if part.uids:
             await self._trainer.plan(part.uids, turns)
         for turn in turns:
-            if self._stopping.is_set():
+            if self._control.leaves_step:
                 return
             sums = await self._trainer.train_round(turn.work, epoch=turn.epoch)
             add_sums(self._sums, sums)
@@ -110,6 +110,7 @@ class Maker:
 
     async def _update(self, version: int | None) -> None:
         sums, self._since_update = self._since_update, {}
+        self._control.torn = True
         self._updates.append(await self._trainer.update(sums, version))
 
 

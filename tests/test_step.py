@@ -109,11 +109,27 @@ def test_a_run_that_stops_between_two_updates_says_that_its_models_are_of_no_ver
     assert not stream.outcomes
 
 
+@pytest.mark.parametrize(("train_s", "ends"), [(0.3, True), (3.0, False)])
+def test_a_run_that_is_stopped_between_two_updates_ends_the_step_if_there_is_time(
+    train_s: float, ends: bool
+) -> None:
+    async def stop(stream: Stream) -> None:
+        while not stream.trainer.num_updates:
+            await asyncio.sleep(0.01)
+        stream.control.stop()
+
+    pace = Pace(whole_steps=True, epochs=2, mini_batches=2)
+    plan = Plan(steps=1000, pace=pace, train_s=train_s, critic=True)
+    stream = run_virtual(run_stream(plan, disturb=stop))
+    assert stream.control.torn is not ends
+    assert len(stream.outcomes) == stream.control.admission.version == int(ends)
+
+
 def test_a_run_that_stops_before_an_update_is_not_torn() -> None:
     async def stop(stream: Stream) -> None:
         while not stream.trainer.gradient:
             await asyncio.sleep(0.01)
-        stream.control.stopping.set()
+        stream.control.stop()
 
     pace = Pace(whole_steps=True, epochs=2, mini_batches=2)
     plan = Plan(steps=1000, pace=pace, micro_batch_tokens=11)
@@ -174,7 +190,7 @@ def test_stalled_work_is_reported_once_and_handed_out_again_if_so_wished() -> No
 def test_a_run_that_is_stopping_leaves_its_step_unfinished() -> None:
     async def stop(stream: Stream) -> None:
         await asyncio.sleep(6.0)
-        stream.control.stopping.set()
+        stream.control.stop()
 
     stream = run_virtual(run_stream(Plan(steps=1000), disturb=stop))
     assert 0 < len(stream.outcomes) < 1000

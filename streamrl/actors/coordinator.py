@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -151,7 +152,8 @@ class CoordinatorActor:
         await self._reporter.finish(reporting)
         interrupted = not control.admission.finished
         if control.torn:
-            text = "stopped between two updates of a step: not saved; a resume makes it again"
+            kept = Path(self._checkpoint).name if self._checkpoint else "the beginning"
+            text = f"stopped between two updates: not saved; a resume goes on from {kept}"
             self._feed.post(EventReport("note", {"text": text}))
         elif config.checkpoint.on_interrupt if interrupted else config.checkpoint.at_end:
             await self._save()
@@ -180,7 +182,7 @@ class CoordinatorActor:
             for task in done:
                 task.result()
         training.result()
-        self._control.stopping.set()
+        self._control.stop()
         # Admission may wait for room that nobody makes any more.
         for task in (watching, admitting):
             task.cancel()
@@ -274,8 +276,8 @@ class CoordinatorActor:
         await self._queue.release(name)
 
     async def request_stop(self) -> None:
-        """End the stream after the micro-batch under way."""
-        self._control.stopping.set()
+        """End the stream after the micro-batch under way, or a step that has begun to update."""
+        self._control.stop()
 
     async def reports(self, after: int, wait_s: float) -> list[Report]:
         """See Feed.after."""

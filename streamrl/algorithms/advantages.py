@@ -155,7 +155,7 @@ def decoupled_reward_normalization(
         for column in rewards.double().unbind(-1)
     ]
     total = torch.stack(parts, -1)
-    return (total if weights is None else total * weights.double()).sum(-1).to(rewards.dtype)
+    return (total if weights is None else total * weights.double()).sum(-1).to(_floating(rewards))
 
 
 def generalized_advantages(
@@ -185,7 +185,8 @@ def generalized_advantages(
         after = torch.where(counts, delta + gamma * lam * after, after)
         value_after = torch.where(counts, estimates[:, t], value_after)
         advantages[:, t] = keep(after, counts)
-    return advantages.to(values.dtype), (advantages + estimates).to(values.dtype)
+    dtype = _floating(values)
+    return advantages.to(dtype), (advantages + estimates).to(dtype)
 
 
 def reward_to_go(token_rewards: Tensor, loss_mask: Tensor, *, gamma: float) -> Tensor:
@@ -201,7 +202,7 @@ def reward_to_go(token_rewards: Tensor, loss_mask: Tensor, *, gamma: float) -> T
         counts = loss_mask[:, t]
         after = torch.where(counts, rewards[:, t] + gamma * after, after)
         returns[:, t] = keep(after, counts)
-    return returns.to(token_rewards.dtype)
+    return returns.to(_floating(token_rewards))
 
 
 def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, unbiased: bool = True) -> Tensor:
@@ -213,7 +214,7 @@ def whiten(x: Tensor, mask: Tensor, *, eps: float = 1e-8, unbiased: bool = True)
     kept, count = keep(x.double(), mask), mask.sum()
     centred = keep(kept - kept.sum() / count.clamp(min=1), mask)
     freedom = (count - 1 if unbiased else count).clamp(min=1)
-    return (centred * (centred.square().sum() / freedom + eps).rsqrt()).to(x.dtype)
+    return (centred * (centred.square().sum() / freedom + eps).rsqrt()).to(_floating(x))
 
 
 class _Groups:

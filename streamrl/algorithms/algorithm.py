@@ -10,13 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.errors import AlgorithmError
+from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.user_module import failure_place
 
 SCOPES = ("group", "step")
+TAKEN = frozenset({*ROLLOUT_COLUMNS, "attention_mask", "advantages", "group_tokens"})
+"""What every batch has beside what a row derives."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +114,8 @@ class Algorithm:
     limits: of those that have any, the least and the largest they may be.
     scope: "group" if a group is enough for `advantages` and `derived`, "step" if they need all
         groups of the step: the pipeline then waits for them.
-    derived: further functions like `advantages`, which they see as a column, for `token_loss`.
+    derived: further functions like `advantages`, which they see as a column, for `token_loss`;
+        under names of their own.
     dials: how those of `params` that change go on after a step: (value, what the step showed,
         settings) -> value. It showed a mean per rollout: score, and cost where there are costs.
     """
@@ -135,9 +140,21 @@ class Algorithm:
         for function in (self.advantages, self.token_loss, *functions):
             if not inspect.isfunction(function):
                 raise ValueError(f"algorithm {self.name}: {function!r} must be a plain function")
+        if taken := self.derived.keys() & TAKEN:
+            raise ValueError(f"algorithm {self.name}: derived {sorted(taken)} is streamrl's own")
+        self._check_params()
+
+    def _check_params(self) -> None:
         for what, names in {"dials": self.dials, "limits": self.limits}.items():
             if alien := names.keys() - self.params.keys():
                 raise ValueError(f"algorithm {self.name}: {what} {sorted(alien)} are not in params")
+        for name, value in self.params.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise ValueError(f"algorithm {self.name}: params {name}={value!r} is no number")
+            least, largest = self.limits.get(name, (value, value))
+            if not least <= value <= largest:
+                limits = f"limits {least}, {largest}"
+                raise ValueError(f"algorithm {self.name}: {name}={value} is outside its {limits}")
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """What one of the row's functions gives. Raises AlgorithmError naming it and the line."""
@@ -148,6 +165,23 @@ class Algorithm:
             who = f"algorithm {self.name}: {function.__name__}"
             place = failure_place(function.__code__.co_filename, error)
             raise AlgorithmError(f"{who} at {place}") from error
+
+    def losses_of(self, tokens: Tokens, settings: Settings) -> tuple[Tensor, Tensor]:
+        """Loss and where it stops the gradient, [B, T]. Raises AlgorithmError for anything else."""
+        found = self.call(self.token_loss, tokens, settings)
+        who = f"algorithm {self.name}: {self.token_loss.__name__}"
+        try:
+            losses, stopped = found
+        except (TypeError, ValueError):
+            gave = type(found).__name__
+            raise AlgorithmError(
+                f"{who} gave a {gave}, wanted a loss and where it stops the gradient"
+            ) from None
+        for one in (losses, stopped):
+            self.check(self.token_loss, one, [tuple(tokens.loss_mask.shape)])
+        if stopped.dtype != torch.bool:
+            raise AlgorithmError(f"{who}: where it stops the gradient is {stopped.dtype}, not bool")
+        return losses, stopped
 
     def turn(
         self, dial: str, value: float, shown: Mapping[str, float], settings: Settings
@@ -163,7 +197,8 @@ class Algorithm:
     ) -> None:
         """Raise AlgorithmError unless a function gave a tensor of one of these shapes."""
         if not isinstance(found, Tensor) or tuple(found.shape) not in shapes:
-            gave = f"shape {list(found.shape)}" if isinstance(found, Tensor) else repr(found)[:80]
+            short = " ".join(repr(found).split())[:80]
+            gave = f"shape {list(found.shape)}" if isinstance(found, Tensor) else short
             wanted = " or ".join(str(list(shape)) for shape in shapes)
             raise AlgorithmError(
                 f"algorithm {self.name}: {function.__name__} gave {gave}, wanted {wanted}"

@@ -110,17 +110,14 @@ class AlgorithmConfig:
         for key, least in minima.items():
             if vars(self)[key] < least:
                 raise ConfigError(f"algorithm.{key}={vars(self)[key]}: must be at least {least}")
+        if self.gamma > 1:
+            raise ConfigError(f"algorithm.gamma={self.gamma}: must be at most 1, it is a discount")
         bounds = {"clip_low": 0, "clip_high": 0, "dual_clip": 1, "advantage_eps": 0}
         bounds |= {"kl_target": 0, "kl_horizon": 0}
         for key, bound in bounds.items():
-            value = vars(self)[key]
+            value = self._chosen(key) if key in DEFAULTS else vars(self)[key]
             if value is not None and value <= bound:
                 raise ConfigError(f"algorithm.{key}={value}: must be above {bound}")
-        maxima = {"clip_low": "ratios are above 0", "gamma": "it is a discount"}
-        for key, reason in maxima.items():
-            value = vars(self)[key]
-            if value is not None and value > 1:
-                raise ConfigError(f"algorithm.{key}={value}: must be at most 1, as {reason}")
 
     def _check_choices(self) -> None:
         choices: Mapping[str, tuple[str, ...]] = {
@@ -194,7 +191,7 @@ class AlgorithmConfig:
         """The algorithm. Raises ConfigError if there is none of that name."""
         rows = {**ALGORITHMS, **(load_rows(self.path) if self.path else {})}
         if self.name not in rows:
-            near = difflib.get_close_matches(self.name, rows, n=1, cutoff=0.0)
+            near = difflib.get_close_matches(self.name.lower(), rows, n=1, cutoff=0.0)
             raise ConfigError(
                 f"algorithm.name={self.name}: no such algorithm; did you mean {near[0]}?"
             )

@@ -64,21 +64,21 @@ class CorrectionConfig:
         self._check_bounds()
 
     def _check_bounds(self) -> None:
-        bounds = (
-            "weight_low",
-            "weight_high",
-            "reject_low",
-            "reject_high",
-            "second_moment_threshold",
-        )
-        for key in bounds:
+        for key in ("weight_low", "reject_low", "off_policy_threshold"):
             value = vars(self)[key]
             if value is not None and value < 0:
                 raise ConfigError(f"{_at(self, key)}: must be 0 or more")
+        for key in ("weight_high", "reject_high", "second_moment_threshold"):
+            value = vars(self)[key]
+            if value is not None and value <= 0:
+                raise ConfigError(f"{_at(self, key)}: must be above 0")
         for kind in ("weight", "reject"):
             low, high = vars(self)[f"{kind}_low"], vars(self)[f"{kind}_high"]
             if low is not None and high is not None and low >= high:
                 raise ConfigError(f"{_at(self, f'{kind}_low')}: must be below {kind}_high={high}")
+        self._check_rejection()
+
+    def _check_rejection(self) -> None:
         for key in ("reject_low", "reject_high"):
             if self.reject == NONE and vars(self)[key] is not None:
                 raise ConfigError(f"{_at(self, key)}: nothing is rejected under reject=none")

@@ -181,8 +181,10 @@ def covariance_band(
     """A random `fraction` of all tokens, from those whose covariance is in (low, high): [B, T].
 
     At least one, if there is one; those with the smallest of `lots` [B, T], which are drawn here
-    unless they are given. Source: Cui et al. 2025 (Clip-Cov).
+    unless they are given. Source: Cui et al. 2025 (Clip-Cov). Raises ValueError on an empty band.
     """
+    if low >= high:
+        raise ValueError(f"covariances from {low} to {high}: there are none")
     values = covariances(logprobs, advantages, loss_mask)
     inside = ((values > low) & (values < high) & loss_mask).flatten().nonzero()[:, 0]
     count = max(1, int(fraction * int(loss_mask.sum())))
@@ -289,7 +291,7 @@ def aggregate(
 
     The counts are of the whole step; left out, they are those of this batch (rows without a token
     that counts are no sequences). prompt-mean needs `group_ids` [B], and the batch to hold its
-    groups whole. Raises what `normaliser` and `aggregate_sum` raise.
+    groups whole. 0 where nothing counts. Raises what `normaliser` and `aggregate_sum` raise.
     """
     num_groups, group_tokens = None, None
     if group_ids is not None:
@@ -308,7 +310,9 @@ def aggregate(
         num_groups=num_groups,
         max_length=max_length,
     )
-    return aggregate_sum(token_loss, loss_mask, mode=mode, group_tokens=group_tokens) / divisor
+    return aggregate_sum(token_loss, loss_mask, mode=mode, group_tokens=group_tokens) / (
+        divisor or 1.0
+    )
 
 
 def aggregate_sum(

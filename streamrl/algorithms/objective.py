@@ -140,9 +140,7 @@ def policy_loss(
     behind = proximal - behaviour
     derived = _per_token({name: batch[name] for name in ("advantages", *row.derived)}, mask)
     tokens = Tokens(log_ratio, current, derived["advantages"], mask, derived)
-    losses, clipped = row.call(row.token_loss, tokens, settings)
-    for found in (losses, clipped):
-        row.check(row.token_loss, found, [tuple(mask.shape)])
+    losses, clipped = row.losses_of(tokens, settings)
     weights, kept = _correct(settings, behind, mask)
     if settings.correction.off_policy_threshold is not None:
         kept = kept & off_policy_sequence_mask(

@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from streamrl.algorithms.algorithm import Algorithm, Settings
 from streamrl.algorithms.objective import columns_derived_from, derive, policy_loss
@@ -13,6 +14,8 @@ from streamrl.errors import AlgorithmError
 from streamrl.messages import Per, column_spec
 
 GROUPS = 2
+GROUP_SIZE = 8
+"""Rollouts of a group, if the run has as many."""
 WIDTH = 4
 
 
@@ -26,29 +29,33 @@ def rehearse(row: Algorithm, settings: Settings) -> frozenset[str]:
     Raises AlgorithmError for a row that fails, gives numbers that are not finite, or does not say
     what a critic is to learn.
     """
-    settings, read = _watched(settings)
-    rows = GROUPS * settings.group_size
-    group_ids = torch.arange(rows) // settings.group_size
-    random = torch.Generator().manual_seed(0)
-    mask = (torch.arange(WIDTH) > 0).expand(rows, WIDTH)
-    step = {"loss_mask": mask, "lengths": torch.full((rows,), WIDTH)}
-    known = ("generator_logprobs", "ref_logprobs")
-    for name in dict.fromkeys((*columns_derived_from(row, settings), *known)):
-        spec = column_spec(name)
-        shape = (rows, WIDTH) if spec.per is Per.TOKEN else (rows,)
-        made = -torch.rand(shape, generator=random)
-        blank = torch.from_numpy(np.zeros(shape, spec.dtype))
-        step.setdefault(name, made if spec.dtype == "float32" else blank)
-    derived = derive(row, settings, step, group_ids)
+    watched, read = _watched(settings)
+    try:
+        _play(row, watched)
+    except AlgorithmError:
+        raise
+    # What no check has foreseen, as a tensor of another kind.
+    except Exception as error:
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise AlgorithmError(f"algorithm {row.name}: {what}") from error
+    # Read by way of __dict__, nobody knows which.
+    return frozenset(vars(settings)) if "__dict__" in read else frozenset(read)
+
+
+def _play(row: Algorithm, settings: Settings) -> None:
+    """The step: from columns to the gradient of the loss, and to the next value of the dials."""
+    size = min(settings.group_size, GROUP_SIZE)
+    step = _made_up(row, settings, size)
+    derived = derive(row, settings, step, torch.arange(GROUPS * size) // size)
     for column, role in CRITICS.items():
         if column in row.columns and RETURNS[role] not in derived:
             raise AlgorithmError(
                 f"algorithm {row.name}: derived has no {RETURNS[role]} for the {role} to learn"
             )
     logprobs = step["generator_logprobs"].clone().requires_grad_()
-    versions = {"policy_version": torch.zeros(rows, WIDTH, dtype=torch.int32)}
+    versions = {"policy_version": torch.zeros_like(logprobs, dtype=torch.int32)}
     batch = {**step, **versions, **derived}
-    entropy = torch.ones(rows, WIDTH)
+    entropy = torch.ones_like(logprobs)
     loss, _ = policy_loss(row, settings, batch, logprobs=logprobs, entropy=entropy)
     if not loss.requires_grad:
         raise AlgorithmError(f"algorithm {row.name}: its loss has no gradient")
@@ -61,7 +68,25 @@ def rehearse(row: Algorithm, settings: Settings) -> frozenset[str]:
     shown = {name: value for name, value in SHOWN.items() if f"{name}s" in step}
     for name in row.dials:
         row.turn(name, settings.params[name], shown, settings)
-    return frozenset(read)
+
+
+def _made_up(row: Algorithm, settings: Settings, size: int) -> dict[str, Tensor]:
+    """Columns of two groups: numbers from 0 to 1, of logprobs the negative ones."""
+    rows = GROUPS * size
+    random = torch.Generator().manual_seed(0)
+    mask = (torch.arange(WIDTH) > 0).expand(rows, WIDTH)
+    step = {"loss_mask": mask, "lengths": torch.full((rows,), WIDTH)}
+    known = ("generator_logprobs", "ref_logprobs")
+    for name in dict.fromkeys((*columns_derived_from(row, settings), *known)):
+        spec = column_spec(name)
+        if spec.per is Per.GROUP:
+            raise AlgorithmError(f"algorithm {row.name}: column {name} is of no single rollout")
+        shape = (rows, WIDTH) if spec.per is Per.TOKEN else (rows,)
+        made = torch.rand(shape, generator=random)
+        blank = torch.from_numpy(np.zeros(shape, spec.dtype))
+        made = -made if name.endswith("logprobs") else made
+        step.setdefault(name, made if spec.dtype == "float32" else blank)
+    return step
 
 
 def _watched(settings: Settings) -> tuple[Settings, set[str]]:

@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     rows = {**ALGORITHMS, **(load_rows(arguments.path) if arguments.path else {})}
     if arguments.name is not None:
         if arguments.name not in rows:
-            near = difflib.get_close_matches(arguments.name, rows, n=1, cutoff=0.0)
+            near = difflib.get_close_matches(arguments.name.lower(), rows, n=1, cutoff=0.0)
             raise ConfigError(f"{arguments.name}: no such algorithm; did you mean {near[0]}?")
         rows = {arguments.name: rows[arguments.name]}
     if arguments.json:
@@ -85,7 +85,7 @@ def markdown(rows: Iterable[Algorithm]) -> str:
     ]
     for row in rows:
         known = facts(row)
-        own = {k: v for k, v in row.defaults.items() if v != DEFAULTS[k]} | known["params"]
+        own = {k: v for k, v in row.defaults.items() if v != DEFAULTS.get(k)} | known["params"]
         cells = [
             f"`{row.name}`",
             ", ".join(row.columns),

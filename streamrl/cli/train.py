@@ -211,6 +211,8 @@ def _check_same_run(stored: RunConfig, config: RunConfig) -> None:
         "critic.shared_coef": lambda c: c.critic.shared_coef,
         "critic.warmup_alone": lambda c: c.critic.warmup_alone,
         "algorithm.group_size": lambda c: c.algorithm.group_size,
+        "algorithm.epochs": lambda c: c.algorithm.epochs,
+        "algorithm.mini_batches": lambda c: c.algorithm.mini_batches,
         "queue.shards": lambda c: c.queue.shards,
         "queue.journal.enabled": lambda c: c.queue.journal.enabled,
     }

@@ -46,14 +46,14 @@ def build_rewards(
     section = judged.section
     if not configs:
         raise ConfigError(f"{section}: empty; a run needs at least one, e.g. [{{kind: exact}}]")
-    try:
-        components = [
-            Component(_name(config, judged), config.weight, _kind(config).make(config))
-            for config in configs
-        ]
-    except ConfigError as error:
-        # A reward does not know that it is a cost.
-        raise ConfigError(str(error).replace("rewards.", f"{section}.", 1)) from None
+    components = []
+    for i, config in enumerate(configs):
+        try:
+            name, reward = _name(config, judged), _kind(config).make(config)
+        except ConfigError as error:
+            # A reward does not know which one it is, nor that it is a cost.
+            raise ConfigError(str(error).replace("rewards.", f"{section}[{i}].", 1)) from None
+        components.append(Component(name, config.weight, reward))
     names = [component.name for component in components]
     for name in names:
         if names.count(name) > 1:

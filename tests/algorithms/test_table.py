@@ -8,6 +8,8 @@ from omegaconf import OmegaConf
 
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig, columns_derived_from, columns_needed
 from streamrl.algorithms.rehearsal import rehearse
+from streamrl.algorithms.row_functions import group_relative
+from streamrl.algorithms.table import variant
 from streamrl.config import load_config
 from streamrl.dataflow import dataflow_for
 from streamrl.errors import ConfigError
@@ -91,8 +93,7 @@ def test_advantages_are_derived_from_few_columns():
             "algorithm.group_size=1: grpo compares the rollouts of a group; needs at least 2",
         ),
         ({"clip_low": 0.0}, "algorithm.clip_low=0.0: must be above 0"),
-        ({"clip_low": 1.5}, "algorithm.clip_low=1.5: must be at most 1, as ratios are above 0"),
-        ({"gamma": 1.5}, "algorithm.gamma=1.5: must be at most 1, as it is a discount"),
+        ({"gamma": 1.5}, "algorithm.gamma=1.5: must be at most 1, it is a discount"),
         ({"dual_clip": 1.0}, "algorithm.dual_clip=1.0: must be above 1"),
         ({"advantage_eps": 0.0}, "algorithm.advantage_eps=0.0: must be above 0"),
         ({"kl_coef": -1.0}, "algorithm.kl_coef=-1.0: must be at least 0"),
@@ -159,7 +160,7 @@ def test_an_impossible_config_is_refused(settings, message):
             {"weight_low": 3.0},
             "algorithm.correction.weight_low=3.0: must be below weight_high=2.0",
         ),
-        ({"weight_high": -1.0}, "algorithm.correction.weight_high=-1.0: must be 0 or more"),
+        ({"weight_high": -1.0}, "algorithm.correction.weight_high=-1.0: must be above 0"),
     ],
 )
 def test_an_impossible_correction_is_refused(settings, message):
@@ -234,6 +235,8 @@ def test_a_file_that_is_not_there_is_refused():
 KL = ("algorithm.kl_kind=k1", "algorithm.kl_coef=0.1")
 UNCOUNTED = "algorithm.correction.count_rejected=false"
 BAD_ROWS = """
+import torch
+
 from streamrl.algorithms.table import variant
 
 
@@ -253,12 +256,44 @@ def stuck(value, shown, settings):
     shown["score"]
 
 
+def soft(tokens, settings):
+    return tokens.log_ratio, torch.zeros(tokens.log_ratio.shape)
+
+
+def half(tokens, settings):
+    return tokens.log_ratio.sum(-1, keepdim=True)
+
+
+def mute(tokens, settings):
+    pass
+
+
+def foreign(columns, group_ids, settings):
+    return columns["scores"].numpy()
+
+
+def other(tokens, settings):
+    return tokens.log_ratio.to("meta"), tokens.loss_mask
+
+
+def rooted(columns, group_ids, settings):
+    return columns["scores"].sqrt() * vars(settings)["gamma"]
+
+
 STILL = variant("still", "x", token_loss=still)
 NOBODYS = variant("nobodys", "x", columns=("scores", "foo"))
 UNKNOWN = variant("unknown", "x", defaults={"clip_hihg": 1})
 WRONG = variant("wrong", "x", defaults={"loss_aggregation": "tokenmean"})
 UNTAUGHT = variant("untaught", "x", columns=("scores", "values"))
 BROKEN = variant("broken", "x", advantages=broken)
+SOFT = variant("soft", "x", token_loss=soft)
+HALF = variant("half", "x", token_loss=half)
+MUTE = variant("mute", "x", token_loss=mute)
+FOREIGN = variant("foreign", "x", advantages=foreign)
+OTHER = variant("other", "x", token_loss=other)
+LIKELIEST = variant("likeliest", "x", columns=("scores", "greedy_ids"))
+NEGATIVE = variant("negative", "x", defaults={"clip_low": -1})
+ROOTED = variant("rooted", "x", advantages=rooted)
 ENDLESS = variant("endless", "x", advantages=endless)
 STUCK = variant("stuck", "x", params={"knob": 1.0}, dials={"knob": stuck})
 """
@@ -274,7 +309,14 @@ STUCK = variant("stuck", "x", params={"knob": 1.0}, dials={"knob": stuck})
         ("still", "algorithm still: its loss has no gradient"),
         ("endless", "algorithm endless: advantages is not finite with params {}"),
         ("stuck", "algorithm stuck: dial knob became None"),
-        ("broken", r"algorithm broken: broken at .*own.py:6: KeyError: 'nothing'"),
+        ("soft", r"algorithm soft: soft: where it stops the gradient is torch.float32, not bool"),
+        ("half", "algorithm half: half gave a Tensor, wanted a loss and where it stops"),
+        ("mute", "algorithm mute: mute gave a NoneType, wanted a loss and where it stops"),
+        ("foreign", r"algorithm foreign: foreign gave array\(\[.*, wanted \[16\] or \[16, 4\]"),
+        ("other", "algorithm other: RuntimeError: "),
+        ("likeliest", "algorithm likeliest: column greedy_ids is of no single rollout"),
+        ("negative", "algorithm.clip_low=-1: must be above 0"),
+        ("broken", r"algorithm broken: broken at .*own.py:8: KeyError: 'nothing'"),
     ],
 )
 def test_a_row_that_cannot_be_trained_is_refused_before_a_run_is_started(tmp_path, name, message):
@@ -283,6 +325,27 @@ def test_a_row_that_cannot_be_trained_is_refused_before_a_run_is_started(tmp_pat
     with pytest.raises(ConfigError, match=message) as error:
         load_config(GRPO_RECIPE, chosen)
     assert "\n" not in str(error.value)
+
+
+def test_a_row_for_rewards_that_are_not_negative_may_read_its_settings_as_it_likes(tmp_path):
+    (tmp_path / "own.py").write_text(BAD_ROWS)
+    chosen = [f"algorithm.path={tmp_path}/own.py", "algorithm.name=rooted", "algorithm.gamma=0.9"]
+    assert load_config(GRPO_RECIPE, chosen).settings.gamma == 0.9
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"params": {"tau": "hot"}}, "params tau='hot' is no number"),
+        ({"params": {"tau": 2.0}, "limits": {"tau": (0.0, 1.0)}}, "tau=2.0 is outside its limits"),
+        ({"params": {"tau": 0.5}, "limits": {"tau": (1.0, 0.0)}}, "tau=0.5 is outside its limits"),
+        ({"limits": {"tau": (0.0, 1.0)}}, r"limits \['tau'\] are not in params"),
+        ({"derived": {"loss_mask": group_relative}}, r"derived \['loss_mask'\] is streamrl's own"),
+    ],
+)
+def test_a_row_that_contradicts_itself_is_none(changes, message):
+    with pytest.raises(ValueError, match=message):
+        variant("own", "x", **changes)
 
 
 @pytest.mark.parametrize(
@@ -310,6 +373,15 @@ def test_a_row_that_cannot_be_trained_is_refused_before_a_run_is_started(tmp_pat
             ["algorithm.name=safe_rlhf", "costs=[{kind: exact}]", "critic.shared_coef=1"],
             "safe_rlhf has critic and cost_critic; it is one critic",
         ),
+        (
+            ["algorithm.name=ppo", "critic.trainer.lr=nan"],
+            "critic.trainer.lr=nan: must be a finite",
+        ),
+        (
+            ["algorithm.name=clip_cov", "algorithm.params.covariance_low=6"],
+            "covariances from 6 to 5.0: there are none",
+        ),
+        (["algorithm.name=GRPPO"], "did you mean grpo"),
         (["algorithm.correction.reject_high=2"], "nothing is rejected under reject=none"),
         (["algorithm.name=gdpo", "algorithm.overlong_buffer=4"], "takes every reward by itself"),
         (

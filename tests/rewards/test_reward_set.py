@@ -186,15 +186,18 @@ async def test_rewards_are_built_from_their_config(tmp_path):
     ("configs", "words"),
     [
         ([], "rewards: empty"),
-        ([{"kind": ""}], "rewards.kind=: must be one of exact, numeric, regex, function"),
-        ([{"kind": "numerics"}], r"rewards.kind=numerics: .* did you mean numeric\?"),
-        ([{"kind": "regex"}], "rewards.pattern=: kind regex needs it"),
-        ([{"kind": "function", "path": "x.py"}], "rewards.function=: kind function needs it"),
-        ([{"kind": "exact", "path": "x.py"}], "rewards.path=x.py: means nothing to .* kind exact"),
+        ([{"kind": ""}], r"rewards\[0\].kind=: must be one of exact, numeric, regex, function"),
+        ([{"kind": "numerics"}], r"rewards\[0\].kind=numerics: .* did you mean numeric\?"),
+        ([{"kind": "regex"}], r"rewards\[0\].pattern=: kind regex needs it"),
+        ([{"kind": "function", "path": "x.py"}], r"rewards\[0\].function=: kind function needs it"),
+        (
+            [{"kind": "exact", "path": "x.py"}],
+            r"rewards\[0\].path=x.py: means nothing to .* kind exact",
+        ),
         ([{"kind": "exact"}, {"kind": "exact"}], "rewards.name=exact: given 2 times"),
-        ([{"kind": "exact", "weight": float("nan")}], "rewards.weight=nan: must be finite"),
-        ([{"kind": "exact", "name": "a/b"}], "rewards.name=a/b: letters"),
-        ([{"kind": "exact", "name": "mean"}], "rewards.name=mean: .*/mean is another metric"),
+        ([{"kind": "exact", "weight": float("nan")}], r"rewards\[0\].weight=nan: must be finite"),
+        ([{"kind": "exact", "name": "a/b"}], r"rewards\[0\].name=a/b: letters"),
+        ([{"kind": "exact", "name": "mean"}], r"rewards\[0\].name=mean: .*/mean is another metric"),
     ],
 )
 def test_rewards_that_cannot_be_built_are_refused(configs, words):
