@@ -18,11 +18,12 @@ from tests.parity import (  # noqa: E402
     verl_advantages,
     verl_correction,
     verl_losses,
+    verl_recipes,
     verl_shaping,
 )
 from tests.parity.case import Case, Difference, measure  # noqa: E402
 
-VERL = (verl_advantages, verl_losses, verl_shaping, verl_correction)
+VERL = (verl_advantages, verl_losses, verl_shaping, verl_correction, verl_recipes)
 CASES = [
     *(("verl", case) for module in VERL for case in module.CASES),
     *(("trl", case) for case in trl_cases.CASES),
