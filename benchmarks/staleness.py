@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         found = [
             {"max_staleness": bound, "correction": name}
             | over_seeds(play(arguments.steps, bound, name, seed) for seed in arguments.seeds)
-            for bound in arguments.bounds
+            for bound in sorted({0, *arguments.bounds})
             for name in CORRECTIONS
         ]
     baseline = found[0]["reward"]["median"]

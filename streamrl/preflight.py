@@ -215,6 +215,11 @@ def _notes(config: RunConfig, train: LoadedPrompts) -> tuple[str, ...]:
         notes.append(f"{config.data.train}: {train.num_skipped} prompts skipped, too long")
     if train.num_truncated:
         notes.append(f"{config.data.train}: {train.num_truncated} prompts truncated")
+    if config.critic.warmup_alone >= config.run.steps:
+        notes.append(
+            f"critic.warmup_alone={config.critic.warmup_alone}: the policy is trained in none of"
+            f" run.steps={config.run.steps}"
+        )
     groups = config.run.steps * config.pipeline.groups_per_step
     epochs = groups / len(train.prompts)
     notes.append(f"{len(train.prompts)} prompts; {groups} groups are {epochs:.2f} epochs")

@@ -60,3 +60,10 @@ def test_a_store_too_small_for_a_step_is_refused_with_the_arithmetic(
     message = r"queue.store_share=0.5 of an object store .* over 2 of queue.shards=2: .* at least"
     with pytest.raises(ConfigError, match=message):
         shard_bytes(config, prepared, node_stores=[4 * needed - 4])
+
+
+def test_a_policy_that_is_never_trained_is_noted(run: tuple[RunConfig, Prepared], tmp_path) -> None:
+    overrides = ["algorithm.name=ppo", "critic.warmup_alone=3"]
+    config = load_config(write_toy(tmp_path) / "recipe.yaml", overrides)
+    assert "critic.warmup_alone=3: the policy is trained in none of" in prepare(config).notes[0]
+    assert not any("warmup_alone" in note for note in run[1].notes)

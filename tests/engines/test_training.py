@@ -1,7 +1,6 @@
 """The trainer's update, whatever the backend, the ranks and the cut into micro-batches."""
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,8 +14,9 @@ from streamrl.engines.forward import load_value_model
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.messages import split_tokens
+from tests.engines.conftest import PAIRS, SAVED, SEVERAL_ON
 from tests.engines.plain_step import plain_loss
-from tests.engines.tiny_qwen import EOS, save, tiny_model
+from tests.engines.tiny_qwen import EOS, tiny_model
 from tests.engines.trainer_ranks import (
     CUTS,
     GROUPS,
@@ -37,62 +37,9 @@ from tests.engines.trainer_ranks import (
     TEXTS,
     VALUE_CLIP,
     VALUED,
-    Layout,
     add_up,
     divisor_of,
-    run_ranks,
 )
-
-SAVED = [layout for layout in LAYOUTS if layout.world_size == 2 or layout.zero_stage == 2]
-PAIRS = [layout for layout in LAYOUTS if layout.world_size == 2]
-LATE = Layout("deepspeed", 1, 2)
-SEVERAL_ON = [layout for layout in LAYOUTS if layout.backend == "torch" or layout.zero_stage == 3]
-TIMEOUT_S = 400
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return save(tiny_model(tied=True, seed=0), tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
-
-
-@pytest.fixture(scope="module")
-def seen(model_path, folder):
-    """What the ranks saw, by case: a list with one entry per rank."""
-    single = [("same_update", layout) for layout in LAYOUTS if layout.world_size == 1]
-    single += [("save_and_go_on", layout) for layout in SAVED if layout.world_size == 1]
-    single += [("several_updates", layout) for layout in SEVERAL_ON if layout.world_size == 1]
-    single += [
-        (case, layout)
-        for case in ("critic_updates", "pretraining_updates", "two_headed_updates")
-        for layout in SEVERAL_ON
-        if layout.world_size == 1
-    ]
-    single.append(("other_settings", Layout("deepspeed", 1, 1)))
-    together = [
-        (case, layout)
-        for case in ("same_update", "save_and_go_on", "steps_that_do_not_count")
-        for layout in PAIRS
-    ]
-    together += [
-        (case, layout)
-        for case in (
-            *("several_updates", "critic_updates"),
-            *("pretraining_updates", "two_headed_updates"),
-        )
-        for layout in SEVERAL_ON
-        if layout.world_size == 2
-    ]
-    return run_ranks(
-        [[*together, *single[rank::2], ("come_late", LATE)] for rank in range(2)],
-        model_path=model_path,
-        folder=folder,
-        timeout_s=TIMEOUT_S,
-    )
 
 
 def plain_steps(num_steps: int):

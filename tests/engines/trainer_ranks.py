@@ -406,6 +406,12 @@ def other_settings(seat: Seat, layout: Layout) -> None:
         )
 
 
+def every_row(seat: Seat, layout: Layout) -> None:
+    from tests.engines.row_cases import train_every_row
+
+    train_every_row(seat, layout)
+
+
 def come_late(seat: Seat, layout: Layout) -> None:
     """Rank 1 stays away from a collective. The last case: nothing works after it."""
     seat.meet("start")
@@ -432,6 +438,7 @@ CASES: dict[str, Callable[[Seat, Layout], None]] = {
     "save_and_go_on": save_and_go_on,
     "steps_that_do_not_count": steps_that_do_not_count,
     "other_settings": other_settings,
+    "every_row": every_row,
     "come_late": come_late,
 }
 Plan = list[tuple[str, Layout]]
@@ -455,7 +462,7 @@ def run_ranks(
     the numbers have to agree.
     """
     context = mp.get_context("spawn")
-    ports = free_ports(64)
+    ports = free_ports(128)
     processes = [
         context.Process(target=sit, args=(rank, plan, model_path, folder, ports), daemon=True)
         for rank, plan in enumerate(plans)

@@ -1,11 +1,13 @@
 import time
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.config import load_config
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import Prompt
 from streamrl.rewards import RewardConfig
@@ -157,3 +159,21 @@ def test_good_ground_truths_pass_the_check():
     ExactReward(RewardConfig("exact")).check(prompt("x"))
     NumericReward(RewardConfig("numeric")).check(prompt("1,000"))
     PatternReward(RewardConfig("regex", pattern="x")).check(prompt(None))
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "So it is 34.\nAnswer: 34",
+        "Answer: $34$.",
+        "answer: 34.",
+        "Answer: $\\boxed{34}$",
+        "**Answer:** 34",
+        "**Answer: 34**",
+        "Answer: 12, no.\nAnswer: \\boxed{34}",
+    ],
+)
+async def test_the_recipe_for_dapo_finds_an_answer_as_models_write_it(completion):
+    (config,) = load_config(Path("configs/dapo_qwen2.5_32b_math.yaml")).rewards
+    assert await score_one(NumericReward(config), completion, "34") == 1.0
+    assert await score_one(NumericReward(config), completion, "12") == 0.0

@@ -1,0 +1,74 @@
+"""Two steps of every row of the table of algorithms, in processes of trainers."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
+from streamrl.messages import Columns
+from tests.engines.trainer_ranks import (
+    GROUPS,
+    SEVERAL_LR,
+    TEMPERATURE,
+    Layout,
+    Seat,
+    add_up,
+    cut,
+    parameters_of,
+)
+
+if TYPE_CHECKING:
+    from streamrl.engines.training import ModelTrainer
+
+
+def train_every_row(seat: Seat, layout: Layout) -> None:
+    """On policy, and then off policy on the same rollouts; a rank has half of them, if of two."""
+    from streamrl.engines.tasks import PolicyTask
+
+    groups = scored_groups(seat.model_path)
+    for name in ALGORITHMS:
+        config = AlgorithmConfig(name=name)
+        settings = config.settings(max_length=10, reward_weights={"right": 1.0})
+        task = PolicyTask(seat.model_path, config.row, settings, TEMPERATURE)
+        trainer = seat.trainer(layout, config, task=task, lr=SEVERAL_LR)
+        norms = [train(trainer, groups, layout)["policy/grad_norm"] for _ in range(2)]
+        seat.seen[f"row/{layout.label}/{name}"] = {
+            "norms": norms,
+            "parameters": parameters_of(trainer),
+        }
+        trainer.close()
+
+
+def train(trainer: "ModelTrainer", groups: dict[str, Columns], layout: Layout) -> dict[str, float]:
+    """A step, in one micro-batch of one rank or in two of each of two."""
+    trainer.plan(groups)
+    rounds = cut(groups, num_micro_batches=layout.world_size, world_size=layout.world_size)
+    sums = add_up(trainer.train_micro_batch(groups, work[trainer.rank]) for work in rounds)
+    total = torch.tensor(list(sums.values()), dtype=torch.float64)
+    if layout.world_size > 1:
+        dist.all_reduce(total)
+    whole = dict(zip(sums, total.tolist(), strict=True))
+    return trainer.step(trainer.normaliser(whole))
+
+
+def scored_groups(model_path: str) -> dict[str, Columns]:
+    """Groups the model might have sampled, with all that any row wants to know of them."""
+    from streamrl.engines.scoring import LogprobScorer
+
+    scorer = LogprobScorer(model_path, temperature=TEMPERATURE, micro_batch_tokens=64)
+    groups = {}
+    for uid, columns in GROUPS.items():
+        scores = columns["scores"]
+        expected = np.where(columns["loss_mask"], 0.1, 0).astype(np.float32)
+        groups[uid] = {
+            **columns,
+            "generator_logprobs": scorer.ref_logprobs(columns)["ref_logprobs"],
+            "reward/right": scores,
+            "baseline_scores": np.full_like(scores, scores.mean()),
+            "costs": 1 - scores,
+            "values": expected,
+            "cost_values": expected,
+        }
+    return groups

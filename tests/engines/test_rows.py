@@ -1,0 +1,55 @@
+"""Every row of the table on a real trainer."""
+
+import pytest
+import torch
+
+from streamrl.algorithms import ALGORITHMS
+from streamrl.engines.scoring import LogprobScorer
+from streamrl.messages import split_tokens
+from tests.engines.conftest import ROWS_ON
+from tests.engines.tiny_qwen import save, tiny_model
+from tests.engines.trainer_ranks import GROUPS, SEVERAL_LR, TEMPERATURE
+
+ALONE, TOGETHER = (layout.label for layout in ROWS_ON)
+
+
+def logprobs_by_rollout(model_path):
+    """Of each rollout, summed over its tokens: [B] per group."""
+    scorer = LogprobScorer(model_path, temperature=TEMPERATURE, micro_batch_tokens=64)
+    return [
+        torch.tensor(
+            [
+                part.sum()
+                for part in split_tokens(
+                    scorer.ref_logprobs(columns)["ref_logprobs"], columns["lengths"]
+                )
+            ]
+        )
+        for columns in GROUPS.values()
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_row_makes_the_better_rollouts_likelier(seen, model_path, tmp_path, name):
+    (case,) = seen[f"row/{ALONE}/{name}"]
+    assert case["norms"][0] > 0
+    model = tiny_model(tied=True, seed=0)
+    model.load_state_dict(case["parameters"])
+    before, after = logprobs_by_rollout(model_path), logprobs_by_rollout(save(model, tmp_path))
+    gained = 0.0
+    for columns, old, new in zip(GROUPS.values(), before, after, strict=True):
+        scores = torch.from_numpy(columns["scores"])
+        gained += ((scores - scores.mean()) * (new - old)).sum().item()
+    assert gained > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_a_row_makes_the_same_updates_whatever_its_ranks_and_micro_batches(seen, name):
+    (alone,), pair = seen[f"row/{ALONE}/{name}"], seen[f"row/{TOGETHER}/{name}"]
+    for case in pair:
+        assert case["norms"] == pytest.approx(alone["norms"], rel=1e-4)
+        for parameter, expected in alone["parameters"].items():
+            far = (case["parameters"][parameter] - expected).abs().max().item()
+            assert far < 0.1 * SEVERAL_LR, parameter
