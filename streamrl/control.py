@@ -99,6 +99,8 @@ class Control:
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     finish_by: float = -math.inf
     """Once the run is stopping, a step that is torn may go on until then, by the loop's clock."""
+    left: bool = False
+    """The step under way was left as it is: nobody begins to update any more."""
     arriving: set[str] = field(default_factory=set)
     """Uids that are booked and on their way into a shard."""
     booking: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -115,11 +117,11 @@ class Control:
         self.finish_by = asyncio.get_running_loop().time() + FINISH_S
         self.stopping.set()
 
-    @property
     def leaves_step(self) -> bool:
-        """Whether the step under way is to be left as it is."""
+        """Whether the step under way is to be left as it is: by one trainer, then by all."""
         over = asyncio.get_running_loop().time() >= self.finish_by
-        return self.stopping.is_set() and (over or not self.torn)
+        self.left |= self.stopping.is_set() and (over or not self.torn)
+        return self.left
 
     @property
     def booked(self) -> set[str]:

@@ -44,7 +44,7 @@ async def train_step(
     async for part in parts:
         async with stage.computing(version=version):
             await asyncio.gather(*(maker.make(role, part) for role, maker in active.items()))
-        if control.leaves_step:
+        if control.leaves_step():
             break
     if not all(maker.is_done for maker in active.values()):
         return None
@@ -95,11 +95,13 @@ class Maker:
         if part.uids:
             await self._trainer.plan(part.uids, turns)
         for turn in turns:
-            if self._control.leaves_step:
+            if self._control.leaves_step():
                 return
             sums = await self._trainer.train_round(turn.work, epoch=turn.epoch)
             add_sums(self._sums, sums)
             add_sums(self._since_update, sums)
+            if self._control.left:
+                return
             if turn.ends_update:
                 await self._update(self._next_version if turn.ends_step else None)
 

@@ -3,6 +3,8 @@
 import asyncio
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from streamrl.buffer.books import TrainedStep
 from streamrl.control import PipelineConfig
@@ -123,6 +125,28 @@ def test_a_run_that_is_stopped_between_two_updates_ends_the_step_if_there_is_tim
     stream = run_virtual(run_stream(plan, disturb=stop))
     assert stream.control.torn is not ends
     assert len(stream.outcomes) == stream.control.admission.version == int(ends)
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 1000),
+    stop_s=st.floats(0.0, 20.0),
+    train_s=st.sampled_from([0.05, 0.2]),
+    pace=st.sampled_from([Pace(), Pace(whole_steps=True, epochs=2, mini_batches=2)]),
+)
+def test_whenever_it_is_stopped_a_run_with_short_steps_is_of_one_version(
+    seed: int, stop_s: float, train_s: float, pace: Pace
+) -> None:
+    async def stop(stream: Stream) -> None:
+        await asyncio.sleep(stop_s)
+        stream.control.stop()
+
+    plan = Plan(seed=seed, steps=1000, pace=pace, train_s=train_s, critic=True)
+    stream = run_virtual(run_stream(plan, disturb=stop))
+    assert not stream.control.torn
+    versions = {trainer.version for trainer in stream.trainers.values()}
+    assert versions == {stream.control.admission.version}
+    assert len(stream.outcomes) == stream.control.admission.version
 
 
 def test_a_run_that_stops_before_an_update_is_not_torn() -> None:
