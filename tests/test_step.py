@@ -141,8 +141,10 @@ def test_whenever_it_is_stopped_a_run_with_short_steps_is_of_one_version(
         await asyncio.sleep(stop_s)
         stream.control.stop()
 
-    plan = Plan(seed=seed, steps=1000, pace=pace, train_s=train_s, critic=True)
-    stream = run_virtual(run_stream(plan, disturb=stop))
+    facts = {"micro_batch_tokens": 11, "generate_s": (0.1, 0.5), "train_s": train_s}
+    stream = run_virtual(
+        run_stream(Plan(seed=seed, steps=1000, pace=pace, critic=True, **facts), disturb=stop)
+    )
     assert not stream.control.torn
     versions = {trainer.version for trainer in stream.trainers.values()}
     assert versions == {stream.control.admission.version}
