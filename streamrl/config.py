@@ -135,6 +135,11 @@ class RunConfig:
             raise ConfigError(
                 f"algorithm.mini_batches={parts}: must divide pipeline.groups_per_step={groups}"
             )
+        if self.filter.kind == "equal_rewards" and self.algorithm.group_size == 1:
+            raise ConfigError(
+                "filter.kind=equal_rewards: takes out none of algorithm.group_size=1, as there is"
+                " nothing to be equal to"
+            )
         self.trainer_of(CRITIC)
         self._check_costs()
         self._check_critic()

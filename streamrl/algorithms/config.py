@@ -181,9 +181,10 @@ class AlgorithmConfig:
 
     def check_read(self, read: Collection[str]) -> None:
         """Raise ConfigError if a setting was changed that is not among those the row reads."""
+        defaults = {one.name: one.default for one in fields(self)}
         for key in _LEFT_TO_ROWS:
-            value, default = vars(self)[key], type(self).__dataclass_fields__[key].default
-            if value != default and key not in read:
+            value = vars(self)[key]
+            if value != defaults[key] and key not in read:
                 raise ConfigError(f"algorithm.{key}={value}: {self.name} does not use it")
 
     @property

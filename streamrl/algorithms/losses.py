@@ -310,9 +310,8 @@ def aggregate(
         num_groups=num_groups,
         max_length=max_length,
     )
-    return aggregate_sum(token_loss, loss_mask, mode=mode, group_tokens=group_tokens) / (
-        divisor or 1.0
-    )
+    summed = aggregate_sum(token_loss, loss_mask, mode=mode, group_tokens=group_tokens)
+    return summed / (divisor or 1.0)
 
 
 def aggregate_sum(

@@ -17,9 +17,8 @@ GROUPS = 2
 GROUP_SIZE = 8
 """Rollouts of a group, if the run has as many."""
 WIDTH = 4
-
-
 SHOWN: Mapping[str, float] = {"score": 0.5, "cost": 0.5}
+"""What the step shows to dials, of what its columns have."""
 
 
 def rehearse(row: Algorithm, settings: Settings) -> frozenset[str]:

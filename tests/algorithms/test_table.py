@@ -382,6 +382,10 @@ def test_a_row_that_contradicts_itself_is_none(changes, message):
             "covariances from 6 to 5.0: there are none",
         ),
         (["algorithm.name=GRPPO"], "did you mean grpo"),
+        (
+            ["algorithm.name=ppo", "algorithm.group_size=1", "filter.kind=equal_rewards"],
+            "filter.kind=equal_rewards: takes out none of algorithm.group_size=1",
+        ),
         (["algorithm.correction.reject_high=2"], "nothing is rejected under reject=none"),
         (["algorithm.name=gdpo", "algorithm.overlong_buffer=4"], "takes every reward by itself"),
         (
