@@ -117,10 +117,13 @@ class Control:
         self.finish_by = asyncio.get_running_loop().time() + FINISH_S
         self.stopping.set()
 
-    def leaves_step(self) -> bool:
-        """Whether the step under way is to be left as it is: by one trainer, then by all."""
-        over = asyncio.get_running_loop().time() >= self.finish_by
-        self.left |= self.stopping.is_set() and (over or not self.torn)
+    def leaves_step(self, *, needs_s: float = 0.0) -> bool:
+        """Whether the step under way is to be left as it is: by one trainer, then by all.
+
+        `needs_s` is what it takes to end it, as far as that is known.
+        """
+        late = asyncio.get_running_loop().time() + needs_s >= self.finish_by
+        self.left |= self.stopping.is_set() and (late or not self.torn)
         return self.left
 
     @property

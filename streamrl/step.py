@@ -94,13 +94,17 @@ class Maker:
         turns = part.turns[role]
         if part.uids:
             await self._trainer.plan(part.uids, turns)
-        for turn in turns:
-            if self._control.leaves_step():
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        for i, turn in enumerate(turns):
+            needs_s = (clock() - began) / max(i, 1) * (len(turns) - i)
+            if self._control.leaves_step(needs_s=needs_s):
                 return
             sums = await self._trainer.train_round(turn.work, epoch=turn.epoch)
             add_sums(self._sums, sums)
             add_sums(self._since_update, sums)
-            if self._control.left:
+            # An update ends the step, or it is the beginning of what then has to be ended.
+            if self._control.left or (not turn.ends_step and self._control.leaves_step()):
                 return
             if turn.ends_update:
                 await self._update(self._next_version if turn.ends_step else None)

@@ -1,6 +1,7 @@
 """One optimizer step: collected, trained, booked, and made again if its maker died."""
 
 import asyncio
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import given, settings
@@ -9,9 +10,11 @@ from hypothesis import strategies as st
 from streamrl.buffer.books import TrainedStep
 from streamrl.control import PipelineConfig
 from streamrl.dataflow import POLICY
+from streamrl.engines.packing import Round
 from streamrl.engines.schedule import Pace
 from streamrl.errors import DeadlineError
 from streamrl.messages import parse_uid
+from streamrl.serving import WAIT_S
 from streamrl.step import add_sums, replay
 from tests.fake_stream import Disk, Stream, build_stream, run_loops, run_stream
 from tests.fakes import Plan
@@ -127,11 +130,11 @@ def test_a_run_that_is_stopped_between_two_updates_ends_the_step_if_there_is_tim
     assert len(stream.outcomes) == stream.control.admission.version == int(ends)
 
 
-@settings(max_examples=40)
+@settings(max_examples=150)
 @given(
     seed=st.integers(0, 1000),
-    stop_s=st.floats(0.0, 20.0),
-    train_s=st.sampled_from([0.05, 0.2]),
+    stop_s=st.floats(0.0, 6.0),
+    train_s=st.sampled_from([0.05, 0.08]),
     pace=st.sampled_from([Pace(), Pace(whole_steps=True, epochs=2, mini_batches=2)]),
 )
 def test_whenever_it_is_stopped_a_run_with_short_steps_is_of_one_version(
@@ -149,6 +152,54 @@ def test_whenever_it_is_stopped_a_run_with_short_steps_is_of_one_version(
     versions = {trainer.version for trainer in stream.trainers.values()}
     assert versions == {stream.control.admission.version}
     assert len(stream.outcomes) == stream.control.admission.version
+
+
+@pytest.mark.parametrize("critic", [False, True])
+@pytest.mark.parametrize("train_s", [0.3, 2.0, 4.0])
+def test_a_run_that_is_stopped_before_its_first_update_makes_none(
+    train_s: float, critic: bool
+) -> None:
+    async def stop(stream: Stream) -> None:
+        begun, train_round = asyncio.Event(), stream.trainer.train_round
+
+        async def noted(work: Round, *, epoch: int) -> Mapping[str, float]:
+            begun.set()
+            return await train_round(work, epoch=epoch)
+
+        stream.trainer.train_round = noted
+        await begun.wait()
+        await asyncio.sleep(0.1)
+        stream.control.stop()
+
+    pace = Pace(whole_steps=True, epochs=2, mini_batches=2)
+    stream = run_virtual(
+        run_stream(Plan(steps=9, pace=pace, train_s=train_s, critic=critic), disturb=stop)
+    )
+    assert not stream.control.torn
+    assert not stream.outcomes
+
+
+@pytest.mark.parametrize("train_s", [1.0, 2.0, 3.0, 4.0])
+def test_a_step_that_cannot_be_ended_in_time_is_left_at_once(train_s: float) -> None:
+    took: list[float] = []
+
+    async def main() -> Stream:
+        async def stop(stream: Stream) -> None:
+            while not stream.trainer.num_updates:
+                await asyncio.sleep(0.01)
+            stream.control.stop()
+            took.append(asyncio.get_running_loop().time())
+
+        pace = Pace(whole_steps=True, epochs=4, mini_batches=2)
+        plan = Plan(steps=9, pace=pace, train_s=train_s, critic=True)
+        stream = await run_stream(plan, disturb=stop)
+        took.append(asyncio.get_running_loop().time())
+        return stream
+
+    stream = run_virtual(main())
+    assert stream.control.torn and not stream.outcomes
+    # What the trainers were at: a round and an update of the slower one.
+    assert took[1] - took[0] < 4 * train_s + WAIT_S + 0.1
 
 
 def test_a_run_that_stops_before_an_update_is_not_torn() -> None:
