@@ -15,7 +15,8 @@ from yaml import YAMLError
 from streamrl.algorithms.algorithm import Settings
 from streamrl.algorithms.config import AlgorithmConfig
 from streamrl.algorithms.objective import columns_needed
-from streamrl.algorithms.rehearsal import rehearse
+from streamrl.algorithms.rehearsal import rehearse, settings_read
+from streamrl.algorithms.table import ALGORITHMS
 from streamrl.buffer.admission import check_capacity
 from streamrl.buffer.config import QueueConfig
 from streamrl.checkpoint import CheckpointConfig
@@ -179,9 +180,11 @@ class RunConfig:
         try:
             # A column that nobody makes is told here.
             dataflow_for(columns_needed(self.algorithm.row, self.settings))
-            self.algorithm.check_read(rehearse(self.algorithm.row, self.settings))
+            rehearse(self.algorithm.row, self.settings)
         except (AlgorithmError, ValueError) as error:
             raise ConfigError(str(error)) from error
+        if self.algorithm.row is ALGORITHMS.get(self.algorithm.name):
+            self.algorithm.check_read(settings_read(self.algorithm.row, self.settings))
 
     def _check_costs(self) -> None:
         wanted = "costs" in self.algorithm.row.columns

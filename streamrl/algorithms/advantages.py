@@ -133,7 +133,7 @@ def greedy_baseline(scores: Tensor, baseline_scores: Tensor) -> Tensor:
 
     Source: Li et al. 2024 (ReMax).
     """
-    return scores - baseline_scores
+    return (scores - baseline_scores).to(_floating(scores))
 
 
 def decoupled_reward_normalization(

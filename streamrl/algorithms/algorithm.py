@@ -15,12 +15,15 @@ from torch import Tensor
 
 from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.errors import AlgorithmError
-from streamrl.messages import ROLLOUT_COLUMNS
+from streamrl.messages import SCHEMA
 from streamrl.user_module import failure_place
 
 SCOPES = ("group", "step")
-TAKEN = frozenset({*ROLLOUT_COLUMNS, "attention_mask", "advantages", "group_tokens"})
-"""What every batch has beside what a row derives."""
+TAKEN = SCHEMA.keys() | {
+    *("attention_mask", "advantages", "group_tokens", "proximal_logprobs", "near"),
+    *("num_tokens", "token_rewards", "token_costs"),
+}
+"""What a batch has, or a row's functions see, beside what the row derives."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +152,8 @@ class Algorithm:
             if alien := names.keys() - self.params.keys():
                 raise ValueError(f"algorithm {self.name}: {what} {sorted(alien)} are not in params")
         for name, value in self.params.items():
-            if isinstance(value, bool) or not isinstance(value, int | float):
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or not math.isfinite(value):
                 raise ValueError(f"algorithm {self.name}: params {name}={value!r} is no number")
             least, largest = self.limits.get(name, (value, value))
             if not least <= value <= largest:

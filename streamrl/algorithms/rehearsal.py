@@ -14,31 +14,43 @@ from streamrl.errors import AlgorithmError
 from streamrl.messages import Per, column_spec
 
 GROUPS = 2
-GROUP_SIZE = 8
-"""Rollouts of a group, if the run has as many."""
+GROUP_SIZE = 4096
+"""Rollouts of a group at most: more are no run's, and would be a wait."""
 WIDTH = 4
 SHOWN: Mapping[str, float] = {"score": 0.5, "cost": 0.5}
 """What the step shows to dials, of what its columns have."""
 
 
-def rehearse(row: Algorithm, settings: Settings) -> frozenset[str]:
+def rehearse(row: Algorithm, settings: Settings) -> None:
     """Derive and train two groups of tokens that say nothing, and turn the dials.
 
-    Gives the names of the settings that were read: the others change nothing under this row.
     Raises AlgorithmError for a row that fails, gives numbers that are not finite, or does not say
     what a critic is to learn.
     """
-    watched, read = _watched(settings)
     try:
-        _play(row, watched)
+        _play(row, settings)
     except AlgorithmError:
         raise
     # What no check has foreseen, as a tensor of another kind.
     except Exception as error:
         what = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise AlgorithmError(f"algorithm {row.name}: {what}") from error
-    # Read by way of __dict__, nobody knows which.
-    return frozenset(vars(settings)) if "__dict__" in read else frozenset(read)
+
+
+def settings_read(row: Algorithm, settings: Settings) -> frozenset[str]:
+    """The names of the settings that a row of the table reads: the others change nothing under it.
+
+    Its functions read what they read whatever the data is; those of a user may not.
+    """
+    read: set[str] = set()
+
+    class Watched(Settings):
+        def __getattribute__(self, name: str) -> Any:
+            read.add(name)
+            return super().__getattribute__(name)
+
+    _play(row, Watched(**vars(settings)))
+    return frozenset(read)
 
 
 def _play(row: Algorithm, settings: Settings) -> None:
@@ -86,15 +98,3 @@ def _made_up(row: Algorithm, settings: Settings, size: int) -> dict[str, Tensor]
         made = -made if name.endswith("logprobs") else made
         step.setdefault(name, made if spec.dtype == "float32" else blank)
     return step
-
-
-def _watched(settings: Settings) -> tuple[Settings, set[str]]:
-    """The same settings, and a set in which the name of each that is read appears."""
-    read: set[str] = set()
-
-    class Watched(Settings):
-        def __getattribute__(self, name: str) -> Any:
-            read.add(name)
-            return super().__getattribute__(name)
-
-    return Watched(**vars(settings)), read

@@ -171,6 +171,10 @@ def test_good_ground_truths_pass_the_check():
         "**Answer:** 34",
         "**Answer: 34**",
         "Answer: 12, no.\nAnswer: \\boxed{34}",
+        "**Answer**: 34",
+        "Answer : \\(34\\), since x.",
+        "Answer: \\boxed{ 34 }\nThe answer: is above.",
+        "Answer: 34^\\circ",
     ],
 )
 async def test_the_recipe_for_dapo_finds_an_answer_as_models_write_it(completion):
