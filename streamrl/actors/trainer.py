@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from streamrl.actors.calls import call
+from streamrl.actors.store_transport import StoreOutlet
 from streamrl.actors.wiring import ActorReport, Wiring
 from streamrl.algorithms import Settings, columns_derived_from
 from streamrl.checkpoint import CheckpointWriter
@@ -67,6 +68,7 @@ class TrainerActor:
         (self._stage,) = wiring.stages([meeting.call], f"{meeting.name}-{rank}")
         self._columns = wiring.train_columns
         self._thread = ThreadPoolExecutor(1, "trainer")
+        self._outlet = StoreOutlet()
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting.address, str(meeting.port)
         make = wiring.engines.trainer
         self._trainer = await self._in_thread(make, wiring.config, rank, meeting.call.role)
@@ -134,7 +136,7 @@ class TrainerActor:
                 pass
             return None
         bucket_bytes = self._config.weights.bucket_bytes
-        return publish(tensors, version=version, bucket_bytes=bucket_bytes, put=ray.put)
+        return publish(tensors, version=version, bucket_bytes=bucket_bytes, outlet=self._outlet)
 
     async def save(self, model_dir: Path, trainer_dir: Path) -> None:
         """Write this rank's part of a checkpoint. All ranks must take part."""

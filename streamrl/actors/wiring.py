@@ -9,6 +9,7 @@ from typing import Any
 from streamrl.actors.calls import CALL_TIMEOUT_S, call
 from streamrl.actors.engine_factory import EngineFactory
 from streamrl.actors.remote_shard import RemoteShard
+from streamrl.actors.store_transport import StoreInlet
 from streamrl.buffer import ExperienceQueue
 from streamrl.config import RunConfig
 from streamrl.dataflow import Call, Dataflow, Kind
@@ -89,6 +90,7 @@ class RemoteChannel:
         self._coordinator = coordinator
         self._reader = reader
         self._role = role
+        self._inlet = StoreInlet(role)
 
     async def newest(self, held: Held, *, wait_s: float) -> WeightManifest | None:
         """The newest version if it is newer than the one held, if it comes within `wait_s`."""
@@ -98,7 +100,8 @@ class RemoteChannel:
         return manifest
 
     async def fetch(self, manifest: WeightManifest) -> Mapping[str, Any]:
-        """The tensors of a version, verified: views of the buckets in the object store."""
-        what = f"{self._reader}: bucket of {self._role} version {manifest.version}, of its rank 0"
-        buckets = await asyncio.gather(*(call(handle, what) for handle in manifest.handles))
-        return await asyncio.to_thread(unpack, manifest, buckets)
+        """The tensors of a version, verified: views of its buckets."""
+        return await asyncio.to_thread(self._fetch, manifest)
+
+    def _fetch(self, manifest: WeightManifest) -> Mapping[str, Any]:
+        return unpack(manifest, self._inlet.fetch(manifest))

@@ -1,6 +1,7 @@
 """Weights on their way from the trainer to those who follow it: versions, buckets, checks."""
 
 from streamrl.weights.adapters import full_weights
+from streamrl.weights.config import WeightsConfig
 from streamrl.weights.manifest import (
     Bucket,
     TensorSlot,
@@ -9,12 +10,15 @@ from streamrl.weights.manifest import (
     plan_buckets,
 )
 from streamrl.weights.parameters import ParameterSet
-from streamrl.weights.publisher import WeightsConfig, pack, publish
+from streamrl.weights.publisher import pack, publish
 from streamrl.weights.subscriber import HeldVersion, unpack
+from streamrl.weights.transport import Inlet, Outlet
 
 __all__ = [
     "Bucket",
     "HeldVersion",
+    "Inlet",
+    "Outlet",
     "ParameterSet",
     "TensorSlot",
     "TensorSpec",

@@ -5,13 +5,12 @@ no more than one bucket's copy is held here.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from streamrl.errors import ConfigError, WeightsError
+from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights.manifest import (
     DTYPES,
@@ -23,35 +22,27 @@ from streamrl.weights.manifest import (
     checksum,
     tensor_view,
 )
+from streamrl.weights.transport import Outlet
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 
 
-@dataclass
-class WeightsConfig:
-    """How versions of the weights travel."""
-
-    #: Size of a bucket, MB. A larger tensor gets a bucket of its own.
-    bucket_mb: int = 64
-    #: How many of the newest versions the publisher keeps for those who are still pulling.
-    keep_versions: int = 2
-
-    def __post_init__(self) -> None:
-        if self.bucket_mb <= 0:
-            raise ConfigError(f"weights.bucket_mb={self.bucket_mb}: must be positive")
-        if self.keep_versions < 1:
-            raise ConfigError(f"weights.keep_versions={self.keep_versions}: must be at least 1")
-
-    @property
-    def bucket_bytes(self) -> int:
-        """Size of a bucket in bytes."""
-        return self.bucket_mb << 20
+def own_room(num_bytes: int) -> Array:
+    """Memory for a bucket. Its pages are touched where the bucket is filled, and no others."""
+    return np.zeros(num_bytes, np.uint8)
 
 
 def pack(
-    named_tensors: NamedTensors, *, version: int, bucket_bytes: int
+    named_tensors: NamedTensors,
+    *,
+    version: int,
+    bucket_bytes: int,
+    room: Callable[[int], Array] = own_room,
 ) -> Iterator[tuple[Bucket, Array]]:
     """The tensors of a version laid into buckets: each bucket with its bytes, uint8 [num_bytes].
+
+    `room` gives the memory for one of so many bytes at most. The gaps between tensors, part of the
+    checksum, are as they are there.
 
     A tensor may live on any device and need not be contiguous; it is read before the next one is
     asked for. Raises WeightsError on a name that comes twice, a tensor without elements (a
@@ -72,9 +63,7 @@ def pack(
             yield _seal(slots, data)
             slots, current = [], index
         if not slots:
-            # Zeros, because the gaps between tensors are part of the checksum. The pages of a
-            # bucket that stays small are never touched.
-            data = np.zeros(max(bucket_bytes, slot.end), np.uint8)
+            data = room(max(bucket_bytes, slot.end))
         tensor_view(data, slot).copy_(tensor.detach())
         slots.append(slot)
     if slots:
@@ -82,23 +71,24 @@ def pack(
 
 
 def publish(
-    named_tensors: NamedTensors,
-    *,
-    version: int,
-    bucket_bytes: int,
-    put: Callable[[Array], Any],
+    named_tensors: NamedTensors, *, version: int, bucket_bytes: int, outlet: Outlet
 ) -> WeightManifest:
-    """Pack the tensors and hand each bucket to `put`, whose answers are the manifest's handles.
+    """Pack the tensors and send each bucket off; the manifest is what readers fetch them by.
 
-    `put` must have copied the bytes, or own them, when it returns. Raises what `pack` raises.
+    Raises what `pack` raises; the version does not exist then.
     """
+    outlet.begin(version)
     buckets: list[Bucket] = []
     handles: list[Any] = []
-    for bucket, data in pack(named_tensors, version=version, bucket_bytes=bucket_bytes):
+    for bucket, data in pack(
+        named_tensors, version=version, bucket_bytes=bucket_bytes, room=outlet.room
+    ):
         buckets.append(bucket)
-        handles.append(put(data))
+        handles.append(outlet.seal(bucket, data))
         del data  # else it would live on while the next bucket is filled
-    return WeightManifest(version, tuple(buckets), tuple(handles))
+    manifest = WeightManifest(version, tuple(buckets), tuple(handles))
+    outlet.finish(manifest)
+    return manifest
 
 
 def _spec(name: str, tensor: torch.Tensor, version: int) -> TensorSpec:

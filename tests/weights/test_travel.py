@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from streamrl.errors import ConfigError, WeightsError
 from streamrl.messages import Array
-from streamrl.weights import WeightManifest, WeightsConfig, pack, publish, unpack
+from streamrl.weights import Bucket, WeightManifest, WeightsConfig, pack, publish, unpack
 from streamrl.weights.manifest import DTYPES
+from tests.weights.local_outlet import LocalOutlet
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 
@@ -31,9 +32,7 @@ def sent(
     tensors: dict[str, torch.Tensor], *, bucket_bytes: int = 200
 ) -> tuple[WeightManifest, list[Array]]:
     """The tensors as version 4, and the buckets as they would come: read-only copies."""
-    manifest = publish(
-        tensors.items(), version=4, bucket_bytes=bucket_bytes, put=lambda data: data.copy()
-    )
+    manifest = publish(tensors.items(), version=4, bucket_bytes=bucket_bytes, outlet=LocalOutlet())
     arrays = list(manifest.handles)
     for array in arrays:
         array.flags.writeable = False
@@ -87,14 +86,15 @@ def test_packing_holds_one_bucket_at_a_time() -> None:
     alive: list[weakref.ref[Array]] = []
     most = 0
 
-    def put(data: Array) -> int:
-        nonlocal most
-        alive.append(weakref.ref(data))
-        most = max(most, sum(ref() is not None for ref in alive))
-        return len(alive)
+    class Counting(LocalOutlet):
+        def seal(self, bucket: Bucket, data: Array) -> int:
+            nonlocal most
+            alive.append(weakref.ref(data))
+            most = max(most, sum(ref() is not None for ref in alive))
+            return len(alive)
 
     tensors = ((f"t{i}", torch.ones(64)) for i in range(10))
-    manifest = publish(tensors, version=1, bucket_bytes=256, put=put)
+    manifest = publish(tensors, version=1, bucket_bytes=256, outlet=Counting())
     assert manifest.handles == tuple(range(1, 11))
     assert most == 1
 
@@ -106,16 +106,14 @@ def test_each_tensor_is_read_before_the_next_is_asked_for() -> None:
             shared.fill_(i)
             yield f"t{i}", shared
 
-    manifest = publish(gathered(), version=1, bucket_bytes=300, put=lambda data: data)
+    manifest = publish(gathered(), version=1, bucket_bytes=300, outlet=LocalOutlet())
     found = unpack(manifest, manifest.handles)
     assert [found[f"t{i}"].tolist() for i in range(5)] == [[i] * 4 for i in range(5)]
 
 
 def test_parameters_that_need_a_gradient_can_be_published() -> None:
     module = torch.nn.Linear(3, 2)
-    manifest = publish(
-        module.named_parameters(), version=1, bucket_bytes=300, put=lambda data: data
-    )
+    manifest = publish(module.named_parameters(), version=1, bucket_bytes=300, outlet=LocalOutlet())
     found = unpack(manifest, manifest.handles)
     assert torch.equal(found["weight"], module.weight)
     assert not found["weight"].requires_grad
@@ -170,7 +168,7 @@ def test_swapped_and_cut_buckets_are_found() -> None:
 @pytest.mark.parametrize(
     ("settings", "rule"),
     [
-        ({"bucket_mb": 0}, "weights.bucket_mb=0: must be positive"),
+        ({"bucket_mb": 0}, "weights.bucket_mb=0: must be at least 1"),
         ({"keep_versions": 0}, "weights.keep_versions=0: must be at least 1"),
     ],
 )
