@@ -16,7 +16,16 @@ from streamrl.dataflow import GENERATE, REWARD
 from streamrl.engines.packing import Pick
 from streamrl.errors import StreamError
 from streamrl.faces import Sample
-from streamrl.messages import Columns, Experience, FinishReason, Prompt, Rollout, group_columns
+from streamrl.messages import (
+    Array,
+    Columns,
+    Experience,
+    FinishReason,
+    Prompt,
+    Rollout,
+    group_columns,
+)
+from streamrl.weights import Loaded
 
 COMPLETION_TOKENS = 8
 
@@ -71,8 +80,12 @@ class _Generator:
     ) -> list[Rollout]:
         return [self._rollout(prompt)] * len(seeds)
 
-    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> None:
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded:
         self._version = version
+        return Loaded()
+
+    async def probe(self, sequences: Sequence[Array]) -> None:
+        pass
 
 
 class _Scorer:
@@ -89,8 +102,14 @@ class _Scorer:
 
 
 class _Rank:
+    gathers = False
+    vocab_size = 64
+
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
+
+    def token_logprobs(self, token_ids: Array) -> Array:
+        return np.zeros(len(token_ids), np.float32)
 
     def adopt(self, dials: Mapping[str, float]) -> None:
         pass

@@ -142,6 +142,7 @@ class RunConfig:
                 " nothing to be equal to"
             )
         self.trainer_of(CRITIC)
+        self._check_publishing()
         self._check_costs()
         self._check_critic()
         self._check_row()
@@ -155,6 +156,20 @@ class RunConfig:
             depth=self.pipeline.lead,
             groups_per_step=self.pipeline.groups_per_step,
         )
+
+    def _check_publishing(self) -> None:
+        """The last step before a version is published is trained on the one before it."""
+        every = self.weights.publish_every
+        for key, bound in (
+            ("max_staleness", self.pipeline.max_staleness),
+            ("depth", self.pipeline.lead),
+        ):
+            if every > bound + 1:
+                raise ConfigError(
+                    f"weights.publish_every={every}: the last step before a version would be"
+                    f" trained on tokens that are {every - 1} versions old, but"
+                    f" pipeline.{key}={bound}"
+                )
 
     def _check_critic(self) -> None:
         columns = self.algorithm.row.columns

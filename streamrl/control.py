@@ -12,7 +12,7 @@ from streamrl.buffer.leases import Overdue
 from streamrl.errors import ConfigError, FilterError
 from streamrl.faces import PromptSource
 from streamrl.messages import Ended, Prompt, parse_uid
-from streamrl.weights.registry import WeightRegistry
+from streamrl.publishing import Publishing
 
 STALE = "stale"
 """Cause of a drop: tokens beyond the bound."""
@@ -85,13 +85,14 @@ class Control:
     admission: Admission
     assembler: StepAssembler
     books: Books
-    registries: Mapping[str, WeightRegistry]
-    """Of each model that is trained, by role."""
+    publishing: Publishing
     dials: Dials
     prompts: PromptSource
     max_attempts: int = 3
     readmits: bool = False
     max_filtered: float = float("inf")
+    publishes: Callable[[int], bool] = lambda version: True
+    """Whether those who follow get this version, or go on with the one before."""
     on_end: Callable[[str, Ended], None] = lambda uid, how: None
     """Told of every group that ends untrained."""
     on_stall: Callable[[Sequence[Overdue]], None] = lambda found: None
@@ -151,7 +152,7 @@ class Control:
         """Put in the prompts that come again, and as many new ones as there is credit for."""
         async with self.booking:
             prompts = self.prompts.draw(self.admission.credit)
-            uids, version = [prompt.uid for prompt in prompts], self.admission.version
+            uids, version = [prompt.uid for prompt in prompts], self.admission.published
             self._expect(uids, version)
             if uids:
                 await self.books.admit(uids, version)
@@ -172,7 +173,7 @@ class Control:
         async with self.booking:
             again = [uid for uid, how in ended.items() if self._comes_again(uid, how)]
             prompts = [self.prompts.retry(uid) for uid in again]
-            uids, version = [prompt.uid for prompt in prompts], self.admission.version
+            uids, version = [prompt.uid for prompt in prompts], self.admission.published
             await self.books.end(ended, again=uids, version=version)
             for uid, how in ended.items():
                 self.assembler.drop(uid)

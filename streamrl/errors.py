@@ -40,6 +40,10 @@ class WeightsError(StreamError):
     """A weight bucket is missing, or does not match its checksum, or its version goes backwards."""
 
 
+class ProbeError(StreamError):
+    """What serves a version does not compute what the trainer does, though every byte arrived."""
+
+
 class GenerationError(StreamError):
     """The generation engine died or was closed, and serves nothing more; the message says why."""
 

@@ -10,16 +10,25 @@ from streamrl.buffer.books import TrainedGroup
 from streamrl.buffer.ledger import LedgerCounts
 from streamrl.engines.packing import Round
 from streamrl.engines.schedule import Pace, Turn
-from streamrl.messages import Columns, Prompt
+from streamrl.messages import Array, Columns, Prompt
 from streamrl.telemetry.spans import SpanRecorder
-from streamrl.weights import WeightManifest
+from streamrl.weights import Loaded, WeightManifest
 from streamrl.weights.registry import Held
 
 
 class Follower(Protocol):
     """Holds a model that another trains."""
 
-    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> None: ...
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded:
+        """Go over to another version. Raises WeightsError if it cannot, and keeps the old one."""
+        ...
+
+    async def probe(self, sequences: Sequence[Array]) -> Sequence[Array] | None:
+        """The logprob of each token, float32 [T], of sequences, int32 [T]; 0 for the first.
+
+        None if the model has no say in that.
+        """
+        ...
 
 
 Sample = Callable[[Prompt], Awaitable[Columns]]
@@ -32,12 +41,12 @@ class Trainer(Protocol):
     world_size: int
     pace: Pace
 
-    def adopt(self, dials: Mapping[str, float]) -> None:
-        """Train with these in the place of the settings of their names, until told others."""
+    def adopt(self, version: int, dials: Mapping[str, float]) -> None:
+        """Train the step of this version, with these in the place of settings of their names."""
         ...
 
     def rests(self, version: int) -> bool:
-        """Whether it leaves the step of this version out, and publishes its model as it is."""
+        """Whether it leaves the step of this version out."""
         ...
 
     async def plan(self, uids: Sequence[str], turns: Sequence[Turn]) -> None:
@@ -48,15 +57,15 @@ class Trainer(Protocol):
         """Forward and backward of one micro-batch per rank; sums to be added over the update."""
         ...
 
-    async def publish(self, version: int) -> WeightManifest:
-        """Publish the model as it is."""
-        ...
-
-    async def update(self, sums: Mapping[str, float], version: int | None) -> "Update":
-        """Optimizer update from the gradients so far, published as `version` unless that is None.
+    async def update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+        """Optimizer update from the gradients so far, and what it reports (gradient norm, ...).
 
         `sums` are those of all its micro-batches: they say what it is normalised by.
         """
+        ...
+
+    async def publish(self, version: int) -> WeightManifest:
+        """Publish the model as it is. It may train on meanwhile, but not update."""
         ...
 
 
@@ -93,26 +102,11 @@ class DeviceLease(Protocol):
 
 
 @dataclass(frozen=True)
-class Update:
-    """What an optimizer update reports (gradient norm, ...) and the version it published, if so."""
-
-    metrics: Mapping[str, float]
-    manifest: WeightManifest | None
-
-
-@dataclass(frozen=True)
 class Made:
-    """What a trainer made of a step: the sums of its micro-batches, and its updates."""
+    """What a trainer made of a step: the sums of its micro-batches, and what its updates report."""
 
     sums: Mapping[str, float]
-    updates: Sequence[Update]
-
-    @property
-    def manifest(self) -> WeightManifest:
-        """The version the step was published as."""
-        manifest = self.updates[-1].manifest
-        assert manifest is not None
-        return manifest
+    updates: Sequence[Mapping[str, float]]
 
 
 @dataclass(frozen=True)

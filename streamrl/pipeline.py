@@ -15,12 +15,14 @@ the same ones in one process on a virtual clock.
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from streamrl.buffer import ExperienceQueue
 from streamrl.control import Control, PipelineConfig
+from streamrl.errors import WeightsError
 from streamrl.faces import (
     Follower,
     Sample,
@@ -32,8 +34,13 @@ from streamrl.faces import (
 from streamrl.messages import Experience
 from streamrl.serving import WAIT_S, Compute, Result, serve
 from streamrl.step import train_step
-from streamrl.weights import HeldVersion
-from streamrl.weights.registry import Held
+from streamrl.weights import HeldVersion, WeightManifest
+from streamrl.weights.registry import Held, Pull
+
+PULL_ATTEMPTS = 5
+"""So many times in a row a follower tries to take up a version before it is replaced."""
+RETRY_S = 0.1
+"""Time before the second try, doubled for each one after it, s."""
 
 
 @dataclass(frozen=True)
@@ -108,25 +115,73 @@ async def train(
     while not control.admission.finished:
         outcome = await train_step(stage, control, trainers, config)
         if outcome is None:
-            return
+            break
         await report(outcome)
+    await control.publishing.settle()
 
 
 async def follow_weights(
     stage: Stage, follower: Follower, channel: WeightChannel, held: HeldVersion
 ) -> None:
-    """Waits for: a version newer than the one held. Produces: that version, in the follower."""
-    pull_s = 0.0
+    """Waits for: a version newer than the one held. Produces: that version, in the follower.
+
+    One that cannot be verified is not taken: the old one is served on, the fault is reported with
+    the next question, and after PULL_ATTEMPTS in a row the last WeightsError is raised.
+    """
+    pull, faults = None, list[str]()
     while True:
-        manifest = await channel.newest(Held(held.version, pull_s), wait_s=WAIT_S)
+        fault = faults[-1] if faults else ""
+        manifest = await channel.newest(Held(held.version, pull, fault), wait_s=WAIT_S)
         if manifest is None:
             continue
-        started = time.perf_counter()
-        with stage.spans.span("pull", version=manifest.version):
-            tensors = await channel.fetch(manifest)
-            await follower.load_weights(tensors, manifest.version)
-        held.advance(manifest.version)
-        pull_s = time.perf_counter() - started
+        try:
+            pull = await take_up(stage, follower, channel, held, manifest)
+        except WeightsError as error:
+            faults.append(str(error))
+            if len(faults) == PULL_ATTEMPTS:
+                raise
+            await asyncio.sleep(RETRY_S * 2 ** len(faults))
+        else:
+            faults.clear()
+
+
+async def take_up(
+    stage: Stage,
+    follower: Follower,
+    channel: WeightChannel,
+    held: HeldVersion,
+    manifest: WeightManifest,
+) -> Pull:
+    """Fetch, verify and load one version; it is held once the follower serves it."""
+    version = manifest.version
+    if version <= held.version:
+        raise WeightsError(f"version {version} was offered, and {held.version} is held already")
+    started = time.perf_counter()
+    with stage.spans.span("pull", version=version):
+        tensors = await channel.fetch(manifest)
+        loaded = await follower.load_weights(tensors, version)
+        difference = await compare(follower, held.holder, manifest)
+    held.advance(version)
+    return Pull(
+        pull_s=time.perf_counter() - started,
+        pause_s=loaded.pause_s,
+        num_bytes=manifest.num_bytes,
+        interrupted=loaded.interrupted,
+        probe_diff=difference,
+    )
+
+
+async def compare(follower: Follower, name: str, manifest: WeightManifest) -> float:
+    """How far the follower is from the trainer on the version's probe; NaN without one.
+
+    Raises ProbeError if that is too far.
+    """
+    if manifest.probe is None:
+        return math.nan
+    found = await follower.probe(manifest.probe.sequences)
+    if found is None:
+        return math.nan
+    return manifest.probe.check(found, f"{name}, with version {manifest.version},")
 
 
 async def watch_stalls(control: Control, queue: ExperienceQueue, config: PipelineConfig) -> None:

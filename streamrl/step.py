@@ -11,7 +11,7 @@ from streamrl.control import STALE, Control, PipelineConfig
 from streamrl.dataflow import POLICY
 from streamrl.engines.schedule import Schedule, Turn
 from streamrl.errors import DeadlineError
-from streamrl.faces import Made, Stage, StepOutcome, Trainer, Update
+from streamrl.faces import Made, Stage, StepOutcome, Trainer
 from streamrl.messages import Ended
 from streamrl.serving import WAIT_S
 
@@ -36,7 +36,7 @@ async def train_step(
     recorded = control.books.steps.get(version)
     dials = control.dials.state_dict()
     for trainer in trainers.values():
-        trainer.adopt(dials)
+        trainer.adopt(version, dials)
     makers = {role: Maker(trainer, control) for role, trainer in trainers.items()}
     active = {role: one for role, one in makers.items() if not trainers[role].rests(version)}
     schedules = {role: _schedule(trainers[role], config) for role in active}
@@ -48,19 +48,18 @@ async def train_step(
             break
     if not all(maker.is_done for maker in active.values()):
         return None
-    for role in makers.keys() - active.keys():
-        await makers[role].rest()
     programs = {role: schedule.program for role, schedule in schedules.items()}
     step = recorded or TrainedStep(version, control.assembler.finish(), programs)
     made = {role: maker.made for role, maker in makers.items()}
     await control.books.train(step)
     control.torn = False
     # Nobody samples from a version before the step that made it is on the books.
-    for role, one in made.items():
-        control.registries[role].offer(one.manifest)
+    published = control.publishes(version + 1)
+    if published:
+        await control.publishing.begin(version + 1)
     rollouts = sum(len(group.info.lengths) for group in step.groups)
     control.dials.after(made[POLICY].sums, num_rollouts=rollouts)
-    control.admission.advance(version + 1)
+    control.admission.advance(version + 1, published=published)
     control.filtered = 0
     booked = control.booked
     figures = await stage.queue.end_step([group.uid for group in step.groups], version + 1)
@@ -74,20 +73,15 @@ class Maker:
     def __init__(self, trainer: Trainer, control: Control) -> None:
         self._trainer = trainer
         self._control = control
-        self._next_version = control.admission.version + 1
         self._sums: dict[str, float] = {}
         self._since_update: dict[str, float] = {}
-        self._updates: list[Update] = []
+        self._updates: list[Mapping[str, float]] = []
+        self.is_done = False
 
     @property
     def made(self) -> Made:
         """All of it."""
         return Made(self._sums, self._updates)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the step has been published."""
-        return bool(self._updates) and self._updates[-1].manifest is not None
 
     async def make(self, role: str, part: Part) -> None:
         """One turn after the other; none any more once the run leaves the step."""
@@ -103,21 +97,20 @@ class Maker:
             sums = await self._trainer.train_round(turn.work, epoch=turn.epoch)
             add_sums(self._sums, sums)
             add_sums(self._since_update, sums)
+            if turn.ends_update:
+                # What is being published must not change.
+                await self._control.publishing.settle(role)
             # An update ends the step, or it is the beginning of what then has to be ended.
             if self._control.left or (not turn.ends_step and self._control.leaves_step()):
                 return
             if turn.ends_update:
-                await self._update(self._next_version if turn.ends_step else None)
+                await self._update()
+                self.is_done = turn.ends_step
 
-    async def rest(self) -> None:
-        """Leave the step out."""
-        manifest = await self._trainer.publish(self._next_version)
-        self._updates.append(Update({}, manifest))
-
-    async def _update(self, version: int | None) -> None:
+    async def _update(self) -> None:
         sums, self._since_update = self._since_update, {}
         self._control.torn = True
-        self._updates.append(await self._trainer.update(sums, version))
+        self._updates.append(await self._trainer.update(sums))
 
 
 def _schedule(trainer: Trainer, config: PipelineConfig) -> Schedule:
@@ -181,6 +174,7 @@ async def collect(stage: Stage, control: Control, config: PipelineConfig) -> boo
             await control.end(stage.queue, ended)
         await drop_stale(stage, control)
         # The end of a group with an earlier deadline frees its place for one that is there.
+        control.publishing.check()
         if ready or control.assembler.drawable(control.admission.version):
             return True
         if clock() > deadline:

@@ -38,6 +38,7 @@ from streamrl.pipeline import (
     train,
     watch_stalls,
 )
+from streamrl.publishing import Publishing
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import HeldVersion, WeightManifest
 from streamrl.weights.registry import WeightRegistry
@@ -111,7 +112,7 @@ class Stream:
 def make_trainers(plan: Plan) -> dict[str, FakeTrainer]:
     """By role: the policy's, and the critic's if the plan has one."""
     pace = replace(plan.pace, mini_batches=min(plan.pace.mini_batches, plan.groups_per_step))
-    trainer = FakeTrainer(plan.train_s, plan.world_size, pace)
+    trainer = FakeTrainer(plan.train_s, plan.world_size, pace, publish_s=plan.publish_s)
     trainers = {POLICY: trainer}
     if plan.critic:
         trainer.rests_until = plan.rests
@@ -181,12 +182,13 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
         admission,
         assembler,
         Books(found.ledger, disk.books, found.steps),
-        {role: WeightRegistry(keep_versions=2) for role in trainers},
+        Publishing(trainers, {role: WeightRegistry(keep_versions=2) for role in trainers}),
         Dials(ALGORITHMS["grpo"], AlgorithmConfig().settings(max_length=8, reward_weights={})),
         prompts,
         max_attempts=plan.max_attempts,
         readmits=plan.readmits,
         max_filtered=plan.max_filtered,
+        publishes=lambda version: version % plan.publish_every == 0 or version == plan.steps,
     )
     stream = Stream(
         plan=plan,
@@ -239,7 +241,7 @@ async def run_loops(
             stream.checkpoint()
 
     version = stream.trainer.version
-    for registry in stream.control.registries.values():
+    for registry in stream.control.publishing.registries.values():
         registry.offer(WeightManifest(version, (), ()))
     for i in range(plan.generators):
         start_generator(stream, stage, i)
@@ -302,7 +304,7 @@ def start_scorer(
     own = stream.loops[name] = []
     if call.follows:
         held = HeldVersion(name)
-        channel = LocalChannel(stream.control.registries[call.follows], name)
+        channel = LocalChannel(stream.control.publishing.registries[call.follows], name)
         own.append(asyncio.create_task(follow_weights(place, scorer, channel, held)))
     serving = Serving(call.needs, slots=4, batch=2)
     scoring = score(place, scorer.score, serving, held=held, stall_s=plan.stall_s)
@@ -313,7 +315,7 @@ def start_generator(stream: Stream, stage: Callable[[str, str], Stage], index: i
     """A generator, or the one that takes the place of a dead one: it holds no version yet."""
     name, plan = f"generator-{index}", stream.plan
     generator, held = FakeGenerator(plan, stream.rng, stream.disk.generated), HeldVersion(name)
-    channel = LocalChannel(stream.control.registries[POLICY], name)
+    channel = LocalChannel(stream.control.publishing.registries[POLICY], name)
     follow = follow_weights(stage("generate", name), generator, channel, held)
     own = stream.loops[name] = [asyncio.create_task(follow)]
     for call in stream.dataflow.of_kind(Kind.GENERATE):

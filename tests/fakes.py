@@ -15,8 +15,9 @@ import numpy as np
 from streamrl.engines.packing import Round
 from streamrl.engines.schedule import Pace, Turn
 from streamrl.errors import RewardError
-from streamrl.faces import Sample, Update
+from streamrl.faces import Sample
 from streamrl.messages import (
+    Array,
     Columns,
     Experience,
     Filtered,
@@ -28,7 +29,7 @@ from streamrl.messages import (
     parse_uid,
 )
 from streamrl.serving import Result
-from streamrl.weights import WeightManifest
+from streamrl.weights import Loaded, WeightManifest
 from streamrl.weights.registry import Held, WeightRegistry
 
 STREAMED = Pace()
@@ -76,6 +77,8 @@ class Plan:
     rests: int = 0
     """So many steps at the start that are the critic's alone."""
     one_at_a_time: bool = False
+    publish_s: float = 0.0
+    publish_every: int = 1
     stall_s: float = 100.0
     lease_s: float = 60.0
     max_attempts: int = 3
@@ -142,10 +145,14 @@ class FakeGenerator:
         )
         return group_columns([one] * self._plan.group_size)
 
-    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> None:
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded:
         await asyncio.sleep(self._plan.pull_s)
         assert version > self.version
         self.version = version
+        return Loaded()
+
+    async def probe(self, sequences: Sequence[Array]) -> None:
+        pass
 
 
 class FakeScorer:
@@ -157,9 +164,13 @@ class FakeScorer:
         self._stage = stage
         self._version = -1
 
-    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> None:
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded:
         await asyncio.sleep(self._plan.pull_s)
         self._version = version
+        return Loaded()
+
+    async def probe(self, sequences: Sequence[Array]) -> None:
+        pass
 
     async def score(self, experiences: Sequence[Experience]) -> Sequence[Result]:
         await asyncio.sleep(self._rng.uniform(*self._plan.score_s))
@@ -202,18 +213,23 @@ class FakeTrainer:
     seen: list[list[tuple[str, int]]] = field(default_factory=list)
     planned: set[str] = field(default_factory=set)
     num_updates: int = 0
-
     rests_until: int = 0
+    publish_s: float = 0.0
+    is_publishing: bool = False
 
-    def adopt(self, dials: Mapping[str, float]) -> None:
+    def adopt(self, version: int, dials: Mapping[str, float]) -> None:
         assert dials == {}
+        self.version = version
 
     def rests(self, version: int) -> bool:
         return version < self.rests_until
 
     async def publish(self, version: int) -> WeightManifest:
-        assert version == self.version + 1
-        self.version = version
+        assert not self.is_publishing, "two versions at once"
+        before, self.is_publishing = self.weights, True
+        await asyncio.sleep(self.publish_s)
+        assert self.weights == before, "updated while it was published"
+        self.is_publishing = False
         self.digests[version] = self.weights
         return WeightManifest(version, (), ())
 
@@ -233,24 +249,22 @@ class FakeTrainer:
             assert {uid for uid, _ in picks} <= self.planned
         return {"rollouts": len(picks), "length_max": 1.0}
 
-    async def update(self, sums: Mapping[str, float], version: int | None) -> Update:
+    async def update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+        assert not self.is_publishing, "updated while it is published"
         await asyncio.sleep(self.train_s)
         works, self.gradient = self.gradient, []
         assert sums["rollouts"] == sum(len(picks) for work in works for picks in work)
         self.weights = hash((self.weights, tuple(works)))
         self.num_updates += 1
-        if version is None:
-            return Update({}, None)
-        assert version == self.version + 1
+        if self.num_updates < self.pace.epochs * self.pace.mini_batches:
+            return {}
         seen, self.seen = self.seen, []
         assert all(sorted(epoch) == sorted(seen[0]) for epoch in seen[1:]), "epochs differ"
-        assert self.num_updates == self.pace.epochs * self.pace.mini_batches
         assert self.planned == {uid for uid, _ in seen[0]}
         self.planned, self.num_updates = set(), 0
         self.trained[self.version] = seen[0]
-        self.version = version
-        self.digests[version] = self.weights
-        return Update({}, WeightManifest(version, (), ()))
+        self.version += 1
+        return {}
 
 
 class LocalChannel:

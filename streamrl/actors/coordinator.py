@@ -26,6 +26,7 @@ from streamrl.faces import Stage, StepOutcome
 from streamrl.lease import Arbiter, FreeLease, SharedLease
 from streamrl.messages import Ended, Prompt
 from streamrl.pipeline import admit, train, watch_stalls
+from streamrl.publishing import Publishing
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
 from streamrl.weights.registry import Held, WeightRegistry
@@ -79,12 +80,13 @@ class CoordinatorActor:
         books = await self._durability.open_books(self._prompts)
         self._dials = Dials(config.algorithm.row, config.settings)
         self._dials.load_state_dict(start.state["dials"] if start.state else {})
-        self._control = self._make_control(books, version, wiring.dataflow.trained)
+        trained = [role for role in cast.roles if role.kind is Kind.TRAIN]
+        self._trainers = {
+            role.role: self._trainer_of(role, has_critic=len(trained) > 1) for role in trained
+        }
+        self._control = self._make_control(books, version)
         self._queue = ExperienceQueue(wiring.shards, "coordinator")
         self._arbiter = Arbiter(timeout_s=config.pipeline.stall_s)
-        self._trainers = {
-            role.role: self._trainer_of(role) for role in cast.roles if role.kind is Kind.TRAIN
-        }
         self._evaluator = Evaluator(config, cast.of(GENERATE.role), cast.of(REWARD.role))
         self._eval_prompts = start.eval_prompts
         self._cast = cast
@@ -95,12 +97,11 @@ class CoordinatorActor:
             text = f"steps {steps} were made after the checkpoint; they are made again as they were"
             self._feed.post(EventReport("note", {"text": text}))
         await self._control.reconcile(self._queue)
-        for role, trainer in self._trainers.items():
-            self._control.registries[role].offer(await trainer.publish(version))
+        await self._control.publishing.begin(version)
+        await self._control.publishing.settle()
 
-    def _trainer_of(self, role: RoleActors) -> TrainerGroup:
+    def _trainer_of(self, role: RoleActors, *, has_critic: bool) -> TrainerGroup:
         config, name = self._config, role.names[0].rpartition("-")[0]
-        has_critic = len(self._control.registries) > 1
         waits = has_critic and role.role == POLICY
         return TrainerGroup(
             role.role,
@@ -111,9 +112,10 @@ class CoordinatorActor:
             rests_until=config.critic.warmup_alone if waits else 0,
         )
 
-    def _make_control(self, books: Books, version: int, trained: Sequence[str]) -> Control:
+    def _make_control(self, books: Books, version: int) -> Control:
         config, pipeline = self._config, self._config.pipeline
-        per_step, keep = pipeline.groups_per_step, config.weights.keep_versions
+        per_step = pipeline.groups_per_step
+        registries = {role: self._registry(role) for role in self._trainers}
         admission = Admission(
             books.ledger,
             depth=pipeline.lead,
@@ -131,15 +133,31 @@ class CoordinatorActor:
             admission,
             assembler,
             books,
-            {role: WeightRegistry(keep_versions=keep) for role in trained},
+            Publishing(self._trainers, registries),
             self._dials,
             self._prompts,
             max_attempts=config.queue.max_attempts,
             readmits=config.queue.on_failed_group == "readmit",
             max_filtered=config.filter.max_filter_rounds * per_step,
+            publishes=self._publishes,
             on_end=self._report_end,
             on_stall=self._report_stall,
         )
+
+    def _registry(self, role: str) -> WeightRegistry:
+        def report(reader: str, version: int, fault: str) -> None:
+            fields: dict[str, str | int | float] = {"reader": reader, "version": version}
+            self._feed.post(EventReport("weights_refused", {**fields, "reason": fault}))
+
+        keep = self._config.weights.keep_versions
+        return WeightRegistry(keep_versions=keep, on_fault=report)
+
+    def _publishes(self, version: int) -> bool:
+        """Every so many versions, and those that are looked at: the last, and what is evaluated."""
+        config, steps = self._config, self._config.run.steps
+        if version % config.weights.publish_every == 0 or version == steps:
+            return True
+        return bool(self._eval_prompts) and config.evaluation.is_due(version, num_steps=steps)
 
     async def run(self) -> Finish:
         """Evaluate, stream until the last step or until stopped, evaluate, save."""
@@ -198,7 +216,7 @@ class CoordinatorActor:
         # The ranks' own spans are reported; those of the loop around them only take memory.
         self._loop_spans.drain()
         evaluation = await self._evaluate_if_due()
-        weights = self._control.registries[POLICY].drain_metrics()
+        weights = self._control.publishing.registries[POLICY].drain_metrics()
         self._reporter.note(Snapshot(outcome, weights, evaluation))
         every = self._config.checkpoint.every
         is_due = every and admission.version % every == 0
@@ -287,7 +305,7 @@ class CoordinatorActor:
         self, role: str, reader: str, held: Held, wait_s: float
     ) -> WeightManifest | None:
         """See WeightRegistry.newest; `role` is whose weights they are."""
-        return await self._control.registries[role].newest(reader, held, wait_s=wait_s)
+        return await self._control.publishing.registries[role].newest(reader, held, wait_s=wait_s)
 
     async def acquire(self, holder: str) -> None:
         """See Arbiter.acquire."""

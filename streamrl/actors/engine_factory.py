@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 from streamrl.config import RunConfig
 from streamrl.engines.packing import Pick
 from streamrl.faces import Follower, Sample
-from streamrl.messages import Columns, Prompt, Rollout
+from streamrl.messages import Array, Columns, Prompt, Rollout
 from streamrl.serving import Compute
+from streamrl.weights import Loaded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,7 +26,9 @@ class HostedGenerator(Protocol):
         self, prompt: Prompt, seeds: Sequence[int], *, temperature: float
     ) -> list[Rollout]: ...
 
-    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> None: ...
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded: ...
+
+    async def probe(self, sequences: Sequence[Array]) -> Sequence[Array] | None: ...
 
 
 def _no_samples() -> Sequence[Mapping[str, Any]]:
@@ -63,6 +66,14 @@ class HostedRank(Protocol):
     def normaliser(self, sums: Mapping[str, float]) -> float: ...
 
     def step(self, normaliser: float) -> Mapping[str, float]: ...
+
+    @property
+    def gathers(self) -> bool: ...
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def token_logprobs(self, token_ids: Array) -> Array: ...
 
     def full_state(self) -> Iterable[tuple[str, "Tensor"]]: ...
 

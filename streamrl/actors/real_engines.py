@@ -4,6 +4,7 @@ They are imported where they are made: every actor unpickles the factory, one of
 """
 
 import asyncio
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -11,8 +12,9 @@ from typing import TYPE_CHECKING
 from streamrl.actors.engine_factory import HostedGenerator, HostedRank, HostedScorer
 from streamrl.config import RunConfig
 from streamrl.dataflow import BASELINE, COST, COST_VALUE, POLICY, REFERENCE, REWARD, VALUE, Call
-from streamrl.messages import Experience
+from streamrl.messages import Array, Experience
 from streamrl.serving import Result
+from streamrl.weights import Loaded
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,10 +40,15 @@ class Shadow:
                 for experience in experiences
             ]
 
-    async def load_weights(self, tensors: Mapping[str, "Tensor"], version: int) -> None:
+    async def load_weights(self, tensors: Mapping[str, "Tensor"], version: int) -> Loaded:
         """Go over to another version, between two batches."""
         async with self._lock:
+            started = time.perf_counter()
             await asyncio.to_thread(self._model.load_weights, tensors)
+            return Loaded(pause_s=time.perf_counter() - started)
+
+    async def probe(self, sequences: Sequence[Array]) -> None:
+        """A value is no log-probability."""
 
 
 class RealEngines:

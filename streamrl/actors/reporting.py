@@ -194,11 +194,10 @@ class Reporter:
         dials = dict(snapshot.outcome.dials)
         metrics["policy/kl_coef"] = dials.pop("kl_coef", settings.kl_coef)
         metrics |= {f"dial/{name}": value for name, value in dials.items()}
-        # What all report, as the time to publish, is the policy's, who comes last.
-        for role in sorted(made, key=lambda role: role == POLICY):
+        for role in made:
             if role in CRITICS.values():
                 metrics |= summarise_critic(made[role].sums, role)
-            metrics |= _mean([update.metrics for update in made[role].updates])
+            metrics |= _mean(made[role].updates)
         return {**metrics, **snapshot.weights, **snapshot.evaluation}
 
 

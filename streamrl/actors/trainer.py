@@ -5,14 +5,14 @@ import contextlib
 import os
 import random
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 
 from streamrl.actors.calls import call
 from streamrl.actors.store_transport import StoreOutlet
@@ -24,12 +24,13 @@ from streamrl.engines.packing import MicroBatch, Pick, Round
 from streamrl.engines.rollout_sums import rollout_sums
 from streamrl.engines.schedule import Pace, Turn
 from streamrl.errors import ActorError
-from streamrl.faces import Update
 from streamrl.messages import Columns
 from streamrl.step import add_sums
 from streamrl.weights import WeightManifest, publish
+from streamrl.weights.probe import Probe, probe_sequences
 
-PUBLISH_S = "weights/publish_s"
+FLOAT32 = ("auto", "float32")
+"""Settings of the generator's dtype that are float32 on a CPU."""
 
 
 def free_port() -> int:
@@ -68,6 +69,9 @@ class TrainerActor:
         (self._stage,) = wiring.stages([meeting.call], f"{meeting.name}-{rank}")
         self._columns = wiring.train_columns
         self._thread = ThreadPoolExecutor(1, "trainer")
+        self._beside = ThreadPoolExecutor(1, "publisher")
+        self._role = meeting.call.role
+        self._max_length = wiring.max_length
         self._outlet = StoreOutlet()
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting.address, str(meeting.port)
         make = wiring.engines.trainer
@@ -95,48 +99,61 @@ class TrainerActor:
             await self._in_thread(self._trainer.settle)
 
     async def train(
-        self, picks: Sequence[Pick], epoch: int, dials: Mapping[str, float]
+        self, picks: Sequence[Pick], epoch: int, version: int, dials: Mapping[str, float]
     ) -> Mapping[str, float]:
-        """Forward and backward of one micro-batch; sums for the step's metrics."""
+        """Forward and backward of one micro-batch of a version's step; sums for metrics."""
         self._trainer.adopt(dials)
         groups = await self._read(picks)
         with self._stage.spans.span("train", rollouts=len(picks)):
-            sums = await self._in_thread(
-                self._trainer.train_micro_batch, groups, picks, self._version
-            )
+            sums = await self._in_thread(self._trainer.train_micro_batch, groups, picks, version)
         return {**sums, **rollout_sums(groups, picks)} if epoch == 0 else sums
 
     async def _read(self, picks: Sequence[Pick]) -> Mapping[str, Columns]:
         uids = dict.fromkeys(uid for uid, _ in picks)
         return await self._stage.queue.read(uids, self._columns)
 
-    async def update(
-        self, sums: Mapping[str, float], version: int | None
-    ) -> tuple[Mapping[str, float], WeightManifest | None]:
-        """Optimizer update, and publish as `version`: metrics, and on rank 0 the manifest."""
+    async def update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+        """Optimizer update; its metrics."""
         with self._stage.spans.span("update"):
             divisor = self._trainer.normaliser(sums)
-            metrics = await self._in_thread(self._trainer.step, divisor)
-        if version is None:
-            return metrics, None
-        started = time.perf_counter()
-        manifest = await self.publish(version)
-        return {**metrics, PUBLISH_S: time.perf_counter() - started}, manifest
+            metrics: Mapping[str, float] = await self._in_thread(self._trainer.step, divisor)
+        return metrics
 
     async def publish(self, version: int) -> WeightManifest | None:
-        """Put the weights into the object store as `version`. All ranks must take part."""
-        self._version = version
+        """Send the weights off as `version`; rank 0 has the manifest. All ranks must take part.
+
+        Parameters that are whole on this rank are read beside the next step's micro-batches; where
+        they have to be gathered from the others, that is done between two of them.
+        """
+        probe = await self._in_thread(self._probe) if self._probes(version) else None
+        thread = self._thread if self._trainer.gathers else self._beside
         with self._stage.spans.span("publish", version=version):
-            return await self._in_thread(self._publish, version)
+            manifest: WeightManifest | None = await self._in_thread(
+                self._publish, version, thread=thread
+            )
+        return manifest if manifest is None else replace(manifest, probe=probe)
 
     def _publish(self, version: int) -> WeightManifest | None:
         tensors = self._trainer.full_state()
         if self._rank:
-            for _ in tensors:
+            for _ in tensors if self._trainer.gathers else ():
                 pass
             return None
         bucket_bytes = self._config.weights.bucket_bytes
         return publish(tensors, version=version, bucket_bytes=bucket_bytes, outlet=self._outlet)
+
+    def _probes(self, version: int) -> bool:
+        every = self._config.weights.probe_every
+        return bool(every) and self._role == POLICY and version % every == 0
+
+    def _probe(self) -> Probe:
+        """What the model says now of the sequences of a probe. All ranks must take part."""
+        vocab_size = self._trainer.vocab_size
+        sequences = probe_sequences(vocab_size=vocab_size, max_length=self._max_length)
+        logprobs = [self._trainer.token_logprobs(sequence) for sequence in sequences]
+        exact = not torch.cuda.is_available() and self._config.generator.dtype in FLOAT32
+        exact &= self._config.trainer.torch_dtype == torch.float32
+        return Probe(sequences, logprobs, self._config.weights.limit(exact=exact))
 
     async def save(self, model_dir: Path, trainer_dir: Path) -> None:
         """Write this rank's part of a checkpoint. All ranks must take part."""
@@ -148,8 +165,11 @@ class TrainerActor:
         """What this rank did since the last call."""
         return ActorReport(self._stage.spans.process, self._stage.spans.drain())
 
-    async def _in_thread(self, function: Any, *arguments: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function, *arguments)
+    async def _in_thread(
+        self, function: Any, *arguments: Any, thread: ThreadPoolExecutor | None = None
+    ) -> Any:
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(thread or self._thread, function, *arguments)
 
 
 class TrainerGroup:
@@ -167,6 +187,7 @@ class TrainerGroup:
     ) -> None:
         self.role = role
         self._rests_until = rests_until
+        self._version = 0
         self._dials: Mapping[str, float] = {}
         self._name = name
         self._ranks = ranks
@@ -175,9 +196,9 @@ class TrainerGroup:
         self.world_size = len(ranks)
         self.pace = Pace(settings.scope == "step", settings.epochs, settings.mini_batches)
 
-    def adopt(self, dials: Mapping[str, float]) -> None:
-        """Have the ranks train with these."""
-        self._dials = dials
+    def adopt(self, version: int, dials: Mapping[str, float]) -> None:
+        """Have the ranks train the step of this version, with these."""
+        self._version, self._dials = version, dials
 
     def rests(self, version: int) -> bool:
         """Whether the step of this version is left to the other trainers."""
@@ -199,18 +220,19 @@ class TrainerGroup:
         """One micro-batch on every rank; sums over the ranks."""
         pairs = zip(self._ranks, work, strict=True)
         parts = await self._all(
-            "train", [rank.train.remote(picks, epoch, self._dials) for rank, picks in pairs]
+            "train",
+            [rank.train.remote(picks, epoch, self._version, self._dials) for rank, picks in pairs],
         )
         sums: dict[str, float] = {}
         for part in parts:
             add_sums(sums, part)
         return sums
 
-    async def update(self, sums: Mapping[str, float], version: int | None) -> Update:
-        """Update and publish on every rank; rank 0 speaks for all."""
-        replies = await self._all("update", [r.update.remote(sums, version) for r in self._ranks])
-        metrics, manifest = replies[0]
-        return Update(metrics, manifest)
+    async def update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+        """Update on every rank; rank 0 speaks for all."""
+        replies = await self._all("update", [rank.update.remote(sums) for rank in self._ranks])
+        metrics: Mapping[str, float] = replies[0]
+        return metrics
 
     async def publish(self, version: int) -> WeightManifest:
         """Publish the weights as they are."""

@@ -63,6 +63,7 @@ class Admission:
         check_capacity(capacity_groups, depth=depth, groups_per_step=groups_per_step)
         self.ledger = ledger
         self.version = version
+        self.published = version
         self._depth = depth
         self.groups_per_step = groups_per_step
         self._capacity_groups = capacity_groups
@@ -72,7 +73,8 @@ class Admission:
     @property
     def credit(self) -> int:
         """Groups that may be admitted now."""
-        limit = credit_limit(self.version, depth=self._depth, groups_per_step=self.groups_per_step)
+        per_step = self.groups_per_step
+        limit = credit_limit(self.published, depth=self._depth, groups_per_step=per_step)
         free = self._capacity_groups - len(self.ledger.in_flight)
         return max(0, min(min(limit, self._total_groups) - self.ledger.claimed, free))
 
@@ -91,10 +93,12 @@ class Admission:
                 return 0
         return self.credit
 
-    def advance(self, version: int) -> None:
-        """A new version was published: credits for one more step."""
+    def advance(self, version: int, *, published: bool = True) -> None:
+        """A step was made. If its version is published there are credits for what it samples."""
         assert version == self.version + 1, (version, self.version)
         self.version = version
+        if published:
+            self.published = version
         self._changed.set()
 
     def refund(self) -> None:

@@ -102,6 +102,11 @@ class DeepSpeedBackend:
             optimizer.zero_grad()  # without gradients the step that follows changes nothing
         self._norm = norm.item()
 
+    @property
+    def gathers(self) -> bool:
+        """Whether a rank has only its part of the parameters."""
+        return self._stage == SHARDS_PARAMETERS
+
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         """What is trained, whole, under all its names. Collective in stage 3: exhaust it."""
         shared: dict[torch.nn.Parameter, list[str]] = {}
@@ -110,7 +115,7 @@ class DeepSpeedBackend:
                 shared.setdefault(parameter, []).append(name)
         for parameter, names in shared.items():
             tensor: Tensor = parameter.detach()
-            if self._stage == SHARDS_PARAMETERS:
+            if self.gathers:
                 # Copied inside, yielded outside: a reader that stops must not hold up the ranks.
                 with self._deepspeed.zero.GatheredParameters([parameter]):
                     tensor = parameter.detach().clone()

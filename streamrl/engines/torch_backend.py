@@ -59,6 +59,11 @@ class TorchBackend:
         self._optimizer.zero_grad()
         return norm.item()
 
+    @property
+    def gathers(self) -> bool:
+        """Every rank has all parameters."""
+        return False
+
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         """What is trained, under all its names; views, which the next step changes."""
         for name, parameter in self.module.named_parameters(remove_duplicate=False):

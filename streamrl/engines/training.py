@@ -18,7 +18,7 @@ from torch import Tensor
 
 from streamrl.engines.batching import build_batch, derive_columns
 from streamrl.engines.deepspeed_backend import DeepSpeedBackend
-from streamrl.engines.forward import local_device
+from streamrl.engines.forward import local_device, token_logprobs
 from streamrl.engines.lora import add_adapters
 from streamrl.engines.model_files import write_model
 from streamrl.engines.packing import Pick
@@ -29,7 +29,7 @@ from streamrl.engines.tasks import PolicyTask, Task
 from streamrl.engines.torch_backend import TorchBackend
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import CheckpointError, StreamError
-from streamrl.messages import Columns
+from streamrl.messages import Array, Columns
 from streamrl.weights import ParameterSet, full_weights
 from streamrl.weights.adapters import LORA_SCALE
 
@@ -48,6 +48,11 @@ class TrainingBackend(Protocol):
     @property
     def forward(self) -> Callable[..., Any]:
         """What to call for a forward pass. May be collective."""
+        ...
+
+    @property
+    def gathers(self) -> bool:
+        """Whether `full_state` is collective."""
         ...
 
     def backward(self, loss: Tensor) -> None:
@@ -210,6 +215,27 @@ class ModelTrainer:
             yield from self._backend.full_state()
             if self._config.lora_rank:
                 yield LORA_SCALE, torch.tensor(self._config.lora_alpha / self._config.lora_rank)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether `full_state` takes all ranks: nobody may do anything else meanwhile."""
+        return self._backend.gathers
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens the model knows."""
+        size: int = self._backend.module.config.get_text_config().vocab_size
+        return size
+
+    def token_logprobs(self, token_ids: Array) -> Array:
+        """What the policy says of the tokens of a sequence, int32 [T]: float32 [T], 0 first."""
+        ids = torch.from_numpy(token_ids).long()[None].to(local_device())
+        with self._in_time("a probe"), torch.no_grad():
+            scores = token_logprobs(
+                self._backend.forward, ids, torch.ones_like(ids, dtype=torch.bool), temperature=1.0
+            )
+        found: Array = scores.logprobs[0].cpu().numpy()
+        return found
 
     def save(self, directory: Path) -> None:
         """Write all that training needs to go on as if it had not stopped."""

@@ -103,6 +103,7 @@ def _staleness(facts: StepFacts) -> dict[str, float | Histogram]:
     return {
         "staleness/mean": mean,
         "staleness/max": max(tokens),
+        "weights/tokens_per_version": total / len(tokens),
         "staleness/in_queue_mean": in_queue / total,
         "staleness/in_flight_mean": mean - in_queue / total,
         STALENESS_HISTOGRAM: Histogram.of_integers(tokens, maximum=facts.max_staleness),

@@ -11,13 +11,14 @@ from streamrl.weights.manifest import (
 )
 from streamrl.weights.parameters import ParameterSet
 from streamrl.weights.publisher import pack, publish
-from streamrl.weights.subscriber import HeldVersion, unpack
+from streamrl.weights.subscriber import HeldVersion, Loaded, unpack
 from streamrl.weights.transport import Inlet, Outlet
 
 __all__ = [
     "Bucket",
     "HeldVersion",
     "Inlet",
+    "Loaded",
     "Outlet",
     "ParameterSet",
     "TensorSlot",

@@ -13,6 +13,8 @@ DELTA = "delta"
 TRANSPORTS = (AUTO, STORE, SHARED_MEMORY, COLLECTIVE, DISK, DELTA)
 ON_UPDATE = ("interrupt", "drain")
 KV = ("recompute", "keep")
+LIMIT_EXACT = 1e-3
+LIMIT_ROUNDED = 1.0
 
 
 @dataclass
@@ -60,6 +62,12 @@ class WeightsConfig:
             raise ConfigError(
                 "weights.kv=keep: nothing runs through an update under weights.on_update=drain"
             )
+
+    def limit(self, *, exact: bool) -> float:
+        """What a probe lets pass; `exact` is whether both sides compute in float32."""
+        if self.probe_limit is not None:
+            return self.probe_limit
+        return LIMIT_EXACT if exact else LIMIT_ROUNDED
 
     @property
     def bucket_bytes(self) -> int:

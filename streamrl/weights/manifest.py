@@ -14,6 +14,7 @@ import torch
 import xxhash
 
 from streamrl.messages import Array
+from streamrl.weights.probe import Probe
 
 #: A tensor starts at a multiple of this, so that any dtype can be viewed in place.
 ALIGNMENT_BYTES = 64
@@ -79,11 +80,15 @@ class Bucket:
 
 @dataclass(frozen=True)
 class WeightManifest:
-    """One version of the weights: its buckets and, one for each, the handle to fetch it by."""
+    """One version of the weights: its buckets and, one for each, the handle to fetch it by.
+
+    `probe` is there if those who take it up are to compare themselves with the trainer.
+    """
 
     version: int
     buckets: tuple[Bucket, ...]
     handles: tuple[Any, ...]
+    probe: Probe | None = None
 
     def __post_init__(self) -> None:
         if len(self.handles) != len(self.buckets):

@@ -1,18 +1,48 @@
-"""Which version is the newest, and which one each reader holds."""
+"""Which version is the newest, who holds which, and what it took to get there."""
 
 import asyncio
-from dataclasses import dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from streamrl.errors import WeightsError
 from streamrl.weights.manifest import WeightManifest
 
 
 @dataclass(frozen=True)
+class Pull:
+    """What it took a reader to serve a version.
+
+    pull_s: from the news of it to its first token, s. pause_s: while nothing was sampled, s.
+    num_bytes: that travelled. interrupted: rollouts that ran at that moment. probe_diff: largest
+    difference of a log-probability from the trainer's; NaN if none was looked at.
+    """
+
+    pull_s: float = 0.0
+    pause_s: float = 0.0
+    num_bytes: int = 0
+    interrupted: int = 0
+    probe_diff: float = math.nan
+
+
+@dataclass(frozen=True)
 class Held:
-    """The version a reader serves, and the seconds it took to pull it."""
+    """What a reader says of itself: the version it serves, how it came by it, what is in its way.
+
+    `fault` is why the version it was given last could not be taken, once for each try.
+    """
 
     version: int
-    pull_s: float = 0.0
+    pull: Pull | None = None
+    fault: str = ""
+
+
+@dataclass
+class Traffic:
+    """What has happened since the last step."""
+
+    publish_s: float = math.nan
+    pulls: list[Pull] = field(default_factory=list)
 
 
 class WeightRegistry:
@@ -22,30 +52,42 @@ class WeightRegistry:
     left without its buckets when the next version comes.
     """
 
-    def __init__(self, *, keep_versions: int) -> None:
+    def __init__(
+        self,
+        *,
+        keep_versions: int,
+        on_fault: Callable[[str, int, str], None] = lambda reader, version, fault: None,
+    ) -> None:
+        """`on_fault` is told reader, version and reason of every pull that failed."""
         self._keep_versions = keep_versions
+        self._on_fault = on_fault
         self._manifests: list[WeightManifest] = []
         self._published = asyncio.Event()
         self._held: dict[str, int] = {}
-        self._pull_s: list[float] = []
-        self._moved_bytes = 0
+        self._traffic = Traffic()
+        self._num_faults = 0
 
     @property
     def version(self) -> int:
         """The newest version; -1 before the first."""
         return self._manifests[-1].version if self._manifests else -1
 
-    def offer(self, manifest: WeightManifest) -> None:
+    @property
+    def readers(self) -> list[str]:
+        """Those who have asked for a version, sorted."""
+        return sorted(self._held)
+
+    def offer(self, manifest: WeightManifest, *, publish_s: float = 0.0) -> None:
         """A version was published. Raises WeightsError if it is not newer than the last."""
         if manifest.version <= self.version:
             raise WeightsError(f"version {manifest.version} was published after {self.version}")
         self._manifests = [*self._manifests, manifest][-self._keep_versions :]
+        self._traffic.publish_s = publish_s
         self._published.set()
 
-    async def newest(self, reader: str, held: "Held", *, wait_s: float) -> WeightManifest | None:
+    async def newest(self, reader: str, held: Held, *, wait_s: float) -> WeightManifest | None:
         """The newest manifest if it is newer than what `reader` holds, waiting up to `wait_s`."""
-        if held.version > self._held.get(reader, -1):
-            self._note_pull(reader, held)
+        self._note(reader, held)
         if self.version <= held.version:
             self._published.clear()
             try:
@@ -54,18 +96,34 @@ class WeightRegistry:
                 return None
         return self._manifests[-1]
 
-    def _note_pull(self, reader: str, held: "Held") -> None:
+    def forget(self, reader: str) -> None:
+        """The reader has left: it counts as behind no more."""
+        self._held.pop(reader, None)
+
+    def _note(self, reader: str, held: Held) -> None:
+        if held.fault:
+            self._num_faults += 1
+            self._on_fault(reader, self.version, held.fault)
+        if held.pull is not None and held.version != self._held.get(reader):
+            self._traffic.pulls.append(held.pull)
         self._held[reader] = held.version
-        self._pull_s.append(held.pull_s)
-        self._moved_bytes += sum(m.num_bytes for m in self._manifests if m.version == held.version)
 
     def drain_metrics(self) -> dict[str, float]:
-        """weights/* since the last call: longest pull, bytes moved, skew of the readers."""
-        pulls, self._pull_s = self._pull_s, []
-        moved, self._moved_bytes = self._moved_bytes, 0
+        """weights/* since the last call; NaN where nothing was published or pulled."""
+        traffic, self._traffic = self._traffic, Traffic()
+        pulls = traffic.pulls
+        seconds = sum(pull.pull_s for pull in pulls)
+        moved = sum(pull.num_bytes for pull in pulls)
+        probed = [pull.probe_diff for pull in pulls if not math.isnan(pull.probe_diff)]
         return {
             "weights/version": self.version,
             "weights/skew_max": self.version - min(self._held.values(), default=self.version),
-            "weights/pull_s": max(pulls, default=0.0),
+            "weights/publish_s": traffic.publish_s,
+            "weights/pull_s": max((pull.pull_s for pull in pulls), default=0.0),
+            "weights/pause_s": max((pull.pause_s for pull in pulls), default=0.0),
             "weights/bytes": moved,
+            "weights/bytes_per_s": moved / seconds if seconds else math.nan,
+            "weights/interrupted": sum(pull.interrupted for pull in pulls),
+            "weights/probe_diff": max(probed, default=math.nan),
+            "weights/faults": self._num_faults,
         }

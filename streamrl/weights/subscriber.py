@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -46,6 +47,19 @@ def _fault(bucket: Bucket, data: Array) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Loaded:
+    """What it took a model to go over to a version.
+
+    pause_s: while nothing was computed, s. interrupted: rollouts that had begun, and go on.
+    copied_bytes: the rest is used where it lies.
+    """
+
+    pause_s: float = 0.0
+    interrupted: int = 0
+    copied_bytes: int = 0
+
+
 class HeldVersion:
     """The version one holder (a generator, a scorer) serves, and a place to wait for a newer one.
 
@@ -53,7 +67,7 @@ class HeldVersion:
     """
 
     def __init__(self, holder: str, version: int = -1) -> None:
-        self._holder = holder
+        self.holder = holder
         self._version = version
         self._changed = asyncio.Event()
 
@@ -66,7 +80,7 @@ class HeldVersion:
         """From now on `version` is held. Raises WeightsError unless it is newer."""
         if version <= self._version:
             raise WeightsError(
-                f"{self._holder} holds version {self._version}: cannot go to version {version}"
+                f"{self.holder} holds version {self._version}: cannot go to version {version}"
             )
         self._version = version
         changed, self._changed = self._changed, asyncio.Event()
@@ -85,6 +99,6 @@ class HeldVersion:
         except TimeoutError as error:
             raise DeadlineError(
                 f"waited {timeout_s:g} s for version {version} of the weights: "
-                f"{self._holder} holds version {self._version}"
+                f"{self.holder} holds version {self._version}"
             ) from error
         return self._version

@@ -16,10 +16,9 @@ from streamrl.buffer.ledger import LedgerCounts
 from streamrl.config import load_config
 from streamrl.dataflow import dataflow_for
 from streamrl.errors import DeadlineError
-from streamrl.faces import Made, StepOutcome, Update
+from streamrl.faces import Made, StepOutcome
 from streamrl.messages import ROLLOUT_COLUMNS, GroupInfo
 from streamrl.telemetry.spans import SpanRecorder
-from streamrl.weights import WeightManifest
 from tests.virtual_clock import run_virtual
 
 RECIPE = Path(__file__).parents[2] / "configs" / "grpo_arithmetic.yaml"
@@ -59,7 +58,7 @@ def snapshot(version: int, ended_at: float, *, uid: str = "a") -> Snapshot:
     outcome = StepOutcome(
         version=version,
         groups=[group],
-        made={"policy": Made(SUMS, [Update({}, WeightManifest(version + 1, (), ()))])},
+        made={"policy": Made(SUMS, [{}])},
         dials={},
         queue=ShardStats({}, 0, 0.0, (), {}),
         ledger=LedgerCounts(1, 1, 0, 0, 0, ()),
@@ -198,21 +197,16 @@ def test_a_report_is_delivered_once_the_reader_asks_for_what_comes_behind_it() -
     assert run_virtual(main()) == [2.0, 7.0]
 
 
-def test_the_time_to_publish_is_the_policys_and_a_norm_the_mean_of_its_updates() -> None:
-    def updates(role: str, norms: list[float], publish_s: float) -> list[Update]:
-        made = [Update({f"{role}/grad_norm": norm}, None) for norm in norms]
-        return [*made, Update({f"{role}/grad_norm": 3.0, "weights/publish_s": publish_s}, None)]
-
+def test_a_norm_is_the_mean_of_the_updates_of_its_model() -> None:
     async def scenario() -> None:
         run, one = Reported(), snapshot(0, ended_at=1.0)
         made = {
-            "policy": Made(SUMS, updates("policy", [1.0], 0.5)),
-            "critic": Made({}, updates("critic", [], 9.0)),
+            "policy": Made(SUMS, [{"policy/grad_norm": 1.0}, {"policy/grad_norm": 3.0}]),
+            "critic": Made({}, [{"critic/grad_norm": 3.0}]),
         }
         run.reporter.note(replace(one, outcome=replace(one.outcome, made=made)))
         (report,) = await run.finish()
         assert report.row["policy/grad_norm"] == 2.0
         assert report.row["critic/grad_norm"] == 3.0
-        assert report.row["weights/publish_s"] == 0.5
 
     run_virtual(scenario())

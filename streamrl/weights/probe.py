@@ -1,0 +1,49 @@
+"""A few fixed sequences on which a follower must say what the trainer says.
+
+Checksums prove that the bytes have arrived; a probe proves that they have become the model: that
+no layer was left out, swapped, or read in another layout.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from streamrl.errors import ProbeError
+from streamrl.messages import Array
+
+NUM_SEQUENCES = 4
+MAX_TOKENS = 64
+
+
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """Token ids, int32 [T] each, and the trainer's logprob of each token, float32 [T].
+
+    A sequence's first token has none. `limit` is the largest difference that passes.
+    """
+
+    sequences: Sequence[Array]
+    logprobs: Sequence[Array]
+    limit: float
+
+    def check(self, found: Sequence[Array], who: str) -> float:
+        """The largest difference of `found` from the trainer's. Raises ProbeError beyond the limit.
+
+        `who` says whose figures they are. NaN never passes.
+        """
+        pairs = zip(self.logprobs, found, strict=True)
+        difference = max(float(np.abs(want[1:] - got[1:]).max()) for want, got in pairs)
+        if not difference <= self.limit:
+            raise ProbeError(
+                f"{who} gives log-probabilities that differ from the trainer's by up to"
+                f" {difference:.3g}, more than weights.probe_limit={self.limit:g}"
+            )
+        return difference
+
+
+def probe_sequences(*, vocab_size: int, max_length: int) -> list[Array]:
+    """The same random tokens for every version of a model: any token may occur, at any place."""
+    rng = np.random.default_rng(0)
+    length = min(MAX_TOKENS, max_length - 1)
+    return [rng.integers(0, vocab_size, length, np.int32) for _ in range(NUM_SEQUENCES)]
