@@ -24,6 +24,7 @@ from streamrl.control import PipelineConfig
 from streamrl.data import DataConfig
 from streamrl.dataflow import CRITIC, CRITICS, POLICY, Dataflow, dataflow_for
 from streamrl.engines.generator_config import GeneratorConfig
+from streamrl.engines.moving_reference import ReferenceConfig
 from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
 from streamrl.errors import AlgorithmError, ConfigError
 from streamrl.evaluation import MAX_SEED, EvaluationConfig
@@ -104,6 +105,7 @@ class RunConfig:
     scorer: ScorerConfig = field(default_factory=ScorerConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     queue: QueueConfig = field(default_factory=QueueConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
@@ -146,6 +148,7 @@ class RunConfig:
         self._check_costs()
         self._check_critic()
         self._check_row()
+        self._check_reference()
         if bool(self.algorithm.ptx_coef) != bool(self.data.pretrain):
             raise ConfigError(
                 f"algorithm.ptx_coef={self.algorithm.ptx_coef}: goes with data.pretrain="
@@ -170,6 +173,19 @@ class RunConfig:
                     f" trained on tokens that are {every - 1} versions old, but"
                     f" pipeline.{key}={bound}"
                 )
+
+    def _check_reference(self) -> None:
+        every, decay = self.reference.every, self.reference.decay
+        if every and "ref_logprobs" not in columns_needed(self.algorithm.row, self.settings):
+            raise ConfigError(
+                f"reference.every={every}: {self.algorithm.name} with"
+                f" algorithm.kl_coef={self.algorithm.kl_coef} has no reference"
+            )
+        if decay and self.trainer.lora_rank:
+            raise ConfigError(
+                f"reference.decay={decay}: an average of adapters is no average of models;"
+                f" with trainer.lora_rank={self.trainer.lora_rank} it must be 0"
+            )
 
     def _check_critic(self) -> None:
         columns = self.algorithm.row.columns
@@ -229,7 +245,11 @@ class RunConfig:
     def dataflow(self) -> Dataflow:
         """The model calls of the algorithm, and what flows between them."""
         columns = columns_needed(self.algorithm.row, self.settings)
-        return dataflow_for(columns, shares_critic=self.critic.shared_coef is not None)
+        return dataflow_for(
+            columns,
+            shares_critic=self.critic.shared_coef is not None,
+            moves_reference=bool(self.reference.every),
+        )
 
     def trainer_of(self, role: str) -> TrainerConfig:
         """How the model of a role is trained. Raises ConfigError for a wrong `critic.trainer`."""

@@ -91,8 +91,6 @@ class Control:
     max_attempts: int = 3
     readmits: bool = False
     max_filtered: float = float("inf")
-    publishes: Callable[[int], bool] = lambda version: True
-    """Whether those who follow get this version, or go on with the one before."""
     on_end: Callable[[str, Ended], None] = lambda uid, how: None
     """Told of every group that ends untrained."""
     on_stall: Callable[[Sequence[Overdue]], None] = lambda found: None

@@ -42,6 +42,8 @@ CRITIC = "critic"
 """The role whose weights the value stage follows."""
 COST_CRITIC = "cost_critic"
 """The critic of costs, likewise."""
+MOVED = "reference"
+"""What a reference follows that is moved after the policy, and published by its trainer."""
 CRITICS = {"values": CRITIC, "cost_values": COST_CRITIC}
 """Who is trained to predict what a column holds."""
 RETURNS = {CRITIC: "returns", COST_CRITIC: "cost_returns"}
@@ -137,11 +139,13 @@ class Dataflow:
         return [call for call in self.ordered if call.kind is kind]
 
 
-def dataflow_for(columns: Iterable[str], *, shares_critic: bool = False) -> Dataflow:
+def dataflow_for(
+    columns: Iterable[str], *, shares_critic: bool = False, moves_reference: bool = False
+) -> Dataflow:
     """The dataflow that trains a policy on `columns`: the sources they need, and no others.
 
     Where a critic's values are among them, it is trained beside the policy, on the same groups; or
-    it is part of the policy, if the model is shared.
+    it is part of the policy, if the model is shared. A reference may follow the policy.
 
     Raises ValueError if no source makes one of the columns.
     """
@@ -161,4 +165,6 @@ def dataflow_for(columns: Iterable[str], *, shares_critic: bool = False) -> Data
     ordered = [call for call in SOURCES if call in calls]
     if shares_critic:
         ordered = [replace(c, follows=POLICY) if c == VALUE else c for c in ordered]
+    if moves_reference:
+        ordered = [replace(c, follows=MOVED) if c == REFERENCE else c for c in ordered]
     return Dataflow([*ordered, *train])

@@ -2,36 +2,55 @@
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
-from streamrl.faces import Trainer
+from streamrl.dataflow import POLICY
+from streamrl.weights import WeightManifest
 from streamrl.weights.registry import WeightRegistry
 
 
+class Source(Protocol):
+    """Has a model to publish: a trainer, as a rule."""
+
+    async def publish(self, version: int) -> WeightManifest: ...
+
+
 class Publishing:
-    """Publishes what the trainers have made, and offers it to those who follow; by role.
+    """Publishes what was trained, and offers it to those who follow; by role.
 
     A version is packed while the next step begins. What must not change meanwhile, the parameters,
     is left alone by whoever calls `settle` before an update.
     """
 
     def __init__(
-        self, trainers: Mapping[str, Trainer], registries: Mapping[str, WeightRegistry]
+        self,
+        sources: Mapping[str, Source],
+        registries: Mapping[str, WeightRegistry],
+        *,
+        due: Callable[[str, int], bool] = lambda role, version: True,
     ) -> None:
-        self._trainers = trainers
+        """`due` is whether those who follow a role get a version, or go on with the last one."""
+        self._sources = sources
         self.registries = registries
+        self._due = due
         self._under_way: dict[str, asyncio.Task[None]] = {}
 
-    async def begin(self, version: int) -> None:
-        """Publish the models as they are now as `version`, once the version before is out."""
+    async def begin(self, version: int, *, first: bool = False) -> bool:
+        """Publish the models as they are now as `version`, once the version before is out.
+
+        Whether the policy is among them; at first all are.
+        """
         await self.settle()
+        roles = [role for role in self._sources if first or self._due(role, version)]
         self._under_way = {
-            role: asyncio.create_task(self._publish(role, version)) for role in self._trainers
+            role: asyncio.create_task(self._publish(role, version)) for role in roles
         }
+        return POLICY in roles
 
     async def _publish(self, role: str, version: int) -> None:
         started = time.perf_counter()
-        manifest = await self._trainers[role].publish(version)
+        manifest = await self._sources[role].publish(version)
         self.registries[role].offer(manifest, publish_s=time.perf_counter() - started)
 
     async def settle(self, role: str | None = None) -> None:

@@ -54,9 +54,7 @@ async def train_step(
     await control.books.train(step)
     control.torn = False
     # Nobody samples from a version before the step that made it is on the books.
-    published = control.publishes(version + 1)
-    if published:
-        await control.publishing.begin(version + 1)
+    published = await control.publishing.begin(version + 1)
     rollouts = sum(len(group.info.lengths) for group in step.groups)
     control.dials.after(made[POLICY].sums, num_rollouts=rollouts)
     control.admission.advance(version + 1, published=published)

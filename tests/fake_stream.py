@@ -104,7 +104,10 @@ class Stream:
         self.disk.state = {
             "ledger": self.ledger.state_dict(),
             "drawn": self.control.prompts.state_dict()["drawn"],
-            "trainers": {role: (t.version, t.weights) for role, t in self.trainers.items()},
+            "trainers": {
+                role: (self.control.admission.version, trainer.weights)
+                for role, trainer in self.trainers.items()
+            },
         }
         self.disk.books_cut = len(self.disk.books.records)
 
@@ -182,13 +185,16 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
         admission,
         assembler,
         Books(found.ledger, disk.books, found.steps),
-        Publishing(trainers, {role: WeightRegistry(keep_versions=2) for role in trainers}),
+        Publishing(
+            trainers,
+            {role: WeightRegistry(keep_versions=2) for role in trainers},
+            due=lambda role, version: version % plan.publish_every == 0 or version == plan.steps,
+        ),
         Dials(ALGORITHMS["grpo"], AlgorithmConfig().settings(max_length=8, reward_weights={})),
         prompts,
         max_attempts=plan.max_attempts,
         readmits=plan.readmits,
         max_filtered=plan.max_filtered,
-        publishes=lambda version: version % plan.publish_every == 0 or version == plan.steps,
     )
     stream = Stream(
         plan=plan,

@@ -14,19 +14,19 @@ from streamrl.actors.durability import Durability
 from streamrl.actors.evaluator import Evaluator
 from streamrl.actors.feed import EventReport, Feed, Report, StatusReport, StepReport
 from streamrl.actors.reporting import Reporter, RoleActors, Snapshot
-from streamrl.actors.trainer import TrainerGroup
+from streamrl.actors.trainer import MovedReference, TrainerGroup
 from streamrl.actors.wiring import Wiring
 from streamrl.algorithms.dials import Dials
 from streamrl.buffer import Admission, Books, ExperienceQueue, StepAssembler
 from streamrl.buffer.leases import Overdue
 from streamrl.control import Control
 from streamrl.data import PromptStream
-from streamrl.dataflow import GENERATE, POLICY, REWARD, Kind
+from streamrl.dataflow import GENERATE, MOVED, POLICY, REWARD, Kind
 from streamrl.faces import Stage, StepOutcome
 from streamrl.lease import Arbiter, FreeLease, SharedLease
 from streamrl.messages import Ended, Prompt
 from streamrl.pipeline import admit, train, watch_stalls
-from streamrl.publishing import Publishing
+from streamrl.publishing import Publishing, Source
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
 from streamrl.weights.registry import Held, WeightRegistry
@@ -97,7 +97,7 @@ class CoordinatorActor:
             text = f"steps {steps} were made after the checkpoint; they are made again as they were"
             self._feed.post(EventReport("note", {"text": text}))
         await self._control.reconcile(self._queue)
-        await self._control.publishing.begin(version)
+        await self._control.publishing.begin(version, first=True)
         await self._control.publishing.settle()
 
     def _trainer_of(self, role: RoleActors, *, has_critic: bool) -> TrainerGroup:
@@ -115,7 +115,11 @@ class CoordinatorActor:
     def _make_control(self, books: Books, version: int) -> Control:
         config, pipeline = self._config, self._config.pipeline
         per_step = pipeline.groups_per_step
-        registries = {role: self._registry(role) for role in self._trainers}
+        sources: dict[str, Source] = {**self._trainers}
+        if config.reference.every:
+            sources[MOVED] = MovedReference(self._trainers[POLICY])
+        registries = {role: self._registry(role) for role in sources}
+        publishing = Publishing(sources, registries, due=self._publishes)
         admission = Admission(
             books.ledger,
             depth=pipeline.lead,
@@ -133,13 +137,12 @@ class CoordinatorActor:
             admission,
             assembler,
             books,
-            Publishing(self._trainers, registries),
+            publishing,
             self._dials,
             self._prompts,
             max_attempts=config.queue.max_attempts,
             readmits=config.queue.on_failed_group == "readmit",
             max_filtered=config.filter.max_filter_rounds * per_step,
-            publishes=self._publishes,
             on_end=self._report_end,
             on_stall=self._report_stall,
         )
@@ -152,8 +155,10 @@ class CoordinatorActor:
         keep = self._config.weights.keep_versions
         return WeightRegistry(keep_versions=keep, on_fault=report)
 
-    def _publishes(self, version: int) -> bool:
+    def _publishes(self, role: str, version: int) -> bool:
         """Every so many versions, and those that are looked at: the last, and what is evaluated."""
+        if role == MOVED:
+            return self._config.reference.moves_at(version)
         config, steps = self._config, self._config.run.steps
         if version % config.weights.publish_every == 0 or version == steps:
             return True
@@ -276,6 +281,8 @@ class CoordinatorActor:
         version = self._control.admission.version
         if self._checkpoint and version == self._saved_version:
             return
+        # What is saved is as it was published.
+        await self._control.publishing.settle()
         trainers = list(self._trainers.values())
         path = await self._durability.save(self._control, trainers, self._reported)
         if path is None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from streamrl.actors.engine_factory import HostedGenerator, HostedRank, HostedScorer
 from streamrl.config import RunConfig
 from streamrl.dataflow import BASELINE, COST, COST_VALUE, POLICY, REFERENCE, REWARD, VALUE, Call
-from streamrl.messages import Array, Experience
+from streamrl.messages import Array, Columns, Experience
 from streamrl.serving import Result
 from streamrl.weights import Loaded
 
@@ -20,23 +20,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from streamrl.engines.pretraining import Pretraining
-    from streamrl.engines.scoring import ValueScorer
     from streamrl.engines.tasks import Task
 
 
 class Shadow:
-    """A value stage: what a critic expects, under the newest version that has come."""
+    """A stage that scores with a model kept elsewhere, under the newest version that has come."""
 
-    def __init__(self, model: "ValueScorer", column: str) -> None:
-        self._model = model
-        self._column = column
+    def __init__(
+        self,
+        compute: Callable[[Columns], Columns],
+        load: Callable[[Mapping[str, "Tensor"]], None],
+    ) -> None:
+        """`compute` makes the columns of a group; `load` takes another version."""
+        self._compute = compute
+        self._load = load
         self._lock = asyncio.Lock()
 
     async def score(self, experiences: Sequence[Experience]) -> Sequence[Result]:
-        """The column of each group, computed beside the event loop."""
+        """The columns of each group, computed beside the event loop."""
         async with self._lock:
             return [
-                {self._column: await asyncio.to_thread(self._model.values, experience.columns)}
+                await asyncio.to_thread(self._compute, experience.columns)
                 for experience in experiences
             ]
 
@@ -44,11 +48,11 @@ class Shadow:
         """Go over to another version, between two batches."""
         async with self._lock:
             started = time.perf_counter()
-            await asyncio.to_thread(self._model.load_weights, tensors)
+            await asyncio.to_thread(self._load, tensors)
             return Loaded(pause_s=time.perf_counter() - started)
 
     async def probe(self, sequences: Sequence[Array]) -> None:
-        """A value is no log-probability."""
+        """It is asked about rollouts, not about sequences."""
 
 
 class RealEngines:
@@ -146,15 +150,8 @@ def _reference(config: RunConfig) -> HostedScorer:
         threads=config.trainer.threads,
         dtype=config.trainer.dtype,
     )
-
-    async def score(experiences: Sequence[Experience]) -> Sequence[Result]:
-        """The column of each group, computed beside the event loop."""
-        return [
-            await asyncio.to_thread(model.ref_logprobs, experience.columns)
-            for experience in experiences
-        ]
-
-    return HostedScorer({REFERENCE.stage: score})
+    shadow = Shadow(model.ref_logprobs, model.load_weights)
+    return HostedScorer({REFERENCE.stage: shadow.score}, shadow)
 
 
 def _shadow(call: Call, config: RunConfig) -> HostedScorer:
@@ -170,7 +167,7 @@ def _shadow(call: Call, config: RunConfig) -> HostedScorer:
         dtype=trainer.dtype,
         shares_policy=shares,
     )
-    shadow = Shadow(model, column)
+    shadow = Shadow(lambda columns: {column: model.values(columns)}, model.load_weights)
     return HostedScorer({call.stage: shadow.score}, shadow)
 
 

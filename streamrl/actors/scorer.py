@@ -7,12 +7,16 @@ import ray
 
 from streamrl.actors.engine_factory import HostedScorer
 from streamrl.actors.wiring import ActorReport, RemoteChannel, Wiring
-from streamrl.dataflow import REWARD, Call
+from streamrl.dataflow import MOVED, REWARD, Call
 from streamrl.errors import ActorLostError
 from streamrl.messages import Experience
 from streamrl.pipeline import Serving, follow_weights, score
 from streamrl.serving import Result
 from streamrl.weights import HeldVersion
+
+
+def _same(version: int) -> int:
+    return version
 
 
 @ray.remote
@@ -29,7 +33,8 @@ class ScorerActor:
         role, follows = calls[0].role, calls[0].follows
         name = f"{role}-{replica}"
         self._stages = wiring.stages(calls, name)
-        self._held = HeldVersion(name) if follows else None
+        due = self._config.reference.version_for if follows == MOVED else _same
+        self._held = HeldVersion(name, due=due) if follows else None
         self._channel = RemoteChannel(wiring.coordinator, name, follows)
         self._scorer = await wiring.engines.scorer(wiring.config, role)
 

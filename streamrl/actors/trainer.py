@@ -20,6 +20,7 @@ from streamrl.actors.wiring import ActorReport, Wiring
 from streamrl.algorithms import Settings, columns_derived_from
 from streamrl.checkpoint import CheckpointWriter
 from streamrl.dataflow import POLICY, Call
+from streamrl.engines.moving_reference import MovingReference
 from streamrl.engines.packing import MicroBatch, Pick, Round
 from streamrl.engines.rollout_sums import rollout_sums
 from streamrl.engines.schedule import Pace, Turn
@@ -76,8 +77,18 @@ class TrainerActor:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting.address, str(meeting.port)
         make = wiring.engines.trainer
         self._trainer = await self._in_thread(make, wiring.config, rank, meeting.call.role)
+        self._reference = MovingReference(self._config.reference.decay)
+        self._reference_outlet = StoreOutlet()
         if resume_dir is not None:
             await self._in_thread(self._trainer.load, resume_dir)
+            if self._keeps_reference:
+                await self._in_thread(self._reference.load, resume_dir)
+
+    @property
+    def _keeps_reference(self) -> bool:
+        """Whether a reference that moves is kept in this process."""
+        moves = bool(self._config.reference.every)
+        return moves and self._role == POLICY and self._rank == 0
 
     async def plan(
         self, uids: Sequence[str], micro_batches: Sequence[MicroBatch], dials: Mapping[str, float]
@@ -142,6 +153,32 @@ class TrainerActor:
         bucket_bytes = self._config.weights.bucket_bytes
         return publish(tensors, version=version, bucket_bytes=bucket_bytes, outlet=self._outlet)
 
+    async def publish_reference(self, version: int, moves: bool) -> WeightManifest | None:
+        """Send the reference off as `version`, moved towards the policy before if `moves`.
+
+        All ranks must take part; rank 0 has it, and the manifest.
+        """
+        thread = self._thread if self._trainer.gathers else self._beside
+        with self._stage.spans.span("publish_reference", version=version):
+            found: WeightManifest | None = await self._in_thread(
+                self._publish_reference, version, moves, thread=thread
+            )
+        return found
+
+    def _publish_reference(self, version: int, moves: bool) -> WeightManifest | None:
+        tensors = self._trainer.full_state()
+        if self._rank:
+            for _ in tensors if self._trainer.gathers else ():
+                pass
+            return None
+        self._reference.follow(tensors, moves=moves)
+        return publish(
+            self._reference.named_tensors(),
+            version=version,
+            bucket_bytes=self._config.weights.bucket_bytes,
+            outlet=self._reference_outlet,
+        )
+
     def _probes(self, version: int) -> bool:
         every = self._config.weights.probe_every
         return bool(every) and self._role == POLICY and version % every == 0
@@ -160,6 +197,8 @@ class TrainerActor:
         with self._stage.spans.span("save"):
             await self._in_thread(self._trainer.save, trainer_dir)
             await self._in_thread(self._trainer.save_model, model_dir)
+            if self._keeps_reference:
+                await self._in_thread(self._reference.save, trainer_dir)
 
     async def drain(self) -> ActorReport:
         """What this rank did since the last call."""
@@ -241,6 +280,13 @@ class TrainerGroup:
         assert isinstance(manifest, WeightManifest)
         return manifest
 
+    async def publish_reference(self, version: int, *, moves: bool) -> WeightManifest:
+        """Publish the reference that follows this model."""
+        calls = [rank.publish_reference.remote(version, moves) for rank in self._ranks]
+        manifest = (await self._all("publish_reference", calls))[0]
+        assert isinstance(manifest, WeightManifest)
+        return manifest
+
     async def save(self, writer: CheckpointWriter) -> None:
         """Write every rank's part of a checkpoint."""
         model, state = writer.dirs(self.role)
@@ -251,3 +297,16 @@ class TrainerGroup:
         return await asyncio.gather(
             *(call(r, name, self._timeout_s) for r, name in zip(replies, names, strict=True))
         )
+
+
+class MovedReference:
+    """The reference that follows a policy, as something to publish."""
+
+    def __init__(self, policy: TrainerGroup) -> None:
+        self._policy = policy
+        self._is_open = False
+
+    async def publish(self, version: int) -> WeightManifest:
+        """Publish it, moved to this version; the first time as the run found it."""
+        moves, self._is_open = self._is_open, True
+        return await self._policy.publish_reference(version, moves=moves)

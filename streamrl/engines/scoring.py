@@ -10,6 +10,7 @@ from torch import Tensor
 
 from streamrl.engines.batching import build_batch, tokens_of
 from streamrl.engines.forward import (
+    VALUE_HEAD,
     load_model,
     load_skeleton,
     load_value_model,
@@ -40,8 +41,17 @@ class LogprobScorer:
     ) -> None:
         torch.set_num_threads(threads)
         self._model = load_model(model_path, dtype=resolve_dtype(dtype)).eval()
+        self._model_path = model_path
         self._temperature = temperature
         self._micro_batch_tokens = micro_batch_tokens
+
+    def load_weights(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take the parameters of a newer version; raises WeightsError if they are another model's.
+
+        A value head that is part of the policy's model says nothing of tokens.
+        """
+        own = {name: value for name, value in tensors.items() if not name.startswith(VALUE_HEAD)}
+        take_parameters(self._model, own, model_path=self._model_path)
 
     def ref_logprobs(self, columns: Columns) -> dict[str, Array]:
         """The ref_logprobs column of a group with token_ids, loss_mask and lengths.
@@ -90,12 +100,7 @@ class ValueScorer:
         Raises WeightsError if they are those of another model.
         """
         own = {name: value for name, value in tensors.items() if name not in self._of_policy}
-        full = full_weights(
-            own, self._parameters, model_path=self._model_path, device=local_device()
-        )
-        with torch.no_grad():
-            for name, parameter in self._model.named_parameters(remove_duplicate=False):
-                parameter.copy_(full[name])
+        take_parameters(self._model, own, model_path=self._model_path)
 
     def values(self, columns: Columns) -> Array:
         """A value per token, float32, of a group with token_ids, loss_mask and lengths.
@@ -108,6 +113,21 @@ class ValueScorer:
             return token_values(self._model, batch["token_ids"], batch["attention_mask"])
 
         return per_token(columns, values, self._micro_batch_tokens)
+
+
+@torch.no_grad()
+def take_parameters(
+    model: "PreTrainedModel", tensors: Mapping[str, Tensor], *, model_path: str
+) -> None:
+    """Copy what a trainer has published into a model: parameters, or adapters, merged.
+
+    Raises WeightsError, the model as it was, if they are those of another model.
+    """
+    full = full_weights(
+        tensors, ParameterSet.of(model), model_path=model_path, device=local_device()
+    )
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        parameter.copy_(full[name])
 
 
 def per_token(

@@ -1,7 +1,7 @@
 """The follower's side: buckets in, tensors out, and the version that is held."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -63,10 +63,14 @@ class Loaded:
 class HeldVersion:
     """The version one holder (a generator, a scorer) serves, and a place to wait for a newer one.
 
-    Belongs to one event loop. -1 is no version at all.
+    Belongs to one event loop. -1 is no version at all. What is followed may stand still for some
+    versions: `due` says which one there is at a version of the policy.
     """
 
-    def __init__(self, holder: str, version: int = -1) -> None:
+    def __init__(
+        self, holder: str, version: int = -1, *, due: Callable[[int], int] = lambda version: version
+    ) -> None:
+        self._due = due
         self.holder = holder
         self._version = version
         self._changed = asyncio.Event()
@@ -87,13 +91,13 @@ class HeldVersion:
         changed.set()
 
     async def at_least(self, version: int, timeout_s: float) -> int:
-        """Wait until `version` or a newer one is held, and say which one is.
+        """Wait until what is due at `version`, or a newer one, is held, and say which one is.
 
         Raises DeadlineError if there is no newer one for `timeout_s` seconds: a resumed run may
         have many versions to go through.
         """
         try:
-            while self._version < version:
+            while self._version < self._due(version):
                 async with asyncio.timeout(timeout_s):
                     await self._changed.wait()
         except TimeoutError as error:
