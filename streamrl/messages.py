@@ -82,7 +82,10 @@ def column_spec(name: str) -> ColumnSpec:
 
 
 class FinishReason(Enum):
-    """Why a rollout ended; the value is its code in the `finish_reason` column."""
+    """Why a rollout ended; the value is its code in the `finish_reason` column.
+
+    ABORT is of one that has not ended: it was broken off, and can go on.
+    """
 
     STOP = 0
     LENGTH = 1
@@ -152,8 +155,8 @@ class Rollout:
         arrays = (self.loss_mask, self.generator_logprobs, self.policy_version)
         if any(array.shape != self.token_ids.shape for array in arrays):
             raise ValueError(f"rollout arrays differ in length: {[a.shape for a in arrays]}")
-        if not self.loss_mask.any():
-            raise ValueError("a rollout needs at least one token sampled by the policy")
+        if not self.loss_mask.any() and self.finish_reason is not FinishReason.ABORT:
+            raise ValueError("a rollout that ended needs at least one token the policy sampled")
         if (self.policy_version[self.loss_mask] < 0).any():
             raise ValueError("a sampled token has no policy_version")
 
@@ -181,6 +184,8 @@ class Rollout:
     @property
     def completion_ids(self) -> Array:
         """What follows the initial prompt, int32 [C]: the policy's turns and what is between."""
+        if not self.loss_mask.any():
+            return self.token_ids[:0]
         return self.token_ids[int(np.argmax(self.loss_mask)) :]
 
 

@@ -2,25 +2,28 @@
 
 One engine lives in the calling process, stepped by a thread of its own (`vllm_thread`); this is its
 asyncio front. New weights are applied between two steps while rollouts run on: what was sampled
-keeps its version, and what comes next is computed by the new weights from the prompt's first token
-on.
+keeps its version, and what comes next is sampled by the new weights. What the engine knows of the
+tokens before is computed anew by the new weights, unless it keeps it; or the rollouts are ended
+first, if it drains.
 """
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
 
+from streamrl.engines.begun import all_begun, continuation_seed, ended, room, unsampled
 from streamrl.engines.forward import local_device
 from streamrl.engines.generator_config import GeneratorConfig, generation_env
 from streamrl.engines.pending import PendingCalls, PendingGroup
-from streamrl.engines.vllm_engine import EngineSpec, SampleRequest
+from streamrl.engines.vllm_engine import Draw, EngineSpec, Sampled, SampleRequest
 from streamrl.engines.vllm_thread import EngineThread
 from streamrl.errors import ConfigError, DeadlineError, GenerationError, WeightsError
 from streamrl.messages import Array, Rollout
-from streamrl.weights import full_weights
+from streamrl.weights import Loaded, full_weights
 
-__all__ = ["GenerationEngine", "GeneratorConfig", "generation_env"]
+__all__ = ["GenerationEngine", "GeneratorConfig", "Loaded", "generation_env"]
 
 #: An idle engine shuts down in a second; a step may be under way.
 CLOSE_TIMEOUT_S = 60.0
@@ -45,15 +48,23 @@ class GenerationEngine:
 
     @classmethod
     async def start(
-        cls, model_path: str, config: GeneratorConfig, *, seed: int, max_length: int
+        cls,
+        model_path: str,
+        config: GeneratorConfig,
+        *,
+        seed: int,
+        max_length: int,
+        drains: bool = False,
+        keeps_kv: bool = False,
     ) -> "GenerationEngine":
         """Build the engine of a model directory in this process, which needs `generation_env`.
 
         `max_length` bounds prompt and completion together, in tokens; `seed` is the engine's own
-        (each rollout has one besides). Takes seconds. Raises ConfigError if vLLM refuses the
+        (each rollout has one besides); `drains` and `keeps_kv` say what becomes of rollouts when
+        new weights come, see `load_weights`. Takes seconds. Raises ConfigError if vLLM refuses the
         settings, DeadlineError after `start_timeout_s`, GenerationError if the engine dies.
         """
-        engine = cls(EngineSpec(model_path, config, seed, max_length))
+        engine = cls(EngineSpec(model_path, config, seed, max_length, drains, keeps_kv))
         engine._thread.start()
         try:
             async with asyncio.timeout(config.start_timeout_s):
@@ -84,6 +95,8 @@ class GenerationEngine:
         seeds: Sequence[int],
         temperature: float | None = None,
         max_new_tokens: int | None = None,
+        name: str = "",
+        begun: Sequence[Rollout] = (),
     ) -> list[Rollout]:
         """One rollout of a prompt, int32 [P], for each seed, in the seeds' order.
 
@@ -93,45 +106,114 @@ class GenerationEngine:
         those of temperature 1. A rollout ends with the model's end-of-sequence token, which is part
         of it, or for length.
 
+        `begun` is what there is already of the rollout of each seed, if anything is: one that is
+        finished is returned as it is, the others go on where they were broken off, keep what they
+        have and are as long as they would have been. What they go on with is drawn with
+        `continuation_seed`, not as it would have been without the break. Calls with a `name` are
+        those that `progress` tells of.
+
         Raises ConfigError for a prompt or setting the model cannot take, WeightsError before the
         first version, DeadlineError after `request_timeout_s` and GenerationError if the engine
         dies.
         """
-        self._check_request(prompt_ids, seeds)
+        self._check_tokens(prompt_ids)
+        _check_seeds(seeds)
         config = self._spec.config
-        request = SampleRequest(
-            number=self._num_requests,
-            prompt_ids=prompt_ids.tolist(),
-            seeds=tuple(int(seed) for seed in seeds),
-            temperature=config.temperature if temperature is None else temperature,
-            max_new_tokens=config.max_new_tokens if max_new_tokens is None else max_new_tokens,
+        limit = config.max_new_tokens if max_new_tokens is None else max_new_tokens
+        found = all_begun(prompt_ids, begun, num_rollouts=len(seeds))
+        rooms = [
+            room(
+                r,
+                num_prompt=len(prompt_ids),
+                max_new_tokens=limit,
+                max_length=self._spec.max_length,
+            )
+            for r in found
+        ]
+        found = [r if room else ended(r) for r, room in zip(found, rooms, strict=True)]
+        draws = tuple(
+            _draw(index, rollout, rooms[index], int(seeds[index]), len(prompt_ids))
+            for index, rollout in enumerate(found)
+            if rooms[index]
         )
-        self._num_requests += 1
-        group = self._calls.groups[request.number] = PendingGroup(len(seeds))
-        self._send(request)
-        try:
-            async with asyncio.timeout(config.request_timeout_s):
-                return await group.done
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"generate: {len(group.missing)} of {len(seeds)} rollouts of a prompt of "
-                f"{len(prompt_ids)} tokens were not finished within {config.request_timeout_s:g} s;"
-                f" the engine holds version {self.version} and has {self.num_running} to do"
-            ) from error
-        finally:
-            self._forget(request.number)
+        group = PendingGroup(name, found, [draw.index for draw in draws])
+        if draws:
+            heat = config.temperature if temperature is None else temperature
+            await self._sample(SampleRequest(self._next_number(), draws, heat), group)
+        return group.rollouts()
 
-    async def load_weights(self, tensors: Mapping[str, torch.Tensor | Array], version: int) -> None:
+    async def progress(self) -> dict[str, list[Rollout]]:
+        """What there is of the rollouts of every named call under way, in the order of its seeds.
+
+        Those that are finished are whole; the others end with FinishReason.ABORT, some after the
+        prompt. All of them are as they were between two steps. Of two calls of one name it tells
+        of the later. Raises GenerationError if the engine dies and DeadlineError after
+        `request_timeout_s`.
+        """
+        self._calls.check_alive()
+        groups = {number: group for number, group in self._calls.groups.items() if group.name}
+        call = self._next_number()
+        asked = self._calls.progress[call] = asyncio.get_running_loop().create_future()
+        self._flush()
+        self._thread.ask_begun(call, groups.keys())
+        try:
+            async with asyncio.timeout(self._spec.config.request_timeout_s):
+                batch = await asked
+        except TimeoutError as error:
+            raise DeadlineError("progress: the engine did not end a step in time") from error
+        finally:
+            del self._calls.progress[call]
+        running: dict[int, dict[int, Sampled]] = {number: {} for number in groups}
+        for sampled in batch:
+            running[sampled.number][sampled.index] = sampled
+        return {group.name: group.rollouts(running[n]) for n, group in groups.items()}
+
+    async def probe(self, sequences: Sequence[Array]) -> tuple[int, list[Array]]:
+        """The version that is served and what it makes of these sequences, int32 [T] each.
+
+        That is the logprob of each token at temperature 1, float32 [T]; 0 for the first, which
+        nothing comes before. Nothing is drawn from a cache. Raises as `generate` does; a sequence
+        must be one token shorter than the maximum length.
+        """
+        for sequence in sequences:
+            self._check_tokens(sequence)
+        while True:
+            held = self.version
+            logprobs = [np.zeros(len(sequence), np.float32) for sequence in sequences]
+            draws = tuple(
+                Draw(index, sequence.tolist(), 0, max_new_tokens=1)
+                for index, sequence in enumerate(sequences)
+            )
+            if not draws:
+                return held, logprobs
+            request = SampleRequest(self._next_number(), draws, 0.0, scores_prompt=True)
+            begun = [unsampled(sequence) for sequence in sequences]
+            group = PendingGroup("", begun, range(len(draws)))
+            await self._sample(request, group)
+            for index, sampled in group.sampled.items():
+                logprobs[index][1:] = sampled.prompt_logprobs
+            # If weights came meanwhile, some may be of one version and some of another.
+            if all(sampled.versions == [held] for sampled in group.sampled.values()):
+                return held, logprobs
+
+    async def load_weights(
+        self, tensors: Mapping[str, torch.Tensor | Array], version: int
+    ) -> Loaded:
         """Sample with these parameters from the next token on, and call them `version`.
 
         `tensors` are all parameters by their names in transformers (of tied ones, one is enough),
-        or what a trainer of adapters publishes, to be merged into the model directory's weights;
-        they must stay as they are until this returns. Rollouts run on, and their keys and values
-        are computed anew.
+        or what a trainer of adapters publishes, to be merged into the model directory's weights.
+        They are used where they lie if they can be, and must stay unchanged until a later version
+        is served; they are never written to.
+
+        Rollouts run on. Their keys and values are computed anew by the new weights; an engine that
+        `keeps_kv` goes on with those of the old ones. One that `drains` ends first what it was
+        asked for before, and starts nothing meanwhile.
 
         Raises WeightsError, the engine unharmed, if the version is not newer than the last one or
         a parameter is missing, unknown or of another shape; WeightsError, the engine dead, if vLLM
-        fails half-way; DeadlineError, the engine dead, after `request_timeout_s`.
+        fails half-way; DeadlineError, the engine dead, after `request_timeout_s` (twice that if it
+        drains).
         """
         self._calls.check_alive()
         full = full_weights(
@@ -140,7 +222,7 @@ class GenerationEngine:
             model_path=self._spec.model_path,
             device=local_device(),
         )
-        await self._apply(version, lambda: self._thread.load(full, version))
+        return await self._apply(version, lambda: self._thread.load(full, version))
 
     async def use_checkpoint(self, version: int) -> None:
         """Sample with the weights of the model directory, and call them `version`.
@@ -150,7 +232,7 @@ class GenerationEngine:
         self._calls.check_alive()
         await self._apply(version, lambda: self._thread.use_checkpoint(version))
 
-    async def _apply(self, version: int, send: Callable[[], None]) -> None:
+    async def _apply(self, version: int, send: Callable[[], None]) -> Loaded:
         """Send the thread what makes it serve `version`, and wait until it does."""
         if version <= self._newest:
             raise WeightsError(f"version {version} came after version {self._newest}")
@@ -159,9 +241,11 @@ class GenerationEngine:
         self._flush()
         send()
         timeout_s = self._spec.config.request_timeout_s
+        if self._spec.drains:
+            timeout_s *= 2  # what runs has its own deadline, and is given up when that is over
         try:
             async with asyncio.timeout(timeout_s):
-                await loaded
+                return await loaded
         except GenerationError as error:
             raise WeightsError(f"version {version} was not loaded: {error}") from error
         except TimeoutError as error:
@@ -182,23 +266,42 @@ class GenerationEngine:
         except TimeoutError as error:
             raise DeadlineError(f"vLLM's thread did not end in {CLOSE_TIMEOUT_S:g} s") from error
 
-    def _check_request(self, prompt_ids: Array, seeds: Sequence[int]) -> None:
+    async def _sample(self, request: SampleRequest, group: PendingGroup) -> None:
+        """Have the engine sample a request until the group is done."""
+        self._calls.groups[request.number] = group
+        self._send(request)
+        timeout_s = self._spec.config.request_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                await group.done
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"generate: {len(group.missing)} of {len(request.draws)} rollouts of a prompt of "
+                f"{len(request.draws[0].token_ids)} tokens were not finished within {timeout_s:g} "
+                f"s; the engine holds version {self.version} and has {self.num_running} to do"
+            ) from error
+        finally:
+            self._forget(request.number)
+
+    def _check_tokens(self, token_ids: Array) -> None:
         self._calls.check_alive()
         if self._newest < 0:
             raise WeightsError("the engine holds no version of the weights yet")
-        if not 0 < len(prompt_ids) < self._spec.max_length:
+        if not 0 < len(token_ids) < self._spec.max_length:
             raise ConfigError(
-                f"a prompt of {len(prompt_ids)} tokens: must have at least one and leave room for "
+                f"a prompt of {len(token_ids)} tokens: must have at least one and leave room for "
                 f"another below the maximum length {self._spec.max_length}"
             )
         vocab_size = self._calls.checkpoint.vocab_size
-        if not 0 <= prompt_ids.min() <= prompt_ids.max() < vocab_size:
+        if not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
             raise ConfigError(
-                f"a prompt with token ids {prompt_ids.min()} to {prompt_ids.max()}: the model has "
+                f"a prompt with token ids {token_ids.min()} to {token_ids.max()}: the model has "
                 f"{vocab_size} tokens"
             )
-        if not seeds or not 0 <= min(seeds) <= max(seeds) <= MAX_SEED:
-            raise ValueError(f"seeds={list(seeds)}: needs at least one, all from 0 to {MAX_SEED}")
+
+    def _next_number(self) -> int:
+        self._num_requests += 1
+        return self._num_requests
 
     def _send(self, request: SampleRequest) -> None:
         """Hand over all requests of one turn of the event loop together: they start in one step."""
@@ -217,3 +320,14 @@ class GenerationEngine:
         if missing:
             self._flush()
             self._thread.abort(number, sorted(missing))
+
+
+def _check_seeds(seeds: Sequence[int]) -> None:
+    if not seeds or not 0 <= min(seeds) <= max(seeds) <= MAX_SEED:
+        raise ValueError(f"seeds={list(seeds)}: needs at least one, all from 0 to {MAX_SEED}")
+
+
+def _draw(index: int, rollout: Rollout, num_new: int, seed: int, num_prompt: int) -> Draw:
+    """What is to be sampled of a rollout that has room for `num_new` tokens more."""
+    seed = continuation_seed(seed, len(rollout.token_ids) - num_prompt)
+    return Draw(index, rollout.token_ids.tolist(), seed, num_new)

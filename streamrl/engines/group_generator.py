@@ -8,7 +8,8 @@ from streamrl.dataflow import GENERATE, GREEDY
 from streamrl.engines.forward import VALUE_HEAD
 from streamrl.engines.generation import GenerationEngine
 from streamrl.engines.seeds import rollout_seeds
-from streamrl.messages import Array, Columns, Prompt, Rollout, group_columns
+from streamrl.messages import Array, Columns, Prompt, Rollout, group_columns, group_rollouts
+from streamrl.weights import Loaded
 
 #: Of the likeliest completion, where a seed has no say.
 ANY_SEED = 0
@@ -27,10 +28,30 @@ class GroupGenerator:
         """What it does in each stage of its role."""
         return {GENERATE.stage: self.group, GREEDY.stage: self.greedy}
 
-    async def group(self, prompt: Prompt) -> Columns:
-        """The rollouts of a prompt, on the newest weights the engine holds."""
-        seeds = rollout_seeds(self._run_seed, prompt.uid, self._group_size)
-        return group_columns(await self._engine.generate(prompt.token_ids, seeds=seeds))
+    async def group(self, prompt: Prompt, begun: Columns | None = None) -> Columns:
+        """The rollouts of a prompt, on the newest weights the engine holds.
+
+        `begun` is what there is of them already, as `begun()` gave it, here or elsewhere.
+        """
+        rollouts = await self._engine.generate(
+            prompt.token_ids,
+            seeds=rollout_seeds(self._run_seed, prompt.uid, self._group_size),
+            name=prompt.uid,
+            begun=group_rollouts(begun) if begun is not None else (),
+        )
+        return group_columns(rollouts)
+
+    async def begun(self) -> dict[str, Columns]:
+        """What there is of each group under way, by uid, if any token of it is sampled.
+
+        Its rollouts that are not finished have the finish reason ABORT.
+        """
+        progress = await self._engine.progress()
+        return {
+            uid: group_columns(rollouts)
+            for uid, rollouts in progress.items()
+            if any(rollout.loss_mask.any() for rollout in rollouts)
+        }
 
     async def greedy(self, prompt: Prompt) -> Columns:
         """The prompt's likeliest completion, token by token, on those weights."""
@@ -43,10 +64,17 @@ class GroupGenerator:
         """One rollout per seed at another temperature: what an evaluation asks for."""
         return await self._engine.generate(prompt.token_ids, seeds=seeds, temperature=temperature)
 
-    async def load_weights(self, tensors: Mapping[str, torch.Tensor | Array], version: int) -> None:
+    async def probe(self, sequences: Sequence[Array]) -> Sequence[Array]:
+        """What the weights that are served say of these tokens; see `GenerationEngine.probe`."""
+        _, logprobs = await self._engine.probe(sequences)
+        return logprobs
+
+    async def load_weights(
+        self, tensors: Mapping[str, torch.Tensor | Array], version: int
+    ) -> Loaded:
         """Sample with a new version from the next decode step on.
 
         A value head that is part of the policy's model samples nothing.
         """
         own = {name: value for name, value in tensors.items() if not name.startswith(VALUE_HEAD)}
-        await self._engine.load_weights(own, version)
+        return await self._engine.load_weights(own, version)

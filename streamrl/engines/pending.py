@@ -1,29 +1,53 @@
 """What callers of a generation engine wait for: rollouts, versions, its start and its end."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from streamrl.engines.begun import extended
 from streamrl.engines.vllm_engine import Checkpoint, Sampled
 from streamrl.errors import ConfigError, GenerationError
 from streamrl.messages import Rollout
-from streamrl.weights import ParameterSet
+from streamrl.weights import Loaded, ParameterSet
 
 
 class PendingGroup:
-    """The rollouts of one request, as they come in."""
+    """The rollouts of one request, as they come in; `missing` are the indices of those to come.
 
-    def __init__(self, num_rollouts: int) -> None:
-        self.done: asyncio.Future[list[Rollout]] = asyncio.get_running_loop().create_future()
-        self.missing = set(range(num_rollouts))
-        self._rollouts: dict[int, Rollout] = {}
+    `begun` is what there was of each when the request was made, those included that were finished.
+    """
 
-    def add(self, index: int, rollout: Rollout) -> None:
-        """One has come; the last one makes the group done."""
-        self.missing.discard(index)
-        self._rollouts[index] = rollout
+    def __init__(self, name: str, begun: Sequence[Rollout], missing: Collection[int]) -> None:
+        self.name = name
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.missing = set(missing)
+        self.sampled: dict[int, Sampled] = {}
+        self._begun = begun
+
+    def add(self, sampled: Sampled) -> None:
+        """One is finished; the last one makes the group done."""
+        self.missing.discard(sampled.index)
+        self.sampled[sampled.index] = sampled
         if not self.missing and not self.done.done():
-            self.done.set_result([self._rollouts[i] for i in range(len(self._rollouts))])
+            self.done.set_result(None)
+
+    def rollouts(self, running: Mapping[int, Sampled] | None = None) -> list[Rollout]:
+        """All of them as they are now; `running` is what there is of the missing."""
+        sampled = {**(running or {}), **self.sampled}
+        return [
+            _after(rollout, sampled[index]) if index in sampled else rollout
+            for index, rollout in enumerate(self._begun)
+        ]
+
+
+def _after(rollout: Rollout, sampled: Sampled) -> Rollout:
+    return extended(
+        rollout,
+        sampled.token_ids,
+        logprobs=sampled.logprobs,
+        versions=sampled.versions,
+        finish_reason=sampled.finish_reason,
+    )
 
 
 class PendingCalls:
@@ -35,7 +59,8 @@ class PendingCalls:
         self.version = -1
         self.checkpoint = Checkpoint(ParameterSet({}, ()), 0)
         self.groups: dict[int, PendingGroup] = {}
-        self.loads: dict[int, asyncio.Future[None]] = {}
+        self.loads: dict[int, asyncio.Future[Loaded]] = {}
+        self.progress: dict[int, asyncio.Future[Sequence[Sampled]]] = {}
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.Event()
 
@@ -48,7 +73,7 @@ class PendingCalls:
         for sampled in batch:
             group = self.groups.get(sampled.number)
             if group is not None:
-                group.add(sampled.index, sampled.rollout)
+                group.add(sampled)
 
     def on_refused(self, number: int, reason: str) -> None:
         group = self.groups.get(number)
@@ -56,11 +81,16 @@ class PendingCalls:
             group.missing.clear()
             group.done.set_exception(ConfigError(f"vLLM refuses the request: {reason}"))
 
-    def on_loaded(self, version: int) -> None:
+    def on_loaded(self, version: int, loaded: Loaded) -> None:
         self.version = version
-        loaded = self.loads.get(version)
-        if loaded is not None and not loaded.done():
-            loaded.set_result(None)
+        waiting = self.loads.get(version)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(loaded)
+
+    def on_begun(self, call: int, batch: Sequence[Sampled]) -> None:
+        waiting = self.progress.get(call)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(batch)
 
     def on_ended(self, error: BaseException | None) -> None:
         self.ended.set()
@@ -75,6 +105,7 @@ class PendingCalls:
         """From now on every call raises, the pending ones first; the first reason counts."""
         self._failure = self._failure or reason
         waiting: list[asyncio.Future[Any]] = [self.started, *self.loads.values()]
+        waiting += self.progress.values()
         waiting += [group.done for group in self.groups.values()]
         for future in waiting:
             if not future.done():

@@ -6,19 +6,20 @@ must come from one thread.
 
 import os
 import threading
+import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from streamrl.engines.forward import load_skeleton
 from streamrl.engines.generator_config import GeneratorConfig, engine_arguments
-from streamrl.messages import FinishReason, Rollout
-from streamrl.weights import ParameterSet
+from streamrl.engines.vllm_weights import ServedWeights, plain_linears
+from streamrl.messages import FinishReason
+from streamrl.weights import Loaded, ParameterSet
 
 #: vLLM's LLMEngine.
 Engine = Any
@@ -28,12 +29,18 @@ _PROCESS = threading.Lock()
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What it takes to build an engine; `max_length` is in tokens, prompt and completion."""
+    """What it takes to build an engine; `max_length` is in tokens, prompt and completion.
+
+    When new weights come, what runs is interrupted: its keys and values are computed anew by them,
+    unless it `keeps_kv`. An engine that `drains` lets it run to its end under the old ones first.
+    """
 
     model_path: str
     config: GeneratorConfig
     seed: int
     max_length: int
+    drains: bool = False
+    keeps_kv: bool = False
 
 
 @dataclass(frozen=True)
@@ -45,32 +52,49 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
-class SampleRequest:
-    """A prompt to complete once per seed, under a number that the answers carry."""
+class Draw:
+    """One rollout to sample: what comes before it, and how many tokens at most.
 
-    number: int
-    prompt_ids: list[int]
-    seeds: tuple[int, ...]
-    temperature: float
+    `index` is its place in its request.
+    """
+
+    index: int
+    token_ids: list[int]
+    seed: int
     max_new_tokens: int
 
-    @property
-    def names(self) -> list[str]:
-        """What vLLM calls the rollouts of this request."""
-        return [request_name(self.number, index) for index in range(len(self.seeds))]
+
+@dataclass(frozen=True)
+class SampleRequest:
+    """What is sampled together, under a number that the answers carry.
+
+    With `scores_prompt` the answers bring the logprobs of what comes before, too.
+    """
+
+    number: int
+    draws: tuple[Draw, ...]
+    temperature: float
+    scores_prompt: bool = False
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """The rollout of one seed (by its index) of a request."""
+    """What was sampled of one draw of a request: token ids, with logprob and version each.
+
+    `prompt_logprobs` has one entry for each token before, except the first, if it was asked for.
+    """
 
     number: int
     index: int
-    rollout: Rollout
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    versions: Sequence[int]
+    finish_reason: FinishReason
+    prompt_logprobs: Sequence[float] = ()
 
 
 def request_name(number: int, index: int) -> str:
-    """What vLLM calls one rollout of a request."""
+    """What vLLM calls one draw of a request."""
     return f"{number}:{index}"
 
 
@@ -111,19 +135,26 @@ def build_engine(spec: EngineSpec) -> Engine:
         max_length=spec.max_length,
         on_cpu=current_platform.is_cpu(),
     )
-    return LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
+    with plain_linears() if current_platform.is_cpu() else nullcontext():
+        return LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
 
 
 def add_request(engine: Engine, request: SampleRequest) -> str | None:
-    """Queue the rollouts of a request; if vLLM refuses one, queue none and return the reason."""
+    """Queue the draws of a request; if vLLM refuses one, queue none and return the reason."""
     from vllm.exceptions import VLLMClientError
 
+    salt = _cache_salt(engine)
     try:
-        for name, seed in zip(request.names, request.seeds, strict=True):
-            prompt = {"type": "token", "prompt_token_ids": list(request.prompt_ids)}
-            engine.add_request(name, prompt, _sampling_params(request, seed))
+        for draw in request.draws:
+            prompt = {
+                "type": "token",
+                "prompt_token_ids": list(draw.token_ids),
+                "cache_salt": salt,
+            }
+            name = request_name(request.number, draw.index)
+            engine.add_request(name, prompt, _sampling_params(request, draw))
     except (VLLMClientError, ValueError) as error:
-        engine.abort_request(request.names)
+        engine.abort_request([request_name(request.number, draw.index) for draw in request.draws])
         return str(error)
     return None
 
@@ -133,16 +164,43 @@ def step(engine: Engine) -> list[Sampled]:
     return [_sampled(output) for output in engine.step() if output.finished]
 
 
-def load_weights(engine: Engine, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+def begun(engine: Engine, numbers: Collection[int]) -> list[Sampled]:
+    """What is sampled so far of the unfinished draws of some requests, if anything is."""
+    from vllm.v1.engine import FinishReason as VllmFinishReason
+
+    # Read where vLLM keeps them: to have every step tell would cost at every step.
+    outputs = [
+        state.make_request_output([], None, VllmFinishReason.ABORT, None)
+        for state in _begun_states(engine)
+        if int(state.external_req_id.split(":")[0]) in numbers
+    ]
+    return [_sampled(output) for output in outputs]
+
+
+def load_weights(
+    engine: Engine,
+    weights: ServedWeights,
+    tensors: Mapping[str, torch.Tensor],
+    version: int,
+    *,
+    keeps_kv: bool,
+) -> Loaded:
     """Put a full set of parameters into the model, going through it once, between two steps.
 
     If this raises, the model is half old and half new.
     """
-    engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(tensors.items())})
-    # Running rollouts go back to the queue and are prefilled anew: no key or value of the old
-    # weights is left, neither theirs nor a cached prefix.
-    engine.reset_prefix_cache(reset_running_requests=True)
+    began = time.monotonic()
+    interrupted = len(_begun_states(engine))
+    copied_bytes = weights.put(tensors)
     label_weights(engine, version)
+    if keeps_kv:
+        # The cache cannot be emptied while rollouts run; who starts now must not find it.
+        _salt_waiting(engine)
+    else:
+        # Running rollouts go back to the queue and are prefilled anew: no key or value of the old
+        # weights is left, neither theirs nor a cached prefix.
+        engine.reset_prefix_cache(reset_running_requests=True)
+    return Loaded(time.monotonic() - began, interrupted, copied_bytes)
 
 
 def label_weights(engine: Engine, version: int) -> None:
@@ -158,15 +216,41 @@ def shut_down(engine: Engine) -> None:
     cleanup_dist_env_and_memory()
 
 
-def _sampling_params(request: SampleRequest, seed: int) -> Any:
+def _cache_salt(engine: Engine) -> str:
+    """Prefixes are shared only among those who have the same: one for each version."""
+    return f"version {engine.engine_core.get_weight_version()}"
+
+
+def _salt_waiting(engine: Engine) -> None:
+    """Those who wait and have no token yet look for prefixes of the version served now.
+
+    They were added under an older one, whose prefixes may still be in the cache.
+    """
+    salt = _cache_salt(engine)
+    for request in engine.engine_core.engine_core.scheduler.waiting:
+        if request.num_output_tokens == 0:
+            request.cache_salt = salt
+            request.block_hashes.clear()
+            request.update_block_hashes()
+
+
+def _begun_states(engine: Engine) -> list[Any]:
+    """What vLLM keeps of each request that has a token and is not finished."""
+    states = engine.output_processor.request_states.values()
+    return [state for state in states if state.detokenizer.num_output_tokens()]
+
+
+def _sampling_params(request: SampleRequest, draw: Draw) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        seed=seed,
+        seed=draw.seed,
         temperature=request.temperature,
-        max_tokens=request.max_new_tokens,
+        max_tokens=draw.max_new_tokens,
         logprobs=0,
+        # With it, vLLM reads no cached prefix: there would be no logprobs of it.
+        prompt_logprobs=0 if request.scores_prompt else None,
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
@@ -176,17 +260,19 @@ def _sampling_params(request: SampleRequest, seed: int) -> Any:
 
 
 def _sampled(output: Any) -> Sampled:
-    """One finished RequestOutput as what it is to us."""
+    """One RequestOutput, which may be unfinished, as what it is to us."""
     completion = output.outputs[0]
     number, index = output.request_id.split(":")
     versions: list[int] = []
     for span in completion.weight_versions:
         versions += [int(span.version)] * (span.end - span.start)
-    rollout = Rollout.single_turn(
-        np.asarray(output.prompt_token_ids, np.int32),
-        completion.token_ids,
-        logprobs=completion.logprobs.logprobs,
+    return Sampled(
+        number=int(number),
+        index=int(index),
+        # Lists that vLLM goes on to fill.
+        token_ids=tuple(completion.token_ids),
+        logprobs=tuple(completion.logprobs.logprobs),
         versions=versions,
         finish_reason=FinishReason[completion.finish_reason.upper()],
+        prompt_logprobs=output.prompt_logprobs.logprobs if output.prompt_logprobs else (),
     )
-    return Sampled(int(number), int(index), rollout)

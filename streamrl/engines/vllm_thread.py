@@ -9,15 +9,33 @@ import asyncio
 import queue
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from streamrl.engines import vllm_engine
-from streamrl.engines.vllm_engine import Checkpoint, Engine, EngineSpec, Sampled, SampleRequest
+from streamrl.engines.vllm_engine import (
+    Checkpoint,
+    Engine,
+    EngineSpec,
+    Sampled,
+    SampleRequest,
+)
+from streamrl.engines.vllm_weights import ServedWeights
+from streamrl.weights import Loaded
 
 Command = Callable[[Engine], None]
+
+
+@dataclass(frozen=True)
+class NewWeights:
+    """A full set of parameters and the version it is."""
+
+    tensors: Mapping[str, torch.Tensor]
+    version: int
 
 
 class EngineListener(Protocol):
@@ -32,8 +50,11 @@ class EngineListener(Protocol):
     def on_refused(self, number: int, reason: str) -> None:
         """A request vLLM would not take; nothing of it runs."""
 
-    def on_loaded(self, version: int) -> None:
+    def on_loaded(self, version: int, loaded: Loaded) -> None:
         """From the next token on, tokens are sampled by this version."""
+
+    def on_begun(self, call: int, batch: Sequence[Sampled]) -> None:
+        """What was asked for under this number: the begun rollouts of some requests."""
 
     def on_ended(self, error: BaseException | None) -> None:
         """The thread is over: it was stopped, or this error killed it."""
@@ -47,6 +68,8 @@ class EngineThread:
         self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
+        #: Weights that wait for the engine to be drained, and what came after them.
+        self._held: deque[NewWeights | SampleRequest] = deque()
         # A daemon, so that a stuck step cannot keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="vllm-engine", daemon=True)
 
@@ -56,16 +79,28 @@ class EngineThread:
 
     def sample(self, requests: Sequence[SampleRequest]) -> None:
         """Take up these requests before the next step."""
-        self._commands.put(lambda engine: self._add(engine, requests))
+        self._commands.put(lambda engine: self._add_or_hold(engine, requests))
 
     def abort(self, number: int, indices: Sequence[int]) -> None:
-        """Give up these rollouts of a request; nothing is heard of them."""
+        """Give up these draws of a request; nothing is heard of them."""
         names = [vllm_engine.request_name(number, index) for index in indices]
-        self._commands.put(lambda engine: engine.abort_request(names))
+        self._commands.put(lambda engine: self._abort(engine, number, names))
 
     def load(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        """Put a full set of parameters into the model before the next step, as `version`."""
-        self._commands.put(lambda engine: self._load(engine, tensors, version))
+        """Put a full set of parameters into the model before the next step, as `version`.
+
+        An engine that drains does so when what was added before is finished.
+        """
+        weights = NewWeights(tensors, version)
+        self._commands.put(lambda engine: self._load_or_hold(engine, weights))
+
+    def ask_begun(self, call: int, numbers: Collection[int]) -> None:
+        """Say before the next step what there is of these requests, under the number `call`."""
+        self._commands.put(
+            lambda engine: self._post(
+                self._listener.on_begun, call, vllm_engine.begun(engine, numbers)
+            )
+        )
 
     def use_checkpoint(self, version: int) -> None:
         """Call the weights the engine was built with `version`."""
@@ -80,6 +115,7 @@ class EngineThread:
             with vllm_engine.only_engine_of_the_process():
                 checkpoint = vllm_engine.read_checkpoint(self._spec.model_path)
                 engine = vllm_engine.build_engine(self._spec)
+                self._weights = ServedWeights(engine, checkpoint.parameters, self._spec.model_path)
                 self._post(self._listener.on_started, checkpoint)
                 self._serve(engine)
                 vllm_engine.shut_down(engine)
@@ -100,6 +136,7 @@ class EngineThread:
                 batch = vllm_engine.step(engine)
                 if batch:
                     self._post(self._listener.on_sampled, batch)
+                self._release(engine)
 
     def _take(self, *, wait: bool) -> list[Command | None]:
         """All commands that came since; at least one if the engine has nothing to do."""
@@ -110,16 +147,55 @@ class EngineThread:
         except queue.Empty:
             return commands
 
-    def _add(self, engine: Engine, requests: Sequence[SampleRequest]) -> None:
+    def _add_or_hold(self, engine: Engine, requests: Sequence[SampleRequest]) -> None:
         for request in requests:
-            reason = vllm_engine.add_request(engine, request)
-            if reason is not None:
-                self._post(self._listener.on_refused, request.number, reason)
+            if self._held:
+                self._held.append(request)
+            else:
+                self._add(engine, request)
 
-    def _load(self, engine: Engine, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        vllm_engine.load_weights(engine, tensors, version)
-        self._post(self._listener.on_loaded, version)
+    def _load_or_hold(self, engine: Engine, weights: NewWeights) -> None:
+        if self._spec.drains and (self._held or engine.has_unfinished_requests()):
+            self._held.append(weights)
+        else:
+            self._load(engine, weights)
+
+    def _release(self, engine: Engine) -> None:
+        """If the engine is drained, load what it was drained for, and go on with what waits."""
+        if not self._held or engine.has_unfinished_requests():
+            return
+        while self._held:
+            match self._held[0]:
+                case NewWeights() as weights if not engine.has_unfinished_requests():
+                    self._load(engine, weights)
+                case SampleRequest() as request:
+                    self._add(engine, request)
+                case _:
+                    return
+            self._held.popleft()
+
+    def _add(self, engine: Engine, request: SampleRequest) -> None:
+        reason = vllm_engine.add_request(engine, request)
+        if reason is not None:
+            self._post(self._listener.on_refused, request.number, reason)
+
+    def _abort(self, engine: Engine, number: int, names: Sequence[str]) -> None:
+        engine.abort_request(list(names))
+        self._held = deque(
+            held for held in self._held if isinstance(held, NewWeights) or held.number != number
+        )
+        self._release(engine)
+
+    def _load(self, engine: Engine, weights: NewWeights) -> None:
+        loaded = vllm_engine.load_weights(
+            engine,
+            self._weights,
+            weights.tensors,
+            weights.version,
+            keeps_kv=self._spec.keeps_kv,
+        )
+        self._post(self._listener.on_loaded, weights.version, loaded)
 
     def _label(self, engine: Engine, version: int) -> None:
         vllm_engine.label_weights(engine, version)
-        self._post(self._listener.on_loaded, version)
+        self._post(self._listener.on_loaded, version, Loaded(0.0, 0, 0))

@@ -6,7 +6,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from streamrl.messages import Array, Rollout
 
@@ -31,12 +36,17 @@ def tiny_model(*, tied: bool, seed: int) -> Qwen2ForCausalLM:
         pad_token_id=0,
     )
     model = Qwen2ForCausalLM(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(0.15 * noise + (1 if name.endswith("norm.weight") else 0))
+    fill(model, seed=seed)
     return model.eval()
+
+
+@torch.no_grad()
+def fill(model: PreTrainedModel, *, seed: int) -> None:
+    """Give a model weights that follow from the seed and say something."""
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(0.15 * noise + (1 if name.endswith("norm.weight") else 0))
 
 
 def endless_model(*, seed: int) -> Qwen2ForCausalLM:
@@ -52,20 +62,26 @@ def endless_model(*, seed: int) -> Qwen2ForCausalLM:
     return model
 
 
-def save(model: Qwen2ForCausalLM, folder: Path) -> str:
-    """Write the model and a tokenizer of words t0 to t63; the folder as vLLM wants it."""
+def save(model: PreTrainedModel, folder: Path, *, ends: bool = True) -> str:
+    """Write the model and a tokenizer of words t0 to t63; the folder as vLLM wants it.
+
+    Unless it `ends`, no token ends a completion.
+    """
     model.save_pretrained(folder)
     words = {f"t{i}": i for i in range(VOCABULARY)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t3"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=f"t{EOS}", bos_token="t1", pad_token="t0"
+        tokenizer_object=tokenizer,
+        eos_token=f"t{EOS}" if ends else None,
+        bos_token="t1",
+        pad_token="t0",
     )
     fast.save_pretrained(folder)
     return str(folder)
 
 
-def weights_of(model: Qwen2ForCausalLM) -> dict[str, torch.Tensor]:
+def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """All parameters, each once: a tied lm_head goes by the name of the embedding."""
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
@@ -77,7 +93,7 @@ def prompt(*token_ids: int) -> Array:
 
 @torch.no_grad()
 def forward_logprobs(
-    model: Qwen2ForCausalLM, rollout: Rollout, *, temperature: float = 1.0
+    model: PreTrainedModel, rollout: Rollout, *, temperature: float = 1.0
 ) -> Array:
     """Logprob of each token of a rollout under the model, [T]; 0 where the policy wrote none."""
     token_ids = torch.from_numpy(rollout.token_ids).long()
@@ -88,7 +104,7 @@ def forward_logprobs(
 
 def worst_error(
     rollouts: Sequence[Rollout],
-    models_by_version: Mapping[int, Qwen2ForCausalLM],
+    models_by_version: Mapping[int, PreTrainedModel],
     *,
     temperature: float = 1.0,
 ) -> float:

@@ -1,0 +1,244 @@
+"""The weights of a vLLM model that serves: how new ones take the place of old ones.
+
+vLLM's own `reload_weights` reads every tensor, copies it and, on a CPU, packs each linear layer
+anew. Where the parameters of vLLM's model are those of the checkpoint, laid end to end (q, k and v
+are one parameter there, gate and up another), none of this is needed: a parameter becomes a view of
+the tensors it was given, or, where they do not lie next to each other, a copy of them. Whether that
+is so is not taken on trust but tried once, on the weights vLLM itself has read from the model
+directory. Every other model (quantised, on a GPU, of several ranks) goes through `reload_weights`.
+
+On a CPU the engine is built without packing, and its large linear layers multiply with oneDNN's
+plain kernel: nearly as fast as the packed one, which would need a second copy of every weight.
+"""
+
+import ctypes
+import functools
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from streamrl.errors import WeightsError
+from streamrl.weights import ParameterSet
+from streamrl.weights.adapters import stored_weights
+
+#: vLLM's LLMEngine.
+Engine = Any
+
+#: Below this many elements of a weight torch's own product is as fast: oneDNN takes some 30 us to
+#: make up its mind.
+LEAST_FOR_ONEDNN = 2**19
+
+
+@contextmanager
+def plain_linears() -> Iterator[None]:
+    """A model that vLLM builds or reloads in here keeps its linear weights as they are."""
+    from vllm import _custom_ops
+    from vllm.model_executor.layers import utils as layers
+
+    supports_onednn = _custom_ops._supports_onednn
+    check_cpu_sgl_kernel = layers.check_cpu_sgl_kernel
+    _custom_ops._supports_onednn = False
+    layers.check_cpu_sgl_kernel = lambda n, k, dtype: False
+    try:
+        yield
+    finally:
+        _custom_ops._supports_onednn = supports_onednn
+        layers.check_cpu_sgl_kernel = check_cpu_sgl_kernel
+
+
+def use_onednn(model: torch.nn.Module) -> None:
+    """Let the large linear layers of a model with plain weights multiply with oneDNN."""
+    for module in model.modules():
+        if "cpu_linear" in vars(module):
+            weight = module.get_parameter("weight")
+            if weight.numel() >= LEAST_FOR_ONEDNN and _onednn_takes(weight.dtype):
+                vars(module)["cpu_linear"] = onednn_linear
+
+
+def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """x [..., in] times weight [out, in] transposed, plus bias [out]."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+@functools.cache
+def _onednn_takes(dtype: torch.dtype) -> bool:
+    """Whether this build of oneDNN has a kernel for a type; many have none for float16."""
+    try:
+        onednn_linear(torch.zeros(1, 8, dtype=dtype), torch.zeros(8, 8, dtype=dtype))
+    except RuntimeError:
+        return False
+    return True
+
+
+class ServedWeights:
+    """The parameters of an engine's model; belongs to the engine's thread."""
+
+    def __init__(self, engine: Engine, parameters: ParameterSet, model_path: str) -> None:
+        """Find out whether the model's parameters are those of the checkpoint.
+
+        `parameters` and `model_path` are of the directory the engine was built from.
+        """
+        self._engine = engine
+        self._model = _model_of(engine)
+        self._on_cpu = all(p.device.type == "cpu" for p in self._model.parameters())
+        self._bound: list[BoundParameter] = []
+        if self._on_cpu:
+            use_onednn(self._model)
+        if self._on_cpu and _is_one_plain_rank(engine):
+            self._bound = bind(self._model, parameters, model_path)
+
+    def put(self, tensors: Mapping[str, Tensor]) -> int:
+        """Serve a full set of parameters, each asked for once; the bytes that were copied.
+
+        What was not copied is used where it lies, and only read: it must stay unchanged until the
+        next set is put. If this raises, the model is half old and half new.
+        """
+        if not self._bound:
+            return self._reload(tensors)
+        return sum(bound.put([tensors[name] for name in bound.names]) for bound in self._bound)
+
+    def _reload(self, tensors: Mapping[str, Tensor]) -> int:
+        num_bytes = 0
+
+        def counted() -> Iterator[tuple[str, Tensor]]:
+            nonlocal num_bytes
+            for name, tensor in tensors.items():
+                num_bytes += tensor.nbytes
+                yield name, tensor
+
+        if not self._on_cpu:
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": counted()})
+            return num_bytes
+        with plain_linears():
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": counted()})
+        use_onednn(self._model)
+        return num_bytes
+
+
+class BoundParameter:
+    """A parameter of vLLM's model and the tensors that make it up, one after the other."""
+
+    def __init__(self, parameter: torch.nn.Parameter, names: tuple[str, ...]) -> None:
+        self.names = names
+        self._parameter = parameter
+        #: What may be written into; nobody else has it. None while the parameter is a view.
+        self._own: Tensor | None = parameter.data
+        #: What a view looks at: memory lives as long as one of its tensors.
+        self._viewed: Sequence[Tensor] = ()
+
+    def fits(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
+        """Whether tensors of these shapes, by name, make up the parameter.
+
+        vLLM pads the rows of embeddings and heads.
+        """
+        if any(name not in shapes for name in self.names):
+            return False
+        rows, *rest = self._parameter.shape
+        parts = [shapes[name] for name in self.names]
+        num_rows = sum(part[0] for part in parts)
+        padded = len(parts) == 1 and num_rows < rows and len(rest) == 1
+        return (num_rows == rows or padded) and all(list(part[1:]) == rest for part in parts)
+
+    def holds(self, parts: Sequence[Tensor]) -> bool:
+        """Whether these are its values now, to the last bit of its own type."""
+        start = 0
+        for part in parts:
+            rows = self._parameter.data[start : start + len(part)]
+            if not torch.equal(rows, part.to(rows.dtype)):
+                return False
+            start += len(part)
+        return True
+
+    def put(self, parts: Sequence[Tensor]) -> int:
+        """Take these values, as a view if that can be; the bytes that were copied."""
+        parts = [part.detach() for part in parts]
+        block = one_block(parts, self._parameter)
+        if block is not None:
+            self._parameter.data, self._own, self._viewed = block, None, parts
+            return 0
+        if self._own is None:
+            self._own = torch.zeros_like(self._parameter)
+        start = num_bytes = 0
+        for part in parts:
+            rows = self._own[start : start + len(part)]
+            rows.copy_(part)
+            start += len(part)
+            num_bytes += rows.nbytes
+        self._parameter.data, self._viewed = self._own, ()
+        return num_bytes
+
+
+def bind(model: torch.nn.Module, parameters: ParameterSet, model_path: str) -> list[BoundParameter]:
+    """Every parameter of vLLM's model with its names in the checkpoint; none if they do not fit.
+
+    vLLM has just read the model from `model_path`: if the tensors there, laid end to end, are
+    what its parameters hold, so they will be for every later version.
+    """
+    # Only models that take adapters or quantisation say what they merge.
+    merged: Any = model.packed_modules_mapping if hasattr(model, "packed_modules_mapping") else {}
+    bound = [
+        BoundParameter(parameter, source_names(name, merged))
+        for name, parameter in model.named_parameters()
+    ]
+    used = {name for each in bound for name in each.names}
+    tied = {name for names in parameters.tied if names & used for name in names}
+    if parameters.shapes.keys() != used | tied:
+        return []
+    if not all(each.fits(parameters.shapes) for each in bound):
+        return []
+    stored = stored_weights(model_path)
+    known = {name: tensor for name, tensor in stored.items() if name in parameters.shapes}
+    try:
+        full = parameters.complete(known)
+    except WeightsError:
+        return []
+    if not all(each.holds([full[name] for name in each.names]) for each in bound):
+        return []
+    return bound
+
+
+def source_names(name: str, merged: Mapping[str, Sequence[str]]) -> tuple[str, ...]:
+    """The checkpoint's names of what one parameter of vLLM is made of, in order.
+
+    `merged` says which modules of the checkpoint a module of vLLM takes together.
+    """
+    path, _, kind = name.rpartition(".")
+    parent, _, module = path.rpartition(".")
+    if module not in merged:
+        return (name,)
+    return tuple(f"{parent}.{source}.{kind}" for source in merged[module])
+
+
+def one_block(parts: Sequence[Tensor], like: Tensor) -> Tensor | None:
+    """The tensors as one, of the shape of `like`, without a copy, if their bytes allow it.
+
+    They do if the tensors follow each other in memory and have the type and place of `like`. The
+    result does not keep that memory alive.
+    """
+    if sum(len(part) for part in parts) != len(like):
+        return None
+    if any(part.dtype != like.dtype or part.device != like.device for part in parts):
+        return None
+    if not all(part.is_contiguous() for part in parts):
+        return None
+    if any(a.data_ptr() + a.nbytes != b.data_ptr() for a, b in itertools.pairwise(parts)):
+        return None
+    if len(parts) == 1:
+        return parts[0]
+    # Not by strides: the parts of one bucket may each have a storage of its own.
+    num_bytes = sum(part.nbytes for part in parts)
+    memory = (ctypes.c_byte * num_bytes).from_address(parts[0].data_ptr())
+    return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
+
+
+def _model_of(engine: Engine) -> torch.nn.Module:
+    return engine.model_executor.driver_worker.worker.model_runner.get_model()
+
+
+def _is_one_plain_rank(engine: Engine) -> bool:
+    parallel = engine.vllm_config.parallel_config
+    return parallel.world_size == 1 and engine.model_config.quantization is None

@@ -1,0 +1,114 @@
+"""An engine under test with a log of its own: which request got a token under which weights."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from streamrl.engines import vllm_engine
+from streamrl.engines.generation import GenerationEngine, GeneratorConfig, Loaded, generation_env
+from streamrl.messages import Rollout
+from tests.engines.tiny_qwen import MAX_LENGTH, weights_of
+
+
+class StepLog:
+    """Written by the engine's thread: per request, a fingerprint of the weights of each token.
+
+    The fingerprint is read from the model itself at each step, not from what vLLM says is loaded.
+    """
+
+    def __init__(self) -> None:
+        self.tokens: dict[str, list[float]] = defaultdict(list)
+        self.num_steps = 0
+
+    def watched(self, build: Callable[..., Any]) -> Callable[..., Any]:
+        """`build_engine`, with the log tied to the engine it builds."""
+
+        def build_watched(spec: vllm_engine.EngineSpec) -> Any:
+            engine = build(spec)
+            runner = engine.model_executor.driver_worker.worker.model_runner
+            core = engine.engine_core
+            get_output = core.get_output
+
+            def logged() -> Any:
+                print_now = fingerprint_of(runner.get_model())
+                outputs = get_output()
+                self.num_steps += 1
+                for output in outputs.outputs:
+                    name = output.request_id.split("-")[0]
+                    self.tokens[name] += [print_now] * len(output.new_token_ids)
+                return outputs
+
+            core.get_output = logged
+            return engine
+
+        return build_watched
+
+
+def fingerprint_of(model: torch.nn.Module) -> float:
+    """A number that tells the models of different seeds apart."""
+    return float(model.get_parameter("model.norm.weight").detach()[1])
+
+
+@dataclass
+class Flight:
+    """An engine, its log and the model of every version it was given."""
+
+    engine: GenerationEngine
+    policy: str
+    log: StepLog
+    models: dict[int, PreTrainedModel] = field(default_factory=dict)
+
+    async def load(self, model: PreTrainedModel) -> Loaded:
+        """Load the model as the next version."""
+        version = max(self.models, default=-1) + 1
+        self.models[version] = model
+        return await self.engine.load_weights(weights_of(model), version)
+
+    async def steps(self, num: int) -> None:
+        """Wait until the engine has made so many steps more."""
+        wanted = self.log.num_steps + num
+        async with asyncio.timeout(60):
+            while self.log.num_steps < wanted:
+                await asyncio.sleep(0.001)
+
+    def logged_versions(self, number: int, num_rollouts: int) -> list[list[int]]:
+        """By the log, the versions of the tokens of each rollout of a request."""
+        versions = {fingerprint_of(model): version for version, model in self.models.items()}
+        names = [f"{number}:{index}" for index in range(num_rollouts)]
+        return [[versions[seen] for seen in self.log.tokens[name]] for name in names]
+
+
+def sampled_versions(rollouts: Sequence[Rollout]) -> list[list[int]]:
+    """What the rollouts say of the versions of their tokens."""
+    return [rollout.policy_version[rollout.loss_mask].tolist() for rollout in rollouts]
+
+
+POLICIES: Mapping[str, dict[str, bool]] = {
+    "recompute": {},
+    "keep": {"keeps_kv": True},
+    "drain": {"drains": True},
+}
+
+
+@asynccontextmanager
+async def flying(folder: str, policy: str, config: GeneratorConfig) -> AsyncIterator[Flight]:
+    """An engine that goes over to new weights in one of the ways of POLICIES."""
+    log = StepLog()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in generation_env("cpu").items():
+            patch.setenv(name, value)
+        patch.setattr(vllm_engine, "build_engine", log.watched(vllm_engine.build_engine))
+        engine = await GenerationEngine.start(
+            folder, config, seed=0, max_length=MAX_LENGTH, **POLICIES[policy]
+        )
+        try:
+            yield Flight(engine, policy, log)
+        finally:
+            await engine.close()

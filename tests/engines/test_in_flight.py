@@ -1,0 +1,164 @@
+"""What becomes of rollouts when new weights come: prefilled anew, gone on with, or ended first."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+from transformers import PreTrainedModel
+
+from streamrl.engines.generation import GeneratorConfig
+from streamrl.messages import Rollout
+from tests.engines.flight import POLICIES, Flight, flying, sampled_versions
+from tests.engines.tiny_qwen import endless_model, prompt, save, worst_error
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+
+SHORT = prompt(5, 14, 6, 18)
+LONG = prompt(*(4 + i * i % 57 for i in range(300)))
+CONCURRENT = 64
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=POLICIES)
+async def shared(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Flight]:
+    folder = save(endless_model(seed=1), tmp_path_factory.mktemp(request.param))
+    config = GeneratorConfig(max_new_tokens=150, max_concurrent_rollouts=CONCURRENT)
+    async with flying(folder, request.param, config) as flight:
+        yield flight
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def flight(shared: Flight) -> Flight:
+    """The engine of one policy, holding the model of seed 1."""
+    await shared.load(endless_model(seed=1))
+    return shared
+
+
+keeping = pytest.mark.parametrize("shared", ["keep"], indirect=True, scope="module")
+draining = pytest.mark.parametrize("shared", ["drain"], indirect=True, scope="module")
+
+
+async def test_an_update_interrupts_none_and_versions_are_those_of_the_steps(
+    flight: Flight,
+) -> None:
+    first = max(flight.models)
+    number = flight.engine._num_requests + 1
+    running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(CONCURRENT)))
+    loads = []
+    for seed in (2,) if flight.policy == "drain" else (2, 3):
+        await flight.steps(20)
+        loads.append(await flight.load(endless_model(seed=seed)))
+    rollouts = await running
+    versions = sampled_versions(rollouts)
+    assert [len(v) for v in versions] == [150] * CONCURRENT
+    assert versions == flight.logged_versions(number, CONCURRENT)
+    assert all(0 < loaded.pause_s < 5 for loaded in loads)
+    if flight.policy == "drain":
+        assert {v for of_one in versions for v in of_one} == {first}
+        assert [loaded.interrupted for loaded in loads] == [0]
+    else:
+        assert {v for of_one in versions for v in of_one} == {first, first + 1, first + 2}
+        assert [loaded.interrupted for loaded in loads] == [CONCURRENT] * 2
+    if flight.policy != "keep":
+        assert worst_error(rollouts[::8], flight.models) < 1e-4
+    fresh = await flight.engine.generate(SHORT, seeds=range(4))
+    assert worst_error(fresh, flight.models) < 1e-4
+
+
+async def test_no_prefix_of_old_weights_is_served_to_those_that_start_or_wait(
+    flight: Flight,
+) -> None:
+    # More than run at once, so that some wait while the weights change.
+    old = max(flight.models)
+    calls = [
+        asyncio.create_task(flight.engine.generate(LONG, seeds=[i], max_new_tokens=20))
+        for i in range(CONCURRENT + 32)
+    ]
+    await flight.steps(5)
+    loading = asyncio.create_task(flight.load(endless_model(seed=4)))
+    await asyncio.sleep(0)
+    later = asyncio.create_task(flight.engine.generate(LONG, seeds=range(4), max_new_tokens=20))
+    await loading
+    queued = [rollout for call in calls for rollout in await call]
+    begun = [r for r in queued if old in r.policy_version]
+    waited = [r for r in queued if old not in r.policy_version]
+    if flight.policy == "drain":
+        assert len(waited) == 0
+        assert all(set(v) == {old} for v in sampled_versions(queued))
+    else:
+        assert len(begun) == CONCURRENT
+        assert len(waited) == 32
+    started = [*waited, *await later]
+    assert worst_error(started, {old + 1: flight.models[old + 1]}) < 1e-4
+    if flight.policy != "keep":
+        assert worst_error(begun[::8], flight.models) < 1e-4
+
+
+@torch.no_grad()
+def logprobs_on_kept_kv(
+    rollout: Rollout, old: PreTrainedModel, new: PreTrainedModel, first_new: int
+) -> np.ndarray:
+    """Logprobs of the tokens from `first_new` on, [T - first_new], with the KV before of `old`."""
+    token_ids = torch.from_numpy(rollout.token_ids).long()[None]
+    # The last token sampled by the old weights was not put through the model before the update.
+    kept = old(token_ids[:, : first_new - 1], use_cache=True).past_key_values
+    logits = new(token_ids[:, first_new - 1 : -1], past_key_values=kept).logits[0]
+    logprobs = torch.log_softmax(logits, -1)
+    return logprobs.gather(1, token_ids[0, first_new:, None])[:, 0].numpy()
+
+
+@keeping
+async def test_kept_keys_and_values_are_those_of_the_weights_before(flight: Flight) -> None:
+    old = max(flight.models)
+    running = asyncio.create_task(flight.engine.generate(LONG, seeds=range(4)))
+    await flight.steps(20)
+    await flight.load(endless_model(seed=2))
+    for rollout in await running:
+        (new_tokens,) = np.nonzero(rollout.policy_version == old + 1)
+        first_new = int(new_tokens[0])
+        models = flight.models[old], flight.models[old + 1]
+        expected = logprobs_on_kept_kv(rollout, *models, first_new)
+        np.testing.assert_allclose(rollout.generator_logprobs[first_new:], expected, atol=1e-4)
+    assert worst_error([rollout], flight.models) > 1e-2, "they matter"
+
+
+@draining
+async def test_what_is_asked_for_while_the_engine_drains_starts_under_the_new_weights(
+    flight: Flight,
+) -> None:
+    old = max(flight.models)
+    running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4)))
+    await flight.steps(5)
+    loads = [asyncio.create_task(flight.load(endless_model(seed=2)))]
+    await asyncio.sleep(0)
+    between = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4), max_new_tokens=9))
+    given_up = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4)))
+    await asyncio.sleep(0.01)
+    given_up.cancel()
+    loads.append(asyncio.create_task(flight.load(endless_model(seed=3))))
+    await asyncio.sleep(0)
+    after = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4), max_new_tokens=9))
+    assert not running.done()
+    found = [await running, await between, await after]
+    for version, rollouts in enumerate(found, old):
+        assert {v for of_one in sampled_versions(rollouts) for v in of_one} == {version}
+        assert worst_error(rollouts, flight.models) < 1e-4
+    assert [loaded.interrupted for loaded in await asyncio.gather(*loads)] == [0, 0]
+    assert flight.engine.num_running == 0
+
+
+@draining
+async def test_who_gives_up_ends_the_wait_of_those_who_drain(flight: Flight) -> None:
+    running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4), max_new_tokens=400))
+    await flight.steps(5)
+    loading = asyncio.create_task(flight.load(endless_model(seed=2)))
+    await flight.steps(5)
+    assert not loading.done()
+    running.cancel()
+    steps = flight.log.num_steps
+    await loading
+    assert flight.log.num_steps < steps + 100

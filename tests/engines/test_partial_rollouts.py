@@ -1,0 +1,255 @@
+"""Rollouts broken off and gone on with, asked for while they run, and sequences that are probed."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+
+import numpy as np
+import pytest
+import pytest_asyncio
+import torch
+
+from streamrl.engines.begun import continuation_seed
+from streamrl.engines.generation import GeneratorConfig
+from streamrl.engines.group_generator import GroupGenerator
+from streamrl.errors import ConfigError
+from streamrl.messages import FinishReason, Prompt, Rollout, group_rollouts
+from streamrl.weights import publish, unpack
+from tests.engines.flight import Flight, flying, sampled_versions
+from tests.engines.tiny_qwen import (
+    MAX_LENGTH,
+    endless_model,
+    forward_logprobs,
+    prompt,
+    save,
+    tiny_model,
+    weights_of,
+    worst_error,
+)
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+
+SHORT = prompt(5, 14, 6, 18)
+LONG = prompt(*(4 + i * i % 57 for i in range(300)))
+LIMIT = 100
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Flight]:
+    folder = save(endless_model(seed=1), tmp_path_factory.mktemp("untied"))
+    config = GeneratorConfig(max_new_tokens=LIMIT, max_concurrent_rollouts=16)
+    async with flying(folder, "recompute", config) as flight:
+        yield flight
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def flight(shared: Flight) -> Flight:
+    """The engine, holding the model of seed 1."""
+    await shared.load(endless_model(seed=1))
+    return shared
+
+
+async def broken_off(flight: Flight, num: int, *, steps: int) -> list[Rollout]:
+    """What there is of some rollouts after some steps; they are given up then."""
+    call = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(num), name="a"))
+    await flight.steps(steps)
+    (found,) = (await flight.engine.progress()).values()
+    call.cancel()
+    await asyncio.wait([call])
+    return found
+
+
+async def test_a_rollout_that_was_broken_off_goes_on_under_new_weights(flight: Flight) -> None:
+    old = max(flight.models)
+    begun = await broken_off(flight, 4, steps=10)
+    sizes = [len(rollout.completion_ids) for rollout in begun]
+    assert all(10 <= size < LIMIT for size in sizes)
+    assert {rollout.finish_reason for rollout in begun} == {FinishReason.ABORT}
+    assert worst_error(begun, flight.models) < 1e-4
+    await flight.load(endless_model(seed=2))
+    rollouts = await flight.engine.generate(SHORT, seeds=range(4), begun=begun)
+    for rollout, before, size in zip(rollouts, begun, sizes, strict=True):
+        kept = len(before.token_ids)
+        for name in ("token_ids", "loss_mask", "generator_logprobs", "policy_version"):
+            assert np.array_equal(vars(rollout)[name][:kept], vars(before)[name])
+        assert sampled_versions([rollout]) == [[old] * size + [old + 1] * (LIMIT - size)]
+        assert rollout.finish_reason is FinishReason.LENGTH
+    assert worst_error(rollouts, flight.models) < 1e-4
+    again = await flight.engine.generate(SHORT, seeds=range(4), begun=begun)
+    assert [r.token_ids.tolist() for r in again] == [r.token_ids.tolist() for r in rollouts]
+
+
+async def test_what_follows_a_break_is_not_drawn_as_the_beginning_was(flight: Flight) -> None:
+    # Under one distribution at each place, one seed would give the same tokens again.
+    begun = await broken_off(flight, 1, steps=10)
+    size = len(begun[0].completion_ids)
+    (on,) = await flight.engine.generate(SHORT, seeds=[0], begun=begun)
+    (fresh,) = await flight.engine.generate(
+        begun[0].token_ids, seeds=[0], max_new_tokens=LIMIT - size
+    )
+    assert on.token_ids.tolist() != fresh.token_ids.tolist()
+    (drawn,) = await flight.engine.generate(
+        begun[0].token_ids, seeds=[continuation_seed(0, size)], max_new_tokens=LIMIT - size
+    )
+    assert on.token_ids.tolist() == drawn.token_ids.tolist()
+
+
+async def test_finished_ones_come_back_as_they_are_and_full_ones_end_for_length(
+    flight: Flight,
+) -> None:
+    await flight.load(tiny_model(tied=False, seed=1))
+    finished = await flight.engine.generate(SHORT, seeds=range(8))
+    assert {r.finish_reason for r in finished} == {FinishReason.STOP, FinishReason.LENGTH}
+    again = await flight.engine.generate(SHORT, seeds=range(8), begun=finished)
+    assert all(one is other for one, other in zip(again, finished, strict=True))
+    await flight.load(endless_model(seed=1))
+    begun = await broken_off(flight, 2, steps=10)
+    size = len(begun[0].completion_ids)
+    mixed = [finished[0], begun[1]]
+    first, second = await flight.engine.generate(SHORT, seeds=[5, 6], begun=mixed)
+    assert first is finished[0]
+    assert len(second.completion_ids) == LIMIT
+    (full,) = await flight.engine.generate(SHORT, seeds=[0], begun=begun[:1], max_new_tokens=size)
+    assert full.finish_reason is FinishReason.LENGTH
+    assert full.token_ids.tolist() == begun[0].token_ids.tolist()
+    with pytest.raises(ValueError, match="1 begun rollouts for 2 seeds"):
+        await flight.engine.generate(SHORT, seeds=[0, 1], begun=begun[:1])
+    with pytest.raises(ValueError, match="does not begin with the prompt"):
+        await flight.engine.generate(LONG, seeds=[0], begun=begun[:1])
+
+
+async def test_progress_tells_of_named_calls_those_that_wait_and_are_done_included(
+    flight: Flight,
+) -> None:
+    assert await flight.engine.progress() == {}
+    unnamed = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(2)))
+    calls = {
+        name: asyncio.create_task(
+            flight.engine.generate(SHORT, seeds=range(12), name=name, max_new_tokens=80)
+        )
+        for name in ("a", "b")
+    }
+    await flight.steps(5)
+    found = await flight.engine.progress()
+    assert found.keys() == {"a", "b"}
+    sizes = {name: [len(r.completion_ids) for r in rollouts] for name, rollouts in found.items()}
+    assert all(5 <= size < 80 for size in sizes["a"]), "16 run at once: 2, 12 and 2"
+    assert [size > 0 for size in sizes["b"]] == [True] * 2 + [False] * 10
+    for name, call in calls.items():
+        for partial, whole in zip(found[name], await call, strict=True):
+            num = len(partial.token_ids)
+            assert partial.finish_reason is FinishReason.ABORT
+            assert partial.token_ids.tolist() == whole.token_ids[:num].tolist()
+            assert np.array_equal(partial.generator_logprobs, whole.generator_logprobs[:num])
+            assert np.array_equal(partial.policy_version, whole.policy_version[:num])
+    await unnamed
+
+
+async def test_a_group_goes_on_in_another_generator(flight: Flight) -> None:
+    generator = GroupGenerator(flight.engine, group_size=4, run_seed=0)
+    asked = Prompt("0:0:0", SHORT)
+    call = asyncio.create_task(generator.group(asked))
+    await asyncio.sleep(0)
+    queued = asyncio.gather(*(generator.group(Prompt(f"0:{i}:0", SHORT)) for i in range(1, 8)))
+    await flight.steps(10)
+    begun = await generator.begun()
+    assert begun.keys() == {f"0:{i}:0" for i in range(4)}, "the others have not begun"
+    for each in (call, queued):
+        each.cancel()
+    await asyncio.wait([call, queued])
+    assert await generator.begun() == {}
+    loaded = await generator.load_weights(weights_of(endless_model(seed=3)), 1 + max(flight.models))
+    flight.models[max(flight.models) + 1] = endless_model(seed=3)
+    assert loaded.interrupted == 0
+    columns = await generator.group(asked, begun["0:0:0"])
+    num = int(begun["0:0:0"]["lengths"][0])
+    assert columns["token_ids"][:num].tolist() == begun["0:0:0"]["token_ids"][:num].tolist()
+    assert worst_error(group_rollouts(columns), flight.models) < 1e-4
+
+
+async def test_a_probe_says_what_the_weights_served_make_of_sequences(flight: Flight) -> None:
+    model = endless_model(seed=2)
+    sequences = [LONG, SHORT, prompt(7), LONG[: MAX_LENGTH - 1]]
+    for _ in range(2):  # the second time, the prefixes are cached
+        await flight.engine.generate(LONG, seeds=[1], max_new_tokens=1)
+        running = asyncio.create_task(flight.engine.generate(LONG, seeds=range(16)))
+        await asyncio.sleep(0.02)
+        loading = asyncio.create_task(flight.load(model))
+        version, found = await flight.engine.probe(sequences)
+        await loading
+        for sequence, logprobs in zip(sequences, found, strict=True):
+            everything = Rollout(
+                token_ids=sequence,
+                loss_mask=np.arange(len(sequence)) > 0,
+                generator_logprobs=logprobs,
+                policy_version=np.full(len(sequence), version, np.int32),
+                finish_reason=FinishReason.ABORT,
+            )
+            expected = forward_logprobs(flight.models[version], everything)
+            assert logprobs.dtype == np.float32
+            np.testing.assert_allclose(logprobs, expected, atol=1e-4)
+        await running
+    assert await flight.engine.probe([]) == (max(flight.models), [])
+    with pytest.raises(ConfigError, match="512 tokens"):
+        await flight.engine.probe([prompt(*[5] * MAX_LENGTH)])
+
+
+def packed(weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
+    """The weights as they come to a follower that holds the trainer's buckets."""
+    kept: list[np.ndarray] = []
+
+    def put(data: np.ndarray) -> int:
+        data.flags.writeable = False
+        kept.append(data)
+        return len(kept)
+
+    manifest = publish(weights.items(), version=version, bucket_bytes=1 << 22, put=put)
+    return unpack(manifest, kept)
+
+
+def side_by_side(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights in an order in which q, k, v and gate, up follow each other."""
+    places = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}
+
+    def place(name: str) -> tuple[str, str, int]:
+        *parent, module, kind = name.split(".")
+        return ".".join(parent), kind, places.get(module, len(module) + 3)
+
+    return {name: weights[name] for name in sorted(weights, key=place)}
+
+
+async def test_what_lies_side_by_side_is_served_where_it_lies(flight: Flight) -> None:
+    num_bytes = sum(tensor.nbytes for tensor in weights_of(endless_model(seed=1)).values())
+    lying: dict[str, torch.Tensor] = {}
+    for seed in (4, 5):
+        version = max(flight.models) + 1
+        flight.models[version] = endless_model(seed=seed)
+        lying = packed(side_by_side(weights_of(flight.models[version])), version)
+        before = {name: tensor.clone() for name, tensor in lying.items()}
+        loaded = await flight.engine.load_weights(lying, version)
+        assert loaded.copied_bytes == 0
+        assert (
+            worst_error(await flight.engine.generate(SHORT, seeds=range(4)), flight.models) < 1e-4
+        )
+        # In the order of the model, q's bias is between q and k.
+        version += 1
+        flight.models[version] = endless_model(seed=seed + 2)
+        weights = weights_of(flight.models[version])
+        loaded = await flight.engine.load_weights(packed(weights, version), version)
+        assert 0 < loaded.copied_bytes < num_bytes
+        assert (
+            worst_error(await flight.engine.generate(SHORT, seeds=range(4)), flight.models) < 1e-4
+        )
+        assert all(torch.equal(lying[name], before[name]) for name in before)
+
+
+async def test_what_is_served_outlives_those_who_gave_it(flight: Flight) -> None:
+    version = max(flight.models) + 1
+    flight.models[version] = endless_model(seed=6)
+    weights = side_by_side(weights_of(flight.models[version]))
+
+    tensors = packed(weights, version)
+    await flight.engine.load_weights(tensors, version)
+    del tensors
+    rubbish = [np.full(1 << 20, 0.5, np.float32) for _ in range(8)]
+    assert len(rubbish) == 8
+    assert worst_error(await flight.engine.generate(SHORT, seeds=range(4)), flight.models) < 1e-4

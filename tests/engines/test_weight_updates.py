@@ -1,0 +1,191 @@
+"""Every parameter of every family of models reaches vLLM's, fresh and while rollouts run."""
+
+import asyncio
+import copy
+import re
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from streamrl.engines import vllm_weights
+from streamrl.engines.generation import GenerationEngine, GeneratorConfig, generation_env
+from streamrl.messages import Rollout
+from tests.engines.tiny_qwen import (
+    MAX_LENGTH,
+    fill,
+    forward_logprobs,
+    prompt,
+    save,
+    weights_of,
+    worst_error,
+)
+
+PROMPT = prompt(5, 14, 6, 18, 7, 9)
+#: Vocabularies of 50 are padded to 64 in vLLM.
+FAMILIES = {
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, 64),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, 64),
+    "llama": (LlamaConfig, LlamaForCausalLM, 50),
+}
+GROUPS = {
+    "embeddings": "embed_tokens",
+    "q, k and v": r"[qkv]_proj\.weight",
+    "q weights": r"q_proj\.weight",
+    "k weights": r"k_proj\.weight",
+    "v weights": r"v_proj\.weight",
+    "biases of q, k and v": r"[qkv]_proj\.bias",
+    "o": "o_proj",
+    "gate": "gate_proj",
+    "up": "up_proj",
+    "down": "down_proj",
+    "norms of layers": "layernorm",
+    "the last norm": r"model\.norm",
+    "norms of q and k": "[qk]_norm",
+    "head": "lm_head",
+}
+ALL_HAVE = GROUPS.keys() - {"biases of q, k and v", "norms of q and k", "head"}
+
+
+def family_model(family: str, *, tied: bool) -> PreTrainedModel:
+    config_class, model_class, vocab_size = FAMILIES[family]
+    config = config_class(
+        vocab_size=vocab_size,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=tied,
+        bos_token_id=1,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model = model_class(config)
+    fill(model, seed=1)
+    return model.eval()
+
+
+@torch.no_grad()
+def changed(model: PreTrainedModel, pattern: str) -> PreTrainedModel | None:
+    """The model with other values in the parameters of a group; None if it has none of them."""
+    model = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(7)
+    found = [p for name, p in model.named_parameters() if re.search(pattern, name)]
+    for parameter in found:
+        parameter += 0.2 * torch.randn(parameter.shape, generator=generator)
+    return model if found else None
+
+
+def distance(model: PreTrainedModel, other: PreTrainedModel, rollouts: list[Rollout]) -> float:
+    return max(
+        float(np.abs(forward_logprobs(model, r) - forward_logprobs(other, r)).max())
+        for r in rollouts
+    )
+
+
+@asynccontextmanager
+async def started(
+    folder: str, patch: pytest.MonkeyPatch
+) -> AsyncIterator[GenerationEngine]:
+    for name, value in generation_env("cpu").items():
+        patch.setenv(name, value)
+    config = GeneratorConfig(max_new_tokens=12)
+    engine = await GenerationEngine.start(folder, config, seed=0, max_length=MAX_LENGTH)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+async def each_group_alone(engine: GenerationEngine, base: PreTrainedModel) -> None:
+    """Change one group of parameters after the other while rollouts run; all must follow."""
+    models: dict[int, PreTrainedModel] = {0: base}
+    await engine.load_weights(weights_of(base), 0)
+    running = asyncio.create_task(
+        engine.generate(PROMPT, seeds=range(2), max_new_tokens=300)
+    )
+    seen = set()
+    for group, pattern in GROUPS.items():
+        model = changed(models[max(models)], pattern)
+        if model is None:
+            continue
+        seen.add(group)
+        version = max(models) + 1
+        models[version] = model
+        await engine.load_weights(weights_of(model), version)
+        fresh = await engine.generate(PROMPT, seeds=range(4))
+        assert distance(model, models[version - 1], fresh) > 1e-2, group
+        assert worst_error(fresh, models) < 1e-4, group
+    assert seen >= ALL_HAVE
+    rollouts = await running
+    assert len(np.unique(rollouts[0].policy_version)) > 3
+    assert worst_error(rollouts, models) < 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_each_group_of_parameters_reaches_the_model(
+    family: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = family_model(family, tied=tied)
+    async with started(save(base, tmp_path, ends=False), monkeypatch) as engine:
+        await each_group_alone(engine, base)
+
+
+@pytest.mark.slow
+async def test_so_it_does_where_vllm_has_to_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_weights, "bind", lambda *of: [])
+    base = family_model("qwen2", tied=True)
+    async with started(save(base, tmp_path, ends=False), monkeypatch) as engine:
+        await each_group_alone(engine, base)
+        loaded = await engine.load_weights(weights_of(base), 100)
+        assert loaded.copied_bytes >= num_bytes(weights_of(base))
+
+
+def num_bytes(weights: Mapping[str, torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in weights.values())
+
+
+@pytest.mark.slow
+async def test_large_layers_multiply_with_onednn_and_bfloat16_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vllm_weights, "LEAST_FOR_ONEDNN", 1)
+    base = family_model("qwen2", tied=True)
+    folder = save(base, tmp_path, ends=False)
+    async with started(folder, monkeypatch) as engine:
+        await engine.load_weights(weights_of(base), 0)
+        assert worst_error(await engine.generate(PROMPT, seeds=range(4)), {0: base}) < 1e-4
+    for name, value in generation_env("cpu").items():
+        monkeypatch.setenv(name, value)
+    config = GeneratorConfig(max_new_tokens=12, dtype="bfloat16")
+    engine = await GenerationEngine.start(folder, config, seed=0, max_length=MAX_LENGTH)
+    try:
+        # Float32 does not fit: it is copied, and rounded.
+        loaded = await engine.load_weights(weights_of(base), 0)
+        assert loaded.copied_bytes == num_bytes(weights_of(base)) // 2
+        rollouts = await engine.generate(PROMPT, seeds=range(4))
+        assert worst_error(rollouts, {0: base}) < 0.3
+    finally:
+        await engine.close()
+    from vllm import _custom_ops
+
+    assert _custom_ops._supports_onednn, "it is vLLM's again"
