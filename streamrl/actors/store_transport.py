@@ -1,7 +1,8 @@
 """Weights through Ray's object store: the copy of a node is one for all its readers.
 
 A bucket is an object of the publisher's. Ray fetches it to a node once, from any node that has it,
-and every reader there has views of that copy. It goes when no manifest names it and no view is left.
+and every reader there has views of that copy. It goes when no manifest names it and no view is
+left.
 """
 
 from collections.abc import Sequence
