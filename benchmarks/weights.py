@@ -72,9 +72,9 @@ def measure_size(millions: int, arguments: argparse.Namespace) -> dict[str, Any]
                 disk = f"{folder}/{transport}-{number}"
                 ray.get(publisher.use.remote(transport, list(some), disk))
                 ray.get([reader.use.remote(transport) for reader in some.values()])
-                found[transport][f"generators_{number}"] = measure(
-                    publisher, list(some.values()), versions, arguments.versions
-                )
+                figures = measure(publisher, list(some.values()), versions, arguments.versions)
+                found[transport][f"generators_{number}"] = figures
+                print(f"{millions}M {transport} to {number}: {figures}", file=sys.stderr)
         ray.get(publisher.end.remote())
     return found
 
