@@ -71,7 +71,7 @@ class TensorSlot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One run of bytes: the slots in it, its size and the checksum of all of it, gaps included."""
+    """One run of bytes: the slots in it, its size and the checksum of all of it; gaps are zeros."""
 
     slots: tuple[TensorSlot, ...]
     num_bytes: int

@@ -12,6 +12,7 @@ import torch
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
+from streamrl.weights.hashing import PIECE_BYTES, RunningChecksum
 from streamrl.weights.manifest import (
     DTYPES,
     Bucket,
@@ -19,7 +20,6 @@ from streamrl.weights.manifest import (
     TensorSlot,
     TensorSpec,
     WeightManifest,
-    checksum,
     tensor_view,
 )
 from streamrl.weights.transport import Outlet
@@ -41,8 +41,8 @@ def pack(
 ) -> Iterator[tuple[Bucket, Array]]:
     """The tensors of a version laid into buckets: each bucket with its bytes, uint8 [num_bytes].
 
-    `room` gives the memory for one of so many bytes at most. The gaps between tensors, part of the
-    checksum, are as they are there.
+    `room` gives the memory for one of so many bytes at most, whatever is in it: the gaps between
+    tensors, part of the checksum, are laid with zeros.
 
     A tensor may live on any device and need not be contiguous; it is read before the next one is
     asked for. Raises WeightsError on a name that comes twice, a tensor without elements (a
@@ -53,21 +53,38 @@ def pack(
     slots: list[TensorSlot] = []
     data = np.empty(0, np.uint8)
     current = 0
-    for name, tensor in named_tensors:
-        spec = _spec(name, tensor, version)
-        if name in seen:
-            raise WeightsError(f"weights version {version}: tensor {name} comes twice")
-        seen.add(name)
-        index, slot = allocator.place(spec)
-        if index > current:
-            yield _seal(slots, data)
-            slots, current = [], index
-        if not slots:
-            data = room(max(bucket_bytes, slot.end))
-        tensor_view(data, slot).copy_(tensor.detach())
-        slots.append(slot)
-    if slots:
-        yield _seal(slots, data)
+    with RunningChecksum() as running:
+        for name, tensor in named_tensors:
+            spec = _spec(name, tensor, version)
+            if name in seen:
+                raise WeightsError(f"weights version {version}: tensor {name} comes twice")
+            seen.add(name)
+            index, slot = allocator.place(spec)
+            if index > current:
+                yield _seal(slots, data, running)
+                slots, current = [], index
+            if not slots:
+                data = room(max(bucket_bytes, slot.end))
+            data[slots[-1].end if slots else 0 : slot.offset] = 0
+            _lay(tensor.detach(), slot, data, running)
+            slots.append(slot)
+        if slots:
+            yield _seal(slots, data, running)
+
+
+def _lay(tensor: torch.Tensor, slot: TensorSlot, data: Array, running: RunningChecksum) -> None:
+    """Copy a tensor into its slot, a large one in pieces, so that hashing need not wait for all."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        tensor_view(data, slot).copy_(tensor)
+        running.laid(data, slot.end)
+        return
+    # By one thread: torch's own would wait for the core that hashes.
+    source = tensor.reshape(-1).view(torch.uint8).numpy()
+    for start in range(0, slot.num_bytes, PIECE_BYTES):
+        piece = source[start : start + PIECE_BYTES]
+        end = slot.offset + start + piece.nbytes
+        data[end - piece.nbytes : end] = piece
+        running.laid(data, end)
 
 
 def publish(
@@ -103,6 +120,6 @@ def _spec(name: str, tensor: torch.Tensor, version: int) -> TensorSpec:
     return TensorSpec(name, dtype, tuple(tensor.shape))
 
 
-def _seal(slots: list[TensorSlot], data: Array) -> tuple[Bucket, Array]:
+def _seal(slots: list[TensorSlot], data: Array, running: RunningChecksum) -> tuple[Bucket, Array]:
     data = data[: slots[-1].end]
-    return Bucket(tuple(slots), data.nbytes, checksum(data)), data
+    return Bucket(tuple(slots), data.nbytes, running.finish(data)), data

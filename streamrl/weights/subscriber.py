@@ -9,7 +9,8 @@ import torch
 
 from streamrl.errors import DeadlineError, WeightsError
 from streamrl.messages import Array
-from streamrl.weights.manifest import Bucket, WeightManifest, checksum, tensor_view
+from streamrl.weights.hashing import checksums
+from streamrl.weights.manifest import Bucket, WeightManifest, tensor_view
 
 
 def unpack(manifest: WeightManifest, arrays: Sequence[Array]) -> dict[str, torch.Tensor]:
@@ -24,27 +25,34 @@ def unpack(manifest: WeightManifest, arrays: Sequence[Array]) -> dict[str, torch
         raise WeightsError(
             f"weights version {manifest.version}: {len(arrays)} buckets came, wanted {num_buckets}"
         )
-    tensors: dict[str, torch.Tensor] = {}
-    for index, (bucket, data) in enumerate(zip(manifest.buckets, arrays, strict=True)):
-        fault = _fault(bucket, data)
+    faults = [_misfit(bucket, data) for bucket, data in zip(manifest.buckets, arrays, strict=True)]
+    if not any(faults):
+        pairs = zip(manifest.buckets, checksums(arrays), strict=True)
+        faults = [_mismatch(bucket, found) for bucket, found in pairs]
+    for index, fault in enumerate(faults):
         if fault:
             place = f"weights version {manifest.version}, bucket {index} of {num_buckets}"
             raise WeightsError(f"{place}: {fault}")
-        tensors.update((slot.name, tensor_view(data, slot)) for slot in bucket.slots)
-    return tensors
+    return {
+        slot.name: tensor_view(data, slot)
+        for bucket, data in zip(manifest.buckets, arrays, strict=True)
+        for slot in bucket.slots
+    }
 
 
-def _fault(bucket: Bucket, data: Array) -> str | None:
-    """What is wrong with a bucket's bytes, if anything."""
+def _misfit(bucket: Bucket, data: Array) -> str | None:
+    """What is wrong with the size of a bucket, if anything."""
     if data.dtype != np.uint8 or data.shape != (bucket.num_bytes,):
         return f"is {data.dtype}{list(data.shape)}, wanted uint8[{bucket.num_bytes}]"
     for slot in bucket.slots:
         if slot.end > bucket.num_bytes:
             return f"{slot.name} ends at byte {slot.end}, the bucket at {bucket.num_bytes}"
-    found = checksum(data)
-    if found != bucket.checksum:
-        return f"checksum is {found}, wanted {bucket.checksum}"
     return None
+
+
+def _mismatch(bucket: Bucket, found: str) -> str | None:
+    """What is wrong with the bytes of a bucket, if anything, by their checksum."""
+    return None if found == bucket.checksum else f"checksum is {found}, wanted {bucket.checksum}"
 
 
 @dataclass(frozen=True)

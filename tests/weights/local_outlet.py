@@ -22,3 +22,13 @@ class LocalOutlet:
 
     def close(self) -> None:
         pass
+
+
+class LocalInlet:
+    """Gives the handles as they are."""
+
+    def fetch(self, manifest: WeightManifest) -> list[Array]:
+        return list(manifest.handles)
+
+    def close(self) -> None:
+        pass

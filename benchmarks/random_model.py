@@ -1,0 +1,52 @@
+"""Random Qwen2 models of a size that is asked for, to measure what depends on nothing else."""
+
+from pathlib import Path
+from typing import Any
+
+MAX_LENGTH = 256
+
+#: Width, width between, layers, heads, heads of keys, tokens; by millions of parameters.
+SHAPES = {
+    1: (128, 512, 3, 4, 2, 1_000),
+    10: (320, 1024, 6, 5, 1, 8_000),
+    50: (512, 2048, 10, 8, 2, 24_000),
+    200: (1024, 3072, 14, 16, 4, 32_000),
+}
+
+
+def make_model(millions: int) -> Any:
+    """A float32 model in memory, its embeddings tied."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    width, between, layers, heads, kv_heads, tokens = SHAPES[millions]
+    config = Qwen2Config(
+        vocab_size=tokens,
+        hidden_size=width,
+        intermediate_size=between,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=True,
+        bos_token_id=1,
+        eos_token_id=2,
+        pad_token_id=0,
+    )
+    torch.manual_seed(0)
+    return Qwen2ForCausalLM(config)
+
+
+def write_model(millions: int, folder: Path) -> str:
+    """Write the model and a tokenizer of a few words; the folder as vLLM wants it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    make_model(millions).save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(64)}, unk_token="t3"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="t2", bos_token="t1", pad_token="t0"
+    )
+    fast.save_pretrained(folder)
+    return str(folder)

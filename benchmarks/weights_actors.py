@@ -1,0 +1,186 @@
+"""The processes `benchmarks.weights` measures: one that publishes, and those that follow it."""
+
+import asyncio
+import contextlib
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+
+from benchmarks.random_model import MAX_LENGTH, make_model
+from streamrl.actors.store_transport import StoreInlet, StoreOutlet
+from streamrl.engines import vllm_engine
+from streamrl.engines.generation import GenerationEngine, GeneratorConfig
+from streamrl.errors import GenerationError
+from streamrl.weights import Inlet, Outlet, WeightManifest, WeightsConfig, publish, unpack
+from streamrl.weights.collective import CollectiveInlet, CollectiveOutlet
+from streamrl.weights.config import COLLECTIVE, DELTA, DISK, SHARED_MEMORY, STORE
+from streamrl.weights.delta import DeltaInlet, DeltaOutlet
+from streamrl.weights.disk import DiskInlet, DiskOutlet
+from streamrl.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
+
+TIMEOUT_S = 60.0
+CHANGED_SHARE = 20
+"""One element in so many changes from version to version."""
+
+CONFIG = WeightsConfig()
+
+
+def outlet_of(transport: str, folder: Path) -> Outlet:
+    """The publisher's end of a transport; versions on disk go into `folder`."""
+    keep = CONFIG.keep_versions
+    outlets: dict[str, Callable[[], Outlet]] = {
+        STORE: StoreOutlet,
+        SHARED_MEMORY: lambda: SharedMemoryOutlet("benchmark", keep_versions=keep),
+        COLLECTIVE: lambda: CollectiveOutlet(StoreOutlet(), host="127.0.0.1", timeout_s=TIMEOUT_S),
+        DISK: lambda: DiskOutlet(folder, keep_versions=keep),
+        DELTA: lambda: DeltaOutlet(StoreOutlet()),
+    }
+    return outlets[transport]()
+
+
+def inlet_of(transport: str, name: str) -> Inlet:
+    """A reader's end."""
+    inlets: dict[str, Callable[[], Inlet]] = {
+        STORE: lambda: StoreInlet("policy"),
+        SHARED_MEMORY: lambda: SharedMemoryInlet("policy"),
+        COLLECTIVE: lambda: CollectiveInlet(name, StoreInlet("policy"), timeout_s=TIMEOUT_S),
+        DISK: lambda: DiskInlet("policy"),
+        DELTA: lambda: DeltaInlet(StoreInlet("policy")),
+    }
+    return inlets[transport]()
+
+
+@ray.remote
+class Publisher:
+    """Has the tensors of a model, and makes versions of them by changing a few elements."""
+
+    def __init__(self, millions: int) -> None:
+        named = make_model(millions).named_parameters()
+        self._tensors = {name: parameter.detach() for name, parameter in named}
+        self._outlet: Outlet | None = None
+        self._bytes = sum(tensor.nbytes for tensor in self._tensors.values())
+        self._copy = np.ones(self._bytes, np.uint8)
+
+    def num_bytes(self) -> int:
+        """Size of a version."""
+        return self._bytes
+
+    def use(self, transport: str, readers: list[str], folder: str) -> None:
+        """Publish by this transport from now on."""
+        self.end()
+        self._outlet = outlet_of(transport, Path(folder))
+        if isinstance(self._outlet, CollectiveOutlet):
+            self._outlet.set_readers(readers)
+
+    def publish(self, version: int) -> tuple[WeightManifest, float, float]:
+        """A version; what it took, s, and what it takes to copy its bytes in memory."""
+        assert self._outlet is not None
+        for tensor in self._tensors.values():
+            tensor.view(-1)[version % CHANGED_SHARE :: CHANGED_SHARE] += 1e-4
+        memcpy_s = self._memcpy()
+        start = time.perf_counter()
+        manifest = publish(
+            self._tensors.items(),
+            version=version,
+            bucket_bytes=CONFIG.bucket_bytes,
+            outlet=self._outlet,
+        )
+        return manifest, time.perf_counter() - start, memcpy_s
+
+    def _memcpy(self) -> float:
+        start, end = time.perf_counter(), 0
+        for tensor in self._tensors.values():
+            raw = tensor.view(-1).view(torch.uint8).numpy()
+            self._copy[end : end + raw.nbytes] = raw
+            end += raw.nbytes
+        return time.perf_counter() - start
+
+    def end(self) -> None:
+        """Close the transport."""
+        if self._outlet is not None:
+            self._outlet.close()
+            self._outlet = None
+
+
+@ray.remote
+class Generator:
+    """An engine that follows the weights, decoding meanwhile if it is told to."""
+
+    async def start(self, name: str, model_path: str) -> None:
+        """Build the engine."""
+        self._name = name
+        self._inlet: Inlet | None = None
+        self._decoding: asyncio.Task[None] | None = None
+        self._step_s = timed("step")
+        self._load_s = timed("load_weights")
+        config = GeneratorConfig(max_concurrent_rollouts=16, max_new_tokens=128)
+        self._engine = await GenerationEngine.start(
+            model_path, config, seed=0, max_length=MAX_LENGTH
+        )
+
+    async def use(self, transport: str) -> None:
+        """Read by this transport from now on."""
+        if self._inlet is not None:
+            self._inlet.close()
+        self._inlet = inlet_of(transport, self._name)
+
+    async def pull(self, manifest: WeightManifest) -> dict[str, float]:
+        """Fetch, verify and load a version; seconds of each, and of the pause."""
+        start = time.perf_counter()
+        tensors = await asyncio.to_thread(self._fetch, manifest)
+        fetched = time.perf_counter()
+        pause_s = await self._load(tensors, manifest.version)
+        loaded = time.perf_counter()
+        return {"transfer_s": fetched - start, "load_s": loaded - fetched, "pause_s": pause_s}
+
+    def _fetch(self, manifest: WeightManifest) -> dict[str, torch.Tensor]:
+        assert self._inlet is not None
+        tensors = unpack(manifest, self._inlet.fetch(manifest))
+        if isinstance(self._inlet, CollectiveInlet) and self._inlet.failure:
+            raise RuntimeError(f"not measured: {self._inlet.failure}")
+        return tensors
+
+    async def _load(self, tensors: dict[str, torch.Tensor], version: int) -> float:
+        """Load a version; how long no rollout was decoded for it, s."""
+        await self._engine.load_weights(tensors, version)
+        return self._load_s[-1]
+
+    async def decode(self) -> None:
+        """Have rollouts running from now on."""
+        self._step_s.clear()
+        self._decoding = asyncio.create_task(self._decode())
+
+    async def _decode(self) -> None:
+        with contextlib.suppress(GenerationError):
+            while True:
+                prompt = np.arange(4, 20, dtype=np.int32)
+                await self._engine.generate(prompt, seeds=list(range(8)))
+
+    async def rest(self) -> float:
+        """Decode no more; the median seconds of a step of the engine."""
+        assert self._decoding is not None
+        self._decoding.cancel()
+        await asyncio.wait([self._decoding])
+        return statistics.median(self._step_s)
+
+
+def timed(function: str) -> list[float]:
+    """The seconds of every call of a function of `vllm_engine` from now on."""
+    seconds: list[float] = []
+    call = vars(vllm_engine)[function]
+
+    def timing(*arguments: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return call(*arguments)
+        finally:
+            seconds.append(time.perf_counter() - start)
+
+    setattr(vllm_engine, function, timing)
+    return seconds

@@ -1,0 +1,257 @@
+"""Weights as a broadcast: the publisher sends a version once, to all members together.
+
+Buckets are laid into staging of the publisher's and sent by a thread of its own while the trainer
+goes on. Each also goes through another transport, the fallback, which serves whoever is no member,
+comes too late, or was in a broadcast that failed. `members` has how they agree.
+"""
+
+import contextlib
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as WaitedTooLong
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from streamrl.errors import WeightsError
+from streamrl.messages import Array
+from streamrl.weights.manifest import Bucket, WeightManifest
+from streamrl.weights.members import (
+    PUBLISHER_RANK,
+    Deadline,
+    Epoch,
+    Group,
+    announce,
+    gather,
+    join_store,
+    serve_store,
+    verdict,
+)
+from streamrl.weights.transport import Inlet, Outlet
+
+CPU = torch.device("cpu")
+
+GATHERING_SHARE = 0.5
+"""Part of a deadline that the publisher waits for members; the rest is for the buckets."""
+
+
+@dataclass(frozen=True)
+class CollectiveHandle:
+    """The epoch in which a bucket is sent, its number, and its handle in the fallback."""
+
+    epoch: Epoch
+    bucket: int
+    fallback: Any
+
+
+class CollectiveOutlet:
+    """The publisher's end, reached by others at `host`; what is sent is on `device`.
+
+    A broadcast takes at most `timeout_s`. Raises WeightsError if one takes longer than that.
+    """
+
+    def __init__(
+        self, fallback: Outlet, *, host: str, timeout_s: float, device: torch.device = CPU
+    ) -> None:
+        self._fallback = fallback
+        self._timeout_s = timeout_s
+        self._device = device
+        self._store = serve_store(host, timeout_s)
+        self._epoch = Epoch(0, host, self._store.port, ())
+        self._readers: tuple[str, ...] = ()
+        self._absent: frozenset[str] = frozenset()
+        self._group: Group | None = None
+        self._sender = ThreadPoolExecutor(1, "broadcast")
+        self._sending: Future[None] | None = None
+        self._version = -1
+        self._staging: list[Array] = []
+        self._handles: list[CollectiveHandle] = []
+        #: Why the last broadcast failed and who was waited for; None if it did not fail.
+        self.failure: str | None = None
+
+    def set_readers(self, names: Sequence[str]) -> None:
+        """Who takes part from the next version on."""
+        self._readers = tuple(names)
+
+    def begin(self, version: int) -> None:
+        """Wait until the last version is sent, and begin an epoch if the members change."""
+        self._wait_until_sent()
+        self._absent -= {name for name in self._absent if self._is_back(name)}
+        members = tuple(name for name in self._readers if name not in self._absent)
+        if self.failure is not None:
+            # What failed may still be reading from it.
+            self._staging = []
+        if self.failure is not None or members != self._epoch.members:
+            number = self._epoch.number + 1
+            self._epoch = replace(self._epoch, number=number, members=members)
+            self._group = None
+        self._version = version
+        self._handles = []
+        self._fallback.begin(version)
+
+    def room(self, num_bytes: int) -> Array:
+        """Staging, the same for the buckets of one number."""
+        index = len(self._handles)
+        if index == len(self._staging):
+            self._staging.append(np.empty(0, np.uint8))
+        if self._staging[index].nbytes < num_bytes:
+            self._staging[index] = np.zeros(num_bytes, np.uint8)
+        return self._staging[index][:num_bytes]
+
+    def seal(self, bucket: Bucket, data: Array) -> CollectiveHandle:
+        """Seal a copy in the fallback."""
+        copy = self._fallback.room(data.nbytes)[: data.nbytes]
+        copy[:] = data
+        handle = CollectiveHandle(
+            self._epoch, len(self._handles), self._fallback.seal(bucket, copy)
+        )
+        self._handles.append(handle)
+        return handle
+
+    def finish(self, manifest: WeightManifest) -> None:
+        """Send the version, in a thread, once its members are there."""
+        self._fallback.finish(_of_fallback(manifest))
+        pairs = zip(self._staging, manifest.buckets, strict=False)
+        buckets = [data[: bucket.num_bytes] for data, bucket in pairs]
+        self.failure = None
+        if self._epoch.members:
+            self._sending = self._sender.submit(self._send, manifest.version, buckets)
+
+    def close(self) -> None:
+        """Wait for what is being sent, at most as long as that may take."""
+        try:
+            self._wait_until_sent()
+        finally:
+            self._sender.shutdown(wait=False)
+            self._group = None
+            self._fallback.close()
+
+    def _send(self, version: int, buckets: Sequence[Array]) -> None:
+        """A broadcast, from the wait for its members on; what goes wrong is kept in `failure`."""
+        epoch = self._epoch
+        try:
+            has_group = self._group is not None
+            patience = Deadline(self._timeout_s * GATHERING_SHARE)
+            absent = gather(self._store, epoch, version, has_group=has_group, deadline=patience)
+            if absent:
+                self._absent |= set(absent)
+                for name in absent:
+                    self._store.delete_key(_back_key(name))
+                raise WeightsError(f"waited for {', '.join(absent)}")
+            deadline = Deadline(self._timeout_s * (1 - GATHERING_SHARE))
+            if self._group is None:
+                self._group = Group(self._store, epoch, PUBLISHER_RANK, self._device, deadline)
+            self._group.check_header((epoch.number, version), deadline)
+            for data in buckets:
+                self._group.broadcast(torch.from_numpy(data), deadline)
+        except (RuntimeError, WeightsError) as error:
+            members = ", ".join(epoch.members)
+            self.failure = f"weights version {version} was not sent to {members}: {error}"
+
+    def _wait_until_sent(self) -> None:
+        sending, self._sending = self._sending, None
+        if sending is None:
+            return
+        try:
+            sending.result(2 * self._timeout_s)
+        except WaitedTooLong as error:
+            self._sending = sending
+            raise WeightsError(
+                f"weights version {self._version} is still being sent to "
+                f"{', '.join(self._epoch.members)} after {2 * self._timeout_s:g} s"
+            ) from error
+
+    def _is_back(self, name: str) -> bool:
+        """Whether one that was missed has read something since."""
+        return bool(self._store.delete_key(_back_key(name)))
+
+
+class CollectiveInlet:
+    """The end of the reader `name`: takes part in broadcasts, and fetches by `fallback` else.
+
+    `failure` says why the last version came by the fallback; None if it did not.
+    """
+
+    def __init__(
+        self, name: str, fallback: Inlet, *, timeout_s: float, device: torch.device = CPU
+    ) -> None:
+        self._name = name
+        self._fallback = fallback
+        self._timeout_s = timeout_s
+        self._device = device
+        self._address: tuple[str, int] | None = None
+        self._store: dist.TCPStore | None = None
+        self._epoch: Epoch | None = None
+        self._group: Group | None = None
+        self.failure: str | None = None
+
+    def fetch(self, manifest: WeightManifest) -> Sequence[Array]:
+        """The buckets as they are sent, or from the fallback after at most `timeout_s`."""
+        self.failure = None
+        if not manifest.handles:
+            return []
+        deadline = Deadline(self._timeout_s)
+        epoch = manifest.handles[0].epoch
+        try:
+            store = self._join(epoch, deadline)
+            return self._receive(store, epoch, manifest, deadline)
+        except (RuntimeError, WeightsError) as error:
+            self._group = None
+            self.failure = f"weights version {manifest.version} was not sent: {error}"
+            self._say_back()
+        try:
+            return self._fallback.fetch(_of_fallback(manifest))
+        except WeightsError as error:
+            raise WeightsError(f"{error} ({self.failure})") from error
+
+    def close(self) -> None:
+        """Leave the group; the others find out when it is used."""
+        self._group = self._store = None
+        self._fallback.close()
+
+    def _join(self, epoch: Epoch, deadline: Deadline) -> dist.TCPStore:
+        """The publisher's store."""
+        if self._store is None or self._address != (epoch.host, epoch.port):
+            self._store = join_store(epoch, deadline)
+            self._address = (epoch.host, epoch.port)
+            self._group = None
+        return self._store
+
+    def _say_back(self) -> None:
+        """Tell the publisher, if it can be reached, that we are there for the next epoch."""
+        if self._store is not None:
+            with contextlib.suppress(RuntimeError):
+                self._store.set(_back_key(self._name), "")
+
+    def _receive(
+        self, store: dist.TCPStore, epoch: Epoch, manifest: WeightManifest, deadline: Deadline
+    ) -> list[Array]:
+        version = manifest.version
+        if self._name not in epoch.members:
+            raise WeightsError(f"{self._name} is no member of epoch {epoch.number}")
+        if self._epoch != epoch:
+            self._epoch, self._group = epoch, None
+        announce(store, epoch, version, self._name, has_group=self._group is not None)
+        verdict(store, epoch, version, deadline)
+        if self._group is None:
+            rank = epoch.members.index(self._name) + 1
+            self._group = Group(store, epoch, rank, self._device, deadline)
+        self._group.check_header((epoch.number, version), deadline)
+        arrays = []
+        for bucket in manifest.buckets:
+            room = torch.empty(bucket.num_bytes, dtype=torch.uint8)
+            data = self._group.broadcast(room, deadline).numpy()
+            data.flags.writeable = False
+            arrays.append(data)
+        return arrays
+
+
+def _of_fallback(manifest: WeightManifest) -> WeightManifest:
+    return replace(manifest, handles=tuple(handle.fallback for handle in manifest.handles))
+
+
+def _back_key(name: str) -> str:
+    return f"back/{name}"

@@ -1,0 +1,253 @@
+"""Broadcasts between real processes, and what happens when one of them is not there."""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
+
+import pytest
+import torch
+
+from streamrl.errors import WeightsError
+from streamrl.weights import WeightManifest, publish, unpack
+from streamrl.weights.collective import CollectiveInlet, CollectiveOutlet
+from streamrl.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
+from tests.weights.local_outlet import LocalInlet, LocalOutlet
+
+TIMEOUT_S = 6.0
+
+
+def tensors_of(version: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(version)
+    return {f"t{i}": torch.randn(300_000, generator=generator) for i in range(4)}
+
+
+def is_version(found: dict[str, torch.Tensor], version: int) -> bool:
+    wanted = tensors_of(version)
+    return found.keys() == wanted.keys() and all(torch.equal(found[n], wanted[n]) for n in wanted)
+
+
+def follow(pipe: Connection, name: str) -> None:
+    """Fetch each manifest that comes; say whether it is right, and why it was no broadcast.
+
+    The number that comes with a manifest is that of the bucket before which to die.
+    """
+    inlet = CollectiveInlet(name, SharedMemoryInlet("policy"), timeout_s=TIMEOUT_S)
+    pipe.send("ready")
+    while True:
+        manifest, dies_at = pipe.recv()
+        if dies_at is not None:
+            die_before(dies_at)
+        found = unpack(manifest, inlet.fetch(manifest))
+        pipe.send((is_version(found, manifest.version), inlet.failure))
+
+
+def die_before(bucket: int) -> None:
+    from streamrl.weights.members import Group
+
+    send = Group.broadcast
+    seen = 0
+
+    def broadcast(self: Group, *arguments: object) -> torch.Tensor:
+        nonlocal seen
+        seen += 1
+        if seen == bucket + 2:  # the header comes first
+            os._exit(1)
+        return send(self, *arguments)
+
+    Group.broadcast = broadcast
+
+
+class Reader:
+    """A reader in a process of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        context = multiprocessing.get_context("spawn")
+        self._pipe, there = context.Pipe()
+        self.process = context.Process(target=follow, args=(there, name))
+        self.process.start()
+        there.close()
+
+    def wait_until_ready(self) -> None:
+        """To start a process takes longer than a broadcast may."""
+        assert self._pipe.recv() == "ready"
+
+    def pull(self, manifest: WeightManifest, *, dies_at: int | None = None) -> None:
+        self._pipe.send((manifest, dies_at))
+
+    def outcome(self) -> tuple[bool, str | None]:
+        """Whether the last version came right, and why it came by the fallback if it did."""
+        if not self._pipe.poll(60):
+            raise TimeoutError(self.name)
+        return self._pipe.recv()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+class Broadcasting:
+    """A publisher here and readers elsewhere."""
+
+    def __init__(self) -> None:
+        self.outlet = CollectiveOutlet(
+            SharedMemoryOutlet("broadcast", keep_versions=2), host="127.0.0.1", timeout_s=TIMEOUT_S
+        )
+        self.readers: list[Reader] = []
+        self.version = -1
+
+    def add(self, *names: str) -> None:
+        readers = [Reader(name) for name in names]
+        for reader in readers:
+            reader.wait_until_ready()
+        self.readers += readers
+
+    def put(self) -> WeightManifest:
+        self.version += 1
+        self.outlet.set_readers([reader.name for reader in self.readers])
+        return publish(
+            tensors_of(self.version).items(),
+            version=self.version,
+            bucket_bytes=1_200_000,
+            outlet=self.outlet,
+        )
+
+    def round(self, readers: Sequence[Reader] | None = None) -> list[tuple[bool, str | None]]:
+        """A version, as it came to these readers."""
+        manifest = self.put()
+        taking_part = self.readers if readers is None else readers
+        for reader in taking_part:
+            reader.pull(manifest)
+        return [reader.outcome() for reader in taking_part]
+
+    def end(self) -> None:
+        for reader in self.readers:
+            reader.end()
+        self.outlet.close()
+
+
+@pytest.fixture
+def cluster() -> Iterator[Broadcasting]:
+    made = Broadcasting()
+    yield made
+    made.end()
+
+
+@pytest.mark.slow
+def test_versions_reach_all_members_and_newcomers_join_an_epoch(cluster: Broadcasting) -> None:
+    cluster.add("a", "b")
+    for _ in range(3):
+        assert cluster.round() == [(True, None)] * 2
+    cluster.add("c")
+    newcomer = cluster.readers[2]
+    manifest = cluster.put()  # with c
+    assert manifest.handles[0].epoch.members == ("a", "b", "c")
+    for reader in cluster.readers:
+        reader.pull(manifest)
+    assert [reader.outcome() for reader in cluster.readers] == [(True, None)] * 3
+    early = Reader("d")
+    early.wait_until_ready()
+    try:
+        early.pull(manifest)
+        right, failure = early.outcome()
+        assert right
+        assert failure is not None
+        assert failure.endswith("version 3 was not sent: d is no member of epoch 2")
+    finally:
+        early.end()
+    assert newcomer.process.is_alive()
+    assert cluster.round() == [(True, None)] * 3
+    assert cluster.outlet.failure is None
+
+
+@pytest.mark.slow
+def test_one_that_dies_in_the_middle_costs_the_others_a_deadline_and_no_bits(
+    cluster: Broadcasting,
+) -> None:
+    cluster.add("a", "b", "c")
+    assert cluster.round() == [(True, None)] * 3
+    manifest = cluster.put()
+    start = time.monotonic()
+    a, b, c = cluster.readers
+    b.pull(manifest, dies_at=2)
+    a.pull(manifest)
+    c.pull(manifest)
+    assert [reader.outcome()[0] for reader in (a, c)] == [True, True]
+    assert time.monotonic() - start < 2 * TIMEOUT_S
+    b.process.join(10)
+    assert b.process.exitcode == 1
+    # It is not known to be dead yet: the next version waits for it, and says so.
+    assert [right for right, _ in cluster.round([a, c])] == [True, True]
+    manifest = cluster.put()
+    assert manifest.handles[0].epoch.members == ("a", "c")
+    for reader in (a, c):
+        reader.pull(manifest)
+    assert [reader.outcome() for reader in (a, c)] == [(True, None)] * 2
+
+
+@pytest.mark.slow
+def test_a_reader_that_skips_a_version_is_named_and_comes_back(cluster: Broadcasting) -> None:
+    cluster.add("a", "b", "c")
+    a, b, c = cluster.readers
+    assert cluster.round() == [(True, None)] * 3
+    start = time.monotonic()
+    outcomes = cluster.round([a, c])
+    assert time.monotonic() - start < TIMEOUT_S
+    assert outcomes == [(True, "weights version 1 was not sent: b did not come")] * 2
+    # It is waited for no more, and takes what it wants from the fallback.
+    (first, missed, last) = cluster.round([a, b, c])
+    assert cluster.outlet.failure is None
+    assert first == last == (True, None)
+    assert missed == (True, "weights version 2 was not sent: b is no member of epoch 2")
+    # Since it has read something it is a member again.
+    assert cluster.round() == [(True, None)] * 3
+
+
+def test_nobody_to_send_to_is_no_broadcast() -> None:
+    outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=2)
+    inlet = CollectiveInlet("a", LocalInlet(), timeout_s=2)
+    manifest = publish(tensors_of(0).items(), version=0, bucket_bytes=99, outlet=outlet)
+    assert is_version(unpack(manifest, inlet.fetch(manifest)), 0)
+    assert inlet.failure == "weights version 0 was not sent: a is no member of epoch 0"
+    inlet.close()
+    outlet.close()
+
+
+def test_staging_is_not_laid_anew_while_it_is_sent() -> None:
+    outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=1)
+    outlet.set_readers(["absent"])
+    start = time.monotonic()
+    publish(tensors_of(0).items(), version=0, bucket_bytes=99, outlet=outlet)
+    assert time.monotonic() - start < 0.4
+    outlet.begin(1)
+    assert time.monotonic() - start >= 0.5
+    assert outlet.failure == "weights version 0 was not sent to absent: waited for absent"
+    outlet.close()
+
+
+def test_a_publisher_that_is_gone_leaves_the_fallback() -> None:
+    outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=1)
+    outlet.set_readers(["a"])
+    manifest = publish(tensors_of(0).items(), version=0, bucket_bytes=10**7, outlet=outlet)
+    outlet.close()
+    del outlet
+    inlet = CollectiveInlet("a", LocalInlet(), timeout_s=1)
+    start = time.monotonic()
+    assert is_version(unpack(manifest, inlet.fetch(manifest)), 0)
+    assert time.monotonic() - start < 2
+    assert inlet.failure is not None
+
+
+def test_both_ways_closed_is_an_error_that_names_both() -> None:
+    class Closed(LocalInlet):
+        def fetch(self, manifest: WeightManifest) -> list[object]:
+            raise WeightsError(f"version {manifest.version}, bucket 0: gone")
+
+    outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=1)
+    manifest = publish(tensors_of(0).items(), version=0, bucket_bytes=10**7, outlet=outlet)
+    inlet = CollectiveInlet("a", Closed(), timeout_s=1)
+    with pytest.raises(WeightsError, match=r"bucket 0: gone \(weights version 0 was not sent: a"):
+        inlet.fetch(manifest)
+    outlet.close()
