@@ -319,5 +319,7 @@ def start_generator(stream: Stream, stage: Callable[[str, str], Stage], index: i
     for call in stream.dataflow.of_kind(Kind.GENERATE):
         place, sample = stage(call.stage, name), generator.stages[call.stage]
         own.append(
-            asyncio.create_task(generate(place, sample, held, slots=3, stall_s=plan.stall_s))
+            asyncio.create_task(
+                generate(place, sample, held, slots=3, stall_s=plan.stall_s, begun=generator.begun)
+            )
         )

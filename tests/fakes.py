@@ -24,6 +24,7 @@ from streamrl.messages import (
     Prompt,
     Rollout,
     group_columns,
+    group_rollouts,
     make_uid,
     parse_uid,
 )
@@ -111,32 +112,48 @@ class FakeGenerator:
 
     def __init__(self, plan: Plan, rng: random.Random, generated: Counter[str]) -> None:
         self.version = -1
+        self.sampled: list[tuple[str, int, int]] = []
         self._plan = plan
         self._rng = rng
         self._generated = generated
+        self._under_way: dict[str, tuple[Prompt, list[int], list[int]]] = {}
 
     @property
     def stages(self) -> Mapping[str, Sample]:
         return {"generate": self.group, "greedy": self.greedy}
 
-    async def greedy(self, prompt: Prompt) -> Columns:
+    async def begun(self) -> Mapping[str, Columns]:
+        """The tokens that exist by now."""
+        return {uid: self._columns(*work) for uid, work in self._under_way.items() if work[1]}
+
+    async def greedy(self, prompt: Prompt, begun: Columns | None) -> Columns:
+        assert begun is None
         await asyncio.sleep(self._rng.uniform(*self._plan.generate_s))
         return {"greedy_ids": np.array([4, 5], np.int32)}
 
-    async def group(self, prompt: Prompt) -> Columns:
-        self._generated[prompt.uid] += 1
+    async def group(self, prompt: Prompt, begun: Columns | None) -> Columns:
+        self._generated[prompt.uid] += begun is None
         rng = random.Random(f"{self._plan.seed}/{prompt.uid}")
         count = rng.randint(1, 8)
-        tokens: list[int] = []
-        versions: list[int] = []
-        for _ in range(count):
-            await asyncio.sleep(self._rng.uniform(*self._plan.generate_s) / count)
-            tokens.append(rng.randint(4, 9))
-            versions.append(self.version)
+        script = [rng.randint(4, 9) for _ in range(count)]
+        tokens, versions = taken_up(begun)
+        assert tokens == script[: len(tokens)]
+        self._under_way[prompt.uid] = prompt, tokens, versions
+        try:
+            for token in script[len(tokens) :]:
+                await asyncio.sleep(self._rng.uniform(*self._plan.generate_s) / count)
+                tokens.append(token)
+                versions.append(self.version)
+                self.sampled.append((prompt.uid, len(tokens), self.version))
+        finally:
+            del self._under_way[prompt.uid]
+        return self._columns(prompt, tokens, versions)
+
+    def _columns(self, prompt: Prompt, tokens: list[int], versions: list[int]) -> Columns:
         one = Rollout.single_turn(
             prompt.token_ids,
             tokens,
-            logprobs=[-1.0] * count,
+            logprobs=[-1.0] * len(tokens),
             versions=versions,
             finish_reason=FinishReason.STOP,
         )
@@ -146,6 +163,14 @@ class FakeGenerator:
         await asyncio.sleep(self._plan.pull_s)
         assert version > self.version
         self.version = version
+
+
+def taken_up(begun: Columns | None) -> tuple[list[int], list[int]]:
+    """The completion of the first rollout as far as it was begun, and its versions."""
+    if begun is None:
+        return [], []
+    one = group_rollouts(begun)[0]
+    return one.completion_ids.tolist(), one.policy_version[one.loss_mask].tolist()
 
 
 class FakeScorer:

@@ -58,8 +58,8 @@ class Held:
 class Group:
     """One group as its shard holds it. `committing` are stages whose commit is being journaled.
 
-    `begun` is what a holder of a stage has made so far, in memory alone. `num_bytes` are those of its
-    columns, those of what is begun among them.
+    `begun` is what a holder of a stage has made so far, in memory alone. `num_bytes` are those of
+    its columns, those of what is begun among them.
     """
 
     uid: str

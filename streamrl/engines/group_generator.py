@@ -23,16 +23,20 @@ class GroupGenerator:
         self._run_seed = run_seed
 
     @property
-    def stages(self) -> Mapping[str, Callable[[Prompt], Awaitable[Columns]]]:
+    def stages(self) -> Mapping[str, Callable[[Prompt, Columns | None], Awaitable[Columns]]]:
         """What it does in each stage of its role."""
         return {GENERATE.stage: self.group, GREEDY.stage: self.greedy}
 
-    async def group(self, prompt: Prompt) -> Columns:
+    async def begun(self) -> Mapping[str, Columns]:
+        """Nothing: a group is whole or not there."""
+        return {}
+
+    async def group(self, prompt: Prompt, begun: Columns | None = None) -> Columns:
         """The rollouts of a prompt, on the newest weights the engine holds."""
         seeds = rollout_seeds(self._run_seed, prompt.uid, self._group_size)
         return group_columns(await self._engine.generate(prompt.token_ids, seeds=seeds))
 
-    async def greedy(self, prompt: Prompt) -> Columns:
+    async def greedy(self, prompt: Prompt, begun: Columns | None = None) -> Columns:
         """The prompt's likeliest completion, token by token, on those weights."""
         (rollout,) = await self.sample(prompt, [ANY_SEED], temperature=0.0)
         return {"greedy_ids": rollout.completion_ids}
