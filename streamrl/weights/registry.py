@@ -54,6 +54,10 @@ class WeightRegistry:
                 return None
         return self._manifests[-1]
 
+    def forget(self, reader: str) -> None:
+        """This reader has left."""
+        self._held.pop(reader, None)
+
     def _note_pull(self, reader: str, held: "Held") -> None:
         self._held[reader] = held.version
         self._pull_s.append(held.pull_s)
