@@ -17,6 +17,12 @@ from streamrl.errors import ConfigError
 FOLDER = "requests"
 TAKEN_S = 15.0
 """A run that is under way takes a request within this time, s."""
+PLACE_S = 60.0
+"""A replica that is to join has this long until there is a process for it, s."""
+LEAVE_S = 30.0
+"""One that is to leave has this long to hand back what it holds, s."""
+SPARE_S = 120.0
+"""What a start may take beside the engine's own, s."""
 LOOK_S = 0.1
 _REQUEST, _TAKEN, _ANSWER = ".request.json", ".taken.json", ".answer.json"
 
@@ -96,7 +102,7 @@ def ask(
     """
     folder = run_dir / FOLDER
     if not folder.is_dir():
-        raise ConfigError(f"{run_dir}: the run is not running")
+        raise ConfigError(f"{run_dir}: the run is not running, or still starting")
     name = f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}"
     asked, taken, answer = (folder / f"{name}{kind}" for kind in (_REQUEST, _TAKEN, _ANSWER))
     started = clock()

@@ -17,12 +17,8 @@ from streamrl.actors.feed import EventReport, Report
 from streamrl.actors.starting import Starting
 from streamrl.config import RunConfig
 from streamrl.errors import ConfigError, StreamError
-from streamrl.mailbox import Answer, Mailbox, Request
+from streamrl.mailbox import LEAVE_S, PLACE_S, Answer, Mailbox, Request
 
-PLACE_S = 60.0
-"""A newcomer has this long until Ray has a process for it, s."""
-LEAVE_S = 30.0
-"""One that leaves has this long to hand back what it holds, s."""
 POLL_S = 0.2
 ROLE_WORDS = {"generator": "generators", "reward": "scorers"}
 """What the replicas of a role are called where that is not its name."""

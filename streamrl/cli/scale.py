@@ -4,11 +4,9 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
-from streamrl.actors.calls import CALL_TIMEOUT_S
-from streamrl.actors.scaling import LEAVE_S, PLACE_S
 from streamrl.config import load_config
 from streamrl.errors import ConfigError
-from streamrl.mailbox import ask
+from streamrl.mailbox import LEAVE_S, PLACE_S, SPARE_S, ask
 
 ROLES = {
     "generators": "generator",
@@ -68,5 +66,5 @@ def _timeout_s(run_dir: Path, counts: Mapping[str, int], given: float | None) ->
             raise ConfigError(f"--{option.replace('_', '-')}: this run has no {ROLES[option]}")
     if given is not None:
         return given
-    start_s = config.generator.start_timeout_s + CALL_TIMEOUT_S
+    start_s = config.generator.start_timeout_s + SPARE_S
     return PLACE_S + start_s + config.pipeline.stall_s + LEAVE_S
