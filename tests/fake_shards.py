@@ -77,6 +77,7 @@ class LocalShard:
         )
         self.log = log
         self.deaths = 0
+        self.notes = 0
         self._repeats = repeats
         self._loses = loses
         self.shard = self._make(log)
@@ -139,6 +140,7 @@ class LocalShard:
         return refused
 
     async def note(self, commits: Sequence[Commit]) -> None:
+        self.notes += len(commits)
         await self._call(lambda shard: _now(shard.note(commits)))
 
     async def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None:

@@ -107,16 +107,26 @@ class FakePrompts:
         return Prompt(uid, np.array([1, 2, 3], np.int32))
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """One token of a completion, its places counted from 1: of which version it is, and when."""
+
+    uid: str
+    place: int
+    version: int
+    at_s: float
+
+
 class FakeGenerator:
     """Rollouts whose tokens are sampled over time, each under the version held just then."""
 
     def __init__(self, plan: Plan, rng: random.Random, generated: Counter[str]) -> None:
         self.version = -1
-        self.sampled: list[tuple[str, int, int]] = []
+        self.sampled: list[Sampled] = []
         self._plan = plan
         self._rng = rng
         self._generated = generated
-        self._under_way: dict[str, tuple[Prompt, list[int], list[int]]] = {}
+        self._under_way: list[tuple[Prompt, list[int], list[int]]] = []
 
     @property
     def stages(self) -> Mapping[str, Sample]:
@@ -124,7 +134,9 @@ class FakeGenerator:
 
     async def begun(self) -> Mapping[str, Columns]:
         """The tokens that exist by now."""
-        return {uid: self._columns(*work) for uid, work in self._under_way.items() if work[1]}
+        # A lease that ran out may be given to its holder again before it knows.
+        ordered = sorted(self._under_way, key=lambda work: len(work[1]))
+        return {work[0].uid: self._columns(*work) for work in ordered if work[1]}
 
     async def greedy(self, prompt: Prompt, begun: Columns | None) -> Columns:
         assert begun is None
@@ -138,15 +150,17 @@ class FakeGenerator:
         script = [rng.randint(4, 9) for _ in range(count)]
         tokens, versions = taken_up(begun)
         assert tokens == script[: len(tokens)]
-        self._under_way[prompt.uid] = prompt, tokens, versions
+        work = prompt, tokens, versions
+        self._under_way.append(work)
         try:
             for token in script[len(tokens) :]:
                 await asyncio.sleep(self._rng.uniform(*self._plan.generate_s) / count)
                 tokens.append(token)
                 versions.append(self.version)
-                self.sampled.append((prompt.uid, len(tokens), self.version))
+                now = asyncio.get_running_loop().time()
+                self.sampled.append(Sampled(prompt.uid, len(tokens), self.version, now))
         finally:
-            del self._under_way[prompt.uid]
+            self._under_way = [one for one in self._under_way if one is not work]
         return self._columns(prompt, tokens, versions)
 
     def _columns(self, prompt: Prompt, tokens: list[int], versions: list[int]) -> Columns:

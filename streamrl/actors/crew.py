@@ -134,6 +134,36 @@ class Crew:
         self._note_start(name, number, self.roles[role])
         return self.actors[name].start.remote(self._wiring, number, calls)
 
+    def enlist(self, name: str, role: str) -> tuple[Any, Any]:
+        """A hired actor has started and is one of the others from here on.
+
+        Returns the reply of its loops, and one that says which version it serves once it does.
+        """
+        actor = self.actors[name]
+        self.roles[role].join(name, actor)
+        self._tell("joined", role, name, actor)
+        return actor.run.remote(), actor.serving.remote()
+
+    def send_off(self, name: str, role: str) -> None:
+        """Ask nothing more of an actor, and have it end its loops."""
+        self.roles[role].leave(name)
+        self._tell("leaving", role, name)
+        self.actors[name].leave.remote()
+
+    def part_with(self, name: str) -> None:
+        """End an actor that was sent off; what it has not handed back is free."""
+        self.dismiss(name)
+        self._tell("left", name)
+
+    @staticmethod
+    def answer(reply: Any, name: str) -> Any:
+        """What an actor answered. Raises what it raised, and ActorLostError if it died over it."""
+        return fetch(reply, name)
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        reply = getattr(self.actors["coordinator"], method).remote(*arguments)
+        fetch(reply, f"coordinator.{method}")
+
     def dismiss(self, name: str) -> None:
         """End one actor for good."""
         self._starts.pop(name, None)

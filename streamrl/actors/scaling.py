@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamrl.actors.calls import fetch
 from streamrl.actors.crew import RETURNING, Crew
 from streamrl.actors.feed import EventReport, Report
 from streamrl.actors.starting import Starting
@@ -119,7 +118,7 @@ class Scaling:
             self._gone(step, handle)
             return
         try:
-            value = fetch(reply, f"{step.name}: {step.says}")
+            value = self._crew.answer(reply, step.name)
         except (StreamError, ConfigError) as error:
             reason = str(error).splitlines()[0]
             if step.says == "serves":
@@ -170,14 +169,10 @@ class Scaling:
 
     def _started(self, step: Step) -> None:
         """From here on it is one of the run's actors."""
-        crew, name, role = self._crew, step.name, step.role
-        actor = crew.actors[name]
-        crew.roles[role].join(name, actor)
-        told = crew.actors["coordinator"].joined.remote(role, name, actor)
-        fetch(told, "coordinator.joined")
-        self._loops[actor.run.remote()] = name
+        loop, serving = self._crew.enlist(step.name, step.role)
+        self._loops[loop] = step.name
         deadline = self._clock() + self._serve_s
-        self._await(actor.serving.remote(), Step(name, role, "serves", deadline))
+        self._await(serving, Step(step.name, step.role, "serves", deadline))
 
     def _join(self, step: Step, version: int, handle: Handle) -> None:
         assert self._change is not None
@@ -198,25 +193,18 @@ class Scaling:
     # One that leaves.
 
     def _send_off(self, name: str, role: str, handle: Handle) -> None:
-        crew = self._crew
-        actor = crew.actors[name]
-        crew.roles[role].leave(name)
-        told = crew.actors["coordinator"].leaving.remote(role, name)
-        fetch(told, "coordinator.leaving")
+        self._crew.send_off(name, role)
         step = Step(name, role, "left", self._clock() + LEAVE_S)
         if self._starting.drop(name):
             self._gone(step, handle)  # it holds nothing: it was on its way back
             return
         loop = next(reply for reply, own in self._loops.items() if own == name)
         del self._loops[loop]
-        actor.leave.remote()
         self._await(loop, step)
 
     def _gone(self, step: Step, handle: Handle) -> None:
         assert self._change is not None
-        self._crew.dismiss(step.name)
-        told = self._crew.actors["coordinator"].left.remote(step.name)
-        fetch(told, "coordinator.left")
+        self._crew.part_with(step.name)
         self._change.left.setdefault(step.role, []).append(step.name)
         handle(EventReport("left", {"actor": step.name}))
 
