@@ -61,7 +61,10 @@ class _Generator:
     def stages(self) -> Mapping[str, Sample]:
         return {GENERATE.stage: self._group}
 
-    async def _group(self, prompt: Prompt) -> Columns:
+    async def begun(self) -> Mapping[str, Columns]:
+        return {}
+
+    async def _group(self, prompt: Prompt, begun: Columns | None = None) -> Columns:
         if self._seconds:
             await asyncio.sleep(self._seconds)
         return group_columns([self._rollout(prompt)] * self._group_size)

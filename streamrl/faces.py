@@ -1,8 +1,9 @@
 """What the loops call: engines, remote proxies and test fakes all have these faces."""
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from streamrl.buffer import ExperienceQueue, ShardStats
@@ -31,8 +32,13 @@ class Follower(Protocol):
         ...
 
 
-Sample = Callable[[Prompt], Awaitable[Columns]]
-"""What a generate stage makes of a prompt: its columns. New weights may come while it does."""
+Sample = Callable[[Prompt, Columns | None], Awaitable[Columns]]
+"""What a generate stage makes of a prompt: its columns. New weights may come while it does.
+
+It goes on from what another has begun of them, if that is given: columns of partial rollouts.
+"""
+Begun = Callable[[], Awaitable[Mapping[str, Columns]]]
+"""What has been begun: by uid, the groups under way of which a completion token exists."""
 
 
 class Trainer(Protocol):
@@ -136,6 +142,8 @@ class Stage:
     queue: ExperienceQueue
     lease: DeviceLease
     spans: SpanRecorder
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the stage is to take nothing more and to leave the run."""
 
     @asynccontextmanager
     async def computing(self, **facts: float | str) -> AsyncIterator[None]:

@@ -344,7 +344,8 @@ class Experience(msgspec.Struct, frozen=True, eq=False):
     `admitted_version` is the version at admission: no token of the group may be sampled by an
     older one. `info` is there once the group is generated. `ready_version` is the version being
     trained when the group became ready for its step. `ended` is set if the group ended without
-    reaching the trainer; such a group is only handed to the coordinator.
+    reaching the trainer; such a group is only handed to the coordinator. `begun` is what an earlier
+    holder of the stage had made of it when it went: columns of the stage, not whole yet.
     """
 
     lease: Lease
@@ -354,6 +355,7 @@ class Experience(msgspec.Struct, frozen=True, eq=False):
     info: GroupInfo | None = None
     ready_version: int | None = None
     ended: Ended | None = None
+    begun: Columns | None = None
 
     @property
     def uid(self) -> str:

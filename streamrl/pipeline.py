@@ -24,6 +24,7 @@ from streamrl.buffer import ExperienceQueue
 from streamrl.control import Control, PipelineConfig
 from streamrl.errors import WeightsError
 from streamrl.faces import (
+    Begun,
     Follower,
     Sample,
     Stage,
@@ -32,7 +33,7 @@ from streamrl.faces import (
     WeightChannel,
 )
 from streamrl.messages import Experience
-from streamrl.serving import WAIT_S, Compute, Result, serve
+from streamrl.serving import WAIT_S, Compute, Notes, Result, serve
 from streamrl.step import train_step
 from streamrl.weights import HeldVersion, WeightManifest
 from streamrl.weights.registry import Held, Pull
@@ -63,21 +64,24 @@ async def admit(control: Control, queue: ExperienceQueue) -> None:
 
 
 async def generate(
-    stage: Stage, sample: Sample, held: HeldVersion, *, slots: int, stall_s: float
+    stage: Stage, sample: Sample, held: HeldVersion, *, slots: int, stall_s: float, begun: Begun
 ) -> None:
     """Waits for: a prompt, a free slot, the version the prompt was admitted at.
 
-    Produces: what is sampled for it, such as the rollouts of its group.
+    Produces: what is sampled for it, such as the rollouts of its group; meanwhile, for who may have
+    to go on with it, what is `begun` of it.
     """
+    notes = Notes(stage.queue, begun)
 
     async def compute(experiences: Sequence[Experience]) -> Sequence[Result]:
         (experience,) = experiences
         assert experience.prompt is not None
         await held.at_least(experience.admitted_version, timeout_s=stall_s)
         async with stage.computing(uid=experience.uid):
-            return [await sample(experience.prompt)]
+            with notes.of(experience.lease):
+                return [await sample(experience.prompt, experience.begun)]
 
-    await serve(stage.queue, stage.name, compute, columns=(), slots=slots, batch=1)
+    await serve(stage, compute, columns=(), slots=slots, batch=1, notes=notes)
 
 
 async def score(
@@ -100,7 +104,7 @@ async def score(
             return await judge(experiences)
 
     columns, slots, batch = serving.columns, serving.slots, serving.batch
-    await serve(stage.queue, stage.name, compute, columns=columns, slots=slots, batch=batch)
+    await serve(stage, compute, columns=columns, slots=slots, batch=batch)
 
 
 async def train(

@@ -1,14 +1,18 @@
 """How a stage works off the queue: take, compute, commit what came of it, keep what is held.
 
-The same for every stage that adds columns: generation and all scorers.
+The same for every stage that adds columns: generation and all scorers. Where a group takes long,
+what has been made of it so far is left with the queue now and then: it survives its maker.
 """
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from streamrl.buffer import ExperienceQueue
 from streamrl.errors import StreamError
+from streamrl.faces import Begun, Stage
 from streamrl.messages import Columns, Experience, Filtered, Lease
 
 Result = Columns | Filtered | StreamError
@@ -19,36 +23,59 @@ WAIT_S = 1.0
 """Length of one wait in a loop, s: a loop looks up this often to see whether the run has ended."""
 LOOK_UP_S = 0.25
 """How often a stage that holds nothing looks whether it has something to renew, s."""
+PROGRESS_S = 2.0
+"""How much of its work on a group a stage may lose by its death, s."""
 GATHER_S = 0.003
 """How long a result waits for others to be committed with it, s: a message costs about as much."""
 
 
+async def nothing_begun() -> Mapping[str, Columns]:
+    """What a stage has begun that makes its columns in one go."""
+    return {}
+
+
 async def serve(
-    queue: ExperienceQueue,
-    stage: str,
+    stage: Stage,
     compute: Compute,
     *,
     columns: Sequence[str],
     slots: int,
     batch: int,
+    notes: "Notes | None" = None,
 ) -> None:
-    """Take groups, compute, put the results: up to `slots` groups at once, `batch` to a call."""
-    desk = Desk(slots)
+    """Take groups, compute, put the results: up to `slots` groups at once, `batch` to a call.
+
+    Ends once the stage is to leave: what is finished is committed then, and what is begun lies with
+    the queue. The leases are still held; the queue's `release` gives them back.
+    """
+    queue, desk = stage.queue, Desk(slots)
+    notes = notes or Notes(queue, nothing_begun)
     async with asyncio.TaskGroup() as tasks:
         outbox = Outbox(queue, desk)
-        tasks.create_task(outbox.deliver())
-        tasks.create_task(keep_leases(queue, desk))
 
         async def work(experiences: Sequence[Experience]) -> None:
             results = await compute(experiences)
             for experience, result in zip(experiences, results, strict=True):
                 outbox.post(experience.lease, result)
 
-        while True:
-            most = await desk.room()
-            taken = await queue.take(stage, max_groups=most, columns=columns, wait_s=WAIT_S)
-            for chunk in chunks(taken, batch):
-                desk.begin(chunk, tasks.create_task(work(chunk)))
+        async def take_on() -> None:
+            while True:
+                most, name = await desk.room(), stage.name
+                taken = await queue.take(name, max_groups=most, columns=columns, wait_s=WAIT_S)
+                for chunk in chunks(taken, batch):
+                    desk.begin(chunk, tasks.create_task(work(chunk)))
+
+        loops = (outbox.deliver(), keep_leases(queue, desk), notes.keep(), take_on())
+        *others, taking = [tasks.create_task(loop) for loop in loops]
+        await stage.leaving.wait()
+        taking.cancel()
+        begun = await notes.look()
+        # At once, or it would go on from what it has told already.
+        desk.close()
+        await queue.note(begun)
+        await outbox.emptied()
+        for task in others:
+            task.cancel()
 
 
 async def keep_leases(queue: ExperienceQueue, desk: "Desk") -> None:
@@ -92,6 +119,11 @@ class Desk:
         self._free += count
         self._given.set()
 
+    def close(self) -> None:
+        """End all work."""
+        for task in self._tasks:
+            task.cancel()
+
     def abandon(self, lease: Lease) -> None:
         """This lease is void; the task ends once all of its leases are."""
         for task, leases in self._tasks.items():
@@ -131,6 +163,74 @@ class Outbox:
                 await self._queue.filter(filtered)
             if failed:
                 await self._queue.fail(failed)
+            for _ in batch:
+                self._posted.task_done()
+
+    async def emptied(self) -> None:
+        """Wait until all that was posted is with the queue."""
+        await self._posted.join()
+
+
+@dataclass
+class _Pace:
+    """Since when a group is worked on, and when its next note is due, s of the loop's clock."""
+
+    since: float
+    due: float
+
+
+class Notes:
+    """Leaves with the queue what a stage has made so far of each group it works on.
+
+    Every PROGRESS_S from when work on the group began: groups that take less cost nothing. `begun`
+    says, by uid, what there is.
+    """
+
+    def __init__(self, queue: ExperienceQueue, begun: Begun) -> None:
+        self._queue = queue
+        self._begun = begun
+        self._paces: dict[Lease, _Pace] = {}
+
+    @contextmanager
+    def of(self, lease: Lease) -> Iterator[None]:
+        """Meanwhile this group is worked on."""
+        now = asyncio.get_running_loop().time()
+        self._paces[lease] = _Pace(now, now + PROGRESS_S)
+        try:
+            yield
+        finally:
+            del self._paces[lease]
+
+    async def keep(self) -> None:
+        """Note what is due, without end."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            # What begins meanwhile is due later than the end of this sleep.
+            first = min((pace.due for pace in self._paces.values()), default=math.inf)
+            await asyncio.sleep(min(first - clock(), PROGRESS_S))
+            due = self._due(clock())
+            if due:
+                found = await self.look()
+                await self._queue.note([(lease, told) for lease, told in found if lease in due])
+
+    def _due(self, now: float) -> set[Lease]:
+        """What is to be noted now: those that were noted before come along if they soon are due."""
+        if all(pace.due > now for pace in self._paces.values()):
+            return set()
+        chosen = set()
+        for lease, pace in self._paces.items():
+            is_first = pace.due <= pace.since + PROGRESS_S
+            if pace.due <= now or (not is_first and pace.due <= now + PROGRESS_S / 2):
+                pace.due = now + PROGRESS_S
+                chosen.add(lease)
+        return chosen
+
+    async def look(self) -> list[tuple[Lease, Columns]]:
+        """What has been begun of all that is worked on."""
+        if not self._paces:
+            return []
+        found = await self._begun()
+        return [(lease, found[lease.uid]) for lease in self._paces if lease.uid in found]
 
 
 def chunks(taken: Sequence[Experience], size: int) -> list[Sequence[Experience]]:

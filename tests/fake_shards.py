@@ -77,6 +77,7 @@ class LocalShard:
         )
         self.log = log
         self.deaths = 0
+        self.notes = 0
         self._repeats = repeats
         self._loses = loses
         self.shard = self._make(log)
@@ -138,6 +139,10 @@ class LocalShard:
             assert taken <= set(again), "a commit was taken twice"
         return refused
 
+    async def note(self, commits: Sequence[Commit]) -> None:
+        self.notes += len(commits)
+        await self._call(lambda shard: _now(shard.note(commits)))
+
     async def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None:
         await self._call(lambda shard: _now(shard.fail(entries)))
 
@@ -159,8 +164,8 @@ class LocalShard:
     async def stats(self) -> ShardStats:
         return cast(ShardStats, await self._call(lambda shard: _now(shard.stats())))
 
-    async def release(self, holder: str) -> int:
-        return int(await self._call(lambda shard: _now(shard.release(holder))))
+    async def release(self, holder: str, *, died: bool = True) -> int:
+        return int(await self._call(lambda shard: _now(shard.release(holder, died=died))))
 
     async def overdue(self, age_s: float) -> list[Overdue]:
         return list(await self._call(lambda shard: _now(shard.overdue(age_s))))

@@ -22,7 +22,7 @@ from streamrl.buffer import (
 from streamrl.buffer.books import recover_books
 from streamrl.buffer.leases import Overdue
 from streamrl.control import Control, PipelineConfig
-from streamrl.dataflow import CRITIC, POLICY, Call, Dataflow, Kind, dataflow_for
+from streamrl.dataflow import CRITIC, GENERATE, POLICY, Call, Dataflow, Kind, dataflow_for
 from streamrl.faces import Stage, StepOutcome
 from streamrl.lease import Arbiter, FreeLease, SharedLease
 from streamrl.messages import (
@@ -39,6 +39,7 @@ from streamrl.pipeline import (
     watch_stalls,
 )
 from streamrl.publishing import Publishing
+from streamrl.serving import nothing_begun
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import HeldVersion, WeightManifest
 from streamrl.weights.registry import WeightRegistry
@@ -90,6 +91,8 @@ class Stream:
     stalls: list[Overdue] = field(default_factory=list)
     loops: dict[str, list["asyncio.Task[None]"]] = field(default_factory=dict)
     start_generator: Callable[[int], None] = lambda index: None
+    leaving: dict[str, asyncio.Event] = field(default_factory=dict)
+    samplers: list[FakeGenerator] = field(default_factory=list)
 
     @property
     def trainer(self) -> FakeTrainer:
@@ -286,7 +289,7 @@ async def first_of(tasks: Sequence["asyncio.Task[None]"]) -> None:
 
 
 class StageMaker:
-    """Gives every process its place in a stream, with a client of its own."""
+    """Gives every process its places in a stream, each with a client of its own."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
@@ -295,10 +298,12 @@ class StageMaker:
     def __call__(self, name: str, process: str) -> Stage:
         stream, clock = self._stream, asyncio.get_running_loop().time
         shared = stream.plan.one_at_a_time
+        stream.leaving.setdefault(process, asyncio.Event())
         lease = SharedLease(self._arbiter, process) if shared else FreeLease()
         stream.recorders[process] = SpanRecorder(process, clock)
         queue = ExperienceQueue(stream.shards, process)
-        return Stage(name, queue, lease, stream.recorders[process])
+        leaving = stream.leaving[process]
+        return Stage(name, queue, lease, stream.recorders[process], leaving)
 
 
 def start_scorer(
@@ -320,12 +325,25 @@ def start_scorer(
 def start_generator(stream: Stream, stage: Callable[[str, str], Stage], index: int) -> None:
     """A generator, or the one that takes the place of a dead one: it holds no version yet."""
     name, plan = f"generator-{index}", stream.plan
+    stream.leaving[name] = asyncio.Event()
     generator, held = FakeGenerator(plan, stream.rng, stream.disk.generated), HeldVersion(name)
     channel = LocalChannel(stream.control.publishing.registries[POLICY], name)
+    stream.samplers.append(generator)
     follow = follow_weights(stage("generate", name), generator, channel, held)
     own = stream.loops[name] = [asyncio.create_task(follow)]
     for call in stream.dataflow.of_kind(Kind.GENERATE):
         place, sample = stage(call.stage, name), generator.stages[call.stage]
-        own.append(
-            asyncio.create_task(generate(place, sample, held, slots=3, stall_s=plan.stall_s))
-        )
+        begun = generator.begun if call == GENERATE else nothing_begun
+        loop = generate(place, sample, held, slots=3, stall_s=plan.stall_s, begun=begun)
+        own.append(asyncio.create_task(loop))
+
+
+async def let_leave(stream: Stream, index: int) -> None:
+    """A generator goes, as its actor does."""
+    name = f"generator-{index}"
+    follow, *stages = stream.loops[name]
+    stream.leaving[name].set()
+    await asyncio.wait(stages)
+    follow.cancel()
+    await stream.queue.release(name, died=False)
+    stream.control.publishing.registries[POLICY].forget(name)

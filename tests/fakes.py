@@ -25,6 +25,7 @@ from streamrl.messages import (
     Prompt,
     Rollout,
     group_columns,
+    group_rollouts,
     make_uid,
     parse_uid,
 )
@@ -109,37 +110,67 @@ class FakePrompts:
         return Prompt(uid, np.array([1, 2, 3], np.int32))
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """One token of a completion, its places counted from 1: of which version it is, and when."""
+
+    uid: str
+    place: int
+    version: int
+    at_s: float
+
+
 class FakeGenerator:
     """Rollouts whose tokens are sampled over time, each under the version held just then."""
 
     def __init__(self, plan: Plan, rng: random.Random, generated: Counter[str]) -> None:
         self.version = -1
+        self.sampled: list[Sampled] = []
         self._plan = plan
         self._rng = rng
         self._generated = generated
+        self._under_way: list[tuple[Prompt, list[int], list[int]]] = []
 
     @property
     def stages(self) -> Mapping[str, Sample]:
         return {"generate": self.group, "greedy": self.greedy}
 
-    async def greedy(self, prompt: Prompt) -> Columns:
+    async def begun(self) -> Mapping[str, Columns]:
+        """The tokens that exist by now."""
+        # A lease that ran out may be given to its holder again before it knows.
+        ordered = sorted(self._under_way, key=lambda work: len(work[1]))
+        return {work[0].uid: self._columns(*work) for work in ordered if work[1]}
+
+    async def greedy(self, prompt: Prompt, begun: Columns | None) -> Columns:
+        assert begun is None
         await asyncio.sleep(self._rng.uniform(*self._plan.generate_s))
         return {"greedy_ids": np.array([4, 5], np.int32)}
 
-    async def group(self, prompt: Prompt) -> Columns:
-        self._generated[prompt.uid] += 1
+    async def group(self, prompt: Prompt, begun: Columns | None) -> Columns:
+        self._generated[prompt.uid] += begun is None
         rng = random.Random(f"{self._plan.seed}/{prompt.uid}")
         count = rng.randint(1, 8)
-        tokens: list[int] = []
-        versions: list[int] = []
-        for _ in range(count):
-            await asyncio.sleep(self._rng.uniform(*self._plan.generate_s) / count)
-            tokens.append(rng.randint(4, 9))
-            versions.append(self.version)
+        script = [rng.randint(4, 9) for _ in range(count)]
+        tokens, versions = taken_up(begun)
+        assert tokens == script[: len(tokens)]
+        work = prompt, tokens, versions
+        self._under_way.append(work)
+        try:
+            for token in script[len(tokens) :]:
+                await asyncio.sleep(self._rng.uniform(*self._plan.generate_s) / count)
+                tokens.append(token)
+                versions.append(self.version)
+                now = asyncio.get_running_loop().time()
+                self.sampled.append(Sampled(prompt.uid, len(tokens), self.version, now))
+        finally:
+            self._under_way = [one for one in self._under_way if one is not work]
+        return self._columns(prompt, tokens, versions)
+
+    def _columns(self, prompt: Prompt, tokens: list[int], versions: list[int]) -> Columns:
         one = Rollout.single_turn(
             prompt.token_ids,
             tokens,
-            logprobs=[-1.0] * count,
+            logprobs=[-1.0] * len(tokens),
             versions=versions,
             finish_reason=FinishReason.STOP,
         )
@@ -153,6 +184,14 @@ class FakeGenerator:
 
     async def probe(self, sequences: Sequence[Array]) -> None:
         pass
+
+
+def taken_up(begun: Columns | None) -> tuple[list[int], list[int]]:
+    """The completion of the first rollout as far as it was begun, and its versions."""
+    if begun is None:
+        return [], []
+    one = group_rollouts(begun)[0]
+    return one.completion_ids.tolist(), one.policy_version[one.loss_mask].tolist()
 
 
 class FakeScorer:

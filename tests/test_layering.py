@@ -33,6 +33,7 @@ LEVELS = (
         "lease",
         "checkpoint",
         "durable",
+        "mailbox",
     },
     {"config", "preflight", "actors"},
     {"cli"},

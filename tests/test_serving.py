@@ -7,8 +7,11 @@ import pytest
 
 from streamrl.buffer import Bounds, ExperienceQueue, QueueConfig
 from streamrl.errors import RewardError
+from streamrl.faces import Stage
+from streamrl.lease import FreeLease
 from streamrl.messages import Experience, Filtered, Lease
 from streamrl.serving import Desk, Result, chunks, serve
+from streamrl.telemetry.spans import SpanRecorder
 from tests.buffer.shards import STAGES, prompt, rollouts
 from tests.fake_shards import LocalShard, MemoryLog
 from tests.virtual_clock import run_virtual
@@ -48,10 +51,8 @@ class Sampler:
 async def serving(
     shard: LocalShard, sampler: Sampler, *, slots: int = 2, batch: int = 1, holder: str = "me"
 ) -> "asyncio.Task[None]":
-    queue = ExperienceQueue([shard], holder)
-    return asyncio.create_task(
-        serve(queue, "generate", sampler, columns=(), slots=slots, batch=batch)
-    )
+    place = Stage("generate", ExperienceQueue([shard], holder), FreeLease(), SpanRecorder(holder))
+    return asyncio.create_task(serve(place, sampler, columns=(), slots=slots, batch=batch))
 
 
 async def admitted(shard: LocalShard, uids: Sequence[str]) -> ExperienceQueue:

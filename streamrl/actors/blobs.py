@@ -66,11 +66,15 @@ async def resolve_blobs(groups: Sequence[Sequence[Any]]) -> list[tuple[Blob, ...
 
 async def resolve_grants(grants: Sequence[Grant]) -> list[Grant]:
     """Leased groups with the blobs they name."""
-    found = await resolve_blobs([grant.blobs for grant in grants])
-    return [
-        grant if all(map(is_, grant.blobs, blobs)) else replace(grant, blobs=blobs)
-        for grant, blobs in zip(grants, found, strict=True)
-    ]
+    found = await resolve_blobs([(*grant.blobs, *grant.begun) for grant in grants])
+    return [_resolved(grant, blobs) for grant, blobs in zip(grants, found, strict=True)]
+
+
+def _resolved(grant: Grant, blobs: Sequence[Any]) -> Grant:
+    if all(map(is_, (*grant.blobs, *grant.begun), blobs)):
+        return grant
+    count = len(grant.blobs)
+    return replace(grant, blobs=tuple(blobs[:count]), begun=tuple(blobs[count:]))
 
 
 def to_send(commits: Sequence[Commit]) -> list[Commit]:

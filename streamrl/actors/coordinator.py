@@ -38,9 +38,9 @@ class Cast:
 
     roles: Sequence[RoleActors]
 
-    def of(self, role: str) -> Sequence[Any]:
+    def of(self, role: str) -> RoleActors:
         """The actors of one role."""
-        return next(r.actors for r in self.roles if r.role == role)
+        return next(r for r in self.roles if r.role == role)
 
 
 @dataclass(frozen=True)
@@ -299,6 +299,21 @@ class CoordinatorActor:
         """An actor has died and is started again: what it held is free."""
         self._arbiter.forget(name)
         await self._queue.release(name)
+
+    async def joined(self, role: str, name: str, actor: Any) -> None:
+        """A replica has joined: from now on it is asked whatever the others of its role are."""
+        self._cast.of(role).join(name, actor)
+
+    async def leaving(self, role: str, name: str) -> None:
+        """A replica is about to leave: it is asked nothing any more."""
+        self._cast.of(role).leave(name)
+
+    async def left(self, name: str) -> None:
+        """A replica has left: what it may still hold is free, and it reads no weights."""
+        self._arbiter.forget(name)
+        await self._queue.release(name, died=False)
+        for registry in self._control.publishing.registries.values():
+            registry.forget(name)
 
     async def request_stop(self) -> None:
         """End the stream after the micro-batch under way, or a step that has begun to update."""

@@ -22,6 +22,10 @@ class HostedGenerator(Protocol):
     @property
     def stages(self) -> Mapping[str, Sample]: ...
 
+    async def begun(self) -> Mapping[str, Columns]:
+        """By uid, the groups under way of which a completion token exists."""
+        ...
+
     async def sample(
         self, prompt: Prompt, seeds: Sequence[int], *, temperature: float
     ) -> list[Rollout]: ...

@@ -1,12 +1,12 @@
 """Evaluation inside a run: the run's own generators and reward scorers, outside the stream."""
 
 import asyncio
-import itertools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from streamrl.actors.calls import call
+from streamrl.actors.reporting import RoleActors
 from streamrl.config import RunConfig
 from streamrl.errors import ActorLostError, StreamError
 from streamrl.evaluation import EvaluationResult, evaluate
@@ -17,17 +17,15 @@ RETRY_S = 0.5
 
 
 class Evaluator:
-    """Spreads an evaluation over the replicas."""
+    """Spreads an evaluation over the replicas there are, whoever joins or leaves meanwhile."""
 
-    def __init__(
-        self, config: RunConfig, generators: Sequence[Any], scorers: Sequence[Any]
-    ) -> None:
+    def __init__(self, config: RunConfig, generators: RoleActors, scorers: RoleActors) -> None:
         self._config = config.evaluation
         self._attempts = config.queue.max_attempts
         self._timeout_s = config.pipeline.stall_s + config.generator.request_timeout_s
         self._returns = config.run.max_restarts > 0
-        self._generators = _in_turn("generator", generators)
-        self._scorers = _in_turn("reward", scorers)
+        self._generators = InTurn(generators)
+        self._scorers = InTurn(scorers)
 
     async def run(self, prompts: Sequence[Prompt], version: int) -> EvaluationResult:
         """How good `version` is on the prompts."""
@@ -52,23 +50,40 @@ class Evaluator:
             attempts=self._attempts,
         )
 
-    async def _ask(self, replicas: Iterator[tuple[str, Any]], method: str, *arguments: Any) -> Any:
-        """What the next replica answers. One that died may be back before the time is over."""
+    async def _ask(self, replicas: "InTurn", method: str, *arguments: Any) -> Any:
+        """What the next replica answers.
+
+        One that died may be back before the time is over; for one that left, others answer.
+        """
         deadline = time.monotonic() + self._timeout_s
         while True:
-            name, actor = next(replicas)
+            name, actor = replicas.next()
             reply = getattr(actor, method).remote(*arguments)
             try:
                 return await call(reply, f"{name}.{method}", self._timeout_s)
             except ActorLostError:
-                if not self._returns or time.monotonic() > deadline:
+                returns = self._returns or not replicas.has(name)
+                if not returns or time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(RETRY_S)
 
 
-def _in_turn(role: str, actors: Sequence[Any]) -> Iterator[tuple[str, Any]]:
-    """The replicas of a role with their names, round and round."""
-    return itertools.cycle([(f"{role}-{i}", actor) for i, actor in enumerate(actors)])
+class InTurn:
+    """The replicas of a role, round and round, as many as there are just then."""
+
+    def __init__(self, role: RoleActors) -> None:
+        self._role = role
+        self._next = 0
+
+    def next(self) -> tuple[str, Any]:
+        """The next one with its name."""
+        place = self._next % len(self._role.actors)
+        self._next = place + 1
+        return self._role.names[place], self._role.actors[place]
+
+    def has(self, name: str) -> bool:
+        """Whether it has not left."""
+        return name in self._role.names
 
 
 def _outside(prompt: Prompt, rollouts: Sequence[Rollout], version: int) -> Experience:

@@ -7,10 +7,11 @@ import ray
 
 from streamrl.actors.engine_factory import HostedGenerator
 from streamrl.actors.wiring import ActorReport, RemoteChannel, Wiring
-from streamrl.dataflow import POLICY, Call
+from streamrl.dataflow import GENERATE, POLICY, Call
 from streamrl.errors import ActorLostError
 from streamrl.messages import Prompt, Rollout
 from streamrl.pipeline import follow_weights, generate
+from streamrl.serving import nothing_begun
 from streamrl.weights import HeldVersion
 
 
@@ -23,7 +24,7 @@ class GeneratorActor:
 
     async def start(self, wiring: Wiring, replica: int, calls: Sequence[Call]) -> None:
         """Load the engine. It serves nothing until `run` has pulled the current version."""
-        name = f"generator-{replica}"
+        name = self._name = f"generator-{replica}"
         self._wiring = wiring
         self._stages = wiring.stages(calls, name)
         self._held = HeldVersion(name)
@@ -31,7 +32,7 @@ class GeneratorActor:
         self._generator = await wiring.engines.generator(wiring.config, wiring.max_length, replica)
 
     async def run(self) -> None:
-        """The loops of the stages, until the actor is killed."""
+        """The loops of the stages, until the actor is killed or has left."""
         config, generator, held = self._wiring.config, self._generator, self._held
         assert generator is not None
         # What runs at once for a prompt: its group, and a greedy completion if that is asked for.
@@ -39,10 +40,27 @@ class GeneratorActor:
         slots = max(1, config.generator.max_concurrent_rollouts // rollouts)
         stall_s = config.pipeline.stall_s
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(follow_weights(self._stages[0], generator, self._channel, held))
+            following = tasks.create_task(
+                follow_weights(self._stages[0], generator, self._channel, held)
+            )
+            loops = []
             for stage in self._stages:
                 sample = generator.stages[stage.name]
-                tasks.create_task(generate(stage, sample, held, slots=slots, stall_s=stall_s))
+                begun = generator.begun if stage.name == GENERATE.stage else nothing_begun
+                loop = generate(stage, sample, held, slots=slots, stall_s=stall_s, begun=begun)
+                loops.append(tasks.create_task(loop))
+            await asyncio.wait(loops)
+            following.cancel()
+        # Not before all stages have left their notes: they are of the leases that end here.
+        await self._stages[0].queue.release(self._name, died=False)
+
+    async def leave(self) -> None:
+        """Take nothing more; `run` ends once what is held lies with the queue."""
+        self._stages[0].leaving.set()
+
+    async def serving(self) -> int:
+        """Wait for the first version to be held, and say which one is."""
+        return await self._held.at_least(0, timeout_s=self._wiring.config.pipeline.stall_s)
 
     async def sample(
         self, prompt: Prompt, seeds: Sequence[int], temperature: float, version: int

@@ -77,6 +77,10 @@ class RemoteShard:
         ask = Ask("put", (to_send(commits),))
         return list(await self._ask(ask, by_actor=_any_large(commits)))
 
+    async def note(self, commits: Sequence[Commit]) -> None:
+        """Leave what was begun."""
+        await self._ask(Ask("note", (to_send(commits),)), by_actor=_any_large(commits))
+
     async def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None:
         """Give groups back."""
         await self._ask(Ask("fail", (entries,)))
@@ -105,9 +109,9 @@ class RemoteShard:
         """The shard's figures."""
         return cast(ShardStats, await self._ask(Ask("stats")))
 
-    async def release(self, holder: str) -> int:
-        """Take back what a dead holder had."""
-        return int(await self._ask(Ask("release", (holder,))))
+    async def release(self, holder: str, *, died: bool = True) -> int:
+        """Take back what a holder had that is gone."""
+        return int(await self._ask(Ask("release", (holder,), {"died": died})))
 
     async def overdue(self, age_s: float) -> list[Overdue]:
         """Work that takes long."""

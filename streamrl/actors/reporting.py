@@ -1,7 +1,6 @@
 """Turns finished steps into reports, beside the stream and never in its way."""
 
 import asyncio
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -23,11 +22,14 @@ from streamrl.telemetry.step_row import Activity, StepFacts, step_row
 
 @dataclass(frozen=True)
 class RoleActors:
-    """The actors of one role and their names; `calls` are what all of them serve."""
+    """The actors of one role and their names; `calls` are what all of them serve.
+
+    Replicas may join and leave while the run goes on.
+    """
 
     calls: Sequence[Call]
-    names: Sequence[str]
-    actors: Sequence[Any]
+    names: list[str]
+    actors: list[Any]
 
     @property
     def role(self) -> str:
@@ -38,6 +40,17 @@ class RoleActors:
     def kind(self) -> Kind:
         """What they do with it."""
         return self.calls[0].kind
+
+    def join(self, name: str, actor: Any) -> None:
+        """One more."""
+        self.names.append(name)
+        self.actors.append(actor)
+
+    def leave(self, name: str) -> None:
+        """One less, if it is there."""
+        if name in self.names:
+            place = self.names.index(name)
+            del self.names[place], self.actors[place]
 
 
 @dataclass(frozen=True)
@@ -134,13 +147,14 @@ class Reporter:
 
     async def _drain(self) -> dict[str, list[ActorReport]]:
         """What every actor did since the last step, by role."""
-        calls = [
-            self._ask(name, actor)
+        asked = {
+            role.role: [
+                asyncio.ensure_future(self._ask(name, actor))
+                for name, actor in zip(role.names, role.actors, strict=True)
+            ]
             for role in self._roles
-            for name, actor in zip(role.names, role.actors, strict=True)
-        ]
-        replies = iter(await asyncio.gather(*calls))
-        return {r.role: list(itertools.islice(replies, len(r.actors))) for r in self._roles}
+        }
+        return {role: list(await asyncio.gather(*replies)) for role, replies in asked.items()}
 
     @staticmethod
     async def _ask(name: str, actor: Any) -> ActorReport:

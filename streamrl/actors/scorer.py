@@ -31,7 +31,7 @@ class ScorerActor:
         self._config = wiring.config
         self._calls = calls
         role, follows = calls[0].role, calls[0].follows
-        name = f"{role}-{replica}"
+        name = self._name = f"{role}-{replica}"
         self._stages = wiring.stages(calls, name)
         due = self._config.reference.version_for if follows == MOVED else _same
         self._held = HeldVersion(name, due=due) if follows else None
@@ -39,19 +39,35 @@ class ScorerActor:
         self._scorer = await wiring.engines.scorer(wiring.config, role)
 
     async def run(self) -> None:
-        """The loops of the stages, until the actor is killed."""
+        """The loops of the stages, until the actor is killed or has left."""
         scorer, held = self._scorer, self._held
         assert scorer is not None
         batch = self._config.scorer.max_groups
         stall_s = self._config.pipeline.stall_s
         async with asyncio.TaskGroup() as tasks:
+            following = []
             if held is not None and scorer.follower is not None:
-                tasks.create_task(
-                    follow_weights(self._stages[0], scorer.follower, self._channel, held)
-                )
+                follow = follow_weights(self._stages[0], scorer.follower, self._channel, held)
+                following.append(tasks.create_task(follow))
+            loops = []
             for stage, call in zip(self._stages, self._calls, strict=True):
                 judge, serving = scorer.stages[stage.name], Serving(call.needs, 2 * batch, batch)
-                tasks.create_task(score(stage, judge, serving, held=held, stall_s=stall_s))
+                loop = score(stage, judge, serving, held=held, stall_s=stall_s)
+                loops.append(tasks.create_task(loop))
+            await asyncio.wait(loops)
+            for task in following:
+                task.cancel()
+        await self._stages[0].queue.release(self._name, died=False)
+
+    async def leave(self) -> None:
+        """Take nothing more; `run` ends once what is held is back in the queue."""
+        self._stages[0].leaving.set()
+
+    async def serving(self) -> int:
+        """Which version is held, once there is one; -1 if the stages follow no model."""
+        if self._held is None:
+            return -1
+        return await self._held.at_least(0, timeout_s=self._config.pipeline.stall_s)
 
     async def score(self, experiences: Sequence[Experience]) -> Sequence[Result]:
         """Score groups that are not in the queue: those of an evaluation."""

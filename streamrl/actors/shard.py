@@ -48,7 +48,7 @@ class ShardActor:
     async def ask(self, ask: Ask) -> Any:
         """What the shard answers; see the methods of Shard."""
         arguments = ask.arguments
-        if ask.method in ("put", "add"):
+        if ask.method in ("put", "add", "note"):
             *others, commits = arguments
             arguments = (*others, received(commits))
         answer = getattr(self._keeper.shard, ask.method)(*arguments, **ask.options)
@@ -78,7 +78,7 @@ class ShardActor:
 
 
 def _has_objects(group: Grant | Sequence[Any]) -> bool:
-    blobs = group.blobs if isinstance(group, Grant) else group
+    blobs = (*group.blobs, *group.begun) if isinstance(group, Grant) else group
     return any(isinstance(blob, Stored) for blob in blobs)
 
 

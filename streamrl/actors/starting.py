@@ -14,7 +14,7 @@ class Starting:
     """
 
     def __init__(self, timeout_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._clock = clock
         self._actors: dict[Any, tuple[str, float]] = {}
 
@@ -31,15 +31,22 @@ class Starting:
 
     def add(self, reply: Any, name: str) -> None:
         """An actor was told to start."""
-        self._actors[reply] = name, self._clock() + self._timeout_s
+        self._actors[reply] = name, self._clock() + self.timeout_s
 
     def pop(self, reply: Any) -> str:
         """A reply has come; returns whose it is."""
         return self._actors.pop(reply)[0]
+
+    def drop(self, name: str) -> bool:
+        """Wait for this actor no longer; whether it was waited for."""
+        found = [reply for reply, (own, _) in self._actors.items() if own == name]
+        for reply in found:
+            del self._actors[reply]
+        return bool(found)
 
     def check(self) -> None:
         """Raise DeadlineError naming the actors whose time is up."""
         now = self._clock()
         late = sorted(name for name, deadline in self._actors.values() if now > deadline)
         if late:
-            raise DeadlineError(f"{', '.join(late)}: not ready within {self._timeout_s:g} s")
+            raise DeadlineError(f"{', '.join(late)}: not ready within {self.timeout_s:g} s")

@@ -45,13 +45,18 @@ class Wiring:
         return (*train.needs, *self.components)
 
     def stages(self, calls: Sequence[Call], process: str) -> list[Stage]:
-        """The places of an actor called `process`, one per call of its role, under one lease."""
+        """The places of an actor called `process`, one per call of its role, under one lease.
+
+        They leave together.
+        """
         arbiter = RemoteArbiter(self.coordinator, self.config.pipeline.stall_s)
         shared = self.config.placement.one_at_a_time
         lease = SharedLease(arbiter, process) if shared else FreeLease()
         spans = SpanRecorder(process)
+        leaving = asyncio.Event()
         return [
-            Stage(call.stage, ExperienceQueue(self.shards, process), lease, spans) for call in calls
+            Stage(call.stage, ExperienceQueue(self.shards, process), lease, spans, leaving)
+            for call in calls
         ]
 
 

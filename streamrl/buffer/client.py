@@ -51,6 +51,8 @@ class ShardFace(Protocol):
 
     async def put(self, commits: Sequence[Commit]) -> list[str]: ...
 
+    async def note(self, commits: Sequence[Commit]) -> None: ...
+
     async def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None: ...
 
     async def filter(self, entries: Sequence[tuple[Lease, Filtered]]) -> None: ...
@@ -65,7 +67,7 @@ class ShardFace(Protocol):
 
     async def stats(self) -> ShardStats: ...
 
-    async def release(self, holder: str) -> int: ...
+    async def release(self, holder: str, *, died: bool = True) -> int: ...
 
     async def overdue(self, age_s: float) -> list[Overdue]: ...
 
@@ -260,6 +262,15 @@ class ExperienceQueue:
         self._forget(lease for lease, _ in entries)
         return [uid for part in refused for uid in part]
 
+    async def note(self, entries: Sequence[tuple[Lease, Columns]]) -> None:
+        """Leave what was begun of leased work with the queue, in the place of what it had of it.
+
+        Who is handed a group after this holder finds it in `Experience.begun`, unless the shard
+        died meanwhile. It holds nothing up: what comes too late for its lease is passed over.
+        """
+        parts = self._route([(lease.uid, _commit(lease, columns)) for lease, columns in entries])
+        await _all(self.shards[i].note(part) for i, part in parts.items())
+
     async def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None:
         """Give groups back that could not be worked on, each with the error."""
         parts = self._route([(lease.uid, (lease, error)) for lease, error in entries])
@@ -324,9 +335,9 @@ class ExperienceQueue:
         """The figures of the step under way over all shards, and what they hold."""
         return merge_stats(await _all(shard.stats() for shard in self.shards))
 
-    async def release(self, holder: str) -> int:
-        """A holder has died: hand its work out again. Returns how many groups it had."""
-        return sum(await _all(shard.release(holder) for shard in self.shards))
+    async def release(self, holder: str, *, died: bool = True) -> int:
+        """A holder has died, or left: hand its work out again. Returns how many groups it had."""
+        return sum(await _all(shard.release(holder, died=died) for shard in self.shards))
 
     async def overdue(self, age_s: float) -> list[Overdue]:
         """Work that one holder has had for over `age_s`."""
@@ -410,6 +421,7 @@ def _experience(grant: Grant, found: Columns, columns: Sequence[str]) -> Experie
         info=grant.info,
         ready_version=grant.ready_version,
         ended=grant.ended,
+        begun=_decode(grant.begun) if grant.begun else None,
     )
 
 

@@ -11,7 +11,10 @@ from streamrl.messages import Ended, GroupInfo, Lease
 
 
 class Grant(msgspec.Struct, frozen=True, eq=False):
-    """A leased group: what an Experience says of it, its pickled prompt, blobs with the columns."""
+    """A leased group: what an Experience says of it, its pickled prompt, blobs with the columns.
+
+    `begun` is a blob, or none, of what an earlier holder had begun.
+    """
 
     lease: Lease
     admitted_version: int
@@ -20,6 +23,7 @@ class Grant(msgspec.Struct, frozen=True, eq=False):
     ended: Ended | None
     prompt: bytes | None
     blobs: tuple[Any, ...]
+    begun: tuple[Any, ...] = ()
 
 
 class Commit(msgspec.Struct, frozen=True, eq=False):

@@ -58,7 +58,8 @@ class Held:
 class Group:
     """One group as its shard holds it. `committing` are stages whose commit is being journaled.
 
-    `num_bytes` are those of its columns.
+    `begun` is what a holder of a stage has made so far, in memory alone. `num_bytes` are those of
+    its columns, those of what is begun among them.
     """
 
     uid: str
@@ -68,6 +69,7 @@ class Group:
     order: int
     ready_version: int | None = None
     parts: dict[str, Part] = field(default_factory=dict)
+    begun: dict[str, Part] = field(default_factory=dict)
     columns: set[str] = field(default_factory=set)
     info: GroupInfo | None = None
     leases: dict[str, list[Held]] = field(default_factory=dict)
@@ -85,9 +87,21 @@ class Group:
     def clear(self) -> None:
         """Forget what was made of it, and who is at work on it."""
         self.parts.clear()
+        self.begun.clear()
         self.columns.clear()
         self.leases.clear()
         self.num_bytes = 0
+
+    def keep_begun(self, stage: str, part: Part) -> None:
+        """Have this in the place of what was begun in a stage before."""
+        self.drop_begun(stage)
+        self.begun[stage] = part
+        self.num_bytes += part.num_bytes
+
+    def drop_begun(self, stage: str) -> None:
+        """The stage has its columns: what was begun of them is of no use any more."""
+        if stage in self.begun:
+            self.num_bytes -= self.begun.pop(stage).num_bytes
 
     def held(self, stage: str, token: int) -> Held | None:
         """The lease of a token, if it is still good."""
@@ -315,6 +329,7 @@ class GroupBook:
             return []
         group.info = group.info or msgspec.convert(meta["info"], GroupInfo | None)
         part = Part(tuple(meta["names"]), size_of(record.payload), data, spot)
+        group.drop_begun(meta["stage"])
         group.parts[meta["stage"]] = part
         group.num_bytes += part.num_bytes
         group.columns.update(meta["names"])

@@ -13,13 +13,13 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from streamrl.buffer import group as transitions
-from streamrl.buffer.blob import Blob, join
+from streamrl.buffer.blob import Blob, join, size_of
 from streamrl.buffer.config import Bounds, QueueConfig
 from streamrl.buffer.contract import Contract
 from streamrl.buffer.entrance import Arrival, Entrance
 from streamrl.buffer.exchange import Commit, Grant, ShardStats
 from streamrl.buffer.figures import Figures
-from streamrl.buffer.group import Group, GroupBook, ReadyLine
+from streamrl.buffer.group import Group, GroupBook, Part, ReadyLine
 from streamrl.buffer.journal import Log, NoLog
 from streamrl.buffer.leases import LeaseDesk, Overdue, Request
 from streamrl.buffer.recovery import payload
@@ -203,6 +203,24 @@ class Shard:
         group.leases.pop(stage, None)
         return True
 
+    def note(self, commits: Sequence[Commit]) -> None:
+        """Keep what was begun of leased work beside its group: who gets it next goes on from there.
+
+        Never in the journal: it is lost with the shard, and gone once the stage commits. What comes
+        with a lease that is no longer good is passed over. Raises ContractError as `put` does.
+        """
+        self._expire()
+        for commit in commits:
+            group, stage = self._book.leased(commit.lease), commit.lease.stage
+            if group is None:
+                continue
+            self._contract.check_commit(commit, commit.info)
+            part = Part(tuple(commit.sizes), size_of(commit.blob), self._store(commit.blob))
+            # Of two holders of a hedged group the one that is further along is gone on from.
+            if stage not in group.begun or group.begun[stage].num_bytes <= part.num_bytes:
+                group.keep_begun(stage, part)
+                self._entrance.charge(group)
+
     def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None:
         """Take work back undone: the group is handed out again, or at last ended."""
         for lease, error in entries:
@@ -247,14 +265,20 @@ class Shard:
         """The figures of the step under way, and what the shard holds."""
         return self._figures.stats(self._clock())
 
-    def release(self, holder: str) -> int:
-        """A holder is gone: its work is handed out again. Returns how many groups it had."""
+    def release(self, holder: str, *, died: bool = True) -> int:
+        """A holder is gone: its work is handed out again. Returns how many groups it had.
+
+        If it died over them that counts as an attempt of each, if it left of itself it does not.
+        """
         self._deaths[holder] += 1
         for wake in self._wake.values():
             wake.set()
         lost = self._desk.of_holder(holder)
         for group, lease in lost:
-            self._give_back(group, lease, f"{lease.stage}_died", f"{holder} died over it")
+            if died:
+                self._give_back(group, lease, f"{lease.stage}_died", f"{holder} died over it")
+            else:
+                self._post(transitions.given_back(lease, failed=False))
         return len(lost)
 
     def overdue(self, age_s: float) -> list[Overdue]:
@@ -325,6 +349,7 @@ class Shard:
 
 def _grant(book: GroupBook, group: Group, lease: Lease, wanted: set[str]) -> Grant:
     blobs = [part.data for part in group.parts.values() if not wanted.isdisjoint(part.names)]
+    begun = group.begun.get(lease.stage)
     return Grant(
         lease=lease,
         admitted_version=group.admitted_version,
@@ -333,6 +358,7 @@ def _grant(book: GroupBook, group: Group, lease: Lease, wanted: set[str]) -> Gra
         ended=group.ended,
         prompt=None if lease.stage == book.last_stage else group.prompt,
         blobs=tuple(blobs),
+        begun=() if begun is None else (begun.data,),
     )
 
 

@@ -16,6 +16,7 @@ from streamrl.errors import ConfigError, StreamError
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 COMMANDS = {
     "train": "train a model from a config, or go on with a run",
+    "scale": "let replicas join or leave a run that is under way",
     "evaluate": "pass@1 and mean@k of a model or checkpoint on a file of prompts",
     "algorithms": "every algorithm: what it reads, its functions, its defaults, its paper",
     "report": "where every prompt of a run is, and the history of one",

@@ -24,7 +24,7 @@ class GroupGenerator:
         self._run_seed = run_seed
 
     @property
-    def stages(self) -> Mapping[str, Callable[[Prompt], Awaitable[Columns]]]:
+    def stages(self) -> Mapping[str, Callable[[Prompt, Columns | None], Awaitable[Columns]]]:
         """What it does in each stage of its role."""
         return {GENERATE.stage: self.group, GREEDY.stage: self.greedy}
 
@@ -53,7 +53,7 @@ class GroupGenerator:
             if any(rollout.loss_mask.any() for rollout in rollouts)
         }
 
-    async def greedy(self, prompt: Prompt) -> Columns:
+    async def greedy(self, prompt: Prompt, begun: Columns | None = None) -> Columns:
         """The prompt's likeliest completion, token by token, on those weights."""
         (rollout,) = await self.sample(prompt, [ANY_SEED], temperature=0.0)
         return {"greedy_ids": rollout.completion_ids}

@@ -32,6 +32,11 @@ class Activity:
     num_processes: int
     spans: Sequence[Span]
 
+    @property
+    def most_processes(self) -> int:
+        """With those that have left within the step."""
+        return max(self.num_processes, len({span.process for span in self.spans}))
+
 
 @dataclass(frozen=True)
 class StepFacts:
@@ -81,7 +86,7 @@ def _rewards(sums: Mapping[str, float]) -> dict[str, float | Histogram]:
 
 def _rollouts(facts: StepFacts) -> dict[str, float | Histogram]:
     sums, generate = facts.sums, facts.activity["generate"]
-    busy = _busy(generate, facts) / generate.num_processes
+    busy = _busy(generate, facts) / generate.most_processes
     sampled = sums["sampled_sum"]
     return {
         "rollout/length_mean": sampled / sums["rollouts"],
@@ -139,7 +144,7 @@ def _time(facts: StepFacts) -> dict[str, float | Histogram]:
             num_processes=activity.num_processes,
         )
     for activity in _by_role(facts.activity):
-        busy[activity.kind] += _busy(activity, facts) / activity.num_processes
+        busy[activity.kind] += _busy(activity, facts) / activity.most_processes
     tokens = sum(group.info.num_tokens for group in facts.groups)
     row |= {f"time/{kind}_s": seconds for kind, seconds in busy.items()}
     return row | {

@@ -1,0 +1,211 @@
+"""The actors of a run by name: what each is made of, how it is started, and its end."""
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import psutil
+import ray
+from ray.exceptions import RayError
+
+from streamrl.actors.calls import fetch
+from streamrl.actors.cluster import GIB
+from streamrl.actors.generator import GeneratorActor
+from streamrl.actors.reporting import RoleActors
+from streamrl.actors.scorer import ScorerActor
+from streamrl.actors.trainer import Meeting, TrainerActor
+from streamrl.actors.wiring import Wiring
+from streamrl.checkpoint import Checkpoint
+from streamrl.config import RunConfig
+from streamrl.dataflow import Call, Kind
+from streamrl.engines.generator_config import generation_env
+from streamrl.placement import Capacity, Demand, check_fits
+from streamrl.preflight import Prepared, demands
+
+STAGE_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""For the libraries of models and tokenizers, which coordinator and shards do not use."""
+RETURNING = (Kind.GENERATE, Kind.SCORE)
+"""Kinds of stages whose actors are started again when they die: they hold nothing that is lost."""
+HOSTS = {Kind.GENERATE: GeneratorActor, Kind.SCORE: ScorerActor, Kind.TRAIN: TrainerActor}
+
+
+class Crew:
+    """Every actor of a run; replicas of the roles that serve may be hired and dismissed."""
+
+    def __init__(self, config: RunConfig, prepared: Prepared, *, on_gpu: bool) -> None:
+        self._config = config
+        self._on_gpu = on_gpu
+        self._demands = {d.calls[0].role: d for d in demands(config, prepared, on_gpu)}
+        self._starts: dict[str, Callable[[], Any]] = {}
+        self._wiring: Wiring | None = None
+        self.actors: dict[str, Any] = {}
+        self.deaths: Counter[str] = Counter()
+        self.roles: dict[str, RoleActors] = {}
+
+    def create(
+        self,
+        name: str,
+        actor_class: Any,
+        arguments: Sequence[Any] = (),
+        *,
+        options: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Make an actor; it takes no slot unless `options` say so."""
+        actor = actor_class.options(**{"num_cpus": 0, **(options or {})}).remote(*arguments)
+        self.actors[name] = actor
+        return actor
+
+    def fill(self) -> None:
+        """Make the actors of all roles."""
+        for role, demand in self._demands.items():
+            names = [f"{demand.role}-{i}" for i in range(demand.count)]
+            actors = [self._hire(name, demand, cpus=demand.cpus) for name in names]
+            self.roles[role] = RoleActors(demand.calls, names, actors)
+
+    def start(self, wiring: Wiring, checkpoint: Checkpoint | None) -> dict[Any, str]:
+        """Let the actors of all roles start: their replies, and whose each is."""
+        self._wiring = wiring
+        replies = {}
+        for role in self.roles.values():
+            arguments: tuple[Any, ...] = (role.calls,)
+            if role.kind is Kind.TRAIN:
+                name, (call,) = role.names[0], role.calls
+                place = fetch(role.actors[0].rendezvous.remote(), f"{name}.rendezvous")
+                meeting = Meeting(call, name.rpartition("-")[0], *place)
+                saved = checkpoint.dirs(call.role)[1].absolute() if checkpoint else None
+                arguments = (meeting, saved)
+            for i, (actor, name) in enumerate(zip(role.actors, role.names, strict=True)):
+                replies[actor.start.remote(wiring, i, *arguments)] = name
+                if role.kind in RETURNING:
+                    self._note_start(name, i, role)
+        return replies
+
+    # Replicas that come and go.
+
+    def check_room(self, counts: Mapping[str, int]) -> None:
+        """Raise ConfigError if there will never be room for so many replicas of these roles.
+
+        Where the run has Ray for itself, its CPU slots are those of its beginning and mean nothing.
+        """
+        have = ray.cluster_resources()
+        own = not self._config.placement.address
+        cpus = float("inf") if own else have.get("CPU", 0)
+        memory = psutil.virtual_memory().total / GIB if own else float("inf")
+        wanted = [
+            replace(
+                demand,
+                key="now and on request",
+                count=counts.get(role, len(self.roles[role].names)),
+            )
+            for role, demand in self._demands.items()
+        ]
+        check_fits(wanted, Capacity(cpus, have.get("GPU", 0), memory))
+
+    def hire(self, role: str) -> tuple[str, Any]:
+        """Make one more actor of a role under the first free number: its name, and the reply that
+        comes once it has a place."""
+        demand = self._demands[role]
+        name = next(n for i in range(1 << 20) if (n := f"{demand.role}-{i}") not in self.actors)
+        # Its own Ray has as many slots as the run began with, which says nothing of its cores.
+        cpus = demand.cpus if self._config.placement.address else 0
+        actor = self._hire(name, demand, cpus=cpus)
+        return name, actor.__ray_ready__.remote()
+
+    def asks_for(self, role: str) -> str:
+        """What one replica asks of Ray, and what is free just now."""
+        demand, free = self._demands[role], ray.available_resources()
+        asked = f"{demand.cpus} CPU slot" + (f" and {demand.gpus} GPU" if demand.gpus else "")
+        has = f"{free.get('CPU', 0):g} CPU slots"
+        has += f" and {free.get('GPU', 0):g} GPUs" if demand.gpus else ""
+        return f"asks for {asked}; {has} are free"
+
+    def begin(self, name: str, role: str) -> Any:
+        """Let a hired actor start; the reply to it."""
+        assert self._wiring is not None
+        number, calls = int(name.rpartition("-")[2]), self.roles[role].calls
+        self._note_start(name, number, self.roles[role])
+        return self.actors[name].start.remote(self._wiring, number, calls)
+
+    def enlist(self, name: str, role: str) -> tuple[Any, Any]:
+        """A hired actor has started and is one of the others from here on.
+
+        Returns the reply of its loops, and one that says which version it serves once it does.
+        """
+        actor = self.actors[name]
+        self.roles[role].join(name, actor)
+        self._tell("joined", role, name, actor)
+        return actor.run.remote(), actor.serving.remote()
+
+    def send_off(self, name: str, role: str) -> None:
+        """Ask nothing more of an actor, and have it end its loops."""
+        self.roles[role].leave(name)
+        self._tell("leaving", role, name)
+        self.actors[name].leave.remote()
+
+    def part_with(self, name: str) -> None:
+        """End an actor that was sent off; what it has not handed back is free."""
+        self.dismiss(name)
+        self._tell("left", name)
+
+    @staticmethod
+    def answer(reply: Any, name: str) -> Any:
+        """What an actor answered. Raises what it raised, and ActorLostError if it died over it."""
+        return fetch(reply, name)
+
+    def _tell(self, method: str, *arguments: Any) -> None:
+        reply = getattr(self.actors["coordinator"], method).remote(*arguments)
+        fetch(reply, f"coordinator.{method}")
+
+    def dismiss(self, name: str) -> None:
+        """End one actor for good."""
+        self._starts.pop(name, None)
+        self.deaths.pop(name, None)
+        with contextlib.suppress(RayError, ValueError):
+            ray.kill(self.actors.pop(name))
+
+    # Those that die.
+
+    def returns(self, name: str) -> bool:
+        """Whether Ray starts the process of this actor again when it dies."""
+        return name in self._starts
+
+    def start_again(self, name: str) -> Any:
+        """Have the new process of an actor load what the dead one had; the reply."""
+        return self._starts[name]()
+
+    def close(self) -> None:
+        """End every actor; what they had in memory is gone."""
+        for actor in self.actors.values():
+            with contextlib.suppress(RayError, ValueError):
+                ray.kill(actor)
+
+    def _hire(self, name: str, demand: Demand, *, cpus: int) -> Any:
+        call = demand.calls[0]
+        env = {"env_vars": {**STAGE_ENV, **self._env(call)}}
+        options = {"num_cpus": cpus, "num_gpus": demand.gpus, "runtime_env": env}
+        if call.kind in RETURNING:
+            options["max_restarts"] = self._config.run.max_restarts
+        return self.create(name, HOSTS[call.kind], options=options)
+
+    def _note_start(self, name: str, number: int, role: RoleActors) -> None:
+        # Waits for the new process, and dies with it like the first call.
+        again = self.actors[name].start.options(max_task_retries=-1)
+        self._starts[name] = partial(again.remote, self._wiring, number, role.calls)
+
+    def _env(self, call: Call) -> dict[str, str]:
+        """What a process must have in its environment before it imports its engine."""
+        if call.kind is Kind.GENERATE:
+            device = "cuda" if self._on_gpu else "cpu"
+            return generation_env(device, threads=self._config.generator.threads)
+        if call.kind is Kind.TRAIN:
+            env = {"OMP_NUM_THREADS": str(self._config.trainer_of(call.role).threads)}
+            return env if self._on_gpu else {**env, "DS_ACCELERATOR": "cpu"}
+        return {}

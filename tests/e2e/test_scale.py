@@ -1,0 +1,56 @@
+"""A run that is given another generator and loses one again, on the real engines."""
+
+from pathlib import Path
+
+import pytest
+
+from streamrl.buffer.account import take_account
+from streamrl.buffer.books import history
+from streamrl.checkpoint import BOOKS, journal_dir
+from tests.e2e.launched import Launched, events, rows
+from tests.toy import write_toy
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_generator_joins_and_one_leaves_and_every_prompt_is_trained_once(tmp_path: Path) -> None:
+    toy = write_toy(tmp_path)
+    run_dir = toy / "runs" / "elastic"
+    facts = ["run.steps=100000", "generator.replicas=2", "evaluation.at_start=false"]
+    recipe = [str(toy / "recipe.yaml"), f"run.dir={toy}/runs", "run.name=elastic"]
+    run = Launched(["train", *recipe, *facts], toy)
+
+    def go_on(steps: int) -> None:
+        seen = len(rows(run_dir))
+        run.until(lambda: len(rows(run_dir)) >= seen + steps)
+
+    def scale(generators: int) -> str:
+        command = Launched(["scale", str(run_dir), "--generators", str(generators)], toy)
+        code = command.wait()
+        assert code == 0, f"{command.output}\n{run.output}"
+        return command.output
+
+    go_on(5)
+    joined = scale(3)
+    assert joined.startswith("generators: 2 -> 3 (generator-2 joined, serving version ")
+    go_on(5)
+    assert scale(2) == "generators: 3 -> 2 (generator-2 left)\n"
+    go_on(5)
+    run.interrupt()
+    assert run.wait() == 130, run.output
+    assert run.orphans() == []
+
+    (come,), (gone,) = events(run_dir, "joined"), events(run_dir, "left")
+    assert come["actor"] == gone["actor"] == "generator-2"
+    assert come["version"] == int(joined.rstrip(")\n").rpartition(" ")[2]) >= 5
+    assert not events(run_dir, "died") and not events(run_dir, "restarted")
+    found = rows(run_dir)
+    assert max(row["staleness/max"] for row in found) <= 1
+    assert all(0 <= row["idle/generate"] <= 1 for row in found)
+    for row in found:
+        ended = row["ledger/trained"] + row["ledger/filtered"] + row["ledger/dropped"]
+        assert row["ledger/admitted"] == ended + row["ledger/in_flight"]
+    assert found[-1]["ledger/dropped"] == 0
+    account = take_account(history(journal_dir(run_dir, BOOKS)))
+    assert not account.problems
+    assert len(account.trained) == len(set(account.trained)) == 4 * len(found)

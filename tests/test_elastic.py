@@ -1,0 +1,150 @@
+"""Generators that join and leave a stream, beside deaths: on a virtual clock."""
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.messages import GroupInfo
+from streamrl.serving import PROGRESS_S
+from tests.fake_stream import Disturb, Stream, let_leave, run_stream
+from tests.fakes import Plan, Sampled
+from tests.test_stream_faults import check_accounts, check_conservation, harm, plans
+from tests.virtual_clock import run_virtual
+
+CALLS_S = 0.05
+"""What a note is under way, with some to spare."""
+SLOW = Plan(steps=5, generators=3, generate_s=(4.0, 30.0), stall_s=1000.0, lease_s=1000.0)
+
+
+async def come_and_go(stream: Stream) -> None:
+    """Generators join and leave at random moments; one stays."""
+    rng = random.Random(f"scale/{stream.plan.seed}")
+    present = list(range(stream.plan.generators))
+    for _ in range(rng.randint(1, 12)):
+        await asyncio.sleep(rng.choice([0.003, 0.1, 1.0, 8.0]) * rng.random())
+        check_conservation(stream)
+        if rng.random() < 0.5 and len(present) > 1:
+            await let_leave(stream, present.pop())
+        else:
+            present.append(present[-1] + 1)
+            stream.start_generator(present[-1])
+
+
+async def come_go_and_die(stream: Stream) -> None:
+    # Those of the beginning die and come back, further ones come and go beside them.
+    plan = stream.plan
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(harm(stream))
+        rng = random.Random(f"more/{plan.seed}")
+        for i in range(plan.generators, plan.generators + rng.randint(1, 6)):
+            await asyncio.sleep(rng.choice([0.1, 5.0]) * rng.random())
+            stream.start_generator(i)
+            await asyncio.sleep(rng.choice([0.1, 5.0]) * rng.random())
+            if rng.random() < 0.8:
+                await let_leave(stream, i)
+
+
+@settings(max_examples=40, deadline=None)
+@given(plans)
+def test_whoever_joins_leaves_or_dies_every_prompt_is_trained_once_or_accounted_for(
+    plan: Plan,
+) -> None:
+    stream = run_virtual(run_stream(plan, disturb=come_go_and_die))
+    assert [outcome.version for outcome in stream.outcomes] == list(range(plan.steps))
+    check_accounts(stream)
+
+
+def slow_plans() -> st.SearchStrategy[Plan]:
+    """Groups take long, so that they are begun here and ended there."""
+    return st.builds(
+        lambda seed, staleness, greedy: replace(
+            SLOW, seed=seed, max_staleness=staleness, greedy=greedy
+        ),
+        st.integers(0, 100_000),
+        st.integers(0, 3),
+        st.booleans(),
+    )
+
+
+def all_sampled(stream: Stream) -> list[Sampled]:
+    found = [one for generator in stream.samplers for one in generator.sampled]
+    return sorted(found, key=lambda one: one.at_s)
+
+
+def check_versions(stream: Stream) -> None:
+    """What was trained is what was sampled last of each token, under the version of that moment."""
+    versions: dict[str, dict[int, int]] = {}
+    for one in all_sampled(stream):
+        versions.setdefault(one.uid, {})[one.place] = one.version
+    for outcome in stream.outcomes:
+        for group in outcome.groups:
+            counts = Counter(versions[group.uid].values())
+            size = stream.plan.group_size
+            expected = tuple((version, size * counts[version]) for version in sorted(counts))
+            assert isinstance(group.info, GroupInfo)
+            assert group.info.version_tokens == expected
+
+
+@settings(max_examples=60, deadline=None)
+@given(slow_plans())
+def test_no_token_is_sampled_twice_when_generators_leave(plan: Plan) -> None:
+    stream = run_virtual(run_stream(plan, disturb=come_and_go))
+    check_accounts(stream)
+    check_versions(stream)
+    tokens = Counter((one.uid, one.place) for one in all_sampled(stream))
+    assert set(tokens.values()) == {1}
+
+
+def killing(deaths: list[tuple[float, str]]) -> Disturb:
+    """Generators that die, each death noted and noticed, and come back."""
+
+    async def kill(stream: Stream) -> None:
+        rng = random.Random(f"kill/{stream.plan.seed}")
+        for _ in range(rng.randint(1, 8)):
+            await asyncio.sleep(15.0 * rng.random())
+            index = rng.randrange(stream.plan.generators)
+            for task in stream.loops[f"generator-{index}"]:
+                task.cancel()
+            deaths.append((asyncio.get_running_loop().time(), f"generator-{index}"))
+            await asyncio.sleep(0.1)
+            await stream.queue.release(f"generator-{index}")
+            stream.start_generator(index)
+
+    return kill
+
+
+@settings(max_examples=60, deadline=None)
+@given(slow_plans())
+def test_a_death_costs_no_more_sampling_than_what_came_after_the_last_note(plan: Plan) -> None:
+    plan = replace(plan, max_attempts=100)
+    deaths: list[tuple[float, str]] = []
+    stream = run_virtual(run_stream(plan, disturb=killing(deaths)))
+    check_accounts(stream)
+    check_versions(stream)
+    first: dict[tuple[str, int], float] = {}
+    for one in all_sampled(stream):
+        lost_at = first.setdefault((one.uid, one.place), one.at_s)
+        if lost_at < one.at_s:
+            first[one.uid, one.place] = one.at_s
+            nearest = min(at for at, _ in deaths if at >= lost_at)
+            assert nearest - lost_at <= PROGRESS_S + CALLS_S
+
+
+def test_a_group_that_is_gone_on_with_is_begun_once() -> None:
+    stream = run_virtual(run_stream(replace(SLOW, seed=7), disturb=come_and_go))
+    begun = {uid: count for uid, count in stream.disk.generated.items() if count > 1}
+    redelivered = sum(outcome.queue.counts["redelivered"] for outcome in stream.outcomes)
+    assert redelivered == 0, "to leave is no attempt"
+    assert len(begun) < len(stream.disk.generated)
+
+
+def test_short_groups_leave_no_notes() -> None:
+    stream = run_virtual(run_stream(Plan(generate_s=(0.5, 1.9))))
+    assert sum(shard.notes for shard in stream.shards) == 0
+    stream = run_virtual(run_stream(Plan(generate_s=(3.0, 3.9))))
+    trained = sum(len(outcome.groups) for outcome in stream.outcomes)
+    assert 0 < sum(shard.notes for shard in stream.shards) <= trained + stream.plan.groups_per_step
