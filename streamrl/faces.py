@@ -70,8 +70,11 @@ class Trainer(Protocol):
         """
         ...
 
-    async def publish(self, version: int) -> WeightManifest:
-        """Publish the model as it is. It may train on meanwhile, but not update."""
+    async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest:
+        """Publish the model as it is to those who follow it now, `readers`, and to others later.
+
+        It may train on meanwhile, but not update.
+        """
         ...
 
 

@@ -32,7 +32,7 @@ from streamrl.faces import (
     Trainer,
     WeightChannel,
 )
-from streamrl.messages import Experience
+from streamrl.messages import Columns, Experience
 from streamrl.serving import WAIT_S, Compute, Notes, Result, serve
 from streamrl.step import train_step
 from streamrl.weights import HeldVersion, WeightManifest
@@ -79,9 +79,18 @@ async def generate(
         await held.at_least(experience.admitted_version, timeout_s=stall_s)
         async with stage.computing(uid=experience.uid):
             with notes.of(experience.lease):
-                return [await sample(experience.prompt, experience.begun)]
+                columns = await sample(experience.prompt, experience.begun)
+        # Nothing leaves that was sampled by a version which is not verified yet.
+        await held.at_least(newest_version(columns), timeout_s=stall_s)
+        return [columns]
 
     await serve(stage, compute, columns=(), slots=slots, batch=1, notes=notes)
+
+
+def newest_version(columns: Columns) -> int:
+    """The last version that sampled one of the tokens; -1 if they do not say."""
+    versions = columns.get("policy_version")
+    return -1 if versions is None else int(versions.max(initial=-1))
 
 
 async def score(

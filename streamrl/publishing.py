@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from streamrl.dataflow import POLICY
@@ -13,7 +13,7 @@ from streamrl.weights.registry import WeightRegistry
 class Source(Protocol):
     """Has a model to publish: a trainer, as a rule."""
 
-    async def publish(self, version: int) -> WeightManifest: ...
+    async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest: ...
 
 
 class Publishing:
@@ -50,8 +50,9 @@ class Publishing:
 
     async def _publish(self, role: str, version: int) -> None:
         started = time.perf_counter()
-        manifest = await self._sources[role].publish(version)
-        self.registries[role].offer(manifest, publish_s=time.perf_counter() - started)
+        registry = self.registries[role]
+        manifest = await self._sources[role].publish(version, registry.readers)
+        registry.offer(manifest, publish_s=time.perf_counter() - started)
 
     async def settle(self, role: str | None = None) -> None:
         """Wait until what was begun, of one role or of all, is offered; raises what it failed of.

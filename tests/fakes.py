@@ -263,7 +263,7 @@ class FakeTrainer:
     def rests(self, version: int) -> bool:
         return version < self.rests_until
 
-    async def publish(self, version: int) -> WeightManifest:
+    async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest:
         assert not self.is_publishing, "two versions at once"
         before, self.is_publishing = self.weights, True
         await asyncio.sleep(self.publish_s)

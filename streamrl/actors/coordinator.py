@@ -29,7 +29,9 @@ from streamrl.pipeline import admit, train, watch_stalls
 from streamrl.publishing import Publishing, Source
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
+from streamrl.weights.config import DELTA, STORE
 from streamrl.weights.registry import Held, WeightRegistry
+from streamrl.weights.spread import Spread
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class Start:
     eval_prompts: Sequence[Prompt]
     state: Mapping[str, Any] | None
     checkpoint: str = ""
+    publisher_node: str = ""
 
 
 @dataclass(frozen=True)
@@ -80,6 +83,9 @@ class CoordinatorActor:
         books = await self._durability.open_books(self._prompts)
         self._dials = Dials(config.algorithm.row, config.settings)
         self._dials.load_state_dict(start.state["dials"] if start.state else {})
+        self._travel = wiring.travel
+        self._publisher_node = start.publisher_node
+        self._feed.post(EventReport("note", {"text": wiring.travel.choice.reason}))
         trained = [role for role in cast.roles if role.kind is Kind.TRAIN]
         self._trainers = {
             role.role: self._trainer_of(role, has_critic=len(trained) > 1) for role in trained
@@ -153,7 +159,13 @@ class CoordinatorActor:
             self._feed.post(EventReport("weights_refused", {**fields, "reason": fault}))
 
         keep = self._config.weights.keep_versions
-        return WeightRegistry(keep_versions=keep, on_fault=report)
+        return WeightRegistry(keep_versions=keep, on_fault=report, spread=self._spread())
+
+    def _spread(self) -> Spread | None:
+        """Where every node takes a copy of its own, some begin from others that have one."""
+        if self._travel.choice.transport not in (STORE, DELTA):
+            return None
+        return Spread(self._publisher_node)
 
     def _publishes(self, role: str, version: int) -> bool:
         """Every so many versions, and those that are looked at: the last, and what is evaluated."""

@@ -20,6 +20,7 @@ from streamrl.actors.trainer import Meeting, TrainerActor
 from streamrl.actors.wiring import Wiring
 from streamrl.checkpoint import Checkpoint
 from streamrl.config import RunConfig
+from streamrl.errors import ActorLostError
 from streamrl.dataflow import Call, Kind
 from streamrl.engines.generator_config import generation_env
 from streamrl.placement import Capacity, Demand, check_fits
@@ -180,6 +181,16 @@ class Crew:
     def start_again(self, name: str) -> Any:
         """Have the new process of an actor load what the dead one had; the reply."""
         return self._starts[name]()
+
+    def fail(self, name: str) -> None:
+        """End the process of an actor that lives; Ray starts it again."""
+        with contextlib.suppress(ActorLostError):
+            fetch(self.actors[name].fail.remote(), f"{name}.fail")
+
+    def node_of(self, role: str) -> str:
+        """The node of a role's first actor, which has been started."""
+        reply = self.roles[role].actors[0].node.remote()
+        return str(fetch(reply, f"{role}.node"))
 
     def close(self) -> None:
         """End every actor; what they had in memory is gone."""

@@ -1,12 +1,13 @@
 """A generator replica: hosts the loops of the generating stages and follows the weights."""
 
 import asyncio
+import os
 from collections.abc import Sequence
 
 import ray
 
 from streamrl.actors.engine_factory import HostedGenerator
-from streamrl.actors.wiring import ActorReport, RemoteChannel, Wiring
+from streamrl.actors.wiring import ActorReport, Wiring
 from streamrl.dataflow import GENERATE, POLICY, Call
 from streamrl.errors import ActorLostError
 from streamrl.messages import Prompt, Rollout
@@ -28,7 +29,7 @@ class GeneratorActor:
         self._wiring = wiring
         self._stages = wiring.stages(calls, name)
         self._held = HeldVersion(name)
-        self._channel = RemoteChannel(wiring.coordinator, name, POLICY)
+        self._channel = wiring.channel(name, POLICY)
         self._generator = await wiring.engines.generator(wiring.config, wiring.max_length, replica)
 
     async def run(self) -> None:
@@ -57,6 +58,10 @@ class GeneratorActor:
     async def leave(self) -> None:
         """Take nothing more; `run` ends once what is held lies with the queue."""
         self._stages[0].leaving.set()
+
+    async def fail(self) -> None:
+        """End this process as a death would: what it serves is not to be trusted any more."""
+        os._exit(1)
 
     async def serving(self) -> int:
         """Wait for the first version to be held, and say which one is."""

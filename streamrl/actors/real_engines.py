@@ -68,6 +68,8 @@ class RealEngines:
             config.generator,
             seed=config.run.seed + replica,
             max_length=max_length,
+            drains=config.weights.on_update == "drain",
+            keeps_kv=config.weights.kv == "keep",
         )
         return GroupGenerator(
             engine, group_size=config.algorithm.group_size, run_seed=config.run.seed

@@ -1,12 +1,13 @@
 """A scorer replica of any role (reward, cost, reference, value): hosts the loops of its stages."""
 
 import asyncio
+import os
 from collections.abc import Sequence
 
 import ray
 
 from streamrl.actors.engine_factory import HostedScorer
-from streamrl.actors.wiring import ActorReport, RemoteChannel, Wiring
+from streamrl.actors.wiring import ActorReport, Wiring
 from streamrl.dataflow import MOVED, REWARD, Call
 from streamrl.errors import ActorLostError
 from streamrl.messages import Experience
@@ -35,19 +36,19 @@ class ScorerActor:
         self._stages = wiring.stages(calls, name)
         due = self._config.reference.version_for if follows == MOVED else _same
         self._held = HeldVersion(name, due=due) if follows else None
-        self._channel = RemoteChannel(wiring.coordinator, name, follows)
+        self._channel = wiring.channel(name, follows) if follows else None
         self._scorer = await wiring.engines.scorer(wiring.config, role)
 
     async def run(self) -> None:
         """The loops of the stages, until the actor is killed or has left."""
-        scorer, held = self._scorer, self._held
+        scorer, held, channel = self._scorer, self._held, self._channel
         assert scorer is not None
         batch = self._config.scorer.max_groups
         stall_s = self._config.pipeline.stall_s
         async with asyncio.TaskGroup() as tasks:
             following = []
-            if held is not None and scorer.follower is not None:
-                follow = follow_weights(self._stages[0], scorer.follower, self._channel, held)
+            if held is not None and channel is not None and scorer.follower is not None:
+                follow = follow_weights(self._stages[0], scorer.follower, channel, held)
                 following.append(tasks.create_task(follow))
             loops = []
             for stage, call in zip(self._stages, self._calls, strict=True):
@@ -62,6 +63,10 @@ class ScorerActor:
     async def leave(self) -> None:
         """Take nothing more; `run` ends once what is held is back in the queue."""
         self._stages[0].leaving.set()
+
+    async def fail(self) -> None:
+        """End this process as a death would: what it serves is not to be trusted any more."""
+        os._exit(1)
 
     async def serving(self) -> int:
         """Which version is held, once there is one; -1 if the stages follow no model."""

@@ -16,12 +16,19 @@ from streamrl.actors.feed import EventReport, Report
 from streamrl.actors.scaling import Scaling
 from streamrl.actors.shard import create_shards
 from streamrl.actors.starting import Starting
+from streamrl.actors.weight_travel import plan_travel
 from streamrl.actors.wiring import Wiring
 from streamrl.buffer import Bounds, Files, Ports, ShardPlan
 from streamrl.checkpoint import Checkpoint, find_base, journal_dir
 from streamrl.config import RunConfig
-from streamrl.dataflow import Kind
-from streamrl.errors import ActorError, ActorLostError, DeadlineError
+from streamrl.dataflow import POLICY, Kind
+from streamrl.errors import (
+    ActorError,
+    ActorLostError,
+    DeadlineError,
+    GenerationError,
+    WeightsError,
+)
 from streamrl.mailbox import Mailbox
 from streamrl.preflight import Prepared, largest_group_bytes
 
@@ -79,6 +86,7 @@ class Session:
             eval_prompts=self._prepared.eval_prompts,
             state=checkpoint.state if checkpoint else None,
             checkpoint=str(checkpoint.path) if checkpoint else "",
+            publisher_node=crew.node_of(POLICY),
         )
         status("publishing the first weights")
         roles = list(crew.roles.values())
@@ -142,13 +150,23 @@ class Session:
             finish = fetch(loop, name)
         except ActorLostError as error:
             returns = self._crew.returns(name) and has_died(loop)
-            if not returns or self._crew.deaths[name] >= self._config.run.max_restarts:
+            if not returns or self._is_worn_out(name):
                 raise
+            self._bring_back(name, str(error), handle)
+            return None
+        except (WeightsError, GenerationError) as error:
+            # It lives, but nothing it serves can be trusted.
+            if not self._crew.returns(name) or self._is_worn_out(name):
+                raise
+            self._crew.fail(name)
             self._bring_back(name, str(error), handle)
             return None
         if not isinstance(finish, Finish):
             raise ActorError(f"{name}: its loop ended before the run did")
         return finish
+
+    def _is_worn_out(self, name: str) -> bool:
+        return self._crew.deaths[name] >= self._config.run.max_restarts
 
     def _bring_back(self, name: str, reason: str, handle: Callable[[Report], None]) -> None:
         """Ray has started the process of a dead actor again; have it load what it had."""
@@ -173,6 +191,7 @@ class Session:
             shards=tuple(shards),
             coordinator=coordinator,
             engines=self._engines,
+            travel=plan_travel(self._config, token=uuid.uuid4().hex[:12]),
         )
 
     def _shard_plans(self) -> dict[str, ShardPlan]:

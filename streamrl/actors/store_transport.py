@@ -26,6 +26,9 @@ class StoreOutlet:
     def __init__(self) -> None:
         self._staging = own_room(0)
 
+    def set_readers(self, names: Sequence[str]) -> None:
+        """It does not matter who reads."""
+
     def begin(self, version: int) -> None:
         """Nothing is to be prepared."""
 

@@ -15,11 +15,10 @@ import ray
 import torch
 
 from streamrl.actors.calls import call
-from streamrl.actors.store_transport import StoreOutlet
 from streamrl.actors.wiring import ActorReport, Wiring
 from streamrl.algorithms import Settings, columns_derived_from
 from streamrl.checkpoint import CheckpointWriter
-from streamrl.dataflow import POLICY, Call
+from streamrl.dataflow import MOVED, POLICY, Call
 from streamrl.engines.moving_reference import MovingReference
 from streamrl.engines.packing import MicroBatch, Pick, Round
 from streamrl.engines.rollout_sums import rollout_sums
@@ -29,6 +28,7 @@ from streamrl.messages import Columns
 from streamrl.step import add_sums
 from streamrl.weights import WeightManifest, publish
 from streamrl.weights.probe import Probe, probe_sequences
+from streamrl.weights.publisher import NamedTensors
 
 FLOAT32 = ("auto", "float32")
 """Settings of the generator's dtype that are float32 on a CPU."""
@@ -61,6 +61,10 @@ class TrainerActor:
         """Address and free port at which the ranks of a trainer may meet, asked of rank 0."""
         return ray.util.get_node_ip_address(), free_port()
 
+    async def node(self) -> str:
+        """The node this rank is on."""
+        return str(ray.get_runtime_context().get_node_id())
+
     async def start(
         self, wiring: Wiring, rank: int, meeting: Meeting, resume_dir: Path | None
     ) -> None:
@@ -73,16 +77,23 @@ class TrainerActor:
         self._beside = ThreadPoolExecutor(1, "publisher")
         self._role = meeting.call.role
         self._max_length = wiring.max_length
-        self._outlet = StoreOutlet()
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting.address, str(meeting.port)
         make = wiring.engines.trainer
         self._trainer = await self._in_thread(make, wiring.config, rank, meeting.call.role)
         self._reference = MovingReference(self._config.reference.decay)
-        self._reference_outlet = StoreOutlet()
+        self._open_outlets(wiring)
         if resume_dir is not None:
             await self._in_thread(self._trainer.load, resume_dir)
             if self._keeps_reference:
                 await self._in_thread(self._reference.load, resume_dir)
+
+    def _open_outlets(self, wiring: Wiring) -> None:
+        """Rank 0 publishes: its model, and a reference that follows it."""
+        path = self._config.model_of(self._role)
+        roles = [self._role, *([MOVED] if self._keeps_reference else [])]
+        self._outlets = {
+            role: wiring.travel.outlet(role, path) for role in roles if self._rank == 0
+        }
 
     @property
     def _keeps_reference(self) -> bool:
@@ -130,8 +141,10 @@ class TrainerActor:
             metrics: Mapping[str, float] = await self._in_thread(self._trainer.step, divisor)
         return metrics
 
-    async def publish(self, version: int) -> WeightManifest | None:
+    async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest | None:
         """Send the weights off as `version`; rank 0 has the manifest. All ranks must take part.
+
+        `readers` are those who follow them now, for a transport that has to know.
 
         Parameters that are whole on this rank are read beside the next step's micro-batches; where
         they have to be gathered from the others, that is done between two of them.
@@ -140,20 +153,29 @@ class TrainerActor:
         thread = self._thread if self._trainer.gathers else self._beside
         with self._stage.spans.span("publish", version=version):
             manifest: WeightManifest | None = await self._in_thread(
-                self._publish, version, thread=thread
+                self._publish, version, readers, thread=thread
             )
         return manifest if manifest is None else replace(manifest, probe=probe)
 
-    def _publish(self, version: int) -> WeightManifest | None:
+    def _publish(self, version: int, readers: Sequence[str]) -> WeightManifest | None:
         tensors = self._trainer.full_state()
         if self._rank:
             for _ in tensors if self._trainer.gathers else ():
                 pass
             return None
-        bucket_bytes = self._config.weights.bucket_bytes
-        return publish(tensors, version=version, bucket_bytes=bucket_bytes, outlet=self._outlet)
+        return self._send(self._role, tensors, version, readers)
 
-    async def publish_reference(self, version: int, moves: bool) -> WeightManifest | None:
+    def _send(
+        self, role: str, tensors: NamedTensors, version: int, readers: Sequence[str]
+    ) -> WeightManifest:
+        outlet = self._outlets[role]
+        outlet.set_readers(readers)
+        bucket_bytes = self._config.weights.bucket_bytes
+        return publish(tensors, version=version, bucket_bytes=bucket_bytes, outlet=outlet)
+
+    async def publish_reference(
+        self, version: int, readers: Sequence[str], moves: bool
+    ) -> WeightManifest | None:
         """Send the reference off as `version`, moved towards the policy before if `moves`.
 
         All ranks must take part; rank 0 has it, and the manifest.
@@ -161,23 +183,20 @@ class TrainerActor:
         thread = self._thread if self._trainer.gathers else self._beside
         with self._stage.spans.span("publish_reference", version=version):
             found: WeightManifest | None = await self._in_thread(
-                self._publish_reference, version, moves, thread=thread
+                self._publish_reference, version, readers, moves, thread=thread
             )
         return found
 
-    def _publish_reference(self, version: int, moves: bool) -> WeightManifest | None:
+    def _publish_reference(
+        self, version: int, readers: Sequence[str], moves: bool
+    ) -> WeightManifest | None:
         tensors = self._trainer.full_state()
         if self._rank:
             for _ in tensors if self._trainer.gathers else ():
                 pass
             return None
         self._reference.follow(tensors, moves=moves)
-        return publish(
-            self._reference.named_tensors(),
-            version=version,
-            bucket_bytes=self._config.weights.bucket_bytes,
-            outlet=self._reference_outlet,
-        )
+        return self._send(MOVED, self._reference.named_tensors(), version, readers)
 
     def _probes(self, version: int) -> bool:
         every = self._config.weights.probe_every
@@ -273,16 +292,18 @@ class TrainerGroup:
         metrics: Mapping[str, float] = replies[0]
         return metrics
 
-    async def publish(self, version: int) -> WeightManifest:
+    async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest:
         """Publish the weights as they are."""
-        replies = await self._all("publish", [r.publish.remote(version) for r in self._ranks])
-        manifest = replies[0]
+        calls = [rank.publish.remote(version, readers) for rank in self._ranks]
+        manifest = (await self._all("publish", calls))[0]
         assert isinstance(manifest, WeightManifest)
         return manifest
 
-    async def publish_reference(self, version: int, *, moves: bool) -> WeightManifest:
+    async def publish_reference(
+        self, version: int, readers: Sequence[str], *, moves: bool
+    ) -> WeightManifest:
         """Publish the reference that follows this model."""
-        calls = [rank.publish_reference.remote(version, moves) for rank in self._ranks]
+        calls = [rank.publish_reference.remote(version, readers, moves) for rank in self._ranks]
         manifest = (await self._all("publish_reference", calls))[0]
         assert isinstance(manifest, WeightManifest)
         return manifest
@@ -306,7 +327,7 @@ class MovedReference:
         self._policy = policy
         self._is_open = False
 
-    async def publish(self, version: int) -> WeightManifest:
+    async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest:
         """Publish it, moved to this version; the first time as the run found it."""
         moves, self._is_open = self._is_open, True
-        return await self._policy.publish_reference(version, moves=moves)
+        return await self._policy.publish_reference(version, readers, moves=moves)

@@ -2,21 +2,23 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import ray
 
 from streamrl.actors.calls import CALL_TIMEOUT_S, call
 from streamrl.actors.engine_factory import EngineFactory
 from streamrl.actors.remote_shard import RemoteShard
-from streamrl.actors.store_transport import StoreInlet
+from streamrl.actors.weight_travel import WeightTravel
 from streamrl.buffer import ExperienceQueue
 from streamrl.config import RunConfig
 from streamrl.dataflow import Call, Dataflow, Kind
 from streamrl.faces import Stage
 from streamrl.lease import FreeLease, SharedLease
 from streamrl.telemetry.spans import Span, SpanRecorder
-from streamrl.weights import WeightManifest, unpack
+from streamrl.weights import Inlet, WeightManifest, unpack
 from streamrl.weights.registry import Held
 
 
@@ -37,6 +39,11 @@ class Wiring:
     shards: tuple[RemoteShard, ...]
     coordinator: Any
     engines: EngineFactory
+    travel: WeightTravel
+
+    def channel(self, reader: str, role: str) -> "RemoteChannel":
+        """Where `reader` follows the weights of a role."""
+        return RemoteChannel(self.coordinator, reader, role, self.travel.inlet(role, reader))
 
     @property
     def train_columns(self) -> tuple[str, ...]:
@@ -86,20 +93,22 @@ class RemoteArbiter:
 
 
 class RemoteChannel:
-    """The readers' end of weight sync: manifests from the coordinator, buckets from the store.
+    """The readers' end of weight sync: manifests from the coordinator, buckets by the inlet.
 
     `role` is whose weights they are.
     """
 
-    def __init__(self, coordinator: Any, reader: str, role: str) -> None:
+    def __init__(self, coordinator: Any, reader: str, role: str, inlet: Inlet) -> None:
         self._coordinator = coordinator
         self._reader = reader
         self._role = role
-        self._inlet = StoreInlet(role)
+        self._inlet = inlet
+        self._node = ray.get_runtime_context().get_node_id()
 
     async def newest(self, held: Held, *, wait_s: float) -> WeightManifest | None:
         """The newest version if it is newer than the one held, if it comes within `wait_s`."""
-        reply = self._coordinator.newest.remote(self._role, self._reader, held, wait_s)
+        here = replace(held, node=self._node)
+        reply = self._coordinator.newest.remote(self._role, self._reader, here, wait_s)
         manifest = await call(reply, "coordinator.newest", wait_s + CALL_TIMEOUT_S)
         assert manifest is None or isinstance(manifest, WeightManifest)
         return manifest

@@ -84,6 +84,10 @@ class DeltaOutlet:
         self._buckets: list[Bucket] = []
         self._handles: list[Any] = []
 
+    def set_readers(self, names: Sequence[str]) -> None:
+        """As the carrier does."""
+        self._carrier.set_readers(names)
+
     def begin(self, version: int) -> None:
         """As the carrier does."""
         self._carrier.begin(version)

@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 
 from streamrl.errors import WeightsError
 from streamrl.weights.manifest import WeightManifest
+from streamrl.weights.spread import Spread
+
+TURN_S = 0.01
+"""How often a reader whose turn has not come looks again, s."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +33,14 @@ class Pull:
 class Held:
     """What a reader says of itself: the version it serves, how it came by it, what is in its way.
 
-    `fault` is why the version it was given last could not be taken, once for each try.
+    `fault` is why the version it was given last could not be taken, once for each try. `node` is
+    where it is.
     """
 
     version: int
     pull: Pull | None = None
     fault: str = ""
+    node: str = ""
 
 
 @dataclass
@@ -57,10 +63,15 @@ class WeightRegistry:
         *,
         keep_versions: int,
         on_fault: Callable[[str, int, str], None] = lambda reader, version, fault: None,
+        spread: Spread | None = None,
     ) -> None:
-        """`on_fault` is told reader, version and reason of every pull that failed."""
+        """`on_fault` is told reader, version and reason of every pull that failed.
+
+        `spread` says which nodes may pull at a time, where that matters.
+        """
         self._keep_versions = keep_versions
         self._on_fault = on_fault
+        self._spread = spread
         self._manifests: list[WeightManifest] = []
         self._published = asyncio.Event()
         self._held: dict[str, int] = {}
@@ -88,13 +99,20 @@ class WeightRegistry:
     async def newest(self, reader: str, held: Held, *, wait_s: float) -> WeightManifest | None:
         """The newest manifest if it is newer than what `reader` holds, waiting up to `wait_s`."""
         self._note(reader, held)
-        if self.version <= held.version:
-            self._published.clear()
-            try:
-                await asyncio.wait_for(self._published.wait(), wait_s)
-            except TimeoutError:
-                return None
+        try:
+            async with asyncio.timeout(wait_s):
+                while self.version <= held.version:
+                    self._published.clear()
+                    await self._published.wait()
+                while not self._may_pull(held.node):
+                    await asyncio.sleep(TURN_S)
+        except TimeoutError:
+            return None
         return self._manifests[-1]
+
+    def _may_pull(self, node: str) -> bool:
+        now_s = asyncio.get_running_loop().time()
+        return self._spread is None or self._spread.may_pull(node, self.version, now_s)
 
     def forget(self, reader: str) -> None:
         """The reader has left: it counts as behind no more."""
@@ -107,6 +125,10 @@ class WeightRegistry:
         if held.pull is not None and held.version != self._held.get(reader):
             self._traffic.pulls.append(held.pull)
         self._held[reader] = held.version
+        if self._spread is not None and held.fault:
+            self._spread.forget(held.node)
+        elif self._spread is not None:
+            self._spread.done(held.node, held.version)
 
     def drain_metrics(self) -> dict[str, float]:
         """weights/* since the last call; NaN where nothing was published or pulled."""

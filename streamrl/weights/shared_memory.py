@@ -53,6 +53,9 @@ class SharedMemoryOutlet:
         self._free: list[tuple[int, Segment]] = []
         self._sizes: tuple[int, ...] = ()
 
+    def set_readers(self, names: Sequence[str]) -> None:
+        """It does not matter who reads."""
+
     def begin(self, version: int) -> None:
         """What was laid of a version that was never finished is free again."""
         half_laid = [*self._laid, *([self._laying] if self._laying else [])]

@@ -15,6 +15,10 @@ from streamrl.weights.manifest import Bucket, WeightManifest
 class Outlet(Protocol):
     """The publisher's end. One version at a time, from one thread."""
 
+    def set_readers(self, names: Sequence[str]) -> None:
+        """Who follows from the next version on; others may join them at any time."""
+        ...
+
     def begin(self, version: int) -> None:
         """The buckets of this version come next."""
         ...

@@ -1,5 +1,7 @@
 """A transport within one process: handles are the buckets themselves."""
 
+from collections.abc import Sequence
+
 from streamrl.messages import Array
 from streamrl.weights import Bucket, WeightManifest
 from streamrl.weights.publisher import own_room
@@ -7,6 +9,9 @@ from streamrl.weights.publisher import own_room
 
 class LocalOutlet:
     """Every bucket gets memory of its own, which is the handle."""
+
+    def set_readers(self, names: Sequence[str]) -> None:
+        pass
 
     def begin(self, version: int) -> None:
         pass
