@@ -20,9 +20,9 @@ from streamrl.actors.trainer import Meeting, TrainerActor
 from streamrl.actors.wiring import Wiring
 from streamrl.checkpoint import Checkpoint
 from streamrl.config import RunConfig
-from streamrl.errors import ActorLostError
 from streamrl.dataflow import Call, Kind
 from streamrl.engines.generator_config import generation_env
+from streamrl.errors import ActorLostError
 from streamrl.placement import Capacity, Demand, check_fits
 from streamrl.preflight import Prepared, demands
 

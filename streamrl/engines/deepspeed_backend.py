@@ -28,6 +28,7 @@ from torch import Tensor
 from streamrl.engines.forward import local_device
 from streamrl.engines.ranks import bound_collectives
 from streamrl.errors import CheckpointError
+from streamrl.weights.parameters import side_by_side
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -108,18 +109,15 @@ class DeepSpeedBackend:
         return self._stage == SHARDS_PARAMETERS
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        """What is trained, whole, under all its names. Collective in stage 3: exhaust it."""
-        shared: dict[torch.nn.Parameter, list[str]] = {}
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if parameter.requires_grad:
-                shared.setdefault(parameter, []).append(name)
-        for parameter, names in shared.items():
-            tensor: Tensor = parameter.detach()
+        """What is trained, whole, once each. Collective in stage 3: exhaust it."""
+        trained = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
+        for name in side_by_side(trained):
+            tensor: Tensor = trained[name].detach()
             if self.gathers:
                 # Copied inside, yielded outside: a reader that stops must not hold up the ranks.
-                with self._deepspeed.zero.GatheredParameters([parameter]):
-                    tensor = parameter.detach().clone()
-            yield from ((name, tensor) for name in names)
+                with self._deepspeed.zero.GatheredParameters([trained[name]]):
+                    tensor = trained[name].detach().clone()
+            yield name, tensor
 
     def save(self, directory: Path) -> None:
         """Write every rank's part of what is trained and of the optimizer. Collective."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamrl.engines.ranks import leave_ranks
+from streamrl.weights.parameters import side_by_side
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -65,10 +66,9 @@ class TorchBackend:
         return False
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        """What is trained, under all its names; views, which the next step changes."""
-        for name, parameter in self.module.named_parameters(remove_duplicate=False):
-            if parameter.requires_grad:
-                yield name, parameter.detach()
+        """What is trained, once each; views, which the next step changes."""
+        trained = {n: p.detach() for n, p in self.module.named_parameters() if p.requires_grad}
+        yield from ((name, trained[name]) for name in side_by_side(trained))
 
     def save(self, directory: Path) -> None:
         """Write what is trained and the optimizer; rank 0 does, the others have the same."""

@@ -67,7 +67,7 @@ class TrainingBackend(Protocol):
         ...
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        """What is trained, whole, under all its names, tied ones included. May be collective."""
+        """What is trained, whole, once each: one name of those that are tied. May be collective."""
         ...
 
     def save(self, directory: Path) -> None:
@@ -206,7 +206,7 @@ class ModelTrainer:
         return {"loss/ptx": total.item()}
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
-        """What is trained, under all its names, tied ones included: what `full_weights` takes.
+        """What is trained, each parameter once, in the order of `side_by_side`.
 
         These are the whole parameters, or adapters and their scale. Exhaust it on every rank. A
         tensor may be a view, which the next step changes.

@@ -1,6 +1,6 @@
 """What a full set of a model's parameters is: every name, its shape, and which names are one."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -51,6 +51,30 @@ class ParameterSet:
             if tuple(full[name].shape) != shape:
                 raise WeightsError(f"{name} has shape {tuple(full[name].shape)}, wanted {shape}")
         return full
+
+
+def side_by_side(names: Iterable[str]) -> list[str]:
+    """The names in the order they are best published in: of sister layers the weights, then the
+    biases.
+
+    Engines make one parameter of q, k and v, and of gate and up. Where these lie next to each other
+    in a bucket that one is there already, and nothing has to be copied.
+    """
+    order = list(names)
+    first: dict[str, int] = {}
+    for index, name in enumerate(order):
+        first.setdefault(_parent(name), index)
+    kinds = {"weight": 0, "bias": 1}
+
+    def place(name: str) -> tuple[int, int]:
+        return first[_parent(name)], kinds.get(name.rpartition(".")[2], 2)
+
+    return sorted(order, key=place)
+
+
+def _parent(name: str) -> str:
+    """What a layer is part of, together with its sisters."""
+    return name.rpartition(".")[0].rpartition(".")[0]
 
 
 def as_tensor(value: torch.Tensor | Array) -> torch.Tensor:
