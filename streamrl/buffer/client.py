@@ -240,6 +240,12 @@ class ExperienceQueue:
                 del self._requests[stage, i]
                 self._pending[stage] += self._still_held(asked.result())
 
+    def withdraw(self) -> None:
+        """Ask for nothing any more: what a shard still grants is its to take back by `release`."""
+        for asked in self._requests.values():
+            asked.cancel()
+        self._requests.clear()
+
     async def _ask(self, shard: ShardFace, request: Request) -> list[Grant]:
         """What is granted is held from here on, also while nobody has come to fetch it."""
         grants = await shard.take(request, wait_s=REQUEST_WAIT_S)

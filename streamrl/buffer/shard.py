@@ -112,7 +112,7 @@ class Shard:
         `wait_s`.
         """
         self._contract.check_request(request.stage, request.columns)
-        stage = request.stage
+        stage, deaths = request.stage, self._deaths[request.holder]
         if not self._is_opening_safe:
             # Or a successor could give the tokens of this process again.
             await self._log.append([])
@@ -123,7 +123,7 @@ class Shard:
             return [_grant(self._book, group, held.lease, wanted) for group, held in repeated]
         self._takers[stage] += 1
         try:
-            chosen = await self._await_work(request, self._clock() + wait_s)
+            chosen = await self._await_work(request, self._clock() + wait_s, deaths)
         finally:
             self._takers[stage] -= 1
         if not chosen:
@@ -137,8 +137,8 @@ class Shard:
         self._desk.watch([held for _, held in given])
         return [_grant(self._book, group, held.lease, wanted) for group, held in given]
 
-    async def _await_work(self, request: Request, deadline: float) -> list[Group]:
-        stage, deaths = request.stage, self._deaths[request.holder]
+    async def _await_work(self, request: Request, deadline: float, deaths: int) -> list[Group]:
+        stage = request.stage
         this = self._asked[stage, request.holder] = object()
         while True:
             is_last = not request.id or self._asked[stage, request.holder] is this
