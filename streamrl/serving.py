@@ -69,6 +69,7 @@ async def serve(
         *others, taking = [tasks.create_task(loop) for loop in loops]
         await stage.leaving.wait()
         taking.cancel()
+        queue.withdraw()
         begun = await notes.look()
         # At once, or it would go on from what it has told already.
         desk.close()

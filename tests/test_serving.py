@@ -95,6 +95,25 @@ def test_results_are_committed_filtered_or_failed_by_what_they_are() -> None:
     run_virtual(main())
 
 
+def test_a_stage_that_leaves_commits_what_is_finished_and_takes_nothing_more() -> None:
+    async def main() -> None:
+        shard, sampler = shards_with(UIDS), Sampler(seconds=10.0)
+        queue = await admitted(shard, UIDS)
+        place = Stage("generate", ExperienceQueue([shard], "me"), FreeLease(), SpanRecorder("me"))
+        loop = asyncio.create_task(serve(place, sampler, columns=(), slots=2, batch=1))
+        await asyncio.sleep(15.0)
+        place.leaving.set()
+        await loop
+        assert await queue.release("me", died=False) == 2
+        assert sampler.started == UIDS[:4] and sorted(sampler.finished) == UIDS[:2]
+        await asyncio.sleep(30.0)
+        other = ExperienceQueue([shard], "you")
+        left = await other.take("generate", max_groups=9, columns=(), wait_s=1.0)
+        assert [(one.uid, one.lease.attempt) for one in left] == [(uid, 1) for uid in UIDS[2:]]
+
+    run_virtual(main())
+
+
 def test_slow_work_is_kept_by_renewing() -> None:
     async def main() -> None:
         shard, sampler = shards_with(UIDS, lease_s=4.0), Sampler(seconds=60.0)

@@ -175,12 +175,12 @@ class ExperienceQueue:
             if most is not None and most < 1:
                 raise ContractError(f"stage {stage} takes {name}={most}: must be at least 1")
         pending = self._pending.setdefault(stage, deque())
-        deadline = self._now() + wait_s
+        deadline = _now() + wait_s
         if not await self._keep_held(wait_s):
             return []
         if not pending:
             wanted = Request(stage, self._holder, max_groups, tuple(columns), max_tokens)
-            await self._await_any(wanted, deadline - self._now())
+            await self._await_any(wanted, deadline - _now())
         taken: list[Grant] = []
         tokens = 0
         while pending and len(taken) < max_groups:
@@ -197,7 +197,7 @@ class ExperienceQueue:
 
     async def _keep_held(self, wait_s: float) -> bool:
         """Renew what is held, if it is time to; whether that was done within `wait_s`."""
-        if self._renewal is None and self._now() - self._renewed_at >= self.renew_every_s:
+        if self._renewal is None and _now() - self._renewed_at >= self.renew_every_s:
             self._renewal = asyncio.ensure_future(self._renew())
         if self._renewal is not None:
             await asyncio.wait([self._renewal], timeout=wait_s)
@@ -240,11 +240,17 @@ class ExperienceQueue:
                 del self._requests[stage, i]
                 self._pending[stage] += self._still_held(asked.result())
 
+    def withdraw(self) -> None:
+        """Ask for nothing any more: what a shard still grants is its to take back by `release`."""
+        for asked in self._requests.values():
+            asked.cancel()
+        self._requests.clear()
+
     async def _ask(self, shard: ShardFace, request: Request) -> list[Grant]:
         """What is granted is held from here on, also while nobody has come to fetch it."""
         grants = await shard.take(request, wait_s=REQUEST_WAIT_S)
         if not self._held:
-            self._renewed_at = self._now()
+            self._renewed_at = _now()
         self._held.update((_key(grant.lease), grant.lease) for grant in grants)
         return grants
 
@@ -265,8 +271,7 @@ class ExperienceQueue:
     async def note(self, entries: Sequence[tuple[Lease, Columns]]) -> None:
         """Leave what was begun of leased work with the queue, in the place of what it had of it.
 
-        Who is handed a group after this holder finds it in `Experience.begun`, unless the shard
-        died meanwhile. It holds nothing up: what comes too late for its lease is passed over.
+        It is in `Experience.begun` of who is handed the group next, unless the shard died over it.
         """
         parts = self._route([(lease.uid, _commit(lease, columns)) for lease, columns in entries])
         await _all(self.shards[i].note(part) for i, part in parts.items())
@@ -290,7 +295,7 @@ class ExperienceQueue:
         return [*lost.values(), *gone]
 
     async def _renew(self) -> list[Lease]:
-        self._renewed_at = self._now()
+        self._renewed_at = _now()
         parts = self._route([(lease.uid, lease) for lease in self._held.values()])
         lost = await _all(self.shards[i].renew(part) for i, part in parts.items())
         gone = [lease for part in lost for lease in part]
@@ -354,9 +359,6 @@ class ExperienceQueue:
         parts = await _all(shard.whereabouts(uids) for shard in self.shards)
         return {uid: phrase for part in parts for uid, phrase in part.items()}
 
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
-
     def _still_held(self, grants: Iterable[Grant]) -> list[Grant]:
         return [grant for grant in grants if _key(grant.lease) in self._held]
 
@@ -396,6 +398,10 @@ async def _for_room(wait_s: float, enter: Callable[..., Awaitable[list[str]]]) -
         except DeadlineError:
             if left_s <= ROOM_WAIT_S:
                 raise
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
 
 
 def _key(lease: Lease) -> tuple[str, int]:

@@ -90,7 +90,7 @@ class Shard:
         if any(groups.values()):
             # They came in by half when a predecessor was killed over it, or by an earlier call
             # whose answer got lost: what that one wrote must be safe before this one answers.
-            half = [commit for commit in commits if self._start(commit, groups[commit.lease.uid])]
+            half = [commit for commit in commits if _start(commit, groups[commit.lease.uid])]
             await self._accept(half)
             await self._log.append([])
         arrivals = [
@@ -112,7 +112,7 @@ class Shard:
         `wait_s`.
         """
         self._contract.check_request(request.stage, request.columns)
-        stage = request.stage
+        stage, deaths = request.stage, self._deaths[request.holder]
         if not self._is_opening_safe:
             # Or a successor could give the tokens of this process again.
             await self._log.append([])
@@ -123,7 +123,7 @@ class Shard:
             return [_grant(self._book, group, held.lease, wanted) for group, held in repeated]
         self._takers[stage] += 1
         try:
-            chosen = await self._await_work(request, self._clock() + wait_s)
+            chosen = await self._await_work(request, self._clock() + wait_s, deaths)
         finally:
             self._takers[stage] -= 1
         if not chosen:
@@ -137,8 +137,8 @@ class Shard:
         self._desk.watch([held for _, held in given])
         return [_grant(self._book, group, held.lease, wanted) for group, held in given]
 
-    async def _await_work(self, request: Request, deadline: float) -> list[Group]:
-        stage, deaths = request.stage, self._deaths[request.holder]
+    async def _await_work(self, request: Request, deadline: float, deaths: int) -> list[Group]:
+        stage = request.stage
         this = self._asked[stage, request.holder] = object()
         while True:
             is_last = not request.id or self._asked[stage, request.holder] is this
@@ -176,7 +176,7 @@ class Shard:
         for commit in commits:
             if group := self._book.leased(commit.lease):
                 self._contract.check_commit(commit, _info(commit, group))
-        good = [c for c in commits if self._start(c, self._book.leased(c.lease))]
+        good = [c for c in commits if _start(c, self._book.leased(c.lease))]
         await self._accept(good)
         accepted = {id(commit) for commit in good}
         refused = [commit.lease.uid for commit in commits if id(commit) not in accepted]
@@ -194,15 +194,6 @@ class Shard:
             for commit, group in zip(commits, groups, strict=True):
                 group.committing.discard(commit.lease.stage)
 
-    def _start(self, commit: Commit, group: Group | None) -> bool:
-        """Whether this work is still wanted; from here on no other commit for it is taken."""
-        stage = commit.lease.stage
-        if group is None or group.ended or stage in group.parts or stage in group.committing:
-            return False
-        group.committing.add(stage)
-        group.leases.pop(stage, None)
-        return True
-
     def note(self, commits: Sequence[Commit]) -> None:
         """Keep what was begun of leased work beside its group: who gets it next goes on from there.
 
@@ -211,14 +202,9 @@ class Shard:
         """
         self._expire()
         for commit in commits:
-            group, stage = self._book.leased(commit.lease), commit.lease.stage
-            if group is None:
-                continue
-            self._contract.check_commit(commit, commit.info)
-            part = Part(tuple(commit.sizes), size_of(commit.blob), self._store(commit.blob))
-            # Of two holders of a hedged group the one that is further along is gone on from.
-            if stage not in group.begun or group.begun[stage].num_bytes <= part.num_bytes:
-                group.keep_begun(stage, part)
+            if group := self._book.leased(commit.lease):
+                self._contract.check_commit(commit, commit.info)
+                _keep_begun(group, commit, self._store)
                 self._entrance.charge(group)
 
     def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None:
@@ -266,10 +252,7 @@ class Shard:
         return self._figures.stats(self._clock())
 
     def release(self, holder: str, *, died: bool = True) -> int:
-        """A holder is gone: its work is handed out again. Returns how many groups it had.
-
-        If it died over them that counts as an attempt of each, if it left of itself it does not.
-        """
+        """Hand out again what a holder had that died, or left; returns how many groups."""
         self._deaths[holder] += 1
         for wake in self._wake.values():
             wake.set()
@@ -277,7 +260,7 @@ class Shard:
         for group, lease in lost:
             if died:
                 self._give_back(group, lease, f"{lease.stage}_died", f"{holder} died over it")
-            else:
+            else:  # to leave is no attempt
                 self._post(transitions.given_back(lease, failed=False))
         return len(lost)
 
@@ -345,6 +328,23 @@ class Shard:
         for group, lease in self._desk.expired():
             reason = f"{lease.holder} was silent for {self._config.lease_s:g} s (queue.lease_s)"
             self._give_back(group, lease, f"{lease.stage}_lease_expired", reason)
+
+
+def _start(commit: Commit, group: Group | None) -> bool:
+    """Whether this work is still wanted; from here on no other commit for it is taken."""
+    stage = commit.lease.stage
+    if group is None or group.ended or stage in group.parts or stage in group.committing:
+        return False
+    group.committing.add(stage)
+    group.leases.pop(stage, None)
+    return True
+
+
+def _keep_begun(group: Group, commit: Commit, store: Callable[[Blob], Any]) -> None:
+    """Of two holders of a hedged group the one that is further along is gone on from."""
+    stage, num_bytes = commit.lease.stage, size_of(commit.blob)
+    if stage not in group.begun or group.begun[stage].num_bytes <= num_bytes:
+        group.keep_begun(stage, Part(tuple(commit.sizes), num_bytes, store(commit.blob)))
 
 
 def _grant(book: GroupBook, group: Group, lease: Lease, wanted: set[str]) -> Grant:

@@ -93,6 +93,24 @@ def kill(shard: RemoteShard) -> None:
 
 
 @pytest.mark.parametrize("uid", SIZES)
+def test_what_was_begun_goes_to_the_next_holder(make: Make, uid: str) -> None:
+    shard = make()
+
+    async def main() -> None:
+        first, second = (ExperienceQueue([shard], holder) for holder in ("a", "b"))
+        await first.admit([Prompt(uid, np.array([1], np.int32))], 0)
+        (taken,) = await first.take("generate", max_groups=1, columns=(), wait_s=5.0)
+        assert taken.begun is None
+        await first.note([(taken.lease, columns_of(uid))])
+        assert await second.release("a", died=False) == 1
+        (again,) = await second.take("generate", max_groups=1, columns=(), wait_s=5.0)
+        assert again.begun is not None and again.lease.attempt == 1
+        assert_same(again.begun, uid)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("uid", SIZES)
 def test_only_what_is_large_takes_actor_calls(make: Make, uid: str) -> None:
     shard = make()
     queue = ExperienceQueue([shard], "me")

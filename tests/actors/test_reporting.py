@@ -75,7 +75,7 @@ class Reported:
         self.generator, self.rank = Worker("generator-0"), Worker("trainer-0")
         self.feed = Feed()
         calls = dataflow_for(ROLLOUT_COLUMNS).roles
-        roles = [
+        roles = self.roles = [
             RoleActors(calls["generator"], ["generator-0"], [self.generator]),
             RoleActors(calls["policy"], ["trainer-0"], [self.rank]),
         ]
@@ -122,6 +122,27 @@ def test_quick_steps_share_a_drain_and_keep_windows_of_their_own() -> None:
         assert [report.step for report in reports] == [1, 2, 3, 4, 5, 6]
         assert [report.row["idle/train"] for report in reports[2:]] == pytest.approx([0.5] * 4)
         assert sum(len(report.spans) for report in reports) == 5
+
+    run_virtual(scenario())
+
+
+def test_who_joins_and_leaves_counts_while_it_is_there() -> None:
+    async def scenario() -> None:
+        run, more = Reported(), Worker("generator-1")
+        generators = run.roles[0]
+        joining = asyncio.create_task(more.work(2.0))
+        generators.join("generator-1", more)
+        await asyncio.sleep(2.0)
+        run.reporter.note(snapshot(0, ended_at=2.0))
+        await asyncio.sleep(1.0)
+        await joining
+        generators.leave("generator-1")
+        generators.leave("generator-1")
+        await run.generator.work(1.0)
+        run.reporter.note(snapshot(1, ended_at=4.0))
+        first, second = await run.finish()
+        assert [first.row["idle/generate"], second.row["idle/generate"]] == pytest.approx([0.5] * 2)
+        assert (len(more.drains), len(run.generator.drains)) == (1, 2)
 
     run_virtual(scenario())
 

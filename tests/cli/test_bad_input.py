@@ -315,6 +315,11 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_cut(
         (["train", "--resume", "nowhere"], "no such directory"),
         (["evaluate", "nowhere", "--data", "x.jsonl"], "neither a model directory"),
         (["evaluate", "nowhere"], "--data"),
+        (["scale"], "RUN"),
+        (["scale", "nowhere"], "say what is wanted"),
+        (["scale", "nowhere", "--generators", "2"], "nowhere: no run: no such directory"),
+        (["scale", "nowhere", "--generators", "0"], "--generators 0: must be 1 or more"),
+        (["scale", "nowhere", "--trainers", "2"], "--trainers"),
         (["dance"], "invalid choice"),
         ([], "COMMAND"),
     ],
@@ -339,7 +344,7 @@ def test_resuming_from_what_is_no_checkpoint_is_refused(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("command", [[], ["train"], ["evaluate"], ["doctor"]])
+@pytest.mark.parametrize("command", [[], ["train"], ["scale"], ["evaluate"], ["doctor"]])
 def test_help_is_everywhere(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         main([*command, "--help"])

@@ -1,0 +1,54 @@
+"""`streamrl scale`: what it refuses, and what it prints."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli.main import main
+from streamrl.config import dump_config, load_config
+from streamrl.mailbox import Answer, Mailbox
+
+RECIPE = Path(__file__).parents[2] / "configs" / "grpo_arithmetic.yaml"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "config.yaml").write_text(dump_config(load_config(RECIPE)))
+    return tmp_path
+
+
+def test_a_run_that_is_not_running_or_lacks_the_role_is_one_line(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["scale", str(run_dir), "--generators", "2"]) == 2
+    assert capsys.readouterr().err == (
+        f"streamrl: {run_dir}: the run is not running, or still starting\n"
+    )
+    assert main(["scale", str(run_dir), "--cost-value", "2"]) == 2
+    assert capsys.readouterr().err == "streamrl: --cost-value: this run has no cost_value\n"
+
+
+@pytest.mark.parametrize("is_done", [True, False])
+def test_the_answer_is_printed_and_its_outcome_is_the_exit_code(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], is_done: bool
+) -> None:
+    mailbox = Mailbox(run_dir)
+    mailbox.open()
+
+    def answer() -> None:
+        while not (found := mailbox.take()):
+            time.sleep(0.01)
+        lines = [f"{role}: 1 -> {count}" for role, count in found[0].counts.items()]
+        mailbox.answer(found[0].id, Answer(lines, is_done))
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    code = main(["scale", str(run_dir), "--generators", "2", "--scorers", "3"])
+    answering.join()
+    printed = capsys.readouterr()
+    if is_done:
+        assert (code, printed.out) == (0, "generator: 1 -> 2\nreward: 1 -> 3\n")
+    else:
+        assert (code, printed.err) == (2, "streamrl: generator: 1 -> 2; reward: 1 -> 3\n")
