@@ -78,12 +78,23 @@ class Trainer(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Fetched:
+    """The tensors of a version, what came over for them, and why they took a detour if they did."""
+
+    tensors: Mapping[str, Any]
+    num_bytes: int = 0
+    detour: str = ""
+
+
 class WeightChannel(Protocol):
     """The readers' end of weight sync."""
 
     async def newest(self, held: Held, *, wait_s: float) -> WeightManifest | None: ...
 
-    async def fetch(self, manifest: WeightManifest) -> Mapping[str, Any]: ...
+    async def fetch(self, manifest: WeightManifest) -> "Fetched":
+        """Its tensors, verified. Raises WeightsError if they cannot be had, or are not whole."""
+        ...
 
 
 class PromptSource(Protocol):

@@ -171,14 +171,15 @@ async def take_up(
         raise WeightsError(f"version {version} was offered, and {held.version} is held already")
     started = time.perf_counter()
     with stage.spans.span("pull", version=version):
-        tensors = await channel.fetch(manifest)
-        loaded = await follower.load_weights(tensors, version)
+        fetched = await channel.fetch(manifest)
+        loaded = await follower.load_weights(fetched.tensors, version)
         difference = await compare(follower, held.holder, manifest)
     held.advance(version)
     return Pull(
         pull_s=time.perf_counter() - started,
         pause_s=loaded.pause_s,
-        num_bytes=manifest.num_bytes,
+        num_bytes=fetched.num_bytes,
+        detour=fetched.detour,
         interrupted=loaded.interrupted,
         probe_diff=difference,
     )

@@ -15,7 +15,7 @@ import numpy as np
 from streamrl.engines.packing import Round
 from streamrl.engines.schedule import Pace, Turn
 from streamrl.errors import RewardError
-from streamrl.faces import Sample
+from streamrl.faces import Fetched, Sample
 from streamrl.messages import (
     Array,
     Columns,
@@ -316,5 +316,5 @@ class LocalChannel:
     async def newest(self, held: Held, *, wait_s: float) -> WeightManifest | None:
         return await self._registry.newest(self._reader, held, wait_s=wait_s)
 
-    async def fetch(self, manifest: WeightManifest) -> Mapping[str, Any]:
-        return {}
+    async def fetch(self, manifest: WeightManifest) -> Fetched:
+        return Fetched({})

@@ -20,6 +20,7 @@ LEVELS = (
     {
         "pipeline",
         "control",
+        "publishing",
         "faces",
         "serving",
         "step",

@@ -54,6 +54,8 @@ class StoreInlet:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self.bytes_fetched = 0
+        self.failure: str | None = None
 
     def fetch(self, manifest: WeightManifest) -> Sequence[Array]:
         """Views of the buckets in the store of this node."""
@@ -62,6 +64,7 @@ class StoreInlet:
             arrays: list[Array] = fetch(list(manifest.handles), what, FETCH_TIMEOUT_S)
         except (ActorLostError, ActorError, DeadlineError) as error:
             raise WeightsError(str(error)) from error
+        self.bytes_fetched += manifest.num_bytes
         return arrays
 
     def close(self) -> None:

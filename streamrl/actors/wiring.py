@@ -15,7 +15,7 @@ from streamrl.actors.weight_travel import WeightTravel
 from streamrl.buffer import ExperienceQueue
 from streamrl.config import RunConfig
 from streamrl.dataflow import Call, Dataflow, Kind
-from streamrl.faces import Stage
+from streamrl.faces import Fetched, Stage
 from streamrl.lease import FreeLease, SharedLease
 from streamrl.telemetry.spans import Span, SpanRecorder
 from streamrl.weights import Inlet, WeightManifest, unpack
@@ -113,9 +113,11 @@ class RemoteChannel:
         assert manifest is None or isinstance(manifest, WeightManifest)
         return manifest
 
-    async def fetch(self, manifest: WeightManifest) -> Mapping[str, Any]:
+    async def fetch(self, manifest: WeightManifest) -> Fetched:
         """The tensors of a version, verified: views of its buckets."""
         return await asyncio.to_thread(self._fetch, manifest)
 
-    def _fetch(self, manifest: WeightManifest) -> Mapping[str, Any]:
-        return unpack(manifest, self._inlet.fetch(manifest))
+    def _fetch(self, manifest: WeightManifest) -> Fetched:
+        inlet, before = self._inlet, self._inlet.bytes_fetched
+        tensors = unpack(manifest, inlet.fetch(manifest))
+        return Fetched(tensors, inlet.bytes_fetched - before, inlet.failure or "")

@@ -186,11 +186,13 @@ class CollectiveInlet:
         self._store: dist.TCPStore | None = None
         self._epoch: Epoch | None = None
         self._group: Group | None = None
+        self.bytes_fetched = 0
         self.failure: str | None = None
 
     def fetch(self, manifest: WeightManifest) -> Sequence[Array]:
         """The buckets as they are sent, or from the fallback after at most `timeout_s`."""
         self.failure = None
+        self.bytes_fetched += manifest.num_bytes
         if not manifest.handles:
             return []
         deadline = Deadline(self._timeout_s)

@@ -141,6 +141,7 @@ class DeltaInlet:
         self._version = -1
         self._last: Sequence[Array] = ()
         self.bytes_fetched = 0
+        self.failure: str | None = None
 
     def fetch(self, manifest: WeightManifest) -> Sequence[Array]:
         """The buckets, made of those of the version before where it is at hand."""

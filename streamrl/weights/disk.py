@@ -176,10 +176,14 @@ class DiskInlet:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self.bytes_fetched = 0
+        self.failure: str | None = None
 
     def fetch(self, manifest: WeightManifest) -> Sequence[Array]:
         """The buckets as they were laid, made of the tensors in the files."""
-        return [self._read(manifest, index) for index in range(len(manifest.buckets))]
+        found = [self._read(manifest, index) for index in range(len(manifest.buckets))]
+        self.bytes_fetched += manifest.num_bytes
+        return found
 
     def close(self) -> None:
         """Nothing is held."""

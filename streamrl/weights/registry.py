@@ -19,7 +19,8 @@ class Pull:
 
     pull_s: from the news of it to its first token, s. pause_s: while nothing was sampled, s.
     num_bytes: that travelled. interrupted: rollouts that ran at that moment. probe_diff: largest
-    difference of a log-probability from the trainer's; NaN if none was looked at.
+    difference of a log-probability from the trainer's; NaN if none was looked at. detour: why it
+    did not come the way it should have.
     """
 
     pull_s: float = 0.0
@@ -27,6 +28,7 @@ class Pull:
     num_bytes: int = 0
     interrupted: int = 0
     probe_diff: float = math.nan
+    detour: str = ""
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,8 @@ class WeightRegistry:
             self._on_fault(reader, self.version, held.fault)
         if held.pull is not None and held.version != self._held.get(reader):
             self._traffic.pulls.append(held.pull)
+            if held.pull.detour:
+                self._on_fault(reader, held.version, held.pull.detour)
         self._held[reader] = held.version
         if self._spread is not None and held.fault:
             self._spread.forget(held.node)

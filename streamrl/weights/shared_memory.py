@@ -160,11 +160,15 @@ class SharedMemoryInlet:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self.bytes_fetched = 0
+        self.failure: str | None = None
 
     def fetch(self, manifest: WeightManifest) -> Sequence[Array]:
         """The publisher's own memory: it is not laid anew as long as the arrays live."""
         pairs = zip(manifest.handles, manifest.buckets, strict=True)
-        return [map_segment(handle, bucket.num_bytes, self._name) for handle, bucket in pairs]
+        found = [map_segment(handle, bucket.num_bytes, self._name) for handle, bucket in pairs]
+        self.bytes_fetched += manifest.num_bytes
+        return found
 
     def close(self) -> None:
         """Mappings go with their arrays."""

@@ -44,7 +44,14 @@ class Outlet(Protocol):
 
 
 class Inlet(Protocol):
-    """A reader's end. Called from a thread, one version at a time."""
+    """A reader's end. Called from a thread, one version at a time.
+
+    `bytes_fetched` is what has come so far; `failure` is why the last version had to come another
+    way than it should have, None if it did not.
+    """
+
+    bytes_fetched: int
+    failure: str | None
 
     def fetch(self, manifest: WeightManifest) -> Sequence[Array]:
         """The buckets of a version, uint8 [num_bytes] each, read-only and not verified.
