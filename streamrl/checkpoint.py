@@ -45,13 +45,11 @@ class CheckpointConfig:
     every: steps between checkpoints; 0 saves at the end only.
     keep: newest checkpoints kept.
     at_end: save when the run ends.
-    on_interrupt: save when the run is interrupted (Ctrl-C).
     """
 
     every: int = 0
     keep: int = 2
     at_end: bool = True
-    on_interrupt: bool = True
 
     def __post_init__(self) -> None:
         if self.every < 0:

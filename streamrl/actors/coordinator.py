@@ -190,7 +190,7 @@ class CoordinatorActor:
             kept = Path(self._checkpoint).name if self._checkpoint else "the beginning"
             text = f"stopped between two updates: not saved; a resume goes on from {kept}"
             self._feed.post(EventReport("note", {"text": text}))
-        elif config.checkpoint.on_interrupt if interrupted else config.checkpoint.at_end:
+        elif interrupted or config.checkpoint.at_end:
             await self._save()
         left = await self._queue.stats()
         await self._durability.close()

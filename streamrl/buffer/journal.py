@@ -35,6 +35,8 @@ _Clock = Callable[[], float]
 POST_S = 0.05
 """Longest that records nobody waits for are kept back to go out with others, s."""
 _MOST_BUFFERS = os.sysconf("SC_IOV_MAX")
+SEGMENT_MB = 64
+"""Size after which a journal begins a new file, MB; less if it may not grow as large."""
 
 
 @dataclass
@@ -44,21 +46,23 @@ class JournalConfig:
     enabled: whether accepted groups survive the death of their shard.
     fsync_s: longest time between two fsyncs, s; 0 syncs every group commit, null leaves it to the
         system (survives a killed process, not a power cut).
-    segment_mb: size after which a new file is begun, MB.
     max_mb: a checkpoint is taken early once the journals have grown by this since the last, MB.
     """
 
     enabled: bool = True
     fsync_s: float | None = 0.0
-    segment_mb: int = 64
     max_mb: int = 4096
 
     def __post_init__(self) -> None:
         if self.fsync_s is not None and not self.fsync_s >= 0:
             raise ConfigError(f"queue.journal.fsync_s={self.fsync_s}: must be 0 s or more, or null")
-        for key in ("segment_mb", "max_mb"):
-            if vars(self)[key] < 1:
-                raise ConfigError(f"queue.journal.{key}={vars(self)[key]}: must be at least 1 MB")
+        if self.max_mb < 1:
+            raise ConfigError(f"queue.journal.max_mb={self.max_mb}: must be at least 1 MB")
+
+    @property
+    def segment_bytes(self) -> int:
+        """Size after which a new file is begun."""
+        return min(SEGMENT_MB, self.max_mb) << 20
 
 
 def _write_all(descriptor: int, buffers: list[memoryview]) -> None:
@@ -111,7 +115,7 @@ class _Writer:
 
     def __init__(self, folder: Path, config: JournalConfig, clock: _Clock, first: int) -> None:
         self._folder, self._clock = folder, clock
-        self._fsync_s, self._most_bytes = config.fsync_s, config.segment_mb << 20
+        self._fsync_s, self._most_bytes = config.fsync_s, config.segment_bytes
         self.descriptor, self._end = -1, 0
         self._can_sync = self._fsync_s is not None
         self.dirty, self.synced_at, self.fsync_total_s = False, clock(), 0.0

@@ -242,7 +242,7 @@ async def test_a_cut_behind_nothing_is_the_segment_already_begun(tmp_path: Path)
 
 
 async def test_full_segments_are_followed_by_new_ones(tmp_path: Path) -> None:
-    journal = opened(tmp_path, segment_mb=1)
+    journal = opened(tmp_path, max_mb=1)
     for i in range(6):
         await journal.append([note(i, bytes(400_000))])
     assert journal.segment == 2
@@ -255,7 +255,7 @@ async def test_full_segments_are_followed_by_new_ones(tmp_path: Path) -> None:
 async def test_a_full_segment_is_fsynced_before_it_is_left(
     tmp_path: Path, fsyncs: list[str]
 ) -> None:
-    journal = opened(tmp_path, segment_mb=1, fsync_s=1000.0)
+    journal = opened(tmp_path, max_mb=1, fsync_s=1000.0)
     await journal.append([note(0, bytes(1 << 20))])
     assert "00000001.journal" not in fsyncs
     await journal.append([note(1)])

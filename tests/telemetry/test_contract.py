@@ -39,7 +39,8 @@ queue/redelivered queue/hedged queue/refused
 journal/bytes journal/fsync_s
 staleness/mean staleness/max staleness/in_flight_mean staleness/in_queue_mean staleness/histogram
 idle/<stage> drops/<cause>
-weights/version weights/skew_max weights/publish_s weights/pull_s weights/bytes
+weights/version weights/skew_max weights/publish_s weights/pull_s weights/pause_s weights/bytes
+weights/bytes_per_s weights/interrupted weights/tokens_per_version weights/probe_diff weights/faults
 ledger/admitted ledger/trained ledger/filtered ledger/dropped ledger/in_flight
 time/step_s time/generate_s time/score_s time/train_s
 throughput/tokens_per_s throughput/groups_per_s
