@@ -22,6 +22,7 @@ from streamrl.weights.collective import CollectiveInlet, CollectiveOutlet
 from streamrl.weights.config import COLLECTIVE, DELTA, DISK, SHARED_MEMORY, STORE
 from streamrl.weights.delta import DeltaInlet, DeltaOutlet
 from streamrl.weights.disk import DiskInlet, DiskOutlet
+from streamrl.weights.parameters import side_by_side
 from streamrl.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
 
 TIMEOUT_S = 60.0
@@ -61,8 +62,8 @@ class Publisher:
     """Has the tensors of a model, and makes versions of them by changing a few elements."""
 
     def __init__(self, millions: int) -> None:
-        named = make_model(millions).named_parameters()
-        self._tensors = {name: parameter.detach() for name, parameter in named}
+        named = dict(make_model(millions).named_parameters())
+        self._tensors = {name: named[name].detach() for name in side_by_side(named)}
         self._outlet: Outlet | None = None
         self._bytes = sum(tensor.nbytes for tensor in self._tensors.values())
         self._copy = np.ones(self._bytes, np.uint8)
@@ -118,7 +119,6 @@ class Generator:
         self._inlet: Inlet | None = None
         self._decoding: asyncio.Task[None] | None = None
         self._step_s = timed("step")
-        self._load_s = timed("load_weights")
         config = GeneratorConfig(max_concurrent_rollouts=16, max_new_tokens=128)
         self._engine = await GenerationEngine.start(
             model_path, config, seed=0, max_length=MAX_LENGTH
@@ -148,8 +148,7 @@ class Generator:
 
     async def _load(self, tensors: dict[str, torch.Tensor], version: int) -> float:
         """Load a version; how long no rollout was decoded for it, s."""
-        await self._engine.load_weights(tensors, version)
-        return self._load_s[-1]
+        return (await self._engine.load_weights(tensors, version)).pause_s
 
     async def decode(self) -> None:
         """Have rollouts running from now on."""

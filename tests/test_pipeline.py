@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -35,6 +36,8 @@ plans = st.builds(
     score_s=st.sampled_from([(0.0, 0.0), (0.1, 0.5), (1.0, 5.0)]),
     train_s=st.sampled_from([0.0, 0.3, 3.0]),
     pull_s=st.sampled_from([0.0, 0.5, 4.0]),
+    publish_s=st.sampled_from([0.0, 0.2, 2.0]),
+    publish_every=st.integers(1, 4),
     fail_rate=st.sampled_from([0.0, 0.2]),
     reference=st.booleans(),
     critic=st.booleans(),
@@ -44,7 +47,7 @@ plans = st.builds(
     # One at a time, 24 groups in 3 slots of 20 s each keep the trainer waiting for minutes.
     room_steps=st.sampled_from([float("inf"), 1.0, 1.5]),
     stall_s=st.just(1000.0),
-)
+).map(lambda plan: replace(plan, publish_every=min(plan.publish_every, plan.max_staleness + 1)))
 
 
 def uids(stream: Stream) -> list[str]:

@@ -234,6 +234,7 @@ class CoordinatorActor:
         self._loop_spans.drain()
         evaluation = await self._evaluate_if_due()
         weights = self._control.publishing.registries[POLICY].drain_metrics()
+        weights["weights/version"] = admission.version
         self._reporter.note(Snapshot(outcome, weights, evaluation))
         every = self._config.checkpoint.every
         is_due = every and admission.version % every == 0

@@ -16,7 +16,7 @@ from streamrl.actors.feed import EventReport, Report
 from streamrl.actors.scaling import Scaling
 from streamrl.actors.shard import create_shards
 from streamrl.actors.starting import Starting
-from streamrl.actors.weight_travel import plan_travel
+from streamrl.actors.weight_travel import WeightTravel, plan_travel
 from streamrl.actors.wiring import Wiring
 from streamrl.buffer import Bounds, Files, Ports, ShardPlan
 from streamrl.checkpoint import Checkpoint, find_base, journal_dir
@@ -57,6 +57,7 @@ class Session:
         self._prepared = prepared
         self._engines = engines
         self._crew = Crew(config, prepared, on_gpu=on_gpu)
+        self._travel: WeightTravel | None = None
         self._loops: dict[Any, str] = {}
         self._starting = Starting(config.generator.start_timeout_s + CALL_TIMEOUT_S)
         self._mailbox = Mailbox(config.run_dir)
@@ -179,9 +180,12 @@ class Session:
         """End every actor; what they had in memory is gone."""
         self._scaling.close()
         self._crew.close()
+        if self._travel is not None:
+            self._travel.end()
 
     def _wire(self, coordinator: Any) -> Wiring:
         shards = create_shards(self._shard_plans(), self._crew.create)
+        self._travel = plan_travel(self._config, token=uuid.uuid4().hex[:12])
         return Wiring(
             config=self._config,
             dataflow=self._prepared.dataflow,
@@ -191,7 +195,7 @@ class Session:
             shards=tuple(shards),
             coordinator=coordinator,
             engines=self._engines,
-            travel=plan_travel(self._config, token=uuid.uuid4().hex[:12]),
+            travel=self._travel,
         )
 
     def _shard_plans(self) -> dict[str, ShardPlan]:

@@ -1,9 +1,9 @@
 """How the weights of a run travel: the transport that was chosen, and its two ends."""
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import ray
 
 from streamrl.actors.store_transport import StoreInlet, StoreOutlet
@@ -16,8 +16,11 @@ from streamrl.weights.collective import CollectiveInlet, CollectiveOutlet
 from streamrl.weights.config import COLLECTIVE, DELTA, DISK, SHARED_MEMORY
 from streamrl.weights.delta import DeltaInlet, DeltaOutlet
 from streamrl.weights.disk import DiskInlet, DiskOutlet
-from streamrl.weights.shared_memory import SHARED_MEMORY_DIR, SharedMemoryInlet, SharedMemoryOutlet
+from streamrl.weights.segments import PREFIX, SHARED_MEMORY_DIR, clear_up, free_bytes
+from streamrl.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
 
+END_S = 2.0
+"""Longest that ended publishers are waited for, s; the next publisher clears up after others."""
 COLLECTIVE_TIMEOUT_S = 20.0
 """Longest that a broadcast waits for a member, s; it takes another way then."""
 
@@ -53,6 +56,18 @@ class WeightTravel:
             )
         return DeltaOutlet(StoreOutlet()) if transport == DELTA else StoreOutlet()
 
+    def end(self) -> None:
+        """Take away what publishers that were ended have left in memory."""
+        if self.choice.transport != SHARED_MEMORY:
+            return
+        deadline = time.monotonic() + END_S
+        # They may not be quite gone: until then what they hold is theirs.
+        while any(SHARED_MEMORY_DIR.glob(f"{PREFIX}{self.token}*")):
+            clear_up()
+            if time.monotonic() > deadline:
+                return
+            time.sleep(0.02)
+
     def inlet(self, role: str, reader: str) -> Inlet:
         """The end of one that follows the weights of a role."""
         transport = self.choice.transport
@@ -76,7 +91,7 @@ def plan_travel(config: RunConfig, *, token: str) -> WeightTravel:
         num_nodes=sum(node["Alive"] for node in ray.nodes()),
         readers=config.generator.replicas,
         model_bytes=sum(_model_bytes(config.model_of(role)) for role in published),
-        shm_free_bytes=psutil.disk_usage(str(SHARED_MEMORY_DIR)).free,
+        shm_free_bytes=free_bytes(),
     )
     keep = config.weights.keep_versions
     choice = choose(config.weights, facts)

@@ -3,7 +3,7 @@
 import asyncio
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from streamrl.errors import WeightsError
 from streamrl.weights.manifest import WeightManifest
@@ -45,14 +45,6 @@ class Held:
     node: str = ""
 
 
-@dataclass
-class Traffic:
-    """What has happened since the last step."""
-
-    publish_s: float = math.nan
-    pulls: list[Pull] = field(default_factory=list)
-
-
 class WeightRegistry:
     """The meeting point of publisher and readers: manifests only, never weights.
 
@@ -77,7 +69,8 @@ class WeightRegistry:
         self._manifests: list[WeightManifest] = []
         self._published = asyncio.Event()
         self._held: dict[str, int] = {}
-        self._traffic = Traffic()
+        self._publish_s = math.nan
+        self._pulls: list[Pull] = []
         self._num_faults = 0
 
     @property
@@ -95,7 +88,7 @@ class WeightRegistry:
         if manifest.version <= self.version:
             raise WeightsError(f"version {manifest.version} was published after {self.version}")
         self._manifests = [*self._manifests, manifest][-self._keep_versions :]
-        self._traffic.publish_s = publish_s
+        self._publish_s = publish_s
         self._published.set()
 
     async def newest(self, reader: str, held: Held, *, wait_s: float) -> WeightManifest | None:
@@ -125,7 +118,7 @@ class WeightRegistry:
             self._num_faults += 1
             self._on_fault(reader, self.version, held.fault)
         if held.pull is not None and held.version != self._held.get(reader):
-            self._traffic.pulls.append(held.pull)
+            self._pulls.append(held.pull)
             if held.pull.detour:
                 self._on_fault(reader, held.version, held.pull.detour)
         self._held[reader] = held.version
@@ -135,16 +128,14 @@ class WeightRegistry:
             self._spread.done(held.node, held.version)
 
     def drain_metrics(self) -> dict[str, float]:
-        """weights/* since the last call; NaN where nothing was published or pulled."""
-        traffic, self._traffic = self._traffic, Traffic()
-        pulls = traffic.pulls
+        """weights/* since the last call, of the last publish; NaN where nothing was measured."""
+        pulls, self._pulls = self._pulls, []
         seconds = sum(pull.pull_s for pull in pulls)
         moved = sum(pull.num_bytes for pull in pulls)
         probed = [pull.probe_diff for pull in pulls if not math.isnan(pull.probe_diff)]
         return {
-            "weights/version": self.version,
             "weights/skew_max": self.version - min(self._held.values(), default=self.version),
-            "weights/publish_s": traffic.publish_s,
+            "weights/publish_s": self._publish_s,
             "weights/pull_s": max((pull.pull_s for pull in pulls), default=0.0),
             "weights/pause_s": max((pull.pause_s for pull in pulls), default=0.0),
             "weights/bytes": moved,

@@ -1,0 +1,61 @@
+"""Engines of a run in which a generator's weights are tampered with on their way."""
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamrl.actors.engine_factory import HostedGenerator
+from streamrl.actors.real_engines import RealEngines
+from streamrl.config import RunConfig
+from streamrl.messages import Array
+from streamrl.weights import WeightManifest
+
+Fetch = Callable[[object, WeightManifest], Sequence[Array]]
+
+
+@dataclass(frozen=True)
+class Sabotage(RealEngines):
+    """The first life of generator 0 is given a flipped byte, a bucket too few and an old version,
+    and dies with a version in its hands; the second never gets a whole version after its fourth.
+
+    `marks` is a folder in which each life leaves a mark.
+    """
+
+    marks: Path
+
+    async def generator(self, config: RunConfig, max_length: int, replica: int) -> HostedGenerator:
+        """A real one, in a process whose weights are tampered with."""
+        if replica == 0:
+            life = len(list(self.marks.iterdir())) + 1
+            (self.marks / str(life)).touch()
+            tamper(life)
+        return await super().generator(config, max_length, replica)
+
+
+def tamper(life: int) -> None:
+    """Put the saboteur of this life of the process in the place of what fetches weights."""
+    from streamrl.weights.shared_memory import SharedMemoryInlet
+
+    honest: Fetch = SharedMemoryInlet.fetch
+    fetched: list[Sequence[Array]] = []
+
+    def fetch(inlet: object, manifest: WeightManifest) -> Sequence[Array]:
+        found = list(honest(inlet, manifest))
+        fetched.append([array.copy() for array in found])
+        number = len(fetched)
+        if life == 1 and number == 3:
+            found[0] = found[0].copy()
+            found[0][17] ^= 4
+        if life == 2 and number > 4:
+            found[0] = found[0][::-1].copy()
+        if life == 1 and number == 6:
+            del found[-1]
+        if life == 1 and number == 9:
+            return fetched[number - 3]
+        if life == 1 and number == 12:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return found
+
+    SharedMemoryInlet.fetch = fetch

@@ -1,0 +1,260 @@
+"""Following the weights: what is taken up, what is refused, and what nobody gets to see."""
+
+import asyncio
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamrl.errors import ProbeError, WeightsError
+from streamrl.faces import Fetched, Stage
+from streamrl.lease import FreeLease
+from streamrl.messages import Array
+from streamrl.pipeline import PULL_ATTEMPTS, follow_weights, newest_version
+from streamrl.publishing import Publishing
+from streamrl.telemetry.spans import SpanRecorder
+from streamrl.weights import HeldVersion, Loaded, WeightManifest
+from streamrl.weights.probe import Probe, probe_sequences
+from streamrl.weights.registry import Held, Pull, WeightRegistry
+from streamrl.weights.spread import Spread
+from tests.virtual_clock import run_virtual
+
+SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
+
+
+class Engine:
+    """Serves versions; says of every token of a sequence that its logprob is `logprob`."""
+
+    def __init__(self, logprob: float = -1.0) -> None:
+        self.served: list[int] = []
+        self.logprob = logprob
+
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded:
+        await asyncio.sleep(0.5)
+        self.served.append(version)
+        return Loaded(pause_s=0.25, interrupted=7)
+
+    async def probe(self, sequences: Sequence[Array]) -> Sequence[Array]:
+        await asyncio.sleep(1.0)
+        return [np.full(len(ids), self.logprob, np.float32) for ids in sequences]
+
+
+class Channel:
+    """A registry from nearby, whose versions are broken as often as `faults` says."""
+
+    def __init__(self, registry: WeightRegistry, faults: Mapping[int, int] | None = None) -> None:
+        self.registry = registry
+        self.faults = dict(faults or {})
+        self.tries: list[tuple[float, int]] = []
+
+    async def newest(self, held: Held, *, wait_s: float) -> WeightManifest | None:
+        return await self.registry.newest("generator-0", held, wait_s=wait_s)
+
+    async def fetch(self, manifest: WeightManifest) -> Fetched:
+        self.tries.append((asyncio.get_running_loop().time(), manifest.version))
+        if self.faults.get(manifest.version, 0):
+            self.faults[manifest.version] -= 1
+            raise WeightsError(f"version {manifest.version}: checksum is wrong")
+        return Fetched({}, num_bytes=1000)
+
+
+def stage() -> Stage:
+    # Nothing is taken from a queue here.
+    return Stage("generate", None, FreeLease(), SpanRecorder("generator-0"))  # type: ignore[arg-type]
+
+
+def manifest(version: int, probe: Probe | None = None) -> WeightManifest:
+    return WeightManifest(version, (), (), probe)
+
+
+def test_a_version_that_cannot_be_verified_is_not_taken_and_tried_again() -> None:
+    told: list[tuple[str, int, str]] = []
+
+    async def scenario() -> None:
+        registry = WeightRegistry(keep_versions=2, on_fault=lambda *fault: told.append(fault))
+        engine, held = Engine(), HeldVersion("generator-0")
+        channel = Channel(registry, {1: 3})
+        following = asyncio.create_task(follow_weights(stage(), engine, channel, held))
+        registry.offer(manifest(0))
+        await held.at_least(0, 5.0)
+        registry.offer(manifest(1))
+        await asyncio.sleep(0.35)
+        assert engine.served == [0], "the old one is served on"
+        await held.at_least(1, 30.0)
+        assert engine.served == [0, 1]
+        await asyncio.sleep(2.0)
+        following.cancel()
+        assert told == [("generator-0", 1, "version 1: checksum is wrong")] * 3
+        times = [at for at, version in channel.tries if version == 1]
+        pauses = [round(b - a, 3) for a, b in itertools.pairwise(times)]
+        assert pauses == sorted(pauses) and pauses[0] > 0, "it waits longer each time"
+        assert registry.drain_metrics()["weights/faults"] == 3
+
+    run_virtual(scenario())
+
+
+def test_a_newer_version_takes_the_place_of_one_that_is_broken() -> None:
+    async def scenario() -> None:
+        registry = WeightRegistry(keep_versions=2)
+        engine, held = Engine(), HeldVersion("generator-0")
+        channel = Channel(registry, {0: PULL_ATTEMPTS - 1})
+        following = asyncio.create_task(follow_weights(stage(), engine, channel, held))
+        registry.offer(manifest(0))
+        await asyncio.sleep(0.1)
+        registry.offer(manifest(1))
+        await held.at_least(1, 30.0)
+        following.cancel()
+        assert engine.served == [1]
+
+    run_virtual(scenario())
+
+
+def test_who_can_take_up_nothing_gives_up_after_so_many_tries() -> None:
+    async def scenario() -> None:
+        registry = WeightRegistry(keep_versions=2)
+        engine, held = Engine(), HeldVersion("generator-0")
+        channel = Channel(registry, {0: 100})
+        registry.offer(manifest(0))
+        with pytest.raises(WeightsError, match="version 0: checksum is wrong"):
+            await follow_weights(stage(), engine, channel, held)
+        assert len(channel.tries) == PULL_ATTEMPTS
+        assert engine.served == [] and held.version == -1
+
+    run_virtual(scenario())
+
+
+def test_an_older_version_is_refused() -> None:
+    class Backwards(Channel):
+        async def newest(self, held: Held, *, wait_s: float) -> WeightManifest | None:
+            return manifest(5 if held.version < 0 else 4)
+
+    async def scenario() -> None:
+        registry = WeightRegistry(keep_versions=2)
+        engine, held = Engine(), HeldVersion("generator-0")
+        with pytest.raises(WeightsError, match="version 4 was offered, and 5 is held already"):
+            await follow_weights(stage(), engine, Backwards(registry), held)
+        assert engine.served == [5]
+
+    run_virtual(scenario())
+
+
+def test_what_a_pull_took_is_reported_once() -> None:
+    async def scenario() -> None:
+        registry = WeightRegistry(keep_versions=2)
+        engine, held = Engine(), HeldVersion("generator-0")
+        logprobs = [np.full(len(ids), -1.25, np.float32) for ids in SEQUENCES]
+        probe = Probe(SEQUENCES, logprobs, limit=0.5)
+        following = asyncio.create_task(follow_weights(stage(), engine, Channel(registry), held))
+        registry.offer(manifest(0, probe), publish_s=0.125)
+        await held.at_least(0, 10.0)
+        await asyncio.sleep(0.01)
+        found = registry.drain_metrics()
+        assert found["weights/publish_s"] == 0.125
+        assert found["weights/pause_s"] == 0.25
+        assert found["weights/bytes"] == 1000
+        assert found["weights/interrupted"] == 7
+        assert found["weights/probe_diff"] == 0.25
+        assert found["weights/skew_max"] == 0
+        await asyncio.sleep(5.0)
+        following.cancel()
+        again = registry.drain_metrics()
+        assert again["weights/bytes"] == again["weights/interrupted"] == 0
+        assert math.isnan(again["weights/probe_diff"])
+
+    run_virtual(scenario())
+
+
+def test_who_differs_from_the_trainer_serves_no_version_and_ends() -> None:
+    async def scenario() -> None:
+        registry = WeightRegistry(keep_versions=2)
+        engine, held = Engine(logprob=-3.0), HeldVersion("generator-0")
+        logprobs = [np.full(len(ids), -1.0, np.float32) for ids in SEQUENCES]
+        registry.offer(manifest(0, Probe(SEQUENCES, logprobs, limit=0.5)))
+        with pytest.raises(ProbeError, match=r"generator-0, with version 0, .* by up to 2, more"):
+            await follow_weights(stage(), engine, Channel(registry), held)
+        assert held.version == -1, "what it has sampled since then leaves it never"
+
+    run_virtual(scenario())
+
+
+def test_the_first_token_of_a_probe_has_no_say_and_nan_never_passes() -> None:
+    logprobs = [np.array([0, -1, -2], np.float32)]
+    probe = Probe([np.array([3, 1, 4], np.int32)], logprobs, limit=0.1)
+    assert probe.check([np.array([9, -1, -2.0625], np.float32)], "it") == 0.0625
+    with pytest.raises(ProbeError, match="by up to nan"):
+        probe.check([np.array([0, math.nan, -2], np.float32)], "it")
+
+
+def test_a_probe_is_the_same_for_every_version_and_fits_the_model() -> None:
+    first = probe_sequences(vocab_size=50, max_length=20)
+    again = probe_sequences(vocab_size=50, max_length=20)
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    assert {len(ids) for ids in first} == {19}
+    assert all(ids.min() >= 0 and ids.max() < 50 for ids in first)
+
+
+def test_the_newest_version_among_tokens() -> None:
+    assert newest_version({"policy_version": np.array([-1, 3, 4, -1, 3], np.int32)}) == 4
+    assert newest_version({"greedy_ids": np.array([1], np.int32)}) == -1
+
+
+def test_nodes_take_turns_and_a_node_that_failed_is_waited_for_by_nobody() -> None:
+    async def scenario() -> None:
+        registry = WeightRegistry(keep_versions=2, spread=Spread("node-0", fanout=1))
+        registry.offer(manifest(0))
+
+        async def ask(node: str, held: int, fault: str = "") -> WeightManifest | None:
+            state = Held(held, Pull(), fault, node)
+            return await registry.newest(f"reader-{node}", state, wait_s=1.0)
+
+        assert await ask("node-1", -1) is not None
+        assert await ask("node-2", -1) is None, "one at a time from one node"
+        assert await ask("node-1", -1, fault="it broke") is not None
+        assert await ask("node-1", 0) is None, "it has it: nothing newer comes"
+        both = await asyncio.gather(ask("node-2", -1), ask("node-3", -1))
+        assert all(found is not None for found in both), "two have it, and serve two"
+
+    run_virtual(scenario())
+
+
+class Source:
+    """Publishes after a while; what it gives is its manifest."""
+
+    def __init__(self, publish_s: float) -> None:
+        self.publish_s = publish_s
+        self.readers: list[Sequence[str]] = []
+
+    async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest:
+        self.readers.append(readers)
+        await asyncio.sleep(self.publish_s)
+        if version == 3:
+            raise WeightsError("the disk is full")
+        return manifest(version)
+
+
+def test_versions_are_published_beside_others_and_one_at_a_time() -> None:
+    async def scenario() -> None:
+        clock = asyncio.get_running_loop().time
+        sources = {"policy": Source(2.0), "critic": Source(5.0)}
+        registries = {role: WeightRegistry(keep_versions=2) for role in sources}
+        publishing = Publishing(
+            sources, registries, due=lambda role, version: role == "policy" or version % 2 == 0
+        )
+        assert await publishing.begin(0, first=True)
+        assert clock() == 0.0, "it is published beside what follows"
+        await publishing.settle("policy")
+        assert clock() == 2.0 and registries["policy"].version == 0
+        assert await publishing.begin(1)
+        assert clock() == 5.0, "the version before is out"
+        await publishing.settle()
+        assert clock() == 7.0 and registries["critic"].version == 0
+        await publishing.begin(3)
+        publishing.check()
+        await asyncio.sleep(2.5)
+        with pytest.raises(WeightsError, match="the disk is full"):
+            publishing.check()
+
+    run_virtual(scenario())
