@@ -30,8 +30,8 @@ MODES = {
     "drain": ["weights.on_update=drain"],
 }
 WARM_UP_STEPS = 3
-UNUSED_TOKEN = 63
-"""No text of the demo has it."""
+NEVER_WRITTEN = ("<bos>", 1)
+"""A token that the model has learned to write nowhere, and its id."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -61,9 +61,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 def endless(folder: Path) -> Path:
     """The demo's model with another token for the end of a text."""
     shutil.copytree(ROOT / "examples" / "arithmetic" / "build" / "base_model", folder)
-    for name in ("config.json", "generation_config.json"):
+    token, token_id = NEVER_WRITTEN
+    for name, changed in (
+        ("config.json", {"eos_token_id": token_id}),
+        ("generation_config.json", {"eos_token_id": token_id}),
+        ("tokenizer_config.json", {"eos_token": token}),
+    ):
         settings = json.loads((folder / name).read_text())
-        (folder / name).write_text(json.dumps({**settings, "eos_token_id": UNUSED_TOKEN}))
+        (folder / name).write_text(json.dumps({**settings, **changed}))
     return folder
 
 
@@ -95,3 +100,7 @@ def measure(
         "idle_train": "idle/train",
     }
     return {key: statistics.median(row[name] for row in rows) for key, name in names.items()}
+
+
+if __name__ == "__main__":
+    main()
