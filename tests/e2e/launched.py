@@ -21,7 +21,7 @@ class Launched:
     """A running command; its output goes to a file. Every process it starts carries a mark.
 
     `env` is added to the environment. That, and the directory, are those of the tests at the moment
-    unless `inherits` and `cwd` say otherwise.
+    unless `inherits` and `cwd` say otherwise; the command is streamrl's, or that of a `module`.
     """
 
     def __init__(
@@ -32,12 +32,13 @@ class Launched:
         *,
         inherits: Mapping[str, str] = os.environ,
         cwd: Path | None = None,
+        module: str = "streamrl.cli.main",
     ) -> None:
         self._mark = uuid.uuid4().hex
         self._log = folder / f"output-{self._mark[:8]}.txt"
         # A session of its own is a process group of its own, as a shell gives a command.
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "streamrl.cli.main", *words],
+            [sys.executable, "-m", module, *words],
             stdin=subprocess.DEVNULL,
             stdout=self._log.open("w"),
             stderr=subprocess.STDOUT,

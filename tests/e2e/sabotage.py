@@ -1,14 +1,16 @@
-"""Engines of a run in which a generator's weights are tampered with on their way."""
+"""A run in which a generator's weights are tampered with: recipe, folder for marks, overrides."""
 
 import os
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from streamrl.actors.engine_factory import HostedGenerator
 from streamrl.actors.real_engines import RealEngines
-from streamrl.config import RunConfig
+from streamrl.cli.train import train
+from streamrl.config import RunConfig, load_config
 from streamrl.messages import Array
 from streamrl.weights import WeightManifest
 
@@ -59,3 +61,11 @@ def tamper(life: int) -> None:
         return found
 
     SharedMemoryInlet.fetch = fetch
+
+
+if __name__ == "__main__":
+    # Actors know the class by the name of its module.
+    from tests.e2e.sabotage import Sabotage as Engines
+
+    recipe, marks, *overrides = sys.argv[1:]
+    train(load_config(Path(recipe), overrides), None, Engines(Path(marks)))
