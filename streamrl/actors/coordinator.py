@@ -233,7 +233,10 @@ class CoordinatorActor:
         # The ranks' own spans are reported; those of the loop around them only take memory.
         self._loop_spans.drain()
         evaluation = await self._evaluate_if_due()
-        weights = self._control.publishing.registries[POLICY].drain_metrics()
+        registries = self._control.publishing.registries
+        drained = {role: registry.drain_metrics() for role, registry in registries.items()}
+        weights = drained[POLICY]
+        weights["weights/faults"] = sum(found["weights/faults"] for found in drained.values())
         weights["weights/version"] = admission.version
         self._reporter.note(Snapshot(outcome, weights, evaluation))
         every = self._config.checkpoint.every

@@ -145,29 +145,32 @@ class TrainerActor:
         """Send the weights off as `version`; rank 0 has the manifest. All ranks must take part.
 
         `readers` are those who follow them now, for a transport that has to know.
-
-        Parameters that are whole on this rank are read beside the next step's micro-batches; where
-        they have to be gathered from the others, that is done between two of them.
         """
-        probe = await self._in_thread(self._probe) if self._probes(version) else None
-        thread = self._thread if self._trainer.gathers else self._beside
         with self._stage.spans.span("publish", version=version):
-            manifest: WeightManifest | None = await self._in_thread(
-                self._publish, version, readers, thread=thread
-            )
-        return manifest if manifest is None else replace(manifest, probe=probe)
+            if self._trainer.gathers:
+                # In one piece: between the same two micro-batches on every rank.
+                return await self._in_thread(self._probe_and_send, version, readers)
+            # One forward pass at a time; parameters may be read beside it.
+            probe = await self._in_thread(self._probe, version)
+            sent = await self._in_thread(self._send_own, version, readers, thread=self._beside)
+            return sent and replace(sent, probe=probe)
 
-    def _publish(self, version: int, readers: Sequence[str]) -> WeightManifest | None:
-        tensors = self._trainer.full_state()
+    def _probe_and_send(self, version: int, readers: Sequence[str]) -> WeightManifest | None:
+        probe = self._probe(version)
+        sent = self._send_own(version, readers)
+        return sent and replace(sent, probe=probe)
+
+    def _send_own(self, version: int, readers: Sequence[str]) -> WeightManifest | None:
+        return self._send(self._role, self._trainer.full_state(), version, readers)
+
+    def _send(
+        self, role: str, tensors: NamedTensors, version: int, readers: Sequence[str]
+    ) -> WeightManifest | None:
+        """Rank 0 sends; the others only take part in gathering, if anything is to be gathered."""
         if self._rank:
             for _ in tensors if self._trainer.gathers else ():
                 pass
             return None
-        return self._send(self._role, tensors, version, readers)
-
-    def _send(
-        self, role: str, tensors: NamedTensors, version: int, readers: Sequence[str]
-    ) -> WeightManifest:
         outlet = self._outlets[role]
         outlet.set_readers(readers)
         bucket_bytes = self._config.weights.bucket_bytes
@@ -190,20 +193,21 @@ class TrainerActor:
     def _publish_reference(
         self, version: int, readers: Sequence[str], moves: bool
     ) -> WeightManifest | None:
-        tensors = self._trainer.full_state()
+        policy = self._trainer.full_state()
         if self._rank:
-            for _ in tensors if self._trainer.gathers else ():
-                pass
-            return None
-        self._reference.follow(tensors, moves=moves)
+            return self._send(MOVED, policy, version, readers)
+        self._reference.follow(policy, moves=moves)
         return self._send(MOVED, self._reference.named_tensors(), version, readers)
 
-    def _probes(self, version: int) -> bool:
-        every = self._config.weights.probe_every
-        return bool(every) and self._role == POLICY and version % every == 0
+    def _probe(self, version: int) -> Probe | None:
+        """What the model says now of the sequences of a probe, if the version is to have one.
 
-    def _probe(self) -> Probe:
-        """What the model says now of the sequences of a probe. All ranks must take part."""
+        All ranks must take part if parameters have to be gathered, and only rank 0 else.
+        """
+        every = self._config.weights.probe_every
+        takes_part = self._rank == 0 or self._trainer.gathers
+        if not every or version % every or self._role != POLICY or not takes_part:
+            return None
         vocab_size = self._trainer.vocab_size
         sequences = probe_sequences(vocab_size=vocab_size, max_length=self._max_length)
         logprobs = [self._trainer.token_logprobs(sequence) for sequence in sequences]
