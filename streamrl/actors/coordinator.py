@@ -115,6 +115,7 @@ class CoordinatorActor:
             role.actors,
             settings=config.settings,
             timeout_s=config.trainer_of(role.role).collective_timeout_s + CALL_TIMEOUT_S,
+            gathers=config.trainer_of(role.role).gathers,
             rests_until=config.critic.warmup_alone if waits else 0,
         )
 

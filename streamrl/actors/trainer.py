@@ -245,8 +245,10 @@ class TrainerGroup:
         *,
         settings: Settings,
         timeout_s: float,
+        gathers: bool = False,
         rests_until: int = 0,
     ) -> None:
+        """`gathers`: it takes all ranks to have the parameters; they do one thing at a time."""
         self.role = role
         self._rests_until = rests_until
         self._version = 0
@@ -254,6 +256,8 @@ class TrainerGroup:
         self._name = name
         self._ranks = ranks
         self._timeout_s = timeout_s
+        self._gathers = gathers
+        self._publishing = asyncio.Lock()
         self._looks_ahead = settings.looks_ahead and role == POLICY
         self.world_size = len(ranks)
         self.pace = Pace(settings.scope == "step", settings.epochs, settings.mini_batches)
@@ -270,6 +274,7 @@ class TrainerGroup:
         """Have every rank derive what needs the whole step, if anything does."""
         if not self.pace.whole_steps:
             return
+        await self._published()
         first = [turn.work for turn in turns if turn.epoch == 0]
         rounds = first if self._looks_ahead else []
         plans = [
@@ -280,6 +285,7 @@ class TrainerGroup:
 
     async def train_round(self, work: Round, *, epoch: int) -> Mapping[str, float]:
         """One micro-batch on every rank; sums over the ranks."""
+        await self._published()
         pairs = zip(self._ranks, work, strict=True)
         parts = await self._all(
             "train",
@@ -298,8 +304,9 @@ class TrainerGroup:
 
     async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest:
         """Publish the weights as they are."""
-        calls = [rank.publish.remote(version, readers) for rank in self._ranks]
-        manifest = (await self._all("publish", calls))[0]
+        async with self._publishing:
+            calls = [rank.publish.remote(version, readers) for rank in self._ranks]
+            manifest = (await self._all("publish", calls))[0]
         assert isinstance(manifest, WeightManifest)
         return manifest
 
@@ -307,15 +314,23 @@ class TrainerGroup:
         self, version: int, readers: Sequence[str], *, moves: bool
     ) -> WeightManifest:
         """Publish the reference that follows this model."""
-        calls = [rank.publish_reference.remote(version, readers, moves) for rank in self._ranks]
-        manifest = (await self._all("publish_reference", calls))[0]
+        async with self._publishing:
+            calls = [rank.publish_reference.remote(version, readers, moves) for rank in self._ranks]
+            manifest = (await self._all("publish_reference", calls))[0]
         assert isinstance(manifest, WeightManifest)
         return manifest
 
     async def save(self, writer: CheckpointWriter) -> None:
         """Write every rank's part of a checkpoint."""
+        await self._published()
         model, state = writer.dirs(self.role)
         await self._all("save", [rank.save.remote(model, state) for rank in self._ranks])
+
+    async def _published(self) -> None:
+        """Nothing is being gathered: what two calls begin, two ranks may begin in another order."""
+        if self._gathers:
+            async with self._publishing:
+                pass
 
     async def _all(self, what: str, replies: Sequence[Any]) -> list[Any]:
         names = (f"{self._name}-{rank}.{what}" for rank in range(self.world_size))

@@ -36,8 +36,6 @@ if TYPE_CHECKING:
     from streamrl.engines.trainer_config import TrainerConfig
 
 TAG = "zero"
-SHARDS_PARAMETERS = 3
-"""The ZeRO stage in which a rank holds only its part of the parameters."""
 BUCKET_ELEMENTS = 50_000_000
 """Elements in one reduction; DeepSpeed allocates that much, and its own default is ten times it."""
 
@@ -50,7 +48,7 @@ class DeepSpeedBackend:
         self.module = module
         self._deepspeed = deepspeed
         self._clip = config.grad_clip
-        self._stage = config.zero_stage
+        self._stage, self._gathers = config.zero_stage, config.gathers
         optimizer = torch.optim.AdamW(
             [parameter for parameter in module.parameters() if parameter.requires_grad],
             lr=config.lr,
@@ -106,7 +104,7 @@ class DeepSpeedBackend:
     @property
     def gathers(self) -> bool:
         """Whether a rank has only its part of the parameters."""
-        return self._stage == SHARDS_PARAMETERS
+        return self._gathers
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         """What is trained, whole, once each. Collective in stage 3: exhaust it."""

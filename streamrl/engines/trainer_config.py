@@ -10,6 +10,9 @@ from streamrl.errors import ConfigError
 
 BACKENDS = ("deepspeed", "torch")
 
+SHARDS_PARAMETERS = 3
+"""The ZeRO stage in which a rank holds only its part of the parameters."""
+
 
 @dataclass
 class TrainerConfig:
@@ -83,6 +86,11 @@ class TrainerConfig:
     @property
     def _master_weights(self) -> bool:
         return self.backend == "deepspeed" and self.zero_stage > 0
+
+    @property
+    def gathers(self) -> bool:
+        """Whether a rank has only its part of the parameters."""
+        return self.backend == "deepspeed" and self.zero_stage == SHARDS_PARAMETERS
 
     @property
     def torch_dtype(self) -> torch.dtype:
