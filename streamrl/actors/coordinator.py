@@ -114,8 +114,7 @@ class CoordinatorActor:
             name,
             role.actors,
             settings=config.settings,
-            timeout_s=config.trainer_of(role.role).collective_timeout_s + CALL_TIMEOUT_S,
-            gathers=config.trainer_of(role.role).gathers,
+            config=config.trainer_of(role.role),
             rests_until=config.critic.warmup_alone if waits else 0,
         )
 

@@ -14,7 +14,7 @@ from typing import Any
 import ray
 import torch
 
-from streamrl.actors.calls import call
+from streamrl.actors.calls import CALL_TIMEOUT_S, call
 from streamrl.actors.wiring import ActorReport, Wiring
 from streamrl.algorithms import Settings, columns_derived_from
 from streamrl.checkpoint import CheckpointWriter
@@ -23,6 +23,7 @@ from streamrl.engines.moving_reference import MovingReference
 from streamrl.engines.packing import MicroBatch, Pick, Round
 from streamrl.engines.rollout_sums import rollout_sums
 from streamrl.engines.schedule import Pace, Turn
+from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ActorError
 from streamrl.messages import Columns
 from streamrl.step import add_sums
@@ -244,19 +245,17 @@ class TrainerGroup:
         ranks: Sequence[Any],
         *,
         settings: Settings,
-        timeout_s: float,
-        gathers: bool = False,
+        config: TrainerConfig,
         rests_until: int = 0,
     ) -> None:
-        """`gathers`: it takes all ranks to have the parameters; they do one thing at a time."""
         self.role = role
         self._rests_until = rests_until
         self._version = 0
         self._dials: Mapping[str, float] = {}
         self._name = name
         self._ranks = ranks
-        self._timeout_s = timeout_s
-        self._gathers = gathers
+        self._timeout_s = config.collective_timeout_s + CALL_TIMEOUT_S
+        self._gathers = config.gathers
         self._publishing = asyncio.Lock()
         self._looks_ahead = settings.looks_ahead and role == POLICY
         self.world_size = len(ranks)
