@@ -1,0 +1,72 @@
+"""All ranks as one: what they are told begins in the same order on each."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from streamrl.actors.trainer import MovedReference, TrainerGroup
+from streamrl.algorithms import AlgorithmConfig
+from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.weights import WeightManifest
+from tests.virtual_clock import run_virtual
+
+
+class Method:
+    """An actor's method that takes a second, and notes when it begins and ends."""
+
+    def __init__(self, name: str, log: list[str], reply: Any) -> None:
+        self._name, self._log, self._reply = name, log, reply
+
+    async def remote(self, *arguments: object) -> Any:
+        self._log.append(f"{self._name} begins")
+        await asyncio.sleep(1.0)
+        self._log.append(f"{self._name} ends")
+        return self._reply
+
+
+class Rank:
+    """One rank; what it is told is in `log`."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        manifest = WeightManifest(1, (), ())
+        self.publish = Method("publish", self.log, manifest)
+        self.publish_reference = Method("publish_reference", self.log, manifest)
+        self.train = Method("train", self.log, {})
+
+
+def group(ranks: list[Rank], *, zero_stage: int) -> TrainerGroup:
+    settings = AlgorithmConfig().settings(max_length=8, reward_weights={})
+    config = TrainerConfig(zero_stage=zero_stage, world_size=len(ranks))
+    return TrainerGroup("policy", "trainer", ranks, settings=settings, config=config)
+
+
+PUBLISHES = ["publish begins", "publish ends"]
+MOVES = ["publish_reference begins", "publish_reference ends"]
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_a_model_and_the_reference_that_follows_it_are_published_in_turn(zero_stage: int) -> None:
+    async def scenario() -> None:
+        ranks = [Rank(), Rank()]
+        trainer = group(ranks, zero_stage=zero_stage)
+        await asyncio.gather(trainer.publish(1, []), MovedReference(trainer).publish(1, []))
+        assert [rank.log for rank in ranks] == [[*PUBLISHES, *MOVES]] * 2
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(("zero_stage", "waits"), [(1, False), (3, True)])
+def test_ranks_that_gather_to_publish_train_on_afterwards(zero_stage: int, waits: bool) -> None:
+    async def scenario() -> None:
+        ranks = [Rank(), Rank()]
+        trainer = group(ranks, zero_stage=zero_stage)
+        publishing = asyncio.create_task(trainer.publish(1, []))
+        await asyncio.sleep(0.5)
+        await trainer.train_round([[], []], epoch=0)
+        await publishing
+        for rank in ranks:
+            assert (rank.log.index("train begins") > rank.log.index("publish ends")) is waits
+
+    run_virtual(scenario())
