@@ -14,6 +14,7 @@ from streamrl.engines.group_generator import GroupGenerator
 from streamrl.errors import ConfigError
 from streamrl.messages import FinishReason, Prompt, Rollout, group_rollouts
 from streamrl.weights import publish, unpack
+from streamrl.weights.parameters import side_by_side
 from tests.engines.flight import Flight, flying, sampled_versions
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,
@@ -25,6 +26,7 @@ from tests.engines.tiny_qwen import (
     weights_of,
     worst_error,
 )
+from tests.weights.local_outlet import LocalOutlet
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 
@@ -194,27 +196,16 @@ async def test_a_probe_says_what_the_weights_served_make_of_sequences(flight: Fl
 
 
 def packed(weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:
-    """The weights as they come to a follower that holds the trainer's buckets."""
-    kept: list[np.ndarray] = []
-
-    def put(data: np.ndarray) -> int:
+    """The weights as they come to a follower that holds the trainer's buckets, in this order."""
+    manifest = publish(weights.items(), version=version, bucket_bytes=1 << 22, outlet=LocalOutlet())
+    for data in manifest.handles:
         data.flags.writeable = False
-        kept.append(data)
-        return len(kept)
-
-    manifest = publish(weights.items(), version=version, bucket_bytes=1 << 22, put=put)
-    return unpack(manifest, kept)
+    return unpack(manifest, manifest.handles)
 
 
-def side_by_side(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights in an order in which q, k, v and gate, up follow each other."""
-    places = {"q_proj": 0, "k_proj": 1, "v_proj": 2, "gate_proj": 0, "up_proj": 1}
-
-    def place(name: str) -> tuple[str, str, int]:
-        *parent, module, kind = name.split(".")
-        return ".".join(parent), kind, places.get(module, len(module) + 3)
-
-    return {name: weights[name] for name in sorted(weights, key=place)}
+def ordered(weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights in the order in which they are published."""
+    return {name: weights[name] for name in side_by_side(weights)}
 
 
 async def test_what_lies_side_by_side_is_served_where_it_lies(flight: Flight) -> None:
@@ -223,7 +214,7 @@ async def test_what_lies_side_by_side_is_served_where_it_lies(flight: Flight) ->
     for seed in (4, 5):
         version = max(flight.models) + 1
         flight.models[version] = endless_model(seed=seed)
-        lying = packed(side_by_side(weights_of(flight.models[version])), version)
+        lying = packed(ordered(weights_of(flight.models[version])), version)
         before = {name: tensor.clone() for name, tensor in lying.items()}
         loaded = await flight.engine.load_weights(lying, version)
         assert loaded.copied_bytes == 0
@@ -245,7 +236,7 @@ async def test_what_lies_side_by_side_is_served_where_it_lies(flight: Flight) ->
 async def test_what_is_served_outlives_those_who_gave_it(flight: Flight) -> None:
     version = max(flight.models) + 1
     flight.models[version] = endless_model(seed=6)
-    weights = side_by_side(weights_of(flight.models[version]))
+    weights = ordered(weights_of(flight.models[version]))
 
     tensors = packed(weights, version)
     await flight.engine.load_weights(tensors, version)

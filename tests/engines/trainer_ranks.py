@@ -174,7 +174,13 @@ def train_step(
 
 
 def parameters_of(trainer: "ModelTrainer") -> dict[str, torch.Tensor]:
-    return {name: tensor.float().clone() for name, tensor in trainer.full_state()}
+    """What is trained, under all its names."""
+    found = {name: tensor.float().clone() for name, tensor in trainer.full_state()}
+    for names in trainer._parameters.tied:
+        given = names & found.keys()
+        assert len(given) <= 1, "one of them is published"
+        found |= dict.fromkeys(names, found[min(given)]) if given else {}
+    return found
 
 
 def two_steps(seat: Seat, layout: Layout, cuts: int, **changes: Any) -> dict[str, Any]:
