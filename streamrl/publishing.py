@@ -54,13 +54,12 @@ class Publishing:
         manifest = await self._sources[role].publish(version, registry.readers)
         registry.offer(manifest, publish_s=time.perf_counter() - started)
 
-    async def settle(self, role: str | None = None) -> None:
-        """Wait until what was begun, of one role or of all, is offered; raises what it failed of.
+    async def settle(self) -> None:
+        """Wait until all that was begun is offered; raises what it failed of.
 
         The trainers' own deadlines bound the wait.
         """
-        wanted = [task for name, task in self._under_way.items() if role in (None, name)]
-        await asyncio.gather(*wanted)
+        await asyncio.gather(*self._under_way.values())
 
     def check(self) -> None:
         """Raise what has failed so far: those who wait for a version would wait in vain."""

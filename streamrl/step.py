@@ -96,8 +96,8 @@ class Maker:
             add_sums(self._sums, sums)
             add_sums(self._since_update, sums)
             if turn.ends_update:
-                # What is being published must not change.
-                await self._control.publishing.settle(role)
+                # What is being published must not change; a reference reads the policy, too.
+                await self._control.publishing.settle()
             # An update ends the step, or it is the beginning of what then has to be ended.
             if self._control.left or (not turn.ends_step and self._control.leaves_step()):
                 return

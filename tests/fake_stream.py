@@ -22,7 +22,7 @@ from streamrl.buffer import (
 from streamrl.buffer.books import recover_books
 from streamrl.buffer.leases import Overdue
 from streamrl.control import Control, PipelineConfig
-from streamrl.dataflow import CRITIC, GENERATE, POLICY, Call, Dataflow, Kind, dataflow_for
+from streamrl.dataflow import CRITIC, GENERATE, MOVED, POLICY, Call, Dataflow, Kind, dataflow_for
 from streamrl.faces import Stage, StepOutcome
 from streamrl.lease import Arbiter, FreeLease, SharedLease
 from streamrl.messages import (
@@ -38,7 +38,7 @@ from streamrl.pipeline import (
     train,
     watch_stalls,
 )
-from streamrl.publishing import Publishing
+from streamrl.publishing import Publishing, Source
 from streamrl.serving import nothing_begun
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import HeldVersion, WeightManifest
@@ -48,6 +48,7 @@ from tests.fakes import (
     GROUP_BYTES,
     FakeGenerator,
     FakePrompts,
+    FakeReference,
     FakeScorer,
     FakeTrainer,
     LocalChannel,
@@ -127,6 +128,21 @@ def make_trainers(plan: Plan) -> dict[str, FakeTrainer]:
     return trainers
 
 
+def make_publishing(plan: Plan, trainers: dict[str, FakeTrainer]) -> Publishing:
+    """Of every trainer, and of a reference that follows the policy, if the plan has one."""
+    sources: dict[str, Source] = {**trainers}
+    if plan.reference:
+        sources[MOVED] = FakeReference(trainers[POLICY], 3 * plan.publish_s)
+    registries = {role: WeightRegistry(keep_versions=2) for role in sources}
+
+    def due(role: str, version: int) -> bool:
+        if role == MOVED:
+            return version % 2 == 0
+        return version % plan.publish_every == 0 or version == plan.steps
+
+    return Publishing(sources, registries, due=due)
+
+
 def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first") -> Stream:
     """Shards, books and trainer of a plan as the disk has them; needs a running loop."""
     disk = disk or Disk.empty(plan)
@@ -188,11 +204,7 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
         admission,
         assembler,
         Books(found.ledger, disk.books, found.steps),
-        Publishing(
-            trainers,
-            {role: WeightRegistry(keep_versions=2) for role in trainers},
-            due=lambda role, version: version % plan.publish_every == 0 or version == plan.steps,
-        ),
+        make_publishing(plan, trainers),
         Dials(ALGORITHMS["grpo"], AlgorithmConfig().settings(max_length=8, reward_weights={})),
         prompts,
         max_attempts=plan.max_attempts,

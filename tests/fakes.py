@@ -306,6 +306,20 @@ class FakeTrainer:
         return {}
 
 
+@dataclass
+class FakeReference:
+    """Follows a trainer's model: reads it while it is published, and it must not change."""
+
+    trainer: FakeTrainer
+    publish_s: float
+
+    async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest:
+        before = self.trainer.weights
+        await asyncio.sleep(self.publish_s)
+        assert self.trainer.weights == before, "updated while the reference reads it"
+        return WeightManifest(version, (), ())
+
+
 class LocalChannel:
     """WeightChannel on the registry itself; there are no tensors to fetch."""
 

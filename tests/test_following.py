@@ -245,8 +245,8 @@ def test_versions_are_published_beside_others_and_one_at_a_time() -> None:
         )
         assert await publishing.begin(0, first=True)
         assert clock() == 0.0, "it is published beside what follows"
-        await publishing.settle("policy")
-        assert clock() == 2.0 and registries["policy"].version == 0
+        await asyncio.sleep(2.5)
+        assert registries["policy"].version == 0 and registries["critic"].version == -1
         assert await publishing.begin(1)
         assert clock() == 5.0, "the version before is out"
         await publishing.settle()
