@@ -71,7 +71,7 @@ async def generate(
     Produces: what is sampled for it, such as the rollouts of its group; meanwhile, for who may have
     to go on with it, what is `begun` of it.
     """
-    notes = Notes(stage.queue, begun)
+    notes = Notes(stage.queue, verified(begun, held))
 
     async def compute(experiences: Sequence[Experience]) -> Sequence[Result]:
         (experience,) = experiences
@@ -85,6 +85,16 @@ async def generate(
         return [columns]
 
     await serve(stage, compute, columns=(), slots=slots, batch=1, notes=notes)
+
+
+def verified(begun: Begun, held: HeldVersion) -> Begun:
+    """What is begun, but for groups with a token of a version that is not verified yet."""
+
+    async def looked_at() -> Mapping[str, Columns]:
+        found = await begun()
+        return {uid: part for uid, part in found.items() if newest_version(part) <= held.version}
+
+    return looked_at
 
 
 def newest_version(columns: Columns) -> int:

@@ -13,7 +13,7 @@ from streamrl.errors import ProbeError, WeightsError
 from streamrl.faces import Fetched, Stage
 from streamrl.lease import FreeLease
 from streamrl.messages import Array
-from streamrl.pipeline import PULL_ATTEMPTS, follow_weights, newest_version
+from streamrl.pipeline import PULL_ATTEMPTS, follow_weights, newest_version, verified
 from streamrl.publishing import Publishing
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import HeldVersion, Loaded, WeightManifest
@@ -199,6 +199,23 @@ def test_a_probe_is_the_same_for_every_version_and_fits_the_model() -> None:
 def test_the_newest_version_among_tokens() -> None:
     assert newest_version({"policy_version": np.array([-1, 3, 4, -1, 3], np.int32)}) == 4
     assert newest_version({"greedy_ids": np.array([1], np.int32)}) == -1
+
+
+def test_what_is_begun_under_a_version_that_is_not_verified_is_not_told() -> None:
+    held = HeldVersion("generator-0", version=3)
+
+    async def begun() -> Mapping[str, Mapping[str, Array]]:
+        return {
+            uid: {"policy_version": np.array([-1, *versions], np.int32)}
+            for uid, versions in {"old": [2, 3], "new": [3, 4]}.items()
+        }
+
+    async def scenario() -> None:
+        assert (await verified(begun, held)()).keys() == {"old"}
+        held.advance(4)
+        assert (await verified(begun, held)()).keys() == {"old", "new"}
+
+    run_virtual(scenario())
 
 
 def test_nodes_take_turns_and_a_node_that_failed_is_waited_for_by_nobody() -> None:
