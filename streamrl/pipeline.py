@@ -41,7 +41,7 @@ from streamrl.weights.registry import Held, Pull
 PULL_ATTEMPTS = 5
 """So many times in a row a follower tries to take up a version before it is replaced."""
 RETRY_S = 0.1
-"""Time before the second try, doubled for each one after it, s."""
+"""Half of the time before the second try, which is doubled for each one after it, s."""
 
 
 @dataclass(frozen=True)

@@ -267,6 +267,8 @@ class CoordinatorActor:
         version, steps = self._control.admission.version, self._config.run.steps
         if not self._eval_prompts or not self._config.evaluation.is_due(version, num_steps=steps):
             return {}
+        # A version that could not be published is told of here, not waited for.
+        await self._control.publishing.settle()
         self._feed.post(StatusReport(f"evaluating version {version}"))
         evaluation = asyncio.create_task(self._evaluator.run(self._eval_prompts, version))
         stopping = asyncio.create_task(self._control.stopping.wait())

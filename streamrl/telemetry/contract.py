@@ -147,7 +147,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("idle/<stage>", "fraction", "part of the step's wall time the stage did not compute"),
     Metric("drops/<cause>", "groups", "groups dropped for this cause since the run began"),
     Metric("weights/version", "", "policy_version after the step"),
-    Metric("weights/skew_max", "versions", "trainer's version minus the oldest a generator serves"),
+    Metric(
+        "weights/skew_max",
+        "versions",
+        "newest published version minus the oldest a generator serves",
+    ),
     Metric("weights/publish_s", "s", "time to publish a version, beside the step after it"),
     Metric("weights/pull_s", "s", "longest a generator took from news of a version to its use"),
     Metric("weights/pause_s", "s", "longest a generator sampled nothing for a new version"),

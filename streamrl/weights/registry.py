@@ -17,7 +17,7 @@ TURN_S = 0.01
 class Pull:
     """What it took a reader to serve a version.
 
-    pull_s: from the news of it to its first token, s. pause_s: while nothing was sampled, s.
+    pull_s: from the news of it until it is held, s. pause_s: while nothing was sampled, s.
     num_bytes: that travelled. interrupted: rollouts that ran at that moment. probe_diff: largest
     difference of a log-probability from the trainer's; NaN if none was looked at. detour: why it
     did not come the way it should have.
