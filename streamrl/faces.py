@@ -14,7 +14,7 @@ from streamrl.engines.schedule import Pace, Turn
 from streamrl.messages import Array, Columns, Prompt
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import Loaded, WeightManifest
-from streamrl.weights.registry import Held
+from streamrl.weights.registry import ReaderState
 
 
 class Follower(Protocol):
@@ -90,7 +90,7 @@ class Fetched:
 class WeightChannel(Protocol):
     """The readers' end of weight sync."""
 
-    async def newest(self, held: Held, *, wait_s: float) -> WeightManifest | None: ...
+    async def newest(self, held: ReaderState, *, wait_s: float) -> WeightManifest | None: ...
 
     async def fetch(self, manifest: WeightManifest) -> "Fetched":
         """Its tensors, verified. Raises WeightsError if they cannot be had, or are not whole."""

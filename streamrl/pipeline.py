@@ -36,11 +36,12 @@ from streamrl.messages import Columns, Experience
 from streamrl.serving import WAIT_S, Compute, Notes, Result, serve
 from streamrl.step import train_step
 from streamrl.weights import HeldVersion, WeightManifest
-from streamrl.weights.registry import Held, Pull
+from streamrl.weights.figures import Pull
+from streamrl.weights.registry import Fault, ReaderState
 
 PULL_ATTEMPTS = 5
 """So many times in a row a follower tries to take up a version before it is replaced."""
-RETRY_S = 0.1
+RETRY_S = 0.25
 """Half of the time before the second try, which is doubled for each one after it, s."""
 
 
@@ -64,7 +65,7 @@ async def admit(control: Control, queue: ExperienceQueue) -> None:
 
 
 async def generate(
-    stage: Stage, sample: Sample, held: HeldVersion, *, slots: int, stall_s: float, begun: Begun
+    stage: Stage, sample: Sample, held: HeldVersion, *, slots: int, begun: Begun
 ) -> None:
     """Waits for: a prompt, a free slot, the version the prompt was admitted at.
 
@@ -76,12 +77,12 @@ async def generate(
     async def compute(experiences: Sequence[Experience]) -> Sequence[Result]:
         (experience,) = experiences
         assert experience.prompt is not None
-        await held.at_least(experience.admitted_version, timeout_s=stall_s)
+        await held.at_least(experience.admitted_version)
         async with stage.computing(uid=experience.uid):
             with notes.of(experience.lease):
                 columns = await sample(experience.prompt, experience.begun)
         # Nothing leaves that was sampled by a version which is not verified yet.
-        await held.at_least(newest_version(columns), timeout_s=stall_s)
+        await held.at_least(newest_version(columns))
         return [columns]
 
     await serve(stage, compute, columns=(), slots=slots, batch=1, notes=notes)
@@ -109,7 +110,6 @@ async def score(
     serving: Serving,
     *,
     held: HeldVersion | None = None,
-    stall_s: float,
 ) -> None:
     """Waits for: groups with the columns this stage needs, and, where it follows a model that is
     trained, for the version they were admitted at. Produces: the columns it declares.
@@ -117,8 +117,7 @@ async def score(
 
     async def compute(experiences: Sequence[Experience]) -> Sequence[Result]:
         if held is not None:
-            newest = max(experience.admitted_version for experience in experiences)
-            await held.at_least(newest, timeout_s=stall_s)
+            await held.at_least(max(experience.admitted_version for experience in experiences))
         async with stage.computing(groups=len(experiences)):
             return await judge(experiences)
 
@@ -151,21 +150,21 @@ async def follow_weights(
     One that cannot be verified is not taken: the old one is served on, the fault is reported with
     the next question, and after PULL_ATTEMPTS in a row the last WeightsError is raised.
     """
-    pull, faults = None, list[str]()
+    news, failures = ReaderState(held.version), 0
     while True:
-        fault = faults[-1] if faults else ""
-        manifest = await channel.newest(Held(held.version, pull, fault), wait_s=WAIT_S)
+        manifest = await channel.newest(news, wait_s=WAIT_S)
+        news = ReaderState(held.version)
         if manifest is None:
             continue
         try:
             pull = await take_up(stage, follower, channel, held, manifest)
+            news, failures = ReaderState(held.version, pull), 0
         except WeightsError as error:
-            faults.append(str(error))
-            if len(faults) == PULL_ATTEMPTS:
+            failures += 1
+            if failures == PULL_ATTEMPTS:
                 raise
-            await asyncio.sleep(RETRY_S * 2 ** len(faults))
-        else:
-            faults.clear()
+            news = ReaderState(held.version, fault=Fault(manifest.version, str(error)))
+            await asyncio.sleep(RETRY_S * 2**failures)
 
 
 async def take_up(
@@ -182,8 +181,9 @@ async def take_up(
     started = time.perf_counter()
     with stage.spans.span("pull", version=version):
         fetched = await channel.fetch(manifest)
-        loaded = await follower.load_weights(fetched.tensors, version)
-        difference = await compare(follower, held.holder, manifest)
+        async with stage.lease.hold("load"):
+            loaded = await follower.load_weights(fetched.tensors, version)
+            difference = await compare(follower, held.holder, manifest)
     held.advance(version)
     return Pull(
         pull_s=time.perf_counter() - started,

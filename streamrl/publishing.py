@@ -5,22 +5,33 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-from streamrl.dataflow import POLICY
+from streamrl.dataflow import MOVED, POLICY
+from streamrl.errors import WeightsError
+from streamrl.faces import DeviceLease
+from streamrl.lease import FreeLease
 from streamrl.weights import WeightManifest
-from streamrl.weights.registry import WeightRegistry
+from streamrl.weights.registry import Fault, WeightRegistry
+
+PUBLISH_ATTEMPTS = 5
+"""So many times in a row a version is tried to be published before the run ends."""
+RETRY_S = 0.5
+"""Time before the second try, which is doubled for each one after it, s."""
 
 
 class Source(Protocol):
     """Has a model to publish: a trainer, as a rule."""
 
-    async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest: ...
+    async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest:
+        """Send it off as it is. Raises WeightsError if it cannot be sent; asked again, it can."""
+        ...
 
 
 class Publishing:
     """Publishes what was trained, and offers it to those who follow; by role.
 
     A version is packed while the next step begins. What must not change meanwhile, the parameters,
-    is left alone by whoever calls `settle` before an update.
+    is left alone by whoever calls `settle` before an update. What cannot be sent, as on a disk that
+    is full, is tried again: PUBLISH_ATTEMPTS times in all.
     """
 
     def __init__(
@@ -29,20 +40,30 @@ class Publishing:
         registries: Mapping[str, WeightRegistry],
         *,
         due: Callable[[str, int], bool] = lambda role, version: True,
+        lease: DeviceLease | None = None,
+        on_fault: Callable[[str, Fault], None] = lambda role, fault: None,
     ) -> None:
-        """`due` is whether those who follow a role get a version, or go on with the last one."""
+        """`due` is whether those who follow a role get a version, or go on with the last one.
+
+        `lease` is the trainers', held to read a model. `on_fault` is told of every try that failed.
+        """
         self._sources = sources
         self.registries = registries
         self._due = due
+        self._lease = lease or FreeLease()
+        self._on_fault = on_fault
         self._under_way: dict[str, asyncio.Task[None]] = {}
 
-    async def begin(self, version: int, *, first: bool = False) -> bool:
+    async def begin(self, version: int, *, first: bool = False, awaited: bool = False) -> bool:
         """Publish the models as they are now as `version`, once the version before is out.
 
-        Whether the policy is among them; at first all are.
+        Whether the policy is among them; at first all are. One that is `awaited`, as by groups that
+        were admitted at it before a resume, is published whether it is due or not.
         """
         await self.settle()
-        roles = [role for role in self._sources if first or self._due(role, version)]
+        # A reference moves when it is published, and who follows it knows when that is due.
+        asked = {role for role in self._sources if awaited and role != MOVED}
+        roles = [r for r in self._sources if first or r in asked or self._due(r, version)]
         self._under_way = {
             role: asyncio.create_task(self._publish(role, version)) for role in roles
         }
@@ -50,8 +71,19 @@ class Publishing:
 
     async def _publish(self, role: str, version: int) -> None:
         started = time.perf_counter()
-        registry = self.registries[role]
-        manifest = await self._sources[role].publish(version, registry.readers)
+        registry, failures = self.registries[role], 0
+        while True:
+            try:
+                async with self._lease.hold("publish"):
+                    manifest = await self._sources[role].publish(version, registry.readers)
+                break
+            except WeightsError as error:
+                failures += 1
+                registry.count_fault()
+                if failures == PUBLISH_ATTEMPTS:
+                    raise
+                self._on_fault(role, Fault(version, str(error)))
+            await asyncio.sleep(RETRY_S * 2 ** (failures - 1))
         registry.offer(manifest, publish_s=time.perf_counter() - started)
 
     async def settle(self) -> None:

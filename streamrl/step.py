@@ -54,7 +54,8 @@ async def train_step(
     await control.books.train(step)
     control.torn = False
     # Nobody samples from a version before the step that made it is on the books.
-    published = await control.publishing.begin(version + 1)
+    awaited = version + 1 in control.admission.ledger.in_flight.values()
+    published = await control.publishing.begin(version + 1, awaited=awaited)
     rollouts = sum(len(group.info.lengths) for group in step.groups)
     control.dials.after(made[POLICY].sums, num_rollouts=rollouts)
     control.admission.advance(version + 1, published=published)

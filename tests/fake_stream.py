@@ -330,7 +330,7 @@ def start_scorer(
         channel = LocalChannel(stream.control.publishing.registries[call.follows], name)
         own.append(asyncio.create_task(follow_weights(place, scorer, channel, held)))
     serving = Serving(call.needs, slots=4, batch=2)
-    scoring = score(place, scorer.score, serving, held=held, stall_s=plan.stall_s)
+    scoring = score(place, scorer.score, serving, held=held)
     own.append(asyncio.create_task(scoring))
 
 
@@ -346,7 +346,7 @@ def start_generator(stream: Stream, stage: Callable[[str, str], Stage], index: i
     for call in stream.dataflow.of_kind(Kind.GENERATE):
         place, sample = stage(call.stage, name), generator.stages[call.stage]
         begun = generator.begun if call == GENERATE else nothing_begun
-        loop = generate(place, sample, held, slots=3, stall_s=plan.stall_s, begun=begun)
+        loop = generate(place, sample, held, slots=3, begun=begun)
         own.append(asyncio.create_task(loop))
 
 

@@ -31,7 +31,7 @@ from streamrl.messages import (
 )
 from streamrl.serving import Result
 from streamrl.weights import Loaded, WeightManifest
-from streamrl.weights.registry import Held, WeightRegistry
+from streamrl.weights.registry import ReaderState, WeightRegistry
 
 STREAMED = Pace()
 GROUP_BYTES = 4000
@@ -269,7 +269,6 @@ class FakeTrainer:
         await asyncio.sleep(self.publish_s)
         assert self.weights == before, "updated while it was published"
         self.is_publishing = False
-        self.digests[version] = self.weights
         return WeightManifest(version, (), ())
 
     async def plan(self, uids: Sequence[str], turns: Sequence[Turn]) -> None:
@@ -303,6 +302,7 @@ class FakeTrainer:
         self.planned, self.num_updates = set(), 0
         self.trained[self.version] = seen[0]
         self.version += 1
+        self.digests[self.version] = self.weights
         return {}
 
 
@@ -327,7 +327,7 @@ class LocalChannel:
         self._registry = registry
         self._reader = reader
 
-    async def newest(self, held: Held, *, wait_s: float) -> WeightManifest | None:
+    async def newest(self, held: ReaderState, *, wait_s: float) -> WeightManifest | None:
         return await self._registry.newest(self._reader, held, wait_s=wait_s)
 
     async def fetch(self, manifest: WeightManifest) -> Fetched:

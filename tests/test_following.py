@@ -4,21 +4,24 @@ import asyncio
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from streamrl.dataflow import MOVED
 from streamrl.errors import ProbeError, WeightsError
 from streamrl.faces import Fetched, Stage
-from streamrl.lease import FreeLease
+from streamrl.lease import Arbiter, FreeLease, SharedLease
 from streamrl.messages import Array
 from streamrl.pipeline import PULL_ATTEMPTS, follow_weights, newest_version, verified
-from streamrl.publishing import Publishing
+from streamrl.publishing import PUBLISH_ATTEMPTS, Publishing
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import HeldVersion, Loaded, WeightManifest
+from streamrl.weights.figures import Pull, Traffic, weight_metrics
 from streamrl.weights.probe import Probe, probe_sequences
-from streamrl.weights.registry import Held, Pull, WeightRegistry
+from streamrl.weights.registry import DETOUR, REFUSED, Fault, ReaderState, WeightRegistry
 from streamrl.weights.spread import Spread
 from tests.virtual_clock import run_virtual
 
@@ -50,7 +53,7 @@ class Channel:
         self.faults = dict(faults or {})
         self.tries: list[tuple[float, int]] = []
 
-    async def newest(self, held: Held, *, wait_s: float) -> WeightManifest | None:
+    async def newest(self, held: ReaderState, *, wait_s: float) -> WeightManifest | None:
         return await self.registry.newest("generator-0", held, wait_s=wait_s)
 
     async def fetch(self, manifest: WeightManifest) -> Fetched:
@@ -71,27 +74,28 @@ def manifest(version: int, probe: Probe | None = None) -> WeightManifest:
 
 
 def test_a_version_that_cannot_be_verified_is_not_taken_and_tried_again() -> None:
-    told: list[tuple[str, int, str]] = []
+    told: list[tuple[str, str, Fault]] = []
 
     async def scenario() -> None:
-        registry = WeightRegistry(keep_versions=2, on_fault=lambda *fault: told.append(fault))
+        registry = WeightRegistry(keep_versions=2, on_trouble=lambda *one: told.append(one))
         engine, held = Engine(), HeldVersion("generator-0")
         channel = Channel(registry, {1: 3})
         following = asyncio.create_task(follow_weights(stage(), engine, channel, held))
         registry.offer(manifest(0))
-        await held.at_least(0, 5.0)
+        await held.at_least(0)
         registry.offer(manifest(1))
         await asyncio.sleep(0.35)
         assert engine.served == [0], "the old one is served on"
-        await held.at_least(1, 30.0)
+        await held.at_least(1)
         assert engine.served == [0, 1]
         await asyncio.sleep(2.0)
         following.cancel()
-        assert told == [("generator-0", 1, "version 1: checksum is wrong")] * 3
+        fault = Fault(1, "version 1: checksum is wrong")
+        assert told == [(REFUSED, "generator-0", fault)] * 3
         times = [at for at, version in channel.tries if version == 1]
         pauses = [round(b - a, 3) for a, b in itertools.pairwise(times)]
         assert pauses == sorted(pauses) and pauses[0] > 0, "it waits longer each time"
-        assert registry.drain_metrics()["weights/faults"] == 3
+        assert registry.drain().num_faults == 3
 
     run_virtual(scenario())
 
@@ -105,7 +109,7 @@ def test_a_newer_version_takes_the_place_of_one_that_is_broken() -> None:
         registry.offer(manifest(0))
         await asyncio.sleep(0.1)
         registry.offer(manifest(1))
-        await held.at_least(1, 30.0)
+        await held.at_least(1)
         following.cancel()
         assert engine.served == [1]
 
@@ -128,7 +132,7 @@ def test_who_can_take_up_nothing_gives_up_after_so_many_tries() -> None:
 
 def test_an_older_version_is_refused() -> None:
     class Backwards(Channel):
-        async def newest(self, held: Held, *, wait_s: float) -> WeightManifest | None:
+        async def newest(self, held: ReaderState, *, wait_s: float) -> WeightManifest | None:
             return manifest(5 if held.version < 0 else 4)
 
     async def scenario() -> None:
@@ -149,9 +153,9 @@ def test_what_a_pull_took_is_reported_once() -> None:
         probe = Probe(SEQUENCES, logprobs, limit=0.5)
         following = asyncio.create_task(follow_weights(stage(), engine, Channel(registry), held))
         registry.offer(manifest(0, probe), publish_s=0.125)
-        await held.at_least(0, 10.0)
+        await held.at_least(0)
         await asyncio.sleep(0.01)
-        found = registry.drain_metrics()
+        found = weight_metrics(registry.drain())
         assert found["weights/publish_s"] == 0.125
         assert found["weights/pause_s"] == 0.25
         assert found["weights/bytes"] == 1000
@@ -160,7 +164,7 @@ def test_what_a_pull_took_is_reported_once() -> None:
         assert found["weights/skew_max"] == 0
         await asyncio.sleep(5.0)
         following.cancel()
-        again = registry.drain_metrics()
+        again = weight_metrics(registry.drain())
         assert again["weights/bytes"] == again["weights/interrupted"] == 0
         assert math.isnan(again["weights/probe_diff"])
 
@@ -224,7 +228,7 @@ def test_nodes_take_turns_and_a_node_that_failed_is_waited_for_by_nobody() -> No
         registry.offer(manifest(0))
 
         async def ask(node: str, held: int, fault: str = "") -> WeightManifest | None:
-            state = Held(held, Pull(), fault, node)
+            state = ReaderState(held, Pull(), Fault(0, fault) if fault else None, node)
             return await registry.newest(f"reader-{node}", state, wait_s=1.0)
 
         assert await ask("node-1", -1) is not None
@@ -238,16 +242,18 @@ def test_nodes_take_turns_and_a_node_that_failed_is_waited_for_by_nobody() -> No
 
 
 class Source:
-    """Publishes after a while; what it gives is its manifest."""
+    """Publishes after a while; version 3 as often without success as `failures` says."""
 
-    def __init__(self, publish_s: float) -> None:
+    def __init__(self, publish_s: float, *, failures: int = 0) -> None:
         self.publish_s = publish_s
-        self.readers: list[Sequence[str]] = []
+        self.failures = failures
+        self.versions: list[int] = []
 
     async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest:
-        self.readers.append(readers)
+        self.versions.append(version)
         await asyncio.sleep(self.publish_s)
-        if version == 3:
+        if version == 3 and self.failures:
+            self.failures -= 1
             raise WeightsError("the disk is full")
         return manifest(version)
 
@@ -268,10 +274,139 @@ def test_versions_are_published_beside_others_and_one_at_a_time() -> None:
         assert clock() == 5.0, "the version before is out"
         await publishing.settle()
         assert clock() == 7.0 and registries["critic"].version == 0
-        await publishing.begin(3)
-        publishing.check()
-        await asyncio.sleep(2.5)
-        with pytest.raises(WeightsError, match="the disk is full"):
-            publishing.check()
 
     run_virtual(scenario())
+
+
+@pytest.mark.parametrize("failures", [1, PUBLISH_ATTEMPTS - 1, PUBLISH_ATTEMPTS])
+def test_what_cannot_be_sent_is_tried_again_some_times_and_told_of(failures: int) -> None:
+    told: list[tuple[str, Fault]] = []
+
+    async def scenario() -> None:
+        source, registry = Source(2.0, failures=failures), WeightRegistry(keep_versions=2)
+        publishing = Publishing(
+            {"policy": source}, {"policy": registry}, on_fault=lambda *one: told.append(one)
+        )
+        await publishing.begin(3)
+        publishing.check()
+        if failures < PUBLISH_ATTEMPTS:
+            await publishing.settle()
+            assert registry.version == 3
+        else:
+            with pytest.raises(WeightsError, match="the disk is full"):
+                await publishing.settle()
+            with pytest.raises(WeightsError, match="the disk is full"):
+                publishing.check()
+        assert registry.drain().num_faults == failures
+        assert len(source.versions) == min(failures + 1, PUBLISH_ATTEMPTS)
+
+    run_virtual(scenario())
+    once = ("policy", Fault(3, "the disk is full"))
+    assert told == [once] * min(failures, PUBLISH_ATTEMPTS - 1)
+
+
+def test_a_version_somebody_waits_for_is_published_though_it_is_not_due() -> None:
+    async def scenario() -> None:
+        sources = {role: Source(0.0) for role in ("policy", "critic", MOVED)}
+        registries = {role: WeightRegistry(keep_versions=2) for role in sources}
+        publishing = Publishing(sources, registries, due=lambda role, version: False)
+        assert not await publishing.begin(4)
+        assert await publishing.begin(5, awaited=True)
+        await publishing.settle()
+        assert {role: source.versions for role, source in sources.items()} == {
+            "policy": [5],
+            "critic": [5],
+            MOVED: [],
+        }
+
+    run_virtual(scenario())
+
+
+def test_a_model_is_read_and_a_version_taken_up_while_nobody_else_computes() -> None:
+    async def scenario() -> None:
+        clock = asyncio.get_running_loop().time
+        arbiter = Arbiter(timeout_s=100.0)
+        trainer, generator = SharedLease(arbiter, "trainer"), SharedLease(arbiter, "generator-0")
+        registry, held = WeightRegistry(keep_versions=2), HeldVersion("generator-0")
+        publishing = Publishing({"policy": Source(2.0)}, {"policy": registry}, lease=trainer)
+        place = replace(stage(), lease=generator)
+        follow = follow_weights(place, Engine(), Channel(registry), held)
+        async with generator.hold("generate"):
+            await publishing.begin(0)
+            await asyncio.sleep(10.0)
+            assert registry.version == -1, "the generator computes"
+        await publishing.settle()
+        assert clock() == 12.0
+        async with trainer.hold("train"):
+            following = asyncio.create_task(follow)
+            await asyncio.sleep(10.0)
+            assert held.version == -1, "the trainer computes"
+        await held.at_least(0)
+        assert clock() == 22.5
+        following.cancel()
+
+    run_virtual(scenario())
+
+
+def test_a_fault_is_told_once_though_nothing_newer_comes() -> None:
+    told: list[tuple[str, str, Fault]] = []
+
+    class Once(Channel):
+        """Offers a version once, and nothing after that."""
+
+        async def newest(self, held: ReaderState, *, wait_s: float) -> WeightManifest | None:
+            await self.registry.newest("generator-0", held, wait_s=0.0)
+            await asyncio.sleep(wait_s)
+            return None if self.tries else manifest(7)
+
+    async def scenario() -> None:
+        registry = WeightRegistry(keep_versions=2, on_trouble=lambda *one: told.append(one))
+        channel, held = Once(registry, {7: 1}), HeldVersion("generator-0")
+        following = asyncio.create_task(follow_weights(stage(), Engine(), channel, held))
+        await asyncio.sleep(20.0)
+        following.cancel()
+        assert registry.drain().num_faults == 1
+
+    run_virtual(scenario())
+    assert told == [(REFUSED, "generator-0", Fault(7, "version 7: checksum is wrong"))]
+
+
+def test_a_way_round_is_no_fault() -> None:
+    told: list[tuple[str, str, Fault]] = []
+
+    async def scenario() -> None:
+        registry = WeightRegistry(keep_versions=2, on_trouble=lambda *one: told.append(one))
+        pull = Pull(detour="it came too late")
+        await registry.newest("generator-0", ReaderState(4, pull), wait_s=0.0)
+        assert registry.drain().num_faults == 0
+
+    run_virtual(scenario())
+    assert told == [(DETOUR, "generator-0", Fault(4, "it came too late"))]
+
+
+def test_skew_is_of_those_who_serve() -> None:
+    async def scenario() -> None:
+        registry = WeightRegistry(keep_versions=2)
+        registry.offer(manifest(6))
+        for reader, version in {"generator-0": 4, "generator-1": -1}.items():
+            await registry.newest(reader, ReaderState(version), wait_s=0.0)
+        assert registry.drain().skew == 2
+
+    run_virtual(scenario())
+
+
+def test_what_critics_move_counts_and_what_they_pause_does_not() -> None:
+    policy = Traffic([Pull(1.0, 0.25, 100, 7, probe_diff=0.5)], 0.5, 1, 2)
+    critic = Traffic([Pull(4.0, 3.0, 900, 9)], 2.0, 3, 1)
+    found = weight_metrics(policy, [critic, Traffic([], math.nan, 0, 0)])
+    assert found == {
+        "weights/skew_max": 3,
+        "weights/publish_s": 2.0,
+        "weights/pull_s": 4.0,
+        "weights/pause_s": 0.25,
+        "weights/bytes": 1000,
+        "weights/bytes_per_s": 200.0,
+        "weights/interrupted": 7,
+        "weights/probe_diff": 0.5,
+        "weights/faults": 3,
+    }

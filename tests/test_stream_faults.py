@@ -47,9 +47,10 @@ plans = st.builds(
     greedy=st.booleans(),
     rests=st.integers(0, 2),
     lease_s=st.sampled_from([2.0, 30.0]),
+    publish_every=st.integers(1, 4),
     room_steps=st.sampled_from([float("inf"), 1.0, 1.5]),
     stall_s=st.just(1000.0),
-)
+).map(lambda plan: replace(plan, publish_every=min(plan.publish_every, plan.max_staleness + 1)))
 
 
 async def harm(stream: Stream) -> None:
@@ -156,10 +157,14 @@ def test_the_same_seed_and_the_same_deaths_give_the_same_steps(plan: Plan) -> No
 
 
 async def crash_and_resume(plan: Plan, *, crashes: list[float], every: int) -> list[Stream]:
-    """A run that dies as a whole at these times (s after each start), and is resumed each time."""
+    """A run that dies as a whole at these times (s after each start), and is resumed each time.
+
+    Every other life publishes every version: what was admitted at one has to come again.
+    """
     disk, streams = Disk.empty(plan), []
     for life, seconds in enumerate([*crashes, None]):
-        stream = build_stream(plan, disk, session=f"life-{life}")
+        now = replace(plan, publish_every=plan.publish_every if life % 2 else 1)
+        stream = build_stream(now, disk, session=f"life-{life}")
         streams.append(stream)
         await stream.control.reconcile(stream.queue)
         if await lives(stream, seconds, disturb=harm, checkpoint_every=every):
@@ -201,13 +206,57 @@ def test_a_run_that_dies_goes_on_and_trains_every_prompt_once(
     for stream in streams:
         for version, digest in stream.trainer.digests.items():
             made.setdefault(version, set()).add(digest)
-    assert made.keys() == set(range(1, plan.steps + 1))
+    assert made.keys() <= set(range(1, plan.steps + 1))
     booked = {record.meta["version"] for record in last.disk.books.records if is_step(record)}
     assert booked == set(range(plan.steps))
     for stream, after in itertools.pairwise(streams):
         again = stream.trainer.digests.keys() & after.trainer.digests.keys()
         for version in again - unbooked(stream):
             assert stream.trainer.digests[version] == after.trainer.digests[version]
+
+
+def test_a_resumed_run_may_make_steps_again_for_longer_than_a_stall() -> None:
+    plan = Plan(
+        steps=12, max_staleness=3, publish_every=4, train_s=30.0, stall_s=150.0, lease_s=1000.0
+    )
+
+    async def main() -> Stream:
+        disk = Disk.empty(plan)
+        first = build_stream(plan, disk)
+        await first.control.reconcile(first.queue)
+        assert not await lives(first, 1000.0)
+        assert len(first.outcomes) > 6, "all of them are made again: there is no checkpoint"
+        second = build_stream(plan, disk, session="second")
+        await second.control.reconcile(second.queue)
+        waiting = max(second.ledger.in_flight.values())
+        began = asyncio.get_running_loop().time()
+        await run_loops(second)
+        made = second.step_ends[waiting - 1] - began
+        assert made > 2 * plan.stall_s, "so long somebody waited for the version"
+        return second
+
+    stream = run_virtual(main())
+    assert stream.ledger.counts.trained == plan.steps * plan.groups_per_step
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(0, 100_000), st.floats(1.0, 20.0))
+def test_what_was_admitted_at_a_version_that_is_no_longer_due_gets_it_all_the_same(
+    seed: int, crash: float
+) -> None:
+    plan = Plan(seed=seed, steps=6, groups_per_step=2, filter_rate=0.4, max_attempts=1000)
+
+    async def main() -> bool:
+        disk = Disk.empty(plan)
+        first = build_stream(plan, disk)
+        await first.control.reconcile(first.queue)
+        if await lives(first, crash):
+            return True
+        second = build_stream(replace(plan, publish_every=2), disk, session="second")
+        await second.control.reconcile(second.queue)
+        return await lives(second, None)
+
+    assert run_virtual(main())
 
 
 def is_step(record) -> bool:  # type: ignore[no-untyped-def]

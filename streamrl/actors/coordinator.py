@@ -30,7 +30,8 @@ from streamrl.publishing import Publishing, Source
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
 from streamrl.weights.config import DELTA, STORE
-from streamrl.weights.registry import Held, WeightRegistry
+from streamrl.weights.figures import weight_metrics
+from streamrl.weights.registry import Fault, ReaderState, WeightRegistry
 from streamrl.weights.spread import Spread
 
 
@@ -84,6 +85,9 @@ class CoordinatorActor:
         self._dials = Dials(config.algorithm.row, config.settings)
         self._dials.load_state_dict(start.state["dials"] if start.state else {})
         self._travel = wiring.travel
+        self._arbiter = Arbiter(timeout_s=config.pipeline.stall_s)
+        shares = config.placement.one_at_a_time
+        self._lease = SharedLease(self._arbiter, "trainer") if shares else FreeLease()
         self._publisher_node = start.publisher_node
         self._feed.post(EventReport("note", {"text": wiring.travel.choice.reason}))
         trained = [role for role in cast.roles if role.kind is Kind.TRAIN]
@@ -92,7 +96,6 @@ class CoordinatorActor:
         }
         self._control = self._make_control(books, version)
         self._queue = ExperienceQueue(wiring.shards, "coordinator")
-        self._arbiter = Arbiter(timeout_s=config.pipeline.stall_s)
         self._evaluator = Evaluator(config, cast.of(GENERATE.role), cast.of(REWARD.role))
         self._eval_prompts = start.eval_prompts
         self._cast = cast
@@ -107,15 +110,14 @@ class CoordinatorActor:
         await self._control.publishing.settle()
 
     def _trainer_of(self, role: RoleActors, *, has_critic: bool) -> TrainerGroup:
-        config, name = self._config, role.names[0].rpartition("-")[0]
+        config = self._config
         waits = has_critic and role.role == POLICY
         return TrainerGroup(
-            role.role,
-            name,
-            role.actors,
+            role,
             settings=config.settings,
             config=config.trainer_of(role.role),
             rests_until=config.critic.warmup_alone if waits else 0,
+            probe_every=config.weights.probe_every if role.role == POLICY else 0,
         )
 
     def _make_control(self, books: Books, version: int) -> Control:
@@ -125,7 +127,13 @@ class CoordinatorActor:
         if config.reference.every:
             sources[MOVED] = MovedReference(self._trainers[POLICY])
         registries = {role: self._registry(role) for role in sources}
-        publishing = Publishing(sources, registries, due=self._publishes)
+        publishing = Publishing(
+            sources,
+            registries,
+            due=self._publishes,
+            lease=self._lease,
+            on_fault=lambda role, fault: self._report("publish_failed", role, fault),
+        )
         admission = Admission(
             books.ledger,
             depth=pipeline.lead,
@@ -154,12 +162,13 @@ class CoordinatorActor:
         )
 
     def _registry(self, role: str) -> WeightRegistry:
-        def report(reader: str, version: int, fault: str) -> None:
-            fields: dict[str, str | int | float] = {"reader": reader, "version": version}
-            self._feed.post(EventReport("weights_refused", {**fields, "reason": fault}))
-
         keep = self._config.weights.keep_versions
-        return WeightRegistry(keep_versions=keep, on_fault=report, spread=self._spread())
+        return WeightRegistry(keep_versions=keep, on_trouble=self._report, spread=self._spread())
+
+    def _report(self, kind: str, who: str, fault: Fault) -> None:
+        """An event about a version and the actor, or the role, that it gives trouble."""
+        fields: dict[str, str | int] = {"actor": who, "version": fault.version}
+        self._feed.post(EventReport(kind, {**fields, "reason": fault.reason}))
 
     def _spread(self) -> Spread | None:
         """Where every node takes a copy of its own, some begin from others that have one."""
@@ -199,7 +208,7 @@ class CoordinatorActor:
 
     async def _stream(self, reporting: "asyncio.Task[None]") -> None:
         """Admit and train side by side; the first error of either, or of reporting, ends both."""
-        stage = Stage("train", self._queue, self._train_lease(), self._loop_spans)
+        stage = Stage("train", self._queue, self._lease, self._loop_spans)
         trainers = self._trainers
         training = asyncio.create_task(
             train(stage, self._control, trainers, self._config.pipeline, report=self._step)
@@ -223,10 +232,6 @@ class CoordinatorActor:
             task.cancel()
         await asyncio.wait([watching, admitting])
 
-    def _train_lease(self) -> Any:
-        shared = self._config.placement.one_at_a_time
-        return SharedLease(self._arbiter, "trainer") if shared else FreeLease()
-
     async def _step(self, outcome: StepOutcome) -> None:
         """After each step: evaluate if it is time, note the step, maybe save."""
         admission = self._control.admission
@@ -234,11 +239,10 @@ class CoordinatorActor:
         self._loop_spans.drain()
         evaluation = await self._evaluate_if_due()
         registries = self._control.publishing.registries
-        drained = {role: registry.drain_metrics() for role, registry in registries.items()}
-        weights = drained[POLICY]
-        weights["weights/faults"] = sum(found["weights/faults"] for found in drained.values())
-        weights["weights/version"] = admission.version
-        self._reporter.note(Snapshot(outcome, weights, evaluation))
+        traffic = {role: registry.drain() for role, registry in registries.items()}
+        weights = weight_metrics(traffic.pop(POLICY), list(traffic.values()))
+        row = {**weights, "weights/version": admission.version}
+        self._reporter.note(Snapshot(outcome, row, evaluation))
         every = self._config.checkpoint.every
         is_due = every and admission.version % every == 0
         if is_due or outcome.queue.journal_bytes > self._config.queue.journal.max_mb << 20:
@@ -314,8 +318,8 @@ class CoordinatorActor:
         await self._feed.delivered(CALL_TIMEOUT_S)
 
     async def lost(self, name: str) -> None:
-        """An actor has died and is started again: what it held is free."""
-        self._arbiter.forget(name)
+        """An actor has died and is started again: what it held is free, and it reads nothing."""
+        self._forget(name)
         await self._queue.release(name)
 
     async def joined(self, role: str, name: str, actor: Any) -> None:
@@ -328,8 +332,11 @@ class CoordinatorActor:
 
     async def left(self, name: str) -> None:
         """A replica has left: what it may still hold is free, and it reads no weights."""
-        self._arbiter.forget(name)
+        self._forget(name)
         await self._queue.release(name, died=False)
+
+    def _forget(self, name: str) -> None:
+        self._arbiter.forget(name)
         for registry in self._control.publishing.registries.values():
             registry.forget(name)
 
@@ -342,7 +349,7 @@ class CoordinatorActor:
         return await self._feed.after(after, wait_s)
 
     async def newest(
-        self, role: str, reader: str, held: Held, wait_s: float
+        self, role: str, reader: str, held: ReaderState, wait_s: float
     ) -> WeightManifest | None:
         """See WeightRegistry.newest; `role` is whose weights they are."""
         return await self._control.publishing.registries[role].newest(reader, held, wait_s=wait_s)

@@ -156,6 +156,12 @@ class Crew:
         self.dismiss(name)
         self._tell("left", name)
 
+    def take_back(self, name: str, role: str) -> None:
+        """End an actor that was enlisted and does not do."""
+        self.roles[role].leave(name)
+        self._tell("leaving", role, name)
+        self.part_with(name)
+
     @staticmethod
     def answer(reply: Any, name: str) -> Any:
         """What an actor answered. Raises what it raised, and ActorLostError if it died over it."""

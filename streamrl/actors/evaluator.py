@@ -8,7 +8,7 @@ from typing import Any
 from streamrl.actors.calls import call
 from streamrl.actors.reporting import RoleActors
 from streamrl.config import RunConfig
-from streamrl.errors import ActorLostError, StreamError
+from streamrl.errors import ActorLostError, GenerationError, StreamError, WeightsError
 from streamrl.evaluation import EvaluationResult, evaluate
 from streamrl.messages import Columns, Experience, Lease, Prompt, Rollout, group_columns
 
@@ -22,7 +22,9 @@ class Evaluator:
     def __init__(self, config: RunConfig, generators: RoleActors, scorers: RoleActors) -> None:
         self._config = config.evaluation
         self._attempts = config.queue.max_attempts
-        self._timeout_s = config.pipeline.stall_s + config.generator.request_timeout_s
+        # A generator that drains for the version first ends what it has begun.
+        rounds = 2 if config.weights.on_update == "drain" else 1
+        self._timeout_s = config.pipeline.stall_s + rounds * config.generator.request_timeout_s
         self._returns = config.run.max_restarts > 0
         self._generators = InTurn(generators)
         self._scorers = InTurn(scorers)
@@ -53,7 +55,8 @@ class Evaluator:
     async def _ask(self, replicas: "InTurn", method: str, *arguments: Any) -> Any:
         """What the next replica answers.
 
-        One that died may be back before the time is over; for one that left, others answer.
+        One that died, or is about to be replaced, may be back before the time is over; for one
+        that left, others answer.
         """
         deadline = time.monotonic() + self._timeout_s
         while True:
@@ -61,7 +64,7 @@ class Evaluator:
             reply = getattr(actor, method).remote(*arguments)
             try:
                 return await call(reply, f"{name}.{method}", self._timeout_s)
-            except ActorLostError:
+            except (ActorLostError, GenerationError, WeightsError):
                 returns = self._returns or not replicas.has(name)
                 if not returns or time.monotonic() > deadline:
                     raise

@@ -39,7 +39,6 @@ class GeneratorActor:
         # What runs at once for a prompt: its group, and a greedy completion if that is asked for.
         rollouts = config.algorithm.group_size + len(self._stages) - 1
         slots = max(1, config.generator.max_concurrent_rollouts // rollouts)
-        stall_s = config.pipeline.stall_s
         async with asyncio.TaskGroup() as tasks:
             following = tasks.create_task(
                 follow_weights(self._stages[0], generator, self._channel, held)
@@ -48,7 +47,7 @@ class GeneratorActor:
             for stage in self._stages:
                 sample = generator.stages[stage.name]
                 begun = generator.begun if stage.name == GENERATE.stage else nothing_begun
-                loop = generate(stage, sample, held, slots=slots, stall_s=stall_s, begun=begun)
+                loop = generate(stage, sample, held, slots=slots, begun=begun)
                 loops.append(tasks.create_task(loop))
             await asyncio.wait(loops)
             following.cancel()
@@ -65,7 +64,7 @@ class GeneratorActor:
 
     async def serving(self) -> int:
         """Wait for the first version to be held, and say which one is."""
-        return await self._held.at_least(0, timeout_s=self._wiring.config.pipeline.stall_s)
+        return await self._held.at_least(0)
 
     async def sample(
         self, prompt: Prompt, seeds: Sequence[int], temperature: float, version: int
@@ -73,8 +72,7 @@ class GeneratorActor:
         """Rollouts for an evaluation of `version` (or a newer one)."""
         if self._generator is None:
             raise ActorLostError("this generator has died and is not yet back")
-        stall_s = self._wiring.config.pipeline.stall_s
-        await self._held.at_least(version, timeout_s=stall_s)
+        await self._held.at_least(version)
         async with self._stages[0].lease.hold("evaluate"):
             return await self._generator.sample(prompt, seeds, temperature=temperature)
 

@@ -1,8 +1,9 @@
 """Replicas that join or leave a run that is under way, because somebody asked for it.
 
 A change is a few replies that are waited for beside everything else, each with a deadline: one that
-joins is given a place, starts, and holds the weights; one that leaves ends its loops. Nothing here
-waits, and what goes wrong with a newcomer is the answer to who asked, not the end of the run.
+joins is given a place, starts, and serves a version; one that leaves ends its loops. Nothing here
+waits, and what goes wrong with a newcomer, until it has served, is the answer to who asked and not
+the end of the run.
 """
 
 import time
@@ -26,7 +27,7 @@ Handle = Callable[[Report], None]
 
 
 @dataclass(frozen=True)
-class Step:
+class Awaited:
     """A reply that is waited for: whose it is, what it says, and by when it must have come."""
 
     name: str
@@ -84,7 +85,7 @@ class Scaling:
         self._loops = loops
         self._starting = starting
         self._clock = clock
-        self._steps: dict[Any, Step] = {}
+        self._steps: dict[Any, Awaited] = {}
         self._requests: deque[Request] = deque()
         self._change: Change | None = None
         self._looked_at = -POLL_S
@@ -120,17 +121,24 @@ class Scaling:
         try:
             value = self._crew.answer(reply, step.name)
         except (StreamError, ConfigError) as error:
-            reason = str(error).splitlines()[0]
-            if step.says == "serves":
-                # It is one of the run's by now, and comes back as they do.
-                self._join(step, -1, handle)
-            else:
-                self._fail(step, reason)
+            self._fail(step, str(error))
             return
         if step.says == "serves":
             self._join(step, value, handle)
         else:
             self._next[step.says](step)
+
+    def turns_down(self, name: str, reason: str) -> bool:
+        """An actor's loops have ended so: if it is a newcomer that has not served yet, it goes.
+
+        Whether it is.
+        """
+        for reply, step in self._steps.items():
+            if step.name == name and step.says == "serves":
+                del self._steps[reply]
+                self._fail(step, reason)
+                return True
+        return False
 
     def close(self) -> None:
         """The run has ended; who still waits is told so."""
@@ -153,28 +161,28 @@ class Scaling:
         for role, count in request.counts.items():
             for _ in range(count - before[role]):
                 name, placed = self._crew.hire(role)
-                self._await(placed, Step(name, role, "has a place", self._clock() + PLACE_S))
+                self._await(placed, Awaited(name, role, "has a place", self._clock() + PLACE_S))
             for name in sorted(roles[role].names, key=_number)[count:]:
                 self._send_off(name, role, handle)
 
-    def _await(self, reply: Any, step: Step) -> None:
+    def _await(self, reply: Any, step: Awaited) -> None:
         self._steps[reply] = step
 
     # One that joins.
 
-    def _placed(self, step: Step) -> None:
+    def _placed(self, step: Awaited) -> None:
         deadline = self._clock() + self._start_s
         reply = self._crew.begin(step.name, step.role)
-        self._await(reply, Step(step.name, step.role, "started", deadline))
+        self._await(reply, Awaited(step.name, step.role, "started", deadline))
 
-    def _started(self, step: Step) -> None:
-        """From here on it is one of the run's actors."""
+    def _started(self, step: Awaited) -> None:
+        """It works from here on, and is the run's once it serves a version."""
         loop, serving = self._crew.enlist(step.name, step.role)
         self._loops[loop] = step.name
         deadline = self._clock() + self._serve_s
-        self._await(serving, Step(step.name, step.role, "serves", deadline))
+        self._await(serving, Awaited(step.name, step.role, "serves", deadline))
 
-    def _join(self, step: Step, version: int, handle: Handle) -> None:
+    def _join(self, step: Awaited, version: int, handle: Handle) -> None:
         assert self._change is not None
         self._change.joined.setdefault(step.role, []).append(step.name)
         self._change.versions[step.role] = max(
@@ -185,35 +193,46 @@ class Scaling:
             facts["version"] = version
         handle(EventReport("joined", facts))
 
-    def _fail(self, step: Step, reason: str) -> None:
+    def _fail(self, step: Awaited, reason: str) -> None:
         assert self._change is not None
-        self._crew.dismiss(step.name)
-        self._change.failed.setdefault(step.role, []).append(f"{step.name} cannot join: {reason}")
+        if step.says == "serves":
+            self._drop_loop(step.name)
+            self._crew.take_back(step.name, step.role)
+        else:
+            self._crew.dismiss(step.name)
+        line = f"{step.name} cannot join: {reason.splitlines()[0]}"
+        self._change.failed.setdefault(step.role, []).append(line)
 
     # One that leaves.
 
     def _send_off(self, name: str, role: str, handle: Handle) -> None:
         self._crew.send_off(name, role)
-        step = Step(name, role, "left", self._clock() + LEAVE_S)
+        step = Awaited(name, role, "left", self._clock() + LEAVE_S)
         if self._starting.drop(name):
             self._gone(step, handle)  # it holds nothing: it was on its way back
             return
-        loop = next(reply for reply, own in self._loops.items() if own == name)
-        del self._loops[loop]
-        self._await(loop, step)
+        for loop in self._drop_loop(name):
+            self._await(loop, step)
 
-    def _gone(self, step: Step, handle: Handle) -> None:
+    def _drop_loop(self, name: str) -> list[Any]:
+        """The reply of an actor's loops, which nobody else waits for any more."""
+        found = [reply for reply, own in self._loops.items() if own == name]
+        for reply in found:
+            del self._loops[reply]
+        return found
+
+    def _gone(self, step: Awaited, handle: Handle) -> None:
         assert self._change is not None
         self._crew.part_with(step.name)
         self._change.left.setdefault(step.role, []).append(step.name)
         handle(EventReport("left", {"actor": step.name}))
 
-    def _give_up(self, step: Step, handle: Handle) -> None:
+    def _give_up(self, step: Awaited, handle: Handle) -> None:
         match step.says:
             case "left":
                 self._gone(step, handle)
             case "serves":
-                self._join(step, -1, handle)
+                self._fail(step, f"it held no version of the weights after {self._serve_s:g} s")
             case "has a place":
                 asks = self._crew.asks_for(step.role)
                 self._fail(step, f"it has no place after {PLACE_S:g} s: it {asks}")

@@ -44,7 +44,6 @@ class ScorerActor:
         scorer, held, channel = self._scorer, self._held, self._channel
         assert scorer is not None
         batch = self._config.scorer.max_groups
-        stall_s = self._config.pipeline.stall_s
         async with asyncio.TaskGroup() as tasks:
             following = []
             if held is not None and channel is not None and scorer.follower is not None:
@@ -53,7 +52,7 @@ class ScorerActor:
             loops = []
             for stage, call in zip(self._stages, self._calls, strict=True):
                 judge, serving = scorer.stages[stage.name], Serving(call.needs, 2 * batch, batch)
-                loop = score(stage, judge, serving, held=held, stall_s=stall_s)
+                loop = score(stage, judge, serving, held=held)
                 loops.append(tasks.create_task(loop))
             await asyncio.wait(loops)
             for task in following:
@@ -72,7 +71,7 @@ class ScorerActor:
         """Which version is held, once there is one; -1 if the stages follow no model."""
         if self._held is None:
             return -1
-        return await self._held.at_least(0, timeout_s=self._config.pipeline.stall_s)
+        return await self._held.at_least(0)
 
     async def score(self, experiences: Sequence[Experience]) -> Sequence[Result]:
         """Score groups that are not in the queue: those of an evaluation."""

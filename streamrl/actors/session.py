@@ -27,10 +27,12 @@ from streamrl.errors import (
     ActorLostError,
     DeadlineError,
     GenerationError,
+    StreamError,
     WeightsError,
 )
 from streamrl.mailbox import Mailbox
 from streamrl.preflight import Prepared, largest_group_bytes
+from streamrl.publishing import PUBLISH_ATTEMPTS
 
 POLL_S = 0.2
 STOP_TIMEOUT_S = 12.0
@@ -91,7 +93,8 @@ class Session:
         )
         status("publishing the first weights")
         roles = list(crew.roles.values())
-        fetch(coordinator.start.remote(wiring, Cast(roles), start), "coordinator.start")
+        started = coordinator.start.remote(wiring, Cast(roles), start)
+        fetch(started, "coordinator.start", self._first_publish_s)
         for role in roles:
             if role.kind is not Kind.TRAIN:
                 pairs = zip(role.names, role.actors, strict=True)
@@ -149,22 +152,28 @@ class Session:
         name = self._loops.pop(loop)
         try:
             finish = fetch(loop, name)
-        except ActorLostError as error:
-            returns = self._crew.returns(name) and has_died(loop)
-            if not returns or self._is_worn_out(name):
-                raise
-            self._bring_back(name, str(error), handle)
-            return None
-        except (WeightsError, GenerationError) as error:
-            # It lives, but nothing it serves can be trusted.
-            if not self._crew.returns(name) or self._is_worn_out(name):
-                raise
-            self._crew.fail(name)
-            self._bring_back(name, str(error), handle)
+        except StreamError as error:
+            if self._scaling.turns_down(name, str(error)):
+                return None
+            self._replace(name, loop, error, handle)
             return None
         if not isinstance(finish, Finish):
             raise ActorError(f"{name}: its loop ended before the run did")
         return finish
+
+    def _replace(
+        self, name: str, loop: Any, error: StreamError, handle: Callable[[Report], None]
+    ) -> None:
+        """Have an actor's place taken by a new process, or raise `error` if that is of no use."""
+        is_dead = isinstance(error, ActorLostError) and has_died(loop)
+        # It may live, but nothing it serves can be trusted.
+        is_lost = isinstance(error, WeightsError | GenerationError)
+        returns = self._crew.returns(name) and not self._is_worn_out(name)
+        if not returns or not (is_dead or is_lost):
+            raise error
+        if not is_dead:
+            self._crew.fail(name)
+        self._bring_back(name, str(error), handle)
 
     def _is_worn_out(self, name: str) -> bool:
         return self._crew.deaths[name] >= self._config.run.max_restarts
@@ -210,6 +219,14 @@ class Session:
             kept = files if config.queue.journal.enabled else None
             plans[name] = ShardPlan(ports, config.queue, bounds, session, kept)
         return plans
+
+    @property
+    def _first_publish_s(self) -> float:
+        """Longest that the books may take to be opened and the first weights to be published, s."""
+        config = self._config
+        roles = config.dataflow.trained
+        publish_s = max(config.trainer_of(role).collective_timeout_s for role in roles)
+        return CALL_TIMEOUT_S + PUBLISH_ATTEMPTS * (publish_s + CALL_TIMEOUT_S)
 
     def _await_ready(self, status: Callable[[str], None]) -> list[str]:
         """Wait for every start; raises DeadlineError naming those that did not come up.

@@ -5,7 +5,7 @@ import contextlib
 import os
 import random
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ import ray
 import torch
 
 from streamrl.actors.calls import CALL_TIMEOUT_S, call
+from streamrl.actors.reporting import RoleActors
 from streamrl.actors.wiring import ActorReport, Wiring
 from streamrl.algorithms import Settings, columns_derived_from
 from streamrl.checkpoint import CheckpointWriter
@@ -29,7 +30,6 @@ from streamrl.messages import Columns
 from streamrl.step import add_sums
 from streamrl.weights import WeightManifest, publish
 from streamrl.weights.probe import Probe, probe_sequences
-from streamrl.weights.publisher import NamedTensors
 
 FLOAT32 = ("auto", "float32")
 """Settings of the generator's dtype that are float32 on a CPU."""
@@ -82,6 +82,7 @@ class TrainerActor:
         make = wiring.engines.trainer
         self._trainer = await self._in_thread(make, wiring.config, rank, meeting.call.role)
         self._reference = MovingReference(self._config.reference.decay)
+        self._followed = -1
         self._open_outlets(wiring)
         if resume_dir is not None:
             await self._in_thread(self._trainer.load, resume_dir)
@@ -142,22 +143,28 @@ class TrainerActor:
             metrics: Mapping[str, float] = await self._in_thread(self._trainer.step, divisor)
         return metrics
 
-    async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest | None:
+    async def publish(
+        self, version: int, readers: Sequence[str], probes: bool
+    ) -> WeightManifest | None:
         """Send the weights off as `version`; rank 0 has the manifest. All ranks must take part.
 
-        `readers` are those who follow them now, for a transport that has to know.
+        `readers` are those who follow them now, for a transport that has to know; `probes` is
+        whether the version gets a probe.
         """
         with self._stage.spans.span("publish", version=version):
             if self._trainer.gathers:
                 # In one piece: between the same two micro-batches on every rank.
-                return await self._in_thread(self._probe_and_send, version, readers)
+                return await self._in_thread(self._probe_and_send, version, readers, probes)
             # One forward pass at a time; parameters may be read beside it.
-            probe = await self._in_thread(self._probe, version)
+            takes_part = probes and self._rank == 0
+            probe = await self._in_thread(self._probe) if takes_part else None
             sent = await self._in_thread(self._send_own, version, readers, thread=self._beside)
             return sent and replace(sent, probe=probe)
 
-    def _probe_and_send(self, version: int, readers: Sequence[str]) -> WeightManifest | None:
-        probe = self._probe(version)
+    def _probe_and_send(
+        self, version: int, readers: Sequence[str], probes: bool
+    ) -> WeightManifest | None:
+        probe = self._probe() if probes else None
         sent = self._send_own(version, readers)
         return sent and replace(sent, probe=probe)
 
@@ -165,17 +172,29 @@ class TrainerActor:
         return self._send(self._role, self._trainer.full_state(), version, readers)
 
     def _send(
-        self, role: str, tensors: NamedTensors, version: int, readers: Sequence[str]
+        self,
+        role: str,
+        tensors: Iterator[tuple[str, torch.Tensor]],
+        version: int,
+        readers: Sequence[str],
     ) -> WeightManifest | None:
         """Rank 0 sends; the others only take part in gathering, if anything is to be gathered."""
         if self._rank:
-            for _ in tensors if self._trainer.gathers else ():
-                pass
+            self._gather(tensors)
             return None
         outlet = self._outlets[role]
         outlet.set_readers(readers)
         bucket_bytes = self._config.weights.bucket_bytes
-        return publish(tensors, version=version, bucket_bytes=bucket_bytes, outlet=outlet)
+        try:
+            return publish(tensors, version=version, bucket_bytes=bucket_bytes, outlet=outlet)
+        finally:
+            # If it could not be sent, the others gather on.
+            self._gather(tensors)
+
+    def _gather(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
+        """Take part in what is left to be gathered, if anything is."""
+        for _ in tensors if self._trainer.gathers else ():
+            pass
 
     async def publish_reference(
         self, version: int, readers: Sequence[str], moves: bool
@@ -197,18 +216,18 @@ class TrainerActor:
         policy = self._trainer.full_state()
         if self._rank:
             return self._send(MOVED, policy, version, readers)
-        self._reference.follow(policy, moves=moves)
+        # It was moved already if it could only not be sent, and this is another try.
+        if version > self._followed:
+            self._reference.follow(policy, moves=moves)
+            self._followed = version
+        self._gather(policy)
         return self._send(MOVED, self._reference.named_tensors(), version, readers)
 
-    def _probe(self, version: int) -> Probe | None:
-        """What the model says now of the sequences of a probe, if the version is to have one.
+    def _probe(self) -> Probe:
+        """What the model says now of the sequences of a probe.
 
         All ranks must take part if parameters have to be gathered, and only rank 0 else.
         """
-        every = self._config.weights.probe_every
-        takes_part = self._rank == 0 or self._trainer.gathers
-        if not every or version % every or self._role != POLICY or not takes_part:
-            return None
         vocab_size = self._trainer.vocab_size
         sequences = probe_sequences(vocab_size=vocab_size, max_length=self._max_length)
         logprobs = [self._trainer.token_logprobs(sequence) for sequence in sequences]
@@ -240,25 +259,27 @@ class TrainerGroup:
 
     def __init__(
         self,
-        role: str,
-        name: str,
-        ranks: Sequence[Any],
+        ranks: RoleActors,
         *,
         settings: Settings,
         config: TrainerConfig,
         rests_until: int = 0,
+        probe_every: int = 0,
     ) -> None:
-        self.role = role
+        """`probe_every`: every so many versions that are published get a probe; 0 for none."""
+        self.role = ranks.role
+        self._probe_every = probe_every
+        self._num_published = 0
         self._rests_until = rests_until
         self._version = 0
         self._dials: Mapping[str, float] = {}
-        self._name = name
-        self._ranks = ranks
+        self._name = ranks.names[0].rpartition("-")[0]
+        self._ranks = ranks.actors
         self._timeout_s = config.collective_timeout_s + CALL_TIMEOUT_S
         self._gathers = config.gathers
         self._publishing = asyncio.Lock()
-        self._looks_ahead = settings.looks_ahead and role == POLICY
-        self.world_size = len(ranks)
+        self._looks_ahead = settings.looks_ahead and self.role == POLICY
+        self.world_size = len(ranks.actors)
         self.pace = Pace(settings.scope == "step", settings.epochs, settings.mini_batches)
 
     def adopt(self, version: int, dials: Mapping[str, float]) -> None:
@@ -304,8 +325,11 @@ class TrainerGroup:
     async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest:
         """Publish the weights as they are."""
         async with self._publishing:
-            calls = [rank.publish.remote(version, readers) for rank in self._ranks]
+            # Said to all ranks alike: one that could not send may have counted otherwise.
+            probes = bool(self._probe_every) and self._num_published % self._probe_every == 0
+            calls = [rank.publish.remote(version, readers, probes) for rank in self._ranks]
             manifest = (await self._all("publish", calls))[0]
+            self._num_published += 1
         assert isinstance(manifest, WeightManifest)
         return manifest
 

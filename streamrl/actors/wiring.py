@@ -19,7 +19,7 @@ from streamrl.faces import Fetched, Stage
 from streamrl.lease import FreeLease, SharedLease
 from streamrl.telemetry.spans import Span, SpanRecorder
 from streamrl.weights import Inlet, WeightManifest, unpack
-from streamrl.weights.registry import Held
+from streamrl.weights.registry import ReaderState
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class RemoteChannel:
         self._inlet = inlet
         self._node = ray.get_runtime_context().get_node_id()
 
-    async def newest(self, held: Held, *, wait_s: float) -> WeightManifest | None:
+    async def newest(self, held: ReaderState, *, wait_s: float) -> WeightManifest | None:
         """The newest version if it is newer than the one held, if it comes within `wait_s`."""
         here = replace(held, node=self._node)
         reply = self._coordinator.newest.remote(self._role, self._reader, here, wait_s)

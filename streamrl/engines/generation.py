@@ -147,7 +147,7 @@ class GenerationEngine:
 
         Those that are finished are whole; the others end with FinishReason.ABORT, some after the
         prompt. All of them are as they were between two steps. Of two calls of one name it tells
-        of the later. Raises GenerationError if the engine dies and DeadlineError after
+        of the later. Raises GenerationError if the engine dies, or ends no step within
         `request_timeout_s`.
         """
         self._calls.check_alive()
@@ -160,7 +160,7 @@ class GenerationEngine:
             async with asyncio.timeout(self._spec.config.request_timeout_s):
                 batch = await asked
         except TimeoutError as error:
-            raise DeadlineError("progress: the engine did not end a step in time") from error
+            raise self._given_up("progress: the engine did not end a step in time") from error
         finally:
             del self._calls.progress[call]
         running: dict[int, dict[int, Sampled]] = {number: {} for number in groups}
@@ -172,8 +172,9 @@ class GenerationEngine:
         """The version that is served and what it makes of these sequences, int32 [T] each.
 
         That is the logprob of each token at temperature 1, float32 [T]; 0 for the first, which
-        nothing comes before. Nothing is drawn from a cache. Raises as `generate` does; a sequence
-        must be one token shorter than the maximum length.
+        nothing comes before. Nothing is drawn from a cache. Raises as `generate` does, but for
+        GenerationError, the engine dead, after `request_timeout_s`; a sequence must be one token
+        shorter than the maximum length.
         """
         for sequence in sequences:
             self._check_tokens(sequence)
@@ -189,7 +190,10 @@ class GenerationEngine:
             request = SampleRequest(self._next_number(), draws, 0.0, scores_prompt=True)
             begun = [unsampled(sequence) for sequence in sequences]
             group = PendingGroup("", begun, range(len(draws)))
-            await self._sample(request, group)
+            try:
+                await self._sample(request, group)
+            except DeadlineError as error:
+                raise self._given_up(f"probe: {error}") from error
             for index, sampled in group.sampled.items():
                 logprobs[index][1:] = sampled.prompt_logprobs
             # If weights came meanwhile, some may be of one version and some of another.
@@ -212,8 +216,8 @@ class GenerationEngine:
 
         Raises WeightsError, the engine unharmed, if the version is not newer than the last one or
         a parameter is missing, unknown or of another shape; WeightsError, the engine dead, if vLLM
-        fails half-way; DeadlineError, the engine dead, after `request_timeout_s` (twice that if it
-        drains).
+        fails half-way; GenerationError, the engine dead, after `request_timeout_s` (twice that if
+        it drains).
         """
         self._calls.check_alive()
         full = full_weights(
@@ -249,10 +253,9 @@ class GenerationEngine:
         except GenerationError as error:
             raise WeightsError(f"version {version} was not loaded: {error}") from error
         except TimeoutError as error:
-            self._thread.stop()
-            reason = f"version {version} was not loaded within {timeout_s:g} s"
-            self._calls.fail(reason)
-            raise DeadlineError(reason) from error
+            raise self._given_up(
+                f"version {version} was not loaded within {timeout_s:g} s"
+            ) from error
         finally:
             self._calls.loads.pop(version, None)
 
@@ -282,6 +285,12 @@ class GenerationEngine:
             ) from error
         finally:
             self._forget(request.number)
+
+    def _given_up(self, reason: str) -> GenerationError:
+        """End an engine that does not do in time what has to be done before it may serve."""
+        self._thread.stop()
+        self._calls.fail(reason)
+        return GenerationError(reason)
 
     def _check_tokens(self, token_ids: Array) -> None:
         self._calls.check_alive()

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from streamrl.errors import ConfigError
+from streamrl.weights.probe import NUM_SEQUENCES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_MB_ON_CPU = 64
@@ -101,7 +102,8 @@ def engine_arguments(
         "dtype": config.dtype,
         "seed": seed,
         "max_model_len": max_length,
-        "max_num_seqs": config.max_concurrent_rollouts,
+        # A probe must not wait for a rollout to end.
+        "max_num_seqs": config.max_concurrent_rollouts + NUM_SEQUENCES,
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
         # With it, a step is in flight while the weights change between two steps.
@@ -119,7 +121,7 @@ def engine_arguments(
             # generator cannot do: the engine would die.
             "enable_chunked_prefill": False,
             "max_num_batched_tokens": max(
-                max_length, config.max_concurrent_rollouts, STEP_TOKENS_ON_CPU
+                max_length, config.max_concurrent_rollouts + NUM_SEQUENCES, STEP_TOKENS_ON_CPU
             ),
         }
     if kv_cache_mb is None:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from streamrl.errors import WeightsError
+from streamrl.weights.figures import Pull, Traffic
 from streamrl.weights.manifest import WeightManifest
 from streamrl.weights.spread import Spread
 
@@ -13,35 +14,28 @@ TURN_S = 0.01
 """How often a reader whose turn has not come looks again, s."""
 
 
-@dataclass(frozen=True)
-class Pull:
-    """What it took a reader to serve a version.
-
-    pull_s: from the news of it until it is held, s. pause_s: while nothing was sampled, s.
-    num_bytes: that travelled. interrupted: rollouts that ran at that moment. probe_diff: largest
-    difference of a log-probability from the trainer's; NaN if none was looked at. detour: why it
-    did not come the way it should have.
-    """
-
-    pull_s: float = 0.0
-    pause_s: float = 0.0
-    num_bytes: int = 0
-    interrupted: int = 0
-    probe_diff: float = math.nan
-    detour: str = ""
+REFUSED = "weights_refused"
+DETOUR = "weights_detour"
 
 
 @dataclass(frozen=True)
-class Held:
-    """What a reader says of itself: the version it serves, how it came by it, what is in its way.
+class Fault:
+    """Why a reader could not take up a version it was given."""
 
-    `fault` is why the version it was given last could not be taken, once for each try. `node` is
-    where it is.
+    version: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class ReaderState:
+    """What a reader says of itself: the version it serves, and on what node it is.
+
+    With it come, each told once, what it took to serve that version and the last try that failed.
     """
 
     version: int
     pull: Pull | None = None
-    fault: str = ""
+    fault: Fault | None = None
     node: str = ""
 
 
@@ -56,15 +50,15 @@ class WeightRegistry:
         self,
         *,
         keep_versions: int,
-        on_fault: Callable[[str, int, str], None] = lambda reader, version, fault: None,
+        on_trouble: Callable[[str, str, Fault], None] = lambda kind, reader, fault: None,
         spread: Spread | None = None,
     ) -> None:
-        """`on_fault` is told reader, version and reason of every pull that failed.
+        """`on_trouble` is told of every pull that failed (REFUSED) or took another way (DETOUR).
 
         `spread` says which nodes may pull at a time, where that matters.
         """
         self._keep_versions = keep_versions
-        self._on_fault = on_fault
+        self._on_trouble = on_trouble
         self._spread = spread
         self._manifests: list[WeightManifest] = []
         self._published = asyncio.Event()
@@ -91,7 +85,13 @@ class WeightRegistry:
         self._publish_s = publish_s
         self._published.set()
 
-    async def newest(self, reader: str, held: Held, *, wait_s: float) -> WeightManifest | None:
+    def count_fault(self) -> None:
+        """A publish failed and is tried again."""
+        self._num_faults += 1
+
+    async def newest(
+        self, reader: str, held: ReaderState, *, wait_s: float
+    ) -> WeightManifest | None:
         """The newest manifest if it is newer than what `reader` holds, waiting up to `wait_s`."""
         self._note(reader, held)
         try:
@@ -113,34 +113,23 @@ class WeightRegistry:
         """The reader has left: it counts as behind no more."""
         self._held.pop(reader, None)
 
-    def _note(self, reader: str, held: Held) -> None:
-        if held.fault:
-            self._num_faults += 1
-            self._on_fault(reader, self.version, held.fault)
-        if held.pull is not None and held.version != self._held.get(reader):
+    def _note(self, reader: str, held: ReaderState) -> None:
+        self._held[reader] = held.version
+        if held.pull is not None:
             self._pulls.append(held.pull)
             if held.pull.detour:
-                self._on_fault(reader, held.version, held.pull.detour)
-        self._held[reader] = held.version
-        if self._spread is not None and held.fault:
+                self._on_trouble(DETOUR, reader, Fault(held.version, held.pull.detour))
+        if held.fault is not None:
+            self._num_faults += 1
+            self._on_trouble(REFUSED, reader, held.fault)
+        if self._spread is not None and held.fault is not None:
             self._spread.forget(held.node)
         elif self._spread is not None:
             self._spread.done(held.node, held.version)
 
-    def drain_metrics(self) -> dict[str, float]:
-        """weights/* since the last call, of the last publish; NaN where nothing was measured."""
+    def drain(self) -> Traffic:
+        """What went on since the last call."""
         pulls, self._pulls = self._pulls, []
-        seconds = sum(pull.pull_s for pull in pulls)
-        moved = sum(pull.num_bytes for pull in pulls)
-        probed = [pull.probe_diff for pull in pulls if not math.isnan(pull.probe_diff)]
-        return {
-            "weights/skew_max": self.version - min(self._held.values(), default=self.version),
-            "weights/publish_s": self._publish_s,
-            "weights/pull_s": max((pull.pull_s for pull in pulls), default=0.0),
-            "weights/pause_s": max((pull.pause_s for pull in pulls), default=0.0),
-            "weights/bytes": moved,
-            "weights/bytes_per_s": moved / seconds if seconds else math.nan,
-            "weights/interrupted": sum(pull.interrupted for pull in pulls),
-            "weights/probe_diff": max(probed, default=math.nan),
-            "weights/faults": self._num_faults,
-        }
+        served = [version for version in self._held.values() if version >= 0]
+        skew = self.version - min(served, default=self.version)
+        return Traffic(pulls, self._publish_s, skew, self._num_faults)

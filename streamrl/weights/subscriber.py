@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from streamrl.errors import DeadlineError, WeightsError
+from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights.hashing import checksums
 from streamrl.weights.manifest import Bucket, WeightManifest, tensor_view
@@ -98,19 +98,13 @@ class HeldVersion:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
 
-    async def at_least(self, version: int, timeout_s: float) -> int:
+    async def at_least(self, version: int) -> int:
         """Wait until what is due at `version`, or a newer one, is held, and say which one is.
 
-        Raises DeadlineError if there is no newer one for `timeout_s` seconds: a resumed run may
-        have many versions to go through.
+        It has no deadline of its own, which would have to know how many steps a resumed run makes
+        again before that version. Two others bound it: that of the trainer, which has to make the
+        version, and those of whoever takes it up, with whom the process ends.
         """
-        try:
-            while self._version < self._due(version):
-                async with asyncio.timeout(timeout_s):
-                    await self._changed.wait()
-        except TimeoutError as error:
-            raise DeadlineError(
-                f"waited {timeout_s:g} s for version {version} of the weights: "
-                f"{self.holder} holds version {self._version}"
-            ) from error
+        while self._version < self._due(version):
+            await self._changed.wait()
         return self._version

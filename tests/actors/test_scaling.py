@@ -12,12 +12,13 @@ from streamrl.actors.scaling import LEAVE_S, PLACE_S, Scaling
 from streamrl.actors.starting import Starting
 from streamrl.config import load_config
 from streamrl.dataflow import dataflow_for
-from streamrl.errors import ActorLostError, ConfigError
+from streamrl.errors import ActorLostError, ConfigError, WeightsError
 from streamrl.mailbox import FOLDER, Answer, Mailbox, Request
 from streamrl.messages import ROLLOUT_COLUMNS
 
 RECIPE = Path(__file__).parents[2] / "configs" / "grpo_arithmetic.yaml"
 START_S = 30.0
+STALL_S = load_config(RECIPE).pipeline.stall_s
 
 
 @dataclass
@@ -57,6 +58,10 @@ class FakeCrew:
         self.sent_off.append(name)
 
     def part_with(self, name: str) -> None:
+        self.gone.append(name)
+
+    def take_back(self, name: str, role: str) -> None:
+        self.roles[role].leave(name)
         self.gone.append(name)
 
     def dismiss(self, name: str) -> None:
@@ -190,12 +195,40 @@ def test_a_newcomer_that_fails_is_told_of_and_the_run_goes_on(tmp_path: Path) ->
     assert run.events == []
 
 
-def test_one_that_dies_before_it_serves_is_the_runs_already(tmp_path: Path) -> None:
+@pytest.mark.parametrize("told_by", ["its loops", "its answer", "nobody"])
+def test_a_newcomer_that_never_serves_is_turned_down_and_the_run_goes_on(
+    tmp_path: Path, told_by: str
+) -> None:
     run = Run(1, tmp_path)
-    run.crew.errors["serving generator-1"] = ActorLostError("it died")
+    run.crew.errors["serving generator-1"] = WeightsError("bucket 0: gone")
+    run.ask(generator=2)
+    run.reply("placed generator-1", "started generator-1")
+    assert run.loops["run generator-1"] == "generator-1"
+    match told_by:
+        case "its loops":
+            del run.loops["run generator-1"]
+            assert run.scaling.turns_down("generator-1", "bucket 0: gone\nmore")
+        case "its answer":
+            run.reply("serving generator-1")
+        case "nobody":
+            run.look(after_s=STALL_S + 1)
+    run.look()
+    reason = "bucket 0: gone"
+    if told_by == "nobody":
+        reason = f"it held no version of the weights after {STALL_S:g} s"
+    assert run.line == f"failed: generators: 1 -> 1 (generator-1 cannot join: {reason})"
+    assert run.crew.gone == ["generator-1"]
+    assert run.crew.roles["generator"].names == ["generator-0"]
+    assert set(run.loops.values()) == {"generator-0", "reward-0"}
+    assert run.events == []
+
+
+def test_one_that_has_served_is_the_runs_and_not_turned_down(tmp_path: Path) -> None:
+    run = Run(1, tmp_path)
     run.ask(generator=2)
     run.reply("placed generator-1", "started generator-1", "serving generator-1")
-    assert run.line == "done: generators: 1 -> 2 (generator-1 joined)"
+    assert not run.scaling.turns_down("generator-1", "it died")
+    assert not run.scaling.turns_down("generator-0", "it died")
     assert run.crew.gone == []
 
 

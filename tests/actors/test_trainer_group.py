@@ -5,9 +5,13 @@ from typing import Any
 
 import pytest
 
+from streamrl.actors.reporting import RoleActors
 from streamrl.actors.trainer import MovedReference, TrainerGroup
 from streamrl.algorithms import AlgorithmConfig
+from streamrl.dataflow import dataflow_for
 from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.errors import WeightsError
+from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.weights import WeightManifest
 from tests.virtual_clock import run_virtual
 
@@ -16,13 +20,17 @@ class Method:
     """An actor's method that takes a second, and notes when it begins and ends."""
 
     def __init__(self, name: str, log: list[str], reply: Any) -> None:
-        self._name, self._log, self._reply = name, log, reply
+        self._name, self._log, self.reply = name, log, reply
+        self.told: list[tuple[object, ...]] = []
 
     async def remote(self, *arguments: object) -> Any:
+        self.told.append(arguments)
         self._log.append(f"{self._name} begins")
         await asyncio.sleep(1.0)
         self._log.append(f"{self._name} ends")
-        return self._reply
+        if isinstance(self.reply, Exception):
+            raise self.reply
+        return self.reply
 
 
 class Rank:
@@ -39,7 +47,9 @@ class Rank:
 def group(ranks: list[Rank], *, zero_stage: int) -> TrainerGroup:
     settings = AlgorithmConfig().settings(max_length=8, reward_weights={})
     config = TrainerConfig(zero_stage=zero_stage, world_size=len(ranks))
-    return TrainerGroup("policy", "trainer", ranks, settings=settings, config=config)
+    names = [f"trainer-{i}" for i in range(len(ranks))]
+    actors = RoleActors(dataflow_for((*ROLLOUT_COLUMNS, "scores")).roles["policy"], names, ranks)
+    return TrainerGroup(actors, settings=settings, config=config, probe_every=2)
 
 
 PUBLISHES = ["publish begins", "publish ends"]
@@ -68,5 +78,23 @@ def test_ranks_that_gather_to_publish_train_on_afterwards(zero_stage: int, waits
         await publishing
         for rank in ranks:
             assert (rank.log.index("train begins") > rank.log.index("publish ends")) is waits
+
+    run_virtual(scenario())
+
+
+def test_every_other_version_that_gets_out_has_a_probe_and_all_ranks_know_which() -> None:
+    async def scenario() -> None:
+        ranks = [Rank(), Rank()]
+        trainer = group(ranks, zero_stage=3)
+        manifest, broken = ranks[0].publish.reply, WeightsError("the disk is full")
+        for version, reply in [(0, manifest), (4, manifest), (8, broken), (8, manifest)]:
+            ranks[0].publish.reply = reply
+            try:
+                await trainer.publish(version, [])
+            except WeightsError:
+                assert reply is broken
+        for rank in ranks:
+            told = [(version, probes) for version, _, probes in rank.publish.told]
+            assert told == [(0, True), (4, False), (8, True), (8, True)]
 
     run_virtual(scenario())

@@ -2,6 +2,7 @@ import pytest
 
 from streamrl.engines.generator_config import GeneratorConfig, engine_arguments, generation_env
 from streamrl.errors import ConfigError
+from streamrl.weights.probe import NUM_SEQUENCES
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_on_a_cpu_the_engine_is_eager_float32_with_a_small_cache() -> None:
     assert found["enforce_eager"] is True
     assert found["dtype"] == "float32"
     assert found["kv_cache_memory_bytes"] == 64 * 2**20
-    assert found["max_num_seqs"] == 10
+    assert found["max_num_seqs"] == 10 + NUM_SEQUENCES, "a probe waits for no rollout to end"
 
 
 def test_on_a_cpu_a_step_has_room_for_the_longest_prompt_in_one_piece() -> None:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from streamrl.engines.generation import GeneratorConfig
 from streamrl.messages import Rollout
+from streamrl.weights.probe import NUM_SEQUENCES
 from tests.engines.flight import POLICIES, Flight, flying, sampled_versions
 from tests.engines.tiny_qwen import endless_model, prompt, save, worst_error
 
@@ -26,7 +27,9 @@ async def shared(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> AsyncIterator[Flight]:
     folder = save(endless_model(seed=1), tmp_path_factory.mktemp(request.param))
-    config = GeneratorConfig(max_new_tokens=150, max_concurrent_rollouts=CONCURRENT)
+    # The engine itself runs a probe more than it is asked for.
+    asked = CONCURRENT - NUM_SEQUENCES
+    config = GeneratorConfig(max_new_tokens=150, max_concurrent_rollouts=asked)
     async with flying(folder, request.param, config) as flight:
         yield flight
 

@@ -15,6 +15,7 @@ from streamrl.errors import ConfigError
 from streamrl.messages import FinishReason, Prompt, Rollout, group_rollouts
 from streamrl.weights import publish, unpack
 from streamrl.weights.parameters import side_by_side
+from streamrl.weights.probe import NUM_SEQUENCES
 from tests.engines.flight import Flight, flying, sampled_versions
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,
@@ -33,12 +34,15 @@ pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
 SHORT = prompt(5, 14, 6, 18)
 LONG = prompt(*(4 + i * i % 57 for i in range(300)))
 LIMIT = 100
+CONCURRENT = 16
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Flight]:
     folder = save(endless_model(seed=1), tmp_path_factory.mktemp("untied"))
-    config = GeneratorConfig(max_new_tokens=LIMIT, max_concurrent_rollouts=16)
+    # The engine itself runs a probe more than it is asked for.
+    asked = CONCURRENT - NUM_SEQUENCES
+    config = GeneratorConfig(max_new_tokens=LIMIT, max_concurrent_rollouts=asked)
     async with flying(folder, "recompute", config) as flight:
         yield flight
 
@@ -193,6 +197,19 @@ async def test_a_probe_says_what_the_weights_served_make_of_sequences(flight: Fl
     assert await flight.engine.probe([]) == (max(flight.models), [])
     with pytest.raises(ConfigError, match="512 tokens"):
         await flight.engine.probe([prompt(*[5] * MAX_LENGTH)])
+
+
+async def test_a_probe_waits_for_no_rollout_to_end(flight: Flight) -> None:
+    await flight.load(endless_model(seed=2))
+    running = asyncio.create_task(
+        flight.engine.generate(SHORT, seeds=range(CONCURRENT - NUM_SEQUENCES))
+    )
+    await flight.steps(5)
+    began = flight.log.num_steps
+    await flight.engine.probe([LONG] * NUM_SEQUENCES)
+    assert flight.log.num_steps - began < LIMIT / 4
+    assert not running.done()
+    await running
 
 
 def packed(weights: Mapping[str, torch.Tensor], version: int) -> dict[str, torch.Tensor]:

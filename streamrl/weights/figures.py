@@ -1,0 +1,61 @@
+"""What it took to publish and to take up versions, in figures."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Pull:
+    """What it took a reader to serve a version.
+
+    pull_s: from the news of it until it is held, s. pause_s: while nothing was sampled, s.
+    num_bytes: that travelled. interrupted: rollouts that ran at that moment. probe_diff: largest
+    difference of a log-probability from the trainer's; NaN if none was looked at. detour: why it
+    did not come the way it should have.
+    """
+
+    pull_s: float = 0.0
+    pause_s: float = 0.0
+    num_bytes: int = 0
+    interrupted: int = 0
+    probe_diff: float = math.nan
+    detour: str = ""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What went on around the weights of one model in some time.
+
+    publish_s: of the last publish, s. skew: versions that the reader furthest behind has to go.
+    num_faults: publishes and pulls that failed since the run began.
+    """
+
+    pulls: Sequence[Pull]
+    publish_s: float
+    skew: int
+    num_faults: int
+
+
+def weight_metrics(policy: Traffic, others: Sequence[Traffic] = ()) -> Mapping[str, float]:
+    """weights/* of a run, NaN where nothing was measured.
+
+    What sampling suffers is the policy's alone; critics and references count in all else.
+    """
+    everything = (policy, *others)
+    pulls = [pull for traffic in everything for pull in traffic.pulls]
+    seconds = sum(pull.pull_s for pull in pulls)
+    moved = sum(pull.num_bytes for pull in pulls)
+    published = [t.publish_s for t in everything if not math.isnan(t.publish_s)]
+    probed = [pull.probe_diff for pull in policy.pulls if not math.isnan(pull.probe_diff)]
+    return {
+        "weights/skew_max": max(traffic.skew for traffic in everything),
+        "weights/publish_s": max(published, default=math.nan),
+        "weights/pull_s": max((pull.pull_s for pull in pulls), default=0.0),
+        "weights/pause_s": max((pull.pause_s for pull in policy.pulls), default=0.0),
+        "weights/bytes": moved,
+        "weights/bytes_per_s": moved / seconds if seconds else math.nan,
+        "weights/interrupted": sum(pull.interrupted for pull in policy.pulls),
+        "weights/probe_diff": max(probed, default=math.nan),
+        "weights/faults": sum(traffic.num_faults for traffic in everything),
+    }
