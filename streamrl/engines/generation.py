@@ -193,7 +193,7 @@ class GenerationEngine:
             try:
                 await self._sample(request, group)
             except DeadlineError as error:
-                raise self._given_up(f"probe: {error}") from error
+                raise self._given_up(f"a probe was not answered: {error}") from error
             for index, sampled in group.sampled.items():
                 logprobs[index][1:] = sampled.prompt_logprobs
             # If weights came meanwhile, some may be of one version and some of another.

@@ -15,7 +15,7 @@ from streamrl.checkpoint import BOOKS, journal_dir
 from streamrl.config import load_config
 from streamrl.messages import parse_uid
 from streamrl.preflight import prepare
-from tests.chaos.scenarios import Scenario
+from tests.chaos.scenarios import TRANSPORT, Scenario
 from tests.e2e.launched import Launched, events, rows
 from tests.toy import write_toy
 
@@ -80,7 +80,8 @@ class Bench:
         self._undisturbed: dict[str, Trained] = {}
 
     def undisturbed(self, settings: Mapping[str, Any]) -> Trained:
-        """What a run with these settings does that nobody kills."""
+        """What a run with these settings does that nobody kills, however its weights travel."""
+        settings = {key: value for key, value in settings.items() if key != TRANSPORT}
         kind = "-".join(f"{key.partition('.')[2]}-{value}" for key, value in settings.items())
         if kind not in self._undisturbed:
             run_dir = self.run_dir(f"undisturbed-{kind}")

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+TRANSPORT = "weights.transport"
 MOMENTS = ("before_take", "after_take", "mid_compute", "mid_put", "mid_checkpoint")
 AT_THE_END_S = 60.0
 """A delay that stands for: when the work is done, before anybody hears of it."""
@@ -139,6 +140,15 @@ class Scenario:
         return {**asdict(self), "run_dir": str(run_dir), "marker": str(marker)}
 
 
+TRANSPORTS = {
+    "generator": "collective",
+    "scorer": "store",
+    "shard": "delta",
+    "coordinator": "disk",
+    "trainer": "shared_memory",
+}
+"""How the weights travel in the scenarios of a role: the numbers are the same whatever it is."""
+
 WITH_CRITIC = {
     "algorithm.name": "ppo",
     "algorithm.epochs": 2,
@@ -166,6 +176,7 @@ def scenario(role: str, moment: str, seed: int) -> Scenario:
         stored=draw.choice((False, True)),
         settings={
             "pipeline.max_staleness": draw.choice((0, 1)),
+            TRANSPORT: TRANSPORTS[role],
             **({"trainer.world_size": ranks, "trainer.zero_stage": 3} if ranks > 1 else {}),
             **(WITH_CRITIC if has_critic else {}),
         },
@@ -225,6 +236,15 @@ def more_scenarios(seed: int) -> list[Scenario]:
             draw.randint(1, 8),
             settings=evaluated,
             text="it scores for an evaluation",
+        ),
+        Scenario(
+            "generator",
+            "mid_pull",
+            "generator-0",
+            draw.randint(2, 5),
+            delay_s=draw.choice((0.0, 0.002, 0.01, AT_THE_END_S)),
+            settings={**on_policy, TRANSPORT: draw.choice(sorted(TRANSPORTS.values()))},
+            text="it fetches a version, or has fetched it",
         ),
         Scenario(
             "shard",

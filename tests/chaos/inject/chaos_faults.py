@@ -236,6 +236,10 @@ def group_generator(fault, module):
     during_async(fault, module.GroupGenerator, "sample", "generator", "mid_evaluation")
 
 
+def wiring(fault, module):
+    during_async(fault, module.RemoteChannel, "fetch", "generator", "mid_pull")
+
+
 def reward_scorer(fault, module):
     moment = "mid_evaluation" if fault.moment == "mid_evaluation" else "mid_compute"
     during_async(fault, module.RewardScorer, "score", "scorer", moment)
@@ -372,6 +376,7 @@ PATCHES = {
     "streamrl.buffer.client": queue_client,
     "streamrl.actors.blobs": blobs,
     "streamrl.actors.remote_shard": remote_shard,
+    "streamrl.actors.wiring": wiring,
     "streamrl.engines.group_generator": group_generator,
     "streamrl.rewards.scorer": reward_scorer,
     "streamrl.buffer.keeper": keeper,
