@@ -117,6 +117,10 @@ class RemoteChannel:
         """The tensors of a version, verified: views of its buckets."""
         return await asyncio.to_thread(self._fetch, manifest)
 
+    async def close(self) -> None:
+        """Nothing is followed any more."""
+        await asyncio.to_thread(self._inlet.close)
+
     def _fetch(self, manifest: WeightManifest) -> Fetched:
         inlet, before = self._inlet, self._inlet.bytes_fetched
         tensors = unpack(manifest, inlet.fetch(manifest))

@@ -1,0 +1,68 @@
+"""What generators and scorers have in common: loops on the queue, and a model to follow.
+
+There are several of a role, they come and go while the run goes on, and hold nothing that is lost.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from streamrl.actors.wiring import Wiring
+from streamrl.dataflow import Call
+from streamrl.faces import Follower
+from streamrl.pipeline import follow_weights
+from streamrl.weights import HeldVersion
+
+
+def same(version: int) -> int:
+    """What is due at a version of the policy: that version."""
+    return version
+
+
+class Replica:
+    """The part of an actor that serves stages until it is killed, or is to leave."""
+
+    def _take_place(
+        self,
+        wiring: Wiring,
+        calls: Sequence[Call],
+        name: str,
+        *,
+        follows: str | None,
+        due: Callable[[int], int] = same,
+    ) -> None:
+        """Have places in the stream, and a channel to the model that is followed, if one is."""
+        self._name = name
+        self._stages = wiring.stages(calls, name)
+        self._held = HeldVersion(name, due=due) if follows else None
+        self._channel = wiring.channel(name, follows) if follows else None
+
+    async def _serve(
+        self, loops: Sequence[Coroutine[Any, Any, None]], follower: Follower | None
+    ) -> None:
+        """Go through the loops, and follow the weights beside them, until all loops have ended."""
+        async with asyncio.TaskGroup() as tasks:
+            following = []
+            if follower is not None and self._held is not None and self._channel is not None:
+                follow = follow_weights(self._stages[0], follower, self._channel, self._held)
+                following.append(tasks.create_task(follow))
+            await asyncio.wait([tasks.create_task(loop) for loop in loops])
+            for task in following:
+                task.cancel()
+        # Not before all stages have left their notes: they are of the leases that end here.
+        await self._stages[0].queue.release(self._name, died=False)
+        if self._channel is not None:
+            await self._channel.close()
+
+    async def leave(self) -> None:
+        """Take nothing more; `run` ends once what is held lies with the queue."""
+        self._stages[0].leaving.set()
+
+    async def fail(self) -> None:
+        """End this process as a death would: what it serves is not to be trusted any more."""
+        os._exit(1)
+
+    async def serving(self) -> int:
+        """Which version is held, once there is one; -1 if no model is followed."""
+        return -1 if self._held is None else await self._held.at_least(0)
