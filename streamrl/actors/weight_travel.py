@@ -41,7 +41,7 @@ class WeightTravel:
         """The end of the rank that publishes the weights of a role."""
         transport, keep = self.choice.transport, self.keep_versions
         if transport == SHARED_MEMORY:
-            return SharedMemoryOutlet(f"{self.token}-{role}", keep_versions=keep)
+            return SharedMemoryOutlet(f"{self.token}-{role}", StoreOutlet(), keep_versions=keep)
         if transport == DISK:
             folder = self.run_dir / "weights" / role
             # Others can load what is a whole model; a critic or a reference is nobody else's.
@@ -72,7 +72,7 @@ class WeightTravel:
         """The end of one that follows the weights of a role."""
         transport = self.choice.transport
         if transport == SHARED_MEMORY:
-            return SharedMemoryInlet(role)
+            return SharedMemoryInlet(role, StoreInlet(role))
         if transport == DISK:
             return DiskInlet(role)
         if transport == COLLECTIVE:

@@ -30,7 +30,7 @@ from streamrl.weights.members import (
     serve_store,
     verdict,
 )
-from streamrl.weights.transport import Inlet, Outlet
+from streamrl.weights.transport import Inlet, Outlet, seal_copy
 
 CPU = torch.device("cpu")
 
@@ -103,11 +103,8 @@ class CollectiveOutlet:
 
     def seal(self, bucket: Bucket, data: Array) -> CollectiveHandle:
         """Seal a copy in the fallback."""
-        copy = self._fallback.room(data.nbytes)[: data.nbytes]
-        copy[:] = data
-        handle = CollectiveHandle(
-            self._epoch, len(self._handles), self._fallback.seal(bucket, copy)
-        )
+        copy = seal_copy(self._fallback, bucket, data)
+        handle = CollectiveHandle(self._epoch, len(self._handles), copy)
         self._handles.append(handle)
         return handle
 

@@ -33,7 +33,7 @@ def follow(pipe: Connection, name: str) -> None:
 
     The number that comes with a manifest is that of the bucket before which to die.
     """
-    inlet = CollectiveInlet(name, SharedMemoryInlet("policy"), timeout_s=TIMEOUT_S)
+    inlet = CollectiveInlet(name, SharedMemoryInlet("policy", LocalInlet()), timeout_s=TIMEOUT_S)
     pipe.send("ready")
     while True:
         manifest, dies_at = pipe.recv()
@@ -93,7 +93,9 @@ class Broadcasting:
 
     def __init__(self) -> None:
         self.outlet = CollectiveOutlet(
-            SharedMemoryOutlet("broadcast", keep_versions=2), host="127.0.0.1", timeout_s=TIMEOUT_S
+            SharedMemoryOutlet("broadcast", LocalOutlet(), keep_versions=2),
+            host="127.0.0.1",
+            timeout_s=TIMEOUT_S,
         )
         self.readers: list[Reader] = []
         self.version = -1
