@@ -5,8 +5,8 @@ import torch
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from streamrl.engines.forward import load_model, load_value_model, token_logprobs
-from streamrl.engines.lora import add_adapters, check_targets, layers_to_adapt
+from streamrl.engines.forward import load_model, load_skeleton, load_value_model, token_logprobs
+from streamrl.engines.lora import add_adapters, check_targets, layers_to_adapt, num_trained
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.weights import ParameterSet, full_weights, pack
@@ -221,6 +221,16 @@ def test_the_merged_model_has_the_logprobs_of_the_adapted_one(model_path, target
     )
     assert (before - logprobs(module)).abs().max() > 0.1
     torch.testing.assert_close(logprobs(merged), logprobs(module), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("targets", [[], ["q_proj", "mlp.down_proj"]])
+def test_what_will_be_trained_is_counted_without_the_model(model_path, targets):
+    config = TrainerConfig(lora_rank=4, lora_targets=targets)
+    _, published = adapted(model_path, config)
+    adapters = sum(tensor.numel() for tensor in adapters_only(published).values())
+    assert num_trained(load_skeleton(model_path), config) == adapters
+    whole = sum(p.numel() for p in load_model(model_path, dtype=torch.float32).parameters())
+    assert num_trained(load_skeleton(model_path), TrainerConfig()) == whole
 
 
 def test_new_adapters_change_nothing(model_path):
