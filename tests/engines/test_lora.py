@@ -1,5 +1,7 @@
 """Adapters are trained in place of the model, and who follows them computes what they compute."""
 
+import json
+
 import pytest
 import torch
 from torch.func import functional_call
@@ -17,6 +19,7 @@ from tests.engines.trainer_ranks import (
     GROUPS,
     LAYOUTS,
     LORA,
+    SEQUENCE,
     SEVERAL_LR,
     Layout,
     divisor_of,
@@ -168,6 +171,24 @@ def test_a_saved_policy_is_a_merged_hugging_face_model(seen, folder, model_path,
         if layer in LAYERS:
             change = SCALE * published[layer + LORA_B] @ published[layer + LORA_A]
         torch.testing.assert_close(parameter, base.get_parameter(name) + change)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", SEVERAL, ids=lambda layout: layout.label)
+def test_a_version_on_disk_is_a_model_that_says_what_the_trainer_says(seen, folder, layout):
+    latest = folder / f"lora-{layout.label}" / "versions" / "latest"
+    model = AutoModelForCausalLM.from_pretrained(latest, dtype=torch.float32)
+    saved = AutoModelForCausalLM.from_pretrained(
+        folder / f"lora-{layout.label}" / "model", dtype=torch.float32
+    )
+    assert furthest(dict(model.named_parameters()), dict(saved.named_parameters())) == 0
+    ids = torch.from_numpy(SEQUENCE).long()[None]
+    with torch.no_grad():
+        scores = token_logprobs(model, ids, torch.ones_like(ids, dtype=torch.bool), temperature=1.0)
+    logprobs = seen[f"lora/{layout.label}"][0]["logprobs"]
+    torch.testing.assert_close(scores.logprobs[0], logprobs, atol=2e-5, rtol=0)
+    names = json.loads((latest / "model.safetensors.index.json").read_text())["weight_map"]
+    assert names.keys() == dict(tiny_model(tied=True, seed=0).named_parameters()).keys()
 
 
 @pytest.mark.slow
