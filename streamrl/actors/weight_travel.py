@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 END_S = 2.0
 """Longest that ended publishers are waited for, s; the next publisher clears up after others."""
 COLLECTIVE_TIMEOUT_S = 20.0
-"""Longest that a broadcast waits for a member, s; it takes another way then."""
+"""Longest that a broadcast takes beside what its bytes do, s; it takes another way then."""
 
 
 @dataclass(frozen=True)
