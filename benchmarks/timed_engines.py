@@ -142,6 +142,9 @@ class _Rank:
     def full_state(self) -> Iterable[tuple[str, torch.Tensor]]:
         yield "weight", torch.zeros(16)
 
+    def whole_state(self) -> Iterable[tuple[str, torch.Tensor]]:
+        return self.full_state()
+
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 

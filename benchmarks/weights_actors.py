@@ -37,7 +37,7 @@ def outlet_of(transport: str, folder: Path) -> Outlet:
     keep = CONFIG.keep_versions
     outlets: dict[str, Callable[[], Outlet]] = {
         STORE: StoreOutlet,
-        SHARED_MEMORY: lambda: SharedMemoryOutlet("benchmark", keep_versions=keep),
+        SHARED_MEMORY: lambda: SharedMemoryOutlet("benchmark", StoreOutlet(), keep_versions=keep),
         COLLECTIVE: lambda: CollectiveOutlet(StoreOutlet(), host="127.0.0.1", timeout_s=TIMEOUT_S),
         DISK: lambda: DiskOutlet(folder, keep_versions=keep),
         DELTA: lambda: DeltaOutlet(StoreOutlet()),
@@ -49,7 +49,7 @@ def inlet_of(transport: str, name: str) -> Inlet:
     """A reader's end."""
     inlets: dict[str, Callable[[], Inlet]] = {
         STORE: lambda: StoreInlet("policy"),
-        SHARED_MEMORY: lambda: SharedMemoryInlet("policy"),
+        SHARED_MEMORY: lambda: SharedMemoryInlet("policy", StoreInlet("policy")),
         COLLECTIVE: lambda: CollectiveInlet(name, StoreInlet("policy"), timeout_s=TIMEOUT_S),
         DISK: lambda: DiskInlet("policy"),
         DELTA: lambda: DeltaInlet(StoreInlet("policy")),
@@ -142,7 +142,7 @@ class Generator:
     def _fetch(self, manifest: WeightManifest) -> dict[str, torch.Tensor]:
         assert self._inlet is not None
         tensors = unpack(manifest, self._inlet.fetch(manifest))
-        if isinstance(self._inlet, CollectiveInlet) and self._inlet.failure:
+        if self._inlet.failure:
             raise RuntimeError(f"not measured: {self._inlet.failure}")
         return tensors
 

@@ -33,6 +33,7 @@ from streamrl.rewards import RewardConfig, ScorerConfig
 from streamrl.rewards.filtering import FilterConfig
 from streamrl.telemetry import TelemetryConfig
 from streamrl.weights import WeightsConfig
+from streamrl.weights.config import DISK
 
 MAX_NAME_BYTES = 200
 
@@ -200,6 +201,11 @@ class RunConfig:
             raise ConfigError(
                 f"critic.shared_coef={self.critic.shared_coef}: {self.algorithm.name} has"
                 f" {' and '.join(critics)}; it is one critic that can share the policy's model"
+            )
+        if self.critic.shared_coef is not None and self.weights.transport == DISK:
+            raise ConfigError(
+                "weights.transport=disk: a version has to be a model others can load, and with"
+                f" critic.shared_coef={self.critic.shared_coef} the policy's has a critic's head"
             )
         if self.critic.shared_coef is not None and not self.algorithm.correction.count_rejected:
             raise ConfigError(

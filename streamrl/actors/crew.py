@@ -10,6 +10,7 @@ from typing import Any
 import psutil
 import ray
 from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from streamrl.actors.calls import fetch
 from streamrl.actors.cluster import GIB
@@ -45,6 +46,7 @@ class Crew:
         self._config = config
         self._on_gpu = on_gpu
         self._demands = {d.calls[0].role: d for d in demands(config, prepared, on_gpu)}
+        self._node = ""
         self._starts: dict[str, Callable[[], Any]] = {}
         self._wiring: Wiring | None = None
         self.actors: dict[str, Any] = {}
@@ -64,8 +66,14 @@ class Crew:
         self.actors[name] = actor
         return actor
 
-    def fill(self) -> None:
-        """Make the actors of all roles."""
+    @property
+    def demands(self) -> list[Demand]:
+        """What all roles ask for as the run begins."""
+        return list(self._demands.values())
+
+    def fill(self, node: str) -> None:
+        """Make the actors of all roles; where weights travel, only on `node` if one is named."""
+        self._node = node
         for role, demand in self._demands.items():
             names = [f"{demand.role}-{i}" for i in range(demand.count)]
             actors = [self._hire(name, demand, cpus=demand.cpus) for name in names]
@@ -124,6 +132,8 @@ class Crew:
         """What one replica asks of Ray, and what is free just now."""
         demand, free = self._demands[role], ray.available_resources()
         asked = f"{demand.cpus} CPU slot" + (f" and {demand.gpus} GPU" if demand.gpus else "")
+        if self._stays(demand):
+            asked += " on the node whose memory weights travel through"
         has = f"{free.get('CPU', 0):g} CPU slots"
         has += f" and {free.get('GPU', 0):g} GPUs" if demand.gpus else ""
         return f"asks for {asked}; {has} are free"
@@ -210,7 +220,14 @@ class Crew:
         options = {"num_cpus": cpus, "num_gpus": demand.gpus, "runtime_env": env}
         if call.kind in RETURNING:
             options["max_restarts"] = self._config.run.max_restarts
+        if self._stays(demand):
+            # Also when it is started again, or hired once there are other nodes.
+            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self._node, soft=False)
         return self.create(name, HOSTS[call.kind], options=options)
+
+    def _stays(self, demand: Demand) -> bool:
+        """Whether these actors have to be where weights travel."""
+        return bool(self._node) and any(c.follows or c.kind is Kind.TRAIN for c in demand.calls)
 
     def _note_start(self, name: str, number: int, role: RoleActors) -> None:
         # Waits for the new process, and dies with it like the first call.

@@ -77,7 +77,7 @@ class Session:
         crew = self._crew
         coordinator = crew.create("coordinator", CoordinatorActor)
         wiring = self._wire(coordinator)
-        crew.fill()
+        crew.fill(wiring.travel.node)
         for shard in wiring.shards:
             self._starting.add(crew.actors[shard.name].ready.remote(), shard.name)
         status(f"starting {', '.join(sorted(crew.actors))}")
@@ -194,7 +194,7 @@ class Session:
 
     def _wire(self, coordinator: Any) -> Wiring:
         shards = create_shards(self._shard_plans(), self._crew.create)
-        self._travel = plan_travel(self._config, token=uuid.uuid4().hex[:12])
+        self._travel = plan_travel(self._config, self._crew.demands, token=uuid.uuid4().hex[:12])
         return Wiring(
             config=self._config,
             dataflow=self._prepared.dataflow,

@@ -29,6 +29,7 @@ from streamrl.errors import ActorError
 from streamrl.messages import Columns
 from streamrl.step import add_sums
 from streamrl.weights import WeightManifest, publish
+from streamrl.weights.config import DISK
 from streamrl.weights.probe import Probe, probe_sequences
 
 FLOAT32 = ("auto", "float32")
@@ -169,7 +170,10 @@ class TrainerActor:
         return sent and replace(sent, probe=probe)
 
     def _send_own(self, version: int, readers: Sequence[str]) -> WeightManifest | None:
-        return self._send(self._role, self._trainer.full_state(), version, readers)
+        # A policy's directory is there for others, too, who know nothing of adapters.
+        is_model = self._role == POLICY and self._config.weights.transport == DISK
+        tensors = self._trainer.whole_state() if is_model else self._trainer.full_state()
+        return self._send(self._role, tensors, version, readers)
 
     def _send(
         self,

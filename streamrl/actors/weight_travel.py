@@ -1,47 +1,62 @@
 """How the weights of a run travel: the transport that was chosen, and its two ends."""
 
 import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import ray
+import torch
 
+from streamrl.actors.cluster import node_stores
 from streamrl.actors.store_transport import StoreInlet, StoreOutlet
 from streamrl.config import RunConfig
-from streamrl.dataflow import POLICY
-from streamrl.engines.forward import local_device
+from streamrl.dataflow import MOVED, POLICY
+from streamrl.engines.forward import load_skeleton, load_value_skeleton, local_device
+from streamrl.engines.lora import num_trained
+from streamrl.engines.two_heads import add_value_head
+from streamrl.placement import Demand
 from streamrl.weights import Inlet, Outlet
-from streamrl.weights.choice import Choice, Facts, choose
+from streamrl.weights.choice import Choice, Facts, Published, choose, shares
 from streamrl.weights.collective import CollectiveInlet, CollectiveOutlet
 from streamrl.weights.config import COLLECTIVE, DELTA, DISK, SHARED_MEMORY
 from streamrl.weights.delta import DeltaInlet, DeltaOutlet
 from streamrl.weights.disk import DiskInlet, DiskOutlet
-from streamrl.weights.segments import PREFIX, SHARED_MEMORY_DIR, clear_up, free_bytes
+from streamrl.weights.segments import PREFIX, SHARED_MEMORY_DIR, clear_up, free_bytes, total_bytes
 from streamrl.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 END_S = 2.0
 """Longest that ended publishers are waited for, s; the next publisher clears up after others."""
 COLLECTIVE_TIMEOUT_S = 20.0
-"""Longest that a broadcast waits for a member, s; it takes another way then."""
+"""Longest that a broadcast takes beside what its bytes do, s; it takes another way then."""
 
 
 @dataclass(frozen=True)
 class WeightTravel:
     """Makes the ends of a run's transport, in the processes that need them.
 
-    `token` tells the run from others on the machine.
+    `token` tells the run from others on the machine. `room`: most bytes of shared memory for each
+    role that is published. `node`: where all have to be who publish or follow; empty for anywhere.
     """
 
     choice: Choice
     token: str
     run_dir: Path
     keep_versions: int
+    room: Mapping[str, int]
+    node: str = ""
 
     def outlet(self, role: str, model_path: str) -> Outlet:
         """The end of the rank that publishes the weights of a role."""
         transport, keep = self.choice.transport, self.keep_versions
         if transport == SHARED_MEMORY:
-            return SharedMemoryOutlet(f"{self.token}-{role}", keep_versions=keep)
+            name, room = f"{self.token}-{role}", self.room[role]
+            return SharedMemoryOutlet(name, StoreOutlet(), keep_versions=keep, max_bytes=room)
         if transport == DISK:
             folder = self.run_dir / "weights" / role
             # Others can load what is a whole model; a critic or a reference is nobody else's.
@@ -72,7 +87,7 @@ class WeightTravel:
         """The end of one that follows the weights of a role."""
         transport = self.choice.transport
         if transport == SHARED_MEMORY:
-            return SharedMemoryInlet(role)
+            return SharedMemoryInlet(role, StoreInlet(role))
         if transport == DISK:
             return DiskInlet(role)
         if transport == COLLECTIVE:
@@ -81,23 +96,64 @@ class WeightTravel:
         return DeltaInlet(StoreInlet(role)) if transport == DELTA else StoreInlet(role)
 
 
-def plan_travel(config: RunConfig, *, token: str) -> WeightTravel:
+def plan_travel(config: RunConfig, demands: Sequence[Demand], *, token: str) -> WeightTravel:
     """Choose a transport for a run on the cluster this process is connected to.
 
-    Raises ConfigError, with the arithmetic, if the one that is asked for is impossible.
+    `demands` are its actors. Raises ConfigError, with the arithmetic, if the one that is asked for
+    is impossible.
     """
-    published = [*config.dataflow.trained, *([POLICY] if config.reference.every else [])]
+    nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
     facts = Facts(
-        num_nodes=sum(node["Alive"] for node in ray.nodes()),
-        readers=config.generator.replicas,
-        model_bytes=sum(_model_bytes(config.model_of(role)) for role in published),
+        num_nodes=len(nodes),
+        published=_published(config, demands),
+        max_staleness=config.pipeline.max_staleness,
         shm_free_bytes=free_bytes(),
+        store_bytes=_store_bytes(),
     )
-    keep = config.weights.keep_versions
     choice = choose(config.weights, facts)
-    return WeightTravel(choice, token, config.run_dir.absolute(), keep)
+    shared = choice.transport == SHARED_MEMORY
+    return WeightTravel(
+        choice,
+        token,
+        config.run_dir.absolute(),
+        config.weights.keep_versions,
+        room=shares(config.weights, facts) if shared else {},
+        node=nodes[0] if shared else "",
+    )
 
 
-def _model_bytes(model_path: str) -> int:
-    """Size of the parameters in a model directory."""
-    return sum(file.stat().st_size for file in Path(model_path).glob("*.safetensors"))
+def _published(config: RunConfig, demands: Sequence[Demand]) -> tuple[Published, ...]:
+    """The models that are published: what is trained of each, and a reference that moves."""
+    readers: Counter[str] = Counter()
+    for demand in demands:
+        for role in {call.follows for call in demand.calls if call.follows}:
+            readers[role] += demand.count
+    sizes = {}
+    for role in config.dataflow.trained:
+        trainer = config.trainer_of(role)
+        elements = num_trained(_skeleton(config, role), trainer)
+        sizes[role] = elements * trainer.torch_dtype.itemsize
+        if role == POLICY and config.reference.every:
+            averages = bool(config.reference.decay)
+            sizes[MOVED] = elements * torch.float32.itemsize if averages else sizes[role]
+    return tuple(Published(role, size, readers[role]) for role, size in sizes.items())
+
+
+def _skeleton(config: RunConfig, role: str) -> "PreTrainedModel":
+    """The model of a role as its trainer has it, without weights."""
+    if role != POLICY:
+        return load_value_skeleton(config.model_of(role))
+    module = load_skeleton(config.model_of(role))
+    if config.critic.shared_coef is not None:
+        add_value_head(module, dtype=config.trainer.torch_dtype)
+    return module
+
+
+def _store_bytes() -> int:
+    """What Ray's object store may yet take of /dev/shm.
+
+    Its file there is sparse: memory comes as it is written, and is not given back. How much has
+    come is not known, so it counts as none. A store that is larger than /dev/shm lies elsewhere.
+    """
+    size = int(sum(node_stores()))
+    return size if size <= total_bytes() else 0

@@ -65,6 +65,16 @@ def load_skeleton(path: str) -> "PreTrainedModel":
         return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
 
 
+def load_value_skeleton(path: str) -> "PreTrainedModel":
+    """The model that `load_value_model` makes of a directory, likewise without its weights."""
+    from transformers import AutoConfig, AutoModelForTokenClassification
+
+    with torch.device("meta"):
+        return AutoModelForTokenClassification.from_config(
+            AutoConfig.from_pretrained(path, num_labels=1)
+        )
+
+
 def _load(kind: Any, path: str, config: Any, dtype: torch.dtype) -> tuple[Any, list[str]]:
     """The model without dropout, and the names of the parameters the directory lacks."""
     from transformers.utils.logging import disable_progress_bar

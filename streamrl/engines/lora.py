@@ -60,6 +60,20 @@ def layers_to_adapt(
     return [name for name in linear if any(_is_meant(name, target) for target in targets)]
 
 
+def num_trained(module: "PreTrainedModel", config: TrainerConfig) -> int:
+    """Elements that are trained of a model, which may be on the meta device, each of them once.
+
+    They are all of it, or adapters and what is trained whole beside them.
+    """
+    if not config.lora_rank:
+        return sum(parameter.numel() for parameter in module.parameters())
+    layers = [module.get_submodule(name) for name in layers_to_adapt(module, config)]
+    ends = sum(layer.in_features + layer.out_features for layer in layers)
+    named = module.named_parameters()
+    heads = sum(parameter.numel() for name, parameter in named if name.startswith(VALUE_HEAD))
+    return config.lora_rank * ends + heads
+
+
 def check_targets(model_path: str, config: TrainerConfig, *, section: str) -> None:
     """Raise ConfigError if the model in a directory has no layers of these names."""
     if config.lora_targets:

@@ -7,7 +7,7 @@ ranks has a say in the update.
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -272,20 +272,42 @@ class ModelTrainer:
 
     def save_model(self, directory: Path) -> None:
         """Write the model, whole, and its tokenizer as a Hugging Face directory; rank 0 writes."""
+        trained = self._gathered()
+        if self.rank == 0:
+            state = dict(self._merged(trained))
+            path = self._task.model_path
+            write_model(directory, self._backend.module, state, tokenizer_from=path)
+
+    def whole_state(self) -> Iterator[tuple[str, Tensor]]:
+        """As `full_state`, but the whole model also where adapters are trained: these are merged.
+
+        Rank 0 has it then, on the CPU, one parameter after the other.
+        """
+        if not self._config.lora_rank:
+            yield from self.full_state()
+            return
+        trained = self._gathered()
+        if self.rank == 0:
+            yield from self._merged(trained, self._parameters.once)
+
+    def _gathered(self) -> dict[str, Tensor]:
+        """What is trained, on the CPU of rank 0."""
         trained = {}
         for name, tensor in self.full_state():
             if self.rank == 0:
                 trained[name] = tensor.cpu()
-        if self.rank == 0:
-            cpu, path = torch.device("cpu"), self._task.model_path
-            full = full_weights(trained, self._parameters, model_path=path, device=cpu)
-            dtype = self._config.torch_dtype
-            state = {
-                name: tensor if name in trained else tensor.to(dtype)
-                for name, tensor in full.items()
-                if self._task.saves(name)
-            }
-            write_model(directory, self._backend.module, state, tokenizer_from=path)
+        return trained
+
+    def _merged(
+        self, trained: Mapping[str, Tensor], names: Iterable[str] | None = None
+    ) -> Iterator[tuple[str, Tensor]]:
+        """These parameters, or all, of the model others load, in the dtype they are trained in."""
+        cpu, path = torch.device("cpu"), self._task.model_path
+        full = full_weights(trained, self._parameters, model_path=path, device=cpu)
+        dtype = self._config.torch_dtype
+        for name in full if names is None else names:
+            if self._task.saves(name):
+                yield name, full[name] if name in trained else full[name].to(dtype)
 
     @property
     def _current_plan(self) -> StepPlan:

@@ -24,8 +24,7 @@ def load_two_headed(path: str, *, dtype: torch.dtype) -> "PreTrainedModel":
     ConfigError as `load_model` does.
     """
     model = load_model(path, dtype=dtype)
-    width = model.config.get_text_config().hidden_size
-    model.score = torch.nn.Linear(width, 1, device=model.device, dtype=dtype)
+    add_value_head(model, dtype=dtype)
     with torch.no_grad():
         for parameter in model.score.parameters():
             parameter.zero_()
@@ -42,6 +41,12 @@ def load_two_headed(path: str, *, dtype: torch.dtype) -> "PreTrainedModel":
     model.get_output_embeddings().register_forward_pre_hook(note)
     model.register_forward_hook(judge)
     return model
+
+
+def add_value_head(model: "PreTrainedModel", *, dtype: torch.dtype) -> None:
+    """Put a value head beside the output head, where the model is."""
+    width = model.config.get_text_config().hidden_size
+    model.score = torch.nn.Linear(width, 1, device=model.device, dtype=dtype)
 
 
 def values_in(output: Any, attention_mask: Tensor) -> Tensor:

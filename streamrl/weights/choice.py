@@ -5,24 +5,45 @@ from dataclasses import dataclass
 from streamrl.errors import ConfigError
 from streamrl.weights.config import AUTO, SHARED_MEMORY, STORE, WeightsConfig
 
-SPARE_VERSIONS = 2
-"""Besides those that are kept: one that is being laid, and one that slow readers still read."""
-
 NAMES = {SHARED_MEMORY: "shared memory", STORE: "the object store"}
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What is known of a cluster and a model before anything moves.
+class Published:
+    """A model that is published: whose it is, bytes of a version, and how many follow it."""
 
-    num_nodes: nodes on which publisher and readers are. readers: how many follow the weights.
-    model_bytes: size of one version. shm_free_bytes: free in /dev/shm of the publisher's node.
+    role: str
+    num_bytes: int
+    readers: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known of a cluster and a run before anything moves.
+
+    num_nodes: nodes on which publishers and readers may be. max_staleness: versions that tokens may
+    be old when they are trained. shm_free_bytes: free in /dev/shm of the publishers' node.
+    store_bytes: what Ray's object store may yet take of that.
     """
 
     num_nodes: int
-    readers: int
-    model_bytes: int
+    published: tuple[Published, ...]
+    max_staleness: int
     shm_free_bytes: int
+    store_bytes: int = 0
+
+    @property
+    def room_bytes(self) -> int:
+        """What is left for versions of the weights."""
+        return max(0, self.shm_free_bytes - self.store_bytes)
+
+    def lagging(self, model: Published) -> int:
+        """Versions that are read though they are no longer kept.
+
+        A reader has one in use. They may be as many versions apart as tokens may be old: who is
+        further behind samples nothing that is trained.
+        """
+        return min(model.readers, self.max_staleness + 1)
 
 
 @dataclass(frozen=True)
@@ -46,27 +67,53 @@ def choose(config: WeightsConfig, facts: Facts) -> Choice:
         return Choice(config.transport, f"weights: {name}, as weights.transport says")
     if obstacle:
         return Choice(STORE, f"weights: {NAMES[STORE]}, as for shared memory {obstacle}")
-    readers = f"{facts.readers} reader{'s' * (facts.readers != 1)}"
-    sizes = f"{_size(facts.model_bytes)} a version, {_size(facts.shm_free_bytes)} free"
+    num_readers = sum(model.readers for model in facts.published)
+    readers = f"{num_readers} reader{'s' * (num_readers != 1)}"
     return Choice(
         SHARED_MEMORY,
-        f"weights: {NAMES[SHARED_MEMORY]}, as publisher and {readers} are on one node ({sizes})",
+        f"weights: {NAMES[SHARED_MEMORY]}, as publisher and {readers} are on one node, "
+        f"{_has(facts)} and {_needs(config, facts)}",
     )
+
+
+def shares(config: WeightsConfig, facts: Facts) -> dict[str, int]:
+    """Bytes of shared memory that each published model may take: all there are, as they need."""
+    needs = _needed(config, facts)
+    total = sum(needs.values())
+    return {role: facts.room_bytes * need // total for role, need in needs.items()}
 
 
 def _obstacle(config: WeightsConfig, facts: Facts) -> str | None:
     """What keeps weights from going through shared memory, if anything."""
     if facts.num_nodes > 1:
         return f"publisher and readers are on {facts.num_nodes} nodes, and must be on one"
-    versions = config.keep_versions + SPARE_VERSIONS
-    needed = versions * facts.model_bytes
-    if needed > facts.shm_free_bytes:
-        return (
-            f"/dev/shm has {_size(facts.shm_free_bytes)} free and {_size(needed)} are needed: "
-            f"{versions} versions (weights.keep_versions={config.keep_versions} and "
-            f"{SPARE_VERSIONS} on their way) of {_size(facts.model_bytes)}"
-        )
+    if sum(_needed(config, facts).values()) > facts.room_bytes:
+        return f"{_has(facts)} and {_needs(config, facts)}"
     return None
+
+
+def _needed(config: WeightsConfig, facts: Facts) -> dict[str, int]:
+    """Bytes of all versions of each model that are there at once: kept, laid and still read."""
+    return {
+        model.role: (config.keep_versions + 1 + facts.lagging(model)) * model.num_bytes
+        for model in facts.published
+    }
+
+
+def _has(facts: Facts) -> str:
+    has = f"/dev/shm has {_size(facts.room_bytes)}"
+    if not facts.store_bytes:
+        return has
+    return f"{has} = {_size(facts.shm_free_bytes)} - {_size(facts.store_bytes)} of Ray's own store"
+
+
+def _needs(config: WeightsConfig, facts: Facts) -> str:
+    terms = " + ".join(
+        f"(weights.keep_versions={config.keep_versions} + 1 laid + {facts.lagging(model)} read)"
+        f" x {_size(model.num_bytes)} of {model.role}"
+        for model in facts.published
+    )
+    return f"{_size(sum(_needed(config, facts).values()))} are needed = {terms}"
 
 
 def _size(num_bytes: int) -> str:

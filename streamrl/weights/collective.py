@@ -27,15 +27,22 @@ from streamrl.weights.members import (
     announce,
     gather,
     join_store,
+    sending_s,
     serve_store,
     verdict,
 )
-from streamrl.weights.transport import Inlet, Outlet
+from streamrl.weights.transport import Inlet, Outlet, seal_copy
 
 CPU = torch.device("cpu")
 
 GATHERING_SHARE = 0.5
-"""Part of a deadline that the publisher waits for members; the rest is for the buckets."""
+"""Part of a timeout that the publisher waits for members; the rest is for the group and what is
+sent, beside what the bytes take."""
+SPARE_S = 5.0
+"""How much longer than it may take a broadcast is waited for, s: deadlines are not kept to the
+millisecond."""
+VERSIONS_TOLD = 2
+"""Of how many versions the store keeps what was said: one who comes late looks for the last."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,9 @@ class CollectiveHandle:
 class CollectiveOutlet:
     """The publisher's end, reached by others at `host`; what is sent is on `device`.
 
-    A broadcast takes at most `timeout_s`. Raises WeightsError if one takes longer than that.
+    A broadcast takes at most `timeout_s` and what its bytes take at SLOW_BYTES_PER_S. Half of the
+    timeout is for gathering the members: no more is lost where one is not there. One that dies or
+    hangs later on may cost all of it, of which the next version waits for what is left.
     """
 
     def __init__(
@@ -69,6 +78,8 @@ class CollectiveOutlet:
         self._version = -1
         self._staging: list[Array] = []
         self._handles: list[CollectiveHandle] = []
+        self._limit_s = 0.0
+        self._told: list[tuple[Epoch, int]] = []
         #: Why the last broadcast failed and who was waited for; None if it did not fail.
         self.failure: str | None = None
 
@@ -77,7 +88,11 @@ class CollectiveOutlet:
         self._readers = tuple(names)
 
     def begin(self, version: int) -> None:
-        """Wait until the last version is sent, and begin an epoch if the members change."""
+        """Wait until the last version is sent, and begin an epoch if the members change.
+
+        A broadcast that keeps its deadlines ends in time. Raises WeightsError if one does not: what
+        it reads cannot be laid anew.
+        """
         self._wait_until_sent()
         self._absent -= {name for name in self._absent if self._is_back(name)}
         members = tuple(name for name in self._readers if name not in self._absent)
@@ -103,11 +118,8 @@ class CollectiveOutlet:
 
     def seal(self, bucket: Bucket, data: Array) -> CollectiveHandle:
         """Seal a copy in the fallback."""
-        copy = self._fallback.room(data.nbytes)[: data.nbytes]
-        copy[:] = data
-        handle = CollectiveHandle(
-            self._epoch, len(self._handles), self._fallback.seal(bucket, copy)
-        )
+        copy = seal_copy(self._fallback, bucket, data)
+        handle = CollectiveHandle(self._epoch, len(self._handles), copy)
         self._handles.append(handle)
         return handle
 
@@ -117,6 +129,7 @@ class CollectiveOutlet:
         pairs = zip(self._staging, manifest.buckets, strict=False)
         buckets = [data[: bucket.num_bytes] for data, bucket in pairs]
         self.failure = None
+        self._limit_s = self._timeout_s + sending_s(manifest.num_bytes)
         if self._epoch.members:
             self._sending = self._sender.submit(self._send, manifest.version, buckets)
 
@@ -136,12 +149,13 @@ class CollectiveOutlet:
             has_group = self._group is not None
             patience = Deadline(self._timeout_s * GATHERING_SHARE)
             absent = gather(self._store, epoch, version, has_group=has_group, deadline=patience)
+            self._forget_all_but(epoch, version)
             if absent:
                 self._absent |= set(absent)
                 for name in absent:
                     self._store.delete_key(_back_key(name))
                 raise WeightsError(f"waited for {', '.join(absent)}")
-            deadline = Deadline(self._timeout_s * (1 - GATHERING_SHARE))
+            deadline = Deadline(self._limit_s - self._timeout_s * GATHERING_SHARE)
             if self._group is None:
                 self._group = Group(self._store, epoch, PUBLISHER_RANK, self._device, deadline)
             self._group.check_header((epoch.number, version), deadline)
@@ -151,17 +165,25 @@ class CollectiveOutlet:
             members = ", ".join(epoch.members)
             self.failure = f"weights version {version} was not sent to {members}: {error}"
 
+    def _forget_all_but(self, epoch: Epoch, version: int) -> None:
+        """Take away what was said of older versions than this one and the last."""
+        self._told.append((epoch, version))
+        while len(self._told) > VERSIONS_TOLD:
+            old, number = self._told.pop(0)
+            for key in old.keys(number):
+                self._store.delete_key(key)
+
     def _wait_until_sent(self) -> None:
         sending, self._sending = self._sending, None
         if sending is None:
             return
         try:
-            sending.result(2 * self._timeout_s)
+            sending.result(self._limit_s + SPARE_S)
         except WaitedTooLong as error:
             self._sending = sending
             raise WeightsError(
                 f"weights version {self._version} is still being sent to "
-                f"{', '.join(self._epoch.members)} after {2 * self._timeout_s:g} s"
+                f"{', '.join(self._epoch.members)} after {self._limit_s + SPARE_S:g} s"
             ) from error
 
     def _is_back(self, name: str) -> bool:
@@ -190,12 +212,12 @@ class CollectiveInlet:
         self.failure: str | None = None
 
     def fetch(self, manifest: WeightManifest) -> Sequence[Array]:
-        """The buckets as they are sent, or from the fallback after at most `timeout_s`."""
+        """The buckets as they are sent, or from the fallback once a broadcast has had its time."""
         self.failure = None
         self.bytes_fetched += manifest.num_bytes
         if not manifest.handles:
             return []
-        deadline = Deadline(self._timeout_s)
+        deadline = Deadline(self._timeout_s + sending_s(manifest.num_bytes))
         epoch = manifest.handles[0].epoch
         try:
             store = self._join(epoch, deadline)

@@ -23,6 +23,8 @@ from streamrl.errors import WeightsError
 
 PUBLISHER_RANK = 0
 POLL_S = 0.002
+SLOW_BYTES_PER_S = 100e6
+"""What a broadcast is given time for, bytes/s: about a gigabit Ethernet."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +40,18 @@ class Epoch:
         """Where the publisher says whether it sends a version."""
         return f"{self.number}/{version}/verdict"
 
+    def keys(self, version: int) -> list[str]:
+        """All that is said of a version."""
+        return [self.verdict_key(version), *(self.here_key(version, m) for m in self.members)]
+
     def here_key(self, version: int, member: str) -> str:
         """Where a member says that it waits for a version."""
         return f"{self.number}/{version}/here/{member}"
+
+
+def sending_s(num_bytes: int) -> float:
+    """What so many bytes take where the network is slow, s."""
+    return num_bytes / SLOW_BYTES_PER_S
 
 
 class Deadline:
@@ -89,6 +100,7 @@ class Group:
         there = tensor.to(self._device)
         options = dist.BroadcastOptions()
         options.rootRank = PUBLISHER_RANK
+        options.timeout = deadline.left()
         self._group.broadcast([there], options).wait(deadline.left())
         return there.cpu()
 

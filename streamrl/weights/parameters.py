@@ -29,6 +29,12 @@ class ParameterSet:
             tied=tuple(frozenset(names) for names in groups.values() if len(names) > 1),
         )
 
+    @property
+    def once(self) -> list[str]:
+        """The first name of each parameter, in the order of `side_by_side`."""
+        again = {name for names in self.tied for name in [n for n in self.shapes if n in names][1:]}
+        return side_by_side(name for name in self.shapes if name not in again)
+
     def complete(self, tensors: Mapping[str, torch.Tensor | Array]) -> dict[str, torch.Tensor]:
         """The same tensors under every name of the set: one of several tied names is enough.
 

@@ -131,6 +131,15 @@ def free_bytes(directory: Path = SHARED_MEMORY_DIR) -> int:
     return found.f_bavail * found.f_frsize
 
 
+def total_bytes(directory: Path = SHARED_MEMORY_DIR) -> int:
+    """What could be written there if nothing were; 0 if there is no such directory."""
+    try:
+        found = os.statvfs(directory)
+    except OSError:
+        return 0
+    return found.f_blocks * found.f_frsize
+
+
 def clear_up(directory: Path = SHARED_MEMORY_DIR) -> list[str]:
     """Take away what dead publishers of this user left; the names of those files."""
     gone = []

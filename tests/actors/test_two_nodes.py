@@ -1,4 +1,4 @@
-"""The queue over two Ray nodes on one machine: shards on both, and nothing is lost with a node."""
+"""Two Ray nodes on one machine: the queue is on both, and weights may keep actors on one."""
 
 import asyncio
 import hashlib
@@ -16,10 +16,17 @@ import ray
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from streamrl.actors.crew import Crew
 from streamrl.actors.remote_shard import RemoteShard
 from streamrl.actors.shard import create_shards
+from streamrl.algorithms import AlgorithmConfig
 from streamrl.buffer import Bounds, ExperienceQueue, Files, Ports, QueueConfig, ShardPlan
+from streamrl.config import ModelConfig, RunConfig
+from streamrl.data import DataConfig
 from streamrl.messages import ROLLOUT_COLUMNS, Array, Columns, Prompt
+from streamrl.placement import PlacementConfig
+from streamrl.preflight import Prepared
+from streamrl.rewards import RewardConfig
 from tests.e2e.launched import MARK, marked
 
 pytestmark = pytest.mark.slow
@@ -117,11 +124,11 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
-    sizes = {"num_cpus": 2, "object_store_memory": 100 << 20, "include_dashboard": False}
+    sizes = {"num_cpus": 8, "object_store_memory": 100 << 20, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=sizes)
     started: list[psutil.Process] = []
     try:
-        second = cluster.add_node(num_cpus=2, object_store_memory=100 << 20)
+        second = cluster.add_node(num_cpus=8, object_store_memory=100 << 20)
         ray.init(address=cluster.address, log_to_driver=False)
         ids = (cluster.head_node.node_id, second.node_id)
         yield Nodes(second, ids)
@@ -174,3 +181,44 @@ def node_of(actor: Any) -> str:
     return str(
         ray.get(actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()))
     )
+
+
+def test_who_publishes_or_follows_stays_on_one_node_also_when_hired_or_started_again(
+    nodes: Nodes,
+) -> None:
+    here, there = nodes.ids
+    config = RunConfig(
+        model=ModelConfig(path="model"),
+        data=DataConfig(train="rows.jsonl"),
+        rewards=[RewardConfig(kind="exact")],
+        algorithm=AlgorithmConfig(name="ppo"),
+        placement=PlacementConfig(address="local"),
+    )
+    nothing: Any = None
+    prepared = Prepared(config.dataflow, nothing, [], (), 8, 0, ())
+    crew = Crew(config, prepared, on_gpu=False)
+    crew.fill(there)
+    try:
+        generator, _ = crew.hire("generator")
+        bound = {name for name in crew.actors if not name.startswith("reward")}
+        assert bound == {"generator-0", "generator-1", "value-0", "trainer-0", "critic-0"}
+        assert {name: node_of(crew.actors[name]) for name in bound} == dict.fromkeys(bound, there)
+
+        place = "on the node whose memory weights travel through"
+        assert crew.asks_for("generator").startswith(f"asks for 1 CPU slot {place}; ")
+        assert crew.asks_for("reward").startswith("asks for 1 CPU slot; ")
+
+        actor = crew.actors[generator]
+        process = ray.get(actor.__ray_call__.remote(lambda _: psutil.Process().pid))
+        psutil.Process(process).kill()
+        psutil.wait_procs([psutil.Process(process)], timeout=10.0)
+        assert node_of_again(actor) == there
+        assert node_of(crew.actors["reward-0"]) in (here, there)
+    finally:
+        crew.close()
+
+
+def node_of_again(actor: Any) -> str:
+    """The node of an actor that was killed, once it is there again."""
+    again = actor.__ray_call__.options(max_task_retries=-1)
+    return str(ray.get(again.remote(lambda _: ray.get_runtime_context().get_node_id())))

@@ -396,6 +396,11 @@ def test_a_row_that_contradicts_itself_is_none(changes, message):
             ["algorithm.name=ppo", "critic.shared_coef=1", UNCOUNTED],
             "with critic.shared_coef values are learned from all tokens",
         ),
+        (
+            ["algorithm.name=ppo", "critic.shared_coef=1", "weights.transport=disk"],
+            "weights.transport=disk: a version has to be a model others can load, and with"
+            " critic.shared_coef=1.0 the policy's has a critic's head",
+        ),
     ],
 )
 def test_settings_a_row_cannot_work_with_are_refused_before_a_run_is_started(override, message):

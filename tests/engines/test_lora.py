@@ -1,12 +1,14 @@
 """Adapters are trained in place of the model, and who follows them computes what they compute."""
 
+import json
+
 import pytest
 import torch
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
-from streamrl.engines.forward import load_model, load_value_model, token_logprobs
-from streamrl.engines.lora import add_adapters, check_targets, layers_to_adapt
+from streamrl.engines.forward import load_model, load_skeleton, load_value_model, token_logprobs
+from streamrl.engines.lora import add_adapters, check_targets, layers_to_adapt, num_trained
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.weights import ParameterSet, full_weights, pack
@@ -17,6 +19,7 @@ from tests.engines.trainer_ranks import (
     GROUPS,
     LAYOUTS,
     LORA,
+    SEQUENCE,
     SEVERAL_LR,
     Layout,
     divisor_of,
@@ -171,6 +174,24 @@ def test_a_saved_policy_is_a_merged_hugging_face_model(seen, folder, model_path,
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", SEVERAL, ids=lambda layout: layout.label)
+def test_a_version_on_disk_is_a_model_that_says_what_the_trainer_says(seen, folder, layout):
+    latest = folder / f"lora-{layout.label}" / "versions" / "latest"
+    model = AutoModelForCausalLM.from_pretrained(latest, dtype=torch.float32)
+    saved = AutoModelForCausalLM.from_pretrained(
+        folder / f"lora-{layout.label}" / "model", dtype=torch.float32
+    )
+    assert furthest(dict(model.named_parameters()), dict(saved.named_parameters())) == 0
+    ids = torch.from_numpy(SEQUENCE).long()[None]
+    with torch.no_grad():
+        scores = token_logprobs(model, ids, torch.ones_like(ids, dtype=torch.bool), temperature=1.0)
+    logprobs = seen[f"lora/{layout.label}"][0]["logprobs"]
+    torch.testing.assert_close(scores.logprobs[0], logprobs, atol=2e-5, rtol=0)
+    names = json.loads((latest / "model.safetensors.index.json").read_text())["weight_map"]
+    assert names.keys() == dict(tiny_model(tied=True, seed=0).named_parameters()).keys()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", CRITICS, ids=lambda layout: layout.label)
 def test_a_critics_head_is_trained_whole_beside_its_adapters(seen, folder, model_path, layout):
     head = {"score.weight", "score.bias"}
@@ -221,6 +242,16 @@ def test_the_merged_model_has_the_logprobs_of_the_adapted_one(model_path, target
     )
     assert (before - logprobs(module)).abs().max() > 0.1
     torch.testing.assert_close(logprobs(merged), logprobs(module), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("targets", [[], ["q_proj", "mlp.down_proj"]])
+def test_what_will_be_trained_is_counted_without_the_model(model_path, targets):
+    config = TrainerConfig(lora_rank=4, lora_targets=targets)
+    _, published = adapted(model_path, config)
+    adapters = sum(tensor.numel() for tensor in adapters_only(published).values())
+    assert num_trained(load_skeleton(model_path), config) == adapters
+    whole = sum(p.numel() for p in load_model(model_path, dtype=torch.float32).parameters())
+    assert num_trained(load_skeleton(model_path), TrainerConfig()) == whole
 
 
 def test_new_adapters_change_nothing(model_path):

@@ -26,6 +26,8 @@ from streamrl.engines.packing import Round
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import CheckpointError, DeadlineError, StreamError
 from streamrl.messages import Columns
+from streamrl.weights import publish
+from streamrl.weights.disk import DiskOutlet
 from tests.engines.tiny_groups import made_up_groups
 
 if TYPE_CHECKING:
@@ -61,6 +63,7 @@ VALUED = {
 }
 """The same, as a critic that expects a tenth of everything has scored them."""
 LORA: dict[str, Any] = {"lora_rank": 2, "lora_alpha": 3.0}
+SEQUENCE = np.array([1, 5, 9, 33, 60, 7, 7, 21], np.int32)
 LATE_S = 4.0
 UNTAUGHT = {
     uid: {**columns, "scores": np.ones_like(columns["scores"])} for uid, columns in GROUPS.items()
@@ -307,6 +310,8 @@ def lora_updates(seat: Seat, layout: Layout) -> None:
     trainer.save(folder / "state")
     again, first = second_step(trainer, layout), parameters_of(trainer)
     trainer.save_model(folder / "model")
+    publish_to_disk(seat, trainer, folder / "versions")
+    logprobs = trainer.token_logprobs(SEQUENCE)
     trainer.close()
     trainer = seat.trainer(layout, lr=SEVERAL_LR, **LORA)
     trainer.load(folder / "state")
@@ -317,10 +322,21 @@ def lora_updates(seat: Seat, layout: Layout) -> None:
         "start": start,
         "norms": [report["policy/grad_norm"] for report in (*reports, again[0])],
         "published": first,
+        "logprobs": torch.from_numpy(logprobs),
         "runs": [again, resumed],
         "refusal": refusal_of(trainer, folder / "state"),
     }
     trainer.close()
+
+
+def publish_to_disk(seat: Seat, trainer: "ModelTrainer", folder: Path) -> None:
+    """A version of the whole model, as rank 0 publishes it while the others keep it company."""
+    tensors = trainer.whole_state()
+    if trainer.rank:
+        assert not list(tensors)
+        return
+    outlet = DiskOutlet(folder, keep_versions=1, model_dir=Path(seat.model_path))
+    publish(tensors, version=2, bucket_bytes=1 << 16, outlet=outlet)
 
 
 def lora_critic(seat: Seat, layout: Layout) -> None:

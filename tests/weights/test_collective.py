@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -10,8 +11,9 @@ import pytest
 import torch
 
 from streamrl.errors import WeightsError
-from streamrl.weights import WeightManifest, publish, unpack
+from streamrl.weights import WeightManifest, members, publish, unpack
 from streamrl.weights.collective import CollectiveInlet, CollectiveOutlet
+from streamrl.weights.members import Deadline
 from streamrl.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
 from tests.weights.local_outlet import LocalInlet, LocalOutlet
 
@@ -33,7 +35,7 @@ def follow(pipe: Connection, name: str) -> None:
 
     The number that comes with a manifest is that of the bucket before which to die.
     """
-    inlet = CollectiveInlet(name, SharedMemoryInlet("policy"), timeout_s=TIMEOUT_S)
+    inlet = CollectiveInlet(name, SharedMemoryInlet("policy", LocalInlet()), timeout_s=TIMEOUT_S)
     pipe.send("ready")
     while True:
         manifest, dies_at = pipe.recv()
@@ -93,7 +95,9 @@ class Broadcasting:
 
     def __init__(self) -> None:
         self.outlet = CollectiveOutlet(
-            SharedMemoryOutlet("broadcast", keep_versions=2), host="127.0.0.1", timeout_s=TIMEOUT_S
+            SharedMemoryOutlet("broadcast", LocalOutlet(), keep_versions=2),
+            host="127.0.0.1",
+            timeout_s=TIMEOUT_S,
         )
         self.readers: list[Reader] = []
         self.version = -1
@@ -225,6 +229,67 @@ def test_staging_is_not_laid_anew_while_it_is_sent() -> None:
     assert time.monotonic() - start >= 0.5
     assert outlet.failure == "weights version 0 was not sent to absent: waited for absent"
     outlet.close()
+
+
+def test_one_that_is_not_there_costs_the_next_version_no_more_than_gathering(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(members, "SLOW_BYTES_PER_S", 1e3)  # hours for this version
+    outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=1)
+    outlet.set_readers(["absent"])
+    publish(tensors_of(0).items(), version=0, bucket_bytes=10**7, outlet=outlet)
+    start = time.monotonic()
+    outlet.begin(1)
+    assert time.monotonic() - start < 0.9
+    assert outlet.failure == "weights version 0 was not sent to absent: waited for absent"
+    outlet.close()
+
+
+def round_of(outlet: CollectiveOutlet, inlet: CollectiveInlet, version: int) -> bool:
+    """A version to a reader in this process, and whether it came right."""
+    manifest = publish(
+        tensors_of(version).items(), version=version, bucket_bytes=1_200_000, outlet=outlet
+    )
+    return is_version(unpack(manifest, inlet.fetch(manifest)), version)
+
+
+@pytest.mark.parametrize(("bytes_per_s", "arrives"), [(100e6, False), (1e6, True)])
+def test_a_broadcast_has_time_for_its_bytes(
+    monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, arrives: bool
+) -> None:
+    send = members.Group.broadcast
+
+    def slowly(self: members.Group, tensor: torch.Tensor, deadline: Deadline) -> torch.Tensor:
+        if threading.current_thread() is not threading.main_thread():  # it sends
+            time.sleep(0.4)
+        return send(self, tensor, deadline)
+
+    monkeypatch.setattr(members.Group, "broadcast", slowly)
+    monkeypatch.setattr(members, "SLOW_BYTES_PER_S", bytes_per_s)
+    outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=1)
+    inlet = CollectiveInlet("a", LocalInlet(), timeout_s=1)
+    outlet.set_readers(["a"])
+    # 4.8 MB in four buckets, which take 2 s with the header.
+    assert round_of(outlet, inlet, 0)
+    assert (inlet.failure is None) is arrives
+    outlet.close()
+    assert (outlet.failure is None) is arrives
+    inlet.close()
+
+
+def test_what_is_said_of_old_versions_does_not_pile_up() -> None:
+    outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=10)
+    inlet = CollectiveInlet("a", LocalInlet(), timeout_s=10)
+    outlet.set_readers(["a"])
+    num_keys = []
+    for version in range(6):
+        assert round_of(outlet, inlet, version)
+        assert inlet.failure is None
+        outlet._wait_until_sent()
+        num_keys.append(outlet._store.num_keys())
+    assert num_keys[1:] == num_keys[1:2] * 5
+    outlet.close()
+    inlet.close()
 
 
 def test_a_publisher_that_is_gone_leaves_the_fallback() -> None:

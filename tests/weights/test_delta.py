@@ -137,8 +137,8 @@ def test_what_was_read_stays_as_it_is() -> None:
 
 
 def test_shared_memory_can_carry_deltas() -> None:
-    outlet = DeltaOutlet(SharedMemoryOutlet("delta", keep_versions=1))
-    inlet = DeltaInlet(SharedMemoryInlet("policy"))
+    outlet = DeltaOutlet(SharedMemoryOutlet("delta", LocalOutlet(), keep_versions=1))
+    inlet = DeltaInlet(SharedMemoryInlet("policy", LocalInlet()))
     weights = {f"t{i}": torch.randn(300) for i in range(5)}
     try:
         for version in range(5):

@@ -4,6 +4,8 @@ import torch
 
 from streamrl.errors import WeightsError
 from streamrl.weights import ParameterSet
+from streamrl.weights.parameters import side_by_side
+from tests.engines.tiny_qwen import tiny_model
 
 
 class Tied(torch.nn.Module):
@@ -61,3 +63,9 @@ def test_arrays_are_taken_without_a_copy() -> None:
 def test_what_is_not_the_set_is_named(tensors: dict[str, torch.Tensor], fault: str) -> None:
     with pytest.raises(WeightsError, match=fault):
         ParameterSet.of(torch.nn.Linear(3, 2)).complete(tensors)
+
+
+def test_tied_names_are_one_parameter_and_go_by_the_first() -> None:
+    model = tiny_model(tied=True, seed=0)
+    assert ParameterSet.of(model).once == side_by_side(dict(model.named_parameters()))
+    assert "lm_head.weight" not in ParameterSet.of(model).once
