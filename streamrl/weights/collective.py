@@ -194,7 +194,7 @@ class CollectiveOutlet:
 class CollectiveInlet:
     """The end of the reader `name`: takes part in broadcasts, and fetches by `fallback` else.
 
-    `failure` says why the last version came by the fallback; None if it did not.
+    `failure` says why the last version came by the fallback; None if it did not, or was the first.
     """
 
     def __init__(
@@ -221,15 +221,17 @@ class CollectiveInlet:
         epoch = manifest.handles[0].epoch
         try:
             store = self._join(epoch, deadline)
-            return self._receive(store, epoch, manifest, deadline)
+            if not self._is_new_to(epoch):
+                return self._receive(store, epoch, manifest, deadline)
         except (RuntimeError, WeightsError) as error:
             self._group = None
             self.failure = f"weights version {manifest.version} was not sent: {error}"
-            self._say_back()
+        self._say_back()
         try:
             return self._fallback.fetch(_of_fallback(manifest))
         except WeightsError as error:
-            raise WeightsError(f"{error} ({self.failure})") from error
+            why = f" ({self.failure})" if self.failure else ""
+            raise WeightsError(f"{error}{why}") from error
 
     def close(self) -> None:
         """Leave the group; the others find out when it is used."""
@@ -243,6 +245,10 @@ class CollectiveInlet:
             self._address = (epoch.host, epoch.port)
             self._group = None
         return self._store
+
+    def _is_new_to(self, epoch: Epoch) -> bool:
+        """Whether we have never been a member, and could not be yet: the next epoch knows us."""
+        return self._epoch is None and self._name not in epoch.members
 
     def _say_back(self) -> None:
         """Tell the publisher, if it can be reached, that we are there for the next epoch."""

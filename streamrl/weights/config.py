@@ -34,8 +34,8 @@ class WeightsConfig:
     #: Keys and values of rollouts that are interrupted: computed anew, or kept as the old weights
     #: made them.
     kv: str = "recompute"
-    #: Every so many versions generators compare the log-probabilities of a fixed batch with the
-    #: trainer's; 0 for never.
+    #: With the first and then every so many published versions generators compare the
+    #: log-probabilities of a fixed batch with the trainer's; 0 for never.
     probe_every: int = 0
     #: Largest difference of a log-probability that a probe lets pass. Unset: 1e-3 where trainer and
     #: generator compute in float32, else 1.

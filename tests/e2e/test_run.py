@@ -147,31 +147,3 @@ def test_one_stage_at_a_time_makes_the_same_run(finished: tuple[Path, str], toy:
         for name in SAME:
             assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
         assert other["staleness/max"] == 0
-
-
-def test_versions_of_adapters_on_disk_are_models_others_can_load(toy: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    run = Launched(
-        [
-            *("train", str(toy / "recipe.yaml"), f"run.dir={toy}/runs", "run.name=adapters"),
-            *ON_POLICY,
-            *("trainer.lora_rank=4", "weights.transport=disk", "weights.probe_every=1"),
-            *("evaluation.at_start=false", "evaluation.at_end=false"),
-        ],
-        toy,
-    )
-    assert run.wait() == 0, run.output
-    run_dir = toy / "runs" / "adapters"
-    version, saved, base = (
-        AutoModelForCausalLM.from_pretrained(folder).state_dict()
-        for folder in (
-            run_dir / "weights" / "policy" / "latest",
-            run_dir / "checkpoints" / "step_000004" / "model",
-            toy / "model",
-        )
-    )
-    assert version.keys() == saved.keys() == base.keys()
-    assert all(torch.equal(version[name], saved[name]) for name in saved)
-    assert not all(torch.equal(version[name], base[name]) for name in base)

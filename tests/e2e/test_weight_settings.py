@@ -48,3 +48,25 @@ def test_every_other_version_is_broadcast_and_the_reference_moves_along(tmp_path
         assert all(0 <= by <= version and by % 2 == 0 for by in sampled_by)
     assert found[0]["policy/kl_ref"] == pytest.approx(0.0, abs=1e-4)
     assert found[-1]["policy/kl_ref"] > 1e-4
+
+
+def test_versions_of_adapters_on_disk_are_models_others_can_load(tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    toy = write_toy(tmp_path)
+    run_dir, _ = run_to_its_end(
+        toy, "adapters", "trainer.lora_rank=4", "weights.transport=disk", "weights.on_update=drain"
+    )
+    assert not any(row["weights/interrupted"] for row in rows(run_dir))
+    version, saved, base = (
+        AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for folder in (
+            run_dir / "weights" / "policy" / "latest",
+            run_dir / "checkpoints" / "step_000006" / "model",
+            toy / "model",
+        )
+    )
+    assert version.keys() == saved.keys() == base.keys()
+    assert all(torch.equal(version[name], saved[name]) for name in saved)
+    assert not all(torch.equal(version[name], base[name]) for name in base)

@@ -155,10 +155,7 @@ def test_versions_reach_all_members_and_newcomers_join_an_epoch(cluster: Broadca
     early.wait_until_ready()
     try:
         early.pull(manifest)
-        right, failure = early.outcome()
-        assert right
-        assert failure is not None
-        assert failure.endswith("version 3 was not sent: d is no member of epoch 2")
+        assert early.outcome() == (True, None), "it could not be a member yet"
     finally:
         early.end()
     assert newcomer.process.is_alive()
@@ -214,7 +211,7 @@ def test_nobody_to_send_to_is_no_broadcast() -> None:
     inlet = CollectiveInlet("a", LocalInlet(), timeout_s=2)
     manifest = publish(tensors_of(0).items(), version=0, bucket_bytes=99, outlet=outlet)
     assert is_version(unpack(manifest, inlet.fetch(manifest)), 0)
-    assert inlet.failure == "weights version 0 was not sent: a is no member of epoch 0"
+    assert inlet.failure is None, "it could not be a member yet"
     inlet.close()
     outlet.close()
 
@@ -311,8 +308,10 @@ def test_both_ways_closed_is_an_error_that_names_both() -> None:
             raise WeightsError(f"version {manifest.version}, bucket 0: gone")
 
     outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=1)
+    outlet.set_readers(["a", "absent"])
     manifest = publish(tensors_of(0).items(), version=0, bucket_bytes=10**7, outlet=outlet)
     inlet = CollectiveInlet("a", Closed(), timeout_s=1)
-    with pytest.raises(WeightsError, match=r"bucket 0: gone \(weights version 0 was not sent: a"):
+    both = r"bucket 0: gone \(weights version 0 was not sent: absent did not come"
+    with pytest.raises(WeightsError, match=both):
         inlet.fetch(manifest)
     outlet.close()
