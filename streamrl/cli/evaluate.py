@@ -148,7 +148,7 @@ async def _engine(subject: Subject, seed: int, max_length: int) -> GenerationEng
     engine = await GenerationEngine.start(
         str(subject.model_dir), config, seed=seed, max_length=max_length
     )
-    await engine.use_checkpoint(0)
+    await engine.use_model_dir(0)
     return engine
 
 

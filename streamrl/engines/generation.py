@@ -222,19 +222,19 @@ class GenerationEngine:
         self._calls.check_alive()
         full = full_weights(
             tensors,
-            self._calls.checkpoint.parameters,
+            self._calls.facts.parameters,
             model_path=self._spec.model_path,
             device=local_device(),
         )
         return await self._apply(version, lambda: self._thread.load(full, version))
 
-    async def use_checkpoint(self, version: int) -> None:
+    async def use_model_dir(self, version: int) -> None:
         """Sample with the weights of the model directory, and call them `version`.
 
         For those who follow no trainer. Raises as `load_weights` does.
         """
         self._calls.check_alive()
-        await self._apply(version, lambda: self._thread.use_checkpoint(version))
+        await self._apply(version, lambda: self._thread.use_model_dir(version))
 
     async def _apply(self, version: int, send: Callable[[], None]) -> Loaded:
         """Send the thread what makes it serve `version`, and wait until it does."""
@@ -301,7 +301,7 @@ class GenerationEngine:
                 f"a prompt of {len(token_ids)} tokens: must have at least one and leave room for "
                 f"another below the maximum length {self._spec.max_length}"
             )
-        vocab_size = self._calls.checkpoint.vocab_size
+        vocab_size = self._calls.facts.vocab_size
         if not 0 <= token_ids.min() <= token_ids.max() < vocab_size:
             raise ConfigError(
                 f"a prompt with token ids {token_ids.min()} to {token_ids.max()}: the model has "

@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from streamrl.engines.begun import extended
-from streamrl.engines.vllm_engine import Checkpoint, Sampled
+from streamrl.engines.vllm_engine import ModelFacts, Sampled
 from streamrl.errors import ConfigError, GenerationError
 from streamrl.messages import Rollout
 from streamrl.weights import Loaded, ParameterSet
@@ -57,15 +57,15 @@ class PendingCalls:
         self._model_path = model_path
         self._failure: str | None = None
         self.version = -1
-        self.checkpoint = Checkpoint(ParameterSet({}, ()), 0)
+        self.facts = ModelFacts(ParameterSet({}, ()), 0)
         self.groups: dict[int, PendingGroup] = {}
         self.loads: dict[int, asyncio.Future[Loaded]] = {}
         self.progress: dict[int, asyncio.Future[Sequence[Sampled]]] = {}
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.Event()
 
-    def on_started(self, checkpoint: Checkpoint) -> None:
-        self.checkpoint = checkpoint
+    def on_started(self, facts: ModelFacts) -> None:
+        self.facts = facts
         if not self.started.done():
             self.started.set_result(None)
 

@@ -44,7 +44,7 @@ class EngineSpec:
 
 
 @dataclass(frozen=True)
-class Checkpoint:
+class ModelFacts:
     """What a model directory says: parameters, by their names in transformers, and tokens."""
 
     parameters: ParameterSet
@@ -111,10 +111,10 @@ def only_engine_of_the_process() -> Iterator[None]:
         _PROCESS.release()
 
 
-def read_checkpoint(model_path: str) -> Checkpoint:
+def read_model_facts(model_path: str) -> ModelFacts:
     """What a model directory holds, without reading its weights."""
     model = load_skeleton(model_path)
-    return Checkpoint(ParameterSet.of(model), model.config.get_text_config().vocab_size)
+    return ModelFacts(ParameterSet.of(model), model.config.get_text_config().vocab_size)
 
 
 def build_engine(spec: EngineSpec) -> Engine:

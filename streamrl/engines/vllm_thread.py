@@ -18,9 +18,9 @@ import torch
 
 from streamrl.engines import vllm_engine
 from streamrl.engines.vllm_engine import (
-    Checkpoint,
     Engine,
     EngineSpec,
+    ModelFacts,
     Sampled,
     SampleRequest,
 )
@@ -41,7 +41,7 @@ class NewWeights:
 class EngineListener(Protocol):
     """Who hears from the thread; every method is called on the event loop."""
 
-    def on_started(self, checkpoint: Checkpoint) -> None:
+    def on_started(self, facts: ModelFacts) -> None:
         """The engine is up, with a model such as this."""
 
     def on_sampled(self, batch: Sequence[Sampled]) -> None:
@@ -102,7 +102,7 @@ class EngineThread:
             )
         )
 
-    def use_checkpoint(self, version: int) -> None:
+    def use_model_dir(self, version: int) -> None:
         """Call the weights the engine was built with `version`."""
         self._commands.put(lambda engine: self._label(engine, version))
 
@@ -113,10 +113,10 @@ class EngineThread:
     def _run(self) -> None:
         try:
             with vllm_engine.only_engine_of_the_process():
-                checkpoint = vllm_engine.read_checkpoint(self._spec.model_path)
+                facts = vllm_engine.read_model_facts(self._spec.model_path)
                 engine = vllm_engine.build_engine(self._spec)
-                self._weights = ServedWeights(engine, checkpoint.parameters, self._spec.model_path)
-                self._post(self._listener.on_started, checkpoint)
+                self._weights = ServedWeights(engine, facts.parameters, self._spec.model_path)
+                self._post(self._listener.on_started, facts)
                 self._serve(engine)
                 vllm_engine.shut_down(engine)
         finally:

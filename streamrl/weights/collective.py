@@ -22,8 +22,8 @@ from streamrl.weights.manifest import Bucket, WeightManifest
 from streamrl.weights.members import (
     PUBLISHER_RANK,
     Deadline,
-    Epoch,
     Group,
+    Term,
     announce,
     gather,
     join_store,
@@ -47,9 +47,9 @@ VERSIONS_TOLD = 2
 
 @dataclass(frozen=True)
 class CollectiveHandle:
-    """The epoch in which a bucket is sent, its number, and its handle in the fallback."""
+    """The term in which a bucket is sent, its number, and its handle in the fallback."""
 
-    epoch: Epoch
+    term: Term
     bucket: int
     fallback: Any
 
@@ -69,7 +69,7 @@ class CollectiveOutlet:
         self._timeout_s = timeout_s
         self._device = device
         self._store = serve_store(host, timeout_s)
-        self._epoch = Epoch(0, host, self._store.port, ())
+        self._term = Term(0, host, self._store.port, ())
         self._readers: tuple[str, ...] = ()
         self._absent: frozenset[str] = frozenset()
         self._group: Group | None = None
@@ -79,7 +79,7 @@ class CollectiveOutlet:
         self._staging: list[Array] = []
         self._handles: list[CollectiveHandle] = []
         self._limit_s = 0.0
-        self._told: list[tuple[Epoch, int]] = []
+        self._told: list[tuple[Term, int]] = []
         #: Why the last broadcast failed and who was waited for; None if it did not fail.
         self.failure: str | None = None
 
@@ -88,7 +88,7 @@ class CollectiveOutlet:
         self._readers = tuple(names)
 
     def begin(self, version: int) -> None:
-        """Wait until the last version is sent, and begin an epoch if the members change.
+        """Wait until the last version is sent, and begin a term if the members change.
 
         A broadcast that keeps its deadlines ends in time. Raises WeightsError if one does not: what
         it reads cannot be laid anew.
@@ -99,9 +99,9 @@ class CollectiveOutlet:
         if self.failure is not None:
             # What failed may still be reading from it.
             self._staging = []
-        if self.failure is not None or members != self._epoch.members:
-            number = self._epoch.number + 1
-            self._epoch = replace(self._epoch, number=number, members=members)
+        if self.failure is not None or members != self._term.members:
+            number = self._term.number + 1
+            self._term = replace(self._term, number=number, members=members)
             self._group = None
         self._version = version
         self._handles = []
@@ -119,7 +119,7 @@ class CollectiveOutlet:
     def seal(self, bucket: Bucket, data: Array) -> CollectiveHandle:
         """Seal a copy in the fallback."""
         copy = seal_copy(self._fallback, bucket, data)
-        handle = CollectiveHandle(self._epoch, len(self._handles), copy)
+        handle = CollectiveHandle(self._term, len(self._handles), copy)
         self._handles.append(handle)
         return handle
 
@@ -130,7 +130,7 @@ class CollectiveOutlet:
         buckets = [data[: bucket.num_bytes] for data, bucket in pairs]
         self.failure = None
         self._limit_s = self._timeout_s + sending_s(manifest.num_bytes)
-        if self._epoch.members:
+        if self._term.members:
             self._sending = self._sender.submit(self._send, manifest.version, buckets)
 
     def close(self) -> None:
@@ -144,12 +144,12 @@ class CollectiveOutlet:
 
     def _send(self, version: int, buckets: Sequence[Array]) -> None:
         """A broadcast, from the wait for its members on; what goes wrong is kept in `failure`."""
-        epoch = self._epoch
+        term = self._term
         try:
             has_group = self._group is not None
             patience = Deadline(self._timeout_s * GATHERING_SHARE)
-            absent = gather(self._store, epoch, version, has_group=has_group, deadline=patience)
-            self._forget_all_but(epoch, version)
+            absent = gather(self._store, term, version, has_group=has_group, deadline=patience)
+            self._forget_all_but(term, version)
             if absent:
                 self._absent |= set(absent)
                 for name in absent:
@@ -157,17 +157,17 @@ class CollectiveOutlet:
                 raise WeightsError(f"waited for {', '.join(absent)}")
             deadline = Deadline(self._limit_s - self._timeout_s * GATHERING_SHARE)
             if self._group is None:
-                self._group = Group(self._store, epoch, PUBLISHER_RANK, self._device, deadline)
-            self._group.check_header((epoch.number, version), deadline)
+                self._group = Group(self._store, term, PUBLISHER_RANK, self._device, deadline)
+            self._group.check_header((term.number, version), deadline)
             for data in buckets:
                 self._group.broadcast(torch.from_numpy(data), deadline)
         except (RuntimeError, WeightsError) as error:
-            members = ", ".join(epoch.members)
+            members = ", ".join(term.members)
             self.failure = f"weights version {version} was not sent to {members}: {error}"
 
-    def _forget_all_but(self, epoch: Epoch, version: int) -> None:
+    def _forget_all_but(self, term: Term, version: int) -> None:
         """Take away what was said of older versions than this one and the last."""
-        self._told.append((epoch, version))
+        self._told.append((term, version))
         while len(self._told) > VERSIONS_TOLD:
             old, number = self._told.pop(0)
             for key in old.keys(number):
@@ -183,7 +183,7 @@ class CollectiveOutlet:
             self._sending = sending
             raise WeightsError(
                 f"weights version {self._version} is still being sent to "
-                f"{', '.join(self._epoch.members)} after {self._limit_s + SPARE_S:g} s"
+                f"{', '.join(self._term.members)} after {self._limit_s + SPARE_S:g} s"
             ) from error
 
     def _is_back(self, name: str) -> bool:
@@ -206,7 +206,7 @@ class CollectiveInlet:
         self._device = device
         self._address: tuple[str, int] | None = None
         self._store: dist.TCPStore | None = None
-        self._epoch: Epoch | None = None
+        self._term: Term | None = None
         self._group: Group | None = None
         self.bytes_fetched = 0
         self.failure: str | None = None
@@ -218,11 +218,11 @@ class CollectiveInlet:
         if not manifest.handles:
             return []
         deadline = Deadline(self._timeout_s + sending_s(manifest.num_bytes))
-        epoch = manifest.handles[0].epoch
+        term = manifest.handles[0].term
         try:
-            store = self._join(epoch, deadline)
-            if not self._is_new_to(epoch):
-                return self._receive(store, epoch, manifest, deadline)
+            store = self._join(term, deadline)
+            if not self._is_new_to(term):
+                return self._receive(store, term, manifest, deadline)
         except (RuntimeError, WeightsError) as error:
             self._group = None
             self.failure = f"weights version {manifest.version} was not sent: {error}"
@@ -238,38 +238,38 @@ class CollectiveInlet:
         self._group = self._store = None
         self._fallback.close()
 
-    def _join(self, epoch: Epoch, deadline: Deadline) -> dist.TCPStore:
+    def _join(self, term: Term, deadline: Deadline) -> dist.TCPStore:
         """The publisher's store."""
-        if self._store is None or self._address != (epoch.host, epoch.port):
-            self._store = join_store(epoch, deadline)
-            self._address = (epoch.host, epoch.port)
+        if self._store is None or self._address != (term.host, term.port):
+            self._store = join_store(term, deadline)
+            self._address = (term.host, term.port)
             self._group = None
         return self._store
 
-    def _is_new_to(self, epoch: Epoch) -> bool:
-        """Whether we have never been a member, and could not be yet: the next epoch knows us."""
-        return self._epoch is None and self._name not in epoch.members
+    def _is_new_to(self, term: Term) -> bool:
+        """Whether we have never been a member, and could not be yet: the next term knows us."""
+        return self._term is None and self._name not in term.members
 
     def _say_back(self) -> None:
-        """Tell the publisher, if it can be reached, that we are there for the next epoch."""
+        """Tell the publisher, if it can be reached, that we are there for the next term."""
         if self._store is not None:
             with contextlib.suppress(RuntimeError):
                 self._store.set(_back_key(self._name), "")
 
     def _receive(
-        self, store: dist.TCPStore, epoch: Epoch, manifest: WeightManifest, deadline: Deadline
+        self, store: dist.TCPStore, term: Term, manifest: WeightManifest, deadline: Deadline
     ) -> list[Array]:
         version = manifest.version
-        if self._name not in epoch.members:
-            raise WeightsError(f"{self._name} is no member of epoch {epoch.number}")
-        if self._epoch != epoch:
-            self._epoch, self._group = epoch, None
-        announce(store, epoch, version, self._name, has_group=self._group is not None)
-        verdict(store, epoch, version, deadline)
+        if self._name not in term.members:
+            raise WeightsError(f"{self._name} is no member of term {term.number}")
+        if self._term != term:
+            self._term, self._group = term, None
+        announce(store, term, version, self._name, has_group=self._group is not None)
+        verdict(store, term, version, deadline)
         if self._group is None:
-            rank = epoch.members.index(self._name) + 1
-            self._group = Group(store, epoch, rank, self._device, deadline)
-        self._group.check_header((epoch.number, version), deadline)
+            rank = term.members.index(self._name) + 1
+            self._group = Group(store, term, rank, self._device, deadline)
+        self._group.check_header((term.number, version), deadline)
         arrays = []
         for bucket in manifest.buckets:
             room = torch.empty(bucket.num_bytes, dtype=torch.uint8)

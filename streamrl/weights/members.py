@@ -1,9 +1,9 @@
-"""Who takes part in a broadcast: an epoch of fixed members, their group, and how they agree.
+"""Who takes part in a broadcast: a term of fixed members, their group, and how they agree.
 
 A group is good only as long as every member takes part in everything, so before each version all
 say at a store, which the publisher serves, that they are there; then the publisher says whether it
 goes ahead. One that is missing costs the others a wait for it, never a broken group. A broadcast
-that fails ends the epoch, and the next one has a group of its own.
+that fails ends the term, and the next one has a group of its own.
 
 Groups are made directly, beside whatever default group a process has (vLLM's has one).
 """
@@ -28,7 +28,7 @@ SLOW_BYTES_PER_S = 100e6
 
 
 @dataclass(frozen=True)
-class Epoch:
+class Term:
     """A time in which the members of a broadcast are the same. The store is at `host`:`port`."""
 
     number: int
@@ -70,7 +70,7 @@ class Deadline:
 
 
 class Group:
-    """The members of an epoch and the publisher, as one of them sees them.
+    """The members of a term and the publisher, as one of them sees them.
 
     To make one waits until all do. Everything raises RuntimeError when a deadline passes or a peer
     is lost; the group is of no more use then. Tensors are on `device`, which says how they travel.
@@ -79,13 +79,13 @@ class Group:
     def __init__(
         self,
         store: dist.Store,
-        epoch: Epoch,
+        term: Term,
         rank: int,
         device: torch.device,
         deadline: Deadline,
     ) -> None:
-        own = dist.PrefixStore(f"{epoch.number}/group", store)
-        size = len(epoch.members) + 1
+        own = dist.PrefixStore(f"{term.number}/group", store)
+        size = len(term.members) + 1
         self._device = device
         self._group: Any
         if device.type == "cuda":
@@ -105,13 +105,13 @@ class Group:
         return there.cpu()
 
     def check_header(self, header: tuple[int, int], deadline: Deadline) -> None:
-        """Send, or receive and compare, the numbers of epoch and version.
+        """Send, or receive and compare, the numbers of term and version.
 
         Raises WeightsError for others than these: what follows is not what is wanted.
         """
         found = tuple(self.broadcast(torch.tensor(header), deadline).tolist())
         if found != header:
-            raise WeightsError(f"epoch and version {found} came, wanted {header}")
+            raise WeightsError(f"term and version {found} came, wanted {header}")
 
 
 def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
@@ -124,45 +124,41 @@ def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
         raise WeightsError(f"weights: cannot serve readers at {host}: {error}") from error
 
 
-def join_store(epoch: Epoch, deadline: Deadline) -> dist.TCPStore:
+def join_store(term: Term, deadline: Deadline) -> dist.TCPStore:
     """A member's way to the publisher's store. Raises WeightsError if there is none."""
     # Where nobody listens the store's own client tries for long, and fills standard error.
     try:
-        socket.create_connection((epoch.host, epoch.port), deadline.left().total_seconds()).close()
+        socket.create_connection((term.host, term.port), deadline.left().total_seconds()).close()
     except OSError as error:
-        raise WeightsError(f"no publisher at {epoch.host}:{epoch.port}: {error}") from error
-    return dist.TCPStore(
-        epoch.host, epoch.port, None, False, deadline.left(), wait_for_workers=False
-    )
+        raise WeightsError(f"no publisher at {term.host}:{term.port}: {error}") from error
+    return dist.TCPStore(term.host, term.port, None, False, deadline.left(), wait_for_workers=False)
 
 
-def announce(
-    store: dist.Store, epoch: Epoch, version: int, member: str, *, has_group: bool
-) -> None:
+def announce(store: dist.Store, term: Term, version: int, member: str, *, has_group: bool) -> None:
     """Say that a member waits for a version."""
-    store.set(epoch.here_key(version, member), json.dumps(has_group))
+    store.set(term.here_key(version, member), json.dumps(has_group))
 
 
 def gather(
-    store: dist.Store, epoch: Epoch, version: int, *, has_group: bool, deadline: Deadline
+    store: dist.Store, term: Term, version: int, *, has_group: bool, deadline: Deadline
 ) -> tuple[str, ...]:
     """Wait for all members, and tell them whether to go on; who cannot is returned.
 
     That is who is not there, or was in another process when the group was made.
     """
-    keys = {member: epoch.here_key(version, member) for member in epoch.members}
+    keys = {member: term.here_key(version, member) for member in term.members}
     absent: tuple[str, ...] = ()
     if not _set_in_time(store, list(keys.values()), deadline):
         absent = tuple(member for member, key in keys.items() if not store.check([key]))
     if not absent:
         absent = tuple(m for m, key in keys.items() if json.loads(store.get(key)) != has_group)
-    store.set(epoch.verdict_key(version), json.dumps(absent))
+    store.set(term.verdict_key(version), json.dumps(absent))
     return absent
 
 
-def verdict(store: dist.Store, epoch: Epoch, version: int, deadline: Deadline) -> None:
+def verdict(store: dist.Store, term: Term, version: int, deadline: Deadline) -> None:
     """Wait for what the publisher says. Raises WeightsError if it does not send the version."""
-    key = epoch.verdict_key(version)
+    key = term.verdict_key(version)
     if not _set_in_time(store, [key], deadline):
         raise WeightsError("the publisher did not say in time whether it sends it")
     absent = json.loads(store.get(key))

@@ -140,14 +140,14 @@ def cluster() -> Iterator[Broadcasting]:
 
 
 @pytest.mark.slow
-def test_versions_reach_all_members_and_newcomers_join_an_epoch(cluster: Broadcasting) -> None:
+def test_versions_reach_all_members_and_newcomers_join_an_term(cluster: Broadcasting) -> None:
     cluster.add("a", "b")
     for _ in range(3):
         assert cluster.round() == [(True, None)] * 2
     cluster.add("c")
     newcomer = cluster.readers[2]
     manifest = cluster.put()  # with c
-    assert manifest.handles[0].epoch.members == ("a", "b", "c")
+    assert manifest.handles[0].term.members == ("a", "b", "c")
     for reader in cluster.readers:
         reader.pull(manifest)
     assert [reader.outcome() for reader in cluster.readers] == [(True, None)] * 3
@@ -182,7 +182,7 @@ def test_one_that_dies_in_the_middle_costs_the_others_a_deadline_and_no_bits(
     # It is not known to be dead yet: the next version waits for it, and says so.
     assert [right for right, _ in cluster.round([a, c])] == [True, True]
     manifest = cluster.put()
-    assert manifest.handles[0].epoch.members == ("a", "c")
+    assert manifest.handles[0].term.members == ("a", "c")
     for reader in (a, c):
         reader.pull(manifest)
     assert [reader.outcome() for reader in (a, c)] == [(True, None)] * 2
@@ -201,7 +201,7 @@ def test_a_reader_that_skips_a_version_is_named_and_comes_back(cluster: Broadcas
     (first, missed, last) = cluster.round([a, b, c])
     assert cluster.outlet.failure is None
     assert first == last == (True, None)
-    assert missed == (True, "weights version 2 was not sent: b is no member of epoch 2")
+    assert missed == (True, "weights version 2 was not sent: b is no member of term 2")
     # Since it has read something it is a member again.
     assert cluster.round() == [(True, None)] * 3
 
