@@ -5,6 +5,7 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -148,3 +149,34 @@ def test_short_groups_leave_no_notes() -> None:
     stream = run_virtual(run_stream(Plan(generate_s=(3.0, 3.9))))
     trained = sum(len(outcome.groups) for outcome in stream.outcomes)
     assert 0 < sum(shard.notes for shard in stream.shards) <= trained + stream.plan.groups_per_step
+
+
+def test_throughput_follows_generators_that_come_and_go() -> None:
+    # Sampling is all that takes time: 18 groups a step, three at once in each generator.
+    plan = Plan(
+        steps=18,
+        groups_per_step=18,
+        max_staleness=1,
+        generators=2,
+        generate_s=(4.0, 4.0),
+        score_s=(0.0, 0.0),
+        train_s=0.0,
+        pull_s=0.1,
+        micro_batch_tokens=10_000,
+    )
+
+    async def scale(stream: Stream) -> None:
+        while len(stream.outcomes) < 5:
+            await asyncio.sleep(0.1)
+        stream.start_generator(2)
+        while len(stream.outcomes) < 10:
+            await asyncio.sleep(0.1)
+        await let_leave(stream, 0)
+
+    stream = run_virtual(run_stream(plan, disturb=scale))
+    ends = stream.step_ends
+    spans = [(2, 5), (7, 10), (14, 18)]
+    two, three, two_again = ((ends[b - 1] - ends[a - 1]) / (b - a) for a, b in spans)
+    assert three == pytest.approx(2 / 3 * two, rel=0.1)
+    assert two_again == pytest.approx(two, rel=0.1)
+    check_accounts(stream)
