@@ -140,7 +140,7 @@ def cluster() -> Iterator[Broadcasting]:
 
 
 @pytest.mark.slow
-def test_versions_reach_all_members_and_newcomers_join_an_term(cluster: Broadcasting) -> None:
+def test_versions_reach_all_members_and_newcomers_join_a_term(cluster: Broadcasting) -> None:
     cluster.add("a", "b")
     for _ in range(3):
         assert cluster.round() == [(True, None)] * 2
