@@ -85,7 +85,22 @@ async def generate(
         await held.at_least(newest_version(columns))
         return [columns]
 
-    await serve(stage, compute, columns=(), slots=slots, batch=1, notes=notes)
+    if await serves(stage, held):
+        await serve(stage, compute, columns=(), slots=slots, batch=1, notes=notes)
+
+
+async def serves(stage: Stage, held: HeldVersion) -> bool:
+    """Wait until a version is held: who has none takes nothing that others could make meanwhile.
+
+    False if the stage is to leave before that.
+    """
+    waits = [asyncio.create_task(held.at_least(0)), asyncio.create_task(stage.leaving.wait())]
+    try:
+        await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+    return held.version >= 0
 
 
 def verified(begun: Begun, held: HeldVersion) -> Begun:
@@ -122,7 +137,8 @@ async def score(
             return await judge(experiences)
 
     columns, slots, batch = serving.columns, serving.slots, serving.batch
-    await serve(stage, compute, columns=columns, slots=slots, batch=batch)
+    if held is None or await serves(stage, held):
+        await serve(stage, compute, columns=columns, slots=slots, batch=batch)
 
 
 async def train(

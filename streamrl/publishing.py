@@ -53,6 +53,8 @@ class Publishing:
         self._lease = lease or FreeLease()
         self._on_fault = on_fault
         self._under_way: dict[str, asyncio.Task[None]] = {}
+        self._version = -1
+        self._changed: set[str] = set()
 
     async def begin(self, version: int, *, first: bool = False, awaited: bool = False) -> bool:
         """Publish the models as they are now as `version`, once the version before is out.
@@ -61,6 +63,8 @@ class Publishing:
         were admitted at it before a resume, is published whether it is due or not.
         """
         await self.settle()
+        self._version = version
+        self._changed.clear()
         # A reference moves when it is published, and who follows it knows when that is due.
         asked = {role for role in self._sources if awaited and role != MOVED}
         roles = [r for r in self._sources if first or r in asked or self._due(r, version)]
@@ -68,6 +72,20 @@ class Publishing:
             role: asyncio.create_task(self._publish(role, version)) for role in roles
         }
         return POLICY in roles
+
+    def resend(self, role: str, version: int) -> None:
+        """Those who follow a role cannot verify a version: send it again, if the model still is it.
+
+        Those who hold it already do not hear of that.
+        """
+        source = POLICY if role == MOVED else role
+        is_newest = version == self._version == self.registries[role].version
+        if is_newest and source not in self._changed and self._under_way[role].done():
+            self._under_way[role] = asyncio.create_task(self._publish(role, version))
+
+    def changes(self, role: str) -> None:
+        """The model of a role is about to be updated: what was published of it is all there is."""
+        self._changed.add(role)
 
     async def _publish(self, role: str, version: int) -> None:
         started = time.perf_counter()
@@ -91,7 +109,11 @@ class Publishing:
 
         The trainers' own deadlines bound the wait.
         """
-        await asyncio.gather(*self._under_way.values())
+        tasks: list[asyncio.Task[None]] = []
+        # One may be sent again meanwhile.
+        while tasks != list(self._under_way.values()):
+            tasks = list(self._under_way.values())
+            await asyncio.gather(*tasks)
 
     def check(self) -> None:
         """Raise what has failed so far: those who wait for a version would wait in vain."""

@@ -103,6 +103,7 @@ class Maker:
             if self._control.left or (not turn.ends_step and self._control.leaves_step()):
                 return
             if turn.ends_update:
+                self._control.publishing.changes(role)
                 await self._update()
                 self.is_done = turn.ends_step
 

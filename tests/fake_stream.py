@@ -46,6 +46,7 @@ from streamrl.weights.registry import WeightRegistry
 from tests.fake_shards import LocalShard, MemoryLog
 from tests.fakes import (
     GROUP_BYTES,
+    PROBE,
     FakeGenerator,
     FakePrompts,
     FakeReference,
@@ -120,6 +121,7 @@ def make_trainers(plan: Plan) -> dict[str, FakeTrainer]:
     """By role: the policy's, and the critic's if the plan has one."""
     pace = replace(plan.pace, mini_batches=min(plan.pace.mini_batches, plan.groups_per_step))
     trainer = FakeTrainer(plan.train_s, plan.world_size, pace, publish_s=plan.publish_s)
+    trainer.probe = PROBE if plan.broken_version >= 0 else None
     trainers = {POLICY: trainer}
     if plan.critic:
         trainer.rests_until = plan.rests

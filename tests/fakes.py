@@ -31,9 +31,11 @@ from streamrl.messages import (
 )
 from streamrl.serving import Result
 from streamrl.weights import Loaded, WeightManifest
+from streamrl.weights.probe import Probe
 from streamrl.weights.registry import ReaderState, WeightRegistry
 
 STREAMED = Pace()
+PROBE = Probe([np.array([1, 2, 3], np.int32)], [np.full(3, -1.0, np.float32)], limit=0.5)
 GROUP_BYTES = 4000
 """More than any group takes."""
 
@@ -80,6 +82,11 @@ class Plan:
     one_at_a_time: bool = False
     publish_s: float = 0.0
     publish_every: int = 1
+    broken_version: int = -1
+    """What serves this version differs from the trainer; if set, each version has a probe."""
+    probe_s: float = 5.0
+    newcomer_pull_s: float = 0.0
+    """What its first version takes one that joins or comes back, beside `pull_s`."""
     stall_s: float = 100.0
     lease_s: float = 60.0
     max_attempts: int = 3
@@ -178,12 +185,16 @@ class FakeGenerator:
 
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded:
         await asyncio.sleep(self._plan.pull_s)
+        if self.version < 0 < version:
+            await asyncio.sleep(self._plan.newcomer_pull_s)
         assert version > self.version
         self.version = version
         return Loaded()
 
-    async def probe(self, sequences: Sequence[Array]) -> None:
-        pass
+    async def probe(self, sequences: Sequence[Array]) -> Sequence[Array]:
+        await asyncio.sleep(self._plan.probe_s)
+        logprob = -2.0 if self.version == self._plan.broken_version else -1.0
+        return [np.full(len(ids), logprob, np.float32) for ids in sequences]
 
 
 def taken_up(begun: Columns | None) -> tuple[list[int], list[int]]:
@@ -254,6 +265,7 @@ class FakeTrainer:
     num_updates: int = 0
     rests_until: int = 0
     publish_s: float = 0.0
+    probe: Probe | None = None
     is_publishing: bool = False
 
     def adopt(self, version: int, dials: Mapping[str, float]) -> None:
@@ -269,7 +281,7 @@ class FakeTrainer:
         await asyncio.sleep(self.publish_s)
         assert self.weights == before, "updated while it was published"
         self.is_publishing = False
-        return WeightManifest(version, (), ())
+        return WeightManifest(version, (), (), self.probe)
 
     async def plan(self, uids: Sequence[str], turns: Sequence[Turn]) -> None:
         assert not self.planned

@@ -1,6 +1,7 @@
 """Generators that join and leave a stream, beside deaths: on a virtual clock."""
 
 import asyncio
+import itertools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -180,3 +181,33 @@ def test_throughput_follows_generators_that_come_and_go() -> None:
     assert three == pytest.approx(2 / 3 * two, rel=0.1)
     assert two_again == pytest.approx(two, rel=0.1)
     check_accounts(stream)
+
+
+def test_who_has_no_version_yet_takes_no_work_from_those_who_have() -> None:
+    plan = Plan(steps=30, generators=1, max_staleness=0, newcomer_pull_s=60.0, pull_s=0.0)
+
+    async def scale(stream: Stream) -> None:
+        while len(stream.outcomes) < 5:
+            await asyncio.sleep(0.1)
+        stream.start_generator(1)
+
+    alone, stream = run_virtual(run_stream(plan)), run_virtual(run_stream(plan, disturb=scale))
+    slowest = max(b - a for a, b in itertools.pairwise(alone.step_ends))
+    assert max(b - a for a, b in itertools.pairwise(stream.step_ends)) <= 2 * slowest
+    assert stream.samplers[1].sampled, "it works once it has one"
+
+
+def test_who_leaves_before_it_has_a_version_leaves_at_once() -> None:
+    plan = Plan(steps=10, generators=1, newcomer_pull_s=1000.0)
+
+    async def scale(stream: Stream) -> None:
+        while len(stream.outcomes) < 3:
+            await asyncio.sleep(0.1)
+        stream.start_generator(1)
+        await asyncio.sleep(0.5)
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        await let_leave(stream, 1)
+        assert clock() - began < 0.1
+
+    check_accounts(run_virtual(run_stream(plan, disturb=scale)))

@@ -410,3 +410,66 @@ def test_what_critics_move_counts_and_what_they_pause_does_not() -> None:
         "weights/probe_diff": 0.5,
         "weights/faults": 3,
     }
+
+
+def test_a_version_that_is_damaged_where_it_lies_is_sent_again_while_the_model_still_is_it() -> (
+    None
+):
+    async def scenario() -> None:
+        sources = {role: Source(1.0) for role in ("policy", MOVED)}
+        registries = {role: WeightRegistry(keep_versions=2) for role in sources}
+        publishing = Publishing(sources, registries, due=lambda role, version: version != 6)
+        await publishing.begin(4)
+        publishing.resend("policy", 4)  # it is still on its way
+        await publishing.settle()
+        publishing.resend("policy", 4)
+        publishing.resend(MOVED, 4)
+        publishing.resend("policy", 3)
+        began = asyncio.get_running_loop().time()
+        await publishing.settle()
+        assert asyncio.get_running_loop().time() == began + 1.0, "nothing updates meanwhile"
+        assert sources["policy"].versions == sources[MOVED].versions == [4, 4]
+        publishing.changes("policy")
+        for role in sources:
+            publishing.resend(role, 4)
+        await publishing.begin(5)
+        await publishing.settle()
+        await publishing.begin(6)
+        publishing.resend("policy", 5)  # the model is 6
+        await publishing.settle()
+        assert sources["policy"].versions == [4, 4, 5]
+
+    run_virtual(scenario())
+
+
+def test_one_that_is_sent_again_while_others_are_waited_for_is_waited_for_too() -> None:
+    async def scenario() -> None:
+        sources = {"policy": Source(1.0), "critic": Source(5.0)}
+        registries = {role: WeightRegistry(keep_versions=2) for role in sources}
+        publishing = Publishing(sources, registries)
+        await publishing.begin(0)
+        settling = asyncio.create_task(publishing.settle())
+        await asyncio.sleep(4.5)
+        publishing.resend("policy", 0)
+        await asyncio.sleep(0.75)
+        assert not settling.done()
+        await settling
+        assert asyncio.get_running_loop().time() == 5.5
+
+    run_virtual(scenario())
+
+
+def test_who_could_not_verify_a_version_gets_the_one_that_is_sent_again() -> None:
+    async def scenario() -> None:
+        registry = WeightRegistry(keep_versions=2)
+        for version in (3, 4, 4):
+            registry.offer(manifest(version))
+        first, again = [
+            await registry.newest("generator-0", ReaderState(held), wait_s=0.0) for held in (3, 4)
+        ]
+        assert first is not None and first.version == 4
+        assert again is None, "who holds it does not hear of it"
+        with pytest.raises(WeightsError, match="version 3 was published after 4"):
+            registry.offer(manifest(3))
+
+    run_virtual(scenario())

@@ -2,16 +2,19 @@
 
 import asyncio
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamrl.buffer import ExperienceQueue
 from streamrl.dataflow import CRITIC
 from streamrl.engines.schedule import Pace
-from streamrl.errors import DeadlineError
-from streamrl.messages import Experience, Lease
+from streamrl.errors import DeadlineError, ProbeError
+from streamrl.messages import Columns, Experience, Lease
+from streamrl.pipeline import newest_version
 from streamrl.serving import Desk
 from streamrl.step import add_sums
 from streamrl.telemetry.spans import busy_s
@@ -233,3 +236,26 @@ def spans(stream: Stream, process: str, name: str | None = None) -> list:  # typ
     if not hasattr(recorder, "kept"):
         recorder.kept = recorder.drain()  # type: ignore[attr-defined]
     return [s for s in recorder.kept if name is None or s.name == name]  # type: ignore[attr-defined]
+
+
+def test_nothing_leaves_a_generator_that_a_version_made_which_was_not_proved(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left: list[int] = []
+    put, note = ExperienceQueue.put, ExperienceQueue.note
+
+    async def seen_put(self: ExperienceQueue, entries: Sequence[tuple[Lease, Columns]]) -> None:
+        left.extend(newest_version(columns) for _, columns in entries)
+        await put(self, entries)
+
+    async def seen_note(self: ExperienceQueue, entries: Sequence[tuple[Lease, Columns]]) -> None:
+        left.extend(newest_version(columns) for _, columns in entries)
+        await note(self, entries)
+
+    monkeypatch.setattr(ExperienceQueue, "put", seen_put)
+    monkeypatch.setattr(ExperienceQueue, "note", seen_note)
+    # Groups end, and notes of others are due, while the version is looked at.
+    plan = Plan(steps=8, generate_s=(3.0, 12.0), broken_version=3, probe_s=8.0)
+    with pytest.raises(ProbeError, match=r"generator-[01], with version 3, gives"):
+        run_virtual(run_stream(plan))
+    assert max(left) == 2

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,10 +30,11 @@ from streamrl.pipeline import admit, train, watch_stalls
 from streamrl.publishing import Publishing, Source
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
-from streamrl.weights.config import DELTA, STORE
 from streamrl.weights.figures import weight_metrics
-from streamrl.weights.registry import Fault, ReaderState, WeightRegistry
-from streamrl.weights.spread import Spread
+from streamrl.weights.registry import REFUSED, Fault, ReaderState, WeightRegistry
+
+REFUSALS = 2
+"""So many times a version is refused before it is sent again: it may be damaged where it lies."""
 
 
 @dataclass(frozen=True)
@@ -162,19 +164,22 @@ class CoordinatorActor:
         )
 
     def _registry(self, role: str) -> WeightRegistry:
+        refusals: Counter[int] = Counter()
+
+        def told(kind: str, reader: str, fault: Fault) -> None:
+            self._report(kind, reader, fault)
+            refusals[fault.version] += kind == REFUSED
+            if refusals[fault.version] == REFUSALS:
+                self._control.publishing.resend(role, fault.version)
+
         keep = self._config.weights.keep_versions
-        return WeightRegistry(keep_versions=keep, on_trouble=self._report, spread=self._spread())
+        spread = self._travel.spread(self._publisher_node)
+        return WeightRegistry(keep_versions=keep, on_trouble=told, spread=spread)
 
     def _report(self, kind: str, who: str, fault: Fault) -> None:
         """An event about a version and the actor, or the role, that it gives trouble."""
         fields: dict[str, str | int] = {"actor": who, "version": fault.version}
         self._feed.post(EventReport(kind, {**fields, "reason": fault.reason}))
-
-    def _spread(self) -> Spread | None:
-        """Where every node takes a copy of its own, some begin from others that have one."""
-        if self._travel.choice.transport not in (STORE, DELTA):
-            return None
-        return Spread(self._publisher_node)
 
     def _publishes(self, role: str, version: int) -> bool:
         """Every so many versions, and those that are looked at: the last, and what is evaluated."""

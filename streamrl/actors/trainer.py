@@ -5,9 +5,10 @@ import contextlib
 import os
 import random
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 
 from streamrl.actors.calls import CALL_TIMEOUT_S, call
 from streamrl.actors.reporting import RoleActors
+from streamrl.actors.sender import Sender
 from streamrl.actors.wiring import ActorReport, Wiring
 from streamrl.algorithms import Settings, columns_derived_from
 from streamrl.checkpoint import CheckpointWriter
@@ -28,8 +30,7 @@ from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ActorError
 from streamrl.messages import Columns
 from streamrl.step import add_sums
-from streamrl.weights import WeightManifest, publish
-from streamrl.weights.config import DISK
+from streamrl.weights import WeightManifest
 from streamrl.weights.probe import Probe, probe_sequences
 
 FLOAT32 = ("auto", "float32")
@@ -83,20 +84,19 @@ class TrainerActor:
         make = wiring.engines.trainer
         self._trainer = await self._in_thread(make, wiring.config, rank, meeting.call.role)
         self._reference = MovingReference(self._config.reference.decay)
-        self._followed = -1
-        self._open_outlets(wiring)
+        self._sender = self._make_sender(wiring)
         if resume_dir is not None:
             await self._in_thread(self._trainer.load, resume_dir)
             if self._keeps_reference:
                 await self._in_thread(self._reference.load, resume_dir)
 
-    def _open_outlets(self, wiring: Wiring) -> None:
+    def _make_sender(self, wiring: Wiring) -> Sender:
         """Rank 0 publishes: its model, and a reference that follows it."""
         path = self._config.model_of(self._role)
         roles = [self._role, *([MOVED] if self._keeps_reference else [])]
-        self._outlets = {
-            role: wiring.travel.outlet(role, path) for role in roles if self._rank == 0
-        }
+        outlets = {role: wiring.travel.outlet(role, path) for role in roles if self._rank == 0}
+        weights = self._config.weights
+        return Sender(self._trainer, self._role, outlets, weights, self._reference)
 
     @property
     def _keeps_reference(self) -> bool:
@@ -159,46 +159,15 @@ class TrainerActor:
             # One forward pass at a time; parameters may be read beside it.
             takes_part = probes and self._rank == 0
             probe = await self._in_thread(self._probe) if takes_part else None
-            sent = await self._in_thread(self._send_own, version, readers, thread=self._beside)
+            sent = await self._in_thread(self._sender.model, version, readers, thread=self._beside)
             return sent and replace(sent, probe=probe)
 
     def _probe_and_send(
         self, version: int, readers: Sequence[str], probes: bool
     ) -> WeightManifest | None:
         probe = self._probe() if probes else None
-        sent = self._send_own(version, readers)
+        sent = self._sender.model(version, readers)
         return sent and replace(sent, probe=probe)
-
-    def _send_own(self, version: int, readers: Sequence[str]) -> WeightManifest | None:
-        # A policy's directory is there for others, too, who know nothing of adapters.
-        is_model = self._role == POLICY and self._config.weights.transport == DISK
-        tensors = self._trainer.whole_state() if is_model else self._trainer.full_state()
-        return self._send(self._role, tensors, version, readers)
-
-    def _send(
-        self,
-        role: str,
-        tensors: Iterator[tuple[str, torch.Tensor]],
-        version: int,
-        readers: Sequence[str],
-    ) -> WeightManifest | None:
-        """Rank 0 sends; the others only take part in gathering, if anything is to be gathered."""
-        if self._rank:
-            self._gather(tensors)
-            return None
-        outlet = self._outlets[role]
-        outlet.set_readers(readers)
-        bucket_bytes = self._config.weights.bucket_bytes
-        try:
-            return publish(tensors, version=version, bucket_bytes=bucket_bytes, outlet=outlet)
-        finally:
-            # If it could not be sent, the others gather on.
-            self._gather(tensors)
-
-    def _gather(self, tensors: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Take part in what is left to be gathered, if anything is."""
-        for _ in tensors if self._trainer.gathers else ():
-            pass
 
     async def publish_reference(
         self, version: int, readers: Sequence[str], moves: bool
@@ -210,22 +179,9 @@ class TrainerActor:
         thread = self._thread if self._trainer.gathers else self._beside
         with self._stage.spans.span("publish_reference", version=version):
             found: WeightManifest | None = await self._in_thread(
-                self._publish_reference, version, readers, moves, thread=thread
+                partial(self._sender.reference, version, readers, moves=moves), thread=thread
             )
         return found
-
-    def _publish_reference(
-        self, version: int, readers: Sequence[str], moves: bool
-    ) -> WeightManifest | None:
-        policy = self._trainer.full_state()
-        if self._rank:
-            return self._send(MOVED, policy, version, readers)
-        # It was moved already if it could only not be sent, and this is another try.
-        if version > self._followed:
-            self._reference.follow(policy, moves=moves)
-            self._followed = version
-        self._gather(policy)
-        return self._send(MOVED, self._reference.named_tensors(), version, readers)
 
     def _probe(self) -> Probe:
         """What the model says now of the sequences of a probe.

@@ -21,11 +21,12 @@ from streamrl.placement import Demand
 from streamrl.weights import Inlet, Outlet
 from streamrl.weights.choice import Choice, Facts, Published, choose, shares
 from streamrl.weights.collective import CollectiveInlet, CollectiveOutlet
-from streamrl.weights.config import COLLECTIVE, DELTA, DISK, SHARED_MEMORY
+from streamrl.weights.config import COLLECTIVE, DELTA, DISK, SHARED_MEMORY, STORE
 from streamrl.weights.delta import DeltaInlet, DeltaOutlet
 from streamrl.weights.disk import DiskInlet, DiskOutlet
 from streamrl.weights.segments import PREFIX, SHARED_MEMORY_DIR, clear_up, free_bytes, total_bytes
 from streamrl.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
+from streamrl.weights.spread import Spread
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,6 +72,13 @@ class WeightTravel:
             )
         return DeltaOutlet(StoreOutlet()) if transport == DELTA else StoreOutlet()
 
+    def spread(self, origin: str) -> Spread | None:
+        """Who may pull from whom, with publishers on the node `origin`.
+
+        Where every node takes a copy of its own, some wait for others that have one.
+        """
+        return Spread(origin) if self.choice.transport in (STORE, DELTA) else None
+
     def end(self) -> None:
         """Take away what publishers that were ended have left in memory."""
         if self.choice.transport != SHARED_MEMORY:
@@ -103,6 +111,8 @@ def plan_travel(config: RunConfig, demands: Sequence[Demand], *, token: str) -> 
     is impossible.
     """
     nodes = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+    # What runs that were killed have left is free.
+    clear_up()
     facts = Facts(
         num_nodes=len(nodes),
         published=_published(config, demands),

@@ -35,7 +35,7 @@ from streamrl.weights.transport import Inlet, Outlet, seal_copy
 
 CPU = torch.device("cpu")
 
-GATHERING_SHARE = 0.5
+GATHERING_SHARE = 0.25
 """Part of a timeout that the publisher waits for members; the rest is for the group and what is
 sent, beside what the bytes take."""
 SPARE_S = 5.0
@@ -57,9 +57,9 @@ class CollectiveHandle:
 class CollectiveOutlet:
     """The publisher's end, reached by others at `host`; what is sent is on `device`.
 
-    A broadcast takes at most `timeout_s` and what its bytes take at SLOW_BYTES_PER_S. Half of the
-    timeout is for gathering the members: no more is lost where one is not there. One that dies or
-    hangs later on may cost all of it, of which the next version waits for what is left.
+    A broadcast takes at most `timeout_s` and what its bytes take at SLOW_BYTES_PER_S. A quarter of
+    the timeout is for gathering the members: no more is lost where one is not there. One that dies
+    or hangs later on may cost all of it, of which the next version waits for what is left.
     """
 
     def __init__(
@@ -99,7 +99,9 @@ class CollectiveOutlet:
         if self.failure is not None:
             # What failed may still be reading from it.
             self._staging = []
-        if self.failure is not None or members != self._term.members:
+        # What was said of a version that comes once more is still there.
+        is_over = self.failure is not None or version == self._version
+        if is_over or members != self._term.members:
             number = self._term.number + 1
             self._term = replace(self._term, number=number, members=members)
             self._group = None

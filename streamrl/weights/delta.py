@@ -89,8 +89,10 @@ class DeltaOutlet:
         self._carrier.set_readers(names)
 
     def begin(self, version: int) -> None:
-        """As the carrier does."""
+        """As the carrier does. A version that comes once more comes whole."""
         self._carrier.begin(version)
+        if version == self._base_version:
+            self._base = []
         self._version = version
         self._next, self._buckets, self._handles = [], [], []
 

@@ -78,10 +78,14 @@ class WeightRegistry:
         return sorted(self._held)
 
     def offer(self, manifest: WeightManifest, *, publish_s: float = 0.0) -> None:
-        """A version was published. Raises WeightsError if it is not newer than the last."""
-        if manifest.version <= self.version:
+        """A version was published, for the first time or, if it is the newest, once more.
+
+        Raises WeightsError if it is older than the newest.
+        """
+        if manifest.version < self.version:
             raise WeightsError(f"version {manifest.version} was published after {self.version}")
-        self._manifests = [*self._manifests, manifest][-self._keep_versions :]
+        others = [one for one in self._manifests if one.version < manifest.version]
+        self._manifests = [*others, manifest][-self._keep_versions :]
         self._publish_s = publish_s
         self._published.set()
 

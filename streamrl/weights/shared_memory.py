@@ -44,8 +44,8 @@ class SharedMemoryOutlet:
 
     The newest `keep_versions` versions stay as they are. Its files have at most `max_bytes`: what
     lies in the same memory, as Ray's object store, dies where others have taken all of it. A bucket
-    that finds no room goes through `fallback`. Raises WeightsError where `directory` cannot be used
-    for another reason.
+    for which these do not suffice goes through `fallback`. Raises WeightsError where `directory` is
+    full, or cannot be used for another reason.
     """
 
     def __init__(
@@ -112,6 +112,7 @@ class SharedMemoryOutlet:
         if segment is None:
             segment = self._take(index, data.nbytes)
             if segment is None:
+                self._check_fallback(data.nbytes)
                 return seal_copy(self._fallback, bucket, data)
             segment.bytes(data.nbytes)[:] = data
         segment.label(self._version, index)
@@ -165,6 +166,18 @@ class SharedMemoryOutlet:
             ) from error
         segment.label(*LAYING)
         return segment
+
+    def _check_fallback(self, num_bytes: int) -> None:
+        """Raise WeightsError if the memory is full, of whatever: the fallback's may be the same.
+
+        Ray's store dies of that. Full of what this publisher may take at most, it has room.
+        """
+        there = free_bytes(self._directory)
+        if there < num_bytes:
+            raise WeightsError(
+                f"weights version {self._version}, bucket {self._num_sealed - 1}: needs "
+                f"{num_bytes / 1e6:.1f} MB, and {self._directory} has {there / 1e6:.1f} MB free"
+            )
 
     def _recycled(self, index: int) -> Segment | None:
         """One of the bucket's that nobody reads any more; those that are too small go."""

@@ -7,13 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamrl.actors.engine_factory import HostedGenerator
+from streamrl.actors.engine_factory import HostedGenerator, HostedRank
 from streamrl.actors.real_engines import RealEngines
 from streamrl.cli.train import train
 from streamrl.config import RunConfig, load_config
 from streamrl.messages import Array
 from streamrl.weights import WeightManifest
 
+DAMAGED = 2
 Fetch = Callable[[object, WeightManifest], Sequence[Array]]
 
 
@@ -21,6 +22,7 @@ Fetch = Callable[[object, WeightManifest], Sequence[Array]]
 class Sabotage(RealEngines):
     """The first life of generator 0 is given a flipped byte, a bucket too few and an old version,
     and dies with a version in its hands; the second never gets a whole version after its fourth.
+    Version DAMAGED is damaged where it lies, for all.
 
     `marks` is a folder in which each life leaves a mark.
     """
@@ -34,6 +36,22 @@ class Sabotage(RealEngines):
             (self.marks / str(life)).touch()
             tamper(life)
         return await super().generator(config, max_length, replica)
+
+    def trainer(self, config: RunConfig, rank: int, role: str) -> HostedRank:
+        """A real one, whose memory of one version is damaged once it is laid."""
+        from streamrl.weights.shared_memory import SharedMemoryOutlet
+
+        finish = SharedMemoryOutlet.finish
+        damaged = set[int]()
+
+        def finish_damaged(outlet: SharedMemoryOutlet, manifest: WeightManifest) -> None:
+            if manifest.version == DAMAGED and not damaged:
+                damaged.add(DAMAGED)
+                outlet._laid[0].bytes(100)[33] ^= 4
+            finish(outlet, manifest)
+
+        SharedMemoryOutlet.finish = finish_damaged  # type: ignore[method-assign]
+        return super().trainer(config, rank, role)
 
 
 def tamper(life: int) -> None:

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.pipeline import PULL_ATTEMPTS
 from streamrl.weights.segments import clear_up
 from tests.e2e.launched import Launched, events, rows
+from tests.e2e.sabotage import DAMAGED
 from tests.toy import write_toy
 
 pytestmark = pytest.mark.slow
@@ -45,6 +47,13 @@ def test_every_fault_is_told_and_no_step_is_missing(run_dir: Path) -> None:
     last = found[-1]
     assert last["weights/faults"] >= 3
     assert last["ledger/admitted"] == last["ledger/trained"] + last["ledger/in_flight"]
+
+
+def test_what_is_damaged_where_it_lies_is_sent_again(run_dir: Path) -> None:
+    refused = [event for event in events(run_dir, "weights_refused") if event["version"] == DAMAGED]
+    assert {event["actor"] for event in refused} == {"generator-0", "generator-1"}
+    assert all("checksum is" in event["reason"] for event in refused)
+    assert 2 <= len(refused) < 2 * PULL_ATTEMPTS, "nobody had to be replaced for it"
 
 
 def test_who_dies_over_a_version_comes_back_and_who_never_gets_one_is_replaced(

@@ -160,6 +160,8 @@ def test_versions_reach_all_members_and_newcomers_join_a_term(cluster: Broadcast
         early.end()
     assert newcomer.process.is_alive()
     assert cluster.round() == [(True, None)] * 3
+    cluster.version -= 1  # and once more: what was said of it the first time does not count
+    assert cluster.round() == [(True, None)] * 3
     assert cluster.outlet.failure is None
 
 
@@ -221,9 +223,9 @@ def test_staging_is_not_laid_anew_while_it_is_sent() -> None:
     outlet.set_readers(["absent"])
     start = time.monotonic()
     publish(tensors_of(0).items(), version=0, bucket_bytes=99, outlet=outlet)
-    assert time.monotonic() - start < 0.4
+    assert time.monotonic() - start < 0.2
     outlet.begin(1)
-    assert time.monotonic() - start >= 0.5
+    assert time.monotonic() - start >= 0.25
     assert outlet.failure == "weights version 0 was not sent to absent: waited for absent"
     outlet.close()
 

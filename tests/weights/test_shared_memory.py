@@ -279,29 +279,36 @@ def small_mount(body: str) -> "subprocess.CompletedProcess[str]":
 @pytest.mark.skipif(
     small_mount("").returncode != 0, reason="needs the right to mount a file system"
 )
-def test_a_file_system_that_fills_up_is_not_the_end_of_the_process() -> None:
+def test_a_file_system_that_is_full_is_an_error_and_not_the_end_of_the_process() -> None:
     found = small_mount(
-        "import os, torch; from pathlib import Path\n"
+        "import torch; from pathlib import Path\n"
+        "from streamrl.errors import WeightsError\n"
         "from streamrl.weights import publish, unpack\n"
         "from streamrl.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet\n"
         "from tests.weights.local_outlet import LocalInlet, LocalOutlet\n"
         "outlet = SharedMemoryOutlet(\n"
         '    "run", LocalOutlet(), keep_versions=2, directory=Path("/mnt"))\n'
         'inlet = SharedMemoryInlet("policy", LocalInlet())\n'
-        "for version in range(6):\n"
-        '    tensors = {"a": torch.full((60_000,), version), "b": torch.full((9_000,), version)}\n'
+        'other = Path("/mnt/other")\n'
+        "def put(version):\n"
+        '    tensors = {"a": torch.full((30_000,), version), "b": torch.full((9_000,), version)}\n'
         "    manifest = publish(\n"
-        "        tensors.items(), version=version, bucket_bytes=500_000, outlet=outlet)\n"
+        "        tensors.items(), version=version, bucket_bytes=250_000, outlet=outlet)\n"
         "    found = unpack(manifest, inlet.fetch(manifest))\n"
         "    assert all(torch.equal(found[name], tensors[name]) for name in tensors)\n"
-        "    del found\n"
-        "    print(version, inlet.failure)\n"
+        "    assert inlet.failure is None\n"
+        "put(0)\n"
+        "other.write_bytes(bytes(500_000))\n"
+        "for _ in range(3):\n"
+        "    try: put(1)\n"
+        "    except WeightsError as error: print(error)\n"
+        "other.unlink()\n"
+        "for version in range(1, 6): put(version)\n"
     )
     assert found.returncode == 0, found.stderr
-    lacks = [line.split(" ", 1)[1] != "None" for line in found.stdout.splitlines()]
-    # 552 kB a version in 1 MB, and two are kept: there is room again once the first is not.
-    assert lacks == [False, True, True, False, True, True]
-    assert "1 of 2 buckets found no room" in found.stdout
+    told = found.stdout.splitlines()
+    assert len(told) == 3
+    assert all("version 1, bucket 0: needs 0.2 MB, and /mnt has" in line for line in told)
 
 
 def in_child(work: Callable[..., None], *arguments: object) -> tuple[BaseProcess, Connection]:
