@@ -26,11 +26,11 @@ from streamrl.config import RunConfig, dump_config, load_config, to_dict
 from streamrl.dataflow import CRITIC, POLICY, Kind
 from streamrl.durable import write_whole
 from streamrl.engines.moving_reference import STATE_FILE
-from streamrl.errors import ConfigError, StreamError
+from streamrl.errors import ConfigError, DiskError, StreamError
 from streamrl.preflight import demands, prepare, shard_bytes
 from streamrl.telemetry import Fanout, RunFacts, make_sinks
 from streamrl.telemetry.rollout_log import RolloutLog
-from streamrl.telemetry.sinks import METRICS_FILE
+from streamrl.telemetry.sinks import METRICS_FILE, Fields
 
 INTERRUPTED = 130
 
@@ -95,7 +95,7 @@ def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory)
         sinks = make_sinks(config.telemetry, _facts(config, resume))
         sinks.start(to_dict(config))
         summary = {"outcome": "failed"}
-        end.callback(sinks.close, summary)
+        end.enter_context(_closing(sinks, summary))
         session = Session(config, prepared, on_gpu=on_gpu, shard_bytes=room, engines=engines)
         end.callback(session.close)
         try:
@@ -111,7 +111,8 @@ def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory)
             check_interrupted()
             finish = _follow(session, sinks, log)
         except StreamError as error:
-            sinks.event("failed", {"error": str(error)})
+            with contextlib.suppress(DiskError):  # the disk may be what failed
+                sinks.event("failed", {"error": str(error)})
             summary |= {"written": str(config.run_dir)}
             raise
         except KeyboardInterrupt:
@@ -119,6 +120,18 @@ def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory)
             raise
         summary |= _summary(finish, config.run_dir)
     return finish
+
+
+@contextlib.contextmanager
+def _closing(sinks: Fanout, summary: Fields) -> Iterator[None]:
+    """Close the sinks at the end; a disk that refuses does not hide why a run has failed."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(DiskError):
+            sinks.close(summary)
+        raise
+    sinks.close(summary)
 
 
 def _follow(session: Session, sinks: Fanout, log: RolloutLog) -> Finish:
