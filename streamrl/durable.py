@@ -1,7 +1,26 @@
 """Files that a crash leaves whole or not at all: a temporary name, fsync, rename."""
 
+import contextlib
 import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+
+from streamrl.errors import DiskError, StreamError
+
+
+@contextlib.contextmanager
+def named_errors(what: str, kind: type[StreamError]) -> Iterator[None]:
+    """The system's errors as one of ours, which says `what`, with its file, went wrong."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what}: {error.strerror or error}") from error
+
+
+def disk_errors(path: Path) -> AbstractContextManager[None]:
+    """The system's errors over a file of the run directory, as DiskError naming it."""
+    return named_errors(f"{path} cannot be written", DiskError)
 
 
 def write_whole(path: Path, text: str) -> None:

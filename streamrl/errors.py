@@ -70,6 +70,10 @@ class JournalError(StreamError):
     """A journal cannot be written or read; the message names the file."""
 
 
+class DiskError(StreamError):
+    """A file of the run directory cannot be written; the message names it."""
+
+
 class ActorError(StreamError):
     """An actor of the run failed; the message names the actor and what it was doing."""
 

@@ -4,14 +4,16 @@ Whoever sees the directory can ask, from any machine and without Ray. A request 
 its name; the run takes it by giving it another, and answers with a file. Who asked removes both.
 """
 
+import contextlib
 import json
+import shutil
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamrl.durable import write_whole
+from streamrl.durable import disk_errors, write_whole
 from streamrl.errors import ConfigError
 
 FOLDER = "requests"
@@ -44,17 +46,16 @@ class Answer:
 
 
 class Mailbox:
-    """The run's end. What an earlier run left is removed by `open`; no method waits."""
+    """The run's end: the folder is there for as long as somebody answers. No method waits."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
 
     def open(self) -> None:
-        """From now on there is somebody to ask."""
-        self._folder.mkdir(exist_ok=True)
-        for kind in (_REQUEST, _TAKEN, _ANSWER):
-            for path in self._folder.glob(f"*{kind}"):
-                path.unlink(missing_ok=True)
+        """From now on there is somebody to ask. What an earlier run left is removed."""
+        self.close()
+        with disk_errors(self._folder):
+            self._folder.mkdir()
 
     def take(self) -> list[Request]:
         """The requests that have come, the earliest first. What is none is answered as such."""
@@ -73,18 +74,21 @@ class Mailbox:
 
     def answer(self, request: str, answer: Answer) -> None:
         """Answer a request by its id. Nobody may be left to read it."""
+        path = self._folder / f"{request}{_ANSWER}"
+        text = json.dumps({"lines": list(answer.lines), "is_done": answer.is_done})
         if self._folder.is_dir():
-            text = json.dumps({"lines": list(answer.lines), "is_done": answer.is_done})
-            write_whole(self._folder / f"{request}{_ANSWER}", text)
+            with disk_errors(path):
+                write_whole(path, text)
 
     def close(self) -> None:
-        """Nobody answers any more: those who ask are told so, at once or when they look."""
-        if not self._folder.is_dir():
-            return
-        for request in self.take():
-            self.answer(request.id, Answer(["the run has ended"], False))
-        if not any(self._folder.iterdir()):
-            self._folder.rmdir()
+        """Nobody answers any more. The folder goes with all in it, which tells those who wait."""
+        closed = self._folder.with_name(f".{FOLDER}.closed")
+        shutil.rmtree(closed, ignore_errors=True)
+        # There may be none, and a disk may refuse: then those who ask give up by themselves.
+        with contextlib.suppress(OSError):
+            # Renamed first: who asks at this moment finds no folder to put a file into.
+            self._folder.rename(closed)
+        shutil.rmtree(closed, ignore_errors=True)
 
 
 def ask(

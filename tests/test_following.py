@@ -167,6 +167,7 @@ def test_what_a_pull_took_is_reported_once() -> None:
         again = weight_metrics(registry.drain())
         assert again["weights/bytes"] == again["weights/interrupted"] == 0
         assert math.isnan(again["weights/probe_diff"])
+        assert math.isnan(again["weights/publish_s"])
 
     run_virtual(scenario())
 
@@ -190,6 +191,31 @@ def test_the_first_token_of_a_probe_has_no_say_and_nan_never_passes() -> None:
     assert probe.check([np.array([9, -1, -2.0625], np.float32)], "it") == 0.0625
     with pytest.raises(ProbeError, match="by up to nan"):
         probe.check([np.array([0, math.nan, -2], np.float32)], "it")
+
+
+def test_nan_in_any_sequence_of_a_probe_never_passes() -> None:
+    logprobs = [np.array([0, -1], np.float32)] * 2
+    probe = Probe([np.array([3, 1], np.int32)] * 2, logprobs, limit=0.1)
+    with pytest.raises(ProbeError, match="by up to nan"):
+        probe.check([logprobs[0], np.array([0, math.nan], np.float32)], "it")
+
+
+def test_a_probe_for_sequences_of_two_has_nothing_to_compare_and_passes() -> None:
+    sequences = probe_sequences(vocab_size=50, max_length=2)
+    assert {len(ids) for ids in sequences} == {1}
+    logprobs = [np.zeros(1, np.float32)] * len(sequences)
+    assert Probe(sequences, logprobs, limit=0.1).check(logprobs, "it") == 0.0
+
+
+def test_a_slow_publish_is_told_once_and_hides_no_other() -> None:
+    registry = WeightRegistry(keep_versions=2)
+    assert math.isnan(registry.drain().publish_s)
+    registry.offer(manifest(0), publish_s=9.0)
+    registry.offer(manifest(1), publish_s=0.5)
+    assert registry.drain().publish_s == 9.0, "the longest of those since the last time"
+    registry.offer(manifest(2), publish_s=0.25)
+    assert registry.drain().publish_s == 0.25
+    assert math.isnan(registry.drain().publish_s)
 
 
 def test_a_probe_is_the_same_for_every_version_and_fits_the_model() -> None:
@@ -237,6 +263,23 @@ def test_nodes_take_turns_and_a_node_that_failed_is_waited_for_by_nobody() -> No
         assert await ask("node-1", 0) is None, "it has it: nothing newer comes"
         both = await asyncio.gather(ask("node-2", -1), ask("node-3", -1))
         assert all(found is not None for found in both), "two have it, and serve two"
+
+    run_virtual(scenario())
+
+
+def test_a_node_where_a_reader_failed_serves_no_others() -> None:
+    async def scenario() -> None:
+        registry = WeightRegistry(keep_versions=2, spread=Spread("node-0", fanout=1))
+        registry.offer(manifest(0))
+
+        async def ask(reader: str, node: str, held: int, fault: str = "") -> WeightManifest | None:
+            state = ReaderState(held, fault=Fault(0, fault) if fault else None, node=node)
+            return await registry.newest(reader, state, wait_s=1.0)
+
+        assert await ask("generator-0", "node-1", -1) is not None
+        assert await ask("generator-0", "node-1", 0) is None, "it has it: two nodes serve two"
+        assert await ask("generator-1", "node-1", -1, fault="it broke") is not None
+        assert await ask("generator-2", "node-2", -1) is None, "one pulls, from the only one left"
 
     run_virtual(scenario())
 

@@ -1,12 +1,14 @@
 """Requests to a run by files: what comes torn, at once, too late, or to nobody."""
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, DiskError
 from streamrl.mailbox import FOLDER, TAKEN_S, Answer, Mailbox, ask
 
 
@@ -76,13 +78,50 @@ def test_what_is_no_request_is_answered_as_such(tmp_path: Path, text: str) -> No
     assert not answer["is_done"] and "no request" in answer["lines"][0]
 
 
-def test_foreign_and_half_written_files_are_left_alone(tmp_path: Path) -> None:
+def test_foreign_and_half_written_files_are_no_requests(tmp_path: Path) -> None:
     mailbox = opened(tmp_path)
     for name in ("notes.txt", ".1.request.json.partial", "1.json"):
         (tmp_path / FOLDER / name).write_text("{}")
     assert mailbox.take() == []
-    mailbox.close()
     assert len(list((tmp_path / FOLDER).iterdir())) == 3
+
+
+def test_an_answer_nobody_waits_for_goes_with_the_run(tmp_path: Path) -> None:
+    mailbox, taken, times = opened(tmp_path), [], []
+    with pytest.raises(ConfigError, match="no answer within 100 s"):
+        asked(tmp_path, lambda now: taken.extend(mailbox.take()), generator=2)
+    mailbox.answer(taken[0].id, Answer(["generators: 1 -> 2"], True))
+    mailbox.close()
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(ConfigError, match="the run is not running"):
+        asked(tmp_path, times.append, generator=2)
+    assert times == [], "it is told at once"
+    mailbox.close()
+
+
+def test_a_run_that_goes_on_starts_with_an_empty_mailbox(tmp_path: Path) -> None:
+    folder = tmp_path / FOLDER
+    folder.mkdir()
+    for name in ("1.answer.json", ".2.request.json.partial", "3.taken.json"):
+        (folder / name).write_text("{}")
+    opened(tmp_path)
+    assert list(tmp_path.iterdir()) == [folder] and list(folder.iterdir()) == []
+
+
+def test_a_disk_that_refuses_an_answer_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mailbox = opened(tmp_path)
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        with pytest.raises(DiskError, match=r"/1.answer.json cannot be written: No space left"):
+            mailbox.answer("1", Answer([], True))
+    mailbox.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_that_is_not_there_is_told_at_once_or_after_a_while(tmp_path: Path) -> None:
@@ -105,13 +144,19 @@ def test_a_request_to_a_run_that_died_does_not_reach_the_one_that_goes_on(tmp_pa
     assert list((tmp_path / FOLDER).iterdir()) == []
 
 
-def test_who_waits_when_a_run_ends_or_is_resumed_is_told(tmp_path: Path) -> None:
-    mailbox = opened(tmp_path)
-    answer = asked(tmp_path, lambda now: mailbox.close(), generator=2)
-    assert answer == Answer(["the run has ended"], False)
-    mailbox = opened(tmp_path)
+@pytest.mark.parametrize("end", [Mailbox.close, Mailbox.open])
+def test_who_waits_when_a_run_ends_or_is_resumed_is_told_at_once(
+    tmp_path: Path, end: Callable[[Mailbox], None]
+) -> None:
+    mailbox, times = opened(tmp_path), []
+
+    def run(now: float) -> None:
+        times.append(now)
+        end(mailbox)
+
     with pytest.raises(ConfigError, match="ended before it answered"):
-        asked(tmp_path, lambda now: mailbox.open(), generator=2)
+        asked(tmp_path, run, generator=2)
+    assert len(times) == 1
 
 
 def test_a_taken_request_that_is_never_answered_has_a_deadline(tmp_path: Path) -> None:

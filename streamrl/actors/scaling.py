@@ -141,10 +141,7 @@ class Scaling:
         return False
 
     def close(self) -> None:
-        """The run has ended; who still waits is told so."""
-        waiting = [self._change.request] if self._change else []
-        for request in (*waiting, *self._requests):
-            self._mailbox.answer(request.id, Answer(["the run has ended"], False))
+        """The run has ended, and nobody answers any more."""
         self._mailbox.close()
 
     def _begin(self, request: Request, handle: Handle) -> None:

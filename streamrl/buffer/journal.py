@@ -25,7 +25,7 @@ from streamrl.buffer.segment import (
     frame_of,
     fsync_path,
     header_of,
-    named_errors,
+    journal_errors,
     segment_path,
     segments,
 )
@@ -225,7 +225,7 @@ class Journal:
         self, folder: Path, config: JournalConfig, *, clock: _Clock = time.monotonic, first: int = 1
     ) -> None:
         self._folder, self._fsync_s, self._clock = folder, config.fsync_s, clock
-        with named_errors(folder):
+        with journal_errors(folder):
             self._writer = _Writer(folder, config, clock, first)
             self._sizes = {n: segment_path(folder, n).stat().st_size for n in segments(folder)}
         self._thread = ThreadPoolExecutor(1, "journal")
@@ -276,7 +276,7 @@ class Journal:
         # The lowest first, so that a crash leaves no gap.
         for number in sorted(n for n in self._sizes if n < segment):
             path = segment_path(self._folder, number)
-            with named_errors(path):
+            with journal_errors(path):
                 path.unlink(missing_ok=True)
             del self._sizes[number]
 

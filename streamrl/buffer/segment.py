@@ -5,11 +5,11 @@ with meta and payload, checksum of the header), the meta as JSON, the payload. C
 with the record's offset, so that a journal inside a payload is never taken for records.
 """
 
-import contextlib
 import json
 import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,6 +18,7 @@ import msgspec
 import xxhash
 
 from streamrl.buffer.blob import Blob, Buffer, join, pieces_of, size_of
+from streamrl.durable import named_errors
 from streamrl.errors import JournalError
 
 MAGIC = b"\x93srlj\n"
@@ -128,7 +129,7 @@ def read_segment(path: Path) -> Iterator[tuple[Position, Record] | Corrupt]:
     killed writer or a power cut leaves: it is left out. The file stays as it is.
     """
     number = int(path.stem) if path.stem.isdecimal() else 0
-    with named_errors(path), path.open("rb") as file:
+    with journal_errors(path), path.open("rb") as file:
         end, offset = os.fstat(file.fileno()).st_size, 0
         while offset < end:
             size, found = _read_at(file, offset, end)
@@ -146,7 +147,7 @@ def read_segment(path: Path) -> Iterator[tuple[Position, Record] | Corrupt]:
 def read_record(folder: Path, position: Position) -> Record:
     """One record. Raises JournalError naming file and offset if it is not there and intact."""
     path = segment_path(folder, position.segment)
-    with named_errors(path), path.open("rb") as file:
+    with journal_errors(path), path.open("rb") as file:
         _, found = _read_at(file, position.offset, os.fstat(file.fileno()).st_size)
     if isinstance(found, str):
         raise JournalError(f"journal {path}, byte {position.offset}: {found}")
@@ -195,18 +196,14 @@ def _next_intact(file: BinaryIO, offset: int, end: int) -> int | None:
     return None
 
 
-@contextlib.contextmanager
-def named_errors(path: Path) -> Iterator[None]:
+def journal_errors(path: Path) -> AbstractContextManager[None]:
     """The system's errors as JournalError naming the file."""
-    try:
-        yield
-    except OSError as error:
-        raise JournalError(f"journal {path}: {error.strerror or error}") from error
+    return named_errors(f"journal {path}", JournalError)
 
 
 def write_segment(path: Path, records: Iterable[Record]) -> None:
     """Write one file, replacing what is there, and fsync it. Raises JournalError if it cannot."""
-    with named_errors(path):
+    with journal_errors(path):
         with path.open("wb") as file:
             offset = 0
             for record in records:

@@ -25,11 +25,12 @@ from streamrl.cli.interrupts import (
 from streamrl.config import RunConfig, dump_config, load_config, to_dict
 from streamrl.dataflow import CRITIC, POLICY, Kind
 from streamrl.durable import write_whole
-from streamrl.errors import ConfigError, StreamError
+from streamrl.engines.moving_reference import STATE_FILE
+from streamrl.errors import ConfigError, DiskError, StreamError
 from streamrl.preflight import demands, prepare, shard_bytes
 from streamrl.telemetry import Fanout, RunFacts, make_sinks
 from streamrl.telemetry.rollout_log import RolloutLog
-from streamrl.telemetry.sinks import METRICS_FILE
+from streamrl.telemetry.sinks import METRICS_FILE, Fields
 
 INTERRUPTED = 130
 
@@ -94,7 +95,7 @@ def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory)
         sinks = make_sinks(config.telemetry, _facts(config, resume))
         sinks.start(to_dict(config))
         summary = {"outcome": "failed"}
-        end.callback(sinks.close, summary)
+        end.enter_context(_closing(sinks, summary))
         session = Session(config, prepared, on_gpu=on_gpu, shard_bytes=room, engines=engines)
         end.callback(session.close)
         try:
@@ -110,7 +111,8 @@ def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory)
             check_interrupted()
             finish = _follow(session, sinks, log)
         except StreamError as error:
-            sinks.event("failed", {"error": str(error)})
+            with contextlib.suppress(DiskError):  # the disk may be what failed
+                sinks.event("failed", {"error": str(error)})
             summary |= {"written": str(config.run_dir)}
             raise
         except KeyboardInterrupt:
@@ -118,6 +120,18 @@ def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory)
             raise
         summary |= _summary(finish, config.run_dir)
     return finish
+
+
+@contextlib.contextmanager
+def _closing(sinks: Fanout, summary: Fields) -> Iterator[None]:
+    """Close the sinks at the end; a disk that refuses does not hide why a run has failed."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(DiskError):
+            sinks.close(summary)
+        raise
+    sinks.close(summary)
 
 
 def _follow(session: Session, sinks: Fanout, log: RolloutLog) -> Finish:
@@ -179,6 +193,7 @@ def _resumed(path: Path, words: Sequence[str]) -> tuple[RunConfig, ResumePoint]:
     _check_same_run(load_config(folder / "config.yaml"), config)
     if checkpoint is not None:
         _check_parts(checkpoint, [call.role for call in config.dataflow.of_kind(Kind.TRAIN)])
+        _check_reference(checkpoint, config.reference.every)
     # The directory may have been moved since.
     config = replace(config, run=replace(config.run, name=folder.name, dir=str(folder.parent)))
     if resume.version >= config.run.steps:
@@ -195,6 +210,21 @@ def _check_parts(checkpoint: Checkpoint, roles: Sequence[str]) -> None:
         if not part.is_dir() or not any(part.iterdir()):
             place = part.relative_to(checkpoint.path)
             raise ConfigError(f"--resume {checkpoint.path}: {place}/ is missing or empty")
+
+
+def _check_reference(checkpoint: Checkpoint, every: int) -> None:
+    """Raise ConfigError unless the run goes on with a moving reference just if one was saved."""
+    was_saved = (checkpoint.dirs(POLICY)[1] / STATE_FILE).is_file()
+    if was_saved and not every:
+        raise ConfigError(
+            f"reference.every={every}: the reference of {checkpoint.path} has moved; a resumed run"
+            " goes on with it"
+        )
+    if every and not was_saved:
+        raise ConfigError(
+            f"reference.every={every}: {checkpoint.path} has no reference that moves; a resumed"
+            " run keeps its 0"
+        )
 
 
 def _check_same_run(stored: RunConfig, config: RunConfig) -> None:

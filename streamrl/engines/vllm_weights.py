@@ -15,6 +15,7 @@ import ctypes
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
@@ -86,6 +87,7 @@ class ServedWeights:
         self._model = _model_of(engine)
         self._on_cpu = all(p.device.type == "cpu" for p in self._model.parameters())
         self._bound: list[BoundParameter] = []
+        self._undertaker = ThreadPoolExecutor(1, "old-weights")
         if self._on_cpu:
             use_onednn(self._model)
         if self._on_cpu and _is_one_plain_rank(engine):
@@ -99,7 +101,11 @@ class ServedWeights:
         """
         if not self._bound:
             return self._reload(tensors)
-        return sum(bound.put([tensors[name] for name in bound.names]) for bound in self._bound)
+        before = [bound.held for bound in self._bound]
+        num_bytes = sum(bound.put([tensors[n] for n in bound.names]) for bound in self._bound)
+        # To unmap a version takes as long as all else here: not while sampling stands still.
+        self._undertaker.submit(before.clear)
+        return num_bytes
 
     def _reload(self, tensors: Mapping[str, Tensor]) -> int:
         num_bytes = 0
@@ -129,6 +135,11 @@ class BoundParameter:
         self._own: Tensor | None = parameter.data
         #: What a view looks at: memory lives as long as one of its tensors.
         self._viewed: Sequence[Tensor] = ()
+
+    @property
+    def held(self) -> tuple[Tensor, Sequence[Tensor]]:
+        """What keeps the memory of its values alive."""
+        return self._parameter.data, self._viewed
 
     def fits(self, shapes: Mapping[str, tuple[int, ...]]) -> bool:
         """Whether tensors of these shapes, by name, make up the parameter.

@@ -152,7 +152,7 @@ METRICS: tuple[Metric, ...] = (
         "versions",
         "newest published version minus the oldest that is served",
     ),
-    Metric("weights/publish_s", "s", "time to publish a version, beside the step after it"),
+    Metric("weights/publish_s", "s", "longest a publish took since the last step; NaN if none"),
     Metric("weights/pull_s", "s", "longest it took from news of a version to its use"),
     Metric("weights/pause_s", "s", "longest a generator sampled nothing for a new version"),
     Metric("weights/bytes", "bytes", "weights moved since the last step"),

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamrl.durable import write_whole
+from streamrl.durable import disk_errors, write_whole
 
 
 class RolloutLog:
@@ -21,10 +21,11 @@ class RolloutLog:
                 path.unlink()
 
     def write(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """The sampled groups of a step; nothing if there are none."""
+        """The sampled groups of a step; nothing if there are none. Raises DiskError."""
         if not samples:
             return
-        self._folder.mkdir(exist_ok=True)
         lines = [json.dumps(sample, default=str, ensure_ascii=False) for sample in samples]
         path = self._folder / f"step_{step:06d}.jsonl"
-        write_whole(path, "\n".join(lines) + "\n")
+        with disk_errors(path):
+            self._folder.mkdir(exist_ok=True)
+            write_whole(path, "\n".join(lines) + "\n")

@@ -3,11 +3,12 @@
 import json
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from numbers import Real
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
-from streamrl.durable import write_whole
+from streamrl.durable import disk_errors, write_whole
 from streamrl.errors import ConfigError
 from streamrl.telemetry.contract import Row, json_value
 
@@ -39,7 +40,8 @@ class JsonlSink:
 
     A row is {"step": int, "time": epoch seconds, <name>: value, ...}; NaN and infinities are null.
     An event is {"time": ..., "event": name, <field>: value, ...}. With `resume_step`, rows of later
-    steps are cut off first, so that no step appears twice; events are kept.
+    steps are cut off first, so that no step appears twice; events are kept. A disk that refuses is
+    a DiskError that names the file.
     """
 
     def __init__(
@@ -57,15 +59,20 @@ class JsonlSink:
     def start(self, config: Mapping[str, Any]) -> None:
         """Open both files. Raises ConfigError if they exist and the run is not resumed."""
         metrics, events = self._paths
-        metrics.parent.mkdir(parents=True, exist_ok=True)
+        with disk_errors(metrics.parent):
+            metrics.parent.mkdir(parents=True, exist_ok=True)
         if self._resume_step is not None:
             last = self._resume_step
-            kept = [row for row in read_jsonl(metrics) if row["step"] <= last]
-            write_whole(metrics, "".join(map(_dump, kept)))
-            write_whole(events, "".join(map(_dump, read_jsonl(events))))
+            rows = [row for row in read_jsonl(metrics) if row["step"] <= last]
+            for path, kept in ((metrics, rows), (events, read_jsonl(events))):
+                with disk_errors(path):
+                    write_whole(path, "".join(map(_dump, kept)))
         elif metrics.exists() or events.exists():
             raise ConfigError(f"{metrics.parent} already holds a run: resume it or name another")
-        self._files = tuple(path.open("a", encoding="utf-8", buffering=1) for path in self._paths)
+        with disk_errors(metrics.parent):
+            self._files = tuple(
+                path.open("a", encoding="utf-8", buffering=1) for path in self._paths
+            )
 
     def step(self, step: int, row: Row) -> None:
         """Append the row to metrics.jsonl; the base model's evaluation, step 0, is an event.
@@ -85,14 +92,20 @@ class JsonlSink:
 
     def close(self, summary: Fields) -> None:
         """Append the summary as the event "close", and close both files."""
-        if self._files:
-            self.event("close", summary)
-        for file in self._files:
-            file.close()
-        self._files = ()
+        if not self._files:
+            return
+        with ExitStack() as closing:  # both, also if one fails
+            for path, file in zip(self._paths, self._files, strict=True):
+                closing.enter_context(disk_errors(path))
+                closing.callback(file.close)
+            try:
+                self.event("close", summary)
+            finally:
+                self._files = ()
 
     def _write(self, index: int, line: Mapping[str, Any]) -> None:
-        self._files[index].write(_dump(line))
+        with disk_errors(self._paths[index]):
+            self._files[index].write(_dump(line))
 
 
 def json_fields(fields: Fields) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+from streamrl.durable import disk_errors
 from streamrl.telemetry.contract import Histogram, Row, json_value
 from streamrl.telemetry.sinks import Fields, json_fields
 from streamrl.telemetry.spans import Span
@@ -28,7 +29,7 @@ class TraceSink:
     """Writes spans per process and lane, a mark per step and event, and a few metrics as counters.
 
     Times are microseconds since the epoch. With `resume`, events are added to the file that is
-    there; without, a new file takes its place.
+    there; without, a new file takes its place. A disk that refuses is a DiskError that names it.
     """
 
     def __init__(
@@ -44,7 +45,6 @@ class TraceSink:
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Open the file, and learn from an earlier part what its processes are called."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         kept = _complete_events(self._path) if self._resume else []
         for event in kept:
             if event["name"] == "process_name":
@@ -52,9 +52,11 @@ class TraceSink:
             elif event["name"] == "thread_name":
                 self._tids.add(event["tid"])
         partial = self._path.with_suffix(".partial")
-        self._file = FileIO(partial, "w")
-        self._append(kept + self._new_names(_RUN, 0))
-        partial.replace(self._path)
+        with disk_errors(self._path):
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = FileIO(partial, "w")
+            self._append(kept + self._new_names(_RUN, 0))
+            partial.replace(self._path)
 
     def spans(self, spans: Iterable[Span]) -> None:
         """Add spans; an open one is left out, as it comes whole with a later drain."""
@@ -81,10 +83,10 @@ class TraceSink:
 
     def close(self, summary: Fields) -> None:
         """Make the file durable and close it."""
-        if self._file is not None:
-            os.fsync(self._file.fileno())
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            with disk_errors(self._path), file:
+                os.fsync(file.fileno())
 
     def _place(self, process: str, lane: int) -> dict[str, int]:
         # Perfetto takes pid and tid 0 for the kernel's, and a tid for unique across processes.
@@ -123,9 +125,12 @@ class TraceSink:
         if not events:
             return
         body = b",\n".join(json.dumps(event).encode() for event in events)
-        self._file.seek(self._end)
-        self._file.write((b",\n" if self._end else _OPENING) + body + _CLOSING)
-        self._end = self._file.tell() - len(_CLOSING)
+        left = memoryview((b",\n" if self._end else _OPENING) + body + _CLOSING)
+        with disk_errors(self._path):
+            self._file.seek(self._end)
+            while left:  # a disk that fills up takes a part first
+                left = left[self._file.write(left) :]
+            self._end = self._file.tell() - len(_CLOSING)
 
 
 def _us(seconds: float) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import psutil
 
-from streamrl.durable import write_whole
+from streamrl.durable import disk_errors, write_whole
 from streamrl.errors import ConfigError
 from streamrl.telemetry.contract import Histogram, Row
 from streamrl.telemetry.sinks import Fields
@@ -92,11 +92,13 @@ class WandbSink:
     def start(self, config: Mapping[str, Any]) -> None:
         """Start the wandb run, with the run's configuration as its config.
 
-        Raises ConfigError if wandb is missing, cannot start, or is online without an account.
+        Raises ConfigError if wandb is missing, cannot start, or is online without an account, and
+        DiskError.
         """
         mode = self._config.mode
         directory = self._run_dir / "wandb"
-        directory.mkdir(parents=True, exist_ok=True)
+        with disk_errors(directory):
+            directory.mkdir(parents=True, exist_ok=True)
         try:
             self._run = self._init(config)
         except ConfigError:
@@ -110,7 +112,9 @@ class WandbSink:
                 f"{type(error).__name__}: {' '.join(str(error).split())}; "
                 "telemetry.wandb.mode=disabled runs without it"
             ) from error
-        write_whole(directory / RUN_ID_FILE, self._run_id + "\n")
+        path = directory / RUN_ID_FILE
+        with disk_errors(path):
+            write_whole(path, self._run_id + "\n")
 
     def _init(self, config: Mapping[str, Any]) -> "wandb.Run":
         import wandb
@@ -218,5 +222,5 @@ def _finish(run: "wandb.Run", summary: Fields) -> None:
             run.finish()
         finally:
             wandb.teardown()
-    except (wandb.Error, OSError, HandleAbandonedError, MailboxClosedError):
-        _log.exception("wandb did not finish; metrics.jsonl holds every row")
+    except (wandb.Error, OSError, HandleAbandonedError, MailboxClosedError) as error:
+        _log.warning("wandb did not finish (%s); metrics.jsonl holds every row", error)

@@ -15,6 +15,7 @@ ON_UPDATE = ("interrupt", "drain")
 KV = ("recompute", "keep")
 LIMIT_EXACT = 1e-3
 LIMIT_ROUNDED = 1.0
+MOST_BUCKET_MB = 4096
 
 
 @dataclass
@@ -38,9 +39,9 @@ class WeightsConfig:
     #: log-probabilities of a fixed batch with the trainer's; 0 for never.
     probe_every: int = 0
     #: Largest difference of a log-probability that a probe lets pass. Unset: 1e-3 where trainer and
-    #: generator compute in float32, else 1.
+    #: generator compute in float32, else 1. Needs `probe_every`.
     probe_limit: float | None = None
-    #: Size of a bucket, MB. A larger tensor gets a bucket of its own.
+    #: Size of a bucket, MB, at most 4096. A larger tensor gets a bucket of its own.
     bucket_mb: int = 64
     #: How many of the newest versions the publisher keeps for those who are still pulling.
     keep_versions: int = 2
@@ -54,10 +55,19 @@ class WeightsConfig:
         for key in ("publish_every", "bucket_mb", "keep_versions"):
             if vars(self)[key] < 1:
                 raise ConfigError(f"weights.{key}={vars(self)[key]}: must be at least 1")
+        if self.bucket_mb > MOST_BUCKET_MB:
+            raise ConfigError(
+                f"weights.bucket_mb={self.bucket_mb}: must be at most {MOST_BUCKET_MB}"
+            )
         if self.probe_every < 0:
             raise ConfigError(f"weights.probe_every={self.probe_every}: must be 0 or more")
         if self.probe_limit is not None and self.probe_limit <= 0:
             raise ConfigError(f"weights.probe_limit={self.probe_limit}: must be above 0")
+        if self.probe_limit is not None and not self.probe_every:
+            raise ConfigError(
+                f"weights.probe_limit={self.probe_limit}: nothing is probed with"
+                " weights.probe_every=0"
+            )
         if self.on_update == "drain" and self.kv == "keep":
             raise ConfigError(
                 "weights.kv=keep: nothing runs through an update under weights.on_update=drain"

@@ -27,8 +27,8 @@ class Pull:
 class Traffic:
     """What went on around the weights of one model in some time.
 
-    publish_s: of the last publish, s. skew: versions that the reader furthest behind has to go.
-    num_faults: publishes and pulls that failed since the run began.
+    publish_s: of the longest publish, s; NaN if there was none. skew: versions that the reader
+    furthest behind has to go. num_faults: publishes and pulls that failed since the run began.
     """
 
     pulls: Sequence[Pull]

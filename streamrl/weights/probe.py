@@ -20,7 +20,8 @@ MAX_TOKENS = 64
 class Probe:
     """Token ids, int32 [T] each, and the trainer's logprob of each token, float32 [T].
 
-    A sequence's first token has none. `limit` is the largest difference that passes.
+    A sequence's first token has none, so that one of a single token has nothing to compare. `limit`
+    is the largest difference that passes.
     """
 
     sequences: Sequence[Array]
@@ -33,7 +34,8 @@ class Probe:
         `who` says whose figures they are. NaN never passes.
         """
         pairs = zip(self.logprobs, found, strict=True)
-        difference = max(float(np.abs(want[1:] - got[1:]).max()) for want, got in pairs)
+        largest = [np.abs(want[1:] - got[1:]).max(initial=0.0) for want, got in pairs]
+        difference = float(np.max(largest))  # Python's max may pass over a NaN
         if not difference <= self.limit:
             raise ProbeError(
                 f"{who} gives log-probabilities that differ from the trainer's by up to"

@@ -63,7 +63,7 @@ class WeightRegistry:
         self._manifests: list[WeightManifest] = []
         self._published = asyncio.Event()
         self._held: dict[str, int] = {}
-        self._publish_s = math.nan
+        self._published_s: list[float] = []
         self._pulls: list[Pull] = []
         self._num_faults = 0
 
@@ -86,7 +86,7 @@ class WeightRegistry:
             raise WeightsError(f"version {manifest.version} was published after {self.version}")
         others = [one for one in self._manifests if one.version < manifest.version]
         self._manifests = [*others, manifest][-self._keep_versions :]
-        self._publish_s = publish_s
+        self._published_s.append(publish_s)
         self._published.set()
 
     def count_fault(self) -> None:
@@ -134,6 +134,8 @@ class WeightRegistry:
     def drain(self) -> Traffic:
         """What went on since the last call."""
         pulls, self._pulls = self._pulls, []
+        publish_s = max(self._published_s, default=math.nan)
+        self._published_s = []
         served = [version for version in self._held.values() if version >= 0]
         skew = self.version - min(served, default=self.version)
-        return Traffic(pulls, self._publish_s, skew, self._num_faults)
+        return Traffic(pulls, publish_s, skew, self._num_faults)

@@ -12,6 +12,7 @@ from streamrl.checkpoint import CheckpointWriter
 from streamrl.cli.main import main
 from streamrl.config import dump_config, load_config
 from streamrl.dataflow import POLICY
+from streamrl.engines.moving_reference import STATE_FILE
 from streamrl.preflight import prepare
 from tests.toy import write_toy
 
@@ -63,6 +64,8 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
         (["weights.publish_every=0"], ["weights.publish_every=0", "at least 1"]),
         (["weights.publish_every=3"], ["weights.publish_every=3", "pipeline.max_staleness=1"]),
         (["weights.probe_every=-1"], ["weights.probe_every=-1", "0 or more"]),
+        (["weights.probe_limit=0.1"], ["weights.probe_limit=0.1", "weights.probe_every=0"]),
+        (["weights.bucket_mb=65536"], ["weights.bucket_mb=65536", "at most 4096"]),
         (["weights.probe_limit=0"], ["weights.probe_limit=0", "above 0"]),
         (["reference.every=2"], ["reference.every=2", "has no reference"]),
         (["reference.every=-1"], ["reference.every=-1", "0 or more"]),
@@ -276,6 +279,30 @@ def test_a_resume_keeps_its_critic_and_what_follows_the_steps(
     save_checkpoint(tmp_path / "run", {})
     assert main(["train", "--resume", str(tmp_path / "run"), override]) == 2
     assert part in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("was", "now", "part"),
+    [
+        (2, 0, "reference.every=0: the reference of"),
+        (0, 2, "reference.every=2: {checkpoint} has no reference that moves"),
+    ],
+)
+def test_a_resume_keeps_a_reference_that_moves_or_one_that_does_not(
+    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], was: int, now: int, part: str
+) -> None:
+    chosen = ["algorithm.kl_coef=0.1", f"reference.every={was}"]
+    config = load_config(toy / "recipe.yaml", chosen)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(dump_config(config))
+    saved = save_checkpoint(run_dir, {})
+    if was:
+        (saved / "trainer" / STATE_FILE).write_text("tensors")
+    assert main(["train", "--resume", str(run_dir), f"reference.every={now}"]) == 2
+    error = capsys.readouterr().err.strip()
+    assert part.format(checkpoint=saved) in error and "\n" not in error
+    assert (run_dir / "config.yaml").read_text() == dump_config(config)
 
 
 def save_checkpoint(run_dir: Path, prompts: object, state: Mapping[str, object] = {}) -> Path:

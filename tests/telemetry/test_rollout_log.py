@@ -1,8 +1,13 @@
 """Rollouts to read: one file per step, cut when a run goes back."""
 
+import errno
 import json
+import os
 from pathlib import Path
 
+import pytest
+
+from streamrl.errors import DiskError
 from streamrl.telemetry.rollout_log import RolloutLog
 
 
@@ -13,6 +18,17 @@ def test_a_step_with_samples_has_a_file_of_them(tmp_path: Path) -> None:
     log.write(2, [{"prompt": "1+1", "score": 1.0}, {"prompt": "ä", "score": 0.0}])
     lines = (tmp_path / "rollouts" / "step_000002.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["prompt"] for line in lines] == ["1+1", "ä"]
+
+
+def test_a_full_disk_is_named_with_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(DiskError, match=r"step_000002.jsonl cannot be written: No space left"):
+        RolloutLog(tmp_path).write(2, [{"score": 1.0}])
 
 
 def test_a_run_that_goes_back_loses_the_samples_of_later_steps(tmp_path: Path) -> None:

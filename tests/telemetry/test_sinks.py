@@ -1,9 +1,12 @@
+import errno
 import json
 import math
+import os
+from pathlib import Path
 
 import pytest
 
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, DiskError
 from streamrl.telemetry.contract import Histogram
 from streamrl.telemetry.sinks import JsonlSink, read_jsonl
 from tests.telemetry.rows import Clock, full_row
@@ -93,6 +96,36 @@ def test_a_broken_line_in_the_middle_is_an_error_with_its_number(tmp_path):
 def test_resuming_before_the_first_step_starts_empty_files(tmp_path):
     started(tmp_path, resume_step=0)
     assert read_jsonl(tmp_path / "metrics.jsonl") == []
+
+
+def fill_disk(sink):
+    """Have a sink's files be those of a device that is always full."""
+    full = Path("/dev/full")
+    sink._files = tuple(full.open("a", buffering=1) for _ in sink._files)
+    return sink._files
+
+
+def test_a_full_disk_is_named_with_the_file(tmp_path):
+    sink = started(tmp_path)
+    files = fill_disk(sink)
+    full = "cannot be written: No space left on device"
+    with pytest.raises(DiskError, match=f"^{tmp_path}/metrics.jsonl {full}$"):
+        sink.step(1, {"reward/mean": 0.5})
+    with pytest.raises(DiskError, match=f"^{tmp_path}/events.jsonl {full}$"):
+        sink.event("failed", {})
+    with pytest.raises(DiskError, match=full):
+        sink.close({})
+    assert all(file.closed for file in files), "both, though neither could be flushed"
+    sink.close({})
+
+
+def test_a_disk_without_room_for_a_file_is_named_at_the_start(tmp_path, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(DiskError, match=r"metrics.jsonl cannot be written: No space"):
+        started(tmp_path, resume_step=0)
 
 
 def test_a_directory_with_a_run_in_it_is_refused(tmp_path):

@@ -1,7 +1,11 @@
+import errno
 import json
+import os
+from io import FileIO
 
 import pytest
 
+from streamrl.errors import DiskError
 from streamrl.telemetry.spans import Span
 from streamrl.telemetry.trace import TRACE_FILE, TraceSink
 from tests.telemetry.rows import Clock, full_row
@@ -98,3 +102,39 @@ def test_a_run_that_is_not_resumed_starts_an_empty_trace(sink, tmp_path):
     sink.spans(SPANS)
     TraceSink(tmp_path).start({})
     assert events(tmp_path, "X") == []
+
+
+class FullDisk(FileIO):
+    """Takes ten more bytes and then none, as a disk that fills up."""
+
+    room = 10
+
+    def write(self, data):
+        taken = super().write(data[: self.room])
+        self.room -= taken
+        if not taken:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return taken
+
+
+def test_a_full_disk_is_named_and_what_was_there_can_be_opened(sink, tmp_path):
+    sink.spans(SPANS[:1])
+    file = sink._file = FullDisk(tmp_path / TRACE_FILE, "r+")
+    with pytest.raises(DiskError, match=r"trace.json cannot be written: No space left on device"):
+        sink.spans(SPANS)
+    sink.close({})
+    assert file.closed
+    resumed = TraceSink(tmp_path, resume=True)
+    resumed.start({})
+    assert [e["name"] for e in events(tmp_path, "X")] == ["generate"]
+
+
+def test_a_disk_that_refuses_the_last_fsync_is_named(sink, monkeypatch):
+    def refuse(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    file = sink._file
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(DiskError, match=r"trace.json cannot be written: No space left on device"):
+        sink.close({})
+    assert file.closed

@@ -1,0 +1,33 @@
+"""The end of a run whose disk is full: what it says first is why it has failed."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from streamrl.cli.train import _closing
+from streamrl.errors import DiskError, RewardError
+from streamrl.telemetry import Fanout
+
+
+class Full(Fanout):
+    """Sinks on a full disk."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.summary: Mapping[str, object] = {}
+
+    def close(self, summary: Mapping[str, str | int | float | bool]) -> None:
+        self.summary = dict(summary)
+        raise DiskError("events.jsonl cannot be written: No space left on device")
+
+
+def test_a_full_disk_at_the_end_does_not_hide_why_a_run_has_failed() -> None:
+    sinks = Full()
+    with pytest.raises(RewardError, match="no verdict"), _closing(sinks, {"outcome": "failed"}):
+        raise RewardError("no verdict")
+    assert sinks.summary == {"outcome": "failed"}
+
+
+def test_a_full_disk_at_the_end_of_a_run_that_went_well_is_said() -> None:
+    with pytest.raises(DiskError, match="No space left"), _closing(Full(), {}):
+        pass
