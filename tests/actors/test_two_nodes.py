@@ -1,4 +1,4 @@
-"""Two Ray nodes on one machine: the queue is on both, and weights may keep actors on one."""
+"""Two Ray nodes on one machine: the queue and weights span both, or weights keep actors on one."""
 
 import asyncio
 import hashlib
@@ -13,20 +13,26 @@ import numpy as np
 import psutil
 import pytest
 import ray
+import torch
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from streamrl.actors.crew import Crew
 from streamrl.actors.remote_shard import RemoteShard
 from streamrl.actors.shard import create_shards
+from streamrl.actors.weight_travel import WeightTravel
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.buffer import Bounds, ExperienceQueue, Files, Ports, QueueConfig, ShardPlan
 from streamrl.config import ModelConfig, RunConfig
 from streamrl.data import DataConfig
+from streamrl.dataflow import POLICY
 from streamrl.messages import ROLLOUT_COLUMNS, Array, Columns, Prompt
 from streamrl.placement import PlacementConfig
 from streamrl.preflight import Prepared
 from streamrl.rewards import RewardConfig
+from streamrl.weights import WeightManifest, publish, unpack
+from streamrl.weights.choice import Choice
+from streamrl.weights.config import COLLECTIVE, DELTA, DISK, STORE
 from tests.e2e.launched import MARK, marked
 
 pytestmark = pytest.mark.slow
@@ -222,3 +228,55 @@ def node_of_again(actor: Any) -> str:
     """The node of an actor that was killed, once it is there again."""
     again = actor.__ray_call__.options(max_task_retries=-1)
     return str(ray.get(again.remote(lambda _: ray.get_runtime_context().get_node_id())))
+
+
+def tensors_of(version: int) -> dict[str, torch.Tensor]:
+    """What a version holds; most of it is as it was in the one before."""
+    generator = torch.Generator().manual_seed(version)
+    last = torch.rand(1000, generator=generator)
+    return {"head.weight": torch.arange(700_000.0), "norm.weight": last}
+
+
+class Publisher:
+    """The publishing end of a transport."""
+
+    def __init__(self, travel: WeightTravel) -> None:
+        self._outlet = travel.outlet(POLICY, "")
+
+    def publish(self, version: int, readers: list[str]) -> WeightManifest:
+        self._outlet.set_readers(readers)
+        tensors = tensors_of(version).items()
+        return publish(tensors, version=version, bucket_bytes=1 << 20, outlet=self._outlet)
+
+
+class Reader:
+    """The end of a reader on a node."""
+
+    def __init__(self, travel: WeightTravel, name: str) -> None:
+        self._inlet = travel.inlet(POLICY, name)
+
+    def pull(self, manifest: WeightManifest) -> tuple[bool, str | None]:
+        """Whether a version came as it was published, and why it took a detour if it did."""
+        found = unpack(manifest, self._inlet.fetch(manifest))
+        wanted = tensors_of(manifest.version)
+        same = all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+        return same and found.keys() == wanted.keys(), self._inlet.failure
+
+
+def test_versions_reach_readers_on_both_nodes(nodes: Nodes, tmp_path: Path) -> None:
+    names = ["generator-0", "generator-1"]
+    for transport in (STORE, DELTA, COLLECTIVE, DISK):
+        travel = WeightTravel(Choice(transport, ""), "run", tmp_path / transport, 2, {})
+        places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes.ids]
+        publisher = ray.remote(Publisher).options(scheduling_strategy=places[0]).remote(travel)
+        readers = [
+            ray.remote(Reader).options(scheduling_strategy=place).remote(travel, name)
+            for place, name in zip(places, names, strict=True)
+        ]
+        assert [node_of(reader) for reader in readers] == list(nodes.ids)
+        for version in range(3):
+            manifest = ray.get(publisher.publish.remote(version, names), timeout=60.0)
+            pulled = [reader.pull.remote(manifest) for reader in readers]
+            assert ray.get(pulled, timeout=60.0) == [(True, None)] * 2, (transport, version)
+        for actor in (publisher, *readers):
+            ray.kill(actor)

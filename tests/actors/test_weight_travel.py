@@ -7,11 +7,13 @@ import pytest
 import ray
 
 from streamrl.actors import weight_travel
-from streamrl.actors.weight_travel import plan_travel
+from streamrl.actors.weight_travel import WeightTravel, plan_travel
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
 from streamrl.placement import Demand
 from streamrl.preflight import Prepared, demands
+from streamrl.weights.choice import Choice
+from streamrl.weights.config import DELTA, STORE, TRANSPORTS
 from tests.engines.tiny_qwen import save, tiny_model
 
 WHOLE = 78_400
@@ -134,3 +136,9 @@ def test_a_store_that_fills_dev_shm_leaves_no_room(
     # Larger than all of /dev/shm, Ray keeps it elsewhere.
     monkeypatch.setattr(weight_travel, "node_stores", lambda: [201.0 * MB])
     assert plan_travel(config, demands_of(config), token="t").room == {"policy": 100 * MB}
+
+
+def test_nodes_take_turns_where_each_takes_a_copy_of_its_own(tmp_path: Path) -> None:
+    for transport in TRANSPORTS:
+        travel = WeightTravel(Choice(transport, ""), "run", tmp_path, 2, {})
+        assert (travel.spread("node-0") is not None) is (transport in (STORE, DELTA))
