@@ -34,7 +34,7 @@ from streamrl.weights.figures import weight_metrics
 from streamrl.weights.registry import REFUSED, Fault, ReaderState, WeightRegistry
 
 REFUSALS = 2
-"""So many times a version is refused before it is sent again: it may be damaged where it lies."""
+"""After so many refusals each time a version is sent again: it may be damaged where it lies."""
 
 
 @dataclass(frozen=True)
@@ -168,9 +168,10 @@ class CoordinatorActor:
 
         def told(kind: str, reader: str, fault: Fault) -> None:
             self._report(kind, reader, fault)
-            refusals[fault.version] += kind == REFUSED
-            if refusals[fault.version] == REFUSALS:
-                self._control.publishing.resend(role, fault.version)
+            if kind == REFUSED:
+                refusals[fault.version] += 1
+                if refusals[fault.version] % REFUSALS == 0:
+                    self._control.publishing.resend(role, fault.version)
 
         keep = self._config.weights.keep_versions
         spread = self._travel.spread(self._publisher_node)
