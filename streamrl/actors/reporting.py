@@ -13,7 +13,7 @@ from streamrl.algorithms import step_normaliser, summarise
 from streamrl.algorithms.critic import SHARED_PREFIX, summarise_critic
 from streamrl.config import RunConfig
 from streamrl.dataflow import CRITIC, CRITICS, POLICY, Call, Kind
-from streamrl.errors import ActorLostError
+from streamrl.errors import ActorLostError, DeadlineError
 from streamrl.faces import StepOutcome
 from streamrl.telemetry.contract import check_row
 from streamrl.telemetry.spans import Span
@@ -64,6 +64,8 @@ class Snapshot:
 
 DRAIN_EVERY_S = 0.2
 """Actors are asked what they did at most this often, s; quicker steps are reported together."""
+DRAIN_TIMEOUT_S = 5.0
+"""Longest that the report of a step waits for an actor, s: one that hangs must not hold it up."""
 SAMPLES_KEPT = 200
 """Most scored texts that wait for their groups to be trained."""
 
@@ -160,8 +162,8 @@ class Reporter:
     async def _ask(name: str, actor: Any) -> ActorReport:
         """What one actor did. What a dead one did is lost; others see to it."""
         try:
-            report = await call(actor.drain.remote(), f"{name}.drain")
-        except ActorLostError:
+            report = await call(actor.drain.remote(), f"{name}.drain", DRAIN_TIMEOUT_S)
+        except (ActorLostError, DeadlineError):
             return ActorReport(name, ())
         assert isinstance(report, ActorReport)
         return report

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from streamrl.actors.feed import EventReport, Feed, StepReport
-from streamrl.actors.reporting import DRAIN_EVERY_S, SAMPLES_KEPT, Reporter, RoleActors, Snapshot
+from streamrl.actors.reporting import (
+    DRAIN_EVERY_S,
+    DRAIN_TIMEOUT_S,
+    SAMPLES_KEPT,
+    Reporter,
+    RoleActors,
+    Snapshot,
+)
 from streamrl.actors.wiring import ActorReport
 from streamrl.buffer.books import TrainedGroup
 from streamrl.buffer.exchange import ShardStats
@@ -176,6 +183,28 @@ def test_a_clock_that_is_set_back_does_not_end_the_run() -> None:
         assert lengths == pytest.approx([9.0, 0.0, 3.0], abs=0.01)
 
     run_virtual(scenario())
+
+
+def test_an_actor_that_hangs_holds_no_report_up_for_long() -> None:
+    async def scenario() -> None:
+        run = Reported()
+        await run.rank.work(1.0)
+        run.generator.drain = Hung()  # type: ignore[assignment]
+        run.reporter.note(snapshot(0, ended_at=2.0))
+        began = asyncio.get_running_loop().time()
+        (report,) = await run.finish()
+        assert asyncio.get_running_loop().time() - began <= DRAIN_TIMEOUT_S + DRAIN_EVERY_S
+        assert report.row["idle/train"] == pytest.approx(0.5)
+
+    run_virtual(scenario())
+
+
+class Hung:
+    """A method that never answers."""
+
+    async def remote(self) -> ActorReport:
+        await asyncio.sleep(1000.0)
+        raise AssertionError("nobody waits so long")
 
 
 def test_an_actor_that_cannot_be_drained_ends_the_wait_for_reports() -> None:
