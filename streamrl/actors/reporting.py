@@ -64,7 +64,7 @@ class Snapshot:
 
 DRAIN_EVERY_S = 0.2
 """Actors are asked what they did at most this often, s; quicker steps are reported together."""
-DRAIN_TIMEOUT_S = 5.0
+DRAIN_TIMEOUT_S = 3.0
 """Longest that the report of a step waits for an actor, s: one that hangs must not hold it up."""
 SAMPLES_KEPT = 200
 """Most scored texts that wait for their groups to be trained."""
