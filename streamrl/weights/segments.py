@@ -124,20 +124,21 @@ def map_segment(handle: SegmentHandle, num_bytes: int, name: str) -> Array:
 
 def free_bytes(directory: Path = SHARED_MEMORY_DIR) -> int:
     """What can still be written there; 0 if there is no such directory."""
-    try:
-        found = os.statvfs(directory)
-    except OSError:
-        return 0
-    return found.f_bavail * found.f_frsize
+    return _blocks(directory, "f_bavail")
 
 
 def total_bytes(directory: Path = SHARED_MEMORY_DIR) -> int:
     """What could be written there if nothing were; 0 if there is no such directory."""
+    return _blocks(directory, "f_blocks")
+
+
+def _blocks(directory: Path, kind: str) -> int:
+    """The bytes of a file system's blocks of a kind, by its name in statvfs."""
     try:
         found = os.statvfs(directory)
     except OSError:
         return 0
-    return found.f_blocks * found.f_frsize
+    return int(getattr(found, kind)) * found.f_frsize
 
 
 def clear_up(directory: Path = SHARED_MEMORY_DIR) -> list[str]:

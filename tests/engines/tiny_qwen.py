@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,6 +15,11 @@ from transformers import (
 )
 
 from streamrl.messages import Array, Rollout
+from streamrl.weights import publish
+from streamrl.weights.disk import DiskOutlet
+
+if TYPE_CHECKING:
+    from streamrl.engines.training import ModelTrainer
 
 VOCABULARY = 64
 EOS = 2
@@ -117,3 +123,13 @@ def worst_error(
             of_version = rollout.policy_version == version
             errors.append(np.abs(expected - rollout.generator_logprobs)[of_version].max())
     return float(max(errors))
+
+
+def publish_to_disk(trainer: "ModelTrainer", model_path: str, folder: Path) -> None:
+    """A version of the whole model, as rank 0 publishes it while the others keep it company."""
+    tensors = trainer.whole_state()
+    if trainer.rank:
+        assert not list(tensors)
+        return
+    outlet = DiskOutlet(folder, keep_versions=1, model_dir=Path(model_path))
+    publish(tensors, version=2, bucket_bytes=1 << 16, outlet=outlet)

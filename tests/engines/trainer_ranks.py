@@ -26,9 +26,8 @@ from streamrl.engines.packing import Round
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import CheckpointError, DeadlineError, StreamError
 from streamrl.messages import Columns
-from streamrl.weights import publish
-from streamrl.weights.disk import DiskOutlet
 from tests.engines.tiny_groups import made_up_groups
+from tests.engines.tiny_qwen import publish_to_disk
 
 if TYPE_CHECKING:
     from streamrl.engines.pretraining import Pretraining
@@ -310,7 +309,7 @@ def lora_updates(seat: Seat, layout: Layout) -> None:
     trainer.save(folder / "state")
     again, first = second_step(trainer, layout), parameters_of(trainer)
     trainer.save_model(folder / "model")
-    publish_to_disk(seat, trainer, folder / "versions")
+    publish_to_disk(trainer, seat.model_path, folder / "versions")
     logprobs = trainer.token_logprobs(SEQUENCE)
     trainer.close()
     trainer = seat.trainer(layout, lr=SEVERAL_LR, **LORA)
@@ -327,16 +326,6 @@ def lora_updates(seat: Seat, layout: Layout) -> None:
         "refusal": refusal_of(trainer, folder / "state"),
     }
     trainer.close()
-
-
-def publish_to_disk(seat: Seat, trainer: "ModelTrainer", folder: Path) -> None:
-    """A version of the whole model, as rank 0 publishes it while the others keep it company."""
-    tensors = trainer.whole_state()
-    if trainer.rank:
-        assert not list(tensors)
-        return
-    outlet = DiskOutlet(folder, keep_versions=1, model_dir=Path(seat.model_path))
-    publish(tensors, version=2, bucket_bytes=1 << 16, outlet=outlet)
 
 
 def lora_critic(seat: Seat, layout: Layout) -> None:
