@@ -229,7 +229,9 @@ class TrainerGroup:
         """`probe_every`: every so many versions that are published get a probe; 0 for none."""
         self.role = ranks.role
         self._probe_every = probe_every
-        self._num_published = 0
+        self._count = 0
+        self._published = -1
+        self._probes = False
         self._rests_until = rests_until
         self._version = 0
         self._dials: Mapping[str, float] = {}
@@ -254,23 +256,22 @@ class TrainerGroup:
         """Have every rank derive what needs the whole step, if anything does."""
         if not self.pace.whole_steps:
             return
-        await self._published()
         first = [turn.work for turn in turns if turn.epoch == 0]
         rounds = first if self._looks_ahead else []
-        plans = [
-            rank.plan.remote(uids, [work[i] for work in rounds], self._dials)
-            for i, rank in enumerate(self._ranks)
-        ]
-        await self._all("plan", plans)
+        async with self._alone():
+            plans = [
+                rank.plan.remote(uids, [work[i] for work in rounds], self._dials)
+                for i, rank in enumerate(self._ranks)
+            ]
+            await self._all("plan", plans)
 
     async def train_round(self, work: Round, *, epoch: int) -> Mapping[str, float]:
         """One micro-batch on every rank; sums over the ranks."""
-        await self._published()
-        pairs = zip(self._ranks, work, strict=True)
-        parts = await self._all(
-            "train",
-            [rank.train.remote(picks, epoch, self._version, self._dials) for rank, picks in pairs],
-        )
+        version, dials = self._version, self._dials
+        async with self._alone():
+            pairs = zip(self._ranks, work, strict=True)
+            calls = [rank.train.remote(picks, epoch, version, dials) for rank, picks in pairs]
+            parts = await self._all("train", calls)
         sums: dict[str, float] = {}
         for part in parts:
             add_sums(sums, part)
@@ -278,18 +279,21 @@ class TrainerGroup:
 
     async def update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
         """Update on every rank; rank 0 speaks for all."""
-        replies = await self._all("update", [rank.update.remote(sums) for rank in self._ranks])
+        async with self._alone():
+            replies = await self._all("update", [rank.update.remote(sums) for rank in self._ranks])
         metrics: Mapping[str, float] = replies[0]
         return metrics
 
     async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest:
         """Publish the weights as they are."""
         async with self._publishing:
-            # Said to all ranks alike: one that could not send may have counted otherwise.
-            probes = bool(self._probe_every) and self._num_published % self._probe_every == 0
-            calls = [rank.publish.remote(version, readers, probes) for rank in self._ranks]
+            if version != self._published:  # else it is sent again, as it was
+                # Said to all ranks alike: one that could not send may have counted otherwise.
+                self._probes = bool(self._probe_every) and not self._count % self._probe_every
+            calls = [rank.publish.remote(version, readers, self._probes) for rank in self._ranks]
             manifest = (await self._all("publish", calls))[0]
-            self._num_published += 1
+            self._count += version != self._published
+            self._published = version
         assert isinstance(manifest, WeightManifest)
         return manifest
 
@@ -305,15 +309,16 @@ class TrainerGroup:
 
     async def save(self, writer: CheckpointWriter) -> None:
         """Write every rank's part of a checkpoint."""
-        await self._published()
         model, state = writer.dirs(self.role)
-        await self._all("save", [rank.save.remote(model, state) for rank in self._ranks])
+        async with self._alone():
+            await self._all("save", [rank.save.remote(model, state) for rank in self._ranks])
 
-    async def _published(self) -> None:
-        """Nothing is being gathered: what two calls begin, two ranks may begin in another order."""
-        if self._gathers:
-            async with self._publishing:
-                pass
+    def _alone(self) -> contextlib.AbstractAsyncContextManager[object]:
+        """Meanwhile nothing is gathered to be published, and nothing begins to be.
+
+        What two calls begin, two ranks may begin in another order.
+        """
+        return self._publishing if self._gathers else contextlib.nullcontext()
 
     async def _all(self, what: str, replies: Sequence[Any]) -> list[Any]:
         names = (f"{self._name}-{rank}.{what}" for rank in range(self.world_size))

@@ -87,7 +87,8 @@ def test_every_other_version_that_gets_out_has_a_probe_and_all_ranks_know_which(
         ranks = [Rank(), Rank()]
         trainer = group(ranks, zero_stage=3)
         manifest, broken = ranks[0].publish.reply, WeightsError("the disk is full")
-        for version, reply in [(0, manifest), (4, manifest), (8, broken), (8, manifest)]:
+        again = [(8, broken), (8, manifest), (8, manifest), (9, manifest), (9, manifest)]
+        for version, reply in [(0, manifest), (4, manifest), *again, (10, manifest)]:
             ranks[0].publish.reply = reply
             try:
                 await trainer.publish(version, [])
@@ -95,6 +96,22 @@ def test_every_other_version_that_gets_out_has_a_probe_and_all_ranks_know_which(
                 assert reply is broken
         for rank in ranks:
             told = [(version, probes) for version, _, probes in rank.publish.told]
-            assert told == [(0, True), (4, False), (8, True), (8, True)]
+            sent_again = [(8, True), (8, True), (8, True), (9, False), (9, False)]
+            assert told == [(0, True), (4, False), *sent_again, (10, True)]
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(("zero_stage", "waits"), [(1, False), (3, True)])
+def test_what_is_sent_again_over_a_round_is_gathered_after_it(zero_stage: int, waits: bool) -> None:
+    async def scenario() -> None:
+        ranks = [Rank(), Rank()]
+        trainer = group(ranks, zero_stage=zero_stage)
+        training = asyncio.create_task(trainer.train_round([[], []], epoch=0))
+        await asyncio.sleep(0.5)
+        await trainer.publish(1, [])
+        await training
+        for rank in ranks:
+            assert (rank.log.index("publish begins") > rank.log.index("train ends")) is waits
 
     run_virtual(scenario())
