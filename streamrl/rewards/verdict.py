@@ -1,0 +1,36 @@
+"""What is said of one completion: a number, and what kind of right or wrong it stands for."""
+
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Verdict(Enum):
+    """How judging one completion ended; the value is its name in metrics and files.
+
+    All but INFRA_ERROR are of the completion and final. INFRA_ERROR says that there was no
+    judging: nothing is known of the completion, it is tried again, and never given a score.
+    """
+
+    PASS = "pass"
+    WRONG = "wrong"
+    RUNTIME_ERROR = "runtime_error"
+    COMPILE_ERROR = "compile_error"
+    TIMEOUT = "timeout"
+    MEMORY = "memory"
+    OUTPUT_LIMIT = "output_limit"
+    INFRA_ERROR = "infra_error"
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """One completion judged.
+
+    answer: what was compared with the ground truth, in one form for all that are equal (maj@k
+        counts them); None where the completion gives none, or the reward looks for none.
+    detail: what a person should know besides, such as the last line of a traceback.
+    """
+
+    score: float
+    verdict: Verdict
+    answer: str | None = None
+    detail: str = ""
