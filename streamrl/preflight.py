@@ -3,8 +3,8 @@
 What passes here is loaded already: the prompts, rendered and measured, and the dataflow.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from streamrl.data import (
     load_tokenizer,
     load_vocab_size,
 )
-from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY, Dataflow
+from streamrl.dataflow import COST, COST_CRITIC, CRITIC, POLICY, REWARD, Dataflow
 from streamrl.engines.lora import check_targets
 from streamrl.errors import ConfigError
 from streamrl.messages import Per, Prompt, column_spec
@@ -39,7 +39,8 @@ class Prepared:
     """A run that may start. `max_length`: most tokens of prompt and completion together.
 
     `components`: the columns that scores, and costs, are combined from.
-    `model_bytes`: size of the model's weights as stored.
+    `model_bytes`: size of the model's weights as stored. `judge_bytes`: by role, that of the models
+    that the rewards, or costs, are computed with.
     """
 
     dataflow: Dataflow
@@ -49,6 +50,7 @@ class Prepared:
     max_length: int
     model_bytes: int
     notes: tuple[str, ...]
+    judge_bytes: Mapping[str, int] = field(default_factory=dict)
 
 
 def prepare(config: RunConfig) -> Prepared:
@@ -86,6 +88,10 @@ def prepare(config: RunConfig) -> Prepared:
         max_length=max_length,
         model_bytes=sum(p.stat().st_size for p in Path(config.model.path).glob("*.safetensors")),
         notes=_notes(config, train),
+        judge_bytes={
+            call.role: judges.model_bytes
+            for call, judges in zip((REWARD, COST), (rewards, *costs), strict=False)
+        },
     )
 
 
@@ -148,15 +154,17 @@ def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]
     found = []
     for role, calls in prepared.dataflow.roles.items():
         key, count = wanted[role]
-        has_model = role not in ("reward", "cost")
+        weights = prepared.model_bytes
+        if role in (REWARD.role, COST.role):
+            weights = prepared.judge_bytes.get(role, 0)
         found.append(
             Demand(
                 calls,
                 role="trainer" if role == POLICY else role,
                 key=key,
                 count=count,
-                gpus=int(on_gpu and has_model),
-                memory_gib=PROCESS_GIB + (has_model and not on_gpu) * prepared.model_bytes / GIB,
+                gpus=int(on_gpu and weights > 0),
+                memory_gib=PROCESS_GIB + (not on_gpu) * weights / GIB,
             )
         )
     return found

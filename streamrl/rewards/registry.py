@@ -13,6 +13,7 @@ from streamrl.rewards.combination import Component, build_combination
 from streamrl.rewards.config import RewardConfig
 from streamrl.rewards.exact import exact_reward
 from streamrl.rewards.function import FunctionOptions, function_reward, registered_reward
+from streamrl.rewards.model import ModelOptions, model_reward
 from streamrl.rewards.numeric import numeric_reward
 from streamrl.rewards.pattern import RegexOptions, regex_reward
 from streamrl.rewards.plugins import installed
@@ -51,6 +52,11 @@ KINDS: Mapping[str, Kind] = {
         "a Python function of yours, in streamrl's, verl's or TRL's signature",
         FunctionOptions,
         function_reward,
+    ),
+    "model": Kind(
+        "what a sequence-classification model gives to prompt and completion",
+        ModelOptions,
+        model_reward,
     ),
 }
 # Metrics of the weighted sum: reward/mean, cost/std.

@@ -52,10 +52,15 @@ class Given(Generic[Options]):
 
 
 class Reward:
-    """One way to judge the completions of a prompt. `killed`: processes ended for it, by cause."""
+    """One way to judge the completions of a prompt.
+
+    killed: processes ended for it, by cause. model_bytes: weights of the model it asks in its own
+    process, 0 without one; with one it takes a GPU where there are any.
+    """
 
     def __init__(self) -> None:
         self.killed: Counter[str] = Counter()
+        self.model_bytes = 0
 
     def check(self, prompt: Prompt) -> None:
         """Raise RewardError if this prompt's row lacks what the reward needs."""

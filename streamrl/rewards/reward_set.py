@@ -71,6 +71,11 @@ class RewardSet:
         """The column of each component."""
         return tuple(self._judged.prefix + name for name in self.names)
 
+    @property
+    def model_bytes(self) -> int:
+        """Weights of the models that are asked in the process of the rewards, as stored."""
+        return sum(component.reward.model_bytes for component in self._components)
+
     def check(self, prompts: Sequence[Prompt], *, place: str = "prompts") -> None:
         """Raise ConfigError for the first prompt that a reward cannot judge.
 

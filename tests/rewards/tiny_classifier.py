@@ -1,0 +1,20 @@
+"""A sequence-classification model of 0.1 M random parameters, on disk."""
+
+from pathlib import Path
+
+from tests.toy import write_model
+
+
+def write_classifier(path: Path, **settings) -> str:
+    """The toy's model with a head that gives a number per label; `settings` of its config."""
+    import torch
+    from transformers import AutoConfig, Qwen2ForSequenceClassification
+
+    write_model(path)
+    config = AutoConfig.from_pretrained(path, **{"num_labels": 1, **settings})
+    torch.manual_seed(1)
+    model = Qwen2ForSequenceClassification(config)
+    # Its numbers are far enough from each other to tell texts apart.
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(path)
+    return str(path)
