@@ -13,6 +13,7 @@ from streamrl.rewards.combination import Component, build_combination
 from streamrl.rewards.config import RewardConfig
 from streamrl.rewards.exact import exact_reward
 from streamrl.rewards.function import FunctionOptions, function_reward, registered_reward
+from streamrl.rewards.judge import JudgeOptions, judge_reward
 from streamrl.rewards.model import ModelOptions, model_reward
 from streamrl.rewards.numeric import numeric_reward
 from streamrl.rewards.pattern import RegexOptions, regex_reward
@@ -57,6 +58,11 @@ KINDS: Mapping[str, Kind] = {
         "what a sequence-classification model gives to prompt and completion",
         ModelOptions,
         model_reward,
+    ),
+    "judge": Kind(
+        "the number a language model gives, behind an OpenAI-compatible server",
+        JudgeOptions,
+        judge_reward,
     ),
 }
 # Metrics of the weighted sum: reward/mean, cost/std.

@@ -143,9 +143,7 @@ async def test_a_model_without_a_padding_token_is_asked_one_by_one(path, tmp_pat
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-async def test_it_passes_from_a_logit_of_0_or_a_probability_of_a_half(
-    path, tmp_path, started, sign
-):
+async def test_it_passes_from_logit_0_or_probability_a_half(path, tmp_path, started, sign):
     path = reweighted(path, tmp_path / "signed", lambda weights: weights["score.weight"].mul_(sign))
     logits = await judged(await started(path))
     probabilities = await judged(await started(path, sigmoid=True))

@@ -1,0 +1,67 @@
+"""A server that speaks the two requests a judge makes, over real HTTP, and says what it is told."""
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+MODEL = "judge-1"
+
+
+class ChatServer:
+    """Answers `reply(content)`: text, a whole response, or a number of seconds to hang.
+
+    `refusals` go before, one a request: (status, headers, message).
+    """
+
+    def __init__(self, reply: Callable[[str], Any]) -> None:
+        self.reply = reply
+        self.refusals: list[tuple[int, dict[str, str], str]] = []
+        self.asked: list[dict[str, Any]] = []
+        self.headers: list[dict[str, str]] = []
+        self.at: list[float] = []
+        self.delay_s = 0.0
+        self.now = self.most_at_once = 0
+        self.url = ""
+
+    async def start(self) -> "ChatServer":
+        app = web.Application()
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._complete)
+        self._runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, "127.0.0.1", 0)
+        await site.start()
+        self.url = f"http://127.0.0.1:{self._runner.addresses[0][1]}/v1"
+        return self
+
+    async def close(self) -> None:
+        await self._runner.cleanup()
+
+    async def _models(self, request: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [{"id": MODEL, "object": "model"}]})
+
+    async def _complete(self, request: web.Request) -> web.Response:
+        self.at.append(time.monotonic())
+        asked = await request.json()
+        self.asked.append(asked)
+        self.headers.append(dict(request.headers))
+        if self.refusals:
+            status, headers, message = self.refusals.pop(0)
+            error = {"error": {"message": message}}
+            return web.json_response(error, status=status, headers=headers)
+        self.now += 1
+        self.most_at_once = max(self.most_at_once, self.now)
+        try:
+            await asyncio.sleep(self.delay_s)
+            answer = self.reply(asked["messages"][0]["content"])
+            if isinstance(answer, float):
+                await asyncio.sleep(answer)
+        finally:
+            self.now -= 1
+        if isinstance(answer, web.Response):
+            return answer
+        choice = {"index": 0, "message": {"role": "assistant", "content": answer}}
+        return web.json_response({"choices": [{**choice, "finish_reason": "stop"}]})
