@@ -123,15 +123,11 @@ class Endpoint:
                 break
             except InfraError as error:
                 if clock() - began > START_S:
-                    raise ConfigError(
-                        f"rewards.url={self._url}: not there in {START_S:g} s: {error}"
-                    ) from None
+                    raise ConfigError(f"rewards.url={error} (for {START_S:g} s)") from None
                 await asyncio.sleep(LOOK_EVERY_S)
                 note = f"{self._url}: there after {clock() - began:.0f} s"
             except RewardError as error:
-                raise ConfigError(
-                    f"rewards.url={self._url}: {error}; asked was {self._url}/models"
-                ) from None
+                raise ConfigError(f"rewards.url={error} (asked for {self._url}/models)") from None
         if names and self._model not in names:
             raise ConfigError(
                 f"rewards.model={self._model}: {self._url} has {', '.join(sorted(names)[:10])}"
@@ -169,7 +165,7 @@ class Endpoint:
                         await self._come_back(busy, deadline)
                         await self._wait_turn(tokens)
         if not found.choices:
-            raise InfraError(f"{self._url} answered without a choice")
+            raise InfraError(f"{self._url}: answered without a choice")
         choice = found.choices[0]
         return Answer(choice.message.content or "", is_cut=choice.finish_reason == "length")
 
@@ -204,7 +200,7 @@ class Endpoint:
         try:
             return msgspec.json.decode(raw.http_response.content, type=kind)
         except msgspec.DecodeError as error:
-            raise InfraError(f"{self._url} answered what cannot be read: {error}") from None
+            raise InfraError(f"{self._url}: answered what cannot be read: {error}") from None
 
     def _refusal(self, error: openai.APIStatusError) -> RewardError:
         body: Any = error.body
