@@ -1,0 +1,144 @@
+"""The sandbox: programs in, outcomes out, each from a jail of its own made ahead of time."""
+
+import asyncio
+from collections import deque
+from collections.abc import Mapping
+
+from streamrl.rewards.sandbox.jail import Blueprint, Jail, JailError
+from streamrl.rewards.sandbox.program import (
+    LANGUAGES,
+    CallTest,
+    Language,
+    Limits,
+    Outcome,
+    Program,
+)
+from streamrl.rewards.sandbox.selection import choose, missing_tools
+from streamrl.rewards.sandbox.trial import Trial
+
+#: Tries to get a jail, and the time between two, s, before there is an infra_error.
+_ATTEMPTS = 3
+_PAUSE_S = 0.2
+
+
+class Sandbox:
+    """Runs programs, at most `jails` at once, in the order in which they were given.
+
+    note: what the user is to be told about this sandbox; empty: nothing.
+    """
+
+    def __init__(self, plan: Blueprint, jails: int, languages: Mapping[str, Language]) -> None:
+        self.note = ""
+        self._plan = plan
+        self._languages = languages
+        self._slots = list(range(jails))
+        self._turn = asyncio.Semaphore(jails)
+        self._num_started = 0
+        self._stock: deque[asyncio.Task[Jail]] = deque()
+        self._in_use: set[Jail] = set()
+        self._endings: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    @classmethod
+    async def start(
+        cls,
+        limits: Limits,
+        *,
+        jails: int,
+        languages: Mapping[str, Language] = LANGUAGES,
+        allow_unsafe: bool = False,
+    ) -> "Sandbox":
+        """A sandbox for programs in `languages`, after it has tried to break out of a jail.
+
+        Raises ConfigError, in one line that says what to do, if this machine cannot isolate a
+        program (unless `allow_unsafe`) or lacks the tools of a language.
+        """
+        missing_tools(languages)
+        plan, note = await choose(limits, allow_unsafe=allow_unsafe)
+        sandbox = cls(plan, jails, languages)
+        sandbox.note = note
+        for _ in range(jails):
+            sandbox._add_to_stock()
+        return sandbox
+
+    async def run(self, program: Program) -> Outcome:
+        """Run the program's tests in order and judge them.
+
+        Raises ValueError for a program that this sandbox was not started for.
+        """
+        language = self._language_of(program)
+        async with self._turn:
+            slot = self._slots.pop()
+            trial = Trial(program, language, self._plan.limits, self)
+            try:
+                return Outcome(await trial.run(slot), len(program.tests))
+            finally:
+                trial.leave()
+                self._slots.append(slot)
+
+    def _language_of(self, program: Program) -> Language:
+        if program.language not in self._languages:
+            known = ", ".join(self._languages)
+            raise ValueError(f"no language {program.language}: the sandbox was started for {known}")
+        language = self._languages[program.language]
+        if language.run and any(isinstance(test, CallTest) for test in program.tests):
+            raise ValueError(f"function-call tests are for Python only, not {program.language}")
+        if not program.tests:
+            raise ValueError("a program without tests")
+        return language
+
+    async def take(self) -> Jail:
+        """A jail that waits for its program; give it back with `discard`. Raises JailError."""
+        failure = JailError("jails die while they wait")
+        for attempt in range(_ATTEMPTS):
+            await asyncio.sleep(_PAUSE_S * attempt)
+            try:
+                jail = await self._next()
+            except JailError as error:
+                failure = error
+                continue
+            if jail.alive:
+                return jail
+            self.discard(jail)
+        raise failure
+
+    async def _next(self) -> Jail:
+        if self._closed:
+            raise JailError("the sandbox is closed")
+        starting = self._stock.popleft()
+        self._add_to_stock()
+        try:
+            jail = await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(self._discard_unused)
+            raise
+        self._in_use.add(jail)
+        return jail
+
+    def discard(self, jail: Jail) -> None:
+        """End a jail, whatever runs in it, without waiting for that."""
+        self._in_use.discard(jail)
+        ending = asyncio.get_running_loop().create_task(jail.end())
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
+
+    def _add_to_stock(self) -> None:
+        self._num_started += 1
+        starting = Jail.start(self._plan, self._num_started)
+        self._stock.append(asyncio.get_running_loop().create_task(starting))
+
+    def _discard_unused(self, starting: "asyncio.Task[Jail]") -> None:
+        if not starting.cancelled() and starting.exception() is None:
+            self.discard(starting.result())
+
+    async def close(self) -> None:
+        """End all jails; what still runs in one comes to an infra_error."""
+        self._closed = True
+        await asyncio.wait(self._stock)
+        for starting in self._stock:
+            self._discard_unused(starting)
+        self._stock.clear()
+        for jail in tuple(self._in_use):
+            self.discard(jail)
+        while self._endings:
+            await asyncio.wait(set(self._endings))
