@@ -74,7 +74,12 @@ def _read_exactly(size: int) -> bytes:
 
 
 def report(
-    how: int, code: int = 0, seconds: float = 0.0, cpu_s: float = 0.0, out: bytes = b"", err: bytes = b""
+    how: int,
+    code: int = 0,
+    seconds: float = 0.0,
+    cpu_s: float = 0.0,
+    out: bytes = b"",
+    err: bytes = b"",
 ) -> None:
     """Tell the host how a run ended."""
     data = REPORT.pack(how, code, seconds, cpu_s, len(out), len(err)) + out + err
@@ -89,7 +94,7 @@ def make_ready(program: Job) -> bool:
     os.mkdir("work")
     if program["run"]:
         path = f"program/{program['file']}"
-        with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
+        with open(path, "w", encoding="utf-8", errors="replace") as file:
             file.write(program["source"])
     if program["compile"]:
         return run({**program, "run": program["compile"], "wall_s": program["compile_s"]})
@@ -119,10 +124,10 @@ def clean(program: Job) -> None:
 
 def run(job: Job) -> bool:
     """Run one command or Python program and report; true in the process that is that program."""
-    with open("stdin", "w", encoding="utf-8", errors="surrogateescape") as file:
+    with open("stdin", "w", encoding="utf-8", errors="replace") as file:
         file.write(job["stdin"])
     if "call" in job:
-        import json  # noqa: F401: here, and not in each fork
+        __import__("json")  # once, and not in each fork
     pipes = [os.pipe() for _ in range(4)]
     started = time.monotonic()
     pid = os.fork()
@@ -225,10 +230,7 @@ def reap(but: int) -> None:
 def end_all(pid: int) -> tuple[int, float]:
     """Kill everything there is but this process; exit code and CPU seconds of process `pid`."""
     if _JAILED:
-        try:
-            os.kill(-1, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
+        os.kill(-1, signal.SIGKILL)
     else:
         os.killpg(pid, signal.SIGKILL)
     _, status, used = os.wait4(pid, 0)
@@ -305,13 +307,9 @@ def run_python(job: Job, value: int, note: int) -> None:
     module = type(sys)("__main__")
     sys.modules["__main__"] = module
     sys.argv = [job["file"]]
-    try:
-        exec(code, module.__dict__)
-        if "call" in job:
-            call(job, module.__dict__, value)
-    except Exception as error:
-        sys.excepthook(type(error), error, error.__traceback__ and error.__traceback__.tb_next)
-        sys.exit(1)
+    exec(code, module.__dict__)
+    if "call" in job:
+        call(job, module.__dict__, value)
 
 
 def call(job: Job, names: Job, value: int) -> None:

@@ -114,7 +114,7 @@ def jail_command(
 
 def boot_command(size: int) -> list[str]:
     """The command that turns into the driver once it is sent its code of `size` bytes."""
-    return [python(), *"-I -S -B -X utf8 -c".split(), _BOOT.format(size=size)]
+    return [python(), *["-I", "-S", "-B", "-X", "utf8", "-c"], _BOOT.format(size=size)]
 
 
 def python() -> str:
@@ -138,11 +138,14 @@ def _view(limits: Limits) -> list[str]:
     for path in _SYSTEM:
         view += ["--symlink", os.readlink(path), path] if os.path.islink(path) else _shown([path])
     base = Path(sys.base_prefix)
-    for folder in ("/etc", "/dev", *map(str, reversed(base.parents[:-1])), str(base)):
-        view += ["--perms", "0755", "--dir", folder]  # else bubblewrap makes them for root alone
-    view += _shown(_SETTINGS)
+    folders = ["/etc", "/dev"]
+    shown = list(_SETTINGS)
     if not base.is_relative_to("/usr"):
-        view += _shown([str(base / "bin"), str(base / "lib")])
+        folders += map(str, [*reversed(base.parents[:-1]), base])
+        shown += [str(base / "bin"), str(base / "lib")]
+    for folder in folders:
+        view += ["--perms", "0755", "--dir", folder]  # else it is made for root alone
+    view += _shown(shown)
     packages = sysconfig.get_path("purelib", vars={"base": sys.base_prefix})
     if os.path.isdir(packages):
         view += ["--tmpfs", packages, "--remount-ro", packages]

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -206,7 +206,7 @@ class Jail:
     async def _wait_for_exit(self) -> None:
         loop = asyncio.get_running_loop()
         gone: asyncio.Future[None] = loop.create_future()
-        loop.add_reader(self._exit, lambda: gone.done() or gone.set_result(None))
+        loop.add_reader(self._exit, _set, gone)
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
                 await gone
@@ -216,6 +216,11 @@ class Jail:
             loop.remove_reader(self._exit)
             os.close(self._exit)
         self._process.wait(END_TIMEOUT_S)
+
+
+def _set(gone: "asyncio.Future[None]") -> None:
+    if not gone.done():
+        gone.set_result(None)
 
 
 def _spawn(
@@ -243,14 +248,14 @@ def _spawn(
 
 
 def _popen(
-    command: Sequence[str],
+    command: list[str],
     stdin: socket.socket,
     environment: Mapping[str, str],
-    pass_fds: Sequence[int],
+    pass_fds: tuple[int, ...],
 ) -> "subprocess.Popen[bytes]":
     return subprocess.Popen(
         command,
-        stdin=stdin,
+        stdin=stdin.fileno(),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         env=environment,

@@ -3,7 +3,6 @@
 import json
 import math
 import reprlib
-import signal
 from typing import Any
 
 from streamrl.rewards.sandbox import driver
@@ -63,23 +62,21 @@ def judge(report: Report, test: StdinTest | CallTest, program: Program, limits: 
 def _ending(report: Report, limits: Limits) -> tuple[Verdict, str]:
     """What is to be said of how it ended, whatever it gave; a pass if nothing is."""
     last_line = (report.err.decode(errors="replace").strip().splitlines() or [""])[-1]
-    if report.how == driver.NOT_COMPILED:
-        return Verdict.COMPILE_ERROR, last_line
-    if report.how == driver.WALL:
-        return Verdict.TIMEOUT, f"ran for more than {limits.wall_s:g} s"
-    if report.how == driver.OUTPUT:
-        return Verdict.OUTPUT_LIMIT, f"wrote more than {limits.output_kib} KiB"
-    if report.how == driver.FILES:
-        return Verdict.RUNTIME_ERROR, f"made more than {limits.files} files"
+    stopped = {
+        driver.NOT_COMPILED: (Verdict.COMPILE_ERROR, last_line),
+        driver.WALL: (Verdict.TIMEOUT, f"ran for more than {limits.wall_s:g} s"),
+        driver.OUTPUT: (Verdict.OUTPUT_LIMIT, f"wrote more than {limits.output_kib} KiB"),
+        driver.FILES: (Verdict.RUNTIME_ERROR, f"made more than {limits.files} files"),
+    }
+    if report.how in stopped:
+        return stopped[report.how]
     if report.code == 0:
         return Verdict.PASS, ""
     if report.code < 0 and report.cpu_s >= limits.cpu_s:
         return Verdict.TIMEOUT, f"computed for more than {limits.cpu_s:g} s"
     if any(words in last_line for words in _NO_MEMORY):
         return Verdict.MEMORY, last_line
-    how = f"exit code {report.code}"
-    if report.code < 0:
-        how = f"killed by {signal.Signals(-report.code).name}"
+    how = f"exit code {report.code}" if report.code > 0 else f"killed by signal {-report.code}"
     return Verdict.RUNTIME_ERROR, last_line or how
 
 

@@ -4,7 +4,6 @@ import os
 from collections import defaultdict
 
 
-
 def memory_of_tree(root: int) -> int:
     """Bytes that process `root` and all below it hold for themselves, as of now."""
     children = defaultdict(list)

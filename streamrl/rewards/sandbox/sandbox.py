@@ -35,8 +35,9 @@ class Sandbox:
         self._turn = asyncio.Semaphore(jails)
         self._num_started = 0
         self._stock: deque[asyncio.Task[Jail]] = deque()
+        self._starting: set[asyncio.Task[Jail]] = set()  # the stock and who waits for one of it
         self._in_use: set[Jail] = set()
-        self._endings: set[asyncio.Task[None]] = set()
+        self._ending: set[asyncio.Task[None]] = set()
         self._closed = False
 
     @classmethod
@@ -110,8 +111,14 @@ class Sandbox:
         try:
             jail = await asyncio.shield(starting)
         except asyncio.CancelledError:
-            starting.add_done_callback(self._discard_unused)
+            if starting in self._starting:
+                starting.add_done_callback(self._discard_unused)
             raise
+        finally:
+            ours = starting in self._starting
+            self._starting.discard(starting)
+        if not ours:
+            raise JailError("the sandbox is closed")
         self._in_use.add(jail)
         return jail
 
@@ -119,26 +126,29 @@ class Sandbox:
         """End a jail, whatever runs in it, without waiting for that."""
         self._in_use.discard(jail)
         ending = asyncio.get_running_loop().create_task(jail.end())
-        self._endings.add(ending)
-        ending.add_done_callback(self._endings.discard)
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
 
     def _add_to_stock(self) -> None:
         self._num_started += 1
-        starting = Jail.start(self._plan, self._num_started)
-        self._stock.append(asyncio.get_running_loop().create_task(starting))
+        starting = asyncio.get_running_loop().create_task(Jail.start(self._plan, self._num_started))
+        self._stock.append(starting)
+        self._starting.add(starting)
 
     def _discard_unused(self, starting: "asyncio.Task[Jail]") -> None:
-        if not starting.cancelled() and starting.exception() is None:
+        if starting.exception() is None:
             self.discard(starting.result())
 
     async def close(self) -> None:
         """End all jails; what still runs in one comes to an infra_error."""
         self._closed = True
-        await asyncio.wait(self._stock)
-        for starting in self._stock:
-            self._discard_unused(starting)
+        starting, self._starting = self._starting, set()
         self._stock.clear()
+        if starting:
+            await asyncio.wait(starting)
+        for started in starting:
+            self._discard_unused(started)
         for jail in tuple(self._in_use):
             self.discard(jail)
-        while self._endings:
-            await asyncio.wait(set(self._endings))
+        while self._ending:
+            await asyncio.wait(set(self._ending))

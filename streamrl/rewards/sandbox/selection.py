@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import shutil
 import socket
 import sys
@@ -15,7 +14,6 @@ from streamrl.errors import ConfigError
 from streamrl.rewards.sandbox.isolation import (
     ENVIRONMENT,
     UNSAFE,
-    Isolation,
     candidates,
     find_bubblewrap,
 )
@@ -40,7 +38,7 @@ _PROBE_S = 20.0
 _PROBE_PROCESSES = 8
 
 #: Runs in a jail as any program would, and returns what it could do but should not.
-_PROBE = '''
+_PROBE = """
 import ctypes, os, socket, time
 
 def probe(port, canary, places, entries, names, disk_bytes, processes):
@@ -76,7 +74,7 @@ def probe(port, canary, places, entries, names, disk_bytes, processes):
     except OSError:
         pass
     return sorted(set(found))
-'''
+"""
 
 
 def missing_tools(languages: Mapping[str, Language]) -> None:
@@ -161,7 +159,7 @@ async def _broken(plan: Blueprint) -> str | None:
 
 def _probe(limits: Limits, port: int) -> tuple[Program, CallTest]:
     base = Path(sys.base_prefix)
-    system = "usr bin sbin lib lib32 lib64 etc dev tmp".split()
+    system = ["usr", "bin", "sbin", "lib", "lib32", "lib64", "etc", "dev", "tmp"]
     arguments = [
         port,
         str(Path(__file__).resolve()),
