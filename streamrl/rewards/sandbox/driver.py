@@ -90,6 +90,8 @@ def report(
 def make_ready(program: Job) -> bool:
     """Write the source where its language wants it and compile it; report how that went."""
     os.chdir(program["directory"])
+    if os.listdir("."):  # `clean` is only for what is ours alone
+        os._exit(1)
     os.mkdir("program")
     os.mkdir("work")
     if program["run"]:

@@ -25,7 +25,7 @@ from streamrl.rewards.sandbox.isolation import (
     boot_command,
     jail_command,
 )
-from streamrl.rewards.sandbox.processes import memory_of_tree
+from streamrl.rewards.sandbox.processes import ProcessTable
 from streamrl.rewards.sandbox.program import MIB, Limits
 
 #: Deadlines, s: until a started jail says that it waits; what the driver may take beyond the
@@ -70,13 +70,14 @@ class Blueprint:
     limits: Limits
     filter: bytes
     driver: bytes
+    processes: ProcessTable
 
 
 def blueprint(isolation: Isolation, limits: Limits, syscall_filter: bytes) -> Blueprint:
     """A blueprint, with the driver's code as it is sent into each jail."""
     source = Path(driver.__file__).read_text(encoding="utf-8")
     code = marshal.dumps(compile(source, "driver", "exec", dont_inherit=True))
-    return Blueprint(isolation, limits, syscall_filter, code)
+    return Blueprint(isolation, limits, syscall_filter, code, ProcessTable())
 
 
 class Jail:
@@ -126,11 +127,11 @@ class Jail:
                 await self._report()
             pid = self._process.pid if self._plan.isolation is UNSAFE else _child_pid(said)
             self._first = (pid, os.pidfd_open(pid))
-        except (JailLostError, ProcessLookupError) as error:
+        except (JailLostError, ProcessLookupError, ValueError) as error:
             raise JailError(self._last_words()) from error
         except TimeoutError as error:
             raise JailError(f"a jail was not ready after {START_TIMEOUT_S:.0f} s") from error
-        if not memory_of_tree(pid):
+        if not self._plan.processes.memory_of_tree(pid):
             raise JailError("the memory of a jail cannot be seen in /proc")
 
     def _last_words(self) -> str:
@@ -169,15 +170,17 @@ class Jail:
         if time.monotonic() > deadline:
             raise TimeoutError
         assert self._first is not None
-        if memory_of_tree(self._first[0]) > self._plan.limits.memory_mib * MIB:
+        held = self._plan.processes.memory_of_tree(self._first[0])
+        if held > self._plan.limits.memory_mib * MIB:
             raise MemoryLimitError
 
     async def _report(self) -> Report:
         try:
             head = driver.REPORT.unpack(await self._reader.readexactly(driver.REPORT.size))
-            *numbers, out_size, err_size = head
+            how, code, seconds, cpu_s, out_size, err_size = head
             out = await self._reader.readexactly(out_size)
-            return Report(*numbers, out, await self._reader.readexactly(err_size))
+            err = await self._reader.readexactly(err_size)
+            return Report(how, code, seconds, cpu_s, out, err)
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise JailLostError from error
 
@@ -265,6 +268,9 @@ def _popen(
 
 
 def _child_pid(said: int) -> int:
-    """What bubblewrap says is process 1 of its jail. It has said it by the time the jail waits."""
+    """What bubblewrap says is process 1 of its jail. It has said it by the time the jail waits.
+
+    Raises ValueError if it has not.
+    """
     with os.fdopen(said, "rb", closefd=False) as file:
         return int(json.load(file)["child-pid"])

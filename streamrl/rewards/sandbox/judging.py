@@ -19,6 +19,8 @@ from streamrl.rewards.sandbox.program import (
 )
 from streamrl.rewards.verdict import Verdict
 
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 80
 #: How a program says, on its last line, that it got no memory.
 _NO_MEMORY = ("MemoryError", "bad_alloc", "out of memory", "Cannot allocate memory")
 
@@ -85,11 +87,11 @@ def _answer(out: bytes, test: StdinTest | CallTest, program: Program) -> tuple[V
         got = out.decode(errors="replace")
         if same_text(test.stdout, got, loose_numbers=program.loose_numbers):
             return Verdict.PASS, ""
-        return Verdict.WRONG, f"wrote {reprlib.repr(got)}, not {reprlib.repr(test.stdout)}"
+        return Verdict.WRONG, f"wrote {_SHORT.repr(got)}, not {_SHORT.repr(test.stdout)}"
     try:
         value = read_value(out)
     except ValueError:
         return Verdict.RUNTIME_ERROR, f"{test.function} ended without returning a value"
     if any(same_value(wanted, value) for wanted in test.accepted):
         return Verdict.PASS, ""
-    return Verdict.WRONG, f"returned {reprlib.repr(value)}, not {reprlib.repr(test.accepted[0])}"
+    return Verdict.WRONG, f"returned {_SHORT.repr(value)}, not {_SHORT.repr(test.accepted[0])}"

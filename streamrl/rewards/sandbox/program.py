@@ -98,13 +98,13 @@ class Outcome:
 
     @property
     def verdict(self) -> Verdict:
-        """The first that is not a pass; a pass if there is none."""
-        return self._first.verdict
+        """An infra_error if there is one, else the first that is no pass; a pass if all are."""
+        return self._telling.verdict
 
     @property
     def detail(self) -> str:
         """What is said of the test that the verdict is of."""
-        return self._first.detail
+        return self._telling.detail
 
     @property
     def seconds(self) -> float:
@@ -117,8 +117,10 @@ class Outcome:
         return sum(r.verdict is Verdict.PASS for r in self.results) / self.num_tests
 
     @property
-    def _first(self) -> Result:
-        return next((r for r in self.results if r.verdict is not Verdict.PASS), self.results[0])
+    def _telling(self) -> Result:
+        failed = [result for result in self.results if result.verdict is not Verdict.PASS]
+        unknown = [result for result in failed if result.verdict is Verdict.INFRA_ERROR]
+        return [*unknown, *failed, *self.results][0]
 
 
 @dataclass(frozen=True)

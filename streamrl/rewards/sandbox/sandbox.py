@@ -123,8 +123,12 @@ class Sandbox:
         return jail
 
     def discard(self, jail: Jail) -> None:
-        """End a jail, whatever runs in it, without waiting for that."""
-        self._in_use.discard(jail)
+        """End a jail, whatever runs in it, without waiting for that. Twice does no harm."""
+        if jail in self._in_use:
+            self._in_use.remove(jail)
+            self._end(jail)
+
+    def _end(self, jail: Jail) -> None:
         ending = asyncio.get_running_loop().create_task(jail.end())
         self._ending.add(ending)
         ending.add_done_callback(self._ending.discard)
@@ -137,7 +141,7 @@ class Sandbox:
 
     def _discard_unused(self, starting: "asyncio.Task[Jail]") -> None:
         if starting.exception() is None:
-            self.discard(starting.result())
+            self._end(starting.result())
 
     async def close(self) -> None:
         """End all jails; what still runs in one comes to an infra_error."""

@@ -52,7 +52,8 @@ def probe(port, canary, places, entries, names, disk_bytes, processes):
     tried("connect to a socket of the host", socket.create_connection, ("127.0.0.1", port), 1)
     tried("read a file of the host", open, canary)
     for place in places:
-        tried("write to " + place, open, os.path.join(place, "streamrl-probe"), "x")
+        if os.access(place, os.W_OK):
+            found.append("write to " + place)
     if set(os.listdir("/")) - set(entries):
         found.append("list the directories of the host")
     if set(os.environ) - set(names):
@@ -99,7 +100,7 @@ async def choose(limits: Limits, *, allow_unsafe: bool) -> tuple[Blueprint, str]
         reasons = []
         for isolation in candidates():
             plan = blueprint(isolation, limits, syscall_filter)
-            reason = await _broken(plan)
+            reason = await broken(plan)
             if reason is None:
                 return plan, ""
             reasons.append(f"{isolation.name}: {reason}")
@@ -134,7 +135,7 @@ def _unequipped() -> str | None:
     return None
 
 
-async def _broken(plan: Blueprint) -> str | None:
+async def broken(plan: Blueprint) -> str | None:
     """How a program gets out of a jail made to this plan, or why there is none; None if neither."""
     limits = replace(plan.limits, processes=_PROBE_PROCESSES, wall_s=_PROBE_S, cpu_s=_PROBE_S)
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -1,5 +1,6 @@
 """One program on its way through jails: usually one, a fresh one after a jail had to be ended."""
 
+import asyncio
 import time
 from typing import Protocol
 
@@ -25,6 +26,8 @@ from streamrl.rewards.verdict import Verdict
 
 #: A jail that is gone without a word may be bad luck once; twice, it is the program's doing.
 _JAILS_PER_TEST = 2
+#: Bytes of output from which on they are compared beside the event loop.
+_LONG_OUTPUT = 1 << 16
 
 
 class Jails(Protocol):
@@ -106,7 +109,9 @@ class Trial:
                 Verdict.TIMEOUT, 0.0, f"all tests together took {self._limits.total_s:g} s"
             )
         report = await self._ask(self._jail, test_message(test, wall_s), wall_s)
-        return judge(report, test, self._program, self._limits)
+        if len(report.out) < _LONG_OUTPUT:
+            return judge(report, test, self._program, self._limits)
+        return await asyncio.to_thread(judge, report, test, self._program, self._limits)
 
     async def _compile(self, jail: Jail) -> None:
         message = program_message(self._program, self._language, self._limits)
