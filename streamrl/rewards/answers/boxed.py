@@ -41,7 +41,7 @@ def judge(completion: str, truth: Truth) -> Judgement:
 
 
 def check_truth(truth: Truth) -> str:
-    r"""The normal form. Raises RewardError if it is empty, or the truth no text or with a \boxed."""
+    r"""The normal form. Raises RewardError if it is empty, or the truth no text or in a \boxed."""
     text = truth_text(truth)
     if "\\boxed" in text:
         raise RewardError(f"ground_truth must be what stands in the \\boxed{{}}, is {truth!r}")

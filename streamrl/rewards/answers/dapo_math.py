@@ -46,16 +46,18 @@ _ROOT = re.compile(r"sqrt([^{\\])")
 def judge(completion: str, truth: Truth, *, strict_box: bool = False) -> Judgement:
     r"""1 or -1. The answer is the rest of the last line with "Answer:", compared in normal form.
 
-    Without such a line it is the last \boxed{}. strict_box: only the box counts, to the letter.
-    Raises RewardError.
+    Without such a line it is the last \boxed{}, trimmed and compared to the letter. strict_box:
+    such a line counts for nothing. Raises RewardError.
     """
     expected = check_truth(truth)
     lines = [] if strict_box else _ANSWER.findall(completion[-WINDOW:])
-    answer = lines[-1] if lines else _last_box(completion[-BOX_WINDOW:])
-    if answer is None:
-        return not_found("Answer: and no \\boxed{} at the end", score=-1.0)
-    if not strict_box:
-        answer, expected = normal_form(answer), normal_form(expected)
+    if lines:
+        answer, expected = normal_form(lines[-1]), normal_form(expected)
+    else:
+        box = _last_box(completion[-BOX_WINDOW:])
+        if box is None:
+            return not_found("Answer: and no \\boxed{} at the end", score=-1.0)
+        answer = box.strip()
     right = answer == expected
     return passed(right, score=1.0 if right else -1.0, answer=answer)
 
