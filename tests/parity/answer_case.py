@@ -1,7 +1,10 @@
 """A comparison of scores: our rule and a peer's own, over the answers of a table."""
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+
+from streamrl.errors import RewardError
 
 Answer = tuple[str, str]
 """Completion and ground truth."""
@@ -23,7 +26,10 @@ class OnPurpose:
 
 @dataclass(frozen=True)
 class AnswerCase:
-    """What is compared, and where the two are known to differ."""
+    """What is compared, and where the two are known to differ.
+
+    `ours` raises RewardError for a ground truth it refuses: there is nothing to compare then.
+    """
 
     function: str
     peer: str
@@ -34,10 +40,11 @@ class AnswerCase:
 
 @dataclass(frozen=True)
 class Agreement:
-    """How many of `num_answers` are scored alike, and what of the rest is not as it was listed."""
+    """How many answers are scored alike, and what of those that are not is not as it was listed."""
 
-    num_answers: int
+    num_compared: int
     num_agreeing: int
+    num_refused: int
     unlisted: Sequence[str]
 
     @property
@@ -48,7 +55,10 @@ class Agreement:
 
 def score_all(case: AnswerCase, answers: Sequence[Answer]) -> Agreement:
     """Run both rules on all answers."""
-    scores = {answer: (case.ours(*answer), case.theirs(*answer)) for answer in answers}
+    scores = {}
+    for answer in answers:
+        with suppress(RewardError):
+            scores[answer] = (case.ours(*answer), case.theirs(*answer))
     differing = {answer: pair for answer, pair in scores.items() if pair[0] != pair[1]}
     listed = {entry.answer: (entry.ours, entry.theirs) for entry in case.on_purpose}
     unlisted = [
@@ -56,7 +66,8 @@ def score_all(case: AnswerCase, answers: Sequence[Answer]) -> Agreement:
         for answer in {**differing, **listed}
         if differing.get(answer) != listed.get(answer)
     ]
-    return Agreement(len(scores), len(scores) - len(differing), unlisted)
+    refused = len(answers) - len(scores)
+    return Agreement(len(scores), len(scores) - len(differing), refused, unlisted)
 
 
 def _difference(answer: Answer, ours: float, theirs: float) -> str:

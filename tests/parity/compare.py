@@ -63,7 +63,9 @@ def compare_answers() -> bool:
     for case in cases:
         agreement = score_all(case, verl_rewards.TABLE)
         as_listed += agreement.as_listed
-        alike = f"{agreement.num_agreeing} of {agreement.num_answers} alike"
+        alike = f"{agreement.num_agreeing} of {agreement.num_compared} alike"
+        if agreement.num_refused:
+            alike += f"; ours refuses the ground truth of {agreement.num_refused}"
         print(f"{case.function:{FUNCTION_WIDTH}}  {f'verl {case.peer}':{PEER_WIDTH}}  {alike}")
         print("".join(f"    on purpose  {entry}\n" for entry in case.on_purpose), end="")
         print("".join(f"    DIFFERS     {line}\n" for line in agreement.unlisted), end="")

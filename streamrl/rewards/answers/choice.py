@@ -1,6 +1,5 @@
 """Multiple choice: the letter that a completion settles on is the ground truth's."""
 
-import string
 from collections import deque
 from functools import lru_cache
 
@@ -26,8 +25,8 @@ def judge(completion: str, truth: Truth, *, letters: str = LETTERS) -> Judgement
     one line begins with, as in "B. Paris" or "(b) Paris". `letters` are those to choose from.
     Raises RewardError, and ConfigError for letters that are not capitals from A to Z, each once.
     """
-    expected = check_truth(truth, letters=letters)
-    for pattern in _patterns(letters):
+    patterns, expected = _patterns(letters), check_truth(truth, letters=letters)
+    for pattern in patterns:
         last = deque(pattern.finditer(completion), maxlen=1)
         if last:
             answer = last[0]["letter"].upper()
@@ -46,17 +45,13 @@ def check_truth(truth: Truth, *, letters: str = LETTERS) -> str:
 @lru_cache
 def _patterns(letters: str) -> tuple["regex.Pattern[str]", ...]:
     """Where a letter may be named; the first that occurs at all decides."""
-    if (
-        not letters
-        or set(letters) - set(string.ascii_uppercase)
-        or len(set(letters)) < len(letters)
-    ):
+    if not regex.fullmatch("[A-Z]+", letters) or len(set(letters)) < len(letters):
         raise ConfigError(f"rewards.letters={letters}: must be capitals from A to Z, each once")
     capital, either = f"(?P<letter>[{letters}])", f"(?P<letter>[{letters}{letters.lower()}])"
     boxed = rf"\\boxed\s?\{{{_DECORATION}{_FACE}{_DECORATION}{either}{_END}"
     said = r"\b(?i:answer)[\s*_]{0,9}(?:[:=]|(?i:is)\b)[\s*_:]{0,9}(?:(?i:option|choice)\s)?"
     said = rf"{said}{_DECORATION}{_FACE}{_DECORATION}{capital}{_END}"
-    line = rf"(?m)^{_DECORATION}{either}[\s*_$)\]\"'`.]{{0,9}}$"
+    line = rf"(?m)^[ \t*_$(\[\"'`]{{0,9}}{either}[ \t\r*_$)\]\"'`.]{{0,9}}$"
     only_line = rf"\A\s?{_DECORATION}{either}[*_)\].:]{{1,4}}\s[^\n]+\s?\Z"
     # The regex package takes two groups of one name.
     return tuple(regex.compile(text) for text in (f"{boxed}|{said}", line, only_line))

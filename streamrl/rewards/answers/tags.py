@@ -29,15 +29,16 @@ def judge(
 
 def _fault(completion: str, tags: Sequence[str], *, nothing_outside: bool) -> str:
     """What is wrong with the form, or nothing."""
-    for mark in (mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")):
+    marks = [mark for tag in tags for mark in (f"<{tag}>", f"</{tag}>")]
+    for mark in marks:
         if completion.count(mark) != 1:
             return f"{mark} {completion.count(mark)} times"
+    if marks != sorted(marks, key=completion.index):
+        return f"not in the order {' '.join(marks)}"
     rest = completion
     for tag in tags:
-        outside, opened, rest = rest.partition(f"<{tag}>")
-        inside, closed, rest = rest.partition(f"</{tag}>")
-        if not opened or not closed:
-            return f"<{tag}> out of order"
+        outside, _, rest = rest.partition(f"<{tag}>")
+        inside, _, rest = rest.partition(f"</{tag}>")
         if not inside.strip():
             return f"<{tag}> is empty"
         if nothing_outside and outside.strip():
