@@ -1,4 +1,6 @@
 import time
+from inspect import signature
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -89,3 +91,10 @@ def test_a_completion_of_a_million_characters_takes_less_than_a_second(name):
         started = time.process_time()
         judge(name, f"{half} answer is {half} \\boxed{{{half}}}")
         assert time.process_time() - started < 1, piece
+
+
+def test_the_reference_names_every_rule_option_and_source():
+    page = (Path(__file__).parents[3] / "docs" / "rewards_reference.md").read_text()
+    options = {name for rule in RULES.values() for name in signature(rule.judge).parameters}
+    for name in {*RULES, *BY_SOURCE, *options} - {"completion", "truth"}:
+        assert f"`{name}`" in page
