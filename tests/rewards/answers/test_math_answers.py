@@ -94,3 +94,34 @@ def test_a_good_ground_truth_is_given_in_the_form_that_answers_are_compared_in()
 def test_a_method_that_there_is_not_is_refused():
     with pytest.raises(ConfigError, match=r"rewards.method=loose: must be one of strict, flexible"):
         gsm8k.judge("#### 9", "9", method="loose")
+
+
+@pytest.mark.parametrize(
+    ("text", "form"),
+    [
+        (r"x = .5", r"\frac{1}{2}"),
+        (r"\frac{.5}{2}", r"\frac{0.5}{2}"),
+        (r"-\dfrac 12", r"-\frac{1}{2}"),
+        (r"3\text{ red}, 2\text{ blue}", r"3\text{red},2\text{blue}"),
+        (r"\left[ 2, \tfrac{\pi}{3} \right)", r"[2,\frac{\pi}{3})"),
+        (r"120^{\circ}", "120"),
+    ],
+)
+def test_the_normal_form_of_math_is_one_way_to_write_it(text, form):
+    assert boxed.normal_form(text) == form
+    assert boxed.normal_form(form) == form
+
+
+@pytest.mark.parametrize(
+    ("text", "form"),
+    [
+        (r"a = \frac12 + \sqrt3", r"\frac{1}{2}+\sqrt{3}"),
+        (r"the area is $\mbox{about }7$ square inches", "about7"),
+        (r"1,234,567 \text{ meters}", "1234567"),
+        (r"\overline{AB}", "AB"),
+        (r"2,\text{and}3", "23"),
+        ("(2, 3)", "(2,3)"),
+    ],
+)
+def test_the_normal_form_of_dapo_math_is_that_of_minerva(text, form):
+    assert dapo_math.normal_form(text) == form
