@@ -3,8 +3,10 @@
 What passes here is loaded already: the prompts, rendered and measured, and the dataflow.
 """
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -67,6 +69,7 @@ def prepare(config: RunConfig) -> Prepared:
     for judges in (rewards, *costs):
         judges.check(train.prompts, place=config.data.train)
         judges.check(eval_prompts, place=config.data.eval)
+    said = [asyncio.run(judges.preflight()) for judges in (rewards, *costs)]
     if config.data.pretrain:
         load_texts(config.data.pretrain)
     longest = max(len(prompt.token_ids) for prompt in [*train.prompts, *eval_prompts])
@@ -85,7 +88,7 @@ def prepare(config: RunConfig) -> Prepared:
         components=tuple(name for judges in (rewards, *costs) for name in judges.columns),
         max_length=max_length,
         model_bytes=sum(p.stat().st_size for p in Path(config.model.path).glob("*.safetensors")),
-        notes=_notes(config, train),
+        notes=(*chain.from_iterable(said), *_notes(config, train)),
     )
 
 
