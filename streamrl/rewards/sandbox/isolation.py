@@ -151,7 +151,8 @@ def _view(limits: Limits) -> list[str]:
         view += ["--tmpfs", packages, "--remount-ro", packages]
     for device in _DEVICES:
         view += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    view += ["--symlink", f"{PRIVATE}/stdin", "/dev/stdin"]
+    view += ["--symlink", f"{PRIVATE}/stdin", "/dev/stdin"]  # which /proc would offer
+    view += ["--symlink", PRIVATE, "/dev/shm"]  # for locks of multiprocessing
     view += ["--perms", "1777", "--size", str(limits.disk_mib * MIB), "--tmpfs", PRIVATE]
     return [*view, "--remount-ro", "/", "--chdir", PRIVATE]
 
