@@ -140,7 +140,8 @@ def bring_bubblewrap(folder: Path) -> str:
         except (OSError, subprocess.SubprocessError) as error:
             return f"{failed}: {str(error).splitlines()[0][:200]}"
         folder.mkdir(exist_ok=True)
-        shutil.copy(found, folder / "bwrap")
+        shutil.copy(found, folder / "new")
+        os.replace(folder / "new", folder / "bwrap")  # one that runs stays whole
     return f"bubblewrap is in {folder.relative_to(folder.parent.parent)}"
 
 
