@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from streamrl.rewards.sandbox.jail import Blueprint, Jail, JailError
 from streamrl.rewards.sandbox.program import (
-    LANGUAGES,
+    PYTHON_ONLY,
     CallTest,
     Language,
     Limits,
@@ -46,7 +46,7 @@ class Sandbox:
         limits: Limits,
         *,
         jails: int,
-        languages: Mapping[str, Language] = LANGUAGES,
+        languages: Mapping[str, Language] = PYTHON_ONLY,
         allow_unsafe: bool = False,
     ) -> "Sandbox":
         """A sandbox for programs in `languages`, after it has tried to break out of a jail.

@@ -146,6 +146,8 @@ async def broken(plan: Blueprint) -> str | None:
             deadline = time.monotonic() + _PROBE_S
             await jail.request(program_message(program, LANGUAGES["python"], limits), deadline)
             report = await jail.request(test_message(test, _PROBE_S), deadline)
+            if not jail.memory_bytes():
+                return "what a program holds in memory is not seen in /proc"
         except (JailError, JailLostError, MemoryLimitError, TimeoutError) as error:
             return f"{type(error).__name__} {error}".strip()
         finally:
