@@ -13,7 +13,8 @@ from pathlib import Path
 
 from streamrl.checkpoint import find_resume_point
 from streamrl.config import load_config
-from streamrl.data import DataConfig, load_prompts, load_tokenizer, load_vocab_size
+from streamrl.data import DataConfig, Limits, load_prompts, load_tokenizer, load_vocab_size
+from streamrl.data.files import data_files
 from streamrl.engines.generation import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig, generation_env
 from streamrl.errors import ConfigError
@@ -109,11 +110,9 @@ async def _evaluate(subject: Subject, file: str, config: EvaluationConfig) -> Ev
         model_tokens=model_length(model, limit=None), max_new_tokens=subject.max_new_tokens
     )
     loaded = load_prompts(
-        file,
+        data_files(file, key="--data", prompt_key=subject.data.prompt_key),
         tokenizer,
-        config=subject.data,
-        max_prompt_tokens=limit,
-        vocab_size=load_vocab_size(model),
+        Limits(limit, load_vocab_size(model), subject.data.on_long_prompt),
     )
     prompts = loaded.prompts[: config.limit]
     rewards.check(prompts, place=file)
