@@ -4,7 +4,7 @@ What passes here is loaded already: the prompts, rendered and measured, and the 
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -42,13 +42,14 @@ PROCESS_GIB = 0.4
 class Prepared:
     """A run that may start. `max_length`: most tokens of prompt and completion together.
 
+    `eval_prompts`: those of each file, by its name.
     `components`: the columns that scores, and costs, are combined from.
     `model_bytes`: size of the model's weights as stored.
     """
 
     dataflow: Dataflow
     prompts: PromptStream
-    eval_prompts: Sequence[Prompt]
+    eval_prompts: Mapping[str, Sequence[Prompt]]
     components: tuple[str, ...]
     max_length: int
     model_bytes: int
@@ -87,7 +88,7 @@ def prepare(config: RunConfig) -> Prepared:
         prompts=PromptStream(
             train.prompts, seed=config.run.seed, shuffle=config.data.shuffle, mix=train.mix
         ),
-        eval_prompts=evaluation.prompts,
+        eval_prompts=evaluation.by_name,
         components=tuple(name for judges in (rewards, *costs) for name in judges.columns),
         max_length=max_length,
         model_bytes=sum(p.stat().st_size for p in Path(config.model.path).glob("*.safetensors")),
