@@ -89,7 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
         pass_score=arguments.pass_score,
     )
     subject = _subject(arguments)
-    files = named_files(arguments, arguments.data, subject.data) or subject.data.eval_files
+    named = named_files(arguments, arguments.data, subject.data)
+    # There is no place for a name of theirs, and two folders may both have a test.parquet.
+    files = tuple(replace(file, name=file.path) for file in named) or subject.data.eval_files
     if not files:
         raise ConfigError("evaluate: --data names a file of prompts, or a recipe's data.eval does")
     check_evaluated(files, key="--data")
