@@ -5,6 +5,7 @@ import asyncio
 import json
 import logging
 import os
+import sys
 import time
 import warnings
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ from streamrl.evaluation.figures import Interval
 from streamrl.messages import Columns, Prompt, Rollout
 from streamrl.preflight import model_length
 from streamrl.rewards import RewardConfig, build_rewards, decode_completions
+from streamrl.rewards.scorer import answer_hashes
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,8 @@ async def _evaluate(
     loaded = load_prompts(files, tokenizer, limits)
     for file in loaded.files:
         rewards.check(file.numbered_alone[: config.limit], place=file.file.path)
+    for note in await rewards.preflight():
+        print(f"streamrl: {note}", file=sys.stderr)
     prompts = {name: found[: config.limit] for name, found in loaded.by_name.items()}
     longest = max(len(prompt.token_ids) for found in prompts.values() for prompt in found)
     engine = await _engine(subject, config.seed, longest + subject.max_new_tokens)
@@ -146,11 +150,14 @@ async def _evaluate(
         return await engine.generate(prompt.token_ids, seeds=seeds, temperature=config.temperature)
 
     async def score(prompt: Prompt, rollouts: list[Rollout]) -> Columns:
-        return await rewards.score(prompt, decode_completions(tokenizer, rollouts))
+        judgement = await rewards.judge(prompt, decode_completions(tokenizer, rollouts))
+        return {**rewards.columns_of(judgement), "answers": answer_hashes(judgement)}
 
     try:
+        await rewards.start()
         return await evaluate(prompts, generate=generate, score=score, config=config)
     finally:
+        await rewards.close()
         await engine.close()
 
 

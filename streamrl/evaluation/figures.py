@@ -25,7 +25,7 @@ class EvaluationResult:
 
     pass_at: for k = 1, 2, 4 and so on up to `samples`, the chance that one of k tries passes.
     mean_at_k: mean score of all completions, k = samples.
-    maj_at_k: chance that the answer most completions give passes; None without answers.
+    maj_at_k: chance that the answer most completions give passes; None if answers are not told.
     pass_at_1_interval: of pass_at[1].
     mean_at_k_interval: of mean_at_k; None if there is one prompt only.
     num_unscored: prompts left out of all figures, as no reward could be computed for them.

@@ -18,10 +18,11 @@ Score = Callable[[Prompt, list[Rollout]], Awaitable[Columns]]
 
 @dataclass(frozen=True)
 class _Scored:
-    """A prompt's scores [samples], and its completions' answers, if the scorer tells them."""
+    """A prompt's scores [samples] and its completions' answers, all 0 if the scorer tells none."""
 
+    data_source: str
     scores: Array
-    answers: Array | None
+    answers: Array
 
 
 async def evaluate(
@@ -36,7 +37,8 @@ async def evaluate(
     """Sample and score the first `config.limit` prompts of each file, by its name.
 
     config.concurrency prompts are under way at once. `score` gives column `scores`, and `answers`
-    where it knows the completions' answers: numbers that are equal for equal ones, 0 for none.
+    where it knows the completions' answers: numbers that are equal for equal ones, 0 for none. If
+    no completion of a data_source has an answer, its reward tells none: there is no majority.
 
     `generate` is given one seed per completion wanted, a function of config.seed and the prompt's
     uid alone, so that the result does not depend on what runs beside what. A RewardError of
@@ -61,7 +63,7 @@ async def evaluate(
             raise DeadlineError(
                 f"evaluation of uid {prompt.uid}: no scores in {timeout_s:g} s"
             ) from error
-        return _scored(columns, prompt.uid, config.samples)
+        return _scored(columns, prompt, config.samples)
 
     async def scores_of(prompt: Prompt) -> _Scored | RewardError:
         async with slots:
@@ -80,13 +82,14 @@ async def evaluate(
     return _result(chosen, [task.result() for task in tasks], config.pass_score)
 
 
-def _scored(columns: Columns, uid: str, samples: int) -> _Scored:
+def _scored(columns: Columns, prompt: Prompt, samples: int) -> _Scored:
+    found = {"answers": np.zeros(samples, np.int64), **columns}
     for name in ("scores", "answers"):
-        if name in columns and columns[name].shape != (samples,):
+        if found[name].shape != (samples,):
             raise ValueError(
-                f"evaluation of uid {uid}: {columns[name].shape} {name}, wanted {samples}"
+                f"evaluation of uid {prompt.uid}: {found[name].shape} {name}, wanted {samples}"
             )
-    return _Scored(columns["scores"], columns.get("answers"))
+    return _Scored(prompt.data_source, found["scores"], found["answers"])
 
 
 def _result(
@@ -97,29 +100,30 @@ def _result(
     """The figures over the prompts that have scores, in all, by source and by file."""
     problems = [outcome for outcome in outcomes if isinstance(outcome, RewardError)]
     found = [
-        (name, prompt.data_source, outcome)
-        for (name, prompt), outcome in zip(chosen, outcomes, strict=True)
+        (name, outcome)
+        for (name, _), outcome in zip(chosen, outcomes, strict=True)
         if isinstance(outcome, _Scored)
     ]
     if not found:
         raise problems[0]
-
-    def of(rows: Sequence[_Scored]) -> EvaluationResult:
-        told = [row.answers for row in rows if row.answers is not None]
-        # Of some prompts only, a majority would be another measure than that of the rest.
-        answers = np.stack(told) if len(told) == len(rows) else None
-        return figures(np.stack([row.scores for row in rows]), answers, pass_score=pass_score)
-
     return replace(
-        of([row for _, _, row in found]),
+        _figures([row for _, row in found], pass_score),
         by_source={
-            source: of([row for _, of_row, row in found if of_row == source])
-            for source in sorted({source for _, source, _ in found})
+            source: _figures([row for _, row in found if row.data_source == source], pass_score)
+            for source in sorted({row.data_source for _, row in found})
         },
         by_file={
-            name: of([row for of_row, _, row in found if of_row == name])
-            for name in dict.fromkeys(name for name, _, _ in found)
+            name: _figures([row for file, row in found if file == name], pass_score)
+            for name in dict.fromkeys(name for name, _ in found)
         },
         num_unscored=len(problems),
         problem=str(problems[0]) if problems else "",
     )
+
+
+def _figures(rows: Sequence[_Scored], pass_score: float) -> EvaluationResult:
+    sources = {row.data_source for row in rows}
+    telling = {row.data_source for row in rows if row.answers.any()}
+    # Of some sources only, a majority would be another measure than that of the rest.
+    answers = np.stack([row.answers for row in rows]) if telling == sources else None
+    return figures(np.stack([row.scores for row in rows]), answers, pass_score=pass_score)

@@ -112,20 +112,21 @@ async def test_the_limit_is_of_each_file_and_each_has_figures_of_its_own():
     assert not any(name.startswith("eval/source/") for name in result.metrics())
 
 
-async def test_answers_make_a_majority_unless_some_prompts_have_none():
+async def test_answers_make_a_majority_unless_some_source_tells_none():
     scored = scoring(TABLE)
 
     async def score(prompt, rollouts):
         columns = await scored(prompt, rollouts)
-        if prompt.uid != missing:
-            columns["answers"] = np.array([7, 7, 0, 3], np.int64)
+        if prompt.data_source not in silent:
+            none = prompt.uid == "0:2:0"
+            columns["answers"] = np.array([0] * 4 if none else [7, 7, 0, 3], np.int64)
         return columns
 
-    missing, settings = "", {"generate": generate, "score": score, "config": EvaluationConfig()}
+    silent, settings = (), {"generate": generate, "score": score, "config": EvaluationConfig()}
     result = await evaluate(prompts("a", "b", "b"), **settings)
-    # The majority answer is that of the first two; of these pass 1, 0 and 2.
-    assert result.maj_at_k == pytest.approx((0.5 + 0 + 1) / 3)
-    missing = "0:1:0"
+    # Of a and the first b, half and none of the majority answer pass; the second b has no answer.
+    assert result.maj_at_k == pytest.approx((0.5 + 0 + 0) / 3)
+    silent = ("b",)
     result = await evaluate(prompts("a", "b", "b"), **settings)
     assert result.maj_at_k is None
     assert "eval/maj_at_k" not in result.metrics()
