@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import combinations_with_replacement, permutations
 
+from examples.countdown.reward import value_of
 from examples.toy_models.rows import Row, as_row
 
 NUM_EVAL = 256
@@ -13,24 +14,53 @@ TARGETS = range(1, 100)
 
 
 @cache
-def expressions(numbers: tuple[int, ...]) -> dict[int, list[str]]:
-    """The ways to write two or three of the numbers with + - *, by what comes out."""
+def ways(numbers: tuple[int, ...]) -> dict[int, list[str]]:
+    """The sums of two or three of the numbers with + - *, by what they come to."""
     found: dict[int, list[str]] = {}
-    for text in sorted(_texts(numbers)):
-        value = eval(text, {"__builtins__": {}})  # made below, of digits and operators only
-        found.setdefault(value, []).append(text)
+    for text in sorted(set(_sums(numbers))):
+        value, _ = value_of(text)
+        found.setdefault(int(value), []).append(text)
     return found
 
 
-def _texts(numbers: tuple[int, ...]) -> Iterator[str]:
-    for count in (2,3):
-        for a, *rest in set(permutations(numbers, count)):
-            for op in "+-*":
-                if len(rest) == 1:
-                    yield f"{a}{op}{rest[0]}"
-                    continue
-                b, c = rest
-                for second in "+-*":
-                    yield f"{a}{op}{b}{second}{c}"
-                    if second == "*" and op != "*":
-                        yield f"({a}{op}{b}){second}{c}"
+def _sums(numbers: tuple[int, ...]) -> Iterator[str]:
+    for a, b in permutations(numbers, 2):
+        yield from (f"{a}{sign}{b}" for sign in "+-*")
+    for a, b, c in permutations(numbers, 3):
+        for first in "+-*":
+            yield from (f"{a}{first}{b}{second}{c}" for second in "+-*")
+        yield from (f"({a}{first}{b})*{c}" for first in "+-")
+
+
+def make_rows(*, seed: int, num_eval: int = NUM_EVAL) -> dict[str, list[Row]]:
+    """The rows of each split, by its name: every problem once, its numbers in random order.
+
+    No numbers with the same target are in both splits, in whatever order.
+    """
+    problems = [
+        (numbers, target)
+        for numbers in combinations_with_replacement(NUMBERS, 3)
+        for target in ways(numbers)
+        if target in TARGETS
+    ]
+    rng = random.Random(seed)
+    rng.shuffle(problems)
+    parts = {"train": problems[num_eval:], "eval": problems[:num_eval]}
+    return {
+        name: [
+            _row(rng.sample(numbers, 3), target, split=name, index=i)
+            for i, (numbers, target) in enumerate(part)
+        ]
+        for name, part in parts.items()
+    }
+
+
+def _row(numbers: list[int], target: int, *, split: str, index: int) -> Row:
+    return as_row(
+        f"{','.join(map(str, numbers))}:{target}",
+        {"numbers": numbers, "target": target},
+        data_source="countdown",
+        ability="math",
+        split=split,
+        index=index,
+    )

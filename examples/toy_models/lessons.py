@@ -22,7 +22,7 @@ class Recipe:
     num_clean_steps: int = 300
     """Optimizer steps in which every answer is right."""
     num_slip_steps: int = 80
-    """Optimizer steps after these, in which some are not."""
+    """Optimizer steps after these, in which some are not; may be 0."""
     slip_rate: float = 0.33
     """How often there is a slip in a slip step; what counts as one is the task's to say."""
     rows_per_step: int = 128
@@ -86,6 +86,8 @@ def train(
         (recipe.num_clean_steps, recipe.clean_lr, 0.0),
         (recipe.num_slip_steps, recipe.slip_lr, recipe.slip_rate),
     ):
+        if num_steps == 0:  # no schedule spans no step
+            continue
         optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98))
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, lr, total_steps=num_steps, pct_start=0.1
