@@ -29,7 +29,15 @@ from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
 from streamrl.errors import AlgorithmError, ConfigError
 from streamrl.evaluation import MAX_SEED, EvaluationConfig
 from streamrl.placement import PlacementConfig
-from streamrl.rewards import RewardConfig, ScorerConfig
+from streamrl.rewards import (
+    COSTS,
+    REWARDS,
+    RewardConfig,
+    SandboxConfig,
+    ScorerConfig,
+    check_options,
+)
+from streamrl.rewards.config import fold_options
 from streamrl.rewards.filtering import FilterConfig
 from streamrl.telemetry import TelemetryConfig
 from streamrl.weights import WeightsConfig
@@ -104,6 +112,7 @@ class RunConfig:
     costs: list[RewardConfig] = field(default_factory=list)
     filter: FilterConfig = field(default_factory=FilterConfig)
     scorer: ScorerConfig = field(default_factory=ScorerConfig)
+    sandbox: SandboxConfig = field(default_factory=SandboxConfig)
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
@@ -144,6 +153,8 @@ class RunConfig:
                 "filter.kind=equal_rewards: takes out none of algorithm.group_size=1, as there is"
                 " nothing to be equal to"
             )
+        check_options(self.rewards, REWARDS)
+        check_options(self.costs, COSTS)
         self.trainer_of(CRITIC)
         self._check_publishing()
         self._check_costs()
@@ -289,7 +300,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 def resolve(settings: DictConfig, *, place: str) -> RunConfig:
     """Check loose settings against the structure of RunConfig; `place` is where they come from."""
-    loose = OmegaConf.to_container(settings)
+    loose = _with_options(OmegaConf.to_container(settings))
     for key, value, inside in _walk(loose, RunConfig, ""):
         _check_key(key, value, inside, place)
     try:
@@ -303,6 +314,26 @@ def resolve(settings: DictConfig, *, place: str) -> RunConfig:
         raise ConfigError(f"{place}: {error}") from None
     assert isinstance(config, RunConfig)
     return config
+
+
+def _with_options(loose: Any) -> Any:
+    """The settings, with the options of rewards, costs and filter under their key."""
+    own = {key: set(get_type_hints(kind)) for key, kind in _OPEN.items()}
+    found = dict(loose)
+    for key in found.keys() & own.keys():
+        value = found[key]
+        if isinstance(value, list):
+            found[key] = [
+                fold_options(entry, own[key]) if isinstance(entry, dict) else entry
+                for entry in value
+            ]
+        elif isinstance(value, dict):
+            found[key] = fold_options(value, own[key])
+    return found
+
+
+#: What has options that depend on its kind.
+_OPEN = {"rewards": RewardConfig, "costs": RewardConfig, "filter": FilterConfig}
 
 
 def _overlaid(config: TrainerConfig, changes: Mapping[str, Any], *, section: str) -> TrainerConfig:
@@ -353,12 +384,14 @@ def _make_paths_absolute(config: RunConfig) -> None:
     for key in ("train", "eval", "pretrain"):
         if vars(config.data)[key]:
             setattr(config.data, key, str(Path(vars(config.data)[key]).absolute()))
-    for reward in (*config.rewards, *config.costs):
-        if reward.path:
-            reward.path = str(Path(reward.path).absolute())
-    for owner in (config.filter, config.algorithm):
-        if owner.path:
-            owner.path = str(Path(owner.path).absolute())
+    owners = [*config.rewards, *config.costs]
+    for options in (*(owner.options for owner in owners), config.filter.options):
+        if path := options.get("path"):
+            options["path"] = str(Path(str(path)).absolute())
+    if config.scorer.combine:
+        config.scorer.combine = str(Path(config.scorer.combine).absolute())
+    if config.algorithm.path:
+        config.algorithm.path = str(Path(config.algorithm.path).absolute())
 
 
 def dump_config(config: RunConfig) -> str:

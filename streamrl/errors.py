@@ -4,10 +4,12 @@
 class StreamError(Exception):
     """Base of what streamrl raises on purpose while a run is under way.
 
-    `cause` is the name under which a group dropped for this error is counted (drops/<cause>).
+    `cause` is the name under which a group dropped for this error is counted (drops/<cause>);
+    `is_final` says that what raised it has tried often enough: the group is dropped at once.
     """
 
     cause = "error"
+    is_final = False
 
 
 class ConfigError(ValueError):
@@ -49,9 +51,43 @@ class GenerationError(StreamError):
 
 
 class RewardError(StreamError):
-    """A reward could not be computed for a group (never a score of 0)."""
+    """A reward could not be computed for a group (never a score of 0).
+
+    Itself it is final, and says that the reward is wrong: it raised, or gave no finite number.
+    """
 
     cause = "reward_error"
+    is_final = True
+
+
+class InfraError(RewardError):
+    """What a reward needs could not be had: no worker, no sandbox, no answer from a server."""
+
+    cause = "reward_infra"
+
+
+class RewardRaisedError(InfraError):
+    """The code of a reward raised; that may pass, as where it asks a server."""
+
+    cause = RewardError.cause
+
+
+class RewardTimeoutError(InfraError):
+    """A reward was not computed in time; the process that was at it is gone."""
+
+    cause = "reward_timeout"
+
+
+class RewardCrashError(InfraError):
+    """The process that computed a reward ended."""
+
+    cause = "reward_crash"
+
+
+class RewardMemoryError(InfraError):
+    """The process that computed a reward took more memory than it may."""
+
+    cause = "reward_memory"
 
 
 class AlgorithmError(StreamError):

@@ -24,7 +24,7 @@ from streamrl.engines.lora import check_targets
 from streamrl.errors import ConfigError
 from streamrl.messages import Per, Prompt, column_spec
 from streamrl.placement import Demand
-from streamrl.rewards import COSTS, build_rewards
+from streamrl.rewards import COSTS, Surroundings, build_rewards
 from streamrl.rewards.filtering import build_filter
 
 GIB = 1 << 30
@@ -53,9 +53,9 @@ class Prepared:
 
 def prepare(config: RunConfig) -> Prepared:
     """Load and check what the run reads. Raises ConfigError in one line; writes nothing."""
-    rewards = build_rewards(config.rewards, timeout_s=config.scorer.timeout_s)
-    timeout_s = config.scorer.timeout_s
-    costs = [build_rewards(config.costs, timeout_s=timeout_s, judged=COSTS)] if config.costs else []
+    around = Surroundings(config.scorer, config.sandbox)
+    rewards = build_rewards(config.rewards, around)
+    costs = [build_rewards(config.costs, around, judged=COSTS)] if config.costs else []
     build_filter(config.filter)
     model_tokens = model_length(config.model.path, limit=config.model.max_length)
     limit = config.data.prompt_limit(

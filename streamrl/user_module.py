@@ -36,6 +36,14 @@ def import_file(path: str, *, setting: str) -> ModuleType:
     return module
 
 
+def split_reference(reference: str, *, setting: str) -> tuple[str, str]:
+    """Path and name of what is written as `file.py:function`. Raises ConfigError if it is not."""
+    path, colon, name = reference.rpartition(":")
+    if not colon or not name.isidentifier():
+        raise ConfigError(f"{setting}={reference}: must be written as file.py:function")
+    return path, name
+
+
 def failure_place(path: str, error: BaseException) -> str:
     """`path:line: type: message`, the line being the innermost of that file."""
     frames = traceback.extract_tb(error.__traceback__)

@@ -6,6 +6,7 @@ import pytest
 
 from streamrl.config import RunConfig, dump_config, load_config
 from streamrl.errors import ConfigError
+from streamrl.rewards import RewardConfig
 
 MINIMAL = """
 model: {path: some/model}
@@ -68,12 +69,23 @@ def test_the_resolved_config_reads_back_as_itself(recipe: Path, tmp_path: Path) 
     assert load_config(tmp_path / "resolved.yaml") == config
 
 
+def test_options_of_a_reward_may_stand_beside_its_other_keys(recipe: Path, tmp_path: Path) -> None:
+    (flat,) = load_config(recipe, ["rewards=[{kind: exact, weight: 2, pattern: x}]"]).rewards
+    nested = "rewards=[{kind: exact, weight: 2, options: {pattern: x}}]"
+    (deep,) = load_config(recipe, [nested]).rewards
+    assert flat == deep == RewardConfig("exact", weight=2.0, options={"pattern": "x"})
+    overridden = load_config(recipe, ["rewards=[{kind: exact}]", "rewards[0].pattern=y"])
+    assert overridden.rewards[0].options == {"pattern": "y"}
+    (tmp_path / "resolved.yaml").write_text(dump_config(overridden))
+    assert load_config(tmp_path / "resolved.yaml") == overridden
+
+
 def test_paths_hold_wherever_an_actor_runs(recipe: Path) -> None:
     config = load_config(recipe)
     assert Path(config.model.path).is_absolute()
     assert Path(config.data.train).is_absolute()
     functions = ["filter={kind: function, path: keep.py, function: keep}"]
-    assert Path(load_config(recipe, functions).filter.path).is_absolute()
+    assert Path(load_config(recipe, functions).filter.options["path"]).is_absolute()
 
 
 @pytest.mark.parametrize(
@@ -82,7 +94,10 @@ def test_paths_hold_wherever_an_actor_runs(recipe: Path) -> None:
         ("trainer.learning_rate=1", "unknown key trainer.learning_rate=1; the nearest key is "),
         ("pipline.max_staleness=1", "unknown key pipline=.*pipeline"),
         ("trainer.lrr=1", "unknown key trainer.lrr=1; the nearest key is trainer.lr"),
-        ("rewards=[{kind: exact, wieght: 2}]", r"rewards\[0\].wieght=2; .*weight"),
+        (
+            "rewards=[{kind: exact, wieght: 2}]",
+            r"rewards\[0\].wieght=2: .*nearest key is weight",
+        ),
         ("trainer.lr=fast", "trainer.lr: Value 'fast' .*could not be converted"),
         ("run.steps=1.5", "run.steps: Value '1.5'"),
         ("trainer=3", "trainer=3: must be a mapping"),
@@ -102,7 +117,7 @@ def test_paths_hold_wherever_an_actor_runs(recipe: Path) -> None:
             r"pipeline.depth=2: \(2 \+ 1\) \* 32 groups .*max_staleness 1 \+ 1\)",
         ),
         ("queue.journal.fsync_s=-1", "queue.journal.fsync_s=-1.*: must be 0 s or more, or null"),
-        ("filter.low=1", "filter.low=1.0: must be below filter.high=1.0"),
+        ("filter={kind: mean_outside, low: 1}", "filter.low=1.0: must be below high=1.0"),
         ("queue.shards=0", "queue.shards=0: must be at least 1"),
         ("placement.mode=magic", "placement.mode=magic: must be one of"),
         ("telemetry.wandb.mode=maybe", "telemetry.wandb.mode=maybe: must be"),

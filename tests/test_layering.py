@@ -15,7 +15,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 RUNTIMES = ("ray", "vllm", "deepspeed", "wandb")
 PURE = ("messages.py", "errors.py", "dataflow.py", "algorithms", "placement")
 LEVELS = (
-    {"messages", "errors", "user_module"},
+    {"messages", "errors", "user_module", "settings", "workers"},
     {"algorithms", "dataflow", "placement", "resharding"},
     {
         "pipeline",

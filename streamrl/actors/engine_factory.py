@@ -1,6 +1,6 @@
 """How an actor makes what it hosts. Tests and benchmarks bring engines of their own."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -39,17 +39,28 @@ def _no_samples() -> Sequence[Mapping[str, Any]]:
     return ()
 
 
+def _no_counts() -> Mapping[str, int]:
+    return {}
+
+
+async def _nothing() -> None:
+    return None
+
+
 @dataclass(frozen=True)
 class HostedScorer:
-    """What a scorer actor hosts: its stages by name, and a few scored texts to look at.
+    """What a scorer actor hosts: its stages by name, a few scored texts to look at, and counts.
 
     A group that cannot be scored comes back as the error. `follower` is there if the stages hold a
-    model that is trained elsewhere.
+    model that is trained elsewhere. `start` readies what it scores with, `close` ends it.
     """
 
     stages: Mapping[str, Compute]
     follower: Follower | None = None
     drain_samples: Callable[[], Sequence[Mapping[str, Any]]] = _no_samples
+    drain_counts: Callable[[], Mapping[str, int]] = _no_counts
+    start: Callable[[], Awaitable[Any]] = _nothing
+    close: Callable[[], Awaitable[None]] = _nothing
 
 
 class HostedRank(Protocol):

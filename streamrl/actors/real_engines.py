@@ -77,7 +77,9 @@ class RealEngines:
 
     async def scorer(self, config: RunConfig, role: str) -> HostedScorer:
         """The scorer of a role of the dataflow: reward, cost, reference or a critic's shadow."""
-        return SCORERS[role](config)
+        scorer = SCORERS[role](config)
+        await scorer.start()
+        return scorer
 
     def trainer(self, config: RunConfig, rank: int, role: str) -> HostedRank:
         """One rank of a model's trainer."""
@@ -122,24 +124,36 @@ def _pretraining(config: RunConfig) -> "Pretraining":
 
 def _rewards(config: RunConfig) -> HostedScorer:
     from streamrl.data import load_tokenizer
-    from streamrl.rewards import build_rewards
+    from streamrl.rewards import Surroundings, build_rewards
     from streamrl.rewards.filtering import build_filter
     from streamrl.rewards.scorer import RewardScorer
 
-    rewards = build_rewards(config.rewards, timeout_s=config.scorer.timeout_s)
+    rewards = build_rewards(config.rewards, Surroundings(config.scorer, config.sandbox))
     scorer = RewardScorer(rewards, load_tokenizer(config.model.path), build_filter(config.filter))
     stages = {REWARD.stage: scorer.score, BASELINE.stage: scorer.baseline}
-    return HostedScorer(stages, drain_samples=scorer.drain_samples)
+    return HostedScorer(
+        stages,
+        drain_samples=scorer.drain_samples,
+        drain_counts=rewards.drain_counts,
+        start=rewards.start,
+        close=rewards.close,
+    )
 
 
 def _costs(config: RunConfig) -> HostedScorer:
     from streamrl.data import load_tokenizer
-    from streamrl.rewards import COSTS, build_rewards
+    from streamrl.rewards import COSTS, Surroundings, build_rewards
     from streamrl.rewards.scorer import CostScorer
 
-    costs = build_rewards(config.costs, timeout_s=config.scorer.timeout_s, judged=COSTS)
+    around = Surroundings(config.scorer, config.sandbox)
+    costs = build_rewards(config.costs, around, judged=COSTS)
     scorer = CostScorer(costs, load_tokenizer(config.model.path))
-    return HostedScorer({COST.stage: scorer.score})
+    return HostedScorer(
+        {COST.stage: scorer.score},
+        drain_counts=costs.drain_counts,
+        start=costs.start,
+        close=costs.close,
+    )
 
 
 def _reference(config: RunConfig) -> HostedScorer:

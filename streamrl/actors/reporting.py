@@ -1,6 +1,7 @@
 """Turns finished steps into reports, beside the stream and never in its way."""
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -82,6 +83,7 @@ class Reporter:
         self._window_start = start_s
         self._spans: dict[str, list[Span]] = {role.role: [] for role in roles}
         self._samples: list[Mapping[str, Any]] = []
+        self._counts: Counter[str] = Counter()
         self._drained_at = 0.0
         self._snapshots: asyncio.Queue[Snapshot] = asyncio.Queue()
 
@@ -178,6 +180,8 @@ class Reporter:
             self._spans[role] = ended + [span for part in parts for span in part.spans]
         parts = [part for role in reports.values() for part in role]
         self._samples += [sample for part in parts for sample in part.samples]
+        for part in parts:
+            self._counts.update(part.counts)
         return [span for part in parts for span in part.spans if not span.is_open]
 
     def _activity(self) -> dict[str, Activity]:
@@ -214,7 +218,8 @@ class Reporter:
             if role in CRITICS.values():
                 metrics |= summarise_critic(made[role].sums, role)
             metrics |= _mean(made[role].updates)
-        return {**metrics, **snapshot.weights, **snapshot.evaluation}
+        counts, self._counts = self._counts, Counter()
+        return {**metrics, **counts, **snapshot.weights, **snapshot.evaluation}
 
 
 def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -38,7 +38,10 @@ class ScorerActor(Replica):
         for stage, call in zip(self._stages, self._calls, strict=True):
             serving = Serving(call.needs, 2 * batch, batch)
             loops.append(score(stage, scorer.stages[stage.name], serving, held=self._held))
-        await self._serve(loops, scorer.follower)
+        try:
+            await self._serve(loops, scorer.follower)
+        finally:
+            await scorer.close()
 
     async def score(self, experiences: Sequence[Experience]) -> Sequence[Result]:
         """Score groups that are not in the queue: those of an evaluation."""
@@ -51,4 +54,5 @@ class ScorerActor(Replica):
         if self._scorer is None:
             return ActorReport("", ())
         spans = self._stages[0].spans
-        return ActorReport(spans.process, spans.drain(), self._scorer.drain_samples())
+        samples, counts = self._scorer.drain_samples(), self._scorer.drain_counts()
+        return ActorReport(spans.process, spans.drain(), samples, counts)

@@ -74,6 +74,7 @@ class ActorReport:
     process: str
     spans: Sequence[Span]
     samples: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
+    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 class RemoteArbiter:

@@ -210,9 +210,9 @@ class Shard:
     def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None:
         """Take work back undone: the group is handed out again, or at last ended."""
         for lease, error in entries:
-            group = self._book.leased(lease)
-            if group is not None:
-                self._give_back(group, lease, error.cause, str(error))
+            if group := self._book.leased(lease):
+                ended = Ended(error.cause, str(error))
+                self._give_back(group, lease, ended, is_final=error.is_final)
 
     def filter(self, entries: Sequence[tuple[Lease, Filtered]]) -> None:
         """End groups that a predicate took out."""
@@ -256,10 +256,10 @@ class Shard:
         self._deaths[holder] += 1
         for wake in self._wake.values():
             wake.set()
-        lost = self._desk.of_holder(holder)
+        lost, reason = self._desk.of_holder(holder), f"{holder} died over it"
         for group, lease in lost:
             if died:
-                self._give_back(group, lease, f"{lease.stage}_died", f"{holder} died over it")
+                self._give_back(group, lease, Ended(f"{lease.stage}_died", reason))
             else:  # to leave is no attempt
                 self._post(transitions.given_back(lease, failed=False))
         return len(lost)
@@ -275,7 +275,7 @@ class Shard:
             held = group.held(one.stage, one.token) if group else None
             if group and held:
                 reason = f"{one.holder} had it for {one.age_s:.0f} s (pipeline.stall_s)"
-                self._give_back(group, held.lease, f"{one.stage}_stalled", reason)
+                self._give_back(group, held.lease, Ended(f"{one.stage}_stalled", reason))
 
     def whereabouts(self, uids: Sequence[str]) -> dict[str, str]:
         """For each of `uids` held here, one phrase: which stages hold or await it, for how long."""
@@ -317,17 +317,17 @@ class Shard:
         for group in groups:
             self._entrance.charge(group)
 
-    def _give_back(self, group: Group, lease: Lease, cause: str, reason: str) -> None:
+    def _give_back(self, group: Group, lease: Lease, how: Ended, *, is_final: bool = False) -> None:
         self._post(transitions.given_back(lease, failed=True))
         is_held = lease.stage in group.leases or lease.stage in group.committing
-        if not is_held and group.failures[lease.stage] >= self._config.max_attempts:
-            self._post(transitions.ended(lease.uid, Ended(cause, reason)))
+        if not is_held and (is_final or group.failures[lease.stage] >= self._config.max_attempts):
+            self._post(transitions.ended(lease.uid, how))
 
     def _expire(self) -> None:
         """Take back the leases whose time is up."""
         for group, lease in self._desk.expired():
             reason = f"{lease.holder} was silent for {self._config.lease_s:g} s (queue.lease_s)"
-            self._give_back(group, lease, f"{lease.stage}_lease_expired", reason)
+            self._give_back(group, lease, Ended(f"{lease.stage}_lease_expired", reason))
 
 
 def _start(commit: Commit, group: Group | None) -> bool:

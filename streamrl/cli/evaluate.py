@@ -102,7 +102,7 @@ def _subject(arguments: argparse.Namespace) -> Subject:
 
 
 async def _evaluate(subject: Subject, file: str, config: EvaluationConfig) -> EvaluationResult:
-    rewards = build_rewards(subject.rewards, timeout_s=60.0)
+    rewards = build_rewards(subject.rewards)
     model = str(subject.model_dir)
     tokenizer = load_tokenizer(model)
     limit = subject.data.prompt_limit(

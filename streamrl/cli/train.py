@@ -175,9 +175,10 @@ def _check_replaceable(config: RunConfig) -> None:
     inputs = {"model.path": config.model.path, "data.train": config.data.train}
     inputs |= {"data.eval": config.data.eval, "data.pretrain": config.data.pretrain}
     inputs |= {"critic.path": config.critic.path, "algorithm.path": config.algorithm.path}
-    inputs |= {"filter.path": config.filter.path}
-    inputs |= {f"rewards[{i}].path": reward.path for i, reward in enumerate(config.rewards)}
-    inputs |= {f"costs[{i}].path": cost.path for i, cost in enumerate(config.costs)}
+    inputs |= {"filter.path": config.filter.options.get("path", "")}
+    for section, entries in (("rewards", config.rewards), ("costs", config.costs)):
+        for i, entry in enumerate(entries):
+            inputs[f"{section}[{i}].path"] = str(entry.options.get("path", ""))
     for key, path in inputs.items():
         if path and folder.resolve() in Path(path).resolve().parents:
             raise ConfigError(f"{key}={path}: lies in the run that run.overwrite=true replaces")

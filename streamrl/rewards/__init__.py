@@ -1,21 +1,33 @@
 """Rewards: from the text of a completion to a number, or to an error that says why not."""
 
-from streamrl.rewards.config import RewardConfig, ScorerConfig
-from streamrl.rewards.registry import KINDS, Kind, build_rewards
-from streamrl.rewards.reward_set import COSTS, REWARDS, Component, Judged, Reward, RewardSet
+from streamrl.rewards.combination import Component
+from streamrl.rewards.config import RewardConfig, SandboxConfig, ScorerConfig
+from streamrl.rewards.plugins import reward
+from streamrl.rewards.registry import KINDS, Kind, build_rewards, check_options
+from streamrl.rewards.reward import Given, Reward, Surroundings
+from streamrl.rewards.reward_set import COSTS, REWARDS, GroupJudgement, Judged, RewardSet
 from streamrl.rewards.text import decode_completions
+from streamrl.rewards.verdict import Judgement, Verdict
 
 __all__ = [
     "COSTS",
     "KINDS",
     "REWARDS",
     "Component",
+    "Given",
+    "GroupJudgement",
     "Judged",
+    "Judgement",
     "Kind",
     "Reward",
     "RewardConfig",
     "RewardSet",
+    "SandboxConfig",
     "ScorerConfig",
+    "Surroundings",
+    "Verdict",
     "build_rewards",
+    "check_options",
     "decode_completions",
+    "reward",
 ]

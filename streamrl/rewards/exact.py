@@ -1,34 +1,28 @@
 """Kind `exact`: 1 where the answer is the ground truth to the letter, else 0."""
 
-from collections.abc import Sequence
+from typing import Any
 
 from streamrl.errors import RewardError
-from streamrl.messages import Prompt
-from streamrl.rewards.config import RewardConfig
-from streamrl.rewards.text import AnswerPattern, answer_in
+from streamrl.rewards.reward import RuleReward
+from streamrl.rewards.text import PatternOptions, answer_in
+from streamrl.rewards.verdict import Judgement
 
 
-class ExactReward:
+def exact_reward(options: PatternOptions) -> RuleReward:
     """Compares text, both sides trimmed; ground_truth is text or an int.
 
     The answer is the whole completion, or what `pattern` finds in it; found nowhere, it is wrong.
     """
+    pattern = options.compiled()
 
-    def __init__(self, config: RewardConfig) -> None:
-        self._pattern = AnswerPattern(config.pattern) if config.pattern else None
+    def judge(completion: str, truth: Any) -> Judgement:
+        answer = answer_in(completion, pattern)
+        return Judgement.of(answer == _text(truth), answer)
 
-    def check(self, prompt: Prompt) -> None:
-        """Raise RewardError if the ground truth is neither text nor an int."""
-        _truth(prompt)
-
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[float]:
-        """1.0 or 0.0 for each completion."""
-        truth = _truth(prompt)
-        return [float(answer_in(text, self._pattern) == truth) for text in completions]
+    return RuleReward(judge, _text)
 
 
-def _truth(prompt: Prompt) -> str:
-    truth = prompt.ground_truth
+def _text(truth: Any) -> str:
     if isinstance(truth, bool) or not isinstance(truth, str | int):
         raise RewardError(f"ground_truth must be text or an int, is {truth!r}")
     return str(truth).strip()

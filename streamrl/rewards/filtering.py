@@ -9,15 +9,17 @@ import math
 import reprlib
 import statistics
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from inspect import Parameter
 from typing import Any, Protocol
 
 import numpy as np
+from omegaconf import MISSING
 
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import COMPONENT_PREFIX, Columns, Prompt
-from streamrl.rewards.user_function import find_function, required_parameters
+from streamrl.rewards.user_function import find_function, required_parameters, wanted
+from streamrl.settings import read_settings
 from streamrl.user_module import failure_place
 
 #: What a user's function may ask for, by name.
@@ -30,41 +32,59 @@ class FilterConfig:
 
     kind: none; equal_rewards: all rewards of the group are equal; mean_outside: their mean does not
         lie inside the open interval (low, high); function: what the user's function says.
-    low: kind mean_outside: where the interval begins.
-    high: kind mean_outside: where the interval ends.
-    path: kind function: the Python file.
-    function: kind function: the function's name in it.
     max_filter_rounds: the run ends with an error when this many steps' worth of groups were
         filtered for one step.
+    options: of the kind, low and high, or path and function; they may stand beside these.
     """
 
     kind: str = "none"
-    low: float = 0.0
-    high: float = 1.0
-    path: str = ""
-    function: str = ""
     max_filter_rounds: int = 10
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(f"filter.kind={self.kind}: must be one of {', '.join(KINDS)}")
-        for key in ("low", "high"):
-            if not math.isfinite(vars(self)[key]):
-                raise ConfigError(f"filter.{key}={vars(self)[key]}: must be finite")
-        if self.low >= self.high:
-            raise ConfigError(f"filter.low={self.low}: must be below filter.high={self.high}")
-        for key in ("path", "function"):
-            value = vars(self)[key]
-            if self.kind == "function" and not value:
-                raise ConfigError(f"filter.{key}=: kind function needs it")
-            if self.kind != "function" and value:
-                raise ConfigError(
-                    f"filter.{key}={value}: means nothing to a filter of kind {self.kind}"
-                )
+        read_settings(KINDS[self.kind].options, self.options, section="filter")
         if self.max_filter_rounds < 1:
             raise ConfigError(
                 f"filter.max_filter_rounds={self.max_filter_rounds}: must be 1 or more"
             )
+
+
+@dataclass
+class NoOptions:
+    """Of a kind that has none."""
+
+
+@dataclass
+class IntervalOptions:
+    """Options of kind mean_outside.
+
+    low: where the interval begins.
+    high: where the interval ends.
+    """
+
+    low: float = 0.0
+    high: float = 1.0
+
+    def __post_init__(self) -> None:
+        for key in ("low", "high"):
+            if not math.isfinite(vars(self)[key]):
+                raise ConfigError(f"{key}={vars(self)[key]}: must be finite")
+        if self.low >= self.high:
+            raise ConfigError(f"low={self.low}: must be below high={self.high}")
+
+
+@dataclass
+class KeepOptions:
+    """Options of kind function.
+
+    path: the Python file.
+    function: the function's name in it.
+    """
+
+    path: str = MISSING
+    function: str = MISSING
 
 
 class GroupFilter(Protocol):
@@ -77,6 +97,14 @@ class GroupFilter(Protocol):
         RewardError if that cannot be said.
         """
         ...
+
+
+class NoFilter:
+    """Kind `none`: every group stays."""
+
+    def reason(self, prompt: Prompt, columns: Columns) -> str | None:
+        """Never any."""
+        return None
 
 
 class EqualRewardsFilter:
@@ -93,8 +121,8 @@ class EqualRewardsFilter:
 class MeanOutsideFilter:
     """Kind `mean_outside`: takes out a group whose mean score is not inside (low, high)."""
 
-    def __init__(self, config: FilterConfig) -> None:
-        self._low, self._high = config.low, config.high
+    def __init__(self, options: IntervalOptions) -> None:
+        self._low, self._high = options.low, options.high
 
     def reason(self, prompt: Prompt, columns: Columns) -> str | None:
         """Such as "mean reward 0 is not inside (0, 1)". The mean is float64."""
@@ -113,14 +141,14 @@ class FunctionFilter:
     runs in the caller's thread with no deadline, so it should be quick: no model, no network.
     """
 
-    def __init__(self, config: FilterConfig) -> None:
-        self._name = config.function
+    def __init__(self, options: KeepOptions) -> None:
+        self._name = options.function
         self._path, self._function, parameters = find_function(
-            config.path, config.function, section="filter"
+            options.path, options.function, section="filter"
         )
-        self._asked = _asked(config, parameters)
+        self._asked = _asked(options, parameters)
         if inspect.iscoroutinefunction(self._function):
-            raise ConfigError(f"filter.function={self._name}: in {config.path} it is async")
+            raise ConfigError(f"filter.function={self._name}: in {options.path} it is async")
 
     def reason(self, prompt: Prompt, columns: Columns) -> str | None:
         """That the function said so. Raises RewardError if it fails, or returns no bool."""
@@ -149,33 +177,39 @@ class FunctionFilter:
             ) from error
 
 
-def _asked(config: FilterConfig, parameters: Mapping[str, Parameter]) -> tuple[str, ...]:
+def _asked(options: KeepOptions, parameters: Mapping[str, Parameter]) -> tuple[str, ...]:
     """Those of OFFERED that the function takes. Raises ConfigError if it must have another."""
     unnamed = {name for name, p in parameters.items() if p.kind is Parameter.POSITIONAL_ONLY}
     refused = unnamed | (required_parameters(parameters) - set(OFFERED))
     if refused:
         raise ConfigError(
-            f"filter.function={config.function}: in {config.path} it asks for "
+            f"filter.function={options.function}: in {options.path} it asks for "
             f"{', '.join(name for name in parameters if name in refused)}; "
             f"it is given, by name, any of {', '.join(OFFERED)}"
         )
-    if any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
-        return OFFERED
-    named = {name for name, p in parameters.items() if p.kind is not Parameter.VAR_POSITIONAL}
-    return tuple(name for name in OFFERED if name in named)
+    return wanted(parameters, OFFERED)
 
 
-KINDS: Mapping[str, Callable[[FilterConfig], GroupFilter | None]] = {
-    "none": lambda _: None,
-    "equal_rewards": lambda _: EqualRewardsFilter(),
-    "mean_outside": MeanOutsideFilter,
-    "function": FunctionFilter,
+@dataclass(frozen=True)
+class Kind:
+    """How a filter of a kind is made of its options."""
+
+    make: Callable[[Any], GroupFilter]
+    options: type
+
+
+KINDS: Mapping[str, Kind] = {
+    "none": Kind(lambda _: NoFilter(), NoOptions),
+    "equal_rewards": Kind(lambda _: EqualRewardsFilter(), NoOptions),
+    "mean_outside": Kind(MeanOutsideFilter, IntervalOptions),
+    "function": Kind(FunctionFilter, KeepOptions),
 }
 
 
-def build_filter(config: FilterConfig) -> GroupFilter | None:
-    """The filter of a run, or None where nothing is filtered.
+def build_filter(config: FilterConfig) -> GroupFilter:
+    """The filter of a run.
 
     Raises ConfigError, for kind function, if the file or the function cannot be used.
     """
-    return KINDS[config.kind](config)
+    kind = KINDS[config.kind]
+    return kind.make(read_settings(kind.options, config.options, section="filter"))

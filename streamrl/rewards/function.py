@@ -1,134 +1,66 @@
-"""Kind `function`: a user's own Python function, in any of the styles of user_function.py."""
+"""Kind `function`, and rewards of a user's own kind: Python code in worker processes."""
 
-import asyncio
-import concurrent.futures
-import contextlib
-import reprlib
-import threading
-from collections.abc import Callable, Sequence
-from numbers import Real
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
-
-from streamrl.errors import RewardError
+from streamrl.errors import ConfigError
 from streamrl.messages import Prompt
-from streamrl.rewards.config import RewardConfig
-from streamrl.rewards.user_function import Arguments, UserFunction, load_function
-
-T = TypeVar("T")
-
-#: Calls that may hang behind their deadline before no new one is started. A thread cannot be ended.
-MAX_HUNG_CALLS = 16
-_LARGEST = float(np.finfo(np.float32).max)
+from streamrl.rewards.calls import Source
+from streamrl.rewards.reward import Given, WorkerOptions, WorkerReward
 
 
-class FunctionReward:
+@dataclass
+class FunctionOptions(WorkerOptions):
+    """Options of a reward that is a Python function.
+
+    path: the Python file.
+    function: the function's name in it; empty: the reward's own name.
+    kwargs: more arguments for every call, by name.
+    """
+
+    path: str = ""
+    function: str = ""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+
+
+class FunctionReward(WorkerReward):
     """Calls the function once per completion, or once per group where its style says so.
 
-    A plain function runs in a thread of its own for each group, so it must be safe to run in
-    several at once and cannot use signals; an async function runs on the event loop and must not
-    block it. A result is a number (or bool), or an object whose entry `score` is one; what else is
-    in the object is not read.
+    A plain function runs in the main thread of a worker, one group at a time; an async one has
+    the calls of a group, and of several groups, side by side.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
-        self._user = load_function(config.path, config.function)
-        self._hung: list[threading.Thread] = []
+    def __init__(self, source: Source, given: Given[FunctionOptions]) -> None:
+        super().__init__("streamrl.rewards.calls:serve", source, given)
+        self._source = source
 
     def check(self, prompt: Prompt) -> None:
-        """Raise RewardError if the function wants a column the prompt's row does not have."""
-        self._user.arguments(prompt, [""])
+        """Raise RewardError if the function wants a column the prompt's row does not have.
 
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[float]:
-        """What the function says of each completion."""
-        user = self._user
-        groups = [completions] if user.style.per_group else [[text] for text in completions]
-        calls = [user.arguments(prompt, group) for group in groups]
-        run = self._run_async if user.is_async else self._run_in_thread
-        results = await run(calls)
-        if user.style.per_group:
-            return _group_numbers(user, results[0], len(completions))
-        return [_number(user, result, i) for i, result in enumerate(results)]
-
-    async def _run_async(self, calls: Sequence[Arguments]) -> list[Any]:
-        user = self._user
-
-        async def call(arguments: Arguments) -> Any:
-            try:
-                return await user.function(**arguments)
-            except (Exception, SystemExit) as error:
-                raise user.error(error) from error
-
-        try:
-            async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(call(arguments)) for arguments in calls]
-        except ExceptionGroup as errors:
-            raise errors.exceptions[0] from None
-        return [task.result() for task in tasks]
-
-    async def _run_in_thread(self, calls: Sequence[Arguments]) -> list[Any]:
-        user = self._user
-        self._hung = [thread for thread in self._hung if thread.is_alive()]
-        if len(self._hung) >= MAX_HUNG_CALLS:
-            raise RewardError(f"{len(self._hung)} calls of {user.name} in {user.path} hang")
-        thread, finished = _start(lambda: _call_all(user, calls))
-        try:
-            outcome = await asyncio.wrap_future(finished)
-        except asyncio.CancelledError:
-            self._hung.append(thread)
-            raise
-        if isinstance(outcome, RewardError):
-            raise outcome
-        return outcome
+        Imports the user's file, once: only the process that checks a run's data does so.
+        """
+        self._source.load().arguments(prompt, [""])
 
 
-def _call_all(user: UserFunction, calls: Sequence[Arguments]) -> list[Any] | RewardError:
-    try:
-        return [_call(user, arguments) for arguments in calls]
-    except RewardError as error:
-        return error
+def function_reward(given: Given[FunctionOptions]) -> FunctionReward:
+    """Kind `function`. Raises ConfigError as `load_function` does."""
+    options = given.options
+    if not options.path:
+        raise ConfigError("rewards.path: missing; kind function needs it")
+    kwargs = tuple(options.kwargs.items())
+    return _checked(Source(options.path, options.function or given.name, kwargs), given)
 
 
-def _call(user: UserFunction, arguments: Arguments) -> Any:
-    try:
-        return user.function(**arguments)
-    except (Exception, SystemExit) as error:
-        raise user.error(error) from error
+def registered_reward(kind: str, given: Given[FunctionOptions]) -> FunctionReward:
+    """A kind of a user's own: registered in the file `path`, or by an installed package.
 
-
-def _start(work: Callable[[], T]) -> tuple[threading.Thread, "concurrent.futures.Future[T]"]:
-    """Run `work`, which must not raise, in a daemon thread.
-
-    Not in an executor: interpreter exit waits for an executor's threads, hung ones included.
+    Raises ConfigError if there is none of that name, or its file cannot be used.
     """
-    finished: concurrent.futures.Future[T] = concurrent.futures.Future()
-    finished.set_running_or_notify_cancel()  # from here on a cancelled waiter leaves it alone
-    thread = threading.Thread(target=lambda: finished.set_result(work()), daemon=True)
-    thread.start()
-    return thread, finished
+    options = given.options
+    kwargs = tuple(options.kwargs.items())
+    return _checked(Source(options.path, kind, kwargs, is_registered=True), given)
 
 
-def _group_numbers(user: UserFunction, results: Any, size: int) -> list[float]:
-    if isinstance(results, np.ndarray):
-        results = results.tolist()
-    if not isinstance(results, list | tuple) or len(results) != size:
-        raise RewardError(
-            f"{user.name} in {user.path} returned {reprlib.repr(results)}, "
-            f"not a list of {size} numbers"
-        )
-    return [_number(user, result, i) for i, result in enumerate(results)]
-
-
-def _number(user: UserFunction, result: Any, place: int) -> float:
-    value = result
-    if isinstance(result, dict) and not user.style.per_group:
-        value = result.get("score")
-    if isinstance(value, Real | np.bool_):
-        with contextlib.suppress(OverflowError):  # an int too large for a float
-            if abs(float(value)) <= _LARGEST:
-                return float(value)
-    raise RewardError(
-        f"{user.name} in {user.path} returned {reprlib.repr(result)} for completion {place}, "
-        "not a finite number"
-    )
+def _checked(source: Source, given: Given[FunctionOptions]) -> FunctionReward:
+    source.load()
+    return FunctionReward(source, given)

@@ -1,13 +1,13 @@
 """Kind `numeric`: 1 where the answer is the ground truth as a number, else 0. Exact arithmetic."""
 
 import re
-from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 from streamrl.errors import RewardError
-from streamrl.messages import Prompt
-from streamrl.rewards.config import RewardConfig
-from streamrl.rewards.text import AnswerPattern, answer_in
+from streamrl.rewards.reward import RuleReward
+from streamrl.rewards.text import PatternOptions, answer_in
+from streamrl.rewards.verdict import Judgement
 
 # Longer text, or a larger exponent, is no answer but an attack on memory: 1e999999999 has 124 MB.
 _MAX_CHARACTERS = 1000
@@ -15,26 +15,22 @@ _DECIMAL = r"(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?
 _NUMBER = re.compile(rf"([+-]?{_DECIMAL})(?:/({_DECIMAL}))?", re.ASCII)
 
 
-class NumericReward:
+def numeric_reward(options: PatternOptions) -> RuleReward:
     """Compares numbers: 0.5, .50, 1/2 and 5e-1 are the same, as are 1,000 and 1000.
 
     The whole completion must be the number, or with `pattern` the whole of what that finds: an
     answer buried in prose is wrong unless the pattern says where to look. ground_truth is such a
     text, an int or a float (0.1 is taken as the decimal that was written, not its binary value).
     """
+    pattern = options.compiled()
 
-    def __init__(self, config: RewardConfig) -> None:
-        self._pattern = AnswerPattern(config.pattern) if config.pattern else None
+    def judge(completion: str, truth: Any) -> Judgement:
+        answer = answer_in(completion, pattern)
+        number = None if answer is None else parse_number(answer)
+        passes = number is not None and number == _number(truth)
+        return Judgement.of(passes, None if number is None else str(number))
 
-    def check(self, prompt: Prompt) -> None:
-        """Raise RewardError if the ground truth is not a number."""
-        _truth(prompt)
-
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[float]:
-        """1.0 or 0.0 for each completion."""
-        truth = _truth(prompt)
-        answers = [answer_in(text, self._pattern) for text in completions]
-        return [float(answer is not None and parse_number(answer) == truth) for answer in answers]
+    return RuleReward(judge, _number)
 
 
 def parse_number(text: str) -> Fraction | None:
@@ -48,8 +44,7 @@ def parse_number(text: str) -> Fraction | None:
     return numerator / denominator if denominator else None
 
 
-def _truth(prompt: Prompt) -> Fraction:
-    truth = prompt.ground_truth
+def _number(truth: Any) -> Fraction:
     number = None
     if isinstance(truth, str | int | float) and not isinstance(truth, bool):
         number = parse_number(str(truth))

@@ -1,21 +1,30 @@
 """Kind `regex`: 1 where the completion has the form that was asked for, else 0."""
 
-from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from streamrl.messages import Prompt
-from streamrl.rewards.config import RewardConfig
+from omegaconf import MISSING
+
+from streamrl.rewards.reward import RuleReward
 from streamrl.rewards.text import AnswerPattern
+from streamrl.rewards.verdict import Judgement
 
 
-class PatternReward:
+@dataclass
+class RegexOptions:
+    """Options of kind regex.
+
+    pattern: what to find anywhere in the completion.
+    """
+
+    pattern: str = MISSING
+
+
+def regex_reward(options: RegexOptions) -> RuleReward:
     r"""1 where `pattern` is found anywhere in the completion; \A and \Z demand all of it."""
+    pattern = AnswerPattern(options.pattern)
 
-    def __init__(self, config: RewardConfig) -> None:
-        self._pattern = AnswerPattern(config.pattern)
+    def judge(completion: str, truth: Any) -> Judgement:
+        return Judgement.of(pattern.occurs(completion))
 
-    def check(self, prompt: Prompt) -> None:
-        """Any prompt will do: the ground truth is not looked at."""
-
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[float]:
-        """1.0 or 0.0 for each completion."""
-        return [float(self._pattern.occurs(text)) for text in completions]
+    return RuleReward(judge)

@@ -1,92 +1,145 @@
 """The kinds of reward, and the rewards of a run from its config."""
 
-import difflib
+import dataclasses
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from streamrl.errors import ConfigError
+from streamrl.rewards.combination import Component, build_combination
 from streamrl.rewards.config import RewardConfig
-from streamrl.rewards.exact import ExactReward
-from streamrl.rewards.function import FunctionReward
-from streamrl.rewards.numeric import NumericReward
-from streamrl.rewards.pattern import PatternReward
-from streamrl.rewards.reward_set import REWARDS, Component, Judged, Reward, RewardSet
+from streamrl.rewards.exact import exact_reward
+from streamrl.rewards.function import FunctionOptions, function_reward, registered_reward
+from streamrl.rewards.numeric import numeric_reward
+from streamrl.rewards.pattern import RegexOptions, regex_reward
+from streamrl.rewards.plugins import installed
+from streamrl.rewards.reward import Given, Reward, Surroundings
+from streamrl.rewards.reward_set import REWARDS, Judged, RewardSet
+from streamrl.rewards.text import PatternOptions
+from streamrl.settings import nearest, read_settings
 
 
 @dataclass(frozen=True)
 class Kind:
-    """How a kind is made, the options it must be given and those it may be given."""
+    """A kind in one line, its options, and how it is made of them."""
 
-    make: Callable[[RewardConfig], Reward]
-    needs: tuple[str, ...] = ()
-    takes: tuple[str, ...] = ()
+    summary: str
+    options: type
+    make: Callable[[Given[Any]], Reward]
 
 
 KINDS: Mapping[str, Kind] = {
-    "exact": Kind(ExactReward, takes=("pattern",)),
-    "numeric": Kind(NumericReward, takes=("pattern",)),
-    "regex": Kind(PatternReward, needs=("pattern",)),
-    "function": Kind(FunctionReward, needs=("path", "function")),
+    "exact": Kind(
+        "1 where the answer is the ground truth to the letter",
+        PatternOptions,
+        lambda given: exact_reward(given.options),
+    ),
+    "numeric": Kind(
+        "1 where the answer is the ground truth as a number",
+        PatternOptions,
+        lambda given: numeric_reward(given.options),
+    ),
+    "regex": Kind(
+        "1 where a pattern occurs in the completion",
+        RegexOptions,
+        lambda given: regex_reward(given.options),
+    ),
+    "function": Kind(
+        "a Python function of yours, in streamrl's, verl's or TRL's signature",
+        FunctionOptions,
+        function_reward,
+    ),
 }
 # Metrics of the weighted sum: reward/mean, cost/std.
 _TAKEN_NAMES = ("mean", "std")
-_OPTIONS = ("pattern", "path", "function")
+OWN_KEYS = frozenset(own.name for own in dataclasses.fields(RewardConfig))
 
 
 def build_rewards(
-    configs: Sequence[RewardConfig], *, timeout_s: float, judged: Judged = REWARDS
+    configs: Sequence[RewardConfig],
+    around: Surroundings | None = None,
+    *,
+    judged: Judged = REWARDS,
 ) -> RewardSet:
-    """The rewards of a run, or its costs; `timeout_s` is the deadline of scoring one group.
+    """The rewards of a run, or its costs, not yet started; `around`: the other settings they read.
 
     Raises ConfigError: no rewards, an unknown kind, a name given twice, a weight that is not
     finite, an option that is missing or means nothing to the kind, or what the kind refuses.
     """
-    section = judged.section
+    section, around = judged.section, around or Surroundings()
     if not configs:
         raise ConfigError(f"{section}: empty; a run needs at least one, e.g. [{{kind: exact}}]")
     components = []
     for i, config in enumerate(configs):
-        try:
-            name, reward = _name(config, judged), _kind(config).make(config)
-        except ConfigError as error:
-            # A reward does not know which one it is, nor that it is a cost.
-            raise ConfigError(str(error).replace("rewards.", f"{section}[{i}].", 1)) from None
-        components.append(Component(name, config.weight, reward))
+        with _named(section, i):
+            _check(config, judged)
+            reward = _make(config, around)
+        components.append(Component(config.component, config.weight, config.gate, reward))
     names = [component.name for component in components]
     for name in names:
         if names.count(name) > 1:
             raise ConfigError(
                 f"{section}.name={name}: given {names.count(name)} times, must differ"
             )
-    return RewardSet(components, timeout_s=timeout_s, judged=judged)
+    is_combined = judged is REWARDS and around.scorer.combine
+    combination = build_combination(components, around.scorer) if is_combined else None
+    return RewardSet(components, combination, judged=judged)
 
 
-def _name(config: RewardConfig, judged: Judged) -> str:
-    """What a component is logged as, after its weight was looked at too."""
+def check_options(configs: Sequence[RewardConfig], judged: Judged) -> None:
+    """Raise ConfigError for an option of a kind of streamrl's that cannot be; loads nothing."""
+    for i, config in enumerate(configs):
+        if kind := KINDS.get(config.kind):
+            with _named(judged.section, i):
+                _check_keys(config, kind)
+                read_settings(kind.options, config.options, section="rewards")
+
+
+@contextmanager
+def _named(section: str, place: int) -> Iterator[None]:
+    """A reward does not know which one it is, nor that it is a cost."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("rewards.", f"{section}[{place}].", 1)) from None
+
+
+def _check(config: RewardConfig, judged: Judged) -> None:
     if not math.isfinite(config.weight):
         raise ConfigError(f"rewards.weight={config.weight}: must be finite")
     if config.name and not re.fullmatch(r"[\w.-]+", config.name, re.ASCII):
         raise ConfigError(f"rewards.name={config.name}: letters, digits and _ . - only")
-    if config.name in _TAKEN_NAMES:
-        metric = judged.prefix + config.name
-        raise ConfigError(f"rewards.name={config.name}: {metric} is another metric")
-    return config.component
+    if config.component in _TAKEN_NAMES:
+        metric = judged.prefix + config.component
+        raise ConfigError(f"rewards.name={config.component}: {metric} is another metric")
 
 
-def _kind(config: RewardConfig) -> Kind:
-    kind = KINDS.get(config.kind)
-    if kind is None:
-        near = difflib.get_close_matches(config.kind, KINDS, n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"rewards.kind={config.kind}: must be one of {', '.join(KINDS)}{hint}")
-    for option in _OPTIONS:
-        value = vars(config)[option]
-        if option in kind.needs and not value:
-            raise ConfigError(f"rewards.{option}=: kind {config.kind} needs it")
-        if value and option not in kind.needs + kind.takes:
+def _make(config: RewardConfig, around: Surroundings) -> Reward:
+    kind, name = KINDS.get(config.kind), config.component
+    if kind is not None:
+        _check_keys(config, kind)
+        options: Any = read_settings(kind.options, config.options, section="rewards")
+        return kind.make(Given(name, options, around))
+    if config.options.get("path") or config.kind in installed():
+        own = read_settings(FunctionOptions, config.options, section="rewards")
+        return registered_reward(config.kind, Given(name, own, around))
+    known = [*KINDS, *installed()]
+    hint = nearest(config.kind, known).replace("key", "kind")
+    raise ConfigError(
+        f"rewards.kind={config.kind}: must be one of {', '.join(known)}, or one that the file named"
+        f" by `path` registers; {hint}"
+    )
+
+
+def _check_keys(config: RewardConfig, kind: Kind) -> None:
+    """Raise ConfigError for a key that means nothing here; it may be meant for the entry itself."""
+    options = [option.name for option in dataclasses.fields(kind.options)]
+    for key, value in config.options.items():
+        if key not in options:
             raise ConfigError(
-                f"rewards.{option}={value}: means nothing to a reward of kind {config.kind}"
+                f"rewards.{key}={value}: means nothing to a reward of kind {config.kind};"
+                f" {nearest(str(key), [*options, *(OWN_KEYS - {'options'})])}"
             )
-    return kind

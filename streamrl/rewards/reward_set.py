@@ -1,28 +1,21 @@
-"""The rewards of a run, computed side by side for a group and added up."""
+"""The rewards of a run, computed side by side for a group and combined."""
 
 import asyncio
-from collections.abc import Sequence
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
-from streamrl.errors import ConfigError, DeadlineError, RewardError
+from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import COMPONENT_PREFIX, COST_PREFIX, Array, Prompt, parse_uid
+from streamrl.rewards.combination import Combination, Component, Judgements, WeightedSum
+from streamrl.rewards.verdict import Judgement
 
-_Task = asyncio.Task[list[float]]
-
-
-class Reward(Protocol):
-    """One way to judge the completions of a prompt."""
-
-    def check(self, prompt: Prompt) -> None:
-        """Raise RewardError if this prompt's row lacks what the reward needs."""
-        ...
-
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> list[float]:
-        """One finite number per completion, or RewardError. Never 0 for what went wrong."""
-        ...
+START_TIMEOUT_S = 180.0
+"""Deadline of getting the rewards of a run ready, s: a model may have to be loaded."""
+_Task = asyncio.Task[tuple[Sequence[Judgement], float]]
 
 
 @dataclass(frozen=True)
@@ -40,23 +33,33 @@ COSTS = Judged("costs", "cost", COST_PREFIX, "costs")
 
 
 @dataclass(frozen=True)
-class Component:
-    """A reward under the name it is logged as, and its factor in the score."""
+class GroupJudgement:
+    """All that was said of the completions of one prompt.
 
-    name: str
-    weight: float
-    reward: Reward
+    components: by name, a judgement per completion. totals: float32 [G], what they are combined to.
+    seconds: by name, how long the whole group took.
+    """
+
+    components: Judgements
+    totals: Array
+    seconds: Mapping[str, float]
 
 
 class RewardSet:
-    """All rewards of a run, or all costs. `timeout_s` is the deadline of one group."""
+    """All rewards of a run, or all costs. Each bounds its own time."""
 
     def __init__(
-        self, components: Sequence[Component], *, timeout_s: float, judged: Judged = REWARDS
+        self,
+        components: Sequence[Component],
+        combination: Combination | None = None,
+        *,
+        judged: Judged = REWARDS,
     ) -> None:
         self._components = tuple(components)
-        self._timeout_s = timeout_s
+        self._combination = combination or WeightedSum(components)
         self._judged = judged
+        self._verdicts: Counter[str] = Counter()
+        self._killed_before: Counter[str] = Counter()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -84,58 +87,114 @@ class RewardSet:
                         f" {self._judged.word} {component.name}: {error}"
                     ) from error
 
-    async def score(self, prompt: Prompt, completions: Sequence[str]) -> dict[str, Array]:
-        """float32 [G] for G completions: each component, and `scores` or `costs`, the weighted sum.
+    async def start(self) -> list[str]:
+        """Make all of them ready; what the user should know. Raises ConfigError or RewardError.
 
-        Raises RewardError, or DeadlineError when the time is over, naming reward and uid. A reward
-        that does not react to being cancelled is left behind, not waited for.
+        If one of them cannot be made ready, all are closed again.
         """
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                notes = [await component.reward.start() for component in self._components]
+                await self._combination.start()
+        except TimeoutError:
+            await self.close()
+            raise RewardError(
+                f"{self._judged.section}: not ready in {START_TIMEOUT_S:g} s"
+            ) from None
+        except BaseException:
+            await self.close()
+            raise
+        return [note for note in notes if note]
+
+    async def close(self) -> None:
+        """Leave no process behind."""
+        for component in self._components:
+            await component.reward.close()
+        await self._combination.close()
+
+    async def score(self, prompt: Prompt, completions: Sequence[str]) -> dict[str, Array]:
+        """float32 [G] for G completions: each component, and `scores` or `costs` combined.
+
+        Raises RewardError as `judge` does.
+        """
+        return self.columns_of(await self.judge(prompt, completions))
+
+    def columns_of(self, judgement: GroupJudgement) -> dict[str, Array]:
+        """What goes into the queue."""
+        columns: dict[str, Array] = {
+            self._judged.prefix + name: np.array([one.score for one in found], np.float32)
+            for name, found in judgement.components.items()
+        }
+        return {**columns, self._judged.total: judgement.totals}
+
+    async def judge(self, prompt: Prompt, completions: Sequence[str]) -> GroupJudgement:
+        """All that the rewards say. Raises RewardError naming reward and uid."""
         tasks = [
-            asyncio.create_task(component.reward.score(prompt, completions))
+            asyncio.create_task(self._timed(component, prompt, completions))
             for component in self._components
         ]
         try:
-            await asyncio.wait(tasks, timeout=self._timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
             self._raise_failure(prompt, tasks)
         finally:
             for task in tasks:
                 task.cancel()
-        columns: dict[str, Array] = {}
-        word = self._judged.word
-        total = np.zeros(len(completions))
-        for component, task in zip(self._components, tasks, strict=True):
-            where = f"{word} {component.name}, uid {prompt.uid}"
-            column = _column(task.result(), len(completions), where)
-            columns[self._judged.prefix + component.name] = column
-            total += component.weight * column.astype(np.float64)
-        where = f"weighted sum, uid {prompt.uid}"
-        columns[self._judged.total] = _column(total, len(completions), where)
-        return columns
+        components: dict[str, Sequence[Judgement]] = {}
+        for name, task in zip(self.names, tasks, strict=True):
+            found, _ = task.result()
+            where = f"{self._judged.word} {name}, uid {prompt.uid}"
+            _check(np.array([one.score for one in found], np.float64), len(completions), where)
+            components[name] = found
+        totals = await self._combined(prompt, completions, components)
+        for found in components.values():
+            self._verdicts.update(one.verdict.value for one in found)
+        seconds = {name: task.result()[1] for name, task in zip(self.names, tasks, strict=True)}
+        return GroupJudgement(components, totals, seconds)
+
+    @staticmethod
+    async def _timed(
+        component: Component, prompt: Prompt, completions: Sequence[str]
+    ) -> tuple[Sequence[Judgement], float]:
+        started = time.perf_counter()
+        found = await component.reward.score(prompt, completions)
+        return found, time.perf_counter() - started
+
+    async def _combined(
+        self, prompt: Prompt, completions: Sequence[str], components: Judgements
+    ) -> Array:
+        where = f"combined {self._judged.word}, uid {prompt.uid}"
+        try:
+            totals = await self._combination.totals(prompt, completions, components)
+        except RewardError as error:
+            raise type(error)(f"{where}: {error}") from error
+        return _check(totals, len(completions), where)
 
     def _raise_failure(self, prompt: Prompt, tasks: Sequence[_Task]) -> None:
-        word = self._judged.word
-        ended = {name: task for name, task in zip(self.names, tasks, strict=True) if task.done()}
-        failures = {
-            name: RewardError("it cancelled itself") if task.cancelled() else task.exception()
-            for name, task in ended.items()
-        }
-        for name, failure in failures.items():
+        for name, task in zip(self.names, tasks, strict=True):
+            if not task.done():
+                continue
+            failure = RewardError("it cancelled itself") if task.cancelled() else task.exception()
             if isinstance(failure, RewardError):
-                raise RewardError(f"{word} {name}, uid {prompt.uid}: {failure}") from failure
+                where = f"{self._judged.word} {name}, uid {prompt.uid}"
+                raise type(failure)(f"{where}: {failure}") from failure
             if failure is not None:
                 raise failure
-        late = [name for name in self.names if name not in ended]
-        if late:
-            raise DeadlineError(
-                f"{word} {', '.join(late)}, uid {prompt.uid}: no result in {self._timeout_s:g} s "
-                "(scorer.timeout_s)"
-            )
+
+    def drain_counts(self) -> dict[str, int]:
+        """Since the last call: completions by verdict, and processes ended by cause."""
+        verdicts, self._verdicts = self._verdicts, Counter()
+        killed: Counter[str] = Counter()
+        for component in self._components:
+            killed += component.reward.killed
+        ended, self._killed_before = killed - self._killed_before, killed
+        counts = {f"verdicts/{verdict}": count for verdict, count in verdicts.items()}
+        return counts | {f"scorer/killed/{cause}": count for cause, count in ended.items()}
 
 
-def _column(values: Sequence[float] | Array, size: int, where: str) -> Array:
-    if len(values) != size:
-        raise RewardError(f"{where}: {len(values)} numbers for {size} completions")
-    numbers = np.array(values, np.float64)
+def _check(numbers: Array, size: int, where: str) -> Array:
+    """The numbers as float32. Raises RewardError for a wrong count, or one that is not finite."""
+    if len(numbers) != size:
+        raise RewardError(f"{where}: {len(numbers)} numbers for {size} completions")
     bad = ~(np.abs(numbers) <= np.finfo(np.float32).max)
     if bad.any():
         place = int(np.argmax(bad))

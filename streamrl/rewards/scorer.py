@@ -1,15 +1,16 @@
 """The stages that judge texts: groups in, scores or costs out, a few texts kept to be looked at."""
 
 import asyncio
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from streamrl.errors import DeadlineError, RewardError, StreamError
-from streamrl.messages import Columns, Experience, Filtered, group_rollouts
+from streamrl.errors import RewardError, StreamError
+from streamrl.messages import Array, Columns, Experience, Filtered, group_rollouts
 from streamrl.rewards.filtering import GroupFilter
-from streamrl.rewards.reward_set import RewardSet
+from streamrl.rewards.reward_set import GroupJudgement, RewardSet
 from streamrl.rewards.text import decode_completions, decode_ids
 from streamrl.serving import Result
 
@@ -21,13 +22,42 @@ SAMPLES_PER_DRAIN = 2
 
 async def _judged(
     rewards: RewardSet, experience: Experience, texts: Sequence[str]
-) -> Columns | StreamError:
+) -> GroupJudgement | StreamError:
     """What the rewards of a set say of texts, or why they cannot."""
     assert experience.prompt is not None
     try:
-        return await rewards.score(experience.prompt, texts)
-    except (RewardError, DeadlineError) as error:
+        return await rewards.judge(experience.prompt, texts)
+    except RewardError as error:
         return error
+
+
+def answer_hashes(judgement: GroupJudgement) -> Array:
+    """int64 [G]: equal where the answers are; 0 where there is none.
+
+    The answers are those of the first component that finds any.
+    """
+    given = [
+        [one.answer for one in found]
+        for found in judgement.components.values()
+        if any(one.answer is not None for one in found)
+    ]
+    size = len(judgement.totals)
+    answers: Sequence[str | None] = given[0] if given else [None] * size
+    return np.array([0 if answer is None else _hash(answer) for answer in answers], np.int64)
+
+
+def _hash(answer: str) -> int:
+    digest = hashlib.blake2b(answer.encode("utf-8", "backslashreplace"), digest_size=8).digest()
+    return int.from_bytes(digest, "little", signed=True) or 1
+
+
+def told(judgement: GroupJudgement, place: int) -> dict[str, Any]:
+    """Of one completion: the number and the verdict of each component, by its name."""
+    found = {name: parts[place] for name, parts in judgement.components.items()}
+    return {
+        "components": {name: one.score for name, one in found.items()},
+        "verdicts": {name: one.verdict.value for name, one in found.items()},
+    }
 
 
 class RewardScorer:
@@ -41,7 +71,7 @@ class RewardScorer:
         self,
         rewards: RewardSet,
         tokenizer: "PreTrainedTokenizerBase",
-        group_filter: GroupFilter | None = None,
+        group_filter: GroupFilter,
     ) -> None:
         self._rewards = rewards
         self._tokenizer = tokenizer
@@ -65,38 +95,42 @@ class RewardScorer:
         found = await _judged(self._rewards, experience, [text])
         if isinstance(found, StreamError):
             return found
-        return {"baseline_scores": np.repeat(found["scores"], len(columns["lengths"]))}
+        return {"baseline_scores": np.repeat(found.totals, len(columns["lengths"]))}
 
     async def _score(self, experience: Experience) -> Result:
         assert experience.prompt is not None
         texts = decode_completions(self._tokenizer, group_rollouts(experience.columns))
-        columns = await _judged(self._rewards, experience, texts)
-        if isinstance(columns, StreamError):
-            return columns
+        judgement = await _judged(self._rewards, experience, texts)
+        if isinstance(judgement, StreamError):
+            return judgement
+        columns = self._rewards.columns_of(judgement)
+        # What is scored for an evaluation comes without a lease.
+        if not experience.lease.token:
+            return {**columns, "answers": answer_hashes(judgement)}
         try:
-            # What is scored for an evaluation comes without a lease.
-            if not experience.lease.token:
-                return columns
-            reason = self._filter and self._filter.reason(experience.prompt, columns)
-        except (RewardError, DeadlineError) as error:
+            reason = self._filter.reason(experience.prompt, columns)
+        except RewardError as error:
             return error
         if reason:
             return Filtered(reason)
         if len(self._samples) < SAMPLES_PER_DRAIN:
-            self._keep(experience, texts, columns)
+            self._keep(experience, texts, judgement)
         return columns
 
-    def _keep(self, experience: Experience, texts: Sequence[str], columns: Columns) -> None:
+    def _keep(
+        self, experience: Experience, texts: Sequence[str], judgement: GroupJudgement
+    ) -> None:
         assert experience.prompt is not None
-        scores = columns["scores"].tolist()
         self._samples.append(
             {
                 "uid": experience.uid,
                 "prompt": [dict(message) for message in experience.prompt.messages],
                 "ground_truth": experience.prompt.ground_truth,
                 "rollouts": [
-                    {"completion": text, "score": score}
-                    for text, score in zip(texts, scores, strict=True)
+                    {"completion": text, "score": score, **told(judgement, i)}
+                    for i, (text, score) in enumerate(
+                        zip(texts, judgement.totals.tolist(), strict=True)
+                    )
                 ],
             }
         )
@@ -120,4 +154,5 @@ class CostScorer:
 
     async def _score(self, experience: Experience) -> Columns | StreamError:
         texts = decode_completions(self._tokenizer, group_rollouts(experience.columns))
-        return await _judged(self._costs, experience, texts)
+        found = await _judged(self._costs, experience, texts)
+        return found if isinstance(found, StreamError) else self._costs.columns_of(found)

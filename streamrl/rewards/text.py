@@ -1,6 +1,7 @@
 """From tokens to the text that is judged, and to the answer in it."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -63,12 +64,28 @@ class AnswerPattern:
 
     def _matches(self, text: str, most: int | None) -> list["regex.Match[str]"]:
         try:
-            return list(islice(self._compiled.finditer(text, timeout=SEARCH_TIMEOUT_S), most))
+            # Without the interpreter's lock: what else the process does goes on meanwhile.
+            found = self._compiled.finditer(text, timeout=SEARCH_TIMEOUT_S, concurrent=True)
+            return list(islice(found, most))
         except TimeoutError as error:
             raise RewardError(
                 f"pattern {self._compiled.pattern} took more than {SEARCH_TIMEOUT_S} s on a "
                 f"completion of {len(text)} characters"
             ) from error
+
+
+@dataclass
+class PatternOptions:
+    """Options of a rule that compares an answer.
+
+    pattern: where the answer stands, its last match, first group; empty: the whole completion.
+    """
+
+    pattern: str = ""
+
+    def compiled(self) -> AnswerPattern | None:
+        """The pattern, if there is one. Raises ConfigError if it is wrong."""
+        return AnswerPattern(self.pattern) if self.pattern else None
 
 
 def answer_in(completion: str, pattern: AnswerPattern | None) -> str | None:

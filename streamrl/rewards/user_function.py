@@ -10,6 +10,7 @@ from typing import Any
 from streamrl.data.rows import TEXT_PROMPT
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import Prompt
+from streamrl.rewards.plugins import find_registered
 from streamrl.user_module import failure_place, import_file
 
 Arguments = dict[str, Any]
@@ -95,6 +96,7 @@ class UserFunction:
     function: Callable[..., Any]
     style: Style
     parameters: Mapping[str, Parameter]
+    kwargs: Mapping[str, Any]
 
     @property
     def is_async(self) -> bool:
@@ -105,7 +107,7 @@ class UserFunction:
 
     def arguments(self, prompt: Prompt, completions: Sequence[str]) -> Arguments:
         """What to call it with, by name. Raises RewardError if it wants a column the row lacks."""
-        offered = self.style.arguments(prompt, completions)
+        offered = {**self.style.arguments(prompt, completions), **self.kwargs}
         missing = required_parameters(self.parameters) - offered.keys()
         if missing:
             raise RewardError(
@@ -121,13 +123,35 @@ class UserFunction:
         return RewardError(f"{self.name} at {failure_place(self.path, failure)}")
 
 
-def load_function(path: str, name: str) -> UserFunction:
-    """Reward function `name` of the Python file `path`.
+def load_function(path: str, name: str, kwargs: Mapping[str, Any]) -> UserFunction:
+    """Reward function `name` of the Python file `path`, given `kwargs` with every call.
 
     Raises ConfigError as `find_function` does, or if its parameters fit none of STYLES.
     """
-    file, function, parameters = find_function(path, name, section="rewards")
-    return UserFunction(file, name, function, _style(path, name, parameters), parameters)
+    file, function, _ = find_function(path, name, section="rewards")
+    return _user_function(file, name, function, kwargs)
+
+
+def load_registered(path: str, kind: str, kwargs: Mapping[str, Any]) -> UserFunction:
+    """The reward function registered as `kind`: in the file `path`, or by an installed package.
+
+    Raises ConfigError as `find_registered` does, or if its parameters fit none of STYLES.
+    """
+    function = find_registered(kind, path)
+    file = str(Path(path).resolve()) if path else inspect.getsourcefile(inspect.unwrap(function))
+    return _user_function(file or kind, kind, function, kwargs)
+
+
+def _user_function(
+    file: str, name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]
+) -> UserFunction:
+    parameters = _parameters(function, f"rewards.function={name}: in {file}")
+    takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
+    for key in kwargs:
+        if key not in parameters and not takes_any:
+            raise ConfigError(f"rewards.kwargs.{key}: {name} in {file} has no such parameter")
+    style = _style(file, name, {k: p for k, p in parameters.items() if k not in kwargs})
+    return UserFunction(file, name, function, style, parameters, kwargs)
 
 
 def find_function(
@@ -147,11 +171,15 @@ def find_function(
     function = vars(module)[name]
     if not callable(function) or inspect.isclass(function):
         raise ConfigError(f"{section}.function={name}: in {path} it is no function")
-    try:
-        parameters = inspect.signature(function).parameters
-    except ValueError as error:  # some functions written in C do not tell
-        raise ConfigError(f"{section}.function={name}: in {path}: {error}") from error
+    parameters = _parameters(function, f"{section}.function={name}: in {path}")
     return str(Path(path).resolve()), function, parameters
+
+
+def _parameters(function: Callable[..., Any], place: str) -> Mapping[str, Parameter]:
+    try:
+        return inspect.signature(function).parameters
+    except ValueError as error:  # some functions written in C do not tell
+        raise ConfigError(f"{place}: {error}") from error
 
 
 def _style(path: str, name: str, parameters: Mapping[str, Parameter]) -> Style:
@@ -175,3 +203,12 @@ def required_parameters(parameters: Mapping[str, Parameter]) -> set[str]:
         if parameter.default is Parameter.empty
         and parameter.kind not in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
     }
+
+
+def wanted(parameters: Mapping[str, Parameter], offered: Sequence[str]) -> tuple[str, ...]:
+    """Those of `offered` that a function takes by name."""
+    if any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
+        return tuple(offered)
+    unnamed = (Parameter.VAR_POSITIONAL, Parameter.POSITIONAL_ONLY)
+    named = {name for name, p in parameters.items() if p.kind not in unnamed}
+    return tuple(name for name in offered if name in named)

@@ -34,3 +34,8 @@ class Judgement:
     verdict: Verdict
     answer: str | None = None
     detail: str = ""
+
+    @classmethod
+    def of(cls, passes: bool, answer: str | None = None) -> "Judgement":
+        """1 and PASS, or 0 and WRONG."""
+        return cls(float(passes), Verdict.PASS if passes else Verdict.WRONG, answer)

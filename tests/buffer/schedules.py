@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from streamrl.buffer import Shard
 from streamrl.buffer.group import Group, GroupBook
-from streamrl.errors import RewardError
+from streamrl.errors import DeadlineError
 from streamrl.messages import Columns, Experience, Filtered, Lease
 from tests.buffer.shards import STAGES, admit, put, rollouts, take
 
@@ -146,7 +146,7 @@ class Life:
     def _at_once(self, move: str, rng: random.Random) -> None:
         one = rng.choice(list(self.held.values())).lease
         if move == "fail":
-            self.shard.fail([(one, RewardError("no verdict"))])
+            self.shard.fail([(one, DeadlineError("no verdict"))])
         elif move == "filter":
             self.shard.filter([(one, Filtered("all rewards are equal"))])
         elif move == "renew":

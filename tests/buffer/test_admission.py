@@ -52,7 +52,7 @@ def test_a_dropped_group_returns_its_credit() -> None:
     admission = make(ledger)
     for i in range(8):
         ledger.admit(str(i), 0)
-    ledger.drop("3", "reward_error")
+    ledger.drop("3", "deadline")
     assert admission.credit == 1
 
 

@@ -27,7 +27,7 @@ from tests.fake_shards import MemoryLog
 from tests.virtual_clock import run_virtual
 
 FILTERED = Ended("filtered", "all 2 rewards are 1", filtered=True)
-DROPPED = Ended("reward_error", "the verifier is down")
+DROPPED = Ended("deadline", "the verifier is down")
 
 
 def trained(uid: str, version: int = 0) -> TrainedGroup:
@@ -186,7 +186,7 @@ def test_the_history_of_a_run_can_be_read(tmp_path: Path) -> None:
     assert [entry["kind"] for entry in entries] == ["open", "admit", "step", "end", "admit", "end"]
     assert all(entry["time"] > 1e9 for entry in entries)
     of_one = [(e["kind"], e.get("version"), e.get("cause")) for e in entries if tells_of(e, "0:1:")]
-    assert of_one == [("admit", 0, None), ("end", None, "reward_error"), ("admit", 1, None)]
+    assert of_one == [("admit", 0, None), ("end", None, "deadline"), ("admit", 1, None)]
 
 
 def tells_of(entry: Any, prompt: str) -> bool:
@@ -206,6 +206,6 @@ def test_the_log_is_read_from_the_cut_of_a_checkpoint_on(tmp_path: Path) -> None
 def test_a_log_that_is_damaged_is_refused_with_the_place(tmp_path: Path) -> None:
     asyncio.run(written(tmp_path))
     path = segment_path(tmp_path, 2)
-    path.write_bytes(path.read_bytes().replace(b"reward_error", b"reward_errer"))
+    path.write_bytes(path.read_bytes().replace(b"deadline", b"reward_errer"))
     with pytest.raises(JournalError, match=r"00000002\.journal, byte \d+: the record does not"):
         list(read_log(tmp_path))

@@ -8,7 +8,7 @@ import pytest
 
 from streamrl.buffer import Bounds, Shard, group
 from streamrl.buffer.blob import encode
-from streamrl.errors import ConfigError, DeadlineError, RewardError
+from streamrl.errors import ConfigError, DeadlineError
 from streamrl.messages import Lease
 from tests.buffer.shards import (
     STAGES,
@@ -48,7 +48,7 @@ def test_a_group_that_has_ended_keeps_its_place_until_it_leaves() -> None:
     async def test(shard: Shard) -> None:
         await admit(shard, "a")
         (one,) = await take(shard, "generate")
-        shard.fail([(one.lease, RewardError("no"))])
+        shard.fail([(one.lease, DeadlineError("no"))])
         blocked = asyncio.create_task(admit(shard, "b", wait_s=60.0))
         await asyncio.sleep(5.0)
         assert not blocked.done()
@@ -211,7 +211,7 @@ def test_a_group_that_ends_gives_its_bytes_back() -> None:
         blocked = asyncio.create_task(admit(shard, "b", wait_s=60.0))
         await asyncio.sleep(1.0)
         assert not blocked.done()
-        shard.fail([(one.lease, RewardError("no"))])
+        shard.fail([(one.lease, DeadlineError("no"))])
         await blocked
 
     on_shard(test, bounds=Bounds(10, num_bytes=1000, group_bytes=1000), max_attempts=1)

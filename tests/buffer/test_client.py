@@ -10,7 +10,7 @@ import pytest
 from streamrl.buffer import ExperienceQueue
 from streamrl.buffer.blob import LARGE_BYTES
 from streamrl.buffer.leases import Overdue
-from streamrl.errors import ContractError, DeadlineError, RewardError
+from streamrl.errors import ContractError, DeadlineError
 from streamrl.messages import Columns, Ended, Filtered
 from tests.buffer.clients import UIDS, do, finish, local_shards, queue_of, take_all
 from tests.buffer.shards import prompt, rollouts
@@ -187,12 +187,12 @@ def test_ended_groups_reach_the_coordinator_with_their_reasons_and_no_columns() 
         await do(queue, "generate", rollouts())
         filtered, failed = await take_all(queue, "reward")
         await queue.filter([(filtered.lease, Filtered("all 2 rewards are 1"))])
-        await queue.fail([(failed.lease, RewardError("no verdict"))])
+        await queue.fail([(failed.lease, DeadlineError("no verdict"))])
         (again,) = await take_all(queue, "reward")
-        await queue.fail([(again.lease, RewardError("no verdict"))])
+        await queue.fail([(again.lease, DeadlineError("no verdict"))])
         ended = {one.uid: one for one in await take_all(queue, "train", ("scores",))}
         assert ended[filtered.uid].ended == Ended("filtered", "all 2 rewards are 1", filtered=True)
-        assert ended[failed.uid].ended == Ended("reward_error", "no verdict")
+        assert ended[failed.uid].ended == Ended("deadline", "no verdict")
         assert not ended[failed.uid].columns
 
     run_virtual(main())

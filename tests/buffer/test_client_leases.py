@@ -7,7 +7,7 @@ import weakref
 import pytest
 
 from streamrl.buffer import ExperienceQueue
-from streamrl.errors import RewardError, StreamError
+from streamrl.errors import DeadlineError, StreamError
 from streamrl.messages import Filtered
 from tests.buffer.clients import UIDS, do, finish, local_shards, queue_of, take_all
 from tests.buffer.shards import prompt, rollouts
@@ -206,9 +206,9 @@ def test_settled_work_is_not_held_any_more() -> None:
         done, failed, filtered = await take_all(queue, "generate")
         await queue.put([(done.lease, rollouts())])
         await queue.filter([(filtered.lease, Filtered("not worth it"))])
-        await queue.fail([(failed.lease, RewardError("no"))])
+        await queue.fail([(failed.lease, DeadlineError("no"))])
         (again,) = await take_all(queue, "generate")
-        await queue.fail([(again.lease, RewardError("no"))])
+        await queue.fail([(again.lease, DeadlineError("no"))])
         assert queue.renew_every_s == float("inf")
         assert await queue.renew() == []
 

@@ -12,7 +12,7 @@ from streamrl.buffer import Shard
 from streamrl.buffer.blob import encode
 from streamrl.buffer.exchange import Commit
 from streamrl.buffer.group import GroupBook
-from streamrl.errors import ContractError, JournalError, RewardError
+from streamrl.errors import ContractError, DeadlineError, JournalError
 from streamrl.messages import Columns, Ended, Lease, column_sizes
 from tests.buffer.shards import (
     REFERENCE,
@@ -77,7 +77,7 @@ def test_while_a_commit_is_being_written_its_work_is_nobody_elses() -> None:
         scoring, reference = await take(shard, "reward"), await take(shard, "reference")
         writing = asyncio.create_task(put(shard, (scoring[0].lease, SCORES)))
         await asyncio.sleep(1.0)
-        shard.fail([(reference[0].lease, RewardError("no"))])
+        shard.fail([(reference[0].lease, DeadlineError("no"))])
         assert not await take(shard, "reward", holder="you"), "though the group has changed"
         assert await writing == []
 
@@ -94,12 +94,12 @@ def test_a_commit_is_for_nothing_if_its_group_ends_or_leaves_while_it_is_written
         left = asyncio.create_task(shard.leave(["b"], 1))
         writing = asyncio.create_task(put(shard, *((one.lease, REFERENCE) for one in references)))
         await asyncio.sleep(1.0)
-        shard.fail([(ending.lease, RewardError("no verdict"))])
+        shard.fail([(ending.lease, DeadlineError("no verdict"))])
         await left
         await writing
         assert leaving.uid == "b" and shard.stats().uids == ("a",)
         (ended,) = await take(shard, "train")
-        assert ended.ended == Ended("reward_error", "no verdict")
+        assert ended.ended == Ended("deadline", "no verdict")
         assert shard.stats().num_bytes == 0
 
     run_virtual(main())

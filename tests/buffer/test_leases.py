@@ -8,7 +8,7 @@ import pytest
 
 from streamrl.buffer import Bounds, Shard
 from streamrl.buffer.leases import TIDY_AT, Overdue
-from streamrl.errors import RewardError
+from streamrl.errors import DeadlineError
 from streamrl.messages import Ended
 from tests.buffer.shards import (
     SCORES,
@@ -75,7 +75,7 @@ def test_renewing_what_has_ended_or_left_says_that_it_is_lost() -> None:
         leases = [one.lease for one in await take(shard, "generate")]
         await put(shard, (leases[0], rollouts()))
         await shard.leave(["b"], 0)
-        shard.fail([(leases[2], RewardError("no"))])
+        shard.fail([(leases[2], DeadlineError("no"))])
         assert shard.renew(leases) == leases
 
     on_shard(test)
@@ -102,9 +102,9 @@ def test_failures_and_expiries_count_together() -> None:
         await do(shard, "generate")
         await take(shard, "reward")
         (again,) = await take(shard, "reward", wait_s=60.0)
-        shard.fail([(again.lease, RewardError("no verdict"))])
+        shard.fail([(again.lease, DeadlineError("no verdict"))])
         (ended,) = await take(shard, "train")
-        assert ended.ended == Ended("reward_error", "no verdict")
+        assert ended.ended == Ended("deadline", "no verdict")
 
     on_shard(test)
 
@@ -237,7 +237,7 @@ def test_a_group_is_handed_out_again_only_once_both_holders_have_failed() -> Non
         (slow,) = await take(shard, "generate", holder="generator-0")
         await asyncio.sleep(5.0)
         (quick,) = await take(shard, "generate", holder="generator-1")
-        shard.fail([(slow.lease, RewardError("first"))])
+        shard.fail([(slow.lease, DeadlineError("first"))])
         assert not await take(shard, "train"), "the other one may yet commit"
         assert await put(shard, (quick.lease, rollouts())) == []
 
@@ -251,9 +251,9 @@ def test_both_holders_failing_ends_the_group_with_the_last_cause() -> None:
         await asyncio.sleep(5.0)
         (quick,) = await take(shard, "generate", holder="generator-1")
         for one, text in ((quick, "second"), (slow, "first")):
-            shard.fail([(one.lease, RewardError(text))])
+            shard.fail([(one.lease, DeadlineError(text))])
         (ended,) = await take(shard, "train")
-        assert ended.ended == Ended("reward_error", "first")
+        assert ended.ended == Ended("deadline", "first")
 
     on_shard(test, hedge_s=4.0, max_attempts=2)
 

@@ -21,10 +21,10 @@ def test_every_prompt_is_in_one_state() -> None:
     ledger = with_admitted(*"abcd")
     ledger.train("a")
     ledger.filter("b")
-    ledger.drop("c", "reward_error")
+    ledger.drop("c", "deadline")
     counts = ledger.check(held=["d"])
     assert str(counts) == "admitted 4 = trained 1 + filtered 1 + dropped 1 + in flight 1"
-    assert counts.drops == (("reward_error", 1),)
+    assert counts.drops == (("deadline", 1),)
 
 
 def test_the_version_of_an_admission_is_kept_while_it_is_in_flight() -> None:

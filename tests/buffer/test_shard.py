@@ -9,7 +9,7 @@ import pytest
 from streamrl.buffer import QueueConfig, Shard
 from streamrl.buffer.blob import encode
 from streamrl.buffer.leases import Request
-from streamrl.errors import ConfigError, RewardError, StreamError
+from streamrl.errors import ConfigError, DeadlineError, RewardError, StreamError
 from streamrl.messages import Ended, Filtered
 from tests.buffer.shards import (
     REFERENCE,
@@ -209,13 +209,25 @@ def test_a_group_that_fails_too_often_goes_to_the_coordinator_as_dropped() -> No
         for _ in range(2):
             assert not await take(shard, "train")
             (scoring,) = await take(shard, "reward")
-            shard.fail([(scoring.lease, RewardError("no verdict"))])
+            shard.fail([(scoring.lease, DeadlineError("no verdict"))])
         (dropped,) = await take(shard, "train", ("scores",))
-        assert dropped.ended == Ended("reward_error", "no verdict")
+        assert dropped.ended == Ended("deadline", "no verdict")
         assert not await take(shard, "reference"), "nobody works on what is given up"
         assert shard.stats().num_bytes == 0
         await shard.leave(["a"], 0)
         assert shard.stats().uids == ()
+
+    on_shard(test)
+
+
+def test_a_group_whose_failure_is_final_is_dropped_at_once() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        await do(shard, "generate")
+        (scoring,) = await take(shard, "reward")
+        shard.fail([(scoring.lease, RewardError("f returned None"))])
+        (dropped,) = await take(shard, "train", ("scores",))
+        assert dropped.ended == Ended("reward_error", "f returned None")
 
     on_shard(test)
 
@@ -226,7 +238,7 @@ def test_failures_of_one_stage_are_not_those_of_another() -> None:
         await do(shard, "generate")
         for stage in ("reward", "reference"):
             (one,) = await take(shard, stage)
-            shard.fail([(one.lease, RewardError("no verdict"))])
+            shard.fail([(one.lease, DeadlineError("no verdict"))])
         await do(shard, "reward", "reference")
         (training,) = await take(shard, "train")
         assert training.ended is None
@@ -255,7 +267,7 @@ def test_whose_lease_is_void_can_neither_fail_nor_filter_a_group() -> None:
         (slow,) = await take(shard, "generate")
         await asyncio.sleep(11.0)
         (again,) = await take(shard, "generate")
-        shard.fail([(slow.lease, RewardError("late"))])
+        shard.fail([(slow.lease, DeadlineError("late"))])
         shard.filter([(slow.lease, Filtered("late"))])
         assert shard.renew([again.lease]) == []
         assert not await take(shard, "train")

@@ -37,13 +37,13 @@ def filter_from(tmp_path):
     def make(source, name="keep"):
         path = tmp_path / "filter.py"
         path.write_text(textwrap.dedent(source))
-        return FilterConfig("function", path=str(path), function=name)
+        return FilterConfig("function", options={"path": str(path), "function": name})
 
     return make
 
 
 def test_nothing_is_filtered_unless_asked_for():
-    assert build_filter(FilterConfig()) is None
+    assert reason(FilterConfig(), [1, 1]) is None
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,11 @@ def test_shifting_all_rewards_does_not_change_whether_they_are_equal(scores, shi
     assert (reason(EQUAL, shifted) is None) == (reason(EQUAL, scores) is None)
 
 
-@given(st.data(), groups, st.sampled_from([EQUAL, FilterConfig("mean_outside", low=-1, high=1)]))
+@given(
+    st.data(),
+    groups,
+    st.sampled_from([EQUAL, FilterConfig("mean_outside", options={"low": -1, "high": 1})]),
+)
 def test_the_order_of_the_rollouts_does_not_matter(data, scores, config):
     assert reason(config, data.draw(st.permutations(scores))) == reason(config, scores)
 
@@ -98,7 +102,7 @@ def test_the_order_of_the_rollouts_does_not_matter(data, scores, config):
     ],
 )
 def test_a_group_stays_if_its_mean_lies_inside_the_open_interval(scores, low, high, words):
-    assert reason(FilterConfig("mean_outside", low=low, high=high), scores) == words
+    assert reason(FilterConfig("mean_outside", options={"low": low, "high": high}), scores) == words
 
 
 @given(groups, st.floats(-1000, 1000), st.floats(-1000, 1000))
@@ -106,20 +110,22 @@ def test_the_mean_is_a_float64(scores, low, high):
     assume(low < high)
     # The exact sum, rounded once; then divided.
     mean = float(sum(Fraction(score) for score in scores)) / len(scores)
-    stays = reason(FilterConfig("mean_outside", low=low, high=high), scores) is None
+    stays = reason(FilterConfig("mean_outside", options={"low": low, "high": high}), scores) is None
     assert stays == (low < mean < high)
 
 
 def test_a_mean_that_float32_would_round_onto_the_bound_is_inside():
     scores = [1] * 7 + [np.nextafter(np.float32(1), np.float32(0))]
     assert np.array(scores, np.float32).mean() == 1
-    assert reason(FilterConfig("mean_outside", low=0, high=1), scores) is None
+    assert reason(FilterConfig("mean_outside"), scores) is None
 
 
 @pytest.mark.parametrize(("scores", "kept"), [([1, 0], True), ([0, 0], False)])
 def test_a_users_function_says_which_groups_stay(filter_from, scores, kept):
     config = filter_from("def keep(scores): return max(scores) > 0")
-    assert reason(config, scores) == (None if kept else f"keep in {config.path} returned False")
+    assert reason(config, scores) == (
+        None if kept else f"keep in {config.options['path']} returned False"
+    )
 
 
 def test_a_function_is_given_the_prompt_and_lists_of_floats(filter_from):
@@ -168,7 +174,7 @@ def test_a_function_cannot_change_the_columns(filter_from):
 def test_a_bool_of_numpy_is_an_answer(filter_from):
     config = filter_from("import numpy\ndef keep(scores): return numpy.std(scores) > 0")
     assert reason(config, [1, 0]) is None
-    assert reason(config, [1, 1]) == f"keep in {config.path} returned False"
+    assert reason(config, [1, 1]) == f"keep in {config.options['path']} returned False"
 
 
 @pytest.mark.parametrize(
@@ -259,7 +265,9 @@ def test_a_file_that_does_not_hold_the_function_is_refused_in_one_line(filter_fr
 def test_a_missing_file_and_another_kind_of_file_are_refused(tmp_path):
     (tmp_path / "filter.txt").write_text("")
     for name, words in (("none.py", "no such file"), ("filter.txt", r"must be a \.py file")):
-        config = FilterConfig("function", path=str(tmp_path / name), function="keep")
+        config = FilterConfig(
+            "function", options={"path": str(tmp_path / name), "function": "keep"}
+        )
         with pytest.raises(ConfigError, match=rf"^filter\.path=/.*{name}: {words}$"):
             build_filter(config)
 
@@ -274,23 +282,24 @@ def test_a_missing_file_and_another_kind_of_file_are_refused(tmp_path):
         ({"low": math.nan}, "filter.low=nan: must be finite"),
         ({"low": -math.inf}, "filter.low=-inf: must be finite"),
         ({"high": math.inf}, "filter.high=inf: must be finite"),
-        ({"low": 0.5, "high": 0.5}, "filter.low=0.5: must be below filter.high=0.5"),
-        ({"low": 2.0}, "filter.low=2.0: must be below filter.high=1.0"),
-        ({"kind": "function", "function": "keep"}, "filter.path=: kind function needs it"),
-        ({"kind": "function", "path": "a.py"}, "filter.function=: kind function needs it"),
-        ({"path": "a.py"}, "filter.path=a.py: means nothing to a filter of kind none"),
+        ({"low": 0.5, "high": 0.5}, "filter.low=0.5: must be below high=0.5"),
+        ({"low": 2.0}, "filter.low=2.0: must be below high=1.0"),
+        ({"kind": "function", "function": "keep"}, "filter.path: missing"),
+        ({"kind": "function", "path": "a.py"}, "filter.function: missing"),
         (
-            {"kind": "equal_rewards", "function": "keep"},
-            "filter.function=keep: means nothing to a filter of kind equal_rewards",
+            {"kind": "none", "path": "a.py"},
+            "filter.path='a.py': unknown; there is nothing to set",
         ),
         (
-            {"kind": "mean_outside", "path": "a.py"},
-            "filter.path=a.py: means nothing to a filter of kind mean_outside",
+            {"path": "a.py"},
+            "filter.path='a.py': unknown; the nearest key is high",
         ),
         ({"max_filter_rounds": 0}, "filter.max_filter_rounds=0: must be 1 or more"),
     ],
 )
 def test_a_setting_that_cannot_be_is_refused_in_one_line(options, words):
+    own = {"kind", "max_filter_rounds"}
+    settings = {"kind": "mean_outside", **{k: v for k, v in options.items() if k in own}}
     with pytest.raises(ConfigError) as caught:
-        FilterConfig(**options)
+        FilterConfig(**settings, options={k: v for k, v in options.items() if k not in own})
     assert str(caught.value) == words

@@ -1,17 +1,24 @@
 import asyncio
+import inspect
 import textwrap
-import threading
-import time
 
 import numpy as np
+import psutil
 import pytest
 
 from streamrl.data import TEXT_PROMPT
-from streamrl.errors import ConfigError, RewardError
+from streamrl.errors import (
+    ConfigError,
+    RewardCrashError,
+    RewardError,
+    RewardMemoryError,
+    RewardRaisedError,
+    RewardTimeoutError,
+)
 from streamrl.messages import Prompt
-from streamrl.rewards import RewardConfig
-from streamrl.rewards import function as function_module
-from streamrl.rewards.function import FunctionReward
+from streamrl.rewards import RewardConfig, ScorerConfig, Surroundings, build_rewards
+from streamrl.rewards.calls import Source, serve
+from streamrl.rewards.verdict import Judgement, Verdict
 
 CHAT = ({"role": "user", "content": "2+3="},)
 
@@ -27,20 +34,57 @@ def prompt(**extra_info):
     )
 
 
+class Called:
+    """What a worker would do with the function, in this process."""
+
+    def __init__(self, source):
+        self.source, self.judge = source, serve(source)
+
+    async def score(self, row, completions):
+        found = self.judge((row, completions))
+        return await found if inspect.isawaitable(found) else found
+
+
 @pytest.fixture
 def reward_from(tmp_path):
-    """A FunctionReward from the source of a file; `name` is the function in it."""
+    """The function of a file, from its source; `name` is the function in it."""
 
-    def make(source, name="f"):
+    def make(source, name="f", **kwargs):
         path = tmp_path / "reward.py"
         path.write_text(textwrap.dedent(source))
-        return FunctionReward(RewardConfig("function", path=str(path), function=name))
+        return Called(Source(str(path), name, tuple(kwargs.items())))
 
     return make
 
 
+@pytest.fixture
+async def running(tmp_path):
+    """Rewards of a file, their workers started, and closed at the end."""
+    made = []
+
+    async def start(source, name="f", **options):
+        path = tmp_path / f"reward{len(made)}.py"
+        path.write_text(textwrap.dedent(source))
+        config = RewardConfig("function", name, options={"path": str(path), **options})
+        rewards = build_rewards([config], Surroundings(ScorerConfig(timeout_s=1.0)))
+        made.append(rewards)
+        await rewards.start()
+        return rewards
+
+    yield start
+    for rewards in made:
+        await rewards.close()
+
+
+async def judgements(reward, completions=("5", "6"), row=None):
+    found = await reward.score(row or prompt(), list(completions))
+    if isinstance(found, str):
+        raise RewardError(found)
+    return found
+
+
 async def scores(reward, completions=("5", "6"), row=None):
-    return await reward.score(row or prompt(), list(completions))
+    return [one.score for one in await judgements(reward, completions, row)]
 
 
 async def test_streamrls_own_signature_gets_the_prompt(reward_from):
@@ -125,35 +169,170 @@ async def test_an_async_group_function_and_an_object_with_call_are_functions_too
     assert await scores(thing) == [0.5, 0.5]
 
 
-WAITING = "def f(prompt, completion): return float(prompt.extra_info['go'].wait(30))"
+async def test_an_object_says_whether_it_passes_and_what_its_answer_is(reward_from):
+    reward = reward_from("""
+        def f(solution_str, ground_truth):
+            return {"score": -1, "acc": solution_str == ground_truth, "pred": int(solution_str)}
+    """)
+    assert await judgements(reward) == [
+        Judgement(-1.0, Verdict.PASS, "5"),
+        Judgement(-1.0, Verdict.WRONG, "6"),
+    ]
 
 
-async def test_a_plain_function_does_not_block_the_event_loop(reward_from):
-    go = threading.Event()
-    task = asyncio.create_task(scores(reward_from(WAITING), row=prompt(go=go)))
-    await asyncio.sleep(0.01)
-    assert not task.done()
-    go.set()
-    assert await task == [1.0, 1.0]
+async def test_a_number_alone_passes_from_1(reward_from):
+    reward = reward_from("def f(prompt, completion): return float(completion)")
+    found = await judgements(reward, ["0.99", "1"])
+    assert [one.verdict for one in found] == [Verdict.WRONG, Verdict.PASS]
 
 
-async def test_a_cancelled_call_returns_at_once_and_hung_calls_are_bounded(
-    reward_from, monkeypatch
+async def test_more_arguments_come_from_the_config(reward_from):
+    source = "def f(solution_str, ground_truth, scale): return scale * int(solution_str)"
+    assert await scores(reward_from(source, scale=2.5)) == [12.5, 15.0]
+    with pytest.raises(ConfigError, match=r"rewards.kwargs.size: f in .* has no such parameter"):
+        reward_from(source, scale=1, size=2)
+
+
+# In processes of their own.
+
+
+async def test_a_plain_function_has_the_main_thread_and_its_signals(running):
+    rewards = await running("""
+        import signal
+        def f(prompt, completion):
+            signal.signal(signal.SIGALRM, lambda *_: None)
+            return float(completion)
+    """)
+    assert (await rewards.score(prompt(), ["5", "6"]))["reward/f"].tolist() == [5.0, 6.0]
+
+
+async def test_what_hangs_is_killed_with_all_it_started_and_the_others_go_on(running, tmp_path):
+    rewards = await running(
+        """
+        import os, subprocess, time
+        def f(prompt, completion):
+            if completion == "hang":
+                child = subprocess.Popen(["setsid", "sleep", "600"])
+                open(prompt.extra_info["pid"], "w").write(str(child.pid))
+                while True: pass
+            return 1.0
+    """,
+        attempts=1,
+        replicas=1,
+    )
+    row = prompt(pid=str(tmp_path / "pid"))
+    hung = asyncio.create_task(rewards.score(row, ["hang"]))
+    while not (tmp_path / "pid").exists():
+        await asyncio.sleep(0.01)
+    assert (await rewards.score(prompt(), ["x"]))["scores"].tolist() == [1.0]
+    with pytest.raises(RewardTimeoutError, match="reward f, uid 0:4:0: no result in 1 s") as caught:
+        await hung
+    assert caught.value.cause == "reward_timeout"
+    await rewards.close()
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    assert rewards.drain_counts()["scorer/killed/timeout"] == 1
+
+
+@pytest.mark.parametrize(
+    ("statement", "error", "words"),
+    [
+        ("os._exit(3)", RewardCrashError, "its process ended with exit code 3"),
+        ("os.kill(os.getpid(), 11)", RewardCrashError, "its process was ended by SIGSEGV"),
+        ("hoard.append(bytearray(300 << 20)); time.sleep(60)", RewardMemoryError, "took 3.. MB"),
+        ("raise ValueError('no judge')", RewardRaisedError, r"reward\d.py:5: ValueError: no judge"),
+    ],
+)
+async def test_what_ends_its_process_or_raises_is_tried_again_then_named_by_cause(
+    running, tmp_path, statement, error, words
 ):
-    monkeypatch.setattr(function_module, "MAX_HUNG_CALLS", 2)
-    reward, go = reward_from(WAITING), threading.Event()
-    before = set(threading.enumerate())
-    for _ in range(2):
-        started = time.monotonic()
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(scores(reward, row=prompt(go=go)), 0.02)
-        assert time.monotonic() - started < 5
-    with pytest.raises(RewardError, match=r"2 calls of f in .*reward.py hang"):
-        await scores(reward, row=prompt(go=go))
-    go.set()
-    for thread in set(threading.enumerate()) - before:
-        thread.join(5)
-    assert await scores(reward, row=prompt(go=go)) == [1.0, 1.0]
+    source = f"""
+        import os, time
+        hoard = []
+        def f(prompt, completion):
+            open({str(tmp_path / "tries")!r}, "a").write("x"); {statement}
+    """
+    rewards = await running(source, attempts=2, memory_gib=0.25, timeout_s=20.0)
+    with pytest.raises(error, match=f"reward f, uid 0:4:0: .*{words}"):
+        await rewards.score(prompt(), ["5"])
+    assert (tmp_path / "tries").read_text() == "xx"
+
+
+async def test_a_failure_that_passes_costs_nothing_but_time(running, tmp_path):
+    rewards = await running(f"""
+        import os
+        def f(prompt, completion):
+            if not os.path.exists({str(tmp_path / "once")!r}):
+                open({str(tmp_path / "once")!r}, "w")
+                raise ConnectionError
+            return 1.0
+    """)
+    assert (await rewards.score(prompt(), ["5"]))["scores"].tolist() == [1.0]
+
+
+async def test_nonsense_is_not_tried_again(running, tmp_path):
+    rewards = await running(f"""
+        def f(prompt, completion):
+            open({str(tmp_path / "tries")!r}, "a").write("x")
+    """)
+    with pytest.raises(RewardError, match=r"uid 0:4:0: f in .* returned None for completion 0"):
+        await rewards.score(prompt(), ["5"])
+    assert (tmp_path / "tries").read_text() == "x"
+
+
+async def test_async_calls_of_several_groups_share_a_worker_and_each_has_its_own_deadline(running):
+    rewards = await running(
+        """
+        import asyncio
+        met = asyncio.Barrier(3)
+        async def f(prompt, completion):
+            await (met.wait() if completion == "meet" else asyncio.sleep(600))
+            return 1.0
+    """,
+        attempts=1,
+        replicas=1,
+    )
+    late = asyncio.create_task(rewards.score(prompt(), ["late"]))
+    groups = [rewards.score(prompt(), ["meet"]) for _ in range(3)]
+    for columns in await asyncio.gather(*groups):
+        assert columns["scores"].tolist() == [1.0]
+    with pytest.raises(RewardTimeoutError):
+        await late
+
+
+async def test_what_a_worker_prints_does_not_disturb_it(running):
+    rewards = await running("""
+        def f(prompt, completion):
+            print("noise" * 1000)
+            return 1.0
+    """)
+    assert (await rewards.score(prompt(), ["5"]))["scores"].tolist() == [1.0]
+
+
+async def test_workers_that_are_closed_leave_no_process(running):
+    before = set(psutil.Process().children(recursive=True))
+    rewards = await running("def f(prompt, completion): return 1.0")
+    assert set(psutil.Process().children(recursive=True)) - before
+    await rewards.close()
+    assert not set(psutil.Process().children(recursive=True)) - before
+
+
+async def test_a_file_of_a_users_own_kind(tmp_path):
+    path = tmp_path / "kinds.py"
+    path.write_text(
+        "from streamrl.rewards import reward\n"
+        "@reward('brevity')\n"
+        "def judge(prompt, completion): return -len(completion)\n"
+    )
+    rewards = build_rewards([RewardConfig("brevity", options={"path": str(path)})])
+    await rewards.start()
+    try:
+        assert (await rewards.score(prompt(), ["abc"]))["reward/brevity"].tolist() == [-3.0]
+    finally:
+        await rewards.close()
+    with pytest.raises(
+        ConfigError, match=r"rewards\[0\].kind=short: not registered in .*, which has b"
+    ):
+        build_rewards([RewardConfig("short", options={"path": str(path)})])
 
 
 @pytest.mark.parametrize(
@@ -262,23 +441,13 @@ async def test_running_out_of_an_iterator_is_reported_too(reward_from):
             await scores(reward)
 
 
-async def test_a_function_in_a_thread_that_wants_signals_is_told_so(reward_from):
-    reward = reward_from("""
-        import signal
-        def f(prompt, completion):
-            signal.signal(signal.SIGALRM, print)
-            return 1.0
-    """)
-    with pytest.raises(RewardError, match=r"ValueError: signal only works in main thread"):
-        await scores(reward)
-
-
 async def test_a_column_the_row_lacks_is_named_before_and_during_the_run(reward_from):
     reward = reward_from("def f(completions, solution, hint=None): return [1.0]")
-    reward.check(prompt(solution="5"))
+    check = reward.source.load().arguments
+    check(prompt(solution="5"), [""])
     words = r"f in .*reward.py needs solution; the row has answer, completions, data_source"
     with pytest.raises(RewardError, match=words):
-        reward.check(prompt(answer="5"))
+        check(prompt(answer="5"), [""])
     with pytest.raises(RewardError, match=words):
         await scores(reward, row=prompt(answer="5"))
 
@@ -327,7 +496,7 @@ def test_a_missing_file_and_another_kind_of_file_are_refused(tmp_path):
         if name == "reward.txt":
             path.write_text("")
         with pytest.raises(ConfigError, match=words):
-            FunctionReward(RewardConfig("function", path=str(path), function="f"))
+            serve(Source(str(path), "f"))
 
 
 async def test_two_files_of_one_name_do_not_mix(tmp_path):
@@ -336,5 +505,5 @@ async def test_two_files_of_one_name_do_not_mix(tmp_path):
         path = tmp_path / str(number) / "reward.py"
         path.parent.mkdir()
         path.write_text(f"def f(prompt, completion): return {number}")
-        rewards.append(FunctionReward(RewardConfig("function", path=str(path), function="f")))
+        rewards.append(Called(Source(str(path), "f")))
     assert [await scores(reward, ["x"]) for reward in rewards] == [[1.0], [2.0]]

@@ -1,21 +1,34 @@
 import asyncio
 import pickle
 import time
+from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
 
-from streamrl.errors import ConfigError, DeadlineError, RewardError
+from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import GroupInfo, Prompt, check_sizes, column_sizes
-from streamrl.rewards import COSTS, Component, RewardConfig, RewardSet, ScorerConfig, build_rewards
+from streamrl.rewards import (
+    COSTS,
+    Component,
+    Judgement,
+    Reward,
+    RewardConfig,
+    RewardSet,
+    ScorerConfig,
+    Surroundings,
+    Verdict,
+    build_rewards,
+)
 
 PROMPT = Prompt("2:11:0", np.array([1], np.int32), ground_truth="5")
 
 
-class FakeReward:
+class FakeReward(Reward):
     """Gives the scores it is told to, when it is told to."""
 
     def __init__(self, values=(), *, wait_s=0.0, error=None, complaint=None):
+        super().__init__()
         self.values, self.wait_s, self.error, self.complaint = values, wait_s, error, complaint
         self.cancelled = False
 
@@ -31,13 +44,16 @@ class FakeReward:
             raise
         if self.error:
             raise self.error
-        return list(self.values)
+        return [Judgement(value, passed(value)) for value in self.values]
 
 
-def reward_set(timeout_s=5.0, **rewards):
+def passed(value):
+    return Verdict.PASS if value >= 1 else Verdict.WRONG
+
+
+def reward_set(gates=(), **rewards):
     return RewardSet(
-        [Component(name, weight, reward) for name, (weight, reward) in rewards.items()],
-        timeout_s=timeout_s,
+        [Component(name, weight, name in gates, r) for name, (weight, r) in rewards.items()]
     )
 
 
@@ -65,31 +81,22 @@ async def test_rewards_run_side_by_side():
     assert time.monotonic() - started < 1.5
 
 
-async def test_a_group_that_takes_too_long_names_the_late_reward():
-    slow = FakeReward([1], wait_s=60)
-    rewards = reward_set(timeout_s=0.05, quick=(1.0, FakeReward([1])), slow=(1.0, slow))
-    with pytest.raises(DeadlineError, match=r"reward slow, uid 2:11:0: no result in 0.05 s"):
-        await rewards.score(PROMPT, ["a"])
-    await asyncio.sleep(0)
-    assert slow.cancelled
+async def test_a_gate_that_is_not_passed_makes_the_score_0_whatever_the_others_say():
+    rewards = reward_set(
+        gates=("form",),
+        right=(2.0, FakeReward([1, 1, 0])),
+        form=(0.5, FakeReward([1, 0.5, 1])),
+        fee=(-1.0, FakeReward([0, 9, 1])),
+    )
+    columns = await rewards.score(PROMPT, ["a", "b", "c"])
+    assert columns["scores"].tolist() == [2.5, 0.0, -0.5]
 
 
-async def test_a_reward_that_ignores_cancelling_is_not_waited_for():
-    release = asyncio.Event()
-
-    class Stubborn(FakeReward):
-        async def score(self, prompt, completions):
-            while not release.is_set():
-                try:
-                    await release.wait()
-                except asyncio.CancelledError:
-                    continue
-            return [1.0]
-
-    rewards = reward_set(timeout_s=0.05, stubborn=(1.0, Stubborn()))
-    with pytest.raises(DeadlineError, match="reward stubborn"):
-        await asyncio.wait_for(rewards.score(PROMPT, ["a"]), 5)
-    release.set()
+async def test_completions_are_counted_by_verdict_until_they_are_drained():
+    rewards = reward_set(a=(1.0, FakeReward([1, 0])), b=(1.0, FakeReward([1, 1])))
+    await rewards.score(PROMPT, ["a", "b"])
+    assert rewards.drain_counts() == {"verdicts/pass": 3, "verdicts/wrong": 1}
+    assert rewards.drain_counts() == {}
 
 
 async def test_a_failure_is_raised_at_once_and_the_others_are_cancelled():
@@ -139,7 +146,7 @@ async def test_a_number_that_is_not_finite_is_an_error(bad):
 
 async def test_a_sum_that_overflows_is_an_error():
     rewards = reward_set(big=(1e30, FakeReward([1e30])))
-    with pytest.raises(RewardError, match="weighted sum, uid 2:11:0: completion 0 has"):
+    with pytest.raises(RewardError, match="combined reward, uid 2:11:0: completion 0 has"):
         await rewards.score(PROMPT, ["a"])
 
 
@@ -159,20 +166,26 @@ def test_check_names_the_first_row_a_reward_cannot_judge():
     reward_set(fine=(1.0, FakeReward())).check([PROMPT], place="sums.jsonl")
 
 
+@asynccontextmanager
+async def started(*configs, **scorer):
+    rewards = build_rewards(configs, Surroundings(ScorerConfig(**scorer)))
+    await rewards.start()
+    try:
+        yield rewards
+    finally:
+        await rewards.close()
+
+
 async def test_rewards_are_built_from_their_config(tmp_path):
     (tmp_path / "short.py").write_text("def f(prompt, completion): return -len(completion)")
-    rewards = build_rewards(
-        [
-            RewardConfig("exact"),
-            RewardConfig("numeric", name="value", weight=2.0),
-            RewardConfig("regex", weight=0.5, pattern=r"\A\d+\Z"),
-            RewardConfig(
-                "function", "short", path=str(tmp_path / "short.py"), function="f", weight=0
-            ),
-        ],
-        timeout_s=30,
-    )
-    columns = await rewards.score(PROMPT, ["5", "5.0", "6", "what"])
+    short = {"path": str(tmp_path / "short.py"), "function": "f"}
+    async with started(
+        RewardConfig("exact"),
+        RewardConfig("numeric", name="value", weight=2.0),
+        RewardConfig("regex", weight=0.5, options={"pattern": r"\A\d+\Z"}),
+        RewardConfig("function", "short", weight=0, options=short),
+    ) as rewards:
+        columns = await rewards.score(PROMPT, ["5", "5.0", "6", "what"])
     assert {name: column.tolist() for name, column in columns.items()} == {
         "reward/exact": [1, 0, 0, 0],
         "reward/value": [1, 1, 0, 0],
@@ -182,17 +195,65 @@ async def test_rewards_are_built_from_their_config(tmp_path):
     }
 
 
+def combining(tmp_path, body, signature="rewards, completion"):
+    (tmp_path / "mix.py").write_text(f"def mix({signature}):\n    {body}\n")
+    return started(
+        RewardConfig("exact"), RewardConfig("numeric"), combine=f"{tmp_path / 'mix.py'}:mix"
+    )
+
+
+async def test_a_users_function_may_make_the_score(tmp_path):
+    body = "return 10 * rewards['exact'] + rewards['numeric'] - len(completion)"
+    async with combining(tmp_path, body) as rewards:
+        columns = await rewards.score(PROMPT, ["5", "5.0", "6"])
+    assert columns["scores"].tolist() == [10.0, -2.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        ("return 1 / 0", r"mix at .*mix\.py:2: ZeroDivisionError: division by zero"),
+        ("return None", r"mix in .*mix\.py returned None for completion 0, not a number"),
+        ("return float('nan')", r"mix in .*mix\.py returned nan for completion 0, not a number"),
+    ],
+)
+async def test_a_combining_function_that_fails_is_an_error_with_its_place(tmp_path, body, words):
+    async with combining(tmp_path, body) as rewards:
+        with pytest.raises(RewardError, match=rf"^combined reward, uid 2:11:0: {words}$"):
+            await rewards.score(PROMPT, ["5"])
+
+
+def test_a_combining_function_goes_with_no_weights_and_gets_what_it_can_ask_for(tmp_path):
+    (tmp_path / "mix.py").write_text(
+        "def mix(rewards, model): return 1\ndef fine(rewards): return 1"
+    )
+    path = str(tmp_path / "mix.py")
+    for combine, config, words in (
+        (f"{path}:mix", RewardConfig("exact"), "scorer.combine=.*:mix: it asks for model; it is"),
+        (f"{path}:no", RewardConfig("exact"), "scorer.combine.function=no: not in .*mix.py"),
+        (path, RewardConfig("exact"), "scorer.combine=.*: must be written as file.py:function"),
+        (f"{path}:fine", RewardConfig("exact", weight=2.0), "weight and gate of reward exact mean"),
+        (f"{path}:fine", RewardConfig("exact", gate=True), "weight and gate of reward exact mean"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            build_rewards([config], Surroundings(ScorerConfig(combine=combine)))
+
+
 @pytest.mark.parametrize(
     ("configs", "words"),
     [
         ([], "rewards: empty"),
         ([{"kind": ""}], r"rewards\[0\].kind=: must be one of exact, numeric, regex, function"),
-        ([{"kind": "numerics"}], r"rewards\[0\].kind=numerics: .* did you mean numeric\?"),
-        ([{"kind": "regex"}], r"rewards\[0\].pattern=: kind regex needs it"),
-        ([{"kind": "function", "path": "x.py"}], r"rewards\[0\].function=: kind function needs it"),
+        ([{"kind": "numerics"}], r"rewards\[0\].kind=numerics: .* nearest kind is numeric"),
+        ([{"kind": "regex"}], r"rewards\[0\].pattern: missing"),
+        ([{"kind": "function"}], r"rewards\[0\].path: missing; kind function needs it"),
         (
-            [{"kind": "exact", "path": "x.py"}],
-            r"rewards\[0\].path=x.py: means nothing to .* kind exact",
+            [{"kind": "exact", "options": {"path": "x.py"}}],
+            r"rewards\[0\].path=x.py: means nothing to a reward of kind exact; the nearest",
+        ),
+        (
+            [{"kind": "exact", "options": {"wieght": 2}}],
+            r"rewards\[0\].wieght=2: means nothing to .*; the nearest key is weight",
         ),
         ([{"kind": "exact"}, {"kind": "exact"}], "rewards.name=exact: given 2 times"),
         ([{"kind": "exact", "weight": float("nan")}], r"rewards\[0\].weight=nan: must be finite"),
@@ -202,9 +263,9 @@ async def test_rewards_are_built_from_their_config(tmp_path):
 )
 def test_rewards_that_cannot_be_built_are_refused(configs, words):
     with pytest.raises(ConfigError, match=words):
-        build_rewards([RewardConfig(**config) for config in configs], timeout_s=1)
+        build_rewards([RewardConfig(**config) for config in configs])
     with pytest.raises(ConfigError, match=words.replace("rewards", "costs", 1)):
-        build_rewards([RewardConfig(**c) for c in configs], timeout_s=1, judged=COSTS)
+        build_rewards([RewardConfig(**c) for c in configs], judged=COSTS)
 
 
 @pytest.mark.parametrize(

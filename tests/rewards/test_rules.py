@@ -10,10 +10,13 @@ from hypothesis import strategies as st
 from streamrl.config import load_config
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import Prompt
-from streamrl.rewards import RewardConfig
-from streamrl.rewards.exact import ExactReward
-from streamrl.rewards.numeric import NumericReward, parse_number
-from streamrl.rewards.pattern import PatternReward
+from streamrl.rewards.exact import exact_reward
+from streamrl.rewards.numeric import numeric_reward, parse_number
+from streamrl.rewards.pattern import RegexOptions, regex_reward
+from streamrl.rewards.text import PatternOptions
+from streamrl.rewards.verdict import Verdict
+
+EXACT, NUMERIC = exact_reward(PatternOptions()), numeric_reward(PatternOptions())
 
 
 def prompt(ground_truth=None):
@@ -21,8 +24,9 @@ def prompt(ground_truth=None):
 
 
 async def score_one(reward, completion, ground_truth=None):
-    (score,) = await reward.score(prompt(ground_truth), [completion])
-    return score
+    (found,) = await reward.score(prompt(ground_truth), [completion])
+    assert found.verdict is (Verdict.PASS if found.score else Verdict.WRONG)
+    return found.score
 
 
 @pytest.mark.parametrize(
@@ -40,7 +44,7 @@ async def score_one(reward, completion, ground_truth=None):
     ],
 )
 async def test_exact_compares_trimmed_text(completion, ground_truth, score):
-    assert await score_one(ExactReward(RewardConfig("exact")), completion, ground_truth) == score
+    assert await score_one(EXACT, completion, ground_truth) == score
 
 
 @pytest.mark.parametrize(
@@ -78,7 +82,7 @@ async def test_exact_compares_trimmed_text(completion, ground_truth, score):
     ],
 )
 async def test_numeric_compares_exact_numbers(completion, ground_truth, score):
-    reward = NumericReward(RewardConfig("numeric"))
+    reward = NUMERIC
     started = time.process_time()
     assert await score_one(reward, completion, ground_truth) == score
     assert time.process_time() - started < 1
@@ -102,42 +106,45 @@ def test_no_text_breaks_the_number_reader(text):
 
 
 async def test_a_pattern_says_where_the_answer_stands_and_the_last_one_counts():
-    reward = NumericReward(RewardConfig("numeric", pattern="#### (.*)"))
+    reward = numeric_reward(PatternOptions("#### (.*)"))
     assert await score_one(reward, "#### 3\nno, wait\n#### 1,000 ", "1000") == 1.0
     assert await score_one(reward, "1000", "1000") == 0.0
-    words = ExactReward(RewardConfig("exact", pattern=r"[a-z]+"))
+    words = exact_reward(PatternOptions(r"[a-z]+"))
     assert await score_one(words, "ANSWER: one two!", "two") == 1.0
 
 
+async def test_answers_of_one_value_have_one_form_and_no_answer_is_none():
+    found = await NUMERIC.score(prompt("0.5"), [".50", "1/2", "5e-1", "0.7", "half"])
+    assert [one.answer for one in found] == ["1/2", "1/2", "1/2", "7/10", None]
+
+
 async def test_a_group_that_took_no_part_in_the_match_is_no_answer():
-    reward = ExactReward(RewardConfig("exact", pattern="(a)|b"))
+    reward = exact_reward(PatternOptions("(a)|b"))
     assert await score_one(reward, "b", "") == 0.0
 
 
 async def test_regex_rewards_the_form():
-    reward = PatternReward(
-        RewardConfig("regex", pattern=r"(?s)\A<think>.*</think>\s*<answer>.*</answer>\Z")
-    )
+    reward = regex_reward(RegexOptions(r"(?s)\A<think>.*</think>\s*<answer>.*</answer>\Z"))
     assert await score_one(reward, "<think>\n2+3\n</think> <answer>5</answer>") == 1.0
     assert await score_one(reward, "so: <think></think><answer>5</answer>") == 0.0
-    anywhere = PatternReward(RewardConfig("regex", pattern="5|6"))
+    anywhere = regex_reward(RegexOptions("5|6"))
     assert await score_one(anywhere, "it is 6") == 1.0
 
 
 async def test_a_search_that_explodes_is_an_error_not_a_hang():
-    reward = PatternReward(RewardConfig("regex", pattern=r"(?:x|xx)+[yz]"))
+    reward = regex_reward(RegexOptions(r"(?:x|xx)+[yz]"))
     with pytest.raises(RewardError, match=r"took more than 0.5 s on a completion of 41 "):
         await score_one(reward, "x" * 40 + "!")
 
 
 def test_a_broken_pattern_is_refused_at_start():
     with pytest.raises(ConfigError, match=r"rewards.pattern=\(: "):
-        PatternReward(RewardConfig("regex", pattern="("))
+        regex_reward(RegexOptions("("))
 
 
 @pytest.mark.parametrize("ground_truth", [None, 1.5, True, ["42"], {"target": "42"}])
 async def test_exact_refuses_a_ground_truth_it_cannot_compare(ground_truth):
-    reward = ExactReward(RewardConfig("exact"))
+    reward = EXACT
     with pytest.raises(RewardError, match="ground_truth must be text or an int, is"):
         reward.check(prompt(ground_truth))
     with pytest.raises(RewardError, match="ground_truth must be text or an int, is"):
@@ -148,7 +155,7 @@ async def test_exact_refuses_a_ground_truth_it_cannot_compare(ground_truth):
     "ground_truth", [None, "", "about 5", True, float("nan"), float("inf"), ["5"], "1/0"]
 )
 async def test_numeric_refuses_a_ground_truth_that_is_no_number(ground_truth):
-    reward = NumericReward(RewardConfig("numeric"))
+    reward = NUMERIC
     with pytest.raises(RewardError, match="ground_truth must be a number, is"):
         reward.check(prompt(ground_truth))
     with pytest.raises(RewardError, match="ground_truth must be a number, is"):
@@ -156,9 +163,9 @@ async def test_numeric_refuses_a_ground_truth_that_is_no_number(ground_truth):
 
 
 def test_good_ground_truths_pass_the_check():
-    ExactReward(RewardConfig("exact")).check(prompt("x"))
-    NumericReward(RewardConfig("numeric")).check(prompt("1,000"))
-    PatternReward(RewardConfig("regex", pattern="x")).check(prompt(None))
+    EXACT.check(prompt("x"))
+    NUMERIC.check(prompt("1,000"))
+    regex_reward(RegexOptions("x")).check(prompt(None))
 
 
 @pytest.mark.parametrize(
@@ -179,5 +186,6 @@ def test_good_ground_truths_pass_the_check():
 )
 async def test_the_recipe_for_dapo_finds_an_answer_as_models_write_it(completion):
     (config,) = load_config(Path("configs/dapo_qwen2.5_32b_math.yaml")).rewards
-    assert await score_one(NumericReward(config), completion, "34") == 1.0
-    assert await score_one(NumericReward(config), completion, "12") == 0.0
+    reward = numeric_reward(PatternOptions(**config.options))
+    assert await score_one(reward, completion, "34") == 1.0
+    assert await score_one(reward, completion, "12") == 0.0

@@ -5,9 +5,9 @@ import numpy as np
 from streamrl.errors import RewardError
 from streamrl.messages import Experience, Filtered, FinishReason, Lease, Prompt, Rollout
 from streamrl.messages import group_columns as columns_of
-from streamrl.rewards import COSTS, Component, RewardSet
-from streamrl.rewards.config import RewardConfig
-from streamrl.rewards.pattern import PatternReward
+from streamrl.rewards import COSTS, Component, Reward, RewardSet
+from streamrl.rewards.filtering import NoFilter
+from streamrl.rewards.pattern import RegexOptions, regex_reward
 from streamrl.rewards.scorer import CostScorer, RewardScorer
 
 
@@ -25,7 +25,7 @@ class AllOut:
         return "all out"
 
 
-class Down:
+class Down(Reward):
     """A reward that cannot be had."""
 
     async def score(self, prompt, completions):
@@ -52,11 +52,11 @@ GREEDY = experience({"greedy_ids": np.array([3, 1], np.int32), "lengths": np.arr
 
 
 def says(pattern):
-    return PatternReward(RewardConfig(kind="regex", pattern=pattern))
+    return regex_reward(RegexOptions(pattern))
 
 
 def one_reward(reward, **facts):
-    return RewardSet([Component("has", 2.0, reward)], timeout_s=5.0, **facts)
+    return RewardSet([Component("has", 2.0, False, reward)], **facts)
 
 
 async def test_every_rollout_is_compared_with_the_score_of_the_greedy_completion():
@@ -72,7 +72,7 @@ async def test_every_rollout_is_compared_with_the_score_of_the_greedy_completion
 
 
 async def test_a_baseline_that_cannot_be_had_is_an_error_not_a_zero():
-    scorer = RewardScorer(one_reward(Down()), Letters())
+    scorer = RewardScorer(one_reward(Down()), Letters(), NoFilter())
     (error,) = await scorer.baseline([GREEDY])
     assert isinstance(error, RewardError)
     assert "reward has, uid 0:1:0: the verifier is down" in str(error)

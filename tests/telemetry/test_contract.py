@@ -38,7 +38,7 @@ queue/depth/<stage> queue/bytes queue/oldest_age_s
 queue/redelivered queue/hedged queue/refused
 journal/bytes journal/fsync_s
 staleness/mean staleness/max staleness/in_flight_mean staleness/in_queue_mean staleness/histogram
-idle/<stage> drops/<cause>
+idle/<stage> drops/<cause> verdicts/<verdict> scorer/killed/<cause>
 weights/version weights/skew_max weights/publish_s weights/pull_s weights/pause_s weights/bytes
 weights/bytes_per_s weights/interrupted weights/tokens_per_version weights/probe_diff weights/faults
 ledger/admitted ledger/trained ledger/filtered ledger/dropped ledger/in_flight

@@ -1,0 +1,138 @@
+"""In a worker: a user's function is loaded, called, and what it returns is read as judgements."""
+
+import asyncio
+import contextlib
+import reprlib
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from streamrl.errors import RewardError
+from streamrl.messages import Prompt
+from streamrl.rewards.user_function import (
+    Arguments,
+    UserFunction,
+    load_function,
+    load_registered,
+)
+from streamrl.rewards.verdict import Judgement, Verdict
+
+_LARGEST = float(np.finfo(np.float32).max)
+Request = tuple[Prompt, Sequence[str]]
+PASS_SCORE = 1.0
+"""A number alone passes from here on."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a function comes from: a file and its name there, or the kind it registers itself as.
+
+    kwargs: more arguments for every call, by name.
+    """
+
+    path: str
+    name: str
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    is_registered: bool = False
+
+    def load(self) -> UserFunction:
+        """The function. Raises ConfigError if there is none that can be used."""
+        load = load_registered if self.is_registered else load_function
+        return load(self.path, self.name, dict(self.kwargs))
+
+
+def serve(source: Source) -> Callable[[Request], Any]:
+    """What a worker answers with: judgements, or text where what came back is none."""
+    user = source.load()
+
+    def judge(request: Request) -> list[Judgement] | str:
+        calls = _calls(user, request)
+        return _read(user, [_call(user, arguments) for arguments in calls], request)
+
+    async def judge_async(request: Request) -> list[Judgement] | str:
+        calls = [_await(user, arguments) for arguments in _calls(user, request)]
+        tasks = [asyncio.create_task(call) for call in calls]
+        try:
+            results = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        return _read(user, results, request)
+
+    return judge_async if user.is_async else judge
+
+
+def _calls(user: UserFunction, request: Request) -> list[Arguments]:
+    prompt, completions = request
+    groups = [completions] if user.style.per_group else [[text] for text in completions]
+    return [user.arguments(prompt, group) for group in groups]
+
+
+def _call(user: UserFunction, arguments: Arguments) -> Any:
+    try:
+        return user.function(**arguments)
+    except (Exception, SystemExit) as error:
+        raise user.error(error) from error
+
+
+async def _await(user: UserFunction, arguments: Arguments) -> Any:
+    result: Awaitable[Any] = _call(user, arguments)
+    try:
+        return await result
+    except (Exception, SystemExit) as error:
+        raise user.error(error) from error
+
+
+def _read(user: UserFunction, results: Sequence[Any], request: Request) -> list[Judgement] | str:
+    """Results as judgements; text that names the completion where one is nothing of the kind."""
+    _, completions = request
+    try:
+        if user.style.per_group:
+            results = _per_completion(user, results[0], len(completions))
+        return [_judgement(user, result, i) for i, result in enumerate(results)]
+    except RewardError as error:
+        return str(error)
+
+
+def _per_completion(user: UserFunction, results: Any, size: int) -> Sequence[Any]:
+    if isinstance(results, np.ndarray):
+        results = results.tolist()
+    if not isinstance(results, list | tuple) or len(results) != size:
+        raise RewardError(
+            f"{user.name} in {user.path} returned {reprlib.repr(results)}, "
+            f"not a list of {size} numbers"
+        )
+    return results
+
+
+def _judgement(user: UserFunction, result: Any, place: int) -> Judgement:
+    """A number, or an object whose entry `score` is one.
+
+    Of an object `acc` says whether it passes, and `pred` or `answer` what the answer is.
+    """
+    facts: Mapping[str, Any] = result if isinstance(result, dict) else {"score": result}
+    score = finite(facts.get("score"))
+    if score is None:
+        raise RewardError(
+            f"{user.name} in {user.path} returned {reprlib.repr(result)} for completion {place}, "
+            "not a finite number"
+        )
+    passes = bool(facts["acc"]) if "acc" in facts else score >= PASS_SCORE
+    answer = facts.get("pred", facts.get("answer"))
+    return Judgement(
+        score,
+        Verdict.PASS if passes else Verdict.WRONG,
+        answer=None if answer is None else str(answer),
+    )
+
+
+def finite(value: Any) -> float | None:
+    """A number, or a bool, that a float32 can hold; None for anything else."""
+    if isinstance(value, Real | np.bool_):
+        with contextlib.suppress(OverflowError):  # an int too large for a float
+            if abs(float(value)) <= _LARGEST:
+                return float(value)
+    return None

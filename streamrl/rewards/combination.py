@@ -1,0 +1,157 @@
+"""How the components of a completion become its score: weights and gates, or a user's function."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from streamrl.errors import ConfigError, RewardError
+from streamrl.messages import Array, Prompt
+from streamrl.rewards.calls import finite
+from streamrl.rewards.config import ScorerConfig
+from streamrl.rewards.reward import Given, Reward, Surroundings, WorkerOptions, WorkerReward
+from streamrl.rewards.user_function import find_function, required_parameters, wanted
+from streamrl.rewards.verdict import Judgement, Verdict
+from streamrl.user_module import failure_place, split_reference
+
+#: What a user's function may ask for, by name.
+OFFERED = ("rewards", "prompt", "completion")
+Judgements = Mapping[str, Sequence[Judgement]]
+
+
+@dataclass(frozen=True)
+class Component:
+    """A reward under the name it is logged as, its factor in the score, and whether it is a gate.
+
+    Where a gate is not passed the score is 0.
+    """
+
+    name: str
+    weight: float
+    gate: bool
+    reward: Reward
+
+
+class Combination(Protocol):
+    """Makes one score of the judgements of each completion."""
+
+    async def start(self) -> None:
+        """Make ready what it takes. Raises ConfigError for what cannot be used."""
+        ...
+
+    async def totals(
+        self, prompt: Prompt, completions: Sequence[str], judgements: Judgements
+    ) -> Array:
+        """float64 [G]. Raises RewardError."""
+        ...
+
+    async def close(self) -> None:
+        """Leave nothing behind."""
+        ...
+
+
+class WeightedSum:
+    """The sum of weight times score, and 0 where a gate is not passed. Added in float64."""
+
+    def __init__(self, components: Sequence[Component]) -> None:
+        self._components = components
+
+    async def start(self) -> None:
+        """It needs nothing."""
+
+    async def close(self) -> None:
+        """It has nothing."""
+
+    async def totals(
+        self, prompt: Prompt, completions: Sequence[str], judgements: Judgements
+    ) -> Array:
+        """float64 [G]."""
+        total = np.zeros(len(completions))
+        opened = np.ones(len(completions), np.bool_)
+        for component in self._components:
+            found = judgements[component.name]
+            total += component.weight * np.array([one.score for one in found], np.float64)
+            if component.gate:
+                opened &= [one.verdict is Verdict.PASS for one in found]
+        return np.where(opened, total, 0.0)
+
+
+class CombineFunction:
+    """A user's `combine(rewards, prompt, completion)`, with those of the parameters it wants.
+
+    rewards has the number of each component by name. It runs in a worker process.
+    """
+
+    def __init__(self, scorer: ScorerConfig) -> None:
+        load_combine(scorer.combine)
+        given = Given("combine", WorkerOptions(replicas=1), Surroundings(scorer))
+        self._workers = WorkerReward("streamrl.rewards.combination:serve", scorer.combine, given)
+
+    async def start(self) -> None:
+        """Start its worker."""
+        await self._workers.start()
+
+    async def close(self) -> None:
+        """End its worker."""
+        await self._workers.close()
+
+    async def totals(
+        self, prompt: Prompt, completions: Sequence[str], judgements: Judgements
+    ) -> Array:
+        """What the function returns for each completion. Raises RewardError if it is no number."""
+        scores = [
+            {name: found[i].score for name, found in judgements.items()}
+            for i in range(len(completions))
+        ]
+        totals = await self._workers.ask((prompt, list(completions), scores))
+        return np.array(totals, np.float64)
+
+
+def load_combine(reference: str) -> tuple[str, str, Callable[..., Any], Sequence[str]]:
+    """The file, name and function of `scorer.combine`, and what it asks for.
+
+    Raises ConfigError if it cannot be used.
+    """
+    path, name = split_reference(reference, setting="scorer.combine")
+    file, function, parameters = find_function(path, name, section="scorer.combine")
+    refused = required_parameters(parameters) - set(OFFERED)
+    if refused:
+        raise ConfigError(
+            f"scorer.combine={reference}: it asks for {', '.join(sorted(refused))}; it is given,"
+            f" by name, any of {', '.join(OFFERED)}"
+        )
+    return file, name, function, wanted(parameters, OFFERED)
+
+
+def serve(reference: str) -> Callable[[Any], list[float] | str]:
+    """What the worker answers with: a number per completion, or why there is none."""
+    file, name, function, asked = load_combine(reference)
+
+    def combine(request: tuple[Prompt, list[str], list[dict[str, float]]]) -> list[float] | str:
+        prompt, completions, scores = request
+        totals = []
+        for place, (completion, rewards) in enumerate(zip(completions, scores, strict=True)):
+            offered = {"rewards": rewards, "prompt": prompt, "completion": completion}
+            try:
+                found = function(**{key: offered[key] for key in asked})
+            except (Exception, SystemExit) as error:
+                raise RewardError(f"{name} at {failure_place(file, error)}") from error
+            number = finite(found)
+            if number is None:
+                return f"{name} in {file} returned {found!r} for completion {place}, not a number"
+            totals.append(number)
+        return totals
+
+    return combine
+
+
+def build_combination(components: Sequence[Component], scorer: ScorerConfig) -> Combination:
+    """What `scorer.combine` names. Raises ConfigError if it cannot be used, or weights are set."""
+    for component in components:
+        if component.gate or component.weight != 1.0:
+            raise ConfigError(
+                f"scorer.combine={scorer.combine}: makes the score, so that weight and gate of"
+                f" reward {component.name} mean nothing"
+            )
+    return CombineFunction(scorer)

@@ -1,0 +1,42 @@
+"""Loose values read into a dataclass of settings, with one line for what is wrong."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
+
+from streamrl.errors import ConfigError
+
+T = TypeVar("T")
+
+
+def read_settings(kind: type[T], values: Mapping[str, Any], *, section: str) -> T:
+    """`values` as an object of the dataclass `kind`; a field without a default must be given.
+
+    Raises ConfigError that names `section`: an unknown key with the nearest right one, a value of
+    another type, a missing one, or what the dataclass itself refuses, which begins with its key.
+    """
+    names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    for name, value in values.items():
+        if name not in names:
+            raise ConfigError(f"{section}.{name}={value!r}: unknown; {nearest(str(name), names)}")
+    try:
+        found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), dict(values)))
+    except MissingMandatoryValue as error:
+        raise ConfigError(f"{section}.{error.full_key}: missing") from None
+    except OmegaConfBaseException as error:
+        reason = str(error.msg or error).splitlines()[0]
+        raise ConfigError(f"{section}.{error.full_key}: {reason}") from None
+    except ConfigError as error:
+        raise ConfigError(f"{section}.{error}") from None
+    assert isinstance(found, kind)
+    return found
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Which of `names` may have been meant, in words."""
+    close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.0)
+    return f"the nearest key is {close[0]}" if close else "there is nothing to set"

@@ -1,0 +1,250 @@
+"""A pool of workers: calls in, answers out; what hangs, crashes or grows is killed and replaced.
+
+A call has its deadline from when a worker begins with it, not from when it was made. One that takes
+far longer than others no longer holds its place: while calls wait, a spare worker stands in for it,
+and its process runs at the lowest priority, so that the others go on as before.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import statistics
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import Any
+
+from streamrl.errors import ConfigError
+from streamrl.workers.process import Process, ProcessEndedError
+
+START_TIMEOUT_S = 120.0
+"""Deadline of a worker's start, s: it imports a user's file, and that may import torch."""
+STARTS = 3
+"""So many workers in a row may fail to start before calls are told so."""
+LOOK_EVERY_S = 0.5
+"""How often memory and stragglers are looked at, s."""
+STRAGGLER_S, STRAGGLER_RATIO = 1.0, 5.0
+"""A call takes far longer than others from so many seconds, and so many times their median."""
+MAX_SPARES = 8
+"""Most workers that stand in for stragglers."""
+CANCEL_S = 1.0
+"""An async call has this long to end once it is cancelled, s; then its worker is killed."""
+
+
+class WorkerError(Exception):
+    """A call came to nothing; the text is what its handler raised."""
+
+
+class WorkerTimeoutError(WorkerError):
+    """It took longer than it may; nothing of it runs any more."""
+
+
+class WorkerCrashError(WorkerError):
+    """Its process ended."""
+
+
+class WorkerMemoryError(WorkerError):
+    """Its process took more memory than it may, and was killed."""
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """How a pool runs.
+
+    replicas: worker processes. concurrency: calls at once in a worker whose handler is async; one
+    whose handler is not has one at a time. timeout_s: deadline of a call. memory_bytes: most a
+    worker may take, with all it started.
+    """
+
+    replicas: int
+    concurrency: int
+    timeout_s: float
+    memory_bytes: int
+
+
+@dataclass
+class _Worker:
+    """A process and what it is at: the start of each call, s of the loop's clock."""
+
+    process: Process
+    calls: dict[int, float]
+    slots: int
+    straggles: bool = False
+    verdict: WorkerError | None = None
+
+    @property
+    def has_room(self) -> bool:
+        return len(self.calls) < self.slots and not self.straggles and self.verdict is None
+
+
+class WorkerPool:
+    """Workers that all hold what `target`, "module:function", makes of `payload`.
+
+    `name` is what messages call it. `killed` counts the workers ended, by cause.
+    """
+
+    def __init__(self, name: str, target: str, payload: Any, settings: WorkerSettings) -> None:
+        self._name = name
+        self._target = target
+        self._payload = payload
+        self._settings = settings
+        self._workers: list[_Worker] = []
+        self._starting = 0
+        self._failed_starts: list[str] = []
+        self._changed = asyncio.Condition()
+        self._line = asyncio.Lock()
+        self._numbers = itertools.count()
+        self._took: deque[float] = deque(maxlen=100)
+        self._background: set[asyncio.Task[None]] = set()
+        self._closed = False
+        self.killed: Counter[str] = Counter()
+
+    async def start(self) -> None:
+        """Start one worker and what looks after all. Raises ConfigError as the target's load does.
+
+        Raises WorkerCrashError if it ends before it is ready, or is not within START_TIMEOUT_S.
+        """
+        self._starting += 1
+        await self._add()
+        self._in_background(self._look_after())
+
+    async def call(self, request: Any) -> Any:
+        """What the handler answers. Raises WorkerError, or one of its kinds, if it does not."""
+        while True:
+            worker, number = await self._claim()
+            try:
+                return await self._ask(worker, number, request)
+            except ProcessEndedError:
+                self._end(worker, WorkerCrashError(worker.process.how_it_ended), "crash")
+                blame = worker.verdict
+                assert blame is not None
+                # Of several calls only the one at fault is told so; the others go elsewhere.
+                if worker.slots == 1 or not isinstance(blame, WorkerTimeoutError):
+                    raise type(blame)(str(blame)) from None
+            finally:
+                del worker.calls[number]
+                await self._tell()
+
+    async def _ask(self, worker: _Worker, number: int, request: Any) -> Any:
+        began, clock = worker.calls[number], asyncio.get_running_loop().time
+        timeout_s = self._settings.timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                ok, answer = await worker.process.ask(number, request)
+        except TimeoutError:
+            await self._stop(worker, number)
+            raise WorkerTimeoutError(f"no result in {timeout_s:g} s") from None
+        except asyncio.CancelledError:
+            self._in_background(self._stop(worker, number))
+            raise
+        self._took.append(clock() - began)
+        if not ok:
+            raise WorkerError(answer)
+        return answer
+
+    async def _stop(self, worker: _Worker, number: int) -> None:
+        """End one call: by itself where the handler is async and reacts, else with its worker."""
+        if worker.slots > 1 and await worker.process.cancel(number, within_s=CANCEL_S):
+            self.killed["timeout"] += 1
+        else:
+            self._end(worker, WorkerTimeoutError("another call could not be ended"), "timeout")
+
+    async def _claim(self) -> tuple[_Worker, int]:
+        """A worker with room, and the number of a call begun in it: first come, first served."""
+        async with self._line:
+            while not (free := [worker for worker in self._workers if worker.has_room]):
+                if self._closed:
+                    raise WorkerCrashError(f"the workers of {self._name} are closed")
+                if len(self._failed_starts) >= STARTS:
+                    raise WorkerCrashError(
+                        f"its worker does not start: {self._failed_starts.pop()}"
+                    )
+                self._grow()
+                async with self._changed:
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(LOOK_EVERY_S):
+                            await self._changed.wait()
+            worker, number = min(free, key=lambda one: len(one.calls)), next(self._numbers)
+            worker.calls[number] = asyncio.get_running_loop().time()
+            return worker, number
+
+    async def _tell(self) -> None:
+        """Something has changed for who waits for a worker."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    def _grow(self) -> None:
+        """Start one more worker, if there are to be more."""
+        spares = min(sum(worker.straggles for worker in self._workers), MAX_SPARES)
+        healthy = [worker for worker in self._workers if worker.verdict is None]
+        if len(healthy) + self._starting < self._settings.replicas + spares:
+            self._starting += 1
+            self._in_background(self._try_to_add())
+
+    async def _try_to_add(self) -> None:
+        try:
+            await self._add()
+        except (ConfigError, WorkerCrashError, OSError) as error:
+            self._failed_starts.append(str(error))
+        await self._tell()
+
+    async def _add(self) -> None:
+        """One more worker, once it is ready."""
+        try:
+            process = await Process.start(self._target, self._payload, within_s=START_TIMEOUT_S)
+        except ProcessEndedError as error:
+            raise WorkerCrashError(str(error)) from None
+        finally:
+            self._starting -= 1
+        if self._closed:
+            await process.end()
+            return
+        self._failed_starts.clear()
+        slots = self._settings.concurrency if process.is_async else 1
+        self._workers.append(_Worker(process, {}, slots))
+
+    def _end(self, worker: _Worker, verdict: WorkerError, cause: str) -> None:
+        """End a worker with everything it started; its calls come to nothing."""
+        if worker.verdict is None:
+            worker.verdict = verdict
+            self.killed[cause] += 1
+            self._workers.remove(worker)
+            self._in_background(worker.process.end())
+
+    async def _look_after(self) -> None:
+        """Keep an eye on memory and on stragglers, without end."""
+        clock = asyncio.get_running_loop().time
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            median = statistics.median(self._took) if self._took else 0.0
+            limit_s = max(STRAGGLER_S, STRAGGLER_RATIO * median)
+            for worker in [one for one in self._workers if one.calls]:
+                if not worker.straggles and clock() - min(worker.calls.values()) > limit_s:
+                    worker.straggles = worker.slots == 1
+                    if worker.straggles:
+                        worker.process.step_back()
+            await self._check_memory()
+
+    async def _check_memory(self) -> None:
+        most = self._settings.memory_bytes
+        for worker in list(self._workers):
+            found = await asyncio.to_thread(worker.process.memory_bytes)
+            if found > most:
+                text = f"its process took {found >> 20} MB, of {most >> 20} it may"
+                self._end(worker, WorkerMemoryError(text), "memory")
+
+    def _in_background(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def close(self) -> None:
+        """End all workers; calls under way come to nothing."""
+        self._closed = True
+        workers, self._workers = self._workers, []
+        for worker in workers:
+            worker.verdict = WorkerCrashError(f"the workers of {self._name} are closed")
+        tasks = list(self._background)
+        await asyncio.gather(*(worker.process.end() for worker in workers))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,165 @@
+"""The pool's end of one worker: started, asked, looked at, ended."""
+
+import asyncio
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import psutil
+
+from streamrl.errors import ConfigError
+from streamrl.workers.frames import HEADER_BYTES, length, pack
+from streamrl.workers.worker import ANSWER, ASK, CANCEL, READY, REFUSED
+
+END_S = 10.0
+"""A keeper has this long to end everything, s; then it is killed too."""
+LOWEST_PRIORITY = 19
+
+
+class ProcessEndedError(Exception):
+    """The process ended."""
+
+
+class Process:
+    """A keeper and its worker, at the other end of a socket."""
+
+    def __init__(self, keeper: "subprocess.Popen[bytes]", streams: "_Streams") -> None:
+        self._keeper = keeper
+        self._reader, self._writer = streams
+        self._answers: dict[int, asyncio.Future[tuple[bool, Any]]] = {}
+        self._reading: asyncio.Task[None] | None = None
+        self._pid = 0
+        self.is_async = False
+
+    @classmethod
+    async def start(cls, target: str, payload: Any, *, within_s: float) -> "Process":
+        """A worker that has loaded what it serves with. Raises ConfigError as the load does.
+
+        Raises ProcessEndedError if the process ends before, or is not ready within so many seconds.
+        """
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "streamrl.workers.keeper", str(theirs.fileno()), target]
+        with theirs:
+            keeper = await asyncio.to_thread(_launch, command, theirs.fileno())
+        process = cls(keeper, await asyncio.open_connection(sock=ours))
+        try:
+            async with asyncio.timeout(within_s):
+                await process._get_ready(payload)
+        except TimeoutError:
+            await process.end()
+            raise ProcessEndedError(f"it was not ready in {within_s:g} s") from None
+        except BaseException:
+            await process.end()
+            raise
+        process._reading = asyncio.create_task(process._read())
+        return process
+
+    async def _get_ready(self, payload: Any) -> None:
+        self._writer.write(pack(payload))
+        kind, first, self.is_async = await self._receive()
+        if kind == REFUSED:
+            raise ConfigError(first)
+        assert kind == READY
+        self._pid = first
+
+    async def ask(self, number: int, request: Any) -> tuple[bool, Any]:
+        """Whether the handler answered, and its answer or what it raised.
+
+        Raises ProcessEndedError.
+        """
+        answer = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
+        try:
+            if self._reading is None or self._reading.done():
+                raise ProcessEndedError(self.how_it_ended)
+            self._writer.write(pack((ASK, number, request)))
+            return await answer
+        finally:
+            self._answers.pop(number, None)
+
+    async def cancel(self, number: int, *, within_s: float) -> bool:
+        """Have an async handler end one call; False if it does not in time."""
+        ended = asyncio.get_running_loop().create_future()
+        self._answers[number] = ended
+        try:
+            self._writer.write(pack((CANCEL, number, None)))
+            async with asyncio.timeout(within_s):
+                await ended
+        except (TimeoutError, ProcessEndedError):
+            return False
+        finally:
+            self._answers.pop(number, None)
+        return True
+
+    async def _read(self) -> None:
+        """Hand each reply to who waits for it, until the process is gone."""
+        try:
+            while True:
+                kind, number, answer = await self._receive()
+                waiting = self._answers.get(number)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result((kind == ANSWER, answer))
+        except ProcessEndedError:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._keeper.wait, END_S)
+            for waiting in self._answers.values():
+                if not waiting.done():
+                    waiting.set_exception(ProcessEndedError(self.how_it_ended))
+
+    async def _receive(self) -> Any:
+        try:
+            size = length(await self._reader.readexactly(HEADER_BYTES))
+            return pickle.loads(await self._reader.readexactly(size))
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise ProcessEndedError(self.how_it_ended) from None
+
+    @property
+    def how_it_ended(self) -> str:
+        """Its exit code, or the signal that ended it."""
+        code = self._keeper.poll()
+        if code is None:
+            return "its process ended"
+        if code - 128 in signal.valid_signals():
+            return f"its process was ended by {signal.Signals(code - 128).name}"
+        return f"its process ended with exit code {code}"
+
+    def memory_bytes(self) -> int:
+        """Resident memory of the worker and all it started; 0 where it is gone."""
+        total = 0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self._keeper.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    total += process.memory_info().rss
+        return total
+
+    def step_back(self) -> None:
+        """Let all others go first from now on."""
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.setpriority(os.PRIO_PGRP, self._pid, LOWEST_PRIORITY)
+
+    async def end(self) -> None:
+        """Kill it with everything it started, and wait until all of it is gone."""
+        self._writer.close()
+        try:
+            await asyncio.to_thread(self._keeper.wait, END_S)
+        except subprocess.TimeoutExpired:
+            self._keeper.kill()
+            await asyncio.to_thread(self._keeper.wait)
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+            for waiting in self._answers.values():
+                if not waiting.done():
+                    waiting.set_exception(ProcessEndedError(self.how_it_ended))
+
+
+_Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+def _launch(command: list[str], number: int) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(command, pass_fds=[number], stdin=subprocess.DEVNULL)
