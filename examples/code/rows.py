@@ -19,7 +19,7 @@ def make_rows(*, seed: int, num_eval: int = NUM_EVAL) -> dict[str, list[Row]]:
         name: [
             as_row(
                 problem.question,
-                tests(problem, rng),
+                ground_truth(problem, rng),
                 data_source="code",
                 ability="code",
                 split=name,
@@ -31,7 +31,7 @@ def make_rows(*, seed: int, num_eval: int = NUM_EVAL) -> dict[str, list[Row]]:
     }
 
 
-def tests(problem: Problem, rng: random.Random) -> str:
+def ground_truth(problem: Problem, rng: random.Random) -> str:
     """A JSON object: `fn_name`, `inputs` and `outputs`.
 
     An input is text with the arguments in their order, one a line and each as JSON; an output is
