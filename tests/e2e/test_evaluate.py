@@ -50,9 +50,15 @@ def test_a_plain_model_is_scored_as_a_recipe_does(toy: Path) -> None:
     assert list(found["by_source"]) == ["org/other", "toy"]
 
 
+def test_without_files_or_a_recipe_that_names_some_nothing_is_evaluated(
+    toy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(toy / "model")]) == 2
+    assert "--data names a file of prompts" in capsys.readouterr().err
+
+
 def test_the_longest_completion_fits_a_small_model(toy: Path) -> None:
     words = [str(toy / "model"), "--data", str(toy / "rows.jsonl"), "--limit", "2"]
-    assert main(["evaluate", words[0]]) == 2, "nothing says what it is evaluated on"
     result = subprocess.run(
         [sys.executable, "-m", "streamrl.cli.main", "evaluate", *words],
         capture_output=True,
