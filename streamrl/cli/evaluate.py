@@ -148,7 +148,7 @@ async def _evaluate(
     limits = Limits(limit, load_vocab_size(model), subject.data.on_long_prompt)
     loaded = load_prompts(files, tokenizer, limits)
     for file in loaded.files:
-        rewards.check(file.numbered_alone[: config.limit], place=file.file.path)
+        rewards.check(file.prompts[: config.limit])
     for note in await rewards.preflight():
         print(f"streamrl: {note}", file=sys.stderr)
     prompts = {name: found[: config.limit] for name, found in loaded.by_name.items()}
