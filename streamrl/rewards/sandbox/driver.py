@@ -2,7 +2,7 @@
 
 It is process 1 of the jail, so that no signal from inside reaches it, and its end ends all. It is
 sent there as code, talks over the socket it finds as stdin, and knows no expected output: what it
-reports is what came out, and the verdict is made outside (jail.py). It imports little, for each
+reports is what came out, and the verdict is made outside (judging.py). It imports little, for each
 jail starts its own.
 """
 
@@ -200,11 +200,11 @@ def watch(pid: int, streams: list[Stream], job: Job, deadline: float) -> int:
                 how = EXITED
             elif not by_fd[fd].read():
                 poller.unregister(fd)
-        if any(stream.full for stream in streams):
+        if how is None and any(stream.full for stream in streams):
             how = OUTPUT
-        elif time.monotonic() > deadline:
+        elif how is None and time.monotonic() > deadline:
             how = WALL
-        elif _JAILED and too_many_files(job):
+        elif how is None and _JAILED and too_many_files(job):
             how = FILES
         reap(but=pid)
     os.close(ended)
