@@ -275,7 +275,8 @@ def become(job: Job, pipes: list[int]) -> None:
 def limit(job: Job) -> None:
     """Bound what this process and those it starts may use."""
     limits = {
-        resource.RLIMIT_CPU: job["cpu_s"],
+        # First, a second earlier, comes a signal that says why, but can be ignored.
+        resource.RLIMIT_CPU: job["cpu_s"] + 1,
         resource.RLIMIT_FSIZE: job["disk_bytes"],
         resource.RLIMIT_NOFILE: job["open_files"],
         resource.RLIMIT_NPROC: job["processes"],
@@ -292,6 +293,8 @@ def limit(job: Job) -> None:
         _, hard = resource.getrlimit(what)
         allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(what, (allowed, allowed))
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (min(job["cpu_s"], hard), hard))
 
 
 def run_python(job: Job, value: int, note: int) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 import reprlib
+import signal
 from typing import Any
 
 from streamrl.rewards.sandbox import driver
@@ -21,8 +22,6 @@ from streamrl.rewards.verdict import Verdict
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
-#: The kernel counts the time of a process in ticks, and what it reports falls short of them.
-_NEARLY = 0.9
 #: How a program says, on its last line, that it got no memory.
 _NO_MEMORY = ("MemoryError", "bad_alloc", "out of memory", "Cannot allocate memory")
 
@@ -90,7 +89,7 @@ def _ending(report: Report, limits: Limits) -> tuple[Verdict, str]:
         return stopped[report.how]
     if report.code == 0:
         return Verdict.PASS, ""
-    if report.code < 0 and report.cpu_s > _NEARLY * limits.cpu_s:
+    if report.code == -signal.SIGXCPU or (report.code < 0 and report.cpu_s > limits.cpu_s):
         return Verdict.TIMEOUT, f"computed for more than {limits.cpu_s:g} s"
     if any(words in last_line for words in _NO_MEMORY):
         return Verdict.MEMORY, last_line
