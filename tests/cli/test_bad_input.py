@@ -162,7 +162,7 @@ def test_a_row_the_reward_cannot_judge_is_named(
 ) -> None:
     path = rows(tmp_path, row("1+1"), row("2+2", reward_model={"style": "rule"}))
     line = refused(f"data.train={path}")
-    assert "ground_truth" in line and "row 2" in line
+    assert "ground_truth" in line and "line 2" in line
 
 
 def test_a_damaged_model_is_named(refused: Callable[..., str], toy: Path, tmp_path: Path) -> None:
