@@ -110,7 +110,7 @@ class Endpoint:
         self._requests = Pace(limits.requests_per_minute)
         self._tokens = Pace(limits.tokens_per_minute)
 
-    async def start(self) -> str:
+    async def ready(self) -> str:
         """Wait until the server answers; a line if it did not at once.
 
         Raises ConfigError if it does not in START_S, refuses, or has no model of that name.

@@ -40,7 +40,7 @@ class JudgeOptions(AttemptOptions):
     model: its name there.
     template: what the judge is asked, with {completion} and, where wanted, {prompt} and
         {ground_truth} in it.
-    template_path: a file that holds the template instead.
+    path: a file that holds the template instead.
     pattern: where the number stands in the answer: its last match, first group.
     least: the lowest number there is; one outside is no answer.
     most: the highest.
@@ -57,7 +57,7 @@ class JudgeOptions(AttemptOptions):
     url: str = MISSING
     model: str = MISSING
     template: str = ""
-    template_path: str = ""
+    path: str = ""
     pattern: str = MISSING
     least: float = 0.0
     most: float = 1.0
@@ -74,8 +74,8 @@ class JudgeOptions(AttemptOptions):
         super().__post_init__()
         if not re.match(r"https?://[^/]", self.url):
             raise ConfigError(f"url={self.url}: must begin with http:// or https://")
-        if bool(self.template) == bool(self.template_path):
-            raise ConfigError("template: give it, or template_path, and not both")
+        if bool(self.template) == bool(self.path):
+            raise ConfigError("template: give it, or path, and not both")
         if not -math.inf < self.least < self.most < math.inf:
             raise ConfigError(f"least={self.least}: must be below most={self.most}, both finite")
         for key in ("max_tokens", "concurrency"):
@@ -110,8 +110,19 @@ class JudgeReward(Reward):
         if "{ground_truth}" in self._template and prompt.ground_truth is None:
             raise RewardError("the template has {ground_truth}, the row has none")
 
-    async def start(self) -> str:
+    async def preflight(self) -> str:
         """Wait for the server. Raises ConfigError if it does not come, or cannot be used."""
+        endpoint = self._connect()
+        try:
+            return await endpoint.ready()
+        finally:
+            await endpoint.close()
+
+    async def start(self) -> None:
+        """Nothing is asked: where the server is away for a while, completions have attempts."""
+        self._endpoint = self._connect()
+
+    def _connect(self) -> "Endpoint":
         from streamrl.rewards.endpoint import Endpoint, Limits
 
         options, share = self._options, 1 / self._scorer.replicas
@@ -121,8 +132,7 @@ class JudgeReward(Reward):
             options.tokens_per_minute * share,
             options.timeout_s or self._scorer.timeout_s,
         )
-        self._endpoint = Endpoint(options.url.rstrip("/"), options.model, self._key, limits)
-        return await self._endpoint.start()
+        return Endpoint(options.url.rstrip("/"), options.model, self._key, limits)
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[Judgement]:
         """What the judge says of each. Raises the error of the first that gets no number."""
@@ -178,10 +188,10 @@ def judge_reward(given: Given[JudgeOptions]) -> JudgeReward:
     """Kind `judge`. Raises ConfigError for a template, pattern or key that cannot be had."""
     options = given.options
     setting, template = "rewards.template", options.template
-    if options.template_path:
-        setting = f"rewards.template_path={options.template_path}"
+    if options.path:
+        setting = f"rewards.path={options.path}"
         try:
-            template = Path(options.template_path).read_text()
+            template = Path(options.path).read_text()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"{setting}: cannot be read: {error}") from None
     if "{completion}" not in template:

@@ -102,12 +102,15 @@ class ModelReward(Reward):
         """Raise RewardError if the model's chat template refuses the prompt."""
         self._text(prompt, "")
 
-    async def start(self) -> str:
-        """Load the model. Raises ConfigError if that cannot be."""
-        self._model = await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
+    async def preflight(self) -> str:
+        """Whether the model can be asked about one text at a time only."""
         if self._files.pad_id is None:
             return f"{self._files.path}: has no padding token, is asked about one text at a time"
         return ""
+
+    async def start(self) -> None:
+        """Load the model. Raises ConfigError if that cannot be."""
+        self._model = await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
 
     def _load(self) -> "Classifier":
         from streamrl.rewards.classifier import Classifier

@@ -59,7 +59,8 @@ async def started():
         scorer = ScorerConfig(replicas=replicas, timeout_s=timeout_s)
         rewards = build_rewards([config], Surroundings(scorer))
         made.append(rewards)
-        assert await rewards.start() == []
+        assert await rewards.preflight() == []
+        await rewards.start()
         return rewards
 
     yield start
@@ -102,7 +103,7 @@ async def test_the_server_is_told_what_the_options_say(server, started):
 
 async def test_a_conversation_and_a_template_from_a_file(server, started, tmp_path):
     (tmp_path / "ask.txt").write_text("{prompt}|A: {completion}\n{ground_truth} {other} {}")
-    rewards = await started(server.url, template="", template_path=str(tmp_path / "ask.txt"))
+    rewards = await started(server.url, template="", path=str(tmp_path / "ask.txt"))
     chat = ({"role": "system", "content": "add"}, {"role": "user", "content": "2+3"})
     await judged(rewards, "3", prompt=Prompt("0:0:0", PROMPT.token_ids, chat, "", {"sum": 5}))
     (asked,) = server.asked
@@ -283,7 +284,7 @@ async def test_a_server_may_come_up_later(server, started):
     await server.close()
     config = RewardConfig("judge", options={"url": url, **OPTIONS})
     rewards = build_rewards([config])
-    starting = asyncio.create_task(rewards.start())
+    starting = asyncio.create_task(rewards.preflight())
     await asyncio.sleep(0.2)
     again = web.AppRunner(web.Application(), shutdown_timeout=0.1)
     again.app.router.add_get("/v1/models", server._models)
@@ -291,21 +292,18 @@ async def test_a_server_may_come_up_later(server, started):
     await web.TCPSite(again, "127.0.0.1", port).start()
     (note,) = await starting
     assert note.startswith(f"{url}: there after ")
-    await rewards.close()
     await again.cleanup()
 
 
-async def test_a_server_that_does_not_come_up_is_an_error_at_start(server, started, monkeypatch):
+async def test_a_server_that_does_not_come_up_refuses_the_run(server, started, monkeypatch):
     monkeypatch.setattr(endpoint_module, "START_S", 0.1)
     await server.close()
     with pytest.raises(ConfigError, match=r"\.url=http.*/v1: Connect.* \(for 0\.1 s\)$"):
         await started(server.url)
 
 
-async def test_a_wrong_address_or_model_is_an_error_at_start(server, started):
-    with pytest.raises(
-        ConfigError, match=r"\.url=http.*/v2: 404: .* \(asked for http.*/v2/models\)"
-    ):
+async def test_a_wrong_address_or_model_refuses_the_run(server, started):
+    with pytest.raises(ConfigError, match=r"/v2: 404: .* \(asked for http.*/v2/models\)"):
         await started(server.url.replace("v1", "v2"))
     with pytest.raises(ConfigError, match=f"rewards.model=gpt: http.*/v1 has {MODEL}"):
         await started(server.url, model="gpt")
@@ -315,9 +313,9 @@ async def test_a_wrong_address_or_model_is_an_error_at_start(server, started):
     ("options", "message"),
     [
         ({"url": "localhost:8000"}, "url=localhost:8000: must begin with http:// or https://"),
-        ({"template": ""}, "template: give it, or template_path, and not both"),
-        ({"template_path": "x"}, "template: give it, or template_path, and not both"),
-        ({"template": "", "template_path": "/nowhere"}, "template_path=/nowhere: cannot be read"),
+        ({"template": ""}, "template: give it, or path, and not both"),
+        ({"path": "x"}, "template: give it, or path, and not both"),
+        ({"template": "", "path": "/nowhere"}, "path=/nowhere: cannot be read"),
         ({"template": "{prompt}"}, "template: has no {completion}: the judge would not see it"),
         ({"pattern": "("}, "pattern=("),
         ({"least": 10}, "least=10.0: must be below most=10.0"),
@@ -337,7 +335,9 @@ def test_an_option_that_cannot_be_is_refused_before_a_run(options, message):
 def test_a_row_without_the_ground_truth_that_the_template_wants_is_named():
     rewards = build_rewards([RewardConfig("judge", options={"url": "http://h/v1", **OPTIONS})])
     rewards.check([PROMPT])
-    with pytest.raises(ConfigError, match=r"row 8 .*template has \{ground_truth\}, the row has no"):
+    with pytest.raises(
+        ConfigError, match=r"uid 0:7:0: .*template has \{ground_truth\}, the row has no"
+    ):
         rewards.check([Prompt("0:7:0", PROMPT.token_ids, CHAT)])
 
 

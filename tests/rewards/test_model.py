@@ -135,7 +135,8 @@ async def test_a_model_without_a_padding_token_is_asked_one_by_one(path, tmp_pat
     unpadded = copied(path, tmp_path / "unpadded", pad_token_id=None)
     config = RewardConfig("model", options={"path": str(unpadded)})
     rewards = build_rewards([config])
-    (note,) = await rewards.start()
+    (note,) = await rewards.preflight()
+    await rewards.start()
     assert note.endswith("has no padding token, is asked about one text at a time")
     found = await scores(rewards)
     await rewards.close()
@@ -210,7 +211,9 @@ async def test_a_prompt_that_the_models_template_refuses_is_named(path, tmp_path
     rewards = build_rewards([RewardConfig("model", options={"path": str(refusing)})])
     rewards.check([PROMPT])
     system = Prompt("0:7:0", PROMPT.token_ids, messages=({"role": "system", "content": "1"},))
-    with pytest.raises(ConfigError, match=r"row 8 .*the reward model's chat template refuses it"):
+    with pytest.raises(
+        ConfigError, match=r"uid 0:7:0: .*the reward model's chat template refuses it"
+    ):
         rewards.check([system])
 
 
