@@ -50,7 +50,8 @@ def read_classifier(path: str) -> ClassifierFiles:
         raise _refusal(path, "holds no .safetensors file")
     _check_head(path, config, files)
     settings = config.get_text_config().to_dict()
-    known, largest = settings["vocab_size"], max(tokenizer.get_vocab().values())
+    known, pad_id = settings["vocab_size"], settings.get("pad_token_id")
+    largest = max(tokenizer.get_vocab().values())
     if largest >= known:
         raise _refusal(
             path,
@@ -62,7 +63,8 @@ def read_classifier(path: str) -> ClassifierFiles:
         tokenizer=tokenizer,
         labels=tuple(config.id2label[i] for i in range(config.num_labels)),
         tokens=settings.get("max_position_embeddings"),
-        pad_id=settings.get("pad_token_id"),
+        # Some configs name one that there is not, such as -1.
+        pad_id=pad_id if pad_id in range(known) else None,
         weight_bytes=sum(file.stat().st_size for file in files),
     )
 

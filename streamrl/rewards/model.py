@@ -123,7 +123,7 @@ class ModelReward(Reward):
         return await attempt(lambda: self._once(texts), self._options.attempts)
 
     async def _once(self, texts: Sequence[str]) -> list[Judgement]:
-        rows = await self._in(self._encoder, lambda: self._encode(texts))
+        rows = await self._bounded(self._encoder, lambda: self._encode(texts))
         found = await self._batcher.numbers(rows)
         return [self._judgement(logits, i) for i, logits in enumerate(found)]
 
@@ -162,9 +162,9 @@ class ModelReward(Reward):
     async def _logits(self, rows: Sequence[Row]) -> Sequence[Numbers]:
         model = self._model
         assert model is not None
-        return await self._in(self._thread, lambda: model.logits(rows))
+        return await self._bounded(self._thread, lambda: model.logits(rows))
 
-    async def _in(self, thread: ThreadPoolExecutor, function: Callable[[], T]) -> T:
+    async def _bounded(self, thread: ThreadPoolExecutor, function: Callable[[], T]) -> T:
         try:
             async with asyncio.timeout(self._timeout_s):
                 return await asyncio.get_running_loop().run_in_executor(thread, function)

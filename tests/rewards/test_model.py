@@ -178,6 +178,12 @@ def test_a_number_of_logits_by_hand():
     assert number_of([5.0, math.log(3.0)], 1, sigmoid=True) == pytest.approx(0.75)
 
 
+def test_a_padding_token_that_there_is_not_is_none(path, tmp_path):
+    assert read_classifier(path).pad_id == 0
+    # As the first LLaMA has it.
+    assert read_classifier(str(copied(path, tmp_path / "negative", pad_token_id=-1))).pad_id is None
+
+
 async def test_a_text_that_is_too_long_is_an_error_or_loses_its_beginning(path, started):
     long = "1234567890" * 3
     refusing = await started(path, max_length=20)
