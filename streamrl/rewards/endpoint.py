@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -111,7 +112,7 @@ class Endpoint:
         self._tokens = Pace(limits.tokens_per_minute)
 
     async def ready(self) -> str:
-        """Wait until the server answers; a line if it did not at once.
+        """Wait until the server answers; a line if it did not at once, which is warned of then.
 
         Raises ConfigError if it does not in START_S, refuses, or has no model of that name.
         """
@@ -124,6 +125,9 @@ class Endpoint:
             except InfraError as error:
                 if clock() - began > START_S:
                     raise ConfigError(f"rewards.url={error} (for {START_S:g} s)") from None
+                if not note:
+                    said = f"{error}; it has {START_S:g} s to come up"
+                    warnings.warn(said, stacklevel=2)
                 await asyncio.sleep(LOOK_EVERY_S)
                 note = f"{self._url}: there after {clock() - began:.0f} s"
             except RewardError as error:

@@ -13,7 +13,8 @@ MODEL = "judge-1"
 class ChatServer:
     """Answers `reply(content)`: text, a whole response, or a number of seconds to hang.
 
-    `refusals` go before, one a request: (status, headers, message).
+    `refusals` go before, one a request: (status, headers, message). Nothing is answered before
+    `hold_until` requests have been there at once.
     """
 
     def __init__(self, reply: Callable[[str], Any]) -> None:
@@ -22,7 +23,7 @@ class ChatServer:
         self.asked: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         self.at: list[float] = []
-        self.delay_s = 0.0
+        self.hold_until = 0
         self.now = self.most_at_once = 0
         self.url = ""
 
@@ -55,7 +56,9 @@ class ChatServer:
         self.now += 1
         self.most_at_once = max(self.most_at_once, self.now)
         try:
-            await asyncio.sleep(self.delay_s)
+            async with asyncio.timeout(5):
+                while self.most_at_once < self.hold_until:
+                    await asyncio.sleep(0.005)
             answer = self.reply(asked["messages"][0]["content"])
             if isinstance(answer, float):
                 await asyncio.sleep(answer)

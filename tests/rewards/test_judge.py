@@ -59,7 +59,7 @@ async def started():
         scorer = ScorerConfig(replicas=replicas, timeout_s=timeout_s)
         rewards = build_rewards([config], Surroundings(scorer))
         made.append(rewards)
-        assert await rewards.preflight() == []
+        await rewards.preflight()
         await rewards.start()
         return rewards
 
@@ -120,11 +120,11 @@ async def test_a_completion_cannot_pull_other_texts_into_its_place(server, start
 
 
 async def test_completions_are_asked_about_side_by_side_up_to_the_bound(server, started):
-    server.delay_s = 0.1
+    server.hold_until = 10
     rewards = await started(server.url)
     assert await scores(rewards, *map(str, range(10))) == [float(i) for i in range(10)]
     assert server.most_at_once == 10
-    server.most_at_once = 0
+    server.hold_until, server.most_at_once = 3, 0
     bounded = await started(server.url, concurrency=3)
     groups = [scores(bounded, "1", "2", "3") for _ in range(3)]
     assert await asyncio.gather(*groups) == [[1.0, 2.0, 3.0]] * 3
@@ -215,8 +215,8 @@ async def test_a_refusal_of_the_request_is_final(server, started):
 
 async def test_a_server_that_hangs_meets_the_deadline(server, started):
     server.reply = lambda content: 60.0
-    rewards = await started(server.url, timeout_s=0.2, attempts=2)
-    with pytest.raises(RewardTimeoutError, match=r"/v1: no answer in 0\.2 s"):
+    rewards = await started(server.url, timeout_s=0.5, attempts=2)
+    with pytest.raises(RewardTimeoutError, match=r"/v1: no answer in 0\.5 s"):
         await scores(rewards, "4")
     assert len(server.asked) == 2
     server.reply = lambda content: "Score: 3"
@@ -278,19 +278,20 @@ async def test_the_key_comes_from_the_environment_and_into_no_message(server, st
     assert "somebody" not in str(server.headers[-1])
 
 
-async def test_a_server_may_come_up_later(server, started):
+async def test_a_server_may_come_up_later(server):
     url = server.url
     port = int(url.split(":")[2].split("/")[0])
     await server.close()
     config = RewardConfig("judge", options={"url": url, **OPTIONS})
     rewards = build_rewards([config])
-    starting = asyncio.create_task(rewards.preflight())
-    await asyncio.sleep(0.2)
     again = web.AppRunner(web.Application(), shutdown_timeout=0.1)
     again.app.router.add_get("/v1/models", server._models)
     await again.setup()
-    await web.TCPSite(again, "127.0.0.1", port).start()
-    (note,) = await starting
+    with pytest.warns(match="/v1: Connect.*; it has 60 s to come up"):
+        starting = asyncio.create_task(rewards.preflight())
+        await asyncio.sleep(0.2)
+        await web.TCPSite(again, "127.0.0.1", port).start()
+        (note,) = await starting
     assert note.startswith(f"{url}: there after ")
     await again.cleanup()
 
@@ -298,7 +299,8 @@ async def test_a_server_may_come_up_later(server, started):
 async def test_a_server_that_does_not_come_up_refuses_the_run(server, started, monkeypatch):
     monkeypatch.setattr(endpoint_module, "START_S", 0.1)
     await server.close()
-    with pytest.raises(ConfigError, match=r"\.url=http.*/v1: Connect.* \(for 0\.1 s\)$"):
+    message = r"\.url=http.*/v1: Connect.* \(for 0\.1 s\)$"
+    with pytest.warns(match="to come up"), pytest.raises(ConfigError, match=message):
         await started(server.url)
 
 
