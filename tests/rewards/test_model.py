@@ -15,7 +15,7 @@ from streamrl.messages import Prompt
 from streamrl.preflight import PROCESS_GIB, demands, prepare
 from streamrl.rewards import RewardConfig, ScorerConfig, Surroundings, Verdict, build_rewards
 from streamrl.rewards.classifier import Classifier, read_classifier
-from streamrl.rewards.model import number_of
+from streamrl.rewards.model import ModelReward, number_of
 from tests.rewards.tiny_classifier import write_classifier
 from tests.toy import SYMBOLS, write_model, write_toy
 
@@ -112,22 +112,31 @@ async def test_scores_do_not_depend_on_what_shares_the_forward(path, started):
 
 async def test_groups_that_arrive_during_a_forward_share_the_next(path, started, monkeypatch):
     sizes, may_go, logits = [], threading.Event(), Classifier.logits
+    encoded, encode = [], ModelReward._encode
 
     def held(self, rows):
         sizes.append(len(rows))
         assert may_go.wait(10)
         return logits(self, rows)
 
+    def noted(self, texts):
+        rows = encode(self, texts)
+        encoded.append(len(rows))
+        return rows
+
     monkeypatch.setattr(Classifier, "logits", held)
+    monkeypatch.setattr(ModelReward, "_encode", noted)
     rewards = await started(path)
     groups = [asyncio.create_task(scores(rewards, TEXTS[:2]))]
     while not sizes:
         await asyncio.sleep(0.01)
     groups += [asyncio.create_task(scores(rewards, TEXTS[:3])) for _ in range(4)]
-    await asyncio.sleep(0.05)  # they have arrived; the event loop has been free for them
+    while len(encoded) < 5:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.05)  # the event loop is free for them to come in
     may_go.set()
     found = await asyncio.gather(*groups)
-    assert sizes[0] == 2 and sum(sizes) == 14 and len(sizes) == 2
+    assert sizes == [2, 12]
     assert found[1] == pytest.approx(found[4])
 
 
