@@ -18,6 +18,8 @@ COMMANDS = {
     "train": "train a model from a config, or go on with a run",
     "scale": "let replicas join or leave a run that is under way",
     "evaluate": "pass@1 and mean@k of a model or checkpoint on a file of prompts",
+    "score": "judge completions that are there already, as a run would",
+    "rewards": "every kind of reward: what it is and its options",
     "algorithms": "every algorithm: what it reads, its functions, its defaults, its paper",
     "report": "where every prompt of a run is, and the history of one",
     "doctor": "what this machine has and what would run on it",
@@ -58,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     command = next((a for a in arguments if a in COMMANDS), None)
     try:
-        parsed = build_parser(command).parse_args(arguments)
+        parsed = _parse(build_parser(command), arguments)
         return int(parsed.run(parsed))
     except ConfigError as error:
         return _say(str(error), BAD_INPUT)
@@ -70,6 +72,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output is gone; there is nobody to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """The arguments; a command's overrides may stand behind its options, which argparse refuses."""
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest:
+        if "overrides" not in parsed or any(word.startswith("-") for word in rest):
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        parsed.overrides += rest
+    return parsed
 
 
 def _say(message: str, code: int) -> int:
