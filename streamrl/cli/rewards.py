@@ -91,10 +91,11 @@ def options_of(settings: type) -> dict[str, Option]:
     """
     meanings: dict[str, str] = {}
     for above in settings.__mro__:
-        meanings = meanings | _explained(above) | meanings
+        for key, meaning in _explained(above).items():
+            meanings.setdefault(key, meaning)
     fields = {field.name: field for field in dataclasses.fields(settings)}
     return {
-        name: Option(_default(fields.pop(name)), meaning)
+        name: Option(_default(fields[name]), meaning)
         for name, meaning in meanings.items()
         if name in fields
     }
@@ -104,7 +105,7 @@ def _explained(settings: type) -> dict[str, str]:
     """The `key: meaning` lines of a docstring, with the indented ones that go on."""
     text = inspect.cleandoc(vars(settings).get("__doc__") or "")
     found = re.findall(r"^(\w+): (.+(?:\n[ ]+\S.*)*)", text, flags=re.MULTILINE)
-    return {key: " ".join(meaning.split()) for key, meaning in found}
+    return {key: " ".join(meaning.split()).removesuffix(".") for key, meaning in found}
 
 
 def _default(field: "dataclasses.Field[Any]") -> str:
@@ -147,4 +148,4 @@ def markdown(kinds: Mapping[str, Entry]) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return text.replace("|", "\\|").replace("<", "\\<")

@@ -24,8 +24,6 @@ from streamrl.user_module import split_reference
 
 FAILED = 1
 PASS, WRONG, INFRA = (one.value for one in (Verdict.PASS, Verdict.WRONG, Verdict.INFRA_ERROR))
-
-
 Line = dict[str, Any]
 """What is said of one completion, as it is printed."""
 
@@ -71,8 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     began, lines = time.monotonic(), asyncio.run(_score(rewards, groups, config))
     if not arguments.jsonl:
         sources = {i: group.prompt.data_source for group in groups for i in group.places}
-        told_of = [sources[i] for i in range(len(lines))]
-        text = summary(lines, told_of, rewards.drain_counts(), time.monotonic() - began)
+        in_order = [sources[i] for i in range(len(lines))]
+        text = summary(lines, in_order, rewards.drain_counts(), time.monotonic() - began)
         print("\n".join(text), file=sys.stderr)
     return FAILED if any(line["score"] is None for line in lines) else 0
 
