@@ -48,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the kinds. Raises ConfigError if there is none of that name."""
-    kinds = {**others(arguments.path), **own_kinds()}
+    kinds = own_kinds()
+    for name, entry in others(arguments.path).items():
+        kinds.setdefault(name, entry)
     if arguments.kind is not None:
         if arguments.kind not in kinds:
             hint = nearest(arguments.kind, kinds).replace("key", "kind")
