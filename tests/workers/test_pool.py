@@ -58,7 +58,7 @@ async def gone(pids, *, within_s=15.0):
 
 
 async def test_trouble_is_told_by_its_cause_and_costs_no_other_call_its_answer(pool):
-    workers = pool(timeout_s=4.0, memory_bytes=256 << 20)
+    workers = pool(timeout_s=3.0, memory_bytes=256 << 20)
     await workers.start()
     told = {"hang": WorkerTimeoutError, "crash": WorkerCrashError, "leak": WorkerMemoryError}
     requests = [("square", n) for n in range(60)] + [("slow", n) for n in range(6)]
