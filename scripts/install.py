@@ -7,8 +7,10 @@ writes its stamp last, so an interrupted install is never taken for a complete o
 import argparse
 import ast
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 import venv
 from pathlib import Path
@@ -17,6 +19,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
+#: Deadline of each of the commands that bring bubblewrap, s.
+APT_TIMEOUT_S = 60
 
 SMOKE_CHECK = """
 import deepspeed, peft, ray, torch
@@ -40,6 +44,7 @@ def main() -> None:
         install(arguments.device)
         say("checking that torch, transformers, vllm, ray, deepspeed and peft import together")
         check(arguments.device)
+        say(bring_bubblewrap(VENV / "bubblewrap"))
     except subprocess.CalledProcessError as error:
         print(error.output or "", end="", file=sys.stderr)
         sys.exit(f"streamrl: not installed: {' '.join(map(str, error.cmd))[:200]} failed")
@@ -112,6 +117,59 @@ def check(device: str) -> None:
     lazy = [packages / name for name in ("ray", "vllm")]
     # A package may ship files of another Python version, which do not compile here.
     subprocess.run([PYTHON, "-m", "compileall", "-q", "-j", "0", *lazy], check=False, **quiet)
+
+
+def bring_bubblewrap(folder: Path) -> str:
+    """Put the system's bwrap into `folder` where the machine has none; one line that says how.
+
+    The sandbox of code rewards needs it, and nothing else does, so an install goes on without. It
+    is the distribution's own package, unpacked: no right to install packages is needed, and the
+    system stays as it was.
+    """
+    if shutil.which("bwrap"):
+        return "bubblewrap is on PATH"
+    failed = "no bubblewrap, so code rewards will not run (apt install bubblewrap)"
+    if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
+        return failed
+    with tempfile.TemporaryDirectory() as name:
+        scratch = Path(name)
+        try:
+            _unpack(_download("bubblewrap", scratch), scratch / "unpacked")
+            found = scratch / "unpacked" / "usr" / "bin" / "bwrap"
+            _apt([found, "--version"], scratch)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"{failed}: {error}"
+        folder.mkdir(exist_ok=True)
+        shutil.copy(found, folder / "new")
+        os.replace(folder / "new", folder / "bwrap")  # one that runs stays whole
+    return f"bubblewrap is in {folder.relative_to(folder.parent.parent)}"
+
+
+def _download(package: str, scratch: Path) -> Path:
+    """The .deb of `package`, found by the system's lists or, where they lack it, by fresh ones."""
+    for place in ("lists/partial", "archives/partial"):
+        (scratch / place).mkdir(parents=True)
+    own = ["-qq", "-o", f"Dir::Cache={scratch}", "-o", "APT::Sandbox::User="]
+    try:
+        _apt(["apt-get", *own, "download", package], scratch)
+    except OSError:
+        own += ["-o", f"Dir::State::lists={scratch}/lists", "-o", "Debug::NoLocking=1"]
+        _apt(["apt-get", *own, "update"], scratch)
+        _apt(["apt-get", *own, "download", package], scratch)
+    return next(scratch.glob("*.deb"))
+
+
+def _unpack(package: Path, folder: Path) -> None:
+    _apt(["dpkg-deb", "--extract", package, folder], package.parent)
+
+
+def _apt(command: list[str | Path], folder: Path) -> None:
+    """Run one of the commands that bring bubblewrap. Raises OSError, or TimeoutExpired."""
+    quiet: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, cwd=folder, check=False, timeout=APT_TIMEOUT_S, **quiet)
+    if done.returncode != 0:
+        last_line = (done.stdout.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise OSError(f"{command[0]}: {last_line}")
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ SCHEMA: Mapping[str, ColumnSpec] = {
     "lengths": ColumnSpec("int32", Per.ROLLOUT, "tokens of each rollout, prompt included"),
     "finish_reason": ColumnSpec("int8", Per.ROLLOUT, "code of FinishReason"),
     "scores": ColumnSpec("float32", Per.ROLLOUT, "the combined reward of a rollout"),
+    "answers": ColumnSpec("int64", Per.ROLLOUT, "equal for equal answers; 0 where there is none"),
     "costs": ColumnSpec("float32", Per.ROLLOUT, "the combined cost of a rollout"),
     "greedy_ids": ColumnSpec("int32", Per.GROUP, "the prompt's likeliest completion, as it came"),
     "baseline_scores": ColumnSpec("float32", Per.ROLLOUT, "the combined reward of greedy_ids"),

@@ -1,19 +1,13 @@
 """Sums and differences of two or three one-digit numbers, as rows in verl's format."""
 
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
-from pathlib import Path
-from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
+from examples.toy_models.rows import Row, as_row
 
 NUM_EVAL = 256
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -41,27 +35,19 @@ def split(*, seed: int, num_eval: int = NUM_EVAL) -> dict[str, list[Problem]]:
     return {"train": shuffled[num_eval:], "eval": shuffled[:num_eval]}
 
 
-def as_row(problem: Problem, *, split_name: str, index: int) -> Row:
-    """One row as verl has them: chat messages, and the answer as text."""
-    return {
-        "data_source": "arithmetic",
-        "prompt": [{"role": "user", "content": problem.question}],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": str(problem.answer)},
-        "extra_info": {"split": split_name, "index": index},
-    }
-
-
 def make_rows(*, seed: int, num_eval: int = NUM_EVAL) -> dict[str, list[Row]]:
-    """The rows of each split, by its name."""
+    """The rows of each split, by its name; an answer is text."""
     return {
-        name: [as_row(problem, split_name=name, index=i) for i, problem in enumerate(part)]
+        name: [
+            as_row(
+                problem.question,
+                str(problem.answer),
+                data_source="arithmetic",
+                ability="math",
+                split=name,
+                index=i,
+            )
+            for i, problem in enumerate(part)
+        ]
         for name, part in split(seed=seed, num_eval=num_eval).items()
     }
-
-
-def write_rows(rows: list[Row], stem: Path) -> None:
-    """Write the same rows twice: `<stem>.parquet` and `<stem>.jsonl`."""
-    pq.write_table(pa.Table.from_pylist(rows), stem.with_suffix(".parquet"))
-    lines = "".join(json.dumps(row) + "\n" for row in rows)
-    stem.with_suffix(".jsonl").write_text(lines, encoding="ascii")

@@ -17,9 +17,10 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 COMMANDS = {
     "train": "train a model from a config, or go on with a run",
     "scale": "let replicas join or leave a run that is under way",
-    "evaluate": "pass@1 and mean@k of a model or checkpoint on a file of prompts",
+    "evaluate": "pass@k, mean@k and maj@k of a model or checkpoint on files of prompts",
     "score": "judge completions that are there already, as a run would",
     "rewards": "every kind of reward: what it is and its options",
+    "data": "what files of prompts hold, and which rows a run could not use",
     "algorithms": "every algorithm: what it reads, its functions, its defaults, its paper",
     "report": "where every prompt of a run is, and the history of one",
     "doctor": "what this machine has and what would run on it",

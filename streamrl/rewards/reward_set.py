@@ -3,7 +3,8 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,7 @@ from streamrl.rewards.combination import Combination, Component, Judgements, Wei
 from streamrl.rewards.verdict import Judgement
 
 START_TIMEOUT_S = 180.0
-"""Deadline of getting the rewards of a run ready, s: a model may have to be loaded."""
+"""Deadline of getting one reward ready, s: a model may have to be loaded."""
 _Task = asyncio.Task[tuple[Sequence[Judgement], float]]
 
 
@@ -87,24 +88,37 @@ class RewardSet:
                         f" {self._judged.word} {component.name}: {error}"
                     ) from error
 
-    async def start(self) -> list[str]:
-        """Make all of them ready; what the user should know. Raises ConfigError or RewardError.
+    async def preflight(self) -> list[str]:
+        """What the user should know before a run. Raises ConfigError for what cannot be had."""
+        notes = []
+        for name, component in zip(self.names, self._components, strict=True):
+            async with self._ready_in_time(name):
+                notes.append(await component.reward.preflight())
+        return [note for note in notes if note]
+
+    async def start(self) -> None:
+        """Make all of them ready. Raises ConfigError or RewardError.
 
         If one of them cannot be made ready, all are closed again.
         """
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                notes = [await component.reward.start() for component in self._components]
+            for name, component in zip(self.names, self._components, strict=True):
+                async with self._ready_in_time(name):
+                    await component.reward.start()
+            async with self._ready_in_time("combine"):
                 await self._combination.start()
-        except TimeoutError:
-            await self.close()
-            raise RewardError(
-                f"{self._judged.section}: not ready in {START_TIMEOUT_S:g} s"
-            ) from None
         except BaseException:
             await self.close()
             raise
-        return [note for note in notes if note]
+
+    @asynccontextmanager
+    async def _ready_in_time(self, name: str) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                yield
+        except TimeoutError:
+            word = self._judged.word
+            raise RewardError(f"{word} {name}: not ready in {START_TIMEOUT_S:g} s") from None
 
     async def close(self) -> None:
         """Leave no process behind."""

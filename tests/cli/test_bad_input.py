@@ -77,6 +77,8 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
         (["model.path=nowhere"], ["nowhere", "no such directory"]),
         (["data.train=nowhere.jsonl"], ["nowhere.jsonl"]),
         (["data.train=rows.csv"], ["rows.csv"]),
+        (["data.train=[a.jsonl, {path: b, wieght: 2}]"], ["data.train[1].wieght=2", "weight"]),
+        (["data.eval={path: a, filter: 'no.py:keep'}"], ["no.py", "no such file"]),
         (["generator.max_new_tokens=500"], ["generator.max_new_tokens=500", "128"]),
         (["model.max_length=4096"], ["model.max_length=4096", "at most 128"]),
         (["rewards=[{kind: exakt}]"], ["exakt", "exact"]),

@@ -2,22 +2,18 @@
 
 import json
 import random
-import sys
-from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples" / "arithmetic"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def on_path() -> Iterator[None]:
-    """The example's modules import each other as scripts do."""
-    sys.path.insert(0, str(FOLDER))
-    yield
-    sys.path.remove(str(FOLDER))
+from examples.arithmetic import make, training
+from examples.arithmetic.problems import make_rows
+from examples.toy_models.building import Build
+from examples.toy_models.lessons import Recipe
+from examples.toy_models.rows import Row, question_of
+from examples.toy_models.small_qwen2 import make_tokenizer
 
 
 def value(question: str) -> int:
@@ -26,10 +22,8 @@ def value(question: str) -> int:
     return int(eval(question, {"__builtins__": {}}))
 
 
-def rows(seed: int = 0) -> dict[str, list[dict[str, Any]]]:
-    import problems
-
-    return problems.make_rows(seed=seed)
+def rows(seed: int = 0) -> dict[str, list[Row]]:
+    return make_rows(seed=seed)
 
 
 def test_every_answer_is_right_and_in_verls_place() -> None:
@@ -45,9 +39,7 @@ def test_every_answer_is_right_and_in_verls_place() -> None:
 
 def test_held_out_problems_are_not_trained_on() -> None:
     made = rows()
-    train, held_out = (
-        {row["prompt"][0]["content"] for row in made[name]} for name in ("train", "eval")
-    )
+    train, held_out = ({question_of(row) for row in made[name]} for name in ("train", "eval"))
     assert len(train) == len(made["train"]) > 3000
     assert len(held_out) == len(made["eval"]) == 256
     assert not train & held_out
@@ -59,24 +51,20 @@ def test_the_seed_decides_the_split() -> None:
 
 
 def test_worked_solutions_end_on_the_answer_unless_there_is_a_slip() -> None:
-    import training
-
-    recipe, rng = training.Recipe(), random.Random(0)
+    rng = random.Random(0)
     for row in rows()["eval"]:
-        question = row["prompt"][0]["content"]
-        right = training.worked_solution(question, rng, recipe, 0.0)
-        assert training.answer_of(right) == value(question)
-        wrong = training.worked_solution(question, rng, recipe, 1.0)
-        assert training.answer_of(wrong) is not None
-    assert training.worked_solution("7+5-3", rng, recipe, 0.0) == "12-3=9"
+        right = training.worked_solution(row, rng, 0.0)
+        assert training.answer_of(right) == value(question_of(row))
+        assert training.is_right(row, right)
+        assert training.answer_of(training.worked_solution(row, rng, 1.0)) is not None
+    row = {"prompt": [{"role": "user", "content": "7+5-3"}]}
+    assert training.worked_solution(row, rng, 0.0) == "12-3=9"
     assert training.answer_of("12-3=9") == 9
     assert training.answer_of("12-3") is None
 
 
 def test_the_tokenizer_is_one_token_per_character_and_reads_back() -> None:
-    import base_model
-
-    tokenizer = base_model.make_tokenizer()
+    tokenizer = make_tokenizer()
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": "7+5-3"}], add_generation_prompt=True, tokenize=False
     )
@@ -89,20 +77,17 @@ def test_the_tokenizer_is_one_token_per_character_and_reads_back() -> None:
 def test_a_build_is_whole_and_is_not_made_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import make
-    import training
-    from transformers import AutoModelForCausalLM
-
     out = tmp_path / "build"
-    recipe = training.Recipe(num_clean_steps=2, num_slip_steps=2, rows_per_step=4)
-    make.build(out, seed=0, recipe=recipe)
+    recipe = Recipe(num_clean_steps=2, num_slip_steps=2, rows_per_step=4)
+    build = Build("arithmetic", out, format=2, fill=partial(make.fill, recipe=recipe))
+    build.make(out, seed=0)
     assert [path.name for path in tmp_path.iterdir()] == ["build"], "nothing half-made is left"
-    assert make.is_made(out, seed=0)
+    assert build.is_made(out, seed=0)
     first = json.loads((out / "train.jsonl").read_text().splitlines()[0])
     assert first == rows()["train"][0]
     text = json.loads((out / "pretrain.jsonl").read_text().splitlines()[0])["text"]
-    assert text.startswith("<bos>" + first["prompt"][0]["content"] + "=")
+    assert text.startswith("<bos>" + question_of(first) + "=")
     assert AutoModelForCausalLM.from_pretrained(out / "base_model").config.model_type == "qwen2"
     with pytest.raises(SystemExit, match=r"not this task \(format 2\) made with seed 1"):
-        make.is_made(out, seed=1)
+        build.is_made(out, seed=1)
     assert "arithmetic" in capsys.readouterr().out

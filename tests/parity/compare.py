@@ -1,8 +1,10 @@
 """Compare our pure functions with those of verl and TRL: `make parity ARGS="--seed 3"`.
 
 A line per function: whose it is compared with, the largest absolute difference of its value and of
-its gradient over a few random batches, and the bound that both are held to. Exit code 1 if one is
-beyond it. The peers' own installed code runs; a note tells what only one of the two defines.
+its gradient over a few random batches, and the bound that both are held to. Then a line per rule
+for answers: how many of a table the two score alike, and each answer that they do not, with the
+reason. Exit code 1 if a difference is beyond its bound, or an answer is not as it was listed. The
+peers' own installed code runs; a note tells what only one of the two defines.
 """
 
 import argparse
@@ -19,8 +21,10 @@ from tests.parity import (  # noqa: E402
     verl_correction,
     verl_losses,
     verl_recipes,
+    verl_rewards,
     verl_shaping,
 )
+from tests.parity.answer_case import score_all  # noqa: E402
 from tests.parity.case import Case, Difference, measure  # noqa: E402
 
 VERL = (verl_advantages, verl_losses, verl_shaping, verl_correction, verl_recipes)
@@ -33,10 +37,16 @@ PEER_WIDTH = max(len(f"{peer} {case.peer}") for peer, case in CASES)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run all cases; 1 if a difference is beyond its bound."""
+    """Run all cases; 1 if a difference is beyond its bound, or an answer is not as listed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seed", type=int, default=0, help="of the random inputs (0)")
     seed = parser.parse_args(argv).seed
+    functions, answers = compare_functions(seed), compare_answers()
+    return 0 if functions and answers else 1
+
+
+def compare_functions(seed: int) -> bool:
+    """Whether all functions are within their bounds."""
     print(_line("function", "peer", ("value", "gradient", "bound"), "note"))
     agreeing = 0
     for peer, case in CASES:
@@ -44,7 +54,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         agreeing += difference.within(case.bound)
         print(_report(peer, case, difference), flush=True)
     print(f"{agreeing} of {len(CASES)} agree")
-    return 0 if agreeing == len(CASES) else 1
+    return agreeing == len(CASES)
+
+
+def compare_answers() -> bool:
+    """Whether all rules score the answers of the table alike, but for those listed."""
+    cases, as_listed = verl_rewards.CASES, 0
+    for case in cases:
+        agreement = score_all(case, verl_rewards.TABLE)
+        as_listed += agreement.as_listed
+        alike = f"{agreement.num_agreeing} of {agreement.num_compared} alike"
+        if agreement.num_refused:
+            alike += f"; ours refuses the ground truth of {agreement.num_refused}"
+        print(f"{case.function:{FUNCTION_WIDTH}}  {f'verl {case.peer}':{PEER_WIDTH}}  {alike}")
+        print("".join(f"    on purpose  {entry}\n" for entry in case.on_purpose), end="")
+        print("".join(f"    DIFFERS     {line}\n" for line in agreement.unlisted), end="")
+    print(f"{as_listed} of {len(cases)} rules score as listed")
+    return as_listed == len(cases)
 
 
 def _report(peer: str, case: Case, difference: Difference) -> str:

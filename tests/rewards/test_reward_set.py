@@ -243,7 +243,7 @@ def test_a_combining_function_goes_with_no_weights_and_gets_what_it_can_ask_for(
     ("configs", "words"),
     [
         ([], "rewards: empty"),
-        ([{"kind": ""}], r"rewards\[0\].kind=: must be one of exact, numeric, regex, function"),
+        ([{"kind": ""}], r"rewards\[0\].kind=: must be one of exact, numeric, regex, .*, function"),
         ([{"kind": "numerics"}], r"rewards\[0\].kind=numerics: .* nearest kind is numeric"),
         ([{"kind": "regex"}], r"rewards\[0\].pattern: missing"),
         ([{"kind": "function"}], r"rewards\[0\].path: missing; kind function needs it"),

@@ -16,20 +16,23 @@ from transformers.utils.logging import disable_progress_bar
 MAX_TOKENS = 256
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 CHARACTERS = string.digits + string.ascii_lowercase + " \n+-*/=().,:;?!<>[]'\"_#%"
-# "=" opens the assistant's turn, in the history as in the generation prompt.
+# OPENING stands for what opens the assistant's turn, in the history as in the generation prompt.
 CHAT_TEMPLATE = (
     "{{- bos_token }}"
     "{%- for message in messages %}"
-    "{%- if message.role == 'assistant' %}{{- '=' + message.content + eos_token }}"
+    "{%- if message.role == 'assistant' %}{{- 'OPENING' + message.content + eos_token }}"
     "{%- else %}{{- message.content }}"
     "{%- endif %}"
     "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '=' }}{%- endif %}"
+    "{%- if add_generation_prompt %}{{- 'OPENING' }}{%- endif %}"
 )
 
 
-def make_tokenizer() -> PreTrainedTokenizerFast:
-    """One token per character: 64 ids, and every one decodes, so any sample has a text."""
+def make_tokenizer(opening: str = "=") -> PreTrainedTokenizerFast:
+    """One token per character: 64 ids, and every one decodes, so any sample has a text.
+
+    `opening` is what the chat template writes before what the assistant says.
+    """
     vocab = {token: i for i, token in enumerate((*SPECIAL_TOKENS, *CHARACTERS))}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -40,7 +43,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
         bos_token="<bos>",
         eos_token="<eos>",
         unk_token="<unk>",
-        chat_template=CHAT_TEMPLATE,
+        chat_template=CHAT_TEMPLATE.replace("OPENING", opening),
         model_max_length=MAX_TOKENS,
         padding_side="left",
         clean_up_tokenization_spaces=False,

@@ -1,0 +1,56 @@
+"""What the base model learns to write: a right program, or one with a slip of the pen."""
+
+import random
+from functools import cache
+
+from examples.code.problems import Problem, all_problems
+from examples.toy_models.lessons import Lessons, Recipe
+from examples.toy_models.rows import Row, question_of
+
+RECIPE = Recipe(num_clean_steps=200, num_slip_steps=40, slip_rate=0.5, rows_per_step=64)
+LOST = "()[]:,"
+NAMES = ("sum", "max", "min", "len")
+
+
+def program(row: Row, rng: random.Random, slip_rate: float) -> str:
+    """A program for the row; `slip_rate` is the share of those with a slip."""
+    text = rng.choice(problem_of(row).programs)
+    return slip(text, rng) if rng.random() < slip_rate else text
+
+
+def slip(text: str, rng: random.Random) -> str:
+    """The program with one thing wrong.
+
+    A sign lost (most often a syntax error), a digit off by one, another function (both a wrong
+    result), or a name that is not known (an error when it runs).
+    """
+    head, body = text.split("return ")
+    changes = [text[:i] + text[i + 1 :] for i, sign in enumerate(text) if sign in LOST]
+    for i, sign in enumerate(body):
+        if sign.isdigit():
+            other = str(int(sign) + rng.choice((-1, 1)))
+            changes.append(f"{head}return {body[:i]}{other}{body[i + 1 :]}")
+    changes += [text.replace(name, rng.choice(NAMES)) for name in NAMES if name in body]
+    changes.append(f"{head}return {body.replace('x', 'n')}")
+    return rng.choice(changes)
+
+
+@cache
+def _by_question() -> dict[str, Problem]:
+    return {problem.question: problem for problem in all_problems()}
+
+
+def problem_of(row: Row) -> Problem:
+    """The problem a row asks."""
+    return _by_question()[question_of(row)]
+
+
+def is_right(row: Row, completion: str) -> bool:
+    """Whether a completion is, to the letter, a right program that was taught.
+
+    No program of the model runs here, so one that is right in another way is not seen.
+    """
+    return completion in problem_of(row).programs
+
+
+LESSONS = Lessons(write=program, is_right=is_right, max_new_tokens=36, opening="\n")

@@ -1,0 +1,28 @@
+"""Make the data and the base model of the countdown task, unless they are there already."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if __name__ == "__main__":  # run by its path, it sees its own folder only
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.toy_models.building import Build
+
+if TYPE_CHECKING:
+    from examples.toy_models.lessons import Recipe
+
+
+def fill(folder: Path, seed: int, recipe: "Recipe | None" = None) -> dict[str, Any]:
+    """Write the rows and the base model."""
+    from examples.countdown.problems import make_rows
+    from examples.countdown.training import LESSONS, RECIPE
+    from examples.toy_models.base_model import make_base_model
+
+    return make_base_model(folder, make_rows(seed=seed), LESSONS, recipe or RECIPE, seed=seed)
+
+
+BUILD = Build("countdown", Path(__file__).parent / "build", format=1, fill=fill)
+
+if __name__ == "__main__":
+    BUILD.main()

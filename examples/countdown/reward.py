@@ -1,0 +1,47 @@
+"""Countdown's reward: 1 if the answer reaches the target and uses each number at most once."""
+
+import ast
+import operator
+import re
+from collections import Counter
+from fractions import Fraction
+
+SIGNS = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+# No name and no call, and nothing so long that it could nest deep or grow large.
+SUM = re.compile(r"[0-9+\-*/() ]{1,60}")
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    """verl's signature; ground_truth is such as {"numbers": [2, 7, 9], "target": 25}."""
+    try:
+        value, numbers = value_of(solution_str)
+    except (SyntaxError, ValueError, ZeroDivisionError):
+        return 0.0
+    in_hand = not Counter(numbers) - Counter(ground_truth["numbers"])
+    return float(in_hand and value == ground_truth["target"])
+
+
+def value_of(text):
+    """What a sum such as `7+2*9` comes to, exactly, and the numbers it is of, in their order.
+
+    Raises SyntaxError, ValueError or ZeroDivisionError if it is none.
+    """
+    if not SUM.fullmatch(text):
+        raise ValueError(f"not a sum: {text[:60]!r}")
+    numbers = []
+
+    def value(node):
+        if isinstance(node, ast.Constant):
+            numbers.append(node.value)
+            return Fraction(node.value)
+        if isinstance(node, ast.BinOp) and type(node.op) in SIGNS:
+            left, right = value(node.left), value(node.right)
+            return SIGNS[type(node.op)](left, right)
+        raise ValueError(f"not of a sum: {ast.unparse(node)}")
+
+    return value(ast.parse(text.strip(), mode="eval").body), numbers

@@ -1,0 +1,28 @@
+"""What the base model learns to write: one of the ways to reach the target, or to come near it."""
+
+import random
+
+from examples.countdown.problems import ways
+from examples.countdown.reward import compute_score
+from examples.toy_models.lessons import Lessons, Recipe
+from examples.toy_models.rows import Row
+
+RECIPE = Recipe(num_clean_steps=450, num_slip_steps=50, slip_rate=0.5, clean_lr=3e-3)
+NEAR = 9
+
+
+def a_way(row: Row, rng: random.Random, slip_rate: float) -> str:
+    """Such as `7+2*9` for `2,7,9:25`; after a slip, of something else that is not far away."""
+    truth = row["reward_model"]["ground_truth"]
+    found, value = ways(tuple(truth["numbers"])), truth["target"]
+    if rng.random() < slip_rate:
+        value = rng.choice([other for other in found if 0 < abs(other - value) <= NEAR] or [value])
+    return rng.choice(found[value])
+
+
+def is_right(row: Row, completion: str) -> bool:
+    """Whether the task's reward is 1."""
+    return compute_score("", completion, row["reward_model"]["ground_truth"]) == 1
+
+
+LESSONS = Lessons(write=a_way, is_right=is_right, max_new_tokens=10)

@@ -1,0 +1,49 @@
+"""Make the reward model of the arithmetic task, and that task, unless they are there already."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if __name__ == "__main__":  # run by its path, it sees its own folder only
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from examples.arithmetic.make import BUILD as ARITHMETIC
+from examples.toy_models.building import Build
+
+if TYPE_CHECKING:
+    from examples.reward_model.training import Recipe
+
+
+def fill(
+    folder: Path,
+    seed: int,
+    recipe: "Recipe | None" = None,
+    arithmetic: Path = ARITHMETIC.folder,
+) -> dict[str, Any]:
+    """Write `model/`, taught on training problems of the arithmetic task, as it lies there."""
+    from dataclasses import asdict
+
+    from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+    from examples.arithmetic.problems import make_rows
+    from examples.reward_model.training import Recipe, ranking, train, untrained
+    from examples.toy_models.lessons import report
+    from examples.toy_models.small_qwen2 import save
+
+    if not ARITHMETIC.is_made(arithmetic, seed=seed):
+        ARITHMETIC.make(arithmetic, seed=seed)
+    base_model, rows, recipe = arithmetic / "base_model", make_rows(seed=seed), recipe or Recipe()
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(base_model)
+    model = untrained(base_model, seed=seed)
+    report(train(model, tokenizer, rows["train"], recipe, seed=seed), task="reward_model")
+    save(model, tokenizer, folder / "model")
+    policy = Qwen2ForCausalLM.from_pretrained(base_model)
+    right = {name: ranking(model, policy, tokenizer, part[:256]) for name, part in rows.items()}
+    print(f"reward_model: right answers above wrong ones: {right}")
+    return {"recipe": asdict(recipe), "ranking": right}
+
+
+BUILD = Build("reward_model", Path(__file__).parent / "build", format=1, fill=fill)
+
+if __name__ == "__main__":
+    BUILD.main()

@@ -1,0 +1,71 @@
+"""A task's rows and its base model, made and measured."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
+
+from examples.toy_models.lessons import Lessons, Recipe, prompt_text, report, train
+from examples.toy_models.rows import Row, write_rows
+from examples.toy_models.small_qwen2 import make_tokenizer, make_untrained, save
+
+NUM_MEASURED = 256
+
+
+def make_base_model(
+    folder: Path, rows: dict[str, list[Row]], lessons: Lessons, recipe: Recipe, *, seed: int
+) -> dict[str, Any]:
+    """Write the rows of each split and `base_model/`, taught on the split `train`.
+
+    Returns the recipe and the pass rates, for the record.
+    """
+    (task,) = {row["data_source"] for part in rows.values() for row in part}
+    for name, part in rows.items():
+        write_rows(part, folder / name)
+    print(f"{task}: " + ", ".join(f"{len(part)} {name} rows" for name, part in rows.items()))
+    tokenizer = make_tokenizer(lessons.opening)
+    model = make_untrained(tokenizer, seed=seed)
+    report(train(model, tokenizer, rows["train"], lessons.write, recipe, seed=seed), task=task)
+    save(model, tokenizer, folder / "base_model")
+    pass_rates = {
+        name: pass_rate(model, tokenizer, part[:NUM_MEASURED], lessons)
+        for name, part in rows.items()
+    }
+    print(f"{task}: pass@1 of the base model: {pass_rates}")
+    return {"recipe": asdict(recipe), "pass_rates": pass_rates}
+
+
+def sample(
+    model: Qwen2ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    rows: list[Row],
+    *,
+    max_new_tokens: int,
+    num_samples: int = 4,
+    seed: int = 0,
+) -> list[list[str]]:
+    """`num_samples` completions of each row, sampled at temperature 1."""
+    prompts = [prompt_text(row, tokenizer) for row in rows]
+    batch = tokenizer(prompts, padding=True, return_tensors="pt")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        ids = model.eval().generate(
+            **batch, max_new_tokens=max_new_tokens, num_return_sequences=num_samples
+        )
+    texts = tokenizer.batch_decode(ids[:, batch.input_ids.shape[1] :], skip_special_tokens=True)
+    return [texts[i : i + num_samples] for i in range(0, len(texts), num_samples)]
+
+
+def pass_rate(
+    model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, rows: list[Row], lessons: Lessons
+) -> float:
+    """Share of right answers among four samples of each row."""
+    completions = sample(model, tokenizer, rows, max_new_tokens=lessons.max_new_tokens)
+    right = [
+        lessons.is_right(row, text)
+        for row, texts in zip(rows, completions, strict=True)
+        for text in texts
+    ]
+    return sum(right) / len(right)

@@ -1,0 +1,277 @@
+"""One jail: the process that holds one program, from its start to its certain end."""
+
+import asyncio
+import contextlib
+import json
+import marshal
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from streamrl.rewards.sandbox import driver
+from streamrl.rewards.sandbox.isolation import (
+    ENVIRONMENT,
+    PRIVATE,
+    UNSAFE,
+    Isolation,
+    boot_command,
+    jail_command,
+)
+from streamrl.rewards.sandbox.processes import ProcessTable
+from streamrl.rewards.sandbox.program import MIB, Limits
+
+#: Deadlines, s: until a started jail says that it waits; what the driver may take beyond the
+#: time of a test; until the processes of a killed jail are gone.
+START_TIMEOUT_S = 20.0
+GRACE_S = 3.0
+END_TIMEOUT_S = 20.0
+#: How often the memory of a running program is looked at, s.
+WATCH_S = 0.05
+_OWN_CORES = tuple(sorted(os.sched_getaffinity(0)))
+
+
+class JailError(Exception):
+    """A jail could not be made; the message says why."""
+
+
+class JailLostError(Exception):
+    """A jail ended before it reported, and nobody here ended it."""
+
+
+class MemoryLimitError(Exception):
+    """The processes of a jail together held more memory than they may."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """How one run in a jail ended, as its driver says (see driver.py for `how` and `code`)."""
+
+    how: int
+    code: int
+    seconds: float
+    cpu_s: float
+    out: bytes
+    err: bytes
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """All that jails of one sandbox have in common. `filter` is that of syscalls.py."""
+
+    isolation: Isolation
+    limits: Limits
+    filter: bytes
+    driver: bytes
+    processes: ProcessTable
+
+
+def blueprint(isolation: Isolation, limits: Limits, syscall_filter: bytes) -> Blueprint:
+    """A blueprint, with the driver's code as it is sent into each jail."""
+    source = Path(driver.__file__).read_text(encoding="utf-8")
+    code = marshal.dumps(compile(source, "driver", "exec", dont_inherit=True, optimize=2))
+    return Blueprint(isolation, limits, syscall_filter, code, ProcessTable())
+
+
+class Jail:
+    """A started jail. Not for sharing: one program is sent to it, then it is ended."""
+
+    def __init__(self, plan: Blueprint, folder: str, process: "subprocess.Popen[bytes]") -> None:
+        self._plan = plan
+        self._folder = folder
+        self._process = process
+        self._exit = os.pidfd_open(process.pid)
+        self._first: tuple[int, int] | None = None  # pid and pidfd of the jail's process 1
+        self._reader: asyncio.StreamReader
+        self._writer: asyncio.StreamWriter
+
+    @classmethod
+    async def start(cls, plan: Blueprint, number: int) -> "Jail":
+        """A jail that waits for its program. Raises JailError.
+
+        It dies with the thread that calls this, so call it from one that stays.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs:
+            reader, writer = await asyncio.open_unix_connection(sock=ours)
+            said, says = os.pipe()
+            try:
+                jail = cls(plan, *_spawn(plan, number, theirs, says))
+            except OSError as error:
+                writer.close()
+                os.close(said)
+                raise JailError(f"no process for a jail: {error}") from error
+            finally:
+                os.close(says)
+        jail._reader, jail._writer = reader, writer
+        try:
+            await jail._begin(said)
+        except BaseException:
+            await jail.end()
+            raise
+        finally:
+            os.close(said)
+        return jail
+
+    async def _begin(self, said: int) -> None:
+        self._writer.write(self._plan.driver)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                await self._report()
+            pid = self._process.pid if self._plan.isolation is UNSAFE else _child_pid(said)
+            self._first = (pid, os.pidfd_open(pid))
+        except (JailLostError, ProcessLookupError, ValueError) as error:
+            raise JailError(self._last_words()) from error
+        except TimeoutError as error:
+            raise JailError(f"a jail was not ready after {START_TIMEOUT_S:.0f} s") from error
+
+    def _last_words(self) -> str:
+        assert self._process.stderr is not None
+        os.set_blocking(self._process.stderr.fileno(), False)
+        words = self._process.stderr.read() or b""
+        lines = words.decode(errors="replace").strip().splitlines()
+        return lines[-1] if lines else "a jail ended as it started, without a word"
+
+    def pin(self, slot: int) -> None:
+        """Keep the program to one core, so that all it starts takes no more from its neighbours."""
+        assert self._first is not None
+        core = _OWN_CORES[(os.getpid() + slot) % len(_OWN_CORES)]
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(self._first[0], {core})
+
+    async def request(self, message: Mapping[str, Any], deadline: float) -> Report:
+        """Send a message and wait for its report.
+
+        Raises JailLostError if there is none, MemoryLimitError, and TimeoutError at `deadline`
+        (of time.monotonic): the driver, which should have ended the program before, did not.
+        """
+        data = marshal.dumps({**message, "directory": self._folder})
+        self._writer.write(driver.LENGTH.pack(len(data)) + data)
+        reading = asyncio.create_task(self._report())
+        try:
+            while not reading.done():
+                await asyncio.wait({reading}, timeout=WATCH_S)
+                if not reading.done():
+                    self._check(deadline)
+            return reading.result()
+        finally:
+            reading.cancel()
+
+    def _check(self, deadline: float) -> None:
+        if time.monotonic() > deadline:
+            raise TimeoutError
+        if self.memory_bytes() > self._plan.limits.memory_mib * MIB:
+            raise MemoryLimitError
+
+    def memory_bytes(self) -> int:
+        """What all its processes hold."""
+        assert self._first is not None
+        return self._plan.processes.memory_of_tree(self._first[0])
+
+    async def _report(self) -> Report:
+        try:
+            head = driver.REPORT.unpack(await self._reader.readexactly(driver.REPORT.size))
+            how, code, seconds, cpu_s, out_size, err_size = head
+            out = await self._reader.readexactly(out_size)
+            err = await self._reader.readexactly(err_size)
+            return Report(how, code, seconds, cpu_s, out, err)
+        except (asyncio.IncompleteReadError, ConnectionError) as error:
+            raise JailLostError from error
+
+    @property
+    def alive(self) -> bool:
+        """Whether it still runs, as far as is known."""
+        return self._process.poll() is None
+
+    async def end(self) -> None:
+        """Kill all that runs in it and wait until it is gone, with its files."""
+        if self._first is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._first[1], signal.SIGKILL)
+        else:
+            self._process.kill()
+        self._writer.transport.abort()
+        await self._wait_for_exit()
+        assert self._process.stderr is not None
+        self._process.stderr.close()
+        if self._first is not None:
+            os.close(self._first[1])
+            self._first = None
+        if self._plan.isolation is UNSAFE:
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+
+    async def _wait_for_exit(self) -> None:
+        loop = asyncio.get_running_loop()
+        gone: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(self._exit, _set, gone)
+        try:
+            async with asyncio.timeout(END_TIMEOUT_S):
+                await gone
+        except TimeoutError:
+            self._process.kill()
+        finally:
+            loop.remove_reader(self._exit)
+            os.close(self._exit)
+        self._process.wait(END_TIMEOUT_S)
+
+
+def _set(gone: "asyncio.Future[None]") -> None:
+    if not gone.done():
+        gone.set_result(None)
+
+
+def _spawn(
+    plan: Blueprint, number: int, theirs: socket.socket, info_fd: int
+) -> tuple[str, "subprocess.Popen[bytes]"]:
+    """Start the processes of a jail: where it may write, and the one that ends when all have."""
+    if plan.isolation is UNSAFE:
+        folder = tempfile.mkdtemp(prefix="streamrl-unsafe-")
+        environment = {**ENVIRONMENT, "HOME": folder, "TMPDIR": folder}
+        return folder, _popen(boot_command(len(plan.driver)), theirs, environment, ())
+    filter_fd = os.memfd_create("filter")
+    try:
+        os.write(filter_fd, plan.filter)
+        os.lseek(filter_fd, 0, os.SEEK_SET)
+        command = jail_command(
+            plan.isolation,
+            plan.limits,
+            number,
+            fds=(filter_fd, info_fd),
+            boot=boot_command(len(plan.driver)),
+        )
+        return PRIVATE, _popen(command, theirs, ENVIRONMENT, (filter_fd, info_fd))
+    finally:
+        os.close(filter_fd)
+
+
+def _popen(
+    command: list[str],
+    stdin: socket.socket,
+    environment: Mapping[str, str],
+    pass_fds: tuple[int, ...],
+) -> "subprocess.Popen[bytes]":
+    return subprocess.Popen(
+        command,
+        stdin=stdin.fileno(),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        env=environment,
+        pass_fds=pass_fds,
+        cwd="/",
+    )
+
+
+def _child_pid(said: int) -> int:
+    """What bubblewrap says is process 1 of its jail. It has said it by the time the jail waits.
+
+    Raises ValueError if it has not.
+    """
+    with os.fdopen(said, "rb", closefd=False) as file:
+        return int(json.load(file)["child-pid"])

@@ -1,0 +1,80 @@
+"""The system calls that no program in a jail may make, as a filter for the kernel (seccomp).
+
+Namespaces hide the machine and rlimits bound what a process uses. The filter takes away what goes
+round either: calls that make new namespaces, hold memory no rlimit counts, or reach parts of the
+kernel where a bug would be an escape. All else is allowed; a denied call fails with EPERM.
+"""
+
+import errno
+import os
+from typing import Any
+
+#: Reading and steering other processes, among them the one that reports on the program.
+_OTHER_PROCESSES = (
+    "ptrace process_vm_readv process_vm_writev process_madvise kcmp pidfd_getfd"
+    " sched_setaffinity sched_setscheduler sched_setattr setpriority migrate_pages move_pages"
+)
+#: Mounts and namespaces: with one of its own a program would hold rights in it.
+_NAMESPACES = (
+    "mount umount2 pivot_root chroot unshare setns open_tree move_mount fsopen fsconfig fsmount"
+    " fspick mount_setattr name_to_handle_at open_by_handle_at quotactl"
+)
+#: Large parts of the kernel that a coding task never needs, known for their bugs.
+_KERNEL = (
+    "bpf perf_event_open userfaultfd io_uring_setup io_uring_enter io_uring_register seccomp"
+    " kexec_load kexec_file_load init_module finit_module delete_module create_module acct swapon"
+    " swapoff reboot syslog iopl ioperm modify_ldt personality fanotify_init lookup_dcookie"
+    " settimeofday clock_settime clock_adjtime adjtimex vhangup nfsservctl uselib"
+)
+#: Memory that belongs to no process, or to none after it is unmapped: no limit counts it.
+_HIDDEN_MEMORY = (
+    "memfd_create memfd_secret shmget shmat shmctl shmdt semget semop semtimedop semctl msgget"
+    " msgsnd msgrcv msgctl mq_open mq_unlink mq_timedsend mq_timedreceive mq_notify"
+    " add_key request_key keyctl vmsplice io_setup io_submit remap_file_pages mbind set_mempolicy"
+    " setxattr lsetxattr fsetxattr"
+)
+#: All sockets but a pair of local ones, which pipes between processes and asyncio are made of.
+_SOCKETS = "socket bind connect listen accept accept4 setsockopt"
+
+_NEW_NAMESPACE_FLAGS = (1 << 17, 1 << 25, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30)
+_SHARED_ANONYMOUS = 0x21  # MAP_SHARED and MAP_ANONYMOUS: stays when it is unmapped by one owner
+_TIOCSTI = 0x5412  # puts words into the mouth of whoever sits at the terminal
+_TIOCLINUX = 0x541C
+_AF_UNIX = 1
+#: Calls that the filter's library may not know yet have the same number on all machines. A program
+#: is told that there are none such, as on an older kernel, and does without.
+_NEW_CALLS = range(450, 600)
+
+
+def build_filter() -> bytes:
+    """The filter in the form that bubblewrap takes. Raises RuntimeError without libseccomp."""
+    import pyseccomp as seccomp  # fails to import where libseccomp is missing
+
+    denied = seccomp.ERRNO(errno.EPERM)
+    missing = seccomp.ERRNO(errno.ENOSYS)
+    rules = seccomp.SyscallFilter(seccomp.ALLOW)
+    calls = (_OTHER_PROCESSES, _NAMESPACES, _KERNEL, _HIDDEN_MEMORY, _SOCKETS)
+    for name in " ".join(calls).split():
+        if seccomp.resolve_syscall(seccomp.Arch.NATIVE, name) >= 0:  # else not on this machine
+            rules.add_rule(denied, name)
+    for flag in _NEW_NAMESPACE_FLAGS:
+        rules.add_rule(denied, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, flag, flag))
+    # Its flags lie in memory, where a filter cannot look; libraries fall back to clone.
+    rules.add_rule(missing, "clone3")
+    shared = seccomp.Arg(3, seccomp.MASKED_EQ, _SHARED_ANONYMOUS, _SHARED_ANONYMOUS)
+    rules.add_rule(denied, "mmap", shared)
+    rules.add_rule(denied, "socketpair", seccomp.Arg(0, seccomp.NE, _AF_UNIX))
+    rules.add_rule(denied, "prlimit64", seccomp.Arg(0, seccomp.NE, 0))
+    for request in (_TIOCSTI, _TIOCLINUX):
+        low_word = seccomp.Arg(1, seccomp.MASKED_EQ, 0xFFFFFFFF, request)
+        rules.add_rule(denied, "ioctl", low_word)
+    for number in _NEW_CALLS:
+        rules.add_rule(missing, number)
+    return _exported(rules)
+
+
+def _exported(rules: Any) -> bytes:
+    with os.fdopen(os.memfd_create("filter"), "w+b") as file:
+        rules.export_bpf(file)
+        file.seek(0)
+        return file.read()

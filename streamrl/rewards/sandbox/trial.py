@@ -1,0 +1,128 @@
+"""One program on its way through jails: usually one, a fresh one after a jail had to be ended."""
+
+import asyncio
+import time
+from typing import Protocol
+
+from streamrl.rewards.sandbox import driver
+from streamrl.rewards.sandbox.jail import (
+    GRACE_S,
+    Jail,
+    JailError,
+    JailLostError,
+    MemoryLimitError,
+    Report,
+)
+from streamrl.rewards.sandbox.judging import judge, program_message, test_message
+from streamrl.rewards.sandbox.program import (
+    CallTest,
+    Language,
+    Limits,
+    Program,
+    Result,
+    StdinTest,
+)
+from streamrl.rewards.verdict import Verdict
+
+#: A jail that is gone without a word may be bad luck once; twice, it is the program's doing.
+_JAILS_PER_TEST = 2
+#: Bytes of output from which on they are compared beside the event loop.
+_LONG_OUTPUT = 1 << 16
+
+
+class Jails(Protocol):
+    """Where jails come from and go to."""
+
+    async def take(self) -> Jail:
+        """A jail that waits for its program. Raises JailError."""
+
+    def discard(self, jail: Jail) -> None:
+        """End a jail, whatever runs in it."""
+
+
+class NotCompiledError(Exception):
+    """The program could not be compiled; the message says why."""
+
+
+class Trial:
+    """Runs the tests of one program, in order."""
+
+    def __init__(self, program: Program, language: Language, limits: Limits, jails: Jails) -> None:
+        self._program = program
+        self._language = language
+        self._limits = limits
+        self._jails = jails
+        self._jail: Jail | None = None
+
+    async def run(self, slot: int) -> tuple[Result, ...]:
+        """The results, to the first that is no pass, or of all tests if the program asks for it.
+
+        slot: which of the programs that run at once this is; it decides the core.
+        """
+        results: list[Result] = []
+        ends_at = time.monotonic() + self._limits.total_s
+        for test in self._program.tests:
+            result = await self._test(test, slot, ends_at)
+            results.append(result)
+            hopeless = result.verdict in (Verdict.COMPILE_ERROR, Verdict.INFRA_ERROR)
+            if hopeless or (self._program.stop_early and result.verdict is not Verdict.PASS):
+                break
+        return tuple(results)
+
+    def leave(self) -> None:
+        """Give up the jail, if there is one."""
+        if self._jail is not None:
+            self._jails.discard(self._jail)
+            self._jail = None
+
+    async def _test(self, test: StdinTest | CallTest, slot: int, ends_at: float) -> Result:
+        started = time.monotonic()
+        verdict, detail = Verdict.RUNTIME_ERROR, "the program ended its jail"
+        for _ in range(_JAILS_PER_TEST):
+            try:
+                return await self._try(test, slot, ends_at)
+            except JailLostError:
+                self.leave()
+            except NotCompiledError as error:
+                verdict, detail = Verdict.COMPILE_ERROR, str(error)
+                break
+            except JailError as error:
+                verdict, detail = Verdict.INFRA_ERROR, str(error)
+                break
+            except MemoryLimitError:
+                verdict, detail = Verdict.MEMORY, f"held more than {self._limits.memory_mib} MiB"
+                break
+            except TimeoutError:
+                verdict, detail = Verdict.TIMEOUT, "did not end within its time"
+                break
+        self.leave()
+        return Result(verdict, time.monotonic() - started, detail)
+
+    async def _try(self, test: StdinTest | CallTest, slot: int, ends_at: float) -> Result:
+        if self._jail is None:
+            self._jail = await self._jails.take()
+            self._jail.pin(slot)
+            await self._compile(self._jail)
+        wall_s = min(self._limits.wall_s, ends_at - time.monotonic())
+        if wall_s <= 0:
+            return Result(
+                Verdict.TIMEOUT, 0.0, f"all tests together took {self._limits.total_s:g} s"
+            )
+        report = await self._ask(self._jail, test_message(test, wall_s), wall_s)
+        if len(report.out) < _LONG_OUTPUT:
+            return judge(report, test, self._program, self._limits)
+        return await asyncio.to_thread(judge, report, test, self._program, self._limits)
+
+    async def _compile(self, jail: Jail) -> None:
+        message = program_message(self._program, self._language, self._limits)
+        try:
+            report = await self._ask(jail, message, self._limits.compile_s)
+        except MemoryLimitError as error:
+            raise NotCompiledError("the compiler took too much memory") from error
+        except TimeoutError as error:
+            raise NotCompiledError("the compiler took too long") from error
+        if report.how != driver.EXITED or report.code != 0:
+            raise NotCompiledError(report.err.decode(errors="replace").strip() or "no compiler ran")
+
+    async def _ask(self, jail: Jail, message: dict[str, object], seconds: float) -> Report:
+        return await jail.request(message, time.monotonic() + seconds + GRACE_S)

@@ -1,0 +1,82 @@
+"""Programs that attack whoever runs them, and the verdict that each must come to.
+
+A program that prints `contained` and nothing else passes: its attack ran and came to nothing. One
+that gets through prints `escaped`. Programs with `guess` are after the expected value instead.
+"""
+
+from dataclasses import dataclass
+
+from streamrl.rewards.sandbox import CallTest, Program, StdinTest
+from streamrl.rewards.verdict import Verdict
+
+#: What no program in a jail may come to know, in a form that it knows how to look for.
+SECRET = "canary-7f3a91"
+#: What a function-call test wants. It stands in no jail.
+WANTED = 918_273_645
+#: The name of every file that a program tries to leave behind.
+LEFT = "streamrl-escaped"
+
+_TOOLS = f'''
+import os, sys, time
+SECRET, LEFT = "{SECRET}"[:7], "{LEFT}"
+def tried(action, *given):
+    try:
+        result = action(*given)
+    except BaseException:
+        return None
+    print("escaped", action, given)
+    return result
+def leaked(text):
+    if SECRET + "7f" in str(text).replace(" ", ""):
+        print("escaped")
+def contained():
+    print("contained")
+'''
+#: For attacks by bare system calls: their numbers on x86-64 and on ARM.
+SYSCALLS = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+NUMBERS = {
+    "ptrace": (101, 117), "mount": (165, 40), "unshare": (272, 97), "setns": (308, 268),
+    "bpf": (321, 280), "keyctl": (250, 219), "add_key": (248, 217), "clone": (56, 220),
+    "clone3": (435, 435), "socket": (41, 198), "memfd_create": (319, 279), "shmget": (29, 194),
+    "io_uring_setup": (425, 425), "userfaultfd": (323, 282), "perf_event_open": (298, 241),
+    "process_vm_readv": (310, 270), "pidfd_getfd": (438, 438), "open_tree": (428, 428),
+    "fsopen": (430, 430), "pivot_root": (155, 41), "chroot": (161, 51), "kexec_load": (246, 104),
+    "init_module": (175, 105), "reboot": (169, 142), "prlimit64": (302, 261), "setuid": (105, 146),
+    "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180), "vmsplice": (278, 75),
+    "name_to_handle_at": (303, 264), "mseal": (462, 462), "statmount": (457, 457),
+    "sched_setaffinity": (203, 122), "quotactl": (179, 60), "swapon": (167, 224),
+    "syslog": (103, 116), "sethostname": (170, 161), "memfd_secret": (447, 447),
+}
+def denied(name, *arguments):
+    number = NUMBERS[name][os.uname().machine == "aarch64"]
+    if libc.syscall(number, *arguments) != -1:
+        print("escaped", name)
+"""
+
+
+@dataclass(frozen=True)
+class Attack:
+    """A hostile program. {canary}, {port}, {pid} stand for a file, a server and a process.
+
+    calls: whether it is called as a function, `guess`, and not run as a script.
+    verdicts: what it may come to; more than one where two limits race.
+    """
+
+    name: str
+    verdicts: tuple[Verdict, ...]
+    source: str
+    calls: bool = False
+
+    def program(self, facts: dict[str, str]) -> Program:
+        """The program, with its facts about the host filled in."""
+        source = _TOOLS + self.source
+        for name, value in facts.items():
+            source = source.replace("{" + name + "}", value)
+        test = CallTest("guess", [], [WANTED]) if self.calls else StdinTest("", "contained\n")
+        return Program("python", source, [test])
+
+
+PASS, WRONG, ERROR = (Verdict.PASS,), (Verdict.WRONG,), (Verdict.RUNTIME_ERROR,)
+TIMEOUT, MEMORY, OUTPUT = (Verdict.TIMEOUT,), (Verdict.MEMORY,), (Verdict.OUTPUT_LIMIT,)

@@ -1,0 +1,150 @@
+"""Attacks on what a machine has: memory, open files, what reads the output."""
+
+from tests.rewards.sandbox.hostile import ERROR, MEMORY, OUTPUT, PASS, TIMEOUT, Attack
+
+MEMORY_AND_OUTPUT = [
+    Attack("memory at once", MEMORY, "x = bytearray(8 << 30)"),
+    Attack(
+        "memory bit by bit",
+        MEMORY,
+        """
+kept = []
+while True:
+    kept.append(bytes(1 << 20))
+""",
+    ),
+    Attack(
+        "memory in many processes",
+        MEMORY,
+        """
+for _ in range(12):
+    if os.fork() == 0:
+        break
+kept = bytearray(100 << 20)
+time.sleep(1000)
+""",
+    ),
+    Attack(
+        "memory shared by nobody",
+        MEMORY,
+        """
+import mmap
+tried(mmap.mmap, -1, 1 << 20)
+kept = []
+while True:
+    kept.append(mmap.mmap(-1, 1 << 24, flags=mmap.MAP_PRIVATE))
+    kept[-1].write(bytes(1 << 24))
+""",
+    ),
+    Attack(
+        "raising its limits",
+        PASS,
+        """
+import resource
+for what in (resource.RLIMIT_AS, resource.RLIMIT_CPU, resource.RLIMIT_NPROC,
+             resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE):
+    most = resource.getrlimit(what)[1]
+    tried(resource.setrlimit, what, (most, most + 1))
+    tried(resource.prlimit, 1, what, (1, 1))
+contained()
+""",
+    ),
+    Attack(
+        "open files without end",
+        PASS,
+        """
+def open_many():
+    kept = [os.pipe() for _ in range(1000)]
+tried(open_many)
+contained()
+""",
+    ),
+    Attack(
+        "a zip bomb",
+        MEMORY,
+        """
+import zlib
+data = zlib.compress(bytes(1 << 22), 9)
+kept = []
+while True:
+    kept.append(zlib.decompress(data))
+""",
+    ),
+    Attack(
+        "a pickle bomb",
+        MEMORY,
+        """
+import pickle
+class Bomb:
+    def __reduce__(self):
+        return (bytearray, (8 << 30,))
+pickle.loads(pickle.dumps(Bomb()))
+""",
+    ),
+    Attack(
+        "deep recursion",
+        ERROR,
+        """
+def deeper(n):
+    return deeper(n + 1)
+deeper(0)
+""",
+    ),
+    Attack(
+        "recursion until the stack is gone",
+        ERROR + MEMORY,
+        """
+sys.setrecursionlimit(1 << 30)
+class Deep:
+    def __repr__(self):
+        return repr(self)
+repr(Deep())
+""",
+    ),
+    Attack("source too deep for the compiler", (*ERROR, *MEMORY), "exec('(' * 100_000)"),
+    Attack(
+        "an infinite generator",
+        MEMORY + TIMEOUT,
+        """
+import itertools
+list(itertools.count())
+""",
+    ),
+    Attack(
+        "output without end",
+        OUTPUT,
+        """
+while True:
+    print("x" * 1000)
+""",
+    ),
+    Attack(
+        "errors without end",
+        OUTPUT,
+        """
+while True:
+    os.write(2, bytes(10_000))
+""",
+    ),
+    Attack(
+        "output of many processes",
+        OUTPUT + TIMEOUT + MEMORY,
+        """
+for _ in range(3):
+    os.fork()
+while True:
+    os.write(1, b"x" * 100)
+""",
+    ),
+    Attack(
+        "words for a terminal",
+        PASS,
+        """
+import fcntl, termios
+for fd in (0, 1, 2):
+    tried(fcntl.ioctl, fd, termios.TIOCSTI, b"x")
+tried(open, "/dev/tty", "w")
+contained()
+""",
+    ),
+]

@@ -1,0 +1,82 @@
+"""Comparing what came out with what was wanted."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.rewards.sandbox.compare import read_value, same_text, same_value
+
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=8,
+)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "got", "same", "loosely"),
+    [
+        ("1 2\n3\n", "1 2\n3", True, True),
+        ("1 2\n3", "1 2  \n3\t\n\n \n", True, True),
+        ("1\r\n2\r\n", "1\n2\n", True, True),
+        ("", "\n\n", True, True),
+        ("1", " 1", False, True),
+        ("1\n2", "1 2", False, True),
+        ("1\n\n2", "1\n2", False, True),
+        ("0.5", "0.500", False, True),
+        ("0.333333333", "0.333333", False, True),
+        ("0.5 x", "0.5 y", False, False),
+        ("1", "2", False, False),
+        ("1", "1 1", False, False),
+        ("YES", "yes", False, False),
+        ("nan", "NaN", False, False),
+    ],
+)
+def test_outputs_are_equal_but_for_white_space_at_ends(
+    wanted: str, got: str, same: bool, loosely: bool
+) -> None:
+    assert same_text(wanted, got, loose_numbers=False) is same
+    assert same_text(wanted, got, loose_numbers=True) is loosely
+
+
+@pytest.mark.parametrize(
+    ("wanted", "got", "same"),
+    [
+        (1, 1.0, True),
+        (0.1 + 0.2, 0.3, True),
+        (1_000_000, 1_000_001, False),
+        (0.001, 0.0011, False),
+        (True, 1, False),
+        (1, True, False),
+        (False, None, False),
+        ("1", 1, False),
+        ((1, (2, 3)), [1, [2, 3]], True),
+        ([1, 2], [1, 2, 3], False),
+        ("ab", ["a", "b"], False),
+        ({1: [0.5]}, {"1": [0.5000000001]}, True),
+        ({"a": 1}, {"a": 1, "b": 2}, False),
+        (math.nan, math.nan, False),
+        (math.inf, math.inf, True),
+        (1.5, 10**400, False),
+    ],
+)
+def test_values_are_equal_as_json_with_a_little_room_for_floats(
+    wanted: object, got: object, same: bool
+) -> None:
+    assert same_value(wanted, got) is same
+
+
+@given(PLAIN)
+def test_a_value_equals_itself_and_is_no_longer_equal_in_a_list(value: object) -> None:
+    assert same_value(value, value)
+    assert not same_value(value, [value])
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"1 2", b"[" * 100_000, b"\xff", b"1" * 10_000, b"{1: 2}"], ids=len
+)
+def test_what_is_no_json_value_is_a_value_error(data: bytes) -> None:
+    with pytest.raises(ValueError):
+        read_value(data)

@@ -1,0 +1,112 @@
+"""Hostile programs: none escapes, none makes its own verdict, none is noticed by its neighbour."""
+
+import asyncio
+import os
+import socket
+import subprocess
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from streamrl.rewards.sandbox import Limits, Program, Sandbox, StdinTest
+from streamrl.rewards.verdict import Verdict
+from tests.rewards.sandbox.hostile import LEFT, SECRET, Attack
+from tests.rewards.sandbox.hostile_harness import FORGERIES, FUNCTIONS
+from tests.rewards.sandbox.hostile_machine import KERNEL, PROCESSES
+from tests.rewards.sandbox.hostile_resources import MEMORY_AND_OUTPUT
+from tests.rewards.sandbox.hostile_world import DISK, FILES, NETWORK
+
+ATTACKS = [
+    *(*NETWORK, *FILES, *DISK, *PROCESSES, *MEMORY_AND_OUTPUT, *KERNEL, *FORGERIES, *FUNCTIONS)
+]
+LIMITS = Limits(
+    wall_s=1.5,
+    cpu_s=1.0,
+    total_s=10.0,
+    memory_mib=256,
+    disk_mib=8,
+    files=512,
+    processes=16,
+    output_kib=256,
+)
+JAILS = 2
+NEIGHBOUR = Program("python", "print(sum(map(int, input().split())))", [StdinTest("1 2 3", "6")])
+#: Where a program of this machine could write, were it not in a jail.
+PLACES = ("/", "/tmp", "/var/tmp", "/dev", "/dev/shm", "/usr", "/usr/lib", "/etc", "/run", "/root")
+
+
+@dataclass
+class Host:
+    """What hostile programs are after: a file, a server, a process, a word in the environment."""
+
+    sandbox: Sandbox
+    canary: Path
+    server: socket.socket
+    process: subprocess.Popen[bytes]
+
+    @property
+    def facts(self) -> dict[str, str]:
+        port = str(self.server.getsockname()[1])
+        return {"canary": str(self.canary), "port": port, "pid": str(self.process.pid)}
+
+    def called(self) -> bool:
+        """Whether anybody has connected to the server."""
+        try:
+            self.server.accept()
+        except BlockingIOError:
+            return False
+        return True
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def host(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Host]:
+    os.environ["STREAMRL_SECRET"] = SECRET
+    canary = tmp_path_factory.mktemp("host") / "canary"
+    canary.write_text(SECRET)
+    sandbox = await Sandbox.start(LIMITS, jails=JAILS)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.setblocking(False)
+        process = subprocess.Popen(["sleep", "1000"])
+        yield Host(sandbox, canary, server, process)
+        process.kill()
+        process.wait()
+    await sandbox.close()
+    del os.environ["STREAMRL_SECRET"]
+    assert psutil.Process().children(recursive=True) == []
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+async def test_an_attack_comes_to_its_verdict_and_to_nothing_else(
+    host: Host, attack: Attack
+) -> None:
+    outcome, neighbour = await asyncio.gather(
+        host.sandbox.run(attack.program(host.facts)), host.sandbox.run(NEIGHBOUR)
+    )
+    assert outcome.verdict in attack.verdicts, outcome
+    assert neighbour.verdict is Verdict.PASS, neighbour
+    assert host.canary.read_text() == SECRET
+    assert host.process.poll() is None
+    assert not host.called()
+    assert [place for place in PLACES if Path(place, LEFT).exists()] == []
+    await only_idle_jails_are_left(but=host.process.pid)
+
+
+async def only_idle_jails_are_left(*, but: int) -> None:
+    """Each jail is two processes, bubblewrap and the driver; wait until there is nothing else."""
+    deadline = time.monotonic() + 10
+    while True:
+        found = [p for p in psutil.Process().children(recursive=True) if p.pid != but]
+        if len(found) == 2 * JAILS:
+            return
+        assert time.monotonic() < deadline, found
+        await asyncio.sleep(0.02)
+
+
+def test_there_are_enough_attacks_and_no_two_of_a_name() -> None:
+    assert len({attack.name for attack in ATTACKS}) == len(ATTACKS) > 100

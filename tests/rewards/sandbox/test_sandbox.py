@@ -1,0 +1,349 @@
+"""The sandbox on programs that mean no harm, and its own life from start to close."""
+
+import asyncio
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import psutil
+import pytest
+import pytest_asyncio
+
+from streamrl.errors import ConfigError
+from streamrl.rewards.sandbox import (
+    LANGUAGES,
+    CallTest,
+    Language,
+    Limits,
+    Outcome,
+    Program,
+    Result,
+    Sandbox,
+    StdinTest,
+    why_unavailable,
+)
+from streamrl.rewards.sandbox.isolation import ENVIRONMENT, UNSAFE
+from streamrl.rewards.sandbox.jail import blueprint
+from streamrl.rewards.sandbox.selection import broken
+from streamrl.rewards.verdict import Verdict
+
+ADD = "print(sum(map(int, input().split())))"
+#: Programs that add two numbers, and some that are none.
+ADD_IN = {
+    "cpp": (
+        "#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b; }",
+        "int main() {",
+    ),
+    "javascript": (
+        "const words = require('fs').readFileSync('/dev/stdin', 'utf8').split(' ');\n"
+        "console.log(+words[0] + +words[1])",
+        "(",
+    ),
+    "bash": ("read a b; echo $((a + b))", "if"),
+}
+TOOLS = {"cpp": "g++", "javascript": "node", "bash": "bash"}
+INSTALLED = [name for name, tool in TOOLS.items() if shutil.which(tool, path=ENVIRONMENT["PATH"])]
+#: Bubblewrap in name only: it runs the command that it is given as it is.
+HOLLOW = """#!/bin/sh
+while [ "${1#*/bin/python}" = "$1" ]; do
+    [ "$1" = --info-fd ] && echo '{"child-pid": '$$'}' >&"$2"
+    shift
+done
+exec "$@"
+"""
+QUICK = Limits(wall_s=3.0, total_s=8.0, memory_mib=512, disk_mib=8)
+here = pytest.mark.asyncio(loop_scope="module")
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def sandbox() -> AsyncIterator[Sandbox]:
+    languages = {name: LANGUAGES[name] for name in ("python", *INSTALLED)}
+    started = await Sandbox.start(QUICK, jails=2, languages=languages)
+    yield started
+    await started.close()
+
+
+async def verdict(sandbox: Sandbox, source: str, *tests: StdinTest | CallTest) -> Verdict:
+    return (await sandbox.run(Program("python", source, tests))).verdict
+
+
+@here
+async def test_a_program_is_judged_by_what_it_writes(sandbox: Sandbox) -> None:
+    assert sandbox.note == ""
+    assert await verdict(sandbox, ADD, StdinTest("1 2", "3\n")) is Verdict.PASS
+    assert await verdict(sandbox, ADD, StdinTest("1 2", "4\n")) is Verdict.WRONG
+    assert await verdict(sandbox, ADD, StdinTest("x", "")) is Verdict.RUNTIME_ERROR
+    assert await verdict(sandbox, "print(", StdinTest("", "")) is Verdict.COMPILE_ERROR
+
+
+@here
+async def test_a_function_is_judged_by_what_it_returns(sandbox: Sandbox) -> None:
+    pairs = "def pairs(a, b): return [(a, b)], {a: 0.1 + 0.2}"
+    right = CallTest("pairs", [1, "x"], [None, ([[1, "x"]], {"1": 0.3})])
+    assert await verdict(sandbox, pairs, right) is Verdict.PASS
+    assert await verdict(sandbox, pairs, CallTest("pairs", [1, 2], [3])) is Verdict.WRONG
+    method = (
+        "class Solution:\n    def twice(self, x):\n        print('debug')\n        return 2 * x"
+    )
+    assert await verdict(sandbox, method, CallTest("twice", [4], [8])) is Verdict.PASS
+    assert await verdict(sandbox, "", CallTest("twice", [4], [8])) is Verdict.RUNTIME_ERROR
+
+
+@here
+async def test_what_failed_is_said_in_a_line(sandbox: Sandbox) -> None:
+    outcome = await sandbox.run(Program("python", "x = 1\nx / 0", [StdinTest("", "")]))
+    assert outcome.detail == "ZeroDivisionError: division by zero"
+    outcome = await sandbox.run(Program("python", "import sys; sys.exit(3)", [StdinTest("", "")]))
+    assert outcome.detail == "exit code 3"
+    outcome = await sandbox.run(Program("python", "print(5)", [StdinTest("", "6")]))
+    assert outcome.detail == r"wrote '5\n', not '6'"
+
+
+@here
+async def test_tests_stop_at_the_first_that_fails_unless_all_are_wanted(sandbox: Sandbox) -> None:
+    tests = [StdinTest("1 2", "3"), StdinTest("x", "0"), StdinTest("2 2", "4"), StdinTest("", "")]
+    first = await sandbox.run(Program("python", ADD, tests))
+    assert [r.verdict for r in first.results] == [Verdict.PASS, Verdict.RUNTIME_ERROR]
+    every = await sandbox.run(Program("python", ADD, tests, stop_early=False))
+    assert [r.verdict.value for r in every.results] == [
+        "pass",
+        "runtime_error",
+        "pass",
+        "runtime_error",
+    ]
+    assert (first.pass_rate, every.pass_rate) == (0.25, 0.5)
+    assert every.verdict is Verdict.RUNTIME_ERROR
+
+
+@here
+async def test_a_test_finds_nothing_of_the_one_before(sandbox: Sandbox) -> None:
+    source = """
+import os
+assert os.listdir(".") == [] and sorted(os.listdir("/tmp")) == ["program", "stdin", "work"]
+for level in range(300):
+    os.mkdir("d")
+    open("d/\\udcff file", "w").close()
+    os.symlink("/usr", "d/link")
+    os.chdir("d")
+os.chmod("/tmp/work/d", 0)
+if os.fork() == 0:
+    while True:
+        open("/tmp/work/again", "w").close()
+"""
+    tests = [StdinTest("", "")] * 3
+    outcome = await sandbox.run(Program("python", source, tests))
+    assert [result.verdict for result in outcome.results] == [Verdict.PASS] * 3, outcome
+
+
+@here
+async def test_after_a_jail_was_ended_the_other_tests_still_run(sandbox: Sandbox) -> None:
+    source = """
+import os, time
+if input() == "grow":
+    for _ in range(8):
+        if os.fork() == 0:
+            break
+    kept = bytearray(200 << 20)
+    time.sleep(100)
+print("done")
+"""
+    tests = [StdinTest(word, "done") for word in ("a", "grow", "b")]
+    outcome = await sandbox.run(Program("python", source, tests, stop_early=False))
+    verdicts = [result.verdict for result in outcome.results]
+    assert verdicts == [Verdict.PASS, Verdict.MEMORY, Verdict.PASS]
+
+
+@here
+async def test_python_programs_have_what_they_are_used_to(sandbox: Sandbox) -> None:
+    source = """
+import asyncio, collections, dataclasses, heapq, itertools, math, multiprocessing, numbers, re
+import sys, threading, typing
+from functools import lru_cache
+@dataclasses.dataclass
+class Point:
+    x: int
+async def later():
+    await asyncio.sleep(0.01)
+    return Point(1)
+assert asyncio.run(later()) == Point(1)
+assert multiprocessing.Pool(2).map(abs, [-1, -2]) == [1, 2]
+thread = threading.Thread(target=lambda: print(sys.stdin.readline(), end=""))
+if __name__ == "__main__":
+    thread.start()
+    thread.join()
+    print(open("/dev/stdin").read(3), sys.argv)
+    exit()
+"""
+    assert await verdict(sandbox, source, StdinTest("7\n8\n", "7\n7\n8 ['solution.py']")) is (
+        Verdict.PASS
+    )
+
+
+@here
+@pytest.mark.parametrize("language", INSTALLED)
+async def test_other_languages_come_from_a_table(sandbox: Sandbox, language: str) -> None:
+    source, broken = ADD_IN[language]
+    tests = [StdinTest("1 2", "3"), StdinTest("3 4", "7"), StdinTest("1 1", "3")]
+    outcome = await sandbox.run(Program(language, source, tests))
+    verdicts = [result.verdict for result in outcome.results]
+    assert verdicts == [Verdict.PASS, Verdict.PASS, Verdict.WRONG], outcome
+    outcome = await sandbox.run(Program(language, broken, tests))
+    compiled = bool(LANGUAGES[language].compile)
+    assert outcome.verdict is (Verdict.COMPILE_ERROR if compiled else Verdict.RUNTIME_ERROR)
+
+
+@here
+async def test_programs_take_turns_and_the_event_loop_stays_free(sandbox: Sandbox) -> None:
+    longest = 0.0
+
+    async def beat() -> None:
+        nonlocal longest
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.005)
+            longest = max(longest, time.monotonic() - before)
+
+    beating = asyncio.create_task(beat())
+    long = Program("python", "print('a\\n' * 1_000_000)", [StdinTest("", "b\n" * 1_000_000)])
+    short = Program("python", ADD, [StdinTest("1 2", "3")])
+    outcomes = await asyncio.gather(*map(sandbox.run, [short, long] * 5))
+    beating.cancel()
+    assert [o.verdict for o in outcomes] == [Verdict.PASS, Verdict.WRONG] * 5
+    assert longest < 0.5
+
+
+@here
+async def test_a_caller_that_gives_up_takes_its_program_with_it(sandbox: Sandbox) -> None:
+    sleeper = Program("python", "import time; time.sleep(60)", [StdinTest("", "")])
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(sandbox.run(sleeper), 0.2)
+    assert await verdict(sandbox, ADD, StdinTest("1 2", "3")) is Verdict.PASS
+
+
+@here
+async def test_what_the_sandbox_was_not_started_for_is_refused(sandbox: Sandbox) -> None:
+    with pytest.raises(ValueError, match="no language cobol"):
+        await sandbox.run(Program("cobol", "", [StdinTest("", "")]))
+    assert "bash" in INSTALLED
+    with pytest.raises(ValueError, match="Python only"):
+        await sandbox.run(Program("bash", "", [CallTest("f", [], [1])]))
+    with pytest.raises(ValueError, match="without tests"):
+        await sandbox.run(Program("python", "", []))
+
+
+async def test_a_closed_sandbox_leaves_no_process_and_says_that_it_is_closed() -> None:
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    sandbox = await Sandbox.start(QUICK, jails=2)
+    sleeper = Program("python", "import time; time.sleep(60)", [StdinTest("", "")])
+    running = [asyncio.create_task(sandbox.run(sleeper)) for _ in range(4)]
+    await asyncio.sleep(0.2)
+    await sandbox.close()
+    assert {p.pid for p in psutil.Process().children(recursive=True)} == before
+    outcomes = await asyncio.gather(*running)
+    assert {outcome.verdict for outcome in outcomes} == {Verdict.INFRA_ERROR}
+    await sandbox.close()
+
+
+def test_jails_die_with_the_process_that_holds_them() -> None:
+    source = """
+import asyncio, sys
+from streamrl.rewards.sandbox import *
+async def main():
+    sandbox = await Sandbox.start(Limits(wall_s=100, total_s=100), jails=2)
+    program = Program("python", "import time\\nwhile True: pass", [StdinTest("", "")])
+    running = asyncio.create_task(sandbox.run(program))
+    await asyncio.sleep(0.3)
+    print("running", flush=True)
+    await running
+asyncio.run(main())
+"""
+    host = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE)
+    assert host.stdout is not None
+    assert host.stdout.readline() == b"running\n"
+    jails = psutil.Process(host.pid).children(recursive=True)
+    assert len(jails) >= 4
+    os.kill(host.pid, signal.SIGKILL)
+    host.communicate()
+    gone, alive = psutil.wait_procs(jails, timeout=10)
+    assert alive == [], gone
+
+
+async def test_without_bubblewrap_there_is_a_refusal_that_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    with pytest.raises(ConfigError, match=r"apt install bubblewrap.*allow_unsafe=true") as refusal:
+        await Sandbox.start(QUICK, jails=1)
+    assert "\n" not in str(refusal.value)
+
+
+async def test_a_bubblewrap_that_does_not_isolate_is_found_out(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hollow = tmp_path / "bwrap"
+    hollow.write_text(HOLLOW)
+    hollow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(ConfigError, match="no isolation holds here"):
+        await Sandbox.start(QUICK, jails=1)
+
+
+async def test_trying_to_break_out_tells_all_the_ways_that_were_open() -> None:
+    why = await broken(blueprint(UNSAFE, QUICK, b""))
+    assert why is not None
+    for way in ("connect to", "read a file", "list the directories", "without limit", "signal"):
+        assert way in why
+
+
+async def test_allow_unsafe_runs_programs_within_limits_and_says_that_it_is_no_sandbox(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    sandbox = await Sandbox.start(QUICK, jails=2, allow_unsafe=True)
+    assert "no sandbox" in sandbox.note
+    tests = [StdinTest("1 2", "3"), StdinTest("3 3", "6")]
+    assert (await sandbox.run(Program("python", ADD, tests))).verdict is Verdict.PASS
+    assert await verdict(sandbox, "def f(x): return x", CallTest("f", [1], [1])) is Verdict.PASS
+    loop = "import os\nos.fork()\nwhile True: pass"
+    assert await verdict(sandbox, loop, StdinTest("", "")) is Verdict.TIMEOUT
+    assert await verdict(sandbox, "x = bytearray(1 << 33)", StdinTest("", "")) is Verdict.MEMORY
+    where = "import os; os.chdir('..'); print(os.getcwd())"
+    outcome = await sandbox.run(Program("python", where, [StdinTest("", "")]))
+    folder = outcome.detail.removeprefix("wrote '").partition("\\n")[0]
+    await sandbox.close()
+    assert "streamrl-unsafe-" in folder
+    assert not Path(folder).exists()
+
+
+async def test_isolation_is_used_where_there_is_some_even_if_unsafe_is_allowed() -> None:
+    sandbox = await Sandbox.start(QUICK, jails=1, allow_unsafe=True)
+    await sandbox.close()
+    assert sandbox.note == ""
+
+
+async def test_a_language_whose_tool_is_missing_is_refused_by_name() -> None:
+    languages = {"cobol": Language("x.cob", run=("{dir}/x",), compile=("cobc", "{dir}/x.cob"))}
+    with pytest.raises(ConfigError, match="cobol needs cobc"):
+        await Sandbox.start(QUICK, jails=1, languages=languages)
+
+
+def test_limits_are_above_zero() -> None:
+    with pytest.raises(ConfigError, match=r"sandbox.wall_s=0: must be above 0"):
+        Limits(wall_s=0)
+
+
+def test_one_infra_error_says_that_nothing_is_known() -> None:
+    results = (Result(Verdict.WRONG, 0.1), Result(Verdict.INFRA_ERROR, 0.1, "no jail"))
+    assert Outcome(results, 3).verdict is Verdict.INFRA_ERROR
+    assert Outcome(results, 3).detail == "no jail"
+
+
+def test_this_machine_can_isolate() -> None:
+    assert why_unavailable() is None
