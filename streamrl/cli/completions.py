@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from streamrl.data import Row, load_rows
+from streamrl.data import DataFile, Row, load_rows
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt, make_uid
 
@@ -22,17 +22,20 @@ class Group:
     completions: Sequence[str]
 
 
-def read_groups(rows: str, completions: str, prompt_key: str) -> list[Group]:
+def read_groups(file: DataFile, completions: str) -> list[Group]:
     """The completions of a file by their row, in the order of its first line for each.
 
     Raises ConfigError naming file, line and rule.
     """
     read = list(_read_completions(completions))
-    prompts = _prompts(load_rows(rows, prompt_key), {index for _, index, _ in read})
+    rows = load_rows(file.path, file.prompt_key, label_key=file.label_key, split=file.split)
+    prompts = _prompts(rows, {index for _, index, _ in read})
     places: dict[int, list[int]] = {}
     for place, (where, index, _) in enumerate(read):
         if index not in prompts:
-            raise ConfigError(f"{where}: index={index}: {rows} has no such row, counted from 0")
+            raise ConfigError(
+                f"{where}: index={index}: {file.path} has no such row, counted from 0"
+            )
         places.setdefault(index, []).append(place)
     return [
         Group(prompts[index], own, [read[place][2] for place in own])

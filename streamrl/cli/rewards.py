@@ -4,11 +4,13 @@ import argparse
 import dataclasses
 import inspect
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import yaml
 from omegaconf import MISSING
 
 from streamrl.errors import ConfigError
@@ -111,10 +113,13 @@ def _explained(settings: type) -> dict[str, str]:
 
 
 def _default(field: "dataclasses.Field[Any]") -> str:
-    """The default as it would be written; JSON is YAML."""
+    """The default as it would be written in a config."""
     made = field.default_factory
     value = field.default if made is dataclasses.MISSING else made()
-    return REQUIRED if value in (MISSING, dataclasses.MISSING) else json.dumps(value)
+    if value in (MISSING, dataclasses.MISSING):
+        return REQUIRED
+    # YAML ends a value that stands alone with a line of three dots.
+    return yaml.safe_dump(value, default_flow_style=True, width=math.inf).split("\n")[0]
 
 
 def describe(name: str, entry: Entry) -> str:
@@ -143,10 +148,17 @@ def markdown(kinds: Mapping[str, Entry]) -> str:
             users.setdefault((key, option), []).append(f"`{name}`")
     lines += ["", "| option | of | default | meaning |", "| --- | --- | --- | --- |"]
     lines += [
-        f"| `{key}` | {', '.join(names)} | `{_cell(option.default)}` | {_cell(option.meaning)} |"
+        f"| `{key}` | {', '.join(names)} | {_code(option.default)} | {_cell(option.meaning)} |"
         for (key, option), names in users.items()
     ]
     return "\n".join(lines) + "\n"
+
+
+def _code(text: str) -> str:
+    """As code, between more backticks than it has in a row."""
+    most = max(map(len, re.findall("`+", text)), default=0)
+    fence, space = "`" * (most + 1), " " if most else ""
+    return fence + space + text.replace("|", "\\|") + space + fence
 
 
 def _cell(text: str) -> str:

@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from omegaconf import OmegaConf
 from streamrl.cli.completions import Group, read_groups
 from streamrl.cli.score_summary import summary
 from streamrl.config import RunConfig, configure, load_config
+from streamrl.data import DataFile
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import parse_uid
 from streamrl.rewards import RewardConfig, RewardSet, Surroundings, Verdict, build_rewards
@@ -53,6 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--config", type=Path, metavar="RECIPE", help="judge as this recipe or run directory does"
     )
+    parser.add_argument("--prompt-key", help="column of the prompt (the recipe's; prompt)")
+    parser.add_argument("--label-key", help="column of the ground truth")
+    parser.add_argument("--split", help="split of a dataset that has several")
     parser.add_argument(
         "--jsonl", action="store_true", help="print only the lines, without a summary"
     )
@@ -64,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     # What a user's file prints while it is imported is none of the lines.
     with contextlib.redirect_stdout(sys.stderr):
         rewards = build_rewards(config.rewards, Surroundings(config.scorer, config.sandbox))
-        groups = read_groups(arguments.rows, arguments.completions, config.data.prompt_key)
+        groups = read_groups(_file(arguments, config), arguments.completions)
         rewards.check([group.prompt for group in groups], place=arguments.rows)
     began, lines = time.monotonic(), asyncio.run(_score(rewards, groups, config))
     if not arguments.jsonl:
@@ -73,6 +78,15 @@ def run(arguments: argparse.Namespace) -> int:
         text = summary(lines, in_order, rewards.drain_counts(), time.monotonic() - began)
         print("\n".join(text), file=sys.stderr)
     return FAILED if any(line["score"] is None for line in lines) else 0
+
+
+def _file(arguments: argparse.Namespace, config: RunConfig) -> DataFile:
+    """How the rows are read: as the recipe reads that file, but for what is said otherwise."""
+    files = {file.path: file for file in (*config.data.train_files, *config.data.eval_files)}
+    other = DataFile(arguments.rows, prompt_key=config.data.prompt_key)
+    names = ("prompt_key", "label_key", "split")
+    said = {name: vars(arguments)[name] for name in names if vars(arguments)[name] is not None}
+    return replace(files.get(str(Path(arguments.rows).absolute()), other), **said)
 
 
 def _config(recipe: Path | None, rewards: Sequence[str], overrides: Sequence[str]) -> RunConfig:
@@ -114,8 +128,9 @@ async def _score(rewards: RewardSet, groups: Sequence[Group], config: RunConfig)
         return group, await judged(rewards, group, config.rewards)
 
     try:
-        for note in await rewards.start():
+        for note in await rewards.preflight():
             print(f"streamrl: {note}", file=sys.stderr)
+        await rewards.start()
         await side_by_side(judge, groups, most=config.scorer.max_groups, tell=tell)
     finally:
         await rewards.close()
