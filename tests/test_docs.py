@@ -7,6 +7,9 @@ import pytest
 
 from streamrl.algorithms import ALGORITHMS
 from streamrl.cli.algorithms import markdown
+from streamrl.cli.rewards import markdown as rewards_markdown
+from streamrl.cli.rewards import own_kinds
+from streamrl.rewards import Verdict
 from streamrl.telemetry.contract import contract_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,6 +22,13 @@ def test_the_metrics_page_is_the_contract() -> None:
 
 def test_the_algorithms_page_has_the_table() -> None:
     assert markdown(ALGORITHMS.values()) in (ROOT / "docs" / "algorithms.md").read_text()
+
+
+def test_the_rewards_page_has_the_tables_of_kinds_and_verdicts() -> None:
+    page = (ROOT / "docs" / "rewards.md").read_text()
+    assert rewards_markdown(own_kinds()) in page, "streamrl rewards --markdown prints it"
+    told = page.split("## Verdicts")[1]
+    assert re.findall(r"^\| `(\w+)`", told, flags=re.MULTILINE) == [one.value for one in Verdict]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -1,1 +1,1 @@
-"""The command line: train, scale, evaluate, score, rewards, algorithms, report, doctor."""
+"""The command line: train, scale, evaluate, score, rewards, data, algorithms, report, doctor."""
