@@ -78,11 +78,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
     """The arguments; a command's overrides may stand behind its options, which argparse refuses."""
     parsed, rest = parser.parse_known_args(arguments)
+    if "overrides" in parsed:
+        parsed.overrides += [word for word in rest if _is_override(word)]
+        rest = [word for word in rest if not _is_override(word)]
     if rest:
-        if "overrides" not in parsed or any(word.startswith("-") for word in rest):
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
-        parsed.overrides += rest
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return parsed
+
+
+def _is_override(word: str) -> bool:
+    return "=" in word and not word.startswith("-")
 
 
 def _say(message: str, code: int) -> int:

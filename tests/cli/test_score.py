@@ -265,6 +265,27 @@ def test_a_row_that_a_reward_cannot_judge_and_files_that_are_missing_are_named(
         assert "none.jsonl: cannot be read: No such file or directory" in error
 
 
+def test_rows_are_read_by_other_columns_as_said_or_as_the_recipe_says(tmp_path, capsys):
+    rows = write(tmp_path / "rows.jsonl", [{"question": "2+3=", "answer": "5"}])
+    outs = write(tmp_path / "outs.jsonl", [{"index": 0, "completion": "5"}])
+    recipe = tmp_path / "recipe.yaml"
+    entry = {"path": str(rows), "prompt_key": "question", "label_key": "answer"}
+    recipe.write_text(json.dumps({"model": {"path": "m"}, "data": {"train": [entry]}}))
+    keys = ["--prompt-key", "question", "--label-key", "answer"]
+    for words in (keys, ["--config", str(recipe)]):
+        files = ["score", str(rows), "--completions", str(outs), "--reward", "exact"]
+        assert main([*files, *words]) == 0
+        assert json.loads(capsys.readouterr().out)["verdict"] == "pass"
+
+
+def test_only_overrides_may_stand_behind_the_options(score, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        score("--reward", "exact", "scorer.timeout_s=5", "--count", "3")
+    line = "streamrl: unrecognized arguments: --count 3 (see streamrl --help)\n"
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.slow
 def test_ctrl_c_ends_in_a_moment_with_what_was_judged_and_leaves_no_process(tmp_path, reward_file):
     path = reward_file("""
         import os, subprocess, time

@@ -57,6 +57,7 @@ async def gone(pids, *, within_s=15.0):
         await asyncio.sleep(0.02)
 
 
+@pytest.mark.slow
 async def test_trouble_is_told_by_its_cause_and_costs_no_other_call_its_answer(pool):
     workers = pool(timeout_s=3.0, memory_bytes=256 << 20)
     await workers.start()
