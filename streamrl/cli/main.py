@@ -8,6 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NoReturn
 
 from streamrl import __version__
@@ -79,15 +80,12 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
     """The arguments; a command's overrides may stand behind its options, which argparse refuses."""
     parsed, rest = parser.parse_known_args(arguments)
     if "overrides" in parsed:
-        parsed.overrides += [word for word in rest if _is_override(word)]
-        rest = [word for word in rest if not _is_override(word)]
+        late = list(takewhile(lambda word: not word.startswith("-"), rest))
+        parsed.overrides += late
+        rest = rest[len(late) :]
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return parsed
-
-
-def _is_override(word: str) -> bool:
-    return "=" in word and not word.startswith("-")
 
 
 def _say(message: str, code: int) -> int:
