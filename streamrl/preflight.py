@@ -69,8 +69,7 @@ def prepare(config: RunConfig) -> Prepared:
     train = _load(config, config.data.train_files, limit)
     evaluation = _load(config, config.data.eval_files, limit)
     for judges in (rewards, *costs):
-        for loaded in (*train.files, *evaluation.files):
-            judges.check(loaded.numbered_alone, place=loaded.file.path)
+        judges.check([*train.prompts, *evaluation.prompts])
     said = [asyncio.run(judges.preflight()) for judges in (rewards, *costs)]
     if config.data.pretrain:
         load_texts(config.data.pretrain)

@@ -83,5 +83,5 @@ def test_a_mix_of_files_is_told_and_a_bad_row_is_named_by_its_own_file(tmp_path)
     drawn = [parse_uid(prompt.uid)[1] for prompt in prepared.prompts.draw(8)]
     assert sum(index >= 100 for index in drawn) == 2
     second.write_text("\n".join([rows[0], '{"prompt": "1+1"}']))
-    with pytest.raises(ConfigError, match=f"{second} row 2 .*ground_truth"):
+    with pytest.raises(ConfigError, match=f"{second} line 2 .*ground_truth"):
         prepare(load_config(toy / "recipe.yaml", [mix]))

@@ -54,6 +54,7 @@ def _prompts(rows: Iterator[Row], wanted: set[int]) -> Mapping[int, Prompt]:
             data_source=row.data_source,
             ground_truth=row.ground_truth,
             extra_info=row.extra_info,
+            place=row.place,
         )
         for row in rows
         if row.index in wanted

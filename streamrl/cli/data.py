@@ -79,13 +79,9 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _limits(arguments: argparse.Namespace, recipe: RunConfig | None, model: str) -> Limits:
     """Those of the command line, else of the recipe, else all but one token of the model's."""
-    data = recipe.data if recipe else DataConfig()
-    # Checks what the command line says in place of the recipe.
-    data = replace(
-        data,
-        on_long_prompt=arguments.on_long_prompt or data.on_long_prompt,
-        max_prompt_tokens=arguments.max_prompt_tokens or data.max_prompt_tokens,
-    )
+    names = ("on_long_prompt", "max_prompt_tokens")
+    said = {name: vars(arguments)[name] for name in names if vars(arguments)[name] is not None}
+    data = replace(recipe.data if recipe else DataConfig(), **said)
     most = data.prompt_limit(
         model_tokens=model_length(model, limit=recipe.model.max_length if recipe else None),
         max_new_tokens=recipe.generator.max_new_tokens if recipe else 1,

@@ -32,7 +32,7 @@ from streamrl.evaluation import EvaluationConfig, EvaluationResult, evaluate
 from streamrl.evaluation.figures import Interval
 from streamrl.messages import Columns, Prompt, Rollout
 from streamrl.preflight import model_length
-from streamrl.rewards import RewardConfig, build_rewards, decode_completions
+from streamrl.rewards import RewardConfig, Surroundings, build_rewards, decode_completions
 from streamrl.rewards.scorer import answer_hashes
 
 
@@ -44,6 +44,7 @@ class Subject:
     rewards: Sequence[RewardConfig]
     max_new_tokens: int
     data: DataConfig
+    around: Surroundings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -116,12 +117,20 @@ def _subject(arguments: argparse.Namespace) -> Subject:
         path, recipe = found.checkpoint.model_dir, recipe or found.run_dir / "config.yaml"
     if recipe is None:
         tokens = min(256, model_length(str(path), limit=None) // 2)
-        subject = Subject(path, [RewardConfig(kind="exact")], tokens, DataConfig())
+        rewards = [RewardConfig(kind="exact")]
+        subject = Subject(path, rewards, tokens, DataConfig(), Surroundings())
     else:
         config = load_config(recipe)
-        subject = Subject(path, config.rewards, config.generator.max_new_tokens, config.data)
+        tokens, around = (
+            config.generator.max_new_tokens,
+            Surroundings(config.scorer, config.sandbox),
+        )
+        subject = Subject(path, config.rewards, tokens, config.data, around)
     if arguments.reward is not None:
-        subject = replace(subject, rewards=[RewardConfig(kind=arguments.reward)])
+        # One reward is not combined with any.
+        around = replace(subject.around, scorer=replace(subject.around.scorer, combine=""))
+        rewards = [RewardConfig(kind=arguments.reward)]
+        subject = replace(subject, rewards=rewards, around=around)
     if arguments.max_new_tokens is not None:
         subject = replace(subject, max_new_tokens=arguments.max_new_tokens)
     return subject
@@ -130,7 +139,7 @@ def _subject(arguments: argparse.Namespace) -> Subject:
 async def _evaluate(
     subject: Subject, files: Sequence[DataFile], config: EvaluationConfig
 ) -> EvaluationResult:
-    rewards = build_rewards(subject.rewards)
+    rewards = build_rewards(subject.rewards, subject.around)
     model = str(subject.model_dir)
     tokenizer = load_tokenizer(model)
     limit = subject.data.prompt_limit(
@@ -139,7 +148,7 @@ async def _evaluate(
     limits = Limits(limit, load_vocab_size(model), subject.data.on_long_prompt)
     loaded = load_prompts(files, tokenizer, limits)
     for file in loaded.files:
-        rewards.check(file.numbered_alone[: config.limit], place=file.file.path)
+        rewards.check(file.prompts[: config.limit])
     for note in await rewards.preflight():
         print(f"streamrl: {note}", file=sys.stderr)
     prompts = {name: found[: config.limit] for name, found in loaded.by_name.items()}

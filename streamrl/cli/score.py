@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):
         rewards = build_rewards(config.rewards, Surroundings(config.scorer, config.sandbox))
         groups = read_groups(_file(arguments, config), arguments.completions)
-        rewards.check([group.prompt for group in groups], place=arguments.rows)
+        rewards.check([group.prompt for group in groups])
     began, lines = time.monotonic(), asyncio.run(_score(rewards, groups, config))
     if not arguments.jsonl:
         sources = {i: group.prompt.data_source for group in groups for i in group.places}
@@ -92,7 +92,9 @@ def _file(arguments: argparse.Namespace, config: RunConfig) -> DataFile:
 def _config(recipe: Path | None, rewards: Sequence[str], overrides: Sequence[str]) -> RunConfig:
     """The recipe's settings, or the defaults, with other rewards where some are named."""
     entries = ", ".join(_entry(reward) for reward in rewards)
-    changes = [*([f"rewards=[{entries}]"] if rewards else []), *overrides]
+    # What combines a recipe's own components knows no others.
+    named = [f"rewards=[{entries}]", "scorer.combine=''"] if rewards else []
+    changes = [*named, *overrides]
     if recipe is not None:
         return load_config(recipe / "config.yaml" if recipe.is_dir() else recipe, changes)
     if not rewards:

@@ -97,6 +97,7 @@ def _prompt(row: Row, token_ids: Sequence[int], first: int) -> Prompt:
         data_source=row.data_source,
         ground_truth=row.ground_truth,
         extra_info=row.extra_info,
+        place=row.place,
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.errors import ConfigError
+from streamrl.user_module import split_reference
 
 MODEL, PLAIN = "model", "plain"
 """Templates that are no file: the model's own, and none."""
@@ -94,8 +95,10 @@ def _absolute_template(value: str) -> str:
 
 
 def _absolute_filter(value: str) -> str:
-    path, colon, function = value.rpartition(":")
-    return f"{absolute(path)}{colon}{function}"
+    if not value:
+        return ""
+    path, function = split_reference(value, setting="filter")
+    return f"{absolute(path)}:{function}"
 
 
 _ABSOLUTE: Mapping[str, Callable[[Any], Any]] = {
@@ -138,5 +141,5 @@ def _check(key: str, name: str, value: Any) -> None:
         raise ConfigError(f"{key}={value!r}: must be text")
     elif name == "name" and ("/" in value or not value.isprintable()):
         raise ConfigError(f"{key}={value!r}: must be one word, without a slash")
-    elif name == "filter" and value and not all(value.rpartition(":")):
-        raise ConfigError(f"{key}={value}: must be written file.py:function")
+    elif name == "filter" and value:
+        split_reference(value, setting=key)

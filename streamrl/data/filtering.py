@@ -9,7 +9,7 @@ import numpy as np
 
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt
-from streamrl.user_module import failure_place, import_file
+from streamrl.user_module import failure_place, import_file, split_reference
 
 Keep = Callable[[Prompt, str], bool]
 """Whether a prompt is kept; the second argument is its place, for errors."""
@@ -23,7 +23,7 @@ def load_filter(setting: str) -> Keep:
     """
     if not setting:
         return _keep_all
-    path, _, name = setting.rpartition(":")
+    path, name = split_reference(setting, setting="filter")
     function = vars(import_file(path, setting="filter")).get(name)
     if not callable(function) or inspect.iscoroutinefunction(function):
         raise ConfigError(f"filter={setting}: {path} has no plain function {name}")

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from msgspec.structs import replace
-
 from streamrl.data.examining import Fate, Limits, examine
 from streamrl.data.files import DataFile
 from streamrl.errors import ConfigError
-from streamrl.messages import Prompt, make_uid, parse_uid
+from streamrl.messages import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,15 +27,6 @@ class LoadedFile:
     first: int
     prompts: list[Prompt]
     fates: Mapping[Fate, int]
-
-    @property
-    def numbered_alone(self) -> list[Prompt]:
-        """The prompts with the uids they would have if there were no other file."""
-        indices = [parse_uid(prompt.uid)[1] - self.first for prompt in self.prompts]
-        return [
-            replace(prompt, uid=make_uid(0, index))
-            for prompt, index in zip(self.prompts, indices, strict=True)
-        ]
 
     @property
     def notes(self) -> list[str]:

@@ -355,7 +355,6 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_cut(
         (["train", "nowhere.yaml"], "nowhere.yaml: No such file"),
         (["train", "--resume", "nowhere"], "no such directory"),
         (["evaluate", "nowhere", "--data", "x.jsonl"], "neither a model directory"),
-        (["evaluate", "nowhere"], "--data"),
         (["scale"], "RUN"),
         (["scale", "nowhere"], "say what is wanted"),
         (["scale", "nowhere", "--generators", "2"], "nowhere: no run: no such directory"),

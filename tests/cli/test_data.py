@@ -109,6 +109,7 @@ def test_columns_of_other_names_are_given_by_argument(toy, tmp_path, check) -> N
         (["{toy}/rows.jsonl", "--model", "{toy}"], "holds no .safetensors"),
         (["--config", "{toy}/recipe.yaml", "--split", "x"], "--split=x: .* none is named"),
         (["{toy}/rows.jsonl", "--model", "{toy}/model", "--on-long-prompt", "cut"], "skip"),
+        (["{toy}/rows.jsonl", "--model", "{toy}/model", "--max-prompt-tokens", "0"], "1 or more"),
     ],
 )
 def test_what_cannot_be_checked_is_said_in_one_line(toy, check, words, said) -> None:

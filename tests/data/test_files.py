@@ -46,7 +46,7 @@ def test_a_file_may_say_what_others_do_not():
         ({"path": "a", "weight": True}, "data.train.weight=True: must be a number above 0"),
         (["a", {"path": "b", "weight": 1}], "data.train[0].weight: missing; give all files"),
         ({"path": "a", "name": "x/y"}, "data.train.name='x/y': must be one word"),
-        ({"path": "a", "filter": "keep.py"}, "data.train.filter=keep.py: must be written file.py:"),
+        ({"path": "a", "filter": "keep.py"}, "data.train.filter=keep.py: must be written as file"),
     ],
 )
 def test_an_impossible_entry_is_refused_with_its_place(train, words):
@@ -109,7 +109,7 @@ def test_prompts_of_several_files_have_indices_of_their_own(tokenizer, write_row
         ("0:2:0", "b"),
         ("0:3:0", "c"),
     ]
-    assert [prompt.uid for prompt in found.files[1].numbered_alone] == ["0:0:0", "0:1:0"]
+    assert [prompt.place for prompt in found.files[1].prompts] == [f"{b} line 1", f"{b} line 2"]
     assert [len(prompts) for prompts in found.by_name.values()] == [1, 2]
 
 

@@ -1,6 +1,7 @@
 """Which isolation this machine gives: chosen by trying to break out of it."""
 
 import asyncio
+import importlib
 import json
 import shutil
 import socket
@@ -129,7 +130,7 @@ def _unequipped() -> str | None:
     if find_bubblewrap() is None:
         return "bwrap is not on PATH: apt install bubblewrap,"
     try:
-        build_filter()
+        importlib.import_module("pyseccomp")
     except (ImportError, RuntimeError) as error:
         return f"no filter of system calls ({error}): apt install libseccomp2,"
     return None

@@ -48,7 +48,7 @@ _NEW_CALLS = range(450, 600)
 
 def build_filter() -> bytes:
     """The filter in the form that bubblewrap takes. Raises RuntimeError without libseccomp."""
-    import pyseccomp as seccomp  # fails to import where libseccomp is missing
+    import pyseccomp as seccomp  # here, for it looks for libseccomp when it is imported
 
     denied = seccomp.ERRNO(errno.EPERM)
     missing = seccomp.ERRNO(errno.ENOSYS)

@@ -8,8 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
@@ -159,6 +161,24 @@ print("done")
 
 
 @here
+async def test_all_tests_together_have_a_limit_of_their_own(sandbox: Sandbox) -> None:
+    slow = Program("python", "import time; time.sleep(0.4)", [StdinTest("", "")] * 9)
+    limited = await Sandbox.start(replace(QUICK, total_s=1.0), jails=1)
+    outcome = await limited.run(slow)
+    await limited.close()
+    assert outcome.verdict is Verdict.TIMEOUT
+    assert 2 <= len(outcome.results) <= 4
+    assert outcome.results[0].verdict is Verdict.PASS
+    assert (await sandbox.run(slow)).verdict is Verdict.PASS
+
+
+@here
+async def test_texts_of_other_libraries_are_texts(sandbox: Sandbox) -> None:
+    source, given, wanted = map(np.str_, (ADD, "1 2", "3"))
+    assert await verdict(sandbox, source, StdinTest(given, wanted)) is Verdict.PASS
+
+
+@here
 async def test_python_programs_have_what_they_are_used_to(sandbox: Sandbox) -> None:
     source = """
 import asyncio, collections, dataclasses, heapq, itertools, math, multiprocessing, numbers, re
@@ -195,6 +215,7 @@ async def test_other_languages_come_from_a_table(sandbox: Sandbox, language: str
     outcome = await sandbox.run(Program(language, broken, tests))
     compiled = bool(LANGUAGES[language].compile)
     assert outcome.verdict is (Verdict.COMPILE_ERROR if compiled else Verdict.RUNTIME_ERROR)
+    assert outcome.detail and "\n" not in outcome.detail
 
 
 @here
@@ -332,6 +353,11 @@ async def test_a_language_whose_tool_is_missing_is_refused_by_name() -> None:
     languages = {"cobol": Language("x.cob", run=("{dir}/x",), compile=("cobc", "{dir}/x.cob"))}
     with pytest.raises(ConfigError, match="cobol needs cobc"):
         await Sandbox.start(QUICK, jails=1, languages=languages)
+
+
+async def test_there_must_be_a_jail() -> None:
+    with pytest.raises(ConfigError, match=r"sandbox.jails=0: must be 1 or more"):
+        await Sandbox.start(QUICK, jails=0)
 
 
 def test_limits_are_above_zero() -> None:
