@@ -291,10 +291,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises ConfigError: one line with the key, the value and the rule, or the nearest right key.
     """
-    settings = _read_yaml(path)
+    return configure(_read_yaml(path), overrides, place=str(path))
+
+
+def configure(settings: DictConfig, overrides: Sequence[str] = (), *, place: str) -> RunConfig:
+    """The same of settings that are read already; `place` is where they come from."""
     for override in overrides:
         _apply_override(settings, override)
-    config = resolve(settings, place=str(path))
+    config = resolve(settings, place=place)
     _make_paths_absolute(config)
     return config
 

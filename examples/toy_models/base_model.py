@@ -11,8 +11,6 @@ from examples.toy_models.lessons import Lessons, Recipe, prompt_text, report, tr
 from examples.toy_models.rows import Row, write_rows
 from examples.toy_models.small_qwen2 import make_tokenizer, make_untrained, save
 
-NUM_MEASURED = 256
-
 
 def make_base_model(
     folder: Path, rows: dict[str, list[Row]], lessons: Lessons, recipe: Recipe, *, seed: int
@@ -30,7 +28,7 @@ def make_base_model(
     report(train(model, tokenizer, rows["train"], lessons.write, recipe, seed=seed), task=task)
     save(model, tokenizer, folder / "base_model")
     pass_rates = {
-        name: pass_rate(model, tokenizer, part[:NUM_MEASURED], lessons)
+        name: pass_rate(model, tokenizer, part[: recipe.num_measured], lessons)
         for name, part in rows.items()
     }
     print(f"{task}: pass@1 of the base model: {pass_rates}")

@@ -31,6 +31,8 @@ class Recipe:
     """Highest learning rate of the clean steps, which follow a one-cycle schedule."""
     slip_lr: float = 5e-4
     """Highest learning rate of the slip steps, likewise."""
+    num_measured: int = 256
+    """Problems of each split on which the pass rate is measured at the end."""
 
 
 Write = Callable[[Row, random.Random, float], str]

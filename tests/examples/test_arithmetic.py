@@ -78,7 +78,7 @@ def test_a_build_is_whole_and_is_not_made_twice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "build"
-    recipe = Recipe(num_clean_steps=2, num_slip_steps=2, rows_per_step=4)
+    recipe = Recipe(num_clean_steps=2, num_slip_steps=2, rows_per_step=4, num_measured=4)
     build = Build("arithmetic", out, format=2, fill=partial(make.fill, recipe=recipe))
     build.make(out, seed=0)
     assert [path.name for path in tmp_path.iterdir()] == ["build"], "nothing half-made is left"

@@ -95,7 +95,7 @@ def test_only_a_program_that_was_taught_counts_while_the_base_model_is_made() ->
 
 
 def test_a_build_is_whole_and_its_rows_load(tmp_path: Path) -> None:
-    recipe = Recipe(num_clean_steps=2, num_slip_steps=2, rows_per_step=4)
+    recipe = Recipe(num_clean_steps=2, num_slip_steps=2, rows_per_step=4, num_measured=4)
     out = tmp_path / "build"
     Build("code", out, format=1, fill=partial(make.fill, recipe=recipe)).make(out, seed=0)
     for name, part in make_rows(seed=0).items():

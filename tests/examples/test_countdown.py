@@ -111,7 +111,7 @@ def test_anything_else_is_wrong_and_nothing_raises(answer: str) -> None:
 
 
 def test_a_build_is_whole_and_its_rows_load(tmp_path: Path) -> None:
-    recipe = Recipe(num_clean_steps=2, num_slip_steps=2, rows_per_step=4)
+    recipe = Recipe(num_clean_steps=2, num_slip_steps=2, rows_per_step=4, num_measured=4)
     out = tmp_path / "build"
     Build("countdown", out, format=1, fill=partial(make.fill, recipe=recipe)).make(out, seed=0)
     for name, part in make_rows(seed=0).items():
