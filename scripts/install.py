@@ -137,10 +137,11 @@ def bring_bubblewrap(folder: Path) -> str:
             _unpack(_download("bubblewrap", scratch), scratch / "unpacked")
             found = scratch / "unpacked" / "usr" / "bin" / "bwrap"
             _apt([found, "--version"], scratch)
-        except (OSError, subprocess.SubprocessError) as error:
-            return f"{failed}: {str(error).splitlines()[0][:200]}"
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return f"{failed}: {error}"
         folder.mkdir(exist_ok=True)
-        shutil.copy(found, folder / "bwrap")
+        shutil.copy(found, folder / "new")
+        os.replace(folder / "new", folder / "bwrap")  # one that runs stays whole
     return f"bubblewrap is in {folder.relative_to(folder.parent.parent)}"
 
 
@@ -151,7 +152,7 @@ def _download(package: str, scratch: Path) -> Path:
     own = ["-qq", "-o", f"Dir::Cache={scratch}", "-o", "APT::Sandbox::User="]
     try:
         _apt(["apt-get", *own, "download", package], scratch)
-    except subprocess.CalledProcessError:
+    except OSError:
         own += ["-o", f"Dir::State::lists={scratch}/lists", "-o", "Debug::NoLocking=1"]
         _apt(["apt-get", *own, "update"], scratch)
         _apt(["apt-get", *own, "download", package], scratch)
@@ -163,7 +164,12 @@ def _unpack(package: Path, folder: Path) -> None:
 
 
 def _apt(command: list[str | Path], folder: Path) -> None:
-    subprocess.run(command, cwd=folder, check=True, capture_output=True, timeout=APT_TIMEOUT_S)
+    """Run one of the commands that bring bubblewrap. Raises OSError, or TimeoutExpired."""
+    quiet: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, cwd=folder, check=False, timeout=APT_TIMEOUT_S, **quiet)
+    if done.returncode != 0:
+        last_line = (done.stdout.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise OSError(f"{command[0]}: {last_line}")
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from streamrl.buffer.config import QueueConfig
 from streamrl.checkpoint import CheckpointConfig
 from streamrl.control import PipelineConfig
 from streamrl.data import DataConfig
+from streamrl.data.files import absolute
 from streamrl.dataflow import CRITIC, CRITICS, POLICY, Dataflow, dataflow_for
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.moving_reference import ReferenceConfig
@@ -128,7 +129,7 @@ class RunConfig:
         if not self.model.path:
             raise ConfigError("model.path: missing; it names a Hugging Face model directory")
         if not self.data.train:
-            raise ConfigError("data.train: missing; it names a parquet or JSONL file of prompts")
+            raise ConfigError("data.train: missing; it names a file of prompts")
         if not self.rewards:
             raise ConfigError("rewards: empty; a run needs at least one, e.g. [{kind: exact}]")
         longest, buffer = self.generator.max_new_tokens, self.algorithm.overlong_buffer
@@ -290,10 +291,14 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises ConfigError: one line with the key, the value and the rule, or the nearest right key.
     """
-    settings = _read_yaml(path)
+    return configure(_read_yaml(path), overrides, place=str(path))
+
+
+def configure(settings: DictConfig, overrides: Sequence[str] = (), *, place: str) -> RunConfig:
+    """The same of settings that are read already; `place` is where they come from."""
     for override in overrides:
         _apply_override(settings, override)
-    config = resolve(settings, place=str(path))
+    config = resolve(settings, place=place)
     _make_paths_absolute(config)
     return config
 
@@ -382,8 +387,7 @@ def _make_paths_absolute(config: RunConfig) -> None:
     if config.critic.path:
         config.critic.path = str(Path(config.critic.path).absolute())
     for key in ("train", "eval", "pretrain"):
-        if vars(config.data)[key]:
-            setattr(config.data, key, str(Path(vars(config.data)[key]).absolute()))
+        setattr(config.data, key, absolute(vars(config.data)[key]))
     owners = [*config.rewards, *config.costs]
     for options in (*(owner.options for owner in owners), config.filter.options):
         if path := options.get("path"):

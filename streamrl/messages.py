@@ -51,6 +51,7 @@ SCHEMA: Mapping[str, ColumnSpec] = {
     "lengths": ColumnSpec("int32", Per.ROLLOUT, "tokens of each rollout, prompt included"),
     "finish_reason": ColumnSpec("int8", Per.ROLLOUT, "code of FinishReason"),
     "scores": ColumnSpec("float32", Per.ROLLOUT, "the combined reward of a rollout"),
+    "answers": ColumnSpec("int64", Per.ROLLOUT, "equal for equal answers; 0 where there is none"),
     "costs": ColumnSpec("float32", Per.ROLLOUT, "the combined cost of a rollout"),
     "greedy_ids": ColumnSpec("int32", Per.GROUP, "the prompt's likeliest completion, as it came"),
     "baseline_scores": ColumnSpec("float32", Per.ROLLOUT, "the combined reward of greedy_ids"),
@@ -96,7 +97,8 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
     """One prompt as admitted: what the generator reads and what a reward may ask for.
 
     `uid` is unique in a run and says where the prompt comes from: epoch, row, attempt.
-    `token_ids` is int32 [P], the rendered chat; the rest is carried from the data row.
+    `token_ids` is int32 [P], the rendered chat; the rest is carried from the data row, which stands
+    at `place`, a file and a number in it.
     """
 
     uid: str
@@ -105,6 +107,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
     data_source: str = ""
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = msgspec.field(default_factory=dict)
+    place: str = ""
 
     def __post_init__(self) -> None:
         tokens = self.token_ids
@@ -117,8 +120,13 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
     def __reduce__(self) -> tuple[Any, ...]:
         # An array's own way to be pickled takes ten times as long as all the rest of a prompt.
         tokens = self.token_ids.tobytes()
-        rest = (self.messages, self.data_source, self.ground_truth, self.extra_info)
+        rest = (self.messages, self.data_source, self.ground_truth, self.extra_info, self.place)
         return _prompt, (self.uid, tokens, *rest)
+
+
+def describe_prompt(prompt: Prompt) -> str:
+    """A prompt in an error: where its row stands, and its uid."""
+    return f"{prompt.place} (uid {prompt.uid})" if prompt.place else f"uid {prompt.uid}"
 
 
 def _prompt(uid: str, tokens: bytes, *rest: Any) -> Prompt:

@@ -3,8 +3,10 @@
 What passes here is loaded already: the prompts, rendered and measured, and the dataflow.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +14,8 @@ import numpy as np
 from streamrl.buffer.admission import check_bytes
 from streamrl.config import RunConfig
 from streamrl.data import (
+    DataFile,
+    Limits,
     LoadedPrompts,
     PromptStream,
     load_prompts,
@@ -38,13 +42,14 @@ PROCESS_GIB = 0.4
 class Prepared:
     """A run that may start. `max_length`: most tokens of prompt and completion together.
 
+    `eval_prompts`: those of each file, by its name.
     `components`: the columns that scores, and costs, are combined from.
     `model_bytes`: size of the model's weights as stored.
     """
 
     dataflow: Dataflow
     prompts: PromptStream
-    eval_prompts: Sequence[Prompt]
+    eval_prompts: Mapping[str, Sequence[Prompt]]
     components: tuple[str, ...]
     max_length: int
     model_bytes: int
@@ -61,15 +66,14 @@ def prepare(config: RunConfig) -> Prepared:
     limit = config.data.prompt_limit(
         model_tokens=model_tokens, max_new_tokens=config.generator.max_new_tokens
     )
-    train = _load(config, config.data.train, limit)
-    evaluation = _load(config, config.data.eval, limit) if config.data.eval else None
-    eval_prompts = evaluation.prompts if evaluation else []
+    train = _load(config, config.data.train_files, limit)
+    evaluation = _load(config, config.data.eval_files, limit)
     for judges in (rewards, *costs):
-        judges.check(train.prompts, place=config.data.train)
-        judges.check(eval_prompts, place=config.data.eval)
+        judges.check([*train.prompts, *evaluation.prompts])
+    said = [asyncio.run(judges.preflight()) for judges in (rewards, *costs)]
     if config.data.pretrain:
         load_texts(config.data.pretrain)
-    longest = max(len(prompt.token_ids) for prompt in [*train.prompts, *eval_prompts])
+    longest = max(len(prompt.token_ids) for prompt in [*train.prompts, *evaluation.prompts])
     max_length = longest + config.generator.max_new_tokens
     _check_micro_batch(config, max_length)
     dataflow = config.dataflow
@@ -80,12 +84,14 @@ def prepare(config: RunConfig) -> Prepared:
         check_targets(config.model_of(role), config.trainer_of(role), section=section)
     return Prepared(
         dataflow=dataflow,
-        prompts=PromptStream(train.prompts, seed=config.run.seed, shuffle=config.data.shuffle),
-        eval_prompts=eval_prompts,
+        prompts=PromptStream(
+            train.prompts, seed=config.run.seed, shuffle=config.data.shuffle, mix=train.mix
+        ),
+        eval_prompts=evaluation.by_name,
         components=tuple(name for judges in (rewards, *costs) for name in judges.columns),
         max_length=max_length,
         model_bytes=sum(p.stat().st_size for p in Path(config.model.path).glob("*.safetensors")),
-        notes=_notes(config, train),
+        notes=(*chain.from_iterable(said), *_notes(config, train, evaluation)),
     )
 
 
@@ -189,14 +195,9 @@ def shard_bytes(config: RunConfig, prepared: Prepared, *, node_stores: Sequence[
     return share
 
 
-def _load(config: RunConfig, path: str, limit: int) -> LoadedPrompts:
-    return load_prompts(
-        path,
-        load_tokenizer(config.model.path),
-        config=config.data,
-        max_prompt_tokens=limit,
-        vocab_size=load_vocab_size(config.model.path),
-    )
+def _load(config: RunConfig, files: Sequence[DataFile], limit: int) -> LoadedPrompts:
+    limits = Limits(limit, load_vocab_size(config.model.path), config.data.on_long_prompt)
+    return load_prompts(files, load_tokenizer(config.model.path), limits)
 
 
 def _check_micro_batch(config: RunConfig, max_length: int) -> None:
@@ -208,19 +209,17 @@ def _check_micro_batch(config: RunConfig, max_length: int) -> None:
         )
 
 
-def _notes(config: RunConfig, train: LoadedPrompts) -> tuple[str, ...]:
+def _notes(config: RunConfig, train: LoadedPrompts, evaluation: LoadedPrompts) -> tuple[str, ...]:
     """What the user should know before the run starts."""
-    notes = []
-    if train.num_skipped:
-        notes.append(f"{config.data.train}: {train.num_skipped} prompts skipped, too long")
-    if train.num_truncated:
-        notes.append(f"{config.data.train}: {train.num_truncated} prompts truncated")
+    notes = [note for loaded in (*train.files, *evaluation.files) for note in loaded.notes]
     if config.critic.warmup_alone >= config.run.steps:
         notes.append(
             f"critic.warmup_alone={config.critic.warmup_alone}: the policy is trained in none of"
             f" run.steps={config.run.steps}"
         )
     groups = config.run.steps * config.pipeline.groups_per_step
-    epochs = groups / len(train.prompts)
-    notes.append(f"{len(train.prompts)} prompts; {groups} groups are {epochs:.2f} epochs")
+    for loaded, (size, share) in zip(train.files, train.mix, strict=True):
+        of = f"{loaded.file.path}, {share:.0%} of the stream: " if len(train.files) > 1 else ""
+        count = round(groups * share)
+        notes.append(f"{of}{size} prompts; {count} groups are {count / size:.2f} epochs")
     return tuple(notes)

@@ -4,9 +4,14 @@ import re
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from streamrl.algorithms import ALGORITHMS
 from streamrl.cli.algorithms import markdown
+from streamrl.cli.rewards import markdown as rewards_markdown
+from streamrl.cli.rewards import own_kinds
+from streamrl.config import configure
+from streamrl.rewards import Surroundings, Verdict, build_rewards
 from streamrl.telemetry.contract import contract_table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -19,6 +24,29 @@ def test_the_metrics_page_is_the_contract() -> None:
 
 def test_the_algorithms_page_has_the_table() -> None:
     assert markdown(ALGORITHMS.values()) in (ROOT / "docs" / "algorithms.md").read_text()
+
+
+def test_the_rewards_page_has_the_tables_of_kinds_and_verdicts() -> None:
+    page = (ROOT / "docs" / "rewards.md").read_text()
+    assert rewards_markdown(own_kinds()) in page, "streamrl rewards --markdown prints it"
+    told = page.split("## Verdicts")[1]
+    assert re.findall(r"^\| `(\w+)`", told, flags=re.MULTILINE) == [one.value for one in Verdict]
+
+
+def test_the_examples_of_your_own_reward_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (ROOT / "docs" / "own_reward.md").read_text()
+    for code in re.findall(r"^```python\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE):
+        named = re.match(r"# (\w+\.py)\n", code)
+        (tmp_path / (named[1] if named else "mine.py")).write_text(code)
+    monkeypatch.chdir(tmp_path)
+    entries = re.findall(r"^```yaml\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    assert len(entries) == 3
+    for entry in entries:
+        settings = OmegaConf.create("model: {path: m}\ndata: {train: d}\n" + entry)
+        config = configure(settings, place="own_reward.md")
+        build_rewards(config.rewards, Surroundings(config.scorer))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -6,7 +6,7 @@ import pytest
 from streamrl.buffer.blob import encode
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
-from streamrl.messages import FinishReason, Rollout, group_columns
+from streamrl.messages import FinishReason, Rollout, group_columns, parse_uid
 from streamrl.preflight import Prepared, largest_group_bytes, prepare, shard_bytes
 from tests.toy import write_toy
 
@@ -67,3 +67,21 @@ def test_a_policy_that_is_never_trained_is_noted(run: tuple[RunConfig, Prepared]
     config = load_config(write_toy(tmp_path) / "recipe.yaml", overrides)
     assert "critic.warmup_alone=3: the policy is trained in none of" in prepare(config).notes[0]
     assert not any("warmup_alone" in note for note in run[1].notes)
+
+
+def test_a_mix_of_files_is_told_and_a_bad_row_is_named_by_its_own_file(tmp_path) -> None:
+    toy = write_toy(tmp_path)
+    rows = (toy / "rows.jsonl").read_text().splitlines()
+    second = toy / "second.jsonl"
+    second.write_text("\n".join(rows[:10]))
+    mix = f"data.train=[{{path: {toy}/rows.jsonl, weight: 3}}, {{path: {second}, weight: 1}}]"
+    prepared = prepare(load_config(toy / "recipe.yaml", [mix]))
+    assert prepared.notes[-2:] == (
+        f"{toy}/rows.jsonl, 75% of the stream: 100 prompts; 9 groups are 0.09 epochs",
+        f"{second}, 25% of the stream: 10 prompts; 3 groups are 0.30 epochs",
+    )
+    drawn = [parse_uid(prompt.uid)[1] for prompt in prepared.prompts.draw(8)]
+    assert sum(index >= 100 for index in drawn) == 2
+    second.write_text("\n".join([rows[0], '{"prompt": "1+1"}']))
+    with pytest.raises(ConfigError, match=f"{second} line 2 .*ground_truth"):
+        prepare(load_config(toy / "recipe.yaml", [mix]))

@@ -53,7 +53,7 @@ class Start:
     """Where the run starts: prompts, and the state of the checkpoint it goes on from, if any."""
 
     prompts: PromptStream
-    eval_prompts: Sequence[Prompt]
+    eval_prompts: Mapping[str, Sequence[Prompt]]
     state: Mapping[str, Any] | None
     checkpoint: str = ""
     publisher_node: str = ""
@@ -292,11 +292,7 @@ class CoordinatorActor:
         if result.num_unscored:
             fields = {"version": version, "prompts": result.num_unscored}
             self._feed.post(EventReport("unscored", {**fields, "reason": result.problem}))
-        return {
-            "eval/pass_at_1": result.pass_at_1,
-            "eval/pass_at_k": result.pass_at_k,
-            "eval/mean_at_k": result.mean_at_k,
-        }
+        return result.metrics()
 
     async def _evaluate_base(self) -> None:
         """What the run starts from is reported as step 0."""

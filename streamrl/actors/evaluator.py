@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from streamrl.actors.calls import call
@@ -29,8 +29,8 @@ class Evaluator:
         self._generators = InTurn(generators)
         self._scorers = InTurn(scorers)
 
-    async def run(self, prompts: Sequence[Prompt], version: int) -> EvaluationResult:
-        """How good `version` is on the prompts."""
+    async def run(self, prompts: Mapping[str, Sequence[Prompt]], version: int) -> EvaluationResult:
+        """How good `version` is on the prompts of each file."""
 
         async def generate(prompt: Prompt, seeds: Sequence[int]) -> list[Rollout]:
             arguments = (prompt, seeds, self._config.temperature, version)

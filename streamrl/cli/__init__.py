@@ -1,1 +1,1 @@
-"""The command line: train, evaluate, report, doctor."""
+"""The command line: train, scale, evaluate, score, rewards, data, algorithms, report, doctor."""

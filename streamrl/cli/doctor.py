@@ -16,7 +16,10 @@ LEAST_MEMORY_GIB = 6
 
 @dataclass(frozen=True)
 class Machine:
-    """What was found. Sizes in GiB; a package that is not installed has an empty version."""
+    """What was found. Sizes in GiB; a package that is not installed has an empty version.
+
+    sandbox: why generated code cannot be run in isolation here; empty where it can.
+    """
 
     python: str
     cores: int
@@ -25,6 +28,7 @@ class Machine:
     gpus: list[str]
     packages: dict[str, str]
     vllm: str
+    sandbox: str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -55,6 +59,7 @@ def look() -> Machine:
         gpus=_gpus(),
         packages=packages,
         vllm=" and ".join(flavours),
+        sandbox=_sandbox(),
     )
 
 
@@ -66,6 +71,14 @@ def _gpus() -> list[str]:
         return []
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [torch.cuda.get_device_name(i) for i in range(count)]
+
+
+def _sandbox() -> str:
+    try:
+        from streamrl.rewards.sandbox import why_unavailable
+    except ImportError as error:
+        return f"not tried: {error}"
+    return why_unavailable() or ""
 
 
 def _version(package: str) -> str:
@@ -104,6 +117,7 @@ def describe(machine: Machine, problems: list[str]) -> list[str]:
         f"GPUs        {', '.join(machine.gpus) or 'none'}",
         f"vLLM        {machine.vllm or 'missing'}",
         f"packages    {packages}",
+        f"code        {machine.sandbox or 'generated code runs in isolation'}",
     ]
     lines += [f"problem     {problem}" for problem in problems]
     return [*lines, f"would run   {_what_runs(machine, problems)}"]

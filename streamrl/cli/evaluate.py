@@ -1,26 +1,39 @@
-"""`streamrl evaluate`: sample a model on a file of prompts, score, and say how good it is."""
+"""`streamrl evaluate`: sample a model on files of prompts, score, and say how good it is."""
 
 import argparse
 import asyncio
 import json
 import logging
 import os
+import sys
 import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from streamrl.checkpoint import find_resume_point
+from streamrl.cli.data import add_file_arguments, named_files
 from streamrl.config import load_config
-from streamrl.data import DataConfig, load_prompts, load_tokenizer, load_vocab_size
+from streamrl.data import (
+    DataConfig,
+    DataFile,
+    Limits,
+    load_prompts,
+    load_tokenizer,
+    load_vocab_size,
+)
+from streamrl.data.files import check_evaluated
 from streamrl.engines.generation import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig, generation_env
 from streamrl.errors import ConfigError
 from streamrl.evaluation import EvaluationConfig, EvaluationResult, evaluate
+from streamrl.evaluation.figures import Interval
 from streamrl.messages import Columns, Prompt, Rollout
 from streamrl.preflight import model_length
-from streamrl.rewards import RewardConfig, build_rewards, decode_completions
+from streamrl.rewards import RewardConfig, Surroundings, build_rewards, decode_completions
+from streamrl.rewards.scorer import answer_hashes
 
 
 @dataclass(frozen=True)
@@ -31,13 +44,21 @@ class Subject:
     rewards: Sequence[RewardConfig]
     max_new_tokens: int
     data: DataConfig
+    around: Surroundings
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `streamrl evaluate`."""
     defaults = EvaluationConfig()
     parser.add_argument("model", type=Path, help="model directory, checkpoint or run directory")
-    parser.add_argument("--data", required=True, help="parquet or JSONL file of prompts")
+    parser.add_argument(
+        "--data",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="file of prompts; may be given several times (the run's or recipe's data.eval)",
+    )
+    add_file_arguments(parser)
     parser.add_argument(
         "--samples", type=int, default=defaults.samples, help="completions per prompt, k"
     )
@@ -71,8 +92,14 @@ def run(arguments: argparse.Namespace) -> int:
         pass_score=arguments.pass_score,
     )
     subject = _subject(arguments)
+    named = named_files(arguments, arguments.data, subject.data)
+    # There is no place for a name of theirs, and two folders may both have a test.parquet.
+    files = tuple(replace(file, name=file.path) for file in named) or subject.data.eval_files
+    if not files:
+        raise ConfigError("evaluate: --data names a file of prompts, or a recipe's data.eval does")
+    check_evaluated(files, key="--data")
     started = time.monotonic()
-    result = asyncio.run(_evaluate(subject, arguments.data, config))
+    result = asyncio.run(_evaluate(subject, files, config))
     _print(result, subject, time.monotonic() - started, as_json=arguments.json)
     return 0
 
@@ -90,45 +117,56 @@ def _subject(arguments: argparse.Namespace) -> Subject:
         path, recipe = found.checkpoint.model_dir, recipe or found.run_dir / "config.yaml"
     if recipe is None:
         tokens = min(256, model_length(str(path), limit=None) // 2)
-        subject = Subject(path, [RewardConfig(kind="exact")], tokens, DataConfig())
+        rewards = [RewardConfig(kind="exact")]
+        subject = Subject(path, rewards, tokens, DataConfig(), Surroundings())
     else:
         config = load_config(recipe)
-        subject = Subject(path, config.rewards, config.generator.max_new_tokens, config.data)
+        tokens, around = (
+            config.generator.max_new_tokens,
+            Surroundings(config.scorer, config.sandbox),
+        )
+        subject = Subject(path, config.rewards, tokens, config.data, around)
     if arguments.reward is not None:
-        subject = replace(subject, rewards=[RewardConfig(kind=arguments.reward)])
+        # One reward is not combined with any.
+        around = replace(subject.around, scorer=replace(subject.around.scorer, combine=""))
+        rewards = [RewardConfig(kind=arguments.reward)]
+        subject = replace(subject, rewards=rewards, around=around)
     if arguments.max_new_tokens is not None:
         subject = replace(subject, max_new_tokens=arguments.max_new_tokens)
     return subject
 
 
-async def _evaluate(subject: Subject, file: str, config: EvaluationConfig) -> EvaluationResult:
-    rewards = build_rewards(subject.rewards)
+async def _evaluate(
+    subject: Subject, files: Sequence[DataFile], config: EvaluationConfig
+) -> EvaluationResult:
+    rewards = build_rewards(subject.rewards, subject.around)
     model = str(subject.model_dir)
     tokenizer = load_tokenizer(model)
     limit = subject.data.prompt_limit(
         model_tokens=model_length(model, limit=None), max_new_tokens=subject.max_new_tokens
     )
-    loaded = load_prompts(
-        file,
-        tokenizer,
-        config=subject.data,
-        max_prompt_tokens=limit,
-        vocab_size=load_vocab_size(model),
-    )
-    prompts = loaded.prompts[: config.limit]
-    rewards.check(prompts, place=file)
-    longest = max(len(prompt.token_ids) for prompt in prompts)
+    limits = Limits(limit, load_vocab_size(model), subject.data.on_long_prompt)
+    loaded = load_prompts(files, tokenizer, limits)
+    for file in loaded.files:
+        rewards.check(file.prompts[: config.limit])
+    for note in await rewards.preflight():
+        print(f"streamrl: {note}", file=sys.stderr)
+    prompts = {name: found[: config.limit] for name, found in loaded.by_name.items()}
+    longest = max(len(prompt.token_ids) for found in prompts.values() for prompt in found)
     engine = await _engine(subject, config.seed, longest + subject.max_new_tokens)
 
     async def generate(prompt: Prompt, seeds: Sequence[int]) -> list[Rollout]:
         return await engine.generate(prompt.token_ids, seeds=seeds, temperature=config.temperature)
 
     async def score(prompt: Prompt, rollouts: list[Rollout]) -> Columns:
-        return await rewards.score(prompt, decode_completions(tokenizer, rollouts))
+        judgement = await rewards.judge(prompt, decode_completions(tokenizer, rollouts))
+        return {**rewards.columns_of(judgement), "answers": answer_hashes(judgement)}
 
     try:
+        await rewards.start()
         return await evaluate(prompts, generate=generate, score=score, config=config)
     finally:
+        await rewards.close()
         await engine.close()
 
 
@@ -156,22 +194,40 @@ def _print(result: EvaluationResult, subject: Subject, seconds: float, *, as_jso
     model, rewards = subject.model_dir, [reward.kind for reward in subject.rewards]
     if as_json:
         facts = {"model": str(model), "rewards": rewards, "seconds": seconds}
-        print(json.dumps({**facts, "unscored": result.num_unscored, **_numbers(result)}))
+        facts |= {"unscored": result.num_unscored, **_as_dict(result)}
+        facts |= {"by_source": {name: _as_dict(one) for name, one in result.by_source.items()}}
+        facts |= {"by_file": {name: _as_dict(one) for name, one in result.by_file.items()}}
+        print(json.dumps(facts))
         return
     print(f"{model}: {result.num_prompts} prompts x {result.samples} samples in {seconds:.1f} s")
     print(f"  scored by {', '.join(rewards)}; at most {subject.max_new_tokens} new tokens")
+    intervals = _intervals(result)
     for name, value in _numbers(result).items():
-        print(f"  {name:<12} {value:.4f}")
+        ends = intervals.get(name)
+        sure = f"  (95 %: {ends[0]:.4f} to {ends[1]:.4f})" if ends else ""
+        print(f"  {name:<12} {value:.4f}{sure}")
     if result.num_unscored:
         print(f"  {result.num_unscored} prompts more have no score: {result.problem}")
-    if len(result.by_source) > 1:
-        for source, part in result.by_source.items():
-            print(f"  {source}: pass@1 {part.pass_at_1:.4f} over {part.num_prompts} prompts")
+    for kind, parts in (("source", result.by_source), ("file", result.by_file)):
+        for name, part in parts.items() if len(parts) > 1 else ():
+            figures = ", ".join(f"{key} {value:.4f}" for key, value in _numbers(part).items())
+            print(f"  {kind} {name or '(none)'}: {figures} over {part.num_prompts} prompts")
+
+
+def _as_dict(result: EvaluationResult) -> dict[str, Any]:
+    intervals = {f"{name}_interval": ends for name, ends in _intervals(result).items()}
+    return {"prompts": result.num_prompts, **_numbers(result), **intervals}
 
 
 def _numbers(result: EvaluationResult) -> dict[str, float]:
-    return {
-        "pass@1": result.pass_at_1,
-        f"pass@{result.samples}": result.pass_at_k,
-        f"mean@{result.samples}": result.mean_at_k,
-    }
+    found = {f"pass@{k}": chance for k, chance in result.pass_at.items()}
+    found[f"mean@{result.samples}"] = result.mean_at_k
+    if result.maj_at_k is not None:
+        found[f"maj@{result.samples}"] = result.maj_at_k
+    return found
+
+
+def _intervals(result: EvaluationResult) -> dict[str, Interval | None]:
+    """The 95 % intervals of some of the numbers."""
+    intervals = (result.pass_at_1_interval, result.mean_at_k_interval)
+    return dict(zip(("pass@1", f"mean@{result.samples}"), intervals, strict=True))

@@ -8,6 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import NoReturn
 
 from streamrl import __version__
@@ -17,7 +18,10 @@ FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 COMMANDS = {
     "train": "train a model from a config, or go on with a run",
     "scale": "let replicas join or leave a run that is under way",
-    "evaluate": "pass@1 and mean@k of a model or checkpoint on a file of prompts",
+    "evaluate": "pass@k, mean@k and maj@k of a model or checkpoint on files of prompts",
+    "score": "judge completions that are there already, as a run would",
+    "rewards": "every kind of reward: what it is and its options",
+    "data": "what files of prompts hold, and which rows a run could not use",
     "algorithms": "every algorithm: what it reads, its functions, its defaults, its paper",
     "report": "where every prompt of a run is, and the history of one",
     "doctor": "what this machine has and what would run on it",
@@ -58,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     command = next((a for a in arguments if a in COMMANDS), None)
     try:
-        parsed = build_parser(command).parse_args(arguments)
+        parsed = _parse(build_parser(command), arguments)
         return int(parsed.run(parsed))
     except ConfigError as error:
         return _say(str(error), BAD_INPUT)
@@ -70,6 +74,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output is gone; there is nobody to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+
+
+def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """The arguments; a command's overrides may stand behind its options, which argparse refuses."""
+    parsed, rest = parser.parse_known_args(arguments)
+    if "overrides" in parsed:
+        late = list(takewhile(lambda word: not word.startswith("-"), rest))
+        parsed.overrides += late
+        rest = rest[len(late) :]
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return parsed
 
 
 def _say(message: str, code: int) -> int:

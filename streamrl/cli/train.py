@@ -172,8 +172,9 @@ def _check_replaceable(config: RunConfig) -> None:
     folder = config.run_dir
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"run.overwrite=true: {folder} is no run directory; left alone")
-    inputs = {"model.path": config.model.path, "data.train": config.data.train}
-    inputs |= {"data.eval": config.data.eval, "data.pretrain": config.data.pretrain}
+    inputs = {"model.path": config.model.path, "data.pretrain": config.data.pretrain}
+    inputs |= {f"data.train[{i}]": file.path for i, file in enumerate(config.data.train_files)}
+    inputs |= {f"data.eval[{i}]": file.path for i, file in enumerate(config.data.eval_files)}
     inputs |= {"critic.path": config.critic.path, "algorithm.path": config.algorithm.path}
     inputs |= {"filter.path": config.filter.options.get("path", "")}
     for section, entries in (("rewards", config.rewards), ("costs", config.costs)):

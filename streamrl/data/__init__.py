@@ -1,6 +1,9 @@
-"""Prompts: read from a file, rendered to tokens once, then streamed epoch after epoch."""
+"""Prompts: read from files, rendered to tokens once, then streamed epoch after epoch."""
 
-from streamrl.data.prompts import DataConfig, LoadedPrompts, load_prompts
+from streamrl.data.config import DataConfig
+from streamrl.data.examining import Fate, Limits, examine
+from streamrl.data.files import DataFile
+from streamrl.data.prompts import LoadedFile, LoadedPrompts, load_prompts
 from streamrl.data.rendering import load_tokenizer, load_vocab_size
 from streamrl.data.rows import TEXT_PROMPT, Row, load_rows
 from streamrl.data.stream import PromptStream
@@ -9,10 +12,15 @@ from streamrl.data.texts import TextStream, load_texts
 __all__ = [
     "TEXT_PROMPT",
     "DataConfig",
+    "DataFile",
+    "Fate",
+    "Limits",
+    "LoadedFile",
     "LoadedPrompts",
     "PromptStream",
     "Row",
     "TextStream",
+    "examine",
     "load_prompts",
     "load_rows",
     "load_texts",

@@ -1,148 +1,101 @@
-"""From a data file to prompts ready for the stream: read, rendered, measured, once at start."""
+"""From data files to prompts ready for the stream: read, rendered, measured, once at start."""
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from functools import cached_property
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from streamrl.data.rendering import render
-from streamrl.data.rows import Row, load_rows
+from streamrl.data.examining import Fate, Limits, examine
+from streamrl.data.files import DataFile
 from streamrl.errors import ConfigError
-from streamrl.messages import Prompt, make_uid
+from streamrl.messages import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_BATCH = 512
-_ON_LONG_PROMPT = ("error", "skip", "truncate")
 
+@dataclass(frozen=True)
+class LoadedFile:
+    """The prompts of one file, and how many rows had which fate.
 
-@dataclass
-class DataConfig:
-    """Where prompts come from, and what becomes of those that are too long.
-
-    train: file of training prompts, .parquet or .jsonl.
-    eval: file of evaluation prompts; empty: none.
-    pretrain: file of texts (column `text`) for algorithm.ptx_coef; empty: none.
-    prompt_key: column that holds the prompt, chat messages or text.
-    shuffle: a new order in every epoch (true) or the file's order (false), for training.
-    max_prompt_tokens: tokens of a rendered prompt; null: all that the completion leaves.
-    on_long_prompt: for a longer one: error, skip (leave the row out) or truncate (keep its end).
+    The uid of each is `make_uid(0, first + index)` with the row's index in the file, from 0: row 12
+    of a parquet file or line 12 of a JSONL file has index 11, whatever was left out before it.
     """
 
-    train: str = ""
-    eval: str = ""
-    pretrain: str = ""
-    prompt_key: str = "prompt"
-    shuffle: bool = True
-    max_prompt_tokens: int | None = None
-    on_long_prompt: str = "error"
+    file: DataFile
+    first: int
+    prompts: list[Prompt]
+    fates: Mapping[Fate, int]
 
-    def __post_init__(self) -> None:
-        if self.on_long_prompt not in _ON_LONG_PROMPT:
-            raise ConfigError(
-                f"data.on_long_prompt={self.on_long_prompt}: must be one of "
-                + ", ".join(_ON_LONG_PROMPT)
-            )
-        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
-            raise ConfigError(f"data.max_prompt_tokens={self.max_prompt_tokens}: must be 1 or more")
-        if not self.prompt_key:
-            raise ConfigError("data.prompt_key=: must name a column")
-
-    def prompt_limit(self, *, model_tokens: int, max_new_tokens: int) -> int:
-        """Tokens a prompt may have in a model of `model_tokens` that writes `max_new_tokens`.
-
-        Raises ConfigError if nothing is left for a prompt, or less than max_prompt_tokens.
-        """
-        left = model_tokens - max_new_tokens
-        sums = f"the model takes {model_tokens} tokens, the completion {max_new_tokens} of them"
-        if left < 1:
-            raise ConfigError(f"generator.max_new_tokens={max_new_tokens}: no room is left: {sums}")
-        if self.max_prompt_tokens is None:
-            return left
-        if self.max_prompt_tokens > left:
-            raise ConfigError(
-                f"data.max_prompt_tokens={self.max_prompt_tokens}: must be at most {left}: {sums}"
-            )
-        return self.max_prompt_tokens
+    @property
+    def notes(self) -> list[str]:
+        """What was not used as it is in the file, for the user."""
+        said = {
+            Fate.TOO_LONG: "skipped, too long",
+            Fate.TRUNCATED: "truncated",
+            Fate.FILTERED: f"left out by {self.file.filter}",
+        }
+        return [
+            f"{self.file.path}: {self.fates[fate]} prompts {words}"
+            for fate, words in said.items()
+            if self.fates[fate]
+        ]
 
 
 @dataclass(frozen=True)
 class LoadedPrompts:
-    """The prompts of a file and what happened to the long ones.
+    """The prompts of all files. No two have the same index in their uid."""
 
-    The uid of each is `make_uid(0, index)` with the row's index in the file, from 0: row 12 of a
-    parquet file or line 12 of a JSONL file has index 11, whatever was skipped before it.
-    """
+    files: tuple[LoadedFile, ...]
 
-    prompts: list[Prompt]
-    num_skipped: int
-    num_truncated: int
+    @cached_property
+    def prompts(self) -> list[Prompt]:
+        """All prompts, in the order of files and rows."""
+        return [prompt for file in self.files for prompt in file.prompts]
+
+    @property
+    def by_name(self) -> dict[str, list[Prompt]]:
+        """The prompts of each file by its name."""
+        return {file.file.name: file.prompts for file in self.files}
+
+    @property
+    def mix(self) -> list[tuple[int, float]]:
+        """The number of prompts of each file, and its share of the stream."""
+        sizes = [len(loaded.prompts) for loaded in self.files]
+        weights = [
+            float(size) if loaded.file.weight is None else loaded.file.weight
+            for loaded, size in zip(self.files, sizes, strict=True)
+        ]
+        return [(size, weight / sum(weights)) for size, weight in zip(sizes, weights, strict=True)]
 
 
 def load_prompts(
-    path: str,
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    config: DataConfig,
-    max_prompt_tokens: int,
-    vocab_size: int,
+    files: Sequence[DataFile], tokenizer: "PreTrainedTokenizerBase", limits: Limits
 ) -> LoadedPrompts:
-    """The prompts of a data file in file order, rendered and none above `max_prompt_tokens`.
+    """The prompts of data files in file order, rendered and within the limits.
 
-    Raises ConfigError in one line naming file, row and rule: what `load_rows` and `render` refuse,
-    a prompt that is empty, too long (on_long_prompt error) or has a token id the model does not
-    know (`vocab_size` and above), and a file of which every row was skipped.
+    Raises ConfigError in one line naming file, row and rule: the problem of the first row that is
+    bad, a file, template or filter that cannot be used, and a file of which no row is left.
     """
-    prompts: list[Prompt] = []
-    num_skipped = num_truncated = 0
-    for row, token_ids in _rendered(path, tokenizer, config.prompt_key):
-        _check_tokens(row, token_ids, vocab_size)
-        if len(token_ids) <= max_prompt_tokens:
-            prompts.append(_prompt(row, token_ids))
-        elif config.on_long_prompt == "truncate":
-            num_truncated += 1
-            prompts.append(_prompt(row, token_ids[-max_prompt_tokens:]))
-        elif config.on_long_prompt == "skip":
-            num_skipped += 1
-        else:
-            raise ConfigError(
-                f"{row.place}: the prompt has {len(token_ids)} tokens, the limit is "
-                f"{max_prompt_tokens} (data.on_long_prompt=skip or truncate lets it pass)"
-            )
-    if not prompts:
-        raise ConfigError(
-            f"{path}: all {num_skipped} prompts are longer than {max_prompt_tokens} tokens"
-        )
-    return LoadedPrompts(prompts, num_skipped, num_truncated)
+    loaded, first = [], 0
+    for file in files:
+        prompts, fates, index = [], Counter[Fate](), 0
+        for row in examine(file, tokenizer, limits, first=first):
+            if row.problem is not None:
+                raise row.problem
+            fates[row.fate] += 1
+            index = row.index
+            if row.prompt is not None:
+                prompts.append(row.prompt)
+        if not prompts:
+            raise ConfigError(f"{file.path}: no prompt is left: {_why(fates, limits)}")
+        loaded.append(LoadedFile(file, first, prompts, fates))
+        first += index + 1
+    return LoadedPrompts(tuple(loaded))
 
 
-def _rendered(
-    path: str, tokenizer: "PreTrainedTokenizerBase", prompt_key: str
-) -> Iterator[tuple[Row, list[int]]]:
-    rows = load_rows(path, prompt_key)
-    while batch := list(islice(rows, _BATCH)):
-        yield from zip(batch, render(tokenizer, batch), strict=True)
-
-
-def _check_tokens(row: Row, token_ids: list[int], vocab_size: int) -> None:
-    if not token_ids:
-        raise ConfigError(f"{row.place}: the prompt has no tokens")
-    if max(token_ids) >= vocab_size:
-        raise ConfigError(
-            f"{row.place}: the prompt has token id {max(token_ids)}, the model knows ids below "
-            f"{vocab_size}: tokenizer and model do not belong together"
-        )
-
-
-def _prompt(row: Row, token_ids: list[int]) -> Prompt:
-    return Prompt(
-        uid=make_uid(0, row.index),
-        token_ids=np.array(token_ids, np.int32),
-        messages=row.messages,
-        data_source=row.data_source,
-        ground_truth=row.ground_truth,
-        extra_info=row.extra_info,
-    )
+def _why(fates: Mapping[Fate, int], limits: Limits) -> str:
+    if not fates[Fate.FILTERED]:
+        return f"all {fates[Fate.TOO_LONG]} prompts are longer than {limits.max_tokens} tokens"
+    return f"{fates[Fate.FILTERED]} filtered, {fates[Fate.TOO_LONG]} too long"

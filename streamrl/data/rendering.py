@@ -2,9 +2,11 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from streamrl.data.files import MODEL, PLAIN
 from streamrl.data.rows import Row
 from streamrl.errors import ConfigError
 
@@ -64,38 +66,73 @@ def load_vocab_size(model_path: str) -> int:
         raise ConfigError(f"{model_path}: config.json cannot be used: {_why(error)}") from error
 
 
-def render(tokenizer: "PreTrainedTokenizerBase", rows: Sequence[Row]) -> list[list[int]]:
+@dataclass(frozen=True)
+class Template:
+    """How chat messages become text: a jinja `source`, or None for contents joined by newlines.
+
+    `name` is what errors call it.
+    """
+
+    source: str | None
+    name: str
+
+
+def load_template(setting: str, tokenizer: "PreTrainedTokenizerBase") -> Template:
+    """The template of a file: model, plain, or a path. Raises ConfigError if it cannot be read.
+
+    model is the model's own chat template; for a tokenizer without one it is plain.
+    """
+    if setting == PLAIN:
+        return Template(None, setting)
+    if setting == MODEL:
+        has_own = tokenizer.chat_template is not None
+        try:
+            source = tokenizer.get_chat_template() if has_own else None
+        except ValueError as error:  # of several templates none is the default
+            raise ConfigError(f"template={MODEL}: {_why(error)}") from error
+        return Template(source, "the model's chat template")
+    try:
+        return Template(Path(setting).read_text(), setting)
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"template={setting}: must be {MODEL}, {PLAIN} or a jinja file: {_why(error)}"
+        ) from error
+
+
+def render(
+    tokenizer: "PreTrainedTokenizerBase", rows: Sequence[Row], template: Template | None = None
+) -> list[list[int]]:
     """Token ids of each row's prompt, ending where the policy is to write.
 
-    By the model's own chat template; for a tokenizer without one the contents joined by newlines,
-    with the special tokens the tokenizer puts at the start and end of a text. Raises ConfigError
-    naming the row that the template refuses.
+    By the template, or the model's own; where that is plain, the contents joined by newlines, with
+    the special tokens the tokenizer puts at the start and end of a text. Raises ConfigError naming
+    the row that the template refuses.
     """
-    templated = tokenizer.chat_template is not None
-    texts = [
-        _templated(tokenizer, row)
-        if templated
-        else "\n".join(message["content"] for message in row.messages)
-        for row in rows
-    ]
+    template = template or load_template(MODEL, tokenizer)
+    texts = [_text(tokenizer, row, template) for row in rows]
     # A template writes its special tokens itself. One call for all: it is far faster than a loop.
     encoded: Mapping[str, Any] = tokenizer(
-        texts, add_special_tokens=not templated, return_attention_mask=False
+        texts, add_special_tokens=template.source is None, return_attention_mask=False
     )
     return list(encoded["input_ids"])
 
 
-def _templated(tokenizer: "PreTrainedTokenizerBase", row: Row) -> str:
+def _text(tokenizer: "PreTrainedTokenizerBase", row: Row, template: Template) -> str:
     from jinja2 import TemplateError
 
+    if template.source is None:
+        return "\n".join(message["content"] for message in row.messages)
     try:
         text = tokenizer.apply_chat_template(
-            [dict(message) for message in row.messages], add_generation_prompt=True, tokenize=False
+            [dict(message) for message in row.messages],
+            chat_template=template.source,
+            add_generation_prompt=True,
+            tokenize=False,
         )
     # TypeError and ValueError come from Python expressions inside a template.
     except (TemplateError, TypeError, ValueError) as error:
         raise ConfigError(
-            f"{row.place}: the model's chat template refuses the prompt: {_why(error)}"
+            f"{row.place}: {template.name} refuses the prompt: {_why(error)}"
         ) from error
     return str(text)
 

@@ -1,20 +1,19 @@
-"""Rows of a data file as users have them: verl's columns in parquet or JSONL, or just text.
+"""Rows of a data file as users have them: verl's columns, TRL's, OpenRLHF's, or just text.
 
 Read columns: the prompt (chat messages, or text, which is one user message), `data_source`,
-`reward_model.ground_truth` (or `ground_truth` at the top), `extra_info`. Any other column is kept
-in extra_info under its name, where a reward finds it; a key that extra_info has itself wins.
+`reward_model.ground_truth` (or `ground_truth` at the top, or the column that `label_key` names),
+`extra_info`. Any other column, that of `label_key` included, is kept in extra_info under its name,
+where a reward finds it; a key that extra_info has itself wins.
 
 A parquet struct has every key of its file in every row, null where the row had none. Nulls are
-removed from objects in both formats, so that the same row reads the same from either.
+removed from objects in all formats, so that the same row reads the same from each.
 """
 
-import codecs
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from streamrl.data.formats import read_records
 from streamrl.errors import ConfigError
 
 #: Key under which extra_info keeps a prompt that was text, not chat messages.
@@ -33,87 +32,51 @@ class Row:
     extra_info: Mapping[str, Any]
 
 
-def load_rows(path: str, prompt_key: str = "prompt") -> Iterator[Row]:
-    """The rows of a .parquet or .jsonl file, one at a time, in file order.
+def load_rows(
+    path: str, prompt_key: str = "prompt", *, label_key: str = "", split: str = ""
+) -> Iterator[Row]:
+    """The rows of a data file, one at a time, in file order.
 
     Raises ConfigError naming file, row and rule: at the first row that cannot be used, if the file
     cannot be read, and at the end if it held no row.
     """
+    for row in scan_rows(path, prompt_key, label_key=label_key, split=split):
+        if isinstance(row, ConfigError):
+            raise row
+        yield row
+
+
+def scan_rows(
+    path: str, prompt_key: str = "prompt", *, label_key: str = "", split: str = ""
+) -> Iterator[Row | ConfigError]:
+    """The rows of a data file; in place of one that cannot be used the error that says why.
+
+    Raises ConfigError if the file cannot be read, and at the end if it held no row.
+    """
     empty = True
-    for place, index, record in read_records(path):
+    for place, index, record in read_records(path, split):
         empty = False
-        yield _parse(record, place=place, index=index, prompt_key=prompt_key)
+        try:
+            if isinstance(record, ConfigError):
+                raise record
+            yield _parse(record, place, index, prompt_key=prompt_key, label_key=label_key)
+        except ConfigError as error:
+            yield error
     if empty:
         raise ConfigError(f"{path}: holds no rows")
 
 
-_Records = Iterator[tuple[str, int, Any]]
-
-
-def read_records(path: str) -> _Records:
-    """What a .parquet or .jsonl file holds, as (place, index, record), one at a time.
-
-    Raises ConfigError naming the file if it cannot be read.
-    """
-    reader = _READERS.get(Path(path).suffix)
-    if reader is None:
-        raise ConfigError(f"{path}: unknown extension, must be one of {', '.join(_READERS)}")
-    try:
-        yield from reader(path)
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read: {error.strerror or _one_line(error)}"
-        ) from error
-
-
-def _read_jsonl(path: str) -> _Records:
-    with open(path, "rb") as file:
-        for index, line in enumerate(file):
-            if not line.strip():
-                continue
-            place = f"{path} line {index + 1}"
-            text = line.removeprefix(codecs.BOM_UTF8) if index == 0 else line
-            try:
-                record = json.loads(text.decode())
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{place}: not JSON: {_one_line(error)}") from error
-            yield place, index, record
-
-
-def _read_parquet(path: str) -> _Records:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    index = 0
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for record in batch.to_pylist(maps_as_pydicts="strict"):
-                    yield f"{path} row {index + 1}", index, record
-                    index += 1
-    except (pa.ArrowException, ValueError, KeyError) as error:
-        where = f"after row {index}" if index else "as parquet"
-        raise ConfigError(f"{path}: cannot be read {where}: {_one_line(error)}") from error
-
-
-_READERS: Mapping[str, Callable[[str], _Records]] = {
-    ".parquet": _read_parquet,
-    ".jsonl": _read_jsonl,
-}
-
-
-def _parse(record: Any, *, place: str, index: int, prompt_key: str) -> Row:
+def _parse(record: Any, place: str, index: int, *, prompt_key: str, label_key: str) -> Row:
     if not isinstance(record, dict):
         raise ConfigError(f"{place}: must be a JSON object, is a {_type_name(record)}")
-    if prompt_key not in record:
-        columns = ", ".join(map(str, record)) or "none"
-        raise ConfigError(
-            f"{place}: no column {prompt_key!r} (data.prompt_key); the columns are: {columns}"
-        )
+    for setting, key in (("data.prompt_key", prompt_key), ("label_key", label_key)):
+        if key and key not in record:
+            columns = ", ".join(map(str, record)) or "none"
+            raise ConfigError(f"{place}: no column {key!r} ({setting}); the columns are: {columns}")
     fields = _without_nulls(record)
     prompt = fields.pop(prompt_key, None)
     data_source = _typed(fields.pop("data_source", ""), str, name="data_source", place=place)
-    ground_truth = _take_ground_truth(fields, place)
+    ground_truth = fields.get(label_key) if label_key else _take_ground_truth(fields, place)
     extra_info = _typed(fields.pop("extra_info", {}), dict, name="extra_info", place=place)
     if isinstance(prompt, str):
         fields[TEXT_PROMPT] = prompt
@@ -174,7 +137,3 @@ def _type_name(value: Any) -> str:
     if value is None:
         return "null or missing"
     return "an empty list" if value == [] else type(value).__name__
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__

@@ -1,49 +1,72 @@
 """The endless stream of prompts, resumable to the row.
 
-Own code rather than torchdata's StatefulDataLoader: the rows are tokenized and in memory, so there
-is nothing for its workers or collation to do, and a sampler of our own would hold all that is below
-anyway (its built-in shuffling does not resume exactly into the next epoch, and its state is neither
-JSON nor two numbers). What is left is a permutation per epoch and a position in it.
+torchdata's StatefulDataLoader carries it, over a sampler of our own: the loader's own shuffling
+does not resume exactly into the next epoch, and its state is not JSON. The prompts are rendered and
+in memory, so that it works in the calling process, without workers.
 """
 
 import hashlib
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from msgspec.structs import replace
 
+from streamrl.data.order import Part, UidSampler
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt, make_uid, parse_uid
 
+if TYPE_CHECKING:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
 
 class PromptStream(Iterator[Prompt]):
-    """Every prompt once per epoch, for ever; `prompts` is what `load_prompts` returned.
+    """Every prompt of a file once per epoch of that file, for ever.
 
-    The order is a pure function of (seed, epoch). A prompt goes out with uid (epoch, index, 0),
-    index being that of the uid it was loaded with.
+    `prompts` are those that `load_prompts` returned. `mix` has the number of prompts and the share
+    of the stream of each file they are of, in their order; empty: one file. Each file has epochs of
+    its own, shuffled by (seed, file, epoch). A prompt goes out with uid (epoch, index, 0), index
+    being that of the uid it was loaded with.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], *, seed: int, shuffle: bool = True) -> None:
-        self._prompts = {parse_uid(prompt.uid)[1]: prompt for prompt in prompts}
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        seed: int,
+        shuffle: bool = True,
+        mix: Sequence[tuple[int, float]] = (),
+    ) -> None:
+        indices = [parse_uid(prompt.uid)[1] for prompt in prompts]
+        self._prompts = _ByUid(dict(zip(indices, prompts, strict=True)))
         if not prompts or len(self._prompts) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts with {len(self._prompts)} different indices")
-        self._seed = seed
-        self._shuffle = shuffle
-        self._fingerprint = _fingerprint(prompts)
-        self._start_at(epoch=0, position=0)
+        files = [(size, float(share)) for size, share in mix] or [(len(prompts), 1.0)]
+        if sum(size for size, _ in files) != len(prompts) or min(min(file) for file in files) <= 0:
+            raise ValueError(f"{len(prompts)} prompts of files with {files} prompts and shares")
+        rest = iter(indices)
+        parts = [Part([next(rest) for _ in range(size)], share) for size, share in files]
+        self._order = UidSampler(parts, seed=seed, shuffle=shuffle)
+        self._identity = {
+            "num_prompts": len(prompts),
+            "fingerprint": _fingerprint(prompts),
+            "files": [list(file) for file in files],
+            "shuffle": shuffle,
+            "seed": seed,
+        }
+        self._place: dict[str, Any] = {}
+        self._loader: StatefulDataLoader[Prompt] | None = None
+        self._loaded: Iterator[Prompt] = iter(())
 
     def __len__(self) -> int:
-        """Prompts per epoch."""
+        """Prompts per epoch, of all files."""
         return len(self._prompts)
 
     def __next__(self) -> Prompt:
         """The next prompt; there always is one."""
-        if self._position == len(self):
-            self._start_at(epoch=self._epoch + 1, position=0)
-        index = self._order[self._position]
-        self._position += 1
-        return self.prompt(make_uid(self._epoch, index))
+        self._opened()
+        return next(self._loaded)
 
     def draw(self, count: int) -> list[Prompt]:
         """The next `count` prompts."""
@@ -54,10 +77,7 @@ class PromptStream(Iterator[Prompt]):
 
         Any attempt will do. Raises ValueError for a uid whose index is not in the data.
         """
-        _, index, _ = parse_uid(uid)
-        if index not in self._prompts:
-            raise ValueError(f"uid {uid}: no prompt with index {index} among the {len(self)}")
-        return replace(self._prompts[index], uid=uid)
+        return self._prompts[uid]
 
     def retry(self, uid: str) -> Prompt:
         """The prompt of a dropped uid under the uid of its next attempt."""
@@ -65,8 +85,8 @@ class PromptStream(Iterator[Prompt]):
         return self.prompt(make_uid(epoch, index, attempt + 1))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the stream stands, as JSON: `position` prompts of `epoch` have been given out."""
-        return {"epoch": self._epoch, "position": self._position, **self._identity()}
+        """Where the stream stands, as JSON: how much of each file has been given out."""
+        return {"loader": self._opened().state_dict(), **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where the stream that wrote `state` stood.
@@ -74,51 +94,71 @@ class PromptStream(Iterator[Prompt]):
         Raises ConfigError if that stream had other prompts or another order: some rows of the
         epoch would be lost and others trained twice.
         """
-        for name, now in self._identity().items():
+        for name, now in self._identity.items():
             if state[name] != now:
                 raise ConfigError(
                     f"cannot resume the data stream: {_IDENTITY[name]} was {state[name]} when the "
                     f"checkpoint was written and is {now} now; use the same, or start a new run"
                 )
-        self._start_at(epoch=state["epoch"], position=state["position"])
+        self._open(state["loader"])
 
-    def _start_at(self, *, epoch: int, position: int) -> None:
-        if epoch < 0 or not 0 <= position <= len(self):
-            raise ValueError(f"epoch {epoch} position {position} of {len(self)} prompts")
-        self._epoch = epoch
-        self._position = position
-        indices = list(self._prompts)
-        if self._shuffle:
-            indices = [indices[i] for i in _permutation(len(indices), self._seed, epoch)]
-        self._order = indices
+    def __getstate__(self) -> dict[str, Any]:
+        # An open loader goes to no other process; the place in it does.
+        place = self._place if self._loader is None else self._loader.state_dict()
+        return {**vars(self), "_place": place, "_loader": None, "_loaded": iter(())}
 
-    def _identity(self) -> dict[str, Any]:
-        return {
-            "num_prompts": len(self),
-            "fingerprint": self._fingerprint,
-            "shuffle": self._shuffle,
-            "seed": self._seed,
-        }
+    def _opened(self) -> "StatefulDataLoader[Prompt]":
+        return self._open(self._place) if self._loader is None else self._loader
+
+    def _open(self, state: dict[str, Any]) -> "StatefulDataLoader[Prompt]":
+        """A loader at the place of `state`."""
+        import torch
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        with warnings.catch_warnings():
+            # It calls what torch has deprecated, at every start.
+            warnings.filterwarnings("ignore", message=".*set_vital")
+            loader = StatefulDataLoader(
+                self._prompts,  # type: ignore[arg-type]
+                batch_size=None,
+                sampler=self._order,
+                collate_fn=_as_it_is,
+                # It draws from this at its start, and would from torch's own.
+                generator=torch.Generator(),
+            )
+        loader.load_state_dict(state)
+        self._loader, self._loaded = loader, iter(loader)
+        return loader
 
 
 #: What must be the same on resume, in words for the user.
 _IDENTITY = {
     "num_prompts": "the number of prompts in data.train",
     "fingerprint": "the content of data.train as tokens (fingerprint)",
+    "files": "what each file of data.train has of prompts and of the stream",
     "shuffle": "data.shuffle",
     "seed": "the seed of the data order",
 }
 
 
-def _permutation(size: int, seed: int, epoch: int) -> list[int]:
-    """A permutation of range(size) by (seed, epoch), the same under every version of numpy.
+class _ByUid:
+    """Prompts by uid, of any epoch and attempt, as the loader's data set."""
 
-    numpy keeps the raw numbers of a bit generator stable between versions, but not what
-    `Generator.permutation` makes of them; sorting the raw numbers is stable too.
-    """
-    raw = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(size)
-    order: list[int] = np.argsort(raw, kind="stable").tolist()
-    return order
+    def __init__(self, prompts: Mapping[int, Prompt]) -> None:
+        self._prompts = prompts
+
+    def __len__(self) -> int:
+        return len(self._prompts)
+
+    def __getitem__(self, uid: str) -> Prompt:
+        _, index, _ = parse_uid(uid)
+        if index not in self._prompts:
+            raise ValueError(f"uid {uid}: no prompt with index {index} among the {len(self)}")
+        return replace(self._prompts[index], uid=uid)
+
+
+def _as_it_is(prompt: Prompt) -> Prompt:
+    return prompt
 
 
 def _fingerprint(prompts: Sequence[Prompt]) -> str:

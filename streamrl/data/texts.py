@@ -4,19 +4,21 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from streamrl.data.rows import read_records
+from streamrl.data.formats import read_records
 from streamrl.errors import ConfigError
 
 TEXT_COLUMN = "text"
 
 
 def load_texts(path: str) -> list[str]:
-    """Column `text` of a .parquet or .jsonl file, in file order.
+    """Column `text` of a data file, in file order.
 
     Raises ConfigError naming file, row and rule if the file or a row of it cannot be used.
     """
     texts = []
     for place, _, record in read_records(path):
+        if isinstance(record, ConfigError):
+            raise record
         text = record.get(TEXT_COLUMN) if isinstance(record, dict) else None
         if not isinstance(text, str) or not text:
             raise ConfigError(f"{place}: column {TEXT_COLUMN!r} must be text, and not empty")

@@ -17,7 +17,7 @@ import numpy as np
 from omegaconf import MISSING
 
 from streamrl.errors import ConfigError, RewardError
-from streamrl.messages import COMPONENT_PREFIX, Columns, Prompt
+from streamrl.messages import COMPONENT_PREFIX, Columns, Prompt, describe_prompt
 from streamrl.rewards.user_function import find_function, required_parameters, wanted
 from streamrl.settings import read_settings
 from streamrl.user_module import failure_place
@@ -156,8 +156,8 @@ class FunctionFilter:
         if not isinstance(kept, bool | np.bool_):
             found = " ".join(reprlib.repr(kept).split())
             raise RewardError(
-                f"filter, uid {prompt.uid}: {self._name} in {self._path} returned {found}, "
-                "not True or False"
+                f"filter, {describe_prompt(prompt)}: {self._name} in {self._path} returned"
+                f" {found}, not True or False"
             )
         return None if kept else f"{self._name} in {self._path} returned False"
 
@@ -172,8 +172,9 @@ class FunctionFilter:
             return self._function(**{name: offered[name] for name in self._asked})
         # Whatever a user's function does wrong, exit() included.
         except (Exception, SystemExit) as error:
+            where = failure_place(self._path, error)
             raise RewardError(
-                f"filter, uid {prompt.uid}: {self._name} at {failure_place(self._path, error)}"
+                f"filter, {describe_prompt(prompt)}: {self._name} at {where}"
             ) from error
 
 

@@ -6,9 +6,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from streamrl.errors import ConfigError
+from streamrl.rewards.code import CodeOptions, CodeReward
 from streamrl.rewards.combination import Component, build_combination
 from streamrl.rewards.config import RewardConfig
 from streamrl.rewards.exact import exact_reward
@@ -18,6 +20,18 @@ from streamrl.rewards.pattern import RegexOptions, regex_reward
 from streamrl.rewards.plugins import installed
 from streamrl.rewards.reward import Given, Reward, Surroundings
 from streamrl.rewards.reward_set import REWARDS, Judged, RewardSet
+from streamrl.rewards.rules import (
+    AutoReward,
+    ChoiceOptions,
+    DapoOptions,
+    Gsm8kOptions,
+    LengthOptions,
+    NoOptions,
+    SymbolicOptions,
+    SymbolicReward,
+    TagsOptions,
+    rule_reward,
+)
 from streamrl.rewards.text import PatternOptions
 from streamrl.settings import nearest, read_settings
 
@@ -46,6 +60,51 @@ KINDS: Mapping[str, Kind] = {
         "1 where a pattern occurs in the completion",
         RegexOptions,
         lambda given: regex_reward(given.options),
+    ),
+    "gsm8k": Kind(
+        "GSM8K: 1 where the number behind #### is the ground truth",
+        Gsm8kOptions,
+        partial(rule_reward, "gsm8k"),
+    ),
+    "math": Kind(
+        r"MATH: 1 where the last \boxed{} is the ground truth in normal form",
+        NoOptions,
+        partial(rule_reward, "math"),
+    ),
+    "dapo_math": Kind(
+        "DAPO: 1 where what follows the last Answer: is the ground truth, else -1",
+        DapoOptions,
+        partial(rule_reward, "dapo_math"),
+    ),
+    "symbolic": Kind(
+        "1 where math-verify finds the answer equal to the ground truth",
+        SymbolicOptions,
+        SymbolicReward,
+    ),
+    "choice": Kind(
+        "1 where the letter that is chosen is the ground truth",
+        ChoiceOptions,
+        partial(rule_reward, "choice"),
+    ),
+    "tags": Kind(
+        "1 where tags stand as they should, such as <think> and <answer>",
+        TagsOptions,
+        partial(rule_reward, "tags"),
+    ),
+    "length": Kind(
+        "1 where the length lies between two bounds, falling to 0 beyond",
+        LengthOptions,
+        partial(rule_reward, "length"),
+    ),
+    "auto": Kind(
+        "the rule of the row's data_source, as verl has them",
+        SymbolicOptions,
+        AutoReward,
+    ),
+    "code": Kind(
+        "the program in the completion, run against the row's tests in a sandbox",
+        CodeOptions,
+        CodeReward,
     ),
     "function": Kind(
         "a Python function of yours, in streamrl's, verl's or TRL's signature",

@@ -60,12 +60,15 @@ class Reward:
     def check(self, prompt: Prompt) -> None:
         """Raise RewardError if this prompt's row lacks what the reward needs."""
 
-    async def start(self) -> str:
-        """Make ready what judging takes; what the user should know of it, or nothing.
+    async def preflight(self) -> str:
+        """What the user should know before a run starts with this reward; empty: nothing.
 
         Raises ConfigError for what cannot be had on this machine.
         """
         return ""
+
+    async def start(self) -> None:
+        """Make ready what judging takes. Raises ConfigError, or RewardError, if that fails."""
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[Judgement]:
         """One judgement per completion, or RewardError. Never 0 for what went wrong."""
@@ -169,13 +172,12 @@ class WorkerReward(Reward):
         self._pool = WorkerPool(given.name, target, payload, settings)
         self.killed = self._pool.killed
 
-    async def start(self) -> str:
+    async def start(self) -> None:
         """Start a worker: what it cannot load is told now."""
         try:
             await self._pool.start()
         except WorkerCrashError as error:
             raise RewardCrashError(f"its worker does not start: {error}") from None
-        return ""
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[Judgement]:
         """What a worker says. Raises RewardError after so many attempts, or at once for nonsense.

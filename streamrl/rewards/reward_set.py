@@ -3,18 +3,19 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import numpy as np
 
 from streamrl.errors import ConfigError, RewardError
-from streamrl.messages import COMPONENT_PREFIX, COST_PREFIX, Array, Prompt, parse_uid
+from streamrl.messages import COMPONENT_PREFIX, COST_PREFIX, Array, Prompt, describe_prompt
 from streamrl.rewards.combination import Combination, Component, Judgements, WeightedSum
 from streamrl.rewards.verdict import Judgement
 
 START_TIMEOUT_S = 180.0
-"""Deadline of getting the rewards of a run ready, s: a model may have to be loaded."""
+"""Deadline of getting one reward ready, s: a model may have to be loaded."""
 _Task = asyncio.Task[tuple[Sequence[Judgement], float]]
 
 
@@ -71,40 +72,48 @@ class RewardSet:
         """The column of each component."""
         return tuple(self._judged.prefix + name for name in self.names)
 
-    def check(self, prompts: Sequence[Prompt], *, place: str = "prompts") -> None:
-        """Raise ConfigError for the first prompt that a reward cannot judge.
-
-        `place` is named with the row: the data file, where the prompts are of one.
-        """
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Raise ConfigError for the first prompt that a reward cannot judge."""
         for prompt in prompts:
             for component in self._components:
                 try:
                     component.reward.check(prompt)
                 except RewardError as error:
-                    number = parse_uid(prompt.uid)[1] + 1
-                    raise ConfigError(
-                        f"{place} row {number} (uid {prompt.uid}):"
-                        f" {self._judged.word} {component.name}: {error}"
-                    ) from error
+                    where = describe_prompt(prompt)
+                    word = f"{self._judged.word} {component.name}"
+                    raise ConfigError(f"{where}: {word}: {error}") from error
 
-    async def start(self) -> list[str]:
-        """Make all of them ready; what the user should know. Raises ConfigError or RewardError.
+    async def preflight(self) -> list[str]:
+        """What the user should know before a run. Raises ConfigError for what cannot be had."""
+        notes = []
+        for name, component in zip(self.names, self._components, strict=True):
+            async with self._ready_in_time(name):
+                notes.append(await component.reward.preflight())
+        return [note for note in notes if note]
+
+    async def start(self) -> None:
+        """Make all of them ready. Raises ConfigError or RewardError.
 
         If one of them cannot be made ready, all are closed again.
         """
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                notes = [await component.reward.start() for component in self._components]
+            for name, component in zip(self.names, self._components, strict=True):
+                async with self._ready_in_time(name):
+                    await component.reward.start()
+            async with self._ready_in_time("combine"):
                 await self._combination.start()
-        except TimeoutError:
-            await self.close()
-            raise RewardError(
-                f"{self._judged.section}: not ready in {START_TIMEOUT_S:g} s"
-            ) from None
         except BaseException:
             await self.close()
             raise
-        return [note for note in notes if note]
+
+    @asynccontextmanager
+    async def _ready_in_time(self, name: str) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                yield
+        except TimeoutError:
+            word = self._judged.word
+            raise RewardError(f"{word} {name}: not ready in {START_TIMEOUT_S:g} s") from None
 
     async def close(self) -> None:
         """Leave no process behind."""
@@ -142,7 +151,7 @@ class RewardSet:
         components: dict[str, Sequence[Judgement]] = {}
         for name, task in zip(self.names, tasks, strict=True):
             found, _ = task.result()
-            where = f"{self._judged.word} {name}, uid {prompt.uid}"
+            where = f"{self._judged.word} {name}, {describe_prompt(prompt)}"
             _check(np.array([one.score for one in found], np.float64), len(completions), where)
             components[name] = found
         totals = await self._combined(prompt, completions, components)
@@ -162,7 +171,7 @@ class RewardSet:
     async def _combined(
         self, prompt: Prompt, completions: Sequence[str], components: Judgements
     ) -> Array:
-        where = f"combined {self._judged.word}, uid {prompt.uid}"
+        where = f"combined {self._judged.word}, {describe_prompt(prompt)}"
         try:
             totals = await self._combination.totals(prompt, completions, components)
         except RewardError as error:
@@ -175,7 +184,7 @@ class RewardSet:
                 continue
             failure = RewardError("it cancelled itself") if task.cancelled() else task.exception()
             if isinstance(failure, RewardError):
-                where = f"{self._judged.word} {name}, uid {prompt.uid}"
+                where = f"{self._judged.word} {name}, {describe_prompt(prompt)}"
                 raise type(failure)(f"{where}: {failure}") from failure
             if failure is not None:
                 raise failure

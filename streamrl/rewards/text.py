@@ -41,11 +41,12 @@ class AnswerPattern:
     expression is wrong.
     """
 
-    def __init__(self, pattern: str) -> None:
+    def __init__(self, pattern: str, *, option: str = "pattern") -> None:
+        """`option` is what the message of the error calls it."""
         try:
             self._compiled = regex.compile(pattern)
         except regex.error as error:
-            raise ConfigError(f"rewards.pattern={pattern}: {error}") from error
+            raise ConfigError(f"rewards.{option}={pattern}: {error}") from error
 
     def last(self, text: str) -> str | None:
         """First group of the last match (all of it if there are no groups); None: no match.

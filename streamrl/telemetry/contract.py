@@ -1,7 +1,7 @@
 """The metrics contract: every name a run may log, with its unit and meaning, as data.
 
-Names are fixed. `<stage>`, `<component>`, `<cause>` and `<name>` stand for one path segment that
-the run fills in. A metric with nothing to measure in a step is NaN, never left out.
+Names are fixed. What stands in angle brackets, such as `<stage>`, is one path segment that the run
+fills in. A metric with nothing to measure in a step is NaN, never left out.
 """
 
 import difflib
@@ -175,6 +175,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("throughput/tokens_per_s", "tokens/s", "tokens trained over the step's wall time"),
     Metric("throughput/groups_per_s", "groups/s", "groups trained over the step's wall time"),
     Metric("eval/<name>", "", "an evaluation under the step's weights, such as eval/pass_at_1"),
+    Metric("eval/interval/<name>", "", "an end of its 95 % interval, such as pass_at_1_low"),
+    Metric("eval/source/<source>/<name>", "", "the same of the prompts of one data_source"),
+    Metric("eval/file/<file>/<name>", "", "the same of the prompts of one file"),
 )
 _EXACT = {metric.name: metric for metric in METRICS if not metric.is_pattern}
 _PATTERNS = tuple(metric for metric in METRICS if metric.is_pattern)

@@ -54,7 +54,10 @@ class Progress:
         self.step = self.facts.resume_step or 0
 
     def add(self, step: int, row: Row) -> dict[str, float]:
-        """Take a step's row; returns its evaluations by name, without `eval/`."""
+        """Take a step's row; returns its evaluations by name, without `eval/`.
+
+        Intervals and what is of a part of the prompts only are left to the other sinks.
+        """
         numbers = {n: float(v) for n, v in row.items() if not isinstance(v, Histogram)}
         self.step = step
         self.latest.update(numbers)
@@ -67,7 +70,7 @@ class Progress:
             tokens = numbers.get("throughput/tokens_per_s", 0.0) * step_s
             self.tokens += tokens if math.isfinite(tokens) else 0.0
         self._add_stages(numbers)
-        evals = dict(part(numbers, EVAL))
+        evals = {name: value for name, value in part(numbers, EVAL).items() if "/" not in name}
         self.last_evals.update(evals)
         self.first_evals = {**evals, **self.first_evals}
         return evals

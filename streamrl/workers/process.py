@@ -53,6 +53,10 @@ class Process:
         except TimeoutError:
             await process.end()
             raise ProcessEndedError(f"it was not ready in {within_s:g} s") from None
+        except ProcessEndedError:
+            # Its end of the socket closes a moment before it can say how it ended.
+            await process.end()
+            raise ProcessEndedError(process.how_it_ended) from None
         except BaseException:
             await process.end()
             raise

@@ -201,7 +201,7 @@ def test_who_publishes_or_follows_stays_on_one_node_also_when_hired_or_started_a
         placement=PlacementConfig(address="local"),
     )
     nothing: Any = None
-    prepared = Prepared(config.dataflow, nothing, [], (), 8, 0, ())
+    prepared = Prepared(config.dataflow, nothing, {}, (), 8, 0, ())
     crew = Crew(config, prepared, on_gpu=False)
     crew.fill(there)
     try:

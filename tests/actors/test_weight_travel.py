@@ -54,7 +54,7 @@ def config_of(model_path: str, tmp_path: Path, *overrides: str) -> RunConfig:
 
 def demands_of(config: RunConfig) -> list[Demand]:
     nothing: Any = None
-    return demands(config, Prepared(config.dataflow, nothing, [], (), 8, 0, ()), on_gpu=False)
+    return demands(config, Prepared(config.dataflow, nothing, {}, (), 8, 0, ()), on_gpu=False)
 
 
 def counted(config: RunConfig) -> dict[str, tuple[int, int]]:

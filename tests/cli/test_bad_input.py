@@ -77,6 +77,8 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
         (["model.path=nowhere"], ["nowhere", "no such directory"]),
         (["data.train=nowhere.jsonl"], ["nowhere.jsonl"]),
         (["data.train=rows.csv"], ["rows.csv"]),
+        (["data.train=[a.jsonl, {path: b, wieght: 2}]"], ["data.train[1].wieght=2", "weight"]),
+        (["data.eval={path: a, filter: 'no.py:keep'}"], ["no.py", "no such file"]),
         (["generator.max_new_tokens=500"], ["generator.max_new_tokens=500", "128"]),
         (["model.max_length=4096"], ["model.max_length=4096", "at most 128"]),
         (["rewards=[{kind: exakt}]"], ["exakt", "exact"]),
@@ -160,7 +162,7 @@ def test_a_row_the_reward_cannot_judge_is_named(
 ) -> None:
     path = rows(tmp_path, row("1+1"), row("2+2", reward_model={"style": "rule"}))
     line = refused(f"data.train={path}")
-    assert "ground_truth" in line and "row 2" in line
+    assert "ground_truth" in line and "line 2" in line
 
 
 def test_a_damaged_model_is_named(refused: Callable[..., str], toy: Path, tmp_path: Path) -> None:
@@ -353,7 +355,6 @@ def test_a_damaged_checkpoint_is_refused_and_nothing_is_cut(
         (["train", "nowhere.yaml"], "nowhere.yaml: No such file"),
         (["train", "--resume", "nowhere"], "no such directory"),
         (["evaluate", "nowhere", "--data", "x.jsonl"], "neither a model directory"),
-        (["evaluate", "nowhere"], "--data"),
         (["scale"], "RUN"),
         (["scale", "nowhere"], "say what is wanted"),
         (["scale", "nowhere", "--generators", "2"], "nowhere: no run: no such directory"),

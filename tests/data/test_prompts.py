@@ -3,28 +3,28 @@ import time
 import numpy as np
 import pytest
 
-from streamrl.data import DataConfig, load_prompts
+from streamrl.data import DataConfig, Limits, load_prompts
+from streamrl.data.files import data_files
 from streamrl.errors import ConfigError
 
 # "<user>" + text + "</s>" + "<assistant>": three tokens beside the text's own, one per byte.
 FRAME = 3
 
 
-def load(path, tokenizer, *, limit=20, vocab_size=300, **settings):
-    return load_prompts(
-        path,
-        tokenizer,
-        config=DataConfig(**settings),
-        max_prompt_tokens=limit,
-        vocab_size=vocab_size,
-    )
+def load(*files, tokenizer, limit=20, vocab_size=300, on_long="error"):
+    found = data_files(list(files), key="data.train", prompt_key="prompt")
+    return load_prompts(found, tokenizer, Limits(limit, vocab_size, on_long))
+
+
+def fates(loaded):
+    return {fate.value: count for fate, count in loaded.files[0].fates.items()}
 
 
 def test_prompts_carry_the_row_and_int32_tokens(tokenizer, write_rows):
     path = write_rows(
         {"prompt": "abc", "data_source": "letters", "ground_truth": "d", "extra_info": {"n": 3}}
     )
-    (prompt,) = load(path, tokenizer).prompts
+    (prompt,) = load(path, tokenizer=tokenizer).prompts
     assert prompt.token_ids.dtype == np.int32
     assert prompt.token_ids.shape == (FRAME + 3,)
     assert (prompt.uid, prompt.data_source, prompt.ground_truth) == ("0:0:0", "letters", "d")
@@ -33,13 +33,13 @@ def test_prompts_carry_the_row_and_int32_tokens(tokenizer, write_rows):
 
 def test_a_prompt_of_exactly_the_limit_passes(tokenizer, write_rows):
     path = write_rows({"prompt": "x" * 17})
-    assert len(load(path, tokenizer, limit=20).prompts[0].token_ids) == 20
+    assert len(load(path, tokenizer=tokenizer, limit=20).prompts[0].token_ids) == 20
 
 
 def test_a_longer_prompt_is_an_error_that_says_which_and_by_how_much(tokenizer, write_rows):
     path = write_rows({"prompt": "x"}, {"prompt": "x" * 18})
     with pytest.raises(ConfigError) as caught:
-        load(path, tokenizer, limit=20)
+        load(path, tokenizer=tokenizer, limit=20)
     assert str(caught.value).startswith(
         f"{path} line 2: the prompt has 21 tokens, the limit is 20 "
     )
@@ -47,48 +47,50 @@ def test_a_longer_prompt_is_an_error_that_says_which_and_by_how_much(tokenizer, 
 
 def test_longer_prompts_can_be_skipped_and_are_counted(tokenizer, write_rows):
     path = write_rows({"prompt": "x" * 18}, {"prompt": "a"}, {"prompt": "x" * 99})
-    loaded = load(path, tokenizer, on_long_prompt="skip")
+    loaded = load(path, tokenizer=tokenizer, on_long="skip")
     assert [prompt.uid for prompt in loaded.prompts] == ["0:1:0"]
-    assert (loaded.num_skipped, loaded.num_truncated) == (2, 0)
+    assert fates(loaded) == {"too long": 2, "kept": 1}
+    assert loaded.files[0].notes == [f"{path}: 2 prompts skipped, too long"]
 
 
 def test_longer_prompts_can_be_cut_to_their_last_tokens(tokenizer, write_rows):
     path = write_rows({"prompt": "0123456789abcdefghij"}, {"prompt": "a"})
-    loaded = load(path, tokenizer, limit=5, on_long_prompt="truncate")
+    loaded = load(path, tokenizer=tokenizer, limit=5, on_long="truncate")
     assert tokenizer.decode(loaded.prompts[0].token_ids) == "hij</s><assistant>"
-    assert (loaded.num_skipped, loaded.num_truncated) == (0, 1)
+    assert fates(loaded) == {"truncated": 1, "kept": 1}
+    assert loaded.files[0].notes == [f"{path}: 1 prompts truncated"]
 
 
 def test_a_file_of_long_prompts_only_is_refused(tokenizer, write_rows):
     path = write_rows({"prompt": "x" * 18}, {"prompt": "y" * 18})
     with pytest.raises(ConfigError, match="all 2 prompts are longer than 20 tokens"):
-        load(path, tokenizer, on_long_prompt="skip")
+        load(path, tokenizer=tokenizer, on_long="skip")
 
 
 def test_a_token_the_model_does_not_know_is_refused(tokenizer, write_rows):
     path = write_rows({"prompt": "a"})
-    largest = max(load(path, tokenizer).prompts[0].token_ids)
-    load(path, tokenizer, vocab_size=largest + 1)
+    largest = max(load(path, tokenizer=tokenizer).prompts[0].token_ids)
+    load(path, tokenizer=tokenizer, vocab_size=largest + 1)
     with pytest.raises(ConfigError, match=rf"line 1: .*token id {largest}, .* below {largest}"):
-        load(path, tokenizer, vocab_size=largest)
+        load(path, tokenizer=tokenizer, vocab_size=largest)
 
 
 def test_a_prompt_without_tokens_is_refused(tokenizer, write_rows):
     tokenizer.chat_template = "{{ messages[0].content }}"
     with pytest.raises(ConfigError, match="line 1: the prompt has no tokens"):
-        load(write_rows({"prompt": ""}), tokenizer)
+        load(write_rows({"prompt": ""}), tokenizer=tokenizer)
 
 
 def test_more_rows_than_a_batch_keep_their_order(tokenizer, write_rows):
     path = write_rows(*({"prompt": str(i)} for i in range(1200)))
-    prompts = load(path, tokenizer).prompts
+    prompts = load(path, tokenizer=tokenizer).prompts
     assert [prompt.messages[0]["content"] for prompt in prompts] == [str(i) for i in range(1200)]
 
 
 def test_thousands_of_rows_load_quickly(tokenizer, write_rows):
     path = write_rows(*({"prompt": f"What is {i} plus 2?"} for i in range(4000)))
     started = time.process_time()
-    load(path, tokenizer, limit=50)
+    load(path, tokenizer=tokenizer, limit=50)
     # About 0.4 s here; the bound only catches a loop that tokenizes row by row, or worse.
     assert time.process_time() - started < 5
 

@@ -88,6 +88,22 @@ def test_another_column_can_hold_the_prompt(write_rows):
     assert row.extra_info["prompt"] == "unused"
 
 
+def test_any_column_can_hold_the_ground_truth_and_rewards_still_find_it(write_rows):
+    trl = {"prompt": CHAT, "solution": "5"}
+    row = rows_of(write_rows(trl), label_key="solution")[0]
+    assert (row.ground_truth, row.extra_info) == ("5", {"solution": "5"})
+    slime = {"input": "2+3=", "label": {"value": 5}, "metadata": {"level": 1}}
+    row = rows_of(write_rows(slime), prompt_key="input", label_key="label")[0]
+    assert row.ground_truth == {"value": 5}
+    assert row.extra_info["metadata"] == {"level": 1}
+
+
+def test_a_missing_ground_truth_column_is_refused_with_those_there_are(write_rows):
+    path = write_rows({"prompt": "a", "answer": "5"}, {"prompt": "b"})
+    message = refusal(path, label_key="answer")
+    assert message.endswith("line 2: no column 'answer' (label_key); the columns are: prompt")
+
+
 def test_nulls_in_objects_vanish_and_nulls_in_lists_stay(write_rows):
     path = write_rows({"prompt": CHAT, "extra_info": {"a": None, "b": [None, {"c": None}]}})
     assert rows_of(path)[0].extra_info == {"b": [None, {}]}

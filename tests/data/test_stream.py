@@ -1,4 +1,6 @@
 import json
+import pickle
+import time
 
 import numpy as np
 import pytest
@@ -34,15 +36,90 @@ def test_every_row_comes_exactly_once_per_epoch(size, seed, shuffle, step):
         assert sorted(place[1] for place in places) == [i * step for i in range(size)]
 
 
-@given(sizes, seeds, st.booleans(), st.data())
-def test_a_resume_at_any_place_goes_on_exactly(size, seed, shuffle, data):
-    stream = PromptStream(prompts(size), seed=seed, shuffle=shuffle)
-    stream.draw(data.draw(st.integers(0, 3 * size), label="drawn before"))
-    state = json.loads(json.dumps(stream.state_dict()))
-    resumed = PromptStream(prompts(size), seed=seed, shuffle=shuffle)
-    resumed.draw(data.draw(st.integers(0, 2), label="drawn by the other before"))
-    resumed.load_state_dict(state)
-    assert uids(resumed, 2 * size + 1) == uids(stream, 2 * size + 1)
+mixes = st.lists(st.tuples(st.integers(1, 9), st.floats(0.01, 1)), min_size=1, max_size=4)
+stops = st.lists(st.integers(0, 30), max_size=4)
+
+
+def mixed(files, **settings):
+    total = sum(share for _, share in files)
+    mix = [(size, share / total) for size, share in files]
+    return PromptStream(prompts(sum(size for size, _ in files)), mix=mix, **settings)
+
+
+@given(mixes, seeds, st.booleans(), stops)
+def test_stops_at_any_places_change_nothing_of_the_sequence(files, seed, shuffle, stops):
+    whole = mixed(files, seed=seed, shuffle=shuffle)
+    stream = mixed(files, seed=seed, shuffle=shuffle)
+    for count in stops:
+        assert uids(stream, count) == uids(whole, count)
+        state = json.loads(json.dumps(stream.state_dict()))
+        stream = mixed(files, seed=seed, shuffle=shuffle)
+        stream.draw(2)
+        stream.load_state_dict(state)
+        assert stream.state_dict() == state
+    assert uids(stream, 30) == uids(whole, 30)
+
+
+@given(mixes, seeds, st.booleans())
+def test_no_file_is_a_prompt_ahead_of_its_share_nor_far_behind(files, seed, shuffle):
+    stream = mixed(files, seed=seed, shuffle=shuffle)
+    total = sum(share for _, share in files)
+    ends = np.cumsum([size for size, _ in files])
+    drawn = [0] * len(files)
+    for count in range(1, 60):
+        drawn[int(np.searchsorted(ends, parse_uid(next(stream).uid)[1], side="right"))] += 1
+        for n, (_, share) in zip(drawn, files, strict=True):
+            ahead = n - count * share / total
+            # Each of the others is ahead by less than one prompt, which is what one can be behind.
+            assert -(len(files) - 1) - 1e-9 < ahead < 1
+
+
+def test_two_files_take_turns_as_their_weights_say_and_have_epochs_of_their_own():
+    # Shares 2/3 and 1/3: file a (rows 0 to 3), a, b (row 4, its only one), again and again.
+    mix = [(4, 2 / 3), (1, 1 / 3)]
+    stream = PromptStream(prompts(5), seed=0, shuffle=False, mix=mix)
+    first = ["0:0:0", "0:4:0", "0:1:0", "0:2:0", "1:4:0", "0:3:0", "1:0:0", "2:4:0", "1:1:0"]
+    assert uids(stream, 9) == first
+
+
+def test_each_file_of_a_mix_is_shuffled_in_its_own_way_and_the_first_as_if_alone():
+    alone = uids(PromptStream(prompts(20), seed=3), 20)
+    found = uids(PromptStream(prompts(40), seed=3, mix=[(20, 0.5), (20, 0.5)]), 40)
+    assert found[::2] == alone
+    moved = [make_uid(0, parse_uid(uid)[1] - 20) for uid in found[1::2]]
+    assert sorted(moved) == sorted(alone)
+    assert moved != alone
+
+
+def test_resuming_with_other_weights_is_refused():
+    state = PromptStream(prompts(4), seed=1, mix=[(2, 0.5), (2, 0.5)]).state_dict()
+    for mix in ([(2, 0.4), (2, 0.6)], [(1, 0.5), (3, 0.5)], []):
+        stream = PromptStream(prompts(4), seed=1, mix=mix)
+        with pytest.raises(ConfigError, match=r"each file of data.train .* was .* now"):
+            stream.load_state_dict(state)
+
+
+def test_a_stream_goes_to_another_process_and_leaves_the_random_numbers_of_this_one():
+    import torch
+
+    torch.manual_seed(0)
+    wanted = torch.rand(1)
+    torch.manual_seed(0)
+    stream = PromptStream(prompts(9), seed=4)
+    for count in (0, 5, 9):
+        stream = pickle.loads(pickle.dumps(stream))
+        stream.draw(count)
+    assert uids(stream, 20) == uids(PromptStream(prompts(9), seed=4), 34)[14:]
+    assert torch.rand(1) == wanted
+
+
+def test_thousands_of_prompts_a_second_are_nothing():
+    stream = PromptStream(prompts(1000), seed=0, mix=[(100, 0.5), (900, 0.5)])
+    stream.draw(1)
+    started = time.process_time()
+    stream.draw(5000)
+    # About 0.1 s here.
+    assert time.process_time() - started < 2
 
 
 @given(sizes, seeds, st.integers(0, 99))
@@ -57,7 +134,7 @@ def test_a_uid_gives_its_prompt_back_anywhere(size, seed, attempt):
         assert again.ground_truth == given_out.ground_truth
         epoch, index, _ = parse_uid(given_out.uid)
         assert other.prompt(make_uid(epoch, index, attempt)).ground_truth == str(index)
-    assert other.state_dict()["position"] == 0
+    assert other.state_dict() == PromptStream(prompts(size), seed=seed).state_dict()
 
 
 def test_the_order_is_fixed_by_seed_and_epoch():
@@ -87,8 +164,9 @@ def test_one_row_comes_again_and_again():
 
 def test_drawing_nothing_changes_nothing():
     stream = PromptStream(prompts(3), seed=0)
+    before = stream.state_dict()
     assert stream.draw(0) == []
-    assert stream.state_dict()["position"] == 0
+    assert stream.state_dict() == before
 
 
 def test_a_retry_is_the_same_prompt_under_the_next_attempt():
@@ -145,11 +223,12 @@ def test_resuming_in_another_order_is_refused(settings):
         PromptStream(prompts(5), **settings).load_state_dict(state)
 
 
-def test_a_place_outside_the_data_is_refused():
-    stream = PromptStream(prompts(5), seed=1)
-    for place in ({"position": 6}, {"position": -1}, {"epoch": -1}):
-        with pytest.raises(ValueError, match="of 5 prompts"):
-            stream.load_state_dict({**stream.state_dict(), **place})
+@pytest.mark.parametrize("drawn", [[], [1, 1], [-1]])
+def test_a_place_that_is_none_of_the_data_is_refused(drawn):
+    state = PromptStream(prompts(5), seed=1).state_dict()
+    state["loader"]["_sampler_iter_state"]["drawn"] = drawn
+    with pytest.raises(ValueError, match="prompts drawn of 1 files"):
+        PromptStream(prompts(5), seed=1).load_state_dict(state)
 
 
 def test_prompts_that_share_an_index_are_refused():

@@ -1,12 +1,14 @@
 """`streamrl evaluate` on a plain model directory."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from streamrl.cli.main import main
 from tests.toy import write_toy
 
 
@@ -19,8 +21,13 @@ def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_plain_model_is_scored_as_a_recipe_does(toy: Path) -> None:
     recipe = toy / "numeric.yaml"
     text = (toy / "recipe.yaml").read_text()
-    recipe.write_text(text.replace("{kind: exact}", "{kind: numeric}"))
-    words = [str(toy / "model"), "--data", str(toy / "rows.jsonl"), "--config", str(recipe)]
+    (toy / "more.py").write_text("def more(rewards):\n    return rewards['numeric'] + 0.25\n")
+    text = text.replace("{kind: exact}", "{kind: numeric}")
+    recipe.write_text(text + f'scorer: {{combine: "{toy}/more.py:more"}}\n')
+    rows, other = toy / "rows.jsonl", toy / "other" / "rows.jsonl"
+    other.parent.mkdir()
+    other.write_text(rows.read_text().replace('"toy"', '"org/other"'))
+    words = [str(toy / "model"), "--data", str(rows), "--data", str(other), "--config", str(recipe)]
     result = subprocess.run(
         [sys.executable, "-m", "streamrl.cli.main", "evaluate", *words, "--limit", "4", "--json"],
         capture_output=True,
@@ -33,7 +40,21 @@ def test_a_plain_model_is_scored_as_a_recipe_does(toy: Path) -> None:
     assert found["rewards"] == ["numeric"]
     assert found["model"] == str(toy / "model")
     assert found["unscored"] == 0
-    assert found["pass@1"] == found["mean@4"] < 0.5
+    assert found["pass@1"] + 0.25 == found["mean@4"] < 0.75
+    assert found["pass@1"] <= found["pass@2"] <= found["pass@4"]
+    low, high = found["pass@1_interval"]
+    assert low <= found["pass@1"] <= high
+    assert found["prompts"] == 8
+    assert [part["prompts"] for part in found["by_file"].values()] == [4, 4]
+    assert list(found["by_file"]) == [str(rows), str(other)]
+    assert list(found["by_source"]) == ["org/other", "toy"]
+
+
+def test_without_files_or_a_recipe_that_names_some_nothing_is_evaluated(
+    toy: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate", str(toy / "model")]) == 2
+    assert "--data names a file of prompts" in capsys.readouterr().err
 
 
 def test_the_longest_completion_fits_a_small_model(toy: Path) -> None:
@@ -46,3 +67,4 @@ def test_the_longest_completion_fits_a_small_model(toy: Path) -> None:
         check=True,
     )
     assert "scored by exact; at most 64 new tokens" in result.stdout
+    assert re.search(r"^  pass@1 +[\d.]+  \(95 %: [\d.]+ to [\d.]+\)$", result.stdout, re.MULTILINE)

@@ -34,6 +34,7 @@ def finished(toy: Path) -> tuple[Path, str]:
             *ON_POLICY,
             "checkpoint.every=2",
             "telemetry.wandb.mode=offline",
+            f"data.eval=[{toy}/rows.jsonl, {{path: {toy}/rows.jsonl, name: again}}]",
         ],
         toy,
     )
@@ -88,7 +89,10 @@ def test_the_evaluation_before_and_after_is_reported(finished: tuple[Path, str])
     run_dir, output = finished
     (base,) = events(run_dir, "base_evaluation")
     assert 0 <= base["eval/pass_at_1"] <= 1
-    assert "eval/pass_at_1" in rows(run_dir)[-1]
+    last = rows(run_dir)[-1]
+    assert last["eval/interval/pass_at_1_low"] <= last["eval/pass_at_1"]
+    parts = [last["eval/file/rows/mean_at_k"], last["eval/file/again/mean_at_k"]]
+    assert last["eval/mean_at_k"] == pytest.approx(sum(parts) / 2)
     assert "pass_at_1" in output
 
 

@@ -5,6 +5,7 @@ from contextlib import asynccontextmanager
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import GroupInfo, Prompt, check_sizes, column_sizes
@@ -22,6 +23,7 @@ from streamrl.rewards import (
 )
 
 PROMPT = Prompt("2:11:0", np.array([1], np.int32), ground_truth="5")
+PLACED = replace(PROMPT, place="sums.jsonl line 12")
 
 
 class FakeReward(Reward):
@@ -160,10 +162,18 @@ async def test_a_wrong_number_of_numbers_is_an_error(values):
 def test_check_names_the_first_row_a_reward_cannot_judge():
     rewards = reward_set(fine=(1.0, FakeReward()), odd=(1.0, FakeReward(complaint="no truth")))
     with pytest.raises(
-        ConfigError, match=r"^sums.jsonl row 12 \(uid 2:11:0\): reward odd: no truth$"
+        ConfigError, match=r"^sums.jsonl line 12 \(uid 2:11:0\): reward odd: no truth$"
     ):
-        rewards.check([PROMPT], place="sums.jsonl")
-    reward_set(fine=(1.0, FakeReward())).check([PROMPT], place="sums.jsonl")
+        rewards.check([PLACED])
+    reward_set(fine=(1.0, FakeReward())).check([PLACED])
+
+
+async def test_an_error_of_the_run_names_the_row_too():
+    rewards = reward_set(odd=(1.0, FakeReward(error=RewardError("no number"))))
+    with pytest.raises(
+        RewardError, match=r"^reward odd, sums.jsonl line 12 \(uid 2:11:0\): no number$"
+    ):
+        await rewards.score(PLACED, ["a"])
 
 
 @asynccontextmanager
@@ -243,7 +253,7 @@ def test_a_combining_function_goes_with_no_weights_and_gets_what_it_can_ask_for(
     ("configs", "words"),
     [
         ([], "rewards: empty"),
-        ([{"kind": ""}], r"rewards\[0\].kind=: must be one of exact, numeric, regex, function"),
+        ([{"kind": ""}], r"rewards\[0\].kind=: must be one of exact, numeric, regex, .*, function"),
         ([{"kind": "numerics"}], r"rewards\[0\].kind=numerics: .* nearest kind is numeric"),
         ([{"kind": "regex"}], r"rewards\[0\].pattern: missing"),
         ([{"kind": "function"}], r"rewards\[0\].path: missing; kind function needs it"),

@@ -44,7 +44,7 @@ weights/bytes_per_s weights/interrupted weights/tokens_per_version weights/probe
 ledger/admitted ledger/trained ledger/filtered ledger/dropped ledger/in_flight
 time/step_s time/generate_s time/score_s time/train_s
 throughput/tokens_per_s throughput/groups_per_s
-eval/<name>
+eval/<name> eval/interval/<name> eval/source/<source>/<name> eval/file/<file>/<name>
 """
 
 
@@ -65,6 +65,7 @@ def test_every_metric_has_a_meaning_in_ascii():
         ("idle/generate", "idle/<stage>"),
         ("drops/reward_error", "drops/<cause>"),
         ("eval/pass_at_1", "eval/<name>"),
+        ("eval/source/openai_gsm8k/pass_at_1", "eval/source/<source>/<name>"),
         ("reward/mean", "reward/mean"),
     ],
 )

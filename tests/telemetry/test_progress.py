@@ -39,7 +39,8 @@ def test_what_is_not_a_number_is_left_out_of_sums(progress):
 
 
 def test_the_first_and_the_last_evaluation_are_kept(progress):
-    assert progress.add(0, {"eval/pass_at_1": 0.1}) == {"pass_at_1": 0.1}
+    parts = {"eval/interval/pass_at_1_low": 0.0, "eval/source/easy/pass_at_1": 0.2}
+    assert progress.add(0, {"eval/pass_at_1": 0.1, **parts}) == {"pass_at_1": 0.1}
     assert progress.add(1, full_row(1)) == {}
     progress.add(2, {"eval/pass_at_1": 0.3, "eval/mean_at_4": 0.2})
     progress.add(3, {"eval/pass_at_1": 0.5})

@@ -2,7 +2,7 @@
 
 It is process 1 of the jail, so that no signal from inside reaches it, and its end ends all. It is
 sent there as code, talks over the socket it finds as stdin, and knows no expected output: what it
-reports is what came out, and the verdict is made outside (jail.py). It imports little, for each
+reports is what came out, and the verdict is made outside (judging.py). It imports little, for each
 jail starts its own.
 """
 
@@ -200,11 +200,11 @@ def watch(pid: int, streams: list[Stream], job: Job, deadline: float) -> int:
                 how = EXITED
             elif not by_fd[fd].read():
                 poller.unregister(fd)
-        if any(stream.full for stream in streams):
+        if how is None and any(stream.full for stream in streams):
             how = OUTPUT
-        elif time.monotonic() > deadline:
+        elif how is None and time.monotonic() > deadline:
             how = WALL
-        elif _JAILED and too_many_files(job):
+        elif how is None and _JAILED and too_many_files(job):
             how = FILES
         reap(but=pid)
     os.close(ended)
@@ -275,7 +275,8 @@ def become(job: Job, pipes: list[int]) -> None:
 def limit(job: Job) -> None:
     """Bound what this process and those it starts may use."""
     limits = {
-        resource.RLIMIT_CPU: job["cpu_s"],
+        # First, a second earlier, comes a signal that says why, but can be ignored.
+        resource.RLIMIT_CPU: job["cpu_s"] + 1,
         resource.RLIMIT_FSIZE: job["disk_bytes"],
         resource.RLIMIT_NOFILE: job["open_files"],
         resource.RLIMIT_NPROC: job["processes"],
@@ -292,6 +293,8 @@ def limit(job: Job) -> None:
         _, hard = resource.getrlimit(what)
         allowed = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(what, (allowed, allowed))
+    _, hard = resource.getrlimit(resource.RLIMIT_CPU)
+    resource.setrlimit(resource.RLIMIT_CPU, (min(job["cpu_s"], hard), hard))
 
 
 def run_python(job: Job, value: int, note: int) -> None:

@@ -23,8 +23,8 @@ ENVIRONMENT = {
     "LANG": "C.UTF-8",
 }
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64")
-_SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/ld.so.conf.d")
-_DEVICES = ("null", "full", "random", "urandom")  # not zero: it is shared memory without limit
+_SETTINGS = ("/etc/alternatives", "/etc/ld.so.cache")
+_DEVICES = ("null", "urandom")  # not zero: it is shared memory without limit
 #: One user for each jail of a machine, for processes are limited by user: a process id leaves
 #: room for 256, and all of it lies above the ids that systems give out.
 _FIRST_USER = 1 << 30
@@ -114,7 +114,11 @@ def jail_command(
 
 def boot_command(size: int) -> list[str]:
     """The command that turns into the driver once it is sent its code of `size` bytes."""
-    return [python(), *["-I", "-S", "-B", "-X", "utf8", "-c"], _BOOT.format(size=size)]
+    return [
+        python(),
+        *["-I", "-S", "-B", "-X", "utf8", "-X", "no_debug_ranges", "-c"],
+        _BOOT.format(size=size),
+    ]
 
 
 def python() -> str:
@@ -151,7 +155,9 @@ def _view(limits: Limits) -> list[str]:
         view += ["--tmpfs", packages, "--remount-ro", packages]
     for device in _DEVICES:
         view += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
-    view += ["--symlink", f"{PRIVATE}/stdin", "/dev/stdin"]
+    view += ["--symlink", "urandom", "/dev/random"]
+    view += ["--symlink", f"{PRIVATE}/stdin", "/dev/stdin"]  # which /proc would offer
+    view += ["--symlink", PRIVATE, "/dev/shm"]  # for locks of multiprocessing
     view += ["--perms", "1777", "--size", str(limits.disk_mib * MIB), "--tmpfs", PRIVATE]
     return [*view, "--remount-ro", "/", "--chdir", PRIVATE]
 

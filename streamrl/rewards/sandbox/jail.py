@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from streamrl.errors import DeadlineError
 from streamrl.rewards.sandbox import driver
 from streamrl.rewards.sandbox.isolation import (
     ENVIRONMENT,
@@ -76,7 +77,7 @@ class Blueprint:
 def blueprint(isolation: Isolation, limits: Limits, syscall_filter: bytes) -> Blueprint:
     """A blueprint, with the driver's code as it is sent into each jail."""
     source = Path(driver.__file__).read_text(encoding="utf-8")
-    code = marshal.dumps(compile(source, "driver", "exec", dont_inherit=True))
+    code = marshal.dumps(compile(source, "driver", "exec", dont_inherit=True, optimize=2))
     return Blueprint(isolation, limits, syscall_filter, code, ProcessTable())
 
 
@@ -131,8 +132,6 @@ class Jail:
             raise JailError(self._last_words()) from error
         except TimeoutError as error:
             raise JailError(f"a jail was not ready after {START_TIMEOUT_S:.0f} s") from error
-        if not self._plan.processes.memory_of_tree(pid):
-            raise JailError("the memory of a jail cannot be seen in /proc")
 
     def _last_words(self) -> str:
         assert self._process.stderr is not None
@@ -145,7 +144,7 @@ class Jail:
         """Keep the program to one core, so that all it starts takes no more from its neighbours."""
         assert self._first is not None
         core = _OWN_CORES[(os.getpid() + slot) % len(_OWN_CORES)]
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(OSError):  # it has gone, or the core has
             os.sched_setaffinity(self._first[0], {core})
 
     async def request(self, message: Mapping[str, Any], deadline: float) -> Report:
@@ -169,10 +168,13 @@ class Jail:
     def _check(self, deadline: float) -> None:
         if time.monotonic() > deadline:
             raise TimeoutError
-        assert self._first is not None
-        held = self._plan.processes.memory_of_tree(self._first[0])
-        if held > self._plan.limits.memory_mib * MIB:
+        if self.memory_bytes() > self._plan.limits.memory_mib * MIB:
             raise MemoryLimitError
+
+    def memory_bytes(self) -> int:
+        """What all its processes hold."""
+        assert self._first is not None
+        return self._plan.processes.memory_of_tree(self._first[0])
 
     async def _report(self) -> Report:
         try:
@@ -190,7 +192,10 @@ class Jail:
         return self._process.poll() is None
 
     async def end(self) -> None:
-        """Kill all that runs in it and wait until it is gone, with its files."""
+        """Kill all that runs in it and wait until it is gone, with its files.
+
+        Raises DeadlineError if the kernel does not get rid of it.
+        """
         if self._first is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._first[1], signal.SIGKILL)
@@ -208,22 +213,20 @@ class Jail:
 
     async def _wait_for_exit(self) -> None:
         loop = asyncio.get_running_loop()
-        gone: asyncio.Future[None] = loop.create_future()
-        loop.add_reader(self._exit, _set, gone)
+        gone = asyncio.Event()
+        loop.add_reader(self._exit, gone.set)
         try:
             async with asyncio.timeout(END_TIMEOUT_S):
-                await gone
+                await gone.wait()
         except TimeoutError:
             self._process.kill()
+            raise DeadlineError(
+                f"a killed jail, process {self._process.pid}, was not gone after {END_TIMEOUT_S} s"
+            ) from None
         finally:
             loop.remove_reader(self._exit)
             os.close(self._exit)
-        self._process.wait(END_TIMEOUT_S)
-
-
-def _set(gone: "asyncio.Future[None]") -> None:
-    if not gone.done():
-        gone.set_result(None)
+        self._process.wait()
 
 
 def _spawn(

@@ -3,6 +3,7 @@
 import json
 import math
 import reprlib
+import signal
 from typing import Any
 
 from streamrl.rewards.sandbox import driver
@@ -26,9 +27,9 @@ _NO_MEMORY = ("MemoryError", "bad_alloc", "out of memory", "Cannot allocate memo
 
 
 def program_message(program: Program, language: Language, limits: Limits) -> dict[str, Any]:
-    """What a jail is told of a program, with the limits its driver keeps."""
+    """What a jail is told of a program, with the limits its driver keeps; of plain types only."""
     return {
-        "source": program.source,
+        "source": str(program.source),
         "file": language.file,
         "run": list(language.run),
         "compile": list(language.compile),
@@ -48,7 +49,7 @@ def program_message(program: Program, language: Language, limits: Limits) -> dic
 def test_message(test: StdinTest | CallTest, wall_s: float) -> dict[str, Any]:
     """What a jail is told of a test: not what is to come out."""
     if isinstance(test, StdinTest):
-        return {"stdin": test.stdin, "wall_s": wall_s}
+        return {"stdin": str(test.stdin), "wall_s": wall_s}
     arguments = json.dumps(list(test.arguments))
     return {"call": test.function, "arguments": arguments, "wall_s": wall_s}
 
@@ -59,6 +60,20 @@ def judge(report: Report, test: StdinTest | CallTest, program: Program, limits: 
     if verdict is Verdict.PASS:
         verdict, detail = _answer(report.out, test, program)
     return Result(verdict, report.seconds, detail)
+
+
+def compiler_trouble(report: Report) -> str:
+    """Why there is nothing to run, in a line; empty if there is."""
+    if report.how == driver.EXITED and report.code == 0:
+        return ""
+    lines = report.err.decode(errors="replace").strip().splitlines()
+    errors = [line for line in lines if "error" in line]
+    stopped = {
+        driver.WALL: "the compiler took too long",
+        driver.OUTPUT: "the compiler wrote too much",
+        driver.FILES: "the compiler made too many files",
+    }
+    return stopped.get(report.how) or [*errors, *lines, "the compiler failed"][0]
 
 
 def _ending(report: Report, limits: Limits) -> tuple[Verdict, str]:
@@ -74,7 +89,7 @@ def _ending(report: Report, limits: Limits) -> tuple[Verdict, str]:
         return stopped[report.how]
     if report.code == 0:
         return Verdict.PASS, ""
-    if report.code < 0 and report.cpu_s >= limits.cpu_s:
+    if report.code == -signal.SIGXCPU or (report.code < 0 and report.cpu_s > limits.cpu_s):
         return Verdict.TIMEOUT, f"computed for more than {limits.cpu_s:g} s"
     if any(words in last_line for words in _NO_MEMORY):
         return Verdict.MEMORY, last_line
@@ -94,4 +109,5 @@ def _answer(out: bytes, test: StdinTest | CallTest, program: Program) -> tuple[V
         return Verdict.RUNTIME_ERROR, f"{test.function} ended without returning a value"
     if any(same_value(wanted, value) for wanted in test.accepted):
         return Verdict.PASS, ""
-    return Verdict.WRONG, f"returned {_SHORT.repr(value)}, not {_SHORT.repr(test.accepted[0])}"
+    wanted = " or ".join(map(_SHORT.repr, test.accepted))
+    return Verdict.WRONG, f"returned {_SHORT.repr(value)}, not {wanted}"

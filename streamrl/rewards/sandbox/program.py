@@ -153,3 +153,5 @@ LANGUAGES: Mapping[str, Language] = {
     ),
     "bash": Language("solution.sh", run=("bash", "{dir}/solution.sh")),
 }
+#: What every machine can run.
+PYTHON_ONLY: Mapping[str, Language] = {"python": LANGUAGES["python"]}

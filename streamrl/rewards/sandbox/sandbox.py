@@ -1,12 +1,14 @@
 """The sandbox: programs in, outcomes out, each from a jail of its own made ahead of time."""
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import Mapping
 
+from streamrl.errors import ConfigError
 from streamrl.rewards.sandbox.jail import Blueprint, Jail, JailError
 from streamrl.rewards.sandbox.program import (
-    LANGUAGES,
+    PYTHON_ONLY,
     CallTest,
     Language,
     Limits,
@@ -45,15 +47,21 @@ class Sandbox:
         cls,
         limits: Limits,
         *,
-        jails: int,
-        languages: Mapping[str, Language] = LANGUAGES,
+        jails: int | None = None,
+        languages: Mapping[str, Language] = PYTHON_ONLY,
         allow_unsafe: bool = False,
     ) -> "Sandbox":
         """A sandbox for programs in `languages`, after it has tried to break out of a jail.
 
+        jails: programs at once; as many as there are cores unless told otherwise.
+
         Raises ConfigError, in one line that says what to do, if this machine cannot isolate a
         program (unless `allow_unsafe`) or lacks the tools of a language.
         """
+        if jails is None:
+            jails = len(os.sched_getaffinity(0))
+        if jails < 1:
+            raise ConfigError(f"sandbox.jails={jails}: must be 1 or more")
         missing_tools(languages)
         plan, note = await choose(limits, allow_unsafe=allow_unsafe)
         sandbox = cls(plan, jails, languages)

@@ -1,6 +1,7 @@
 """Which isolation this machine gives: chosen by trying to break out of it."""
 
 import asyncio
+import importlib
 import json
 import shutil
 import socket
@@ -129,7 +130,7 @@ def _unequipped() -> str | None:
     if find_bubblewrap() is None:
         return "bwrap is not on PATH: apt install bubblewrap,"
     try:
-        build_filter()
+        importlib.import_module("pyseccomp")
     except (ImportError, RuntimeError) as error:
         return f"no filter of system calls ({error}): apt install libseccomp2,"
     return None
@@ -146,6 +147,8 @@ async def broken(plan: Blueprint) -> str | None:
             deadline = time.monotonic() + _PROBE_S
             await jail.request(program_message(program, LANGUAGES["python"], limits), deadline)
             report = await jail.request(test_message(test, _PROBE_S), deadline)
+            if not jail.memory_bytes():
+                return "what a program holds in memory is not seen in /proc"
         except (JailError, JailLostError, MemoryLimitError, TimeoutError) as error:
             return f"{type(error).__name__} {error}".strip()
         finally:

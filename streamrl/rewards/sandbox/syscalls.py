@@ -34,7 +34,7 @@ _HIDDEN_MEMORY = (
     " setxattr lsetxattr fsetxattr"
 )
 #: All sockets but a pair of local ones, which pipes between processes and asyncio are made of.
-_SOCKETS = "socket bind connect listen accept accept4"
+_SOCKETS = "socket bind connect listen accept accept4 setsockopt"
 
 _NEW_NAMESPACE_FLAGS = (1 << 17, 1 << 25, 1 << 26, 1 << 27, 1 << 28, 1 << 29, 1 << 30)
 _SHARED_ANONYMOUS = 0x21  # MAP_SHARED and MAP_ANONYMOUS: stays when it is unmapped by one owner
@@ -48,7 +48,7 @@ _NEW_CALLS = range(450, 600)
 
 def build_filter() -> bytes:
     """The filter in the form that bubblewrap takes. Raises RuntimeError without libseccomp."""
-    import pyseccomp as seccomp  # fails to import where libseccomp is missing
+    import pyseccomp as seccomp  # here, for it looks for libseccomp when it is imported
 
     denied = seccomp.ERRNO(errno.EPERM)
     missing = seccomp.ERRNO(errno.ENOSYS)

@@ -4,7 +4,6 @@ import asyncio
 import time
 from typing import Protocol
 
-from streamrl.rewards.sandbox import driver
 from streamrl.rewards.sandbox.jail import (
     GRACE_S,
     Jail,
@@ -13,7 +12,12 @@ from streamrl.rewards.sandbox.jail import (
     MemoryLimitError,
     Report,
 )
-from streamrl.rewards.sandbox.judging import judge, program_message, test_message
+from streamrl.rewards.sandbox.judging import (
+    compiler_trouble,
+    judge,
+    program_message,
+    test_message,
+)
 from streamrl.rewards.sandbox.program import (
     CallTest,
     Language,
@@ -26,8 +30,8 @@ from streamrl.rewards.verdict import Verdict
 
 #: A jail that is gone without a word may be bad luck once; twice, it is the program's doing.
 _JAILS_PER_TEST = 2
-#: Bytes of output from which on they are compared beside the event loop.
-_LONG_OUTPUT = 1 << 16
+#: Outputs of so many characters are compared beside the event loop.
+_LONG_TEXT = 1 << 16
 
 
 class Jails(Protocol):
@@ -53,6 +57,7 @@ class Trial:
         self._limits = limits
         self._jails = jails
         self._jail: Jail | None = None
+        self._used_s = 0.0  # without the time it took to get a jail
 
     async def run(self, slot: int) -> tuple[Result, ...]:
         """The results, to the first that is no pass, or of all tests if the program asks for it.
@@ -60,9 +65,8 @@ class Trial:
         slot: which of the programs that run at once this is; it decides the core.
         """
         results: list[Result] = []
-        ends_at = time.monotonic() + self._limits.total_s
         for test in self._program.tests:
-            result = await self._test(test, slot, ends_at)
+            result = await self._test(test, slot)
             results.append(result)
             hopeless = result.verdict in (Verdict.COMPILE_ERROR, Verdict.INFRA_ERROR)
             if hopeless or (self._program.stop_early and result.verdict is not Verdict.PASS):
@@ -75,12 +79,12 @@ class Trial:
             self._jails.discard(self._jail)
             self._jail = None
 
-    async def _test(self, test: StdinTest | CallTest, slot: int, ends_at: float) -> Result:
+    async def _test(self, test: StdinTest | CallTest, slot: int) -> Result:
         started = time.monotonic()
         verdict, detail = Verdict.RUNTIME_ERROR, "the program ended its jail"
         for _ in range(_JAILS_PER_TEST):
             try:
-                return await self._try(test, slot, ends_at)
+                return await self._try(test, slot)
             except JailLostError:
                 self.leave()
             except NotCompiledError as error:
@@ -98,18 +102,19 @@ class Trial:
         self.leave()
         return Result(verdict, time.monotonic() - started, detail)
 
-    async def _try(self, test: StdinTest | CallTest, slot: int, ends_at: float) -> Result:
+    async def _try(self, test: StdinTest | CallTest, slot: int) -> Result:
         if self._jail is None:
             self._jail = await self._jails.take()
             self._jail.pin(slot)
             await self._compile(self._jail)
-        wall_s = min(self._limits.wall_s, ends_at - time.monotonic())
+        wall_s = min(self._limits.wall_s, self._limits.total_s - self._used_s)
         if wall_s <= 0:
             return Result(
                 Verdict.TIMEOUT, 0.0, f"all tests together took {self._limits.total_s:g} s"
             )
         report = await self._ask(self._jail, test_message(test, wall_s), wall_s)
-        if len(report.out) < _LONG_OUTPUT:
+        wanted = len(test.stdout) if isinstance(test, StdinTest) else 0
+        if len(report.out) + wanted < _LONG_TEXT:
             return judge(report, test, self._program, self._limits)
         return await asyncio.to_thread(judge, report, test, self._program, self._limits)
 
@@ -121,8 +126,13 @@ class Trial:
             raise NotCompiledError("the compiler took too much memory") from error
         except TimeoutError as error:
             raise NotCompiledError("the compiler took too long") from error
-        if report.how != driver.EXITED or report.code != 0:
-            raise NotCompiledError(report.err.decode(errors="replace").strip() or "no compiler ran")
+        trouble = compiler_trouble(report)
+        if trouble:
+            raise NotCompiledError(trouble)
 
     async def _ask(self, jail: Jail, message: dict[str, object], seconds: float) -> Report:
-        return await jail.request(message, time.monotonic() + seconds + GRACE_S)
+        started = time.monotonic()
+        try:
+            return await jail.request(message, started + seconds + GRACE_S)
+        finally:
+            self._used_s += time.monotonic() - started

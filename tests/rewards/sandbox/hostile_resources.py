@@ -6,7 +6,7 @@ MEMORY_AND_OUTPUT = [
     Attack("memory at once", MEMORY, "x = bytearray(8 << 30)"),
     Attack(
         "memory bit by bit",
-        MEMORY,
+        MEMORY + TIMEOUT,
         """
 kept = []
 while True:
@@ -15,7 +15,7 @@ while True:
     ),
     Attack(
         "memory in many processes",
-        MEMORY,
+        MEMORY + TIMEOUT,
         """
 for _ in range(12):
     if os.fork() == 0:
@@ -26,7 +26,7 @@ time.sleep(1000)
     ),
     Attack(
         "memory shared by nobody",
-        MEMORY,
+        MEMORY + TIMEOUT,
         """
 import mmap
 tried(mmap.mmap, -1, 1 << 20)
@@ -61,7 +61,7 @@ contained()
     ),
     Attack(
         "a zip bomb",
-        MEMORY,
+        MEMORY + TIMEOUT,
         """
 import zlib
 data = zlib.compress(bytes(1 << 22), 9)

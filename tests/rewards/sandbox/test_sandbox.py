@@ -2,13 +2,16 @@
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 import pytest_asyncio
@@ -26,12 +29,27 @@ from streamrl.rewards.sandbox import (
     StdinTest,
     why_unavailable,
 )
-from streamrl.rewards.sandbox.isolation import UNSAFE
+from streamrl.rewards.sandbox.isolation import ENVIRONMENT, UNSAFE
 from streamrl.rewards.sandbox.jail import blueprint
 from streamrl.rewards.sandbox.selection import broken
 from streamrl.rewards.verdict import Verdict
 
 ADD = "print(sum(map(int, input().split())))"
+#: Programs that add two numbers, and some that are none.
+ADD_IN = {
+    "cpp": (
+        "#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b; }",
+        "int main() {",
+    ),
+    "javascript": (
+        "const words = require('fs').readFileSync('/dev/stdin', 'utf8').split(' ');\n"
+        "console.log(+words[0] + +words[1])",
+        "(",
+    ),
+    "bash": ("read a b; echo $((a + b))", "if"),
+}
+TOOLS = {"cpp": "g++", "javascript": "node", "bash": "bash"}
+INSTALLED = [name for name, tool in TOOLS.items() if shutil.which(tool, path=ENVIRONMENT["PATH"])]
 #: Bubblewrap in name only: it runs the command that it is given as it is.
 HOLLOW = """#!/bin/sh
 while [ "${1#*/bin/python}" = "$1" ]; do
@@ -46,7 +64,8 @@ here = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
 async def sandbox() -> AsyncIterator[Sandbox]:
-    started = await Sandbox.start(QUICK, jails=2)
+    languages = {name: LANGUAGES[name] for name in ("python", *INSTALLED)}
+    started = await Sandbox.start(QUICK, jails=2, languages=languages)
     yield started
     await started.close()
 
@@ -142,6 +161,24 @@ print("done")
 
 
 @here
+async def test_all_tests_together_have_a_limit_of_their_own(sandbox: Sandbox) -> None:
+    slow = Program("python", "import time; time.sleep(0.4)", [StdinTest("", "")] * 9)
+    limited = await Sandbox.start(replace(QUICK, total_s=1.0), jails=1)
+    outcome = await limited.run(slow)
+    await limited.close()
+    assert outcome.verdict is Verdict.TIMEOUT
+    assert 2 <= len(outcome.results) <= 4
+    assert outcome.results[0].verdict is Verdict.PASS
+    assert (await sandbox.run(slow)).verdict is Verdict.PASS
+
+
+@here
+async def test_texts_of_other_libraries_are_texts(sandbox: Sandbox) -> None:
+    source, given, wanted = map(np.str_, (ADD, "1 2", "3"))
+    assert await verdict(sandbox, source, StdinTest(given, wanted)) is Verdict.PASS
+
+
+@here
 async def test_python_programs_have_what_they_are_used_to(sandbox: Sandbox) -> None:
     source = """
 import asyncio, collections, dataclasses, heapq, itertools, math, multiprocessing, numbers, re
@@ -154,7 +191,7 @@ async def later():
     await asyncio.sleep(0.01)
     return Point(1)
 assert asyncio.run(later()) == Point(1)
-queue = multiprocessing.Pipe()[0]
+assert multiprocessing.Pool(2).map(abs, [-1, -2]) == [1, 2]
 thread = threading.Thread(target=lambda: print(sys.stdin.readline(), end=""))
 if __name__ == "__main__":
     thread.start()
@@ -168,26 +205,9 @@ if __name__ == "__main__":
 
 
 @here
-@pytest.mark.parametrize(
-    ("language", "source", "broken"),
-    [
-        (
-            "cpp",
-            "#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b; }",
-            "int main() {",
-        ),
-        (
-            "javascript",
-            "const s = require('fs').readFileSync('/dev/stdin', 'utf8').split(' ');\n"
-            "console.log(+s[0] + +s[1])",
-            "(",
-        ),
-        ("bash", "read a b; echo $((a + b))", "if"),
-    ],
-)
-async def test_other_languages_come_from_a_table(
-    sandbox: Sandbox, language: str, source: str, broken: str
-) -> None:
+@pytest.mark.parametrize("language", INSTALLED)
+async def test_other_languages_come_from_a_table(sandbox: Sandbox, language: str) -> None:
+    source, broken = ADD_IN[language]
     tests = [StdinTest("1 2", "3"), StdinTest("3 4", "7"), StdinTest("1 1", "3")]
     outcome = await sandbox.run(Program(language, source, tests))
     verdicts = [result.verdict for result in outcome.results]
@@ -195,6 +215,7 @@ async def test_other_languages_come_from_a_table(
     outcome = await sandbox.run(Program(language, broken, tests))
     compiled = bool(LANGUAGES[language].compile)
     assert outcome.verdict is (Verdict.COMPILE_ERROR if compiled else Verdict.RUNTIME_ERROR)
+    assert outcome.detail and "\n" not in outcome.detail
 
 
 @here
@@ -229,6 +250,7 @@ async def test_a_caller_that_gives_up_takes_its_program_with_it(sandbox: Sandbox
 async def test_what_the_sandbox_was_not_started_for_is_refused(sandbox: Sandbox) -> None:
     with pytest.raises(ValueError, match="no language cobol"):
         await sandbox.run(Program("cobol", "", [StdinTest("", "")]))
+    assert "bash" in INSTALLED
     with pytest.raises(ValueError, match="Python only"):
         await sandbox.run(Program("bash", "", [CallTest("f", [], [1])]))
     with pytest.raises(ValueError, match="without tests"):
@@ -331,6 +353,11 @@ async def test_a_language_whose_tool_is_missing_is_refused_by_name() -> None:
     languages = {"cobol": Language("x.cob", run=("{dir}/x",), compile=("cobc", "{dir}/x.cob"))}
     with pytest.raises(ConfigError, match="cobol needs cobc"):
         await Sandbox.start(QUICK, jails=1, languages=languages)
+
+
+async def test_there_must_be_a_jail() -> None:
+    with pytest.raises(ConfigError, match=r"sandbox.jails=0: must be 1 or more"):
+        await Sandbox.start(QUICK, jails=0)
 
 
 def test_limits_are_above_zero() -> None:

@@ -9,10 +9,11 @@ from streamrl.messages import FinishReason, Prompt, Rollout, make_uid
 
 
 def prompts(*sources):
-    return [
+    found = [
         Prompt(make_uid(0, i), np.array([i], np.int32), data_source=source)
         for i, source in enumerate(sources)
     ]
+    return {"held_out": found}
 
 
 async def generate(prompt, seeds):
@@ -94,6 +95,42 @@ async def test_the_first_prompts_up_to_the_limit_are_used():
             config=EvaluationConfig(limit=limit),
         )
         assert result.num_prompts == used
+
+
+async def test_the_limit_is_of_each_file_and_each_has_figures_of_its_own():
+    first, second, third = prompts("", "", "")["held_out"]
+    for limit, used in ((None, [2, 1]), (1, [1, 1])):
+        result = await evaluate(
+            {"a": [first, second], "b": [third]},
+            generate=generate,
+            score=scoring(TABLE),
+            config=EvaluationConfig(limit=limit),
+        )
+        assert [part.num_prompts for part in result.by_file.values()] == used
+        assert result.by_file["b"].pass_at_1 == 1.0
+    assert result.metrics()["eval/file/a/pass_at_1"] == 0.5
+    assert not any(name.startswith("eval/source/") for name in result.metrics())
+
+
+async def test_answers_make_a_majority_unless_some_source_tells_none():
+    scored = scoring(TABLE)
+
+    async def score(prompt, rollouts):
+        columns = await scored(prompt, rollouts)
+        if prompt.data_source not in silent:
+            none = prompt.uid == "0:2:0"
+            columns["answers"] = np.array([0] * 4 if none else [7, 7, 0, 3], np.int64)
+        return columns
+
+    silent, settings = (), {"generate": generate, "score": score, "config": EvaluationConfig()}
+    result = await evaluate(prompts("a", "b", "b"), **settings)
+    # Of a and the first b, half and none of the majority answer pass; the second b has no answer.
+    assert result.maj_at_k == pytest.approx((0.5 + 0 + 0) / 3)
+    silent = ("b",)
+    result = await evaluate(prompts("a", "b", "b"), **settings)
+    assert result.maj_at_k is None
+    assert "eval/maj_at_k" not in result.metrics()
+    assert (result.by_source["a"].maj_at_k, result.by_source["b"].maj_at_k) == (0.5, None)
 
 
 async def seeds_used(config, delays):
@@ -237,7 +274,7 @@ async def test_a_missing_score_is_refused():
 
 async def test_no_prompts_are_refused():
     with pytest.raises(ValueError, match="no prompts"):
-        await evaluate([], generate=generate, score=scoring(TABLE), config=EvaluationConfig())
+        await evaluate({}, generate=generate, score=scoring(TABLE), config=EvaluationConfig())
 
 
 @pytest.mark.parametrize(

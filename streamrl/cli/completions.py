@@ -1,0 +1,93 @@
+"""Completions that are there already: read from a file and put together with their rows."""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from streamrl.data import DataFile, Row, load_rows
+from streamrl.errors import ConfigError
+from streamrl.messages import Prompt, make_uid
+
+
+@dataclass(frozen=True)
+class Group:
+    """The completions of one row, and the place of each among the lines of its file."""
+
+    prompt: Prompt
+    places: Sequence[int]
+    completions: Sequence[str]
+
+
+def read_groups(file: DataFile, completions: str) -> list[Group]:
+    """The completions of a file by their row, in the order of its first line for each.
+
+    Raises ConfigError naming file, line and rule.
+    """
+    read = list(_read_completions(completions))
+    rows = load_rows(file.path, file.prompt_key, label_key=file.label_key, split=file.split)
+    prompts = _prompts(rows, {index for _, index, _ in read})
+    places: dict[int, list[int]] = {}
+    for place, (where, index, _) in enumerate(read):
+        if index not in prompts:
+            raise ConfigError(
+                f"{where}: index={index}: {file.path} has no such row, counted from 0"
+            )
+        places.setdefault(index, []).append(place)
+    return [
+        Group(prompts[index], own, [read[place][2] for place in own])
+        for index, own in places.items()
+    ]
+
+
+def _prompts(rows: Iterator[Row], wanted: set[int]) -> Mapping[int, Prompt]:
+    """The rows that are wanted, by index. No reward reads the tokens of a prompt."""
+    no_tokens = np.zeros(1, np.int32)
+    return {
+        row.index: Prompt(
+            uid=make_uid(0, row.index),
+            token_ids=no_tokens,
+            messages=row.messages,
+            data_source=row.data_source,
+            ground_truth=row.ground_truth,
+            extra_info=row.extra_info,
+            place=row.place,
+        )
+        for row in rows
+        if row.index in wanted
+    }
+
+
+def _read_completions(path: str) -> Iterator[tuple[str, int, str]]:
+    """Of each line its place in words, the index of its row, and the completion."""
+    try:
+        lines = Path(path).read_bytes().splitlines()
+    except OSError as error:
+        raise ConfigError(f"--completions {path}: cannot be read: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            where = f"{path} line {number}"
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise ConfigError(f"{where}: not JSON: {' '.join(str(error).split())}") from None
+            yield (where, *_completion(record, where))
+    if not any(line.strip() for line in lines):
+        raise ConfigError(f"--completions {path}: holds no completions")
+
+
+def _completion(record: Any, where: str) -> tuple[int, str]:
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where}: must be a JSON object, is a {type(record).__name__}")
+    for key, kind, what in (
+        ("index", int, "the number of a row, from 0"),
+        ("completion", str, "text"),
+    ):
+        if key not in record:
+            raise ConfigError(f"{where}: no key {key!r}; the keys are: {', '.join(record) or '-'}")
+        if not isinstance(record[key], kind) or isinstance(record[key], bool):
+            raise ConfigError(f"{where}: {key}={json.dumps(record[key])}: must be {what}")
+    return record["index"], record["completion"]

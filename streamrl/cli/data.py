@@ -1,0 +1,110 @@
+"""`streamrl data check`: what a file of prompts holds, and what a run would do with each row."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from streamrl.config import RunConfig, load_config
+from streamrl.data import DataConfig, DataFile, Fate, Limits, load_tokenizer, load_vocab_size
+from streamrl.data.checking import FileReport, check_file
+from streamrl.data.files import MODEL, PLAIN, data_files
+from streamrl.errors import ConfigError
+from streamrl.preflight import model_length
+
+BAD_ROWS = 2
+SHOWN = 20
+"""Bad rows that are named in the report, of each file; --json names them all, to a bound."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `streamrl data`."""
+    parser.usage = "streamrl data check [FILE ...] --model M | --config RECIPE"
+    parser.add_argument("action", choices=["check"], help="check: read every row, as a run would")
+    parser.add_argument("files", nargs="*", metavar="FILE", help="default: those of the recipe")
+    parser.add_argument("--model", type=Path, help="model directory, for its tokenizer")
+    parser.add_argument("--config", type=Path, help="take model, files and limits of this recipe")
+    add_file_arguments(parser)
+    parser.add_argument(
+        "--max-prompt-tokens", type=int, help="longest prompt (what the model takes)"
+    )
+    parser.add_argument("--on-long-prompt", help="error, skip or truncate (the recipe's; error)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def add_file_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments that say how the files of the command line are read."""
+    parser.add_argument("--prompt-key", help="column of the prompt (the recipe's; prompt)")
+    parser.add_argument("--label-key", help="column of the ground truth")
+    parser.add_argument("--template", help=f"{MODEL}, {PLAIN} or a jinja file ({MODEL})")
+    parser.add_argument("--split", help="split of a dataset that has several")
+
+
+def named_files(
+    arguments: argparse.Namespace, paths: Sequence[str], data: DataConfig
+) -> tuple[DataFile, ...]:
+    """The files of the command line, read as its arguments say, else as `data` does."""
+    names = ("prompt_key", "label_key", "template", "split")
+    said = {name: vars(arguments)[name] for name in names if vars(arguments)[name] is not None}
+    if said and not paths:
+        name, value = next(iter(said.items()))
+        flag = name.replace("_", "-")
+        raise ConfigError(f"--{flag}={value}: says how files are read, but none is named")
+    entries = [{"path": path, **said} for path in paths]
+    return data_files(entries, key="FILE", prompt_key=data.prompt_key)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Check the files: 0 if a run could use every row, 2 if not."""
+    recipe = load_config(arguments.config) if arguments.config else None
+    data = recipe.data if recipe else DataConfig()
+    files = named_files(arguments, arguments.files, data) or (*data.train_files, *data.eval_files)
+    if not files:
+        raise ConfigError("data check: name a file, or a --config whose files are to be checked")
+    model = arguments.model or (recipe and recipe.model.path)
+    if model is None:
+        raise ConfigError("data check: --model or --config says whose tokens are counted")
+    limits = _limits(arguments, recipe, str(model))
+    tokenizer = load_tokenizer(str(model))
+    reports = [check_file(file, tokenizer, limits) for file in files]
+    if arguments.json:
+        facts = {"model": str(model), "max_prompt_tokens": limits.max_tokens}
+        print(json.dumps({**facts, "files": [report.as_dict() for report in reports]}))
+    else:
+        print("\n\n".join("\n".join(describe(report, limits)) for report in reports))
+    return BAD_ROWS if any(report.num_bad for report in reports) else 0
+
+
+def _limits(arguments: argparse.Namespace, recipe: RunConfig | None, model: str) -> Limits:
+    """Those of the command line, else of the recipe, else all but one token of the model's."""
+    names = ("on_long_prompt", "max_prompt_tokens")
+    said = {name: vars(arguments)[name] for name in names if vars(arguments)[name] is not None}
+    data = replace(recipe.data if recipe else DataConfig(), **said)
+    most = data.prompt_limit(
+        model_tokens=model_length(model, limit=recipe.model.max_length if recipe else None),
+        max_new_tokens=recipe.generator.max_new_tokens if recipe else 1,
+    )
+    return Limits(most, load_vocab_size(model), data.on_long_prompt)
+
+
+def describe(report: FileReport, limits: Limits) -> list[str]:
+    """The lines of a report."""
+    used = report.fates[Fate.KEPT] + report.fates[Fate.TRUNCATED]
+    lines = [f"{report.path}: {report.num_rows} rows, of which a run uses {used}"]
+    facts: dict[str, Any] = {
+        "sources": ", ".join(f"{name or '(none)'} {n}" for name, n in report.sources.items()),
+        "prompts": report.lengths and report.lengths.text(limits.max_tokens),
+        "skipped": report.fates[Fate.TOO_LONG] and f"{report.fates[Fate.TOO_LONG]} too long",
+        "truncated": report.fates[Fate.TRUNCATED],
+        "filtered": report.fates[Fate.FILTERED],
+        "no ground truth": report.num_without_ground_truth,
+        "duplicates": report.num_duplicates,
+        "bad rows": report.num_bad,
+    }
+    lines += [f"  {name:<16} {value}" for name, value in facts.items() if value]
+    lines += [f"    {problem}" for problem in report.problems[:SHOWN]]
+    if report.num_bad > SHOWN:
+        lines.append(f"    and {report.num_bad - SHOWN} more")
+    return lines

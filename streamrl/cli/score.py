@@ -1,0 +1,198 @@
+"""`streamrl score`: judge completions that are there already, as a run would, without a model."""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from streamrl.cli.completions import Group, read_groups
+from streamrl.cli.score_summary import summary
+from streamrl.config import RunConfig, configure, load_config
+from streamrl.data import DataFile
+from streamrl.errors import ConfigError, RewardError
+from streamrl.messages import parse_uid
+from streamrl.rewards import RewardConfig, RewardSet, Surroundings, Verdict, build_rewards
+from streamrl.rewards.scorer import told
+from streamrl.user_module import split_reference
+
+FAILED = 1
+PASS, WRONG, INFRA = (one.value for one in (Verdict.PASS, Verdict.WRONG, Verdict.INFRA_ERROR))
+Line = dict[str, Any]
+"""What is said of one completion, as it is printed."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `streamrl score`."""
+    parser.usage = (
+        "streamrl score ROWS --completions FILE (--reward REWARD ... | --config RECIPE)"
+        " [--jsonl] [key=value ...]"
+    )
+    parser.add_argument("rows", metavar="ROWS", help="rows, as data.train has them")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings, e.g. scorer.timeout_s=5"
+    )
+    parser.add_argument(
+        "--completions",
+        required=True,
+        metavar="FILE",
+        help='JSONL of {"index": row from 0, "completion": text}; lines of one index are a group',
+    )
+    parser.add_argument(
+        "--reward",
+        action="append",
+        default=[],
+        help="a kind, file.py:function, or {kind: regex, pattern: x, weight: 0.5}; repeatable",
+    )
+    parser.add_argument(
+        "--config", type=Path, metavar="RECIPE", help="judge as this recipe or run directory does"
+    )
+    parser.add_argument("--prompt-key", help="column of the prompt (the recipe's; prompt)")
+    parser.add_argument("--label-key", help="column of the ground truth")
+    parser.add_argument("--split", help="split of a dataset that has several")
+    parser.add_argument(
+        "--jsonl", action="store_true", help="print only the lines, without a summary"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command: 0, or 1 if there is a completion that could not be scored."""
+    config = _config(arguments.config, arguments.reward, arguments.overrides)
+    # What a user's file prints while it is imported is none of the lines.
+    with contextlib.redirect_stdout(sys.stderr):
+        rewards = build_rewards(config.rewards, Surroundings(config.scorer, config.sandbox))
+        groups = read_groups(_file(arguments, config), arguments.completions)
+        rewards.check([group.prompt for group in groups])
+    began, lines = time.monotonic(), asyncio.run(_score(rewards, groups, config))
+    if not arguments.jsonl:
+        sources = {i: group.prompt.data_source for group in groups for i in group.places}
+        in_order = [sources[i] for i in range(len(lines))]
+        text = summary(lines, in_order, rewards.drain_counts(), time.monotonic() - began)
+        print("\n".join(text), file=sys.stderr)
+    return FAILED if any(line["score"] is None for line in lines) else 0
+
+
+def _file(arguments: argparse.Namespace, config: RunConfig) -> DataFile:
+    """How the rows are read: as the recipe reads that file, but for what is said otherwise."""
+    files = {file.path: file for file in (*config.data.train_files, *config.data.eval_files)}
+    other = DataFile(arguments.rows, prompt_key=config.data.prompt_key)
+    names = ("prompt_key", "label_key", "split")
+    said = {name: vars(arguments)[name] for name in names if vars(arguments)[name] is not None}
+    return replace(files.get(str(Path(arguments.rows).absolute()), other), **said)
+
+
+def _config(recipe: Path | None, rewards: Sequence[str], overrides: Sequence[str]) -> RunConfig:
+    """The recipe's settings, or the defaults, with other rewards where some are named."""
+    entries = ", ".join(_entry(reward) for reward in rewards)
+    # What combines a recipe's own components knows no others.
+    named = [f"rewards=[{entries}]", "scorer.combine=''"] if rewards else []
+    changes = [*named, *overrides]
+    if recipe is not None:
+        return load_config(recipe / "config.yaml" if recipe.is_dir() else recipe, changes)
+    if not rewards:
+        raise ConfigError("score: name a --reward (`streamrl rewards` lists them), or a --config")
+    # A run cannot do without these two, and a score has no use for them.
+    unused = OmegaConf.create({"model": {"path": "."}, "data": {"train": "."}})
+    return configure(unused, changes, place="score")
+
+
+def _entry(reward: str) -> str:
+    """An entry of the list `rewards`, in YAML."""
+    if reward.lstrip().startswith("{"):
+        return reward
+    entry = {"kind": reward}
+    if ":" in reward or reward.endswith(".py"):
+        path, function = split_reference(reward, setting="--reward")
+        entry = {"kind": "function", "name": function, "path": path, "function": function}
+    return json.dumps(entry, ensure_ascii=False)
+
+
+async def _score(rewards: RewardSet, groups: Sequence[Group], config: RunConfig) -> list[Line]:
+    """Judge all groups; print each line once all before it are there."""
+    done: dict[int, Line] = {}
+    lines: list[Line] = []
+
+    def tell(group: Group, found: Sequence[Line]) -> None:
+        done.update(zip(group.places, found, strict=True))
+        while len(lines) in done:
+            lines.append(done.pop(len(lines)))
+            print(json.dumps(lines[-1]), flush=True)
+
+    async def judge(group: Group) -> tuple[Group, Sequence[Line]]:
+        return group, await judged(rewards, group, config.rewards)
+
+    try:
+        for note in await rewards.preflight():
+            print(f"streamrl: {note}", file=sys.stderr)
+        await rewards.start()
+        await side_by_side(judge, groups, most=config.scorer.max_groups, tell=tell)
+    finally:
+        await rewards.close()
+    return lines
+
+
+async def side_by_side(
+    judge: Callable[[Group], Any], groups: Sequence[Group], *, most: int, tell: Callable[..., None]
+) -> None:
+    """Judge so many groups at once, and tell of each as it ends. Rewards bound their own time."""
+    left, pending = iter(groups), set[asyncio.Task[Any]]()
+    try:
+        while True:
+            room = islice(left, most - len(pending))
+            pending |= {asyncio.create_task(judge(group)) for group in room}
+            if not pending:
+                return
+            ended, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                tell(*task.result())
+    finally:
+        for task in pending:
+            task.cancel()
+
+
+async def judged(
+    rewards: RewardSet, group: Group, configs: Sequence[RewardConfig]
+) -> Sequence[Line]:
+    """A line for each completion of a group; `seconds` is of the group, waiting included."""
+    index, began = parse_uid(group.prompt.uid)[1], time.perf_counter()
+    try:
+        found = await rewards.judge(group.prompt, group.completions)
+    except RewardError as error:
+        line = {"index": index, "score": None, "components": {}, "verdict": INFRA, "verdicts": {}}
+        line |= {"seconds": _since(began), "cause": error.cause, "error": str(error)}
+        return [line] * len(group.completions)
+    seconds = _since(began)
+    lines = []
+    for i, score in enumerate(found.totals.tolist()):
+        said = told(found, i)
+        verdict = verdict_of(said["verdicts"], configs)
+        line = {"index": index, "score": score, "components": said["components"]}
+        line |= {"verdict": verdict, "verdicts": said["verdicts"], "seconds": seconds}
+        details = {name: parts[i].detail for name, parts in found.components.items()}
+        detail = "; ".join(f"{name}: {text}" for name, text in details.items() if text)
+        lines.append(line | ({"detail": detail} if detail else {}))
+    return lines
+
+
+def _since(began: float) -> float:
+    return round(time.perf_counter() - began, 6)
+
+
+def verdict_of(verdicts: Mapping[str, str], configs: Sequence[RewardConfig]) -> str:
+    """One word for all components: the first that is neither pass nor wrong, if there is one.
+
+    Else pass, if all that count in the score pass; where none counts, if all pass.
+    """
+    odd = [word for word in verdicts.values() if word not in (PASS, WRONG)]
+    if odd:
+        return odd[0]
+    counted = [verdicts[one.component] for one in configs if one.weight or one.gate]
+    return PASS if all(word == PASS for word in counted or verdicts.values()) else WRONG

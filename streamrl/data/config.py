@@ -1,0 +1,72 @@
+"""The settings of a run's data."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from streamrl.data.files import DataFile, check_evaluated, check_mixed, data_files
+from streamrl.errors import ConfigError
+
+_ON_LONG_PROMPT = ("error", "skip", "truncate")
+
+
+@dataclass
+class DataConfig:
+    """Where prompts come from, and what becomes of those that are too long.
+
+    train: training prompts: a file, a mapping of what DataFile has (path, weight, split,
+        prompt_key, label_key, template, filter, name), or a list of those.
+    eval: evaluation prompts, written likewise, without weights; empty: none.
+    pretrain: file of texts (column `text`) for algorithm.ptx_coef; empty: none.
+    prompt_key: column that holds the prompt, chat messages or text, where a file names no other.
+    shuffle: a new order in every epoch (true) or the file's order (false), for training.
+    max_prompt_tokens: tokens of a rendered prompt; null: all that the completion leaves.
+    on_long_prompt: for a longer one: error, skip (leave the row out) or truncate (keep its end).
+    """
+
+    train: Any = ""
+    eval: Any = ""
+    pretrain: str = ""
+    prompt_key: str = "prompt"
+    shuffle: bool = True
+    max_prompt_tokens: int | None = None
+    on_long_prompt: str = "error"
+
+    def __post_init__(self) -> None:
+        if self.on_long_prompt not in _ON_LONG_PROMPT:
+            raise ConfigError(
+                f"data.on_long_prompt={self.on_long_prompt}: must be one of "
+                + ", ".join(_ON_LONG_PROMPT)
+            )
+        if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
+            raise ConfigError(f"data.max_prompt_tokens={self.max_prompt_tokens}: must be 1 or more")
+        if not self.prompt_key:
+            raise ConfigError("data.prompt_key=: must name a column")
+        check_mixed(self.train_files, key="data.train")
+        check_evaluated(self.eval_files, key="data.eval")
+
+    @property
+    def train_files(self) -> tuple[DataFile, ...]:
+        """The files of training prompts."""
+        return data_files(self.train, key="data.train", prompt_key=self.prompt_key)
+
+    @property
+    def eval_files(self) -> tuple[DataFile, ...]:
+        """The files of evaluation prompts."""
+        return data_files(self.eval, key="data.eval", prompt_key=self.prompt_key)
+
+    def prompt_limit(self, *, model_tokens: int, max_new_tokens: int) -> int:
+        """Tokens a prompt may have in a model of `model_tokens` that writes `max_new_tokens`.
+
+        Raises ConfigError if nothing is left for a prompt, or less than max_prompt_tokens.
+        """
+        left = model_tokens - max_new_tokens
+        sums = f"the model takes {model_tokens} tokens, the completion {max_new_tokens} of them"
+        if left < 1:
+            raise ConfigError(f"generator.max_new_tokens={max_new_tokens}: no room is left: {sums}")
+        if self.max_prompt_tokens is None:
+            return left
+        if self.max_prompt_tokens > left:
+            raise ConfigError(
+                f"data.max_prompt_tokens={self.max_prompt_tokens}: must be at most {left}: {sums}"
+            )
+        return self.max_prompt_tokens

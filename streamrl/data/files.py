@@ -1,0 +1,145 @@
+"""Which files prompts come from, and how each is read: what `data.train` and `data.eval` may be."""
+
+import dataclasses
+import difflib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from streamrl.errors import ConfigError
+from streamrl.user_module import split_reference
+
+MODEL, PLAIN = "model", "plain"
+"""Templates that are no file: the model's own, and none."""
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One file of prompts.
+
+    path: .jsonl or .parquet file, directory of parquet shards, or Hugging Face dataset on disk.
+    weight: its part of the stream, among the weights of all files; null: as its prompts are many.
+    split: the split of a dataset, or of a directory of shards, that has several.
+    prompt_key: column that holds the prompt; empty: data.prompt_key.
+    label_key: column that holds the ground truth; empty: ground_truth, or that of reward_model.
+    template: how chat messages become text: model, by the model's own template; plain, their
+        contents joined by newlines; or the path of a jinja file.
+    filter: file.py:function, which is called with each prompt and says whether to keep it.
+    name: what results of an evaluation on it are called; empty: as the file, without extension.
+    """
+
+    path: str
+    weight: float | None = None
+    split: str = ""
+    prompt_key: str = ""
+    label_key: str = ""
+    template: str = MODEL
+    filter: str = ""
+    name: str = ""
+
+
+_KEYS = [field.name for field in dataclasses.fields(DataFile)]
+
+
+def data_files(value: Any, *, key: str, prompt_key: str) -> tuple[DataFile, ...]:
+    """The files that setting `key` names: a path, a mapping of DataFile's keys, or a list of those.
+
+    Raises ConfigError in one line with the key, the value and the rule, or the nearest right key.
+    """
+    if not value:
+        return ()
+    if not isinstance(value, list | tuple):
+        return (_data_file(value, key, prompt_key),)
+    return tuple(_data_file(entry, f"{key}[{i}]", prompt_key) for i, entry in enumerate(value))
+
+
+def check_mixed(files: Sequence[DataFile], *, key: str) -> None:
+    """Raise ConfigError if some of the files have a weight, and others none."""
+    weighed = [file.weight is not None for file in files]
+    if any(weighed) and not all(weighed):
+        place = weighed.index(False)
+        raise ConfigError(f"{key}[{place}].weight: missing; give all files a weight, or none")
+
+
+def check_evaluated(files: Sequence[DataFile], *, key: str) -> None:
+    """Raise ConfigError unless results of each file have a name, and no file has a weight."""
+    names: list[str] = []
+    for i, file in enumerate(files):
+        if file.weight is not None:
+            raise ConfigError(f"{key}[{i}].weight={file.weight}: all of each file is evaluated")
+        if file.name in names:
+            other = names.index(file.name)
+            raise ConfigError(
+                f"{key}[{i}].name={file.name}: {key}[{other}] is called that too; give it another"
+            )
+        names.append(file.name)
+
+
+def absolute(value: Any) -> Any:
+    """A setting that names files, with every path in it absolute."""
+    if isinstance(value, str) and value:
+        return str(Path(value).absolute())
+    if isinstance(value, dict):
+        return {name: _ABSOLUTE.get(name, _as_it_is)(entry) for name, entry in value.items()}
+    return [absolute(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _absolute_template(value: str) -> str:
+    return value if value in (MODEL, PLAIN, "") else absolute(value)
+
+
+def _absolute_filter(value: str) -> str:
+    if not value:
+        return ""
+    path, function = split_reference(value, setting="filter")
+    return f"{absolute(path)}:{function}"
+
+
+_ABSOLUTE: Mapping[str, Callable[[Any], Any]] = {
+    "path": absolute,
+    "template": _absolute_template,
+    "filter": _absolute_filter,
+}
+
+
+def _data_file(entry: Any, key: str, prompt_key: str) -> DataFile:
+    if isinstance(entry, str):
+        entry = {"path": entry}
+    if not isinstance(entry, dict):
+        raise ConfigError(
+            f"{key}={entry!r}: must be a path, a mapping of {', '.join(_KEYS)}, or a list of those"
+        )
+    for name, value in entry.items():
+        _check(f"{key}.{name}", str(name), value)
+    if not entry.get("path"):
+        raise ConfigError(f"{key}.path: missing; it names a file of prompts")
+    file = DataFile(**{name: value for name, value in entry.items() if value is not None})
+    stem = Path(file.path).stem + (f"_{file.split}" if file.split else "")
+    return dataclasses.replace(
+        file, prompt_key=file.prompt_key or prompt_key, name=file.name or stem
+    )
+
+
+def _check(key: str, name: str, value: Any) -> None:
+    """Raise ConfigError unless `value` may be what DataFile has under `name`."""
+    if name not in _KEYS:
+        near = difflib.get_close_matches(name, _KEYS, n=1, cutoff=0.0)[0]
+        raise ConfigError(f"{key}={value!r}: unknown; the nearest key is {near}")
+    if value is None:
+        return
+    if name == "weight":
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value) or value <= 0:
+            raise ConfigError(f"{key}={value!r}: must be a number above 0")
+    elif not isinstance(value, str):
+        raise ConfigError(f"{key}={value!r}: must be text")
+    elif name == "name" and ("/" in value or not value.isprintable()):
+        raise ConfigError(f"{key}={value!r}: must be one word, without a slash")
+    elif name == "filter" and value:
+        split_reference(value, setting=key)

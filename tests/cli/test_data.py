@@ -1,0 +1,119 @@
+"""`streamrl data check` reads every row as a run would, and names each that is bad."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli.main import main
+from tests.toy import write_toy
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_toy(tmp_path_factory.mktemp("toy"))
+
+
+def row(content: object, **more: object) -> str:
+    return json.dumps({"data_source": "sums", "prompt": content, "ground_truth": "1", **more})
+
+
+@pytest.fixture
+def messy(tmp_path: Path) -> Path:
+    """Line 1 is fine; 2 and 5 are bad; 3 is too long; 4 is line 1 again, without a truth."""
+    path = tmp_path / "messy.jsonl"
+    again = row("1+1", ground_truth=None, data_source="more")
+    lines = [row("1+1"), "{", row("1+" * 80 + "1"), again, row([]), row("12+12")]
+    path.write_text("\n".join(lines))
+    return path
+
+
+@pytest.fixture
+def check(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str]]:
+    def run(*words: object) -> tuple[int, str]:
+        code = main(["data", "check", *map(str, words)])
+        said = capsys.readouterr()
+        return code, said.out + said.err
+
+    return run
+
+
+def test_a_good_file_is_described_and_the_code_is_0(toy: Path, check: Callable[..., tuple]) -> None:
+    code, text = check(toy / "rows.jsonl", "--model", toy / "model")
+    assert code == 0
+    assert text.splitlines() == [
+        f"{toy}/rows.jsonl: 100 rows, of which a run uses 100",
+        "  sources          toy 100",
+        "  prompts          4 to 4 tokens, median 4, 95 % up to 4 (limit 127)",
+    ]
+
+
+def test_every_bad_row_is_named_and_the_code_is_2(toy, messy, check) -> None:
+    code, text = check(messy, "--model", toy / "model")
+    assert code == 2
+    assert f"{messy}: 6 rows, of which a run uses 3" in text
+    assert "sources          sums 2, more 1" in text
+    assert "no ground truth  1" in text and "duplicates       1" in text
+    named = [
+        line.split(": ")[0].strip() for line in text.splitlines() if "messy.jsonl line" in line
+    ]
+    assert named == [f"{messy} line {number}" for number in (2, 3, 5)]
+
+
+def test_long_prompts_are_counted_as_a_run_would_treat_them(toy, messy, check) -> None:
+    for choice, words in (
+        ("skip", "skipped          1 too long"),
+        ("truncate", "truncated        1"),
+    ):
+        code, text = check(messy, "--model", toy / "model", "--on-long-prompt", choice)
+        assert code == 2 and words in text and "bad rows         2" in text
+    code, text = check(messy, "--model", toy / "model", "--max-prompt-tokens", 4)
+    assert "the prompt has 6 tokens, the limit is 4" in text
+
+
+def test_json_has_the_same_figures(toy, messy, check) -> None:
+    code, text = check(messy, "--model", toy / "model", "--json")
+    (found,) = json.loads(text)["files"]
+    assert code == 2
+    assert (found["rows"], found["kept"], found["bad"], found["too_long"]) == (6, 3, 3, 0)
+    assert found["lengths"] == {"min": 4, "median": 4, "p95": 6, "max": 6}
+    assert found["sources"] == {"sums": 2, "more": 1}
+    assert len(found["problems"]) == 3
+
+
+def test_a_recipe_says_what_is_checked_and_how(toy, messy, check) -> None:
+    code, text = check("--config", toy / "recipe.yaml")
+    assert (code, text.count("100 rows, of which a run uses 100")) == (0, 2)
+    assert "(limit 122)" in text
+    code, text = check(messy, "--config", toy / "recipe.yaml")
+    assert code == 2 and "limit is 122" in text
+
+
+def test_columns_of_other_names_are_given_by_argument(toy, tmp_path, check) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"input": "1+1", "label": "2"}\n{"input": "1+2"}\n')
+    words = (path, "--model", toy / "model", "--prompt-key", "input", "--template", "plain")
+    assert check(*words)[0] == 0
+    code, text = check(*words, "--label-key", "label")
+    assert code == 2 and "line 2: no column 'label' (label_key)" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ([], "name a file"),
+        (["rows.jsonl"], "--model or --config"),
+        (["nowhere.jsonl", "--model", "{toy}/model"], "nowhere.jsonl: cannot be read"),
+        (["{toy}/rows.jsonl", "--model", "{toy}"], "holds no .safetensors"),
+        (["--config", "{toy}/recipe.yaml", "--split", "x"], "--split=x: .* none is named"),
+        (["{toy}/rows.jsonl", "--model", "{toy}/model", "--on-long-prompt", "cut"], "skip"),
+        (["{toy}/rows.jsonl", "--model", "{toy}/model", "--max-prompt-tokens", "0"], "1 or more"),
+    ],
+)
+def test_what_cannot_be_checked_is_said_in_one_line(toy, check, words, said) -> None:
+    code, text = check(*(word.format(toy=toy) for word in words))
+    assert code == 2
+    assert len(text.splitlines()) == 1
+    assert re.search(said, text)

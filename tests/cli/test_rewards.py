@@ -1,0 +1,129 @@
+"""`streamrl rewards`: every kind with its options, those of other packages and files included."""
+
+import dataclasses
+import json
+import re
+import sys
+from dataclasses import dataclass
+
+import pytest
+import yaml
+
+from streamrl.cli.main import main
+from streamrl.cli.rewards import Option, options_of
+from streamrl.rewards import KINDS, RewardConfig
+from streamrl.settings import read_settings
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    assert main(["rewards", *words]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """An installed package that brings the kind `brevity`."""
+    (tmp_path / "terse.py").write_text(
+        "import os\n"
+        "def judge(prompt, completion, most=10):\n"
+        "    print('judged in', os.getpid())\n"
+        "    return most - len(completion)\n"
+    )
+    info = tmp_path / "terse-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: terse\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[streamrl.rewards]\nbrevity = terse:judge\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    # A worker finds it as it finds streamrl itself.
+    monkeypatch.setenv("PYTHONPATH", ":".join(filter(None, sys.path)))
+    yield tmp_path
+    sys.modules.pop("terse", None)
+
+
+def test_it_prints_every_kind_with_its_options(capsys):
+    text = said(capsys)
+    for name, kind in KINDS.items():
+        assert f"{name}: {kind.summary}\n" in text
+    assert "  pattern  what to find anywhere in the completion [required]\n" in text
+    assert "  timeout_s    deadline of one attempt, s; null: scorer.timeout_s [null]" in text
+
+
+@pytest.mark.parametrize("kind", [*KINDS.values(), RewardConfig])
+def test_every_option_is_explained_where_it_is_declared(kind):
+    settings = kind if kind is RewardConfig else kind.options
+    assert set(options_of(settings)) == {field.name for field in dataclasses.fields(settings)}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "regex"])
+def test_a_default_is_what_an_entry_without_it_gets(capsys, kind):
+    listed = json.loads(said(capsys, kind, "--json"))[kind]["options"]
+    given = {name: yaml.safe_load(option["default"]) for name, option in listed.items()}
+    options = KINDS[kind].options
+    assert read_settings(options, given, section="rewards") == options()
+
+
+def test_options_of_a_class_come_before_those_it_inherits():
+    @dataclass
+    class Above:
+        """Of all.
+
+        size: how much there is,
+            in the unit of the house.
+        """
+
+        size: int = 3
+
+    @dataclass
+    class Below(Above):
+        """Of one.
+
+        color: its color.
+        Nothing: is no field.
+        """
+
+        color: str | None = None
+
+    assert list(options_of(Below).items()) == [
+        ("color", Option("null", "its color")),
+        ("size", Option("3", "how much there is, in the unit of the house")),
+    ]
+
+
+def test_one_kind_by_name_and_the_nearest_for_one_there_is_not(capsys):
+    assert said(capsys, "regex").startswith("regex: 1 where a pattern occurs in the completion\n")
+    assert main(["rewards", "rgex"]) == 2
+    line = "streamrl: rgex: no such kind of reward; the nearest kind is regex\n"
+    assert capsys.readouterr().err == line
+
+
+def test_kinds_that_a_file_registers_are_listed_with_its_path(capsys, tmp_path):
+    path = tmp_path / "kinds.py"
+    path.write_text(
+        "from streamrl.rewards import reward\n"
+        "@reward('politeness')\n"
+        "def judge(prompt, completion):\n"
+        "    '''1 for a thank you.\n\n    And more.'''\n"
+    )
+    listed = json.loads(said(capsys, "politeness", "--json", "--path", str(path)))["politeness"]
+    assert listed["summary"] == "1 for a thank you."
+    assert listed["source"] == str(path)
+    assert "kwargs" in listed["options"] and "function" not in listed["options"]
+    assert main(["rewards", "--path", "no.py"]) == 2
+    assert capsys.readouterr().err == "streamrl: --path=no.py: no such file\n"
+
+
+def test_markdown_keeps_to_its_columns(capsys):
+    for line in said(capsys, "--markdown").splitlines():
+        assert line == "" or line.count("|") - line.count("\\|") in (4, 5)
+        words = re.sub(r"(`+).*?\1", "", line).replace("\\<", "")
+        assert "<" not in words, "it would be taken for HTML"
+
+
+def test_a_kind_of_an_installed_package_is_listed_and_runs_by_its_name(capsys, package):
+    assert "brevity: of an installed package (terse:judge)\n" in said(capsys)
+    rows, outs = package / "rows.jsonl", package / "outs.jsonl"
+    rows.write_text('{"prompt": "Say it."}\n')
+    outs.write_text('{"index": 0, "completion": "short"}\n')
+    reward = "{kind: brevity, kwargs: {most: 7}, replicas: 1}"
+    assert main(["score", str(rows), "--completions", str(outs), "--reward", reward]) == 0
+    assert json.loads(capsys.readouterr().out)["components"] == {"brevity": 2.0}

@@ -1,0 +1,327 @@
+"""`streamrl score`: what a run would say of completions that are there already."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from streamrl.cli.main import main
+from streamrl.cli.score import side_by_side, verdict_of
+from streamrl.messages import Experience, FinishReason, Lease, Prompt, Rollout, group_columns
+from streamrl.rewards import RewardConfig, build_rewards
+from streamrl.rewards.filtering import NoFilter
+from streamrl.rewards.scorer import RewardScorer
+
+ROWS = (
+    {"prompt": "2+3=", "ground_truth": "5", "data_source": "sums"},
+    {"prompt": "2*3=", "reward_model": {"ground_truth": "6"}, "data_source": "products"},
+)
+COMPLETIONS = ((1, "6"), (0, "5"), (1, "5"), (0, "5.0"))
+
+
+def write(path: Path, records) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+@pytest.fixture
+def score(tmp_path, capsys):
+    """Runs the command on ROWS; gives its code, its lines and what it says besides."""
+
+    def run(*words, completions=COMPLETIONS):
+        records = [{"index": index, "completion": text} for index, text in completions]
+        files = write(tmp_path / "rows.jsonl", ROWS), write(tmp_path / "outs.jsonl", records)
+        code = main(["score", str(files[0]), "--completions", str(files[1]), *map(str, words)])
+        out, error = capsys.readouterr()
+        return code, [json.loads(line) for line in out.splitlines()], error
+
+    return run
+
+
+@pytest.fixture
+def reward_file(tmp_path):
+    def make(source):
+        path = tmp_path / "my_reward.py"
+        path.write_text(textwrap.dedent(source))
+        return path
+
+    return make
+
+
+class Characters:
+    """Token n is the character n."""
+
+    def batch_decode(self, ids, **_):
+        return ["".join(map(chr, row)) for row in ids]
+
+
+def experience(row, completions):
+    facts = {"finish_reason": FinishReason.STOP}
+    start, rollouts = np.array([0], np.int32), []
+    for text in completions:
+        each = {"logprobs": [-1.0] * len(text), "versions": [0] * len(text)}
+        rollouts.append(Rollout.single_turn(start, list(map(ord, text)), **facts, **each))
+    prompt = Prompt("0:0:0", start, ground_truth=row)
+    lease = Lease(token=1, uid=prompt.uid, stage="any", attempt=1, expires_at=9.0)
+    return Experience(lease, 0, prompt=prompt, columns=group_columns(rollouts))
+
+
+async def test_it_says_what_the_scorer_of_a_run_says(score):
+    rewards = [
+        RewardConfig("exact", weight=0.25, gate=True),
+        RewardConfig("regex", "dot", options={"pattern": r"\."}),
+        RewardConfig("numeric"),
+    ]
+    scorer = RewardScorer(build_rewards(rewards), Characters(), NoFilter())
+    texts = ["5", "5.0", "6", "five"]
+    (columns,) = await scorer.score([experience("5", texts)])
+    (sample,) = scorer.drain_samples()
+    words = ("{kind: exact, weight: 0.25, gate: true}", r"{kind: regex, pattern: '\.', name: dot}")
+    named = [word for one in (*words, "numeric") for word in ("--reward", one)]
+    code, lines, _ = await asyncio.to_thread(score, *named, completions=[(0, t) for t in texts])
+    assert code == 0
+    assert [line["score"] for line in lines] == columns["scores"].tolist() == [1.25, 0, 0, 0]
+    for line, rollout in zip(lines, sample["rollouts"], strict=True):
+        assert {key: line[key] for key in ("score", "components", "verdicts")} == {
+            key: rollout[key] for key in ("score", "components", "verdicts")
+        }
+
+
+def test_lines_come_in_the_order_of_the_file_and_an_index_is_a_group(score, reward_file):
+    path = reward_file("""
+        print("said while it is imported")
+        def place(completions, ground_truth):
+            print("said while it judges")
+            return [10 * len(completions) + i for i in range(len(completions))]
+    """)
+    code, lines, error = score("--reward", f"{path}:place", "--jsonl")
+    assert (code, error.replace("said while it is imported\n", "")) == (0, "")
+    assert [(line["index"], line["components"]["place"]) for line in lines] == [
+        (1, 20.0),
+        (0, 20.0),
+        (1, 21.0),
+        (0, 21.0),
+    ]
+    assert lines[0].keys() == {
+        *("index", "score", "components", "verdict", "verdicts", "seconds"),
+    }
+
+
+def test_what_cannot_be_scored_has_no_score_and_the_rest_has(score, reward_file):
+    path = reward_file("""
+        import time
+        def f(solution_str, ground_truth):
+            if solution_str == "hang": time.sleep(600)
+            return None if solution_str == "nothing" else {"score": 0.5, "acc": True}
+    """)
+    reward = f"{{kind: function, path: {path}, name: f, attempts: 1}}"
+    completions = [(0, "5"), (1, "hang"), (0, "6")]
+    code, lines, error = score("--reward", reward, "scorer.timeout_s=0.5", completions=completions)
+    assert code == 1
+    assert [line["score"] for line in lines] == [0.5, None, 0.5]
+    late = lines[1]
+    assert late["verdict"] == "infra_error" and late["cause"] == "reward_timeout"
+    assert re.fullmatch(
+        r"reward f, .*rows.jsonl line 2 \(uid 0:1:0\): no result in 0.5 s", late["error"]
+    )
+    assert "not scored             reward_timeout 1; the first: reward f, " in error
+    assert "scorer/killed/timeout  1 processes" in error
+    code, lines, _ = score("--reward", reward, completions=[(0, "5"), (0, "nothing")])
+    assert code == 1
+    assert [line["cause"] for line in lines] == ["reward_error"] * 2, "a group stands together"
+    assert "returned None for completion 1" in lines[0]["error"]
+
+
+def test_a_recipe_and_a_run_bring_their_rewards_and_settings(score, reward_file, tmp_path):
+    path = reward_file("def both(rewards): return 10 * rewards['exact'] + rewards['numeric']")
+    recipe = tmp_path / "config.yaml"
+    recipe.write_text(
+        "model: {path: nowhere}\ndata: {train: nowhere.jsonl}\n"
+        f"scorer: {{combine: '{path}:both'}}\nrewards: [{{kind: exact}}, {{kind: numeric}}]\n"
+    )
+    for config in (recipe, tmp_path):
+        code, lines, _ = score("--config", config)
+        assert code == 0
+        assert [line["score"] for line in lines] == [11.0, 11.0, 0.0, 1.0]
+    code, lines, _ = score("--config", recipe, "--reward", "numeric")
+    assert [line["components"] for line in lines][-1] == {"numeric": 1.0}
+    code, lines, _ = score("--config", recipe, "scorer.combine=''", "rewards[1].weight=3")
+    assert [line["score"] for line in lines] == [4.0, 4.0, 0.0, 3.0]
+
+
+def test_the_summary_counts_by_verdict_component_and_source(score):
+    _, _, error = score("--reward", "exact", "--reward", "{kind: numeric, weight: 0.5}")
+    rows = dict(line.split("  ", 1) for line in error.splitlines())
+    said = {name: text.strip() for name, text in rows.items()}
+    assert said["4 completions"].endswith(": pass 2, wrong 2")
+    assert said["score"] == "mean 0.8750"
+    assert said["reward/exact"] == "mean 0.5000: pass 2, wrong 2"
+    assert said["reward/numeric"] == "mean 0.7500: pass 3, wrong 1"
+    assert said["source sums"] == "mean 1.0000: pass 1, wrong 1"
+    assert said["source products"] == "mean 0.7500: pass 1, wrong 1"
+    assert "p50" in said["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("said", "verdict"),
+    [
+        ("pass pass wrong", "pass"),
+        ("pass wrong pass", "wrong"),
+        ("wrong pass pass", "wrong"),
+        ("wrong timeout memory", "timeout"),
+        ("pass pass memory", "memory"),
+    ],
+)
+def test_the_verdict_of_a_completion_is_of_what_counts(said, verdict):
+    configs = [RewardConfig("a"), RewardConfig("b", weight=0, gate=True), RewardConfig("c", "", 0)]
+    assert verdict_of(dict(zip("abc", said.split(), strict=True)), configs) == verdict
+
+
+def test_where_nothing_counts_all_must_pass():
+    configs = [RewardConfig("a", weight=0.0)]
+    assert verdict_of({"a": "wrong"}, configs) == "wrong"
+    assert verdict_of({"a": "pass"}, configs) == "pass"
+
+
+async def test_so_many_groups_are_judged_at_once_and_no_more():
+    at_once, told = [0], []
+
+    async def judge(number):
+        at_once.append(at_once[-1] + 1)
+        await asyncio.sleep(0.001 * (number % 3))
+        at_once.append(at_once[-1] - 1)
+        return (number,)
+
+    await side_by_side(judge, range(20), most=4, tell=told.append)
+    assert max(at_once) == 4
+    assert sorted(told) == list(range(20))
+
+
+@pytest.mark.parametrize(
+    ("lines", "words"),
+    [
+        ("", "--completions {}: holds no completions"),
+        ("\n\n", "--completions {}: holds no completions"),
+        ('{"index": 0, "completion": "5"}\n{"index": ', "{} line 2: not JSON: Expecting value"),
+        ('\n["5"]', "{} line 2: must be a JSON object, is a list"),
+        ('{"index": 0, "text": "5"}', "{} line 1: no key 'completion'; the keys are: index, text"),
+        ('{"completion": "5"}', "{} line 1: no key 'index'; the keys are: completion"),
+        ("{}", "{} line 1: no key 'index'; the keys are: -"),
+        ('{"index": "0", "completion": ""}', '{} line 1: index="0": must be the number of a row'),
+        ('{"index": true, "completion": ""}', "{} line 1: index=true: must be the number of a row"),
+        ('{"index": 0, "completion": null}', "{} line 1: completion=null: must be text"),
+        ('{"index": 2, "completion": ""}', "{} line 1: index=2: "),
+        ('{"index": -1, "completion": ""}', "{} line 1: index=-1: "),
+    ],
+)
+def test_bad_completions_are_one_line_with_their_number(tmp_path, capsys, lines, words):
+    path, rows = tmp_path / "outs.jsonl", write(tmp_path / "rows.jsonl", ROWS)
+    path.write_text(lines)
+    assert main(["score", str(rows), "--completions", str(path), "--reward", "exact"]) == 2
+    out, error = capsys.readouterr()
+    assert (out, error.count("\n")) == ("", 1)
+    assert error.startswith("streamrl: " + words.format(path))
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ([], "score: name a --reward (`streamrl rewards` lists them), or a --config"),
+        (["--reward", "exakt"], "rewards[0].kind=exakt: must be one of exact, numeric,"),
+        (["--reward", "no.py"], "--reward=no.py: must be written as file.py:function"),
+        (["--reward", "no.py:f"], "rewards[0].path="),
+        (["--reward", "{kind: exact"], "'rewards=[{kind: exact]': while parsing a flow"),
+        (["--reward", "{kind: regex}"], "rewards[0].pattern: missing"),
+        (["--reward", "exact", "--reward", "exact"], "rewards.name=exact: given 2 times"),
+        (["--config", "no.yaml"], "config no.yaml: No such file or directory"),
+        (["--reward", "exact", "scorer.timeout=1"], "score: unknown key scorer.timeout=1;"),
+        (["--reward", "exact", "scorer.timeout_s"], "'scorer.timeout_s': an override is written"),
+    ],
+)
+def test_bad_settings_are_one_line(score, words, line):
+    code, lines, error = score(*words)
+    assert (code, lines, error.count("\n")) == (2, [], 1)
+    assert error.startswith(f"streamrl: {line}")
+
+
+def test_a_row_that_a_reward_cannot_judge_and_files_that_are_missing_are_named(
+    score, tmp_path, capsys
+):
+    bad = write(tmp_path / "bad.jsonl", [*ROWS, {"prompt": "?", "ground_truth": "many"}])
+    outs = write(tmp_path / "outs.jsonl", [{"index": 2, "completion": "5"}])
+    words = ["--reward", "numeric", "--completions"]
+    assert main(["score", str(bad), *words, str(outs)]) == 2
+    assert capsys.readouterr().err.startswith(
+        f"streamrl: {bad} line 3 (uid 0:2:0): reward numeric:"
+    )
+    for rows, completions in ((bad, "none.jsonl"), ("none.jsonl", outs)):
+        assert main(["score", str(rows), *words, str(completions)]) == 2
+        error = capsys.readouterr().err
+        assert "none.jsonl: cannot be read: No such file or directory" in error
+
+
+def test_rows_are_read_by_other_columns_as_said_or_as_the_recipe_says(tmp_path, capsys):
+    rows = write(tmp_path / "rows.jsonl", [{"question": "2+3=", "answer": "5"}])
+    outs = write(tmp_path / "outs.jsonl", [{"index": 0, "completion": "5"}])
+    recipe = tmp_path / "recipe.yaml"
+    entry = {"path": str(rows), "prompt_key": "question", "label_key": "answer"}
+    recipe.write_text(json.dumps({"model": {"path": "m"}, "data": {"train": [entry]}}))
+    keys = ["--prompt-key", "question", "--label-key", "answer"]
+    for words in (keys, ["--config", str(recipe)]):
+        files = ["score", str(rows), "--completions", str(outs), "--reward", "exact"]
+        assert main([*files, *words]) == 0
+        assert json.loads(capsys.readouterr().out)["verdict"] == "pass"
+
+
+def test_only_overrides_may_stand_behind_the_options(score, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        score("--reward", "exact", "scorer.timeout_s=5", "--count", "3")
+    line = "streamrl: unrecognized arguments: --count 3 (see streamrl --help)\n"
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_in_a_moment_with_what_was_judged_and_leaves_no_process(tmp_path, reward_file):
+    path = reward_file("""
+        import os, subprocess, time
+        def f(prompt, completion):
+            if completion == "hang":
+                child = subprocess.Popen(["setsid", "sleep", "600"])
+                with open(__file__ + ".part", "w") as file: file.write(str(child.pid))
+                os.rename(__file__ + ".part", __file__ + ".pid")
+                time.sleep(600)
+            return 1.0
+    """)
+    rows = write(tmp_path / "rows.jsonl", ROWS)
+    outs = write(
+        tmp_path / "outs.jsonl",
+        [{"index": 0, "completion": "5"}, {"index": 1, "completion": "hang"}],
+    )
+    command = [sys.executable, "-m", "streamrl.cli", "score", rows, "--completions", outs]
+    process = subprocess.Popen(
+        [*map(str, command), "--reward", f"{path}:f"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    note, deadline = Path(f"{path}.pid"), time.monotonic() + 60
+    while not note.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    descendants = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGINT)
+    out, error = process.communicate(timeout=10)
+    assert process.returncode == 130
+    assert error == "streamrl: interrupted\n"
+    assert [json.loads(line)["score"] for line in out.splitlines()] == [1.0]
+    assert int(note.read_text()) in [each.pid for each in descendants]
+    assert not [each for each in descendants if each.is_running()]

@@ -1,0 +1,188 @@
+"""What data.train and data.eval may be: paths, mappings, lists; what each file says of itself."""
+
+from pathlib import Path
+
+import pytest
+
+from streamrl.config import dump_config, load_config
+from streamrl.data import DataConfig, Limits, load_prompts
+from streamrl.errors import ConfigError
+
+
+def loaded(tokenizer, train, **settings):
+    config = DataConfig(train=train, **settings)
+    return load_prompts(config.train_files, tokenizer, Limits(50, 300, config.on_long_prompt))
+
+
+def test_a_path_a_mapping_and_a_list_of_either_name_files():
+    for train in ("a/x.jsonl", {"path": "a/x.jsonl"}, ["a/x.jsonl"], [{"path": "a/x.jsonl"}]):
+        (file,) = DataConfig(train=train, prompt_key="question").train_files
+        assert (file.path, file.prompt_key, file.name) == ("a/x.jsonl", "question", "x")
+        assert (file.weight, file.label_key, file.template, file.filter) == (None, "", "model", "")
+    for nothing in ("", None, []):
+        assert DataConfig(eval=nothing).eval_files == ()
+
+
+def test_a_file_may_say_what_others_do_not():
+    train = ["a.jsonl", {"path": "b", "split": "test", "prompt_key": "input", "label_key": "label"}]
+    first, second = DataConfig(train=train).train_files
+    assert (first.prompt_key, second.prompt_key, second.label_key) == ("prompt", "input", "label")
+    assert second.name == "b_test"
+
+
+@pytest.mark.parametrize(
+    ("train", "words"),
+    [
+        (3, "data.train=3: must be a path, a mapping of path, weight, split"),
+        (["a.jsonl", 3], "data.train[1]=3: must be a path"),
+        ({"weight": 1}, "data.train.path: missing"),
+        (
+            ["a", {"path": "b", "wieght": 1}],
+            "data.train[1].wieght=1: unknown; the nearest key is w",
+        ),
+        ({"path": 3}, "data.train.path=3: must be text"),
+        ({"path": "a", "weight": 0}, "data.train.weight=0: must be a number above 0"),
+        ({"path": "a", "weight": "x"}, "data.train.weight='x': must be a number above 0"),
+        ({"path": "a", "weight": True}, "data.train.weight=True: must be a number above 0"),
+        (["a", {"path": "b", "weight": 1}], "data.train[0].weight: missing; give all files"),
+        ({"path": "a", "name": "x/y"}, "data.train.name='x/y': must be one word"),
+        ({"path": "a", "filter": "keep.py"}, "data.train.filter=keep.py: must be written as file"),
+    ],
+)
+def test_an_impossible_entry_is_refused_with_its_place(train, words):
+    with pytest.raises(ConfigError) as caught:
+        DataConfig(train=train)
+    assert str(caught.value).startswith(words)
+
+
+def test_files_of_an_evaluation_have_names_of_their_own_and_no_weight():
+    files = [{"path": "math/test.jsonl"}, {"path": "code/test.jsonl", "name": "code"}]
+    assert [file.name for file in DataConfig(eval=files).eval_files] == ["test", "code"]
+    with pytest.raises(ConfigError, match=r"data.eval\[1\].name=test: data.eval\[0\] is called"):
+        DataConfig(eval=["math/test.jsonl", "code/test.jsonl"])
+    with pytest.raises(ConfigError, match=r"data.eval\[0\].weight=2: all of each file is eval"):
+        DataConfig(eval=[{"path": "a", "weight": 2}])
+
+
+RECIPE = """
+model: {path: some/model}
+rewards: [{kind: exact}]
+data:
+  train:
+    - some/rows.jsonl
+    - {path: other, split: train, template: plain, filter: "keep.py:short"}
+  eval: {path: held_out, template: chat.jinja}
+"""
+
+
+def test_paths_become_absolute_and_the_config_reads_back_as_itself(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    config = load_config(recipe)
+    here = Path.cwd()
+    first, second = config.data.train_files
+    assert (first.path, second.path) == (f"{here}/some/rows.jsonl", f"{here}/other")
+    assert (second.template, second.filter) == ("plain", f"{here}/keep.py:short")
+    assert config.data.eval_files[0].template == f"{here}/chat.jinja"
+    (tmp_path / "resolved.yaml").write_text(dump_config(config))
+    assert load_config(tmp_path / "resolved.yaml") == config
+
+
+def test_the_command_line_sets_a_file_an_entry_or_a_key_of_one(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(RECIPE)
+    data = load_config(recipe, ["data.train=/x.parquet", "data.eval={path: /y, name: z}"]).data
+    assert [file.path for file in (*data.train_files, *data.eval_files)] == ["/x.parquet", "/y"]
+    data = load_config(recipe, ["data.train[1].split=test", "data.train[0]=/x.jsonl"]).data
+    assert data.train_files[0].path == "/x.jsonl"
+    assert data.train_files[1].split == "test"
+    with pytest.raises(ConfigError, match=r"data.train\[1\].splitt='x': unknown; .* split"):
+        load_config(recipe, ["data.train[1].splitt=x"])
+
+
+def test_prompts_of_several_files_have_indices_of_their_own(tokenizer, write_rows):
+    a = write_rows({"prompt": "a"}, {"prompt": "x" * 99}, name="a.jsonl")
+    b = write_rows({"prompt": "b"}, {"prompt": "c"}, name="b.jsonl")
+    found = loaded(tokenizer, [a, b], on_long_prompt="skip")
+    assert [(p.uid, p.messages[0]["content"]) for p in found.prompts] == [
+        ("0:0:0", "a"),
+        ("0:2:0", "b"),
+        ("0:3:0", "c"),
+    ]
+    assert [prompt.place for prompt in found.files[1].prompts] == [f"{b} line 1", f"{b} line 2"]
+    assert [len(prompts) for prompts in found.by_name.values()] == [1, 2]
+
+
+def test_the_share_of_a_file_is_its_weights_or_that_of_its_prompts(tokenizer, write_rows):
+    a = write_rows({"prompt": "a"}, name="a.jsonl")
+    b = write_rows(*({"prompt": str(i)} for i in range(3)), name="b.jsonl")
+    assert loaded(tokenizer, [a, b]).mix == [(1, 0.25), (3, 0.75)]
+    weighed = [{"path": a, "weight": 4}, {"path": b, "weight": 1.0}]
+    assert loaded(tokenizer, weighed).mix == [(1, 0.8), (3, 0.2)]
+
+
+KEEP = """
+def short(prompt):
+    return len(prompt.messages[0]["content"]) < 3
+
+def none(prompt):
+    return False
+
+def fails(prompt):
+    return prompt.extra_info["level"] < 3
+
+def says_yes(prompt):
+    return "yes"
+"""
+
+
+@pytest.fixture
+def keep(tmp_path):
+    path = tmp_path / "keep.py"
+    path.write_text(KEEP)
+    return path
+
+
+def test_a_filter_takes_rows_out_and_they_are_counted(tokenizer, write_rows, keep):
+    rows = write_rows({"prompt": "a"}, {"prompt": "x" * 99}, {"prompt": "bb"})
+    train = {"path": rows, "filter": f"{keep}:short"}
+    found = loaded(tokenizer, train)  # the long row is left out before its length matters
+    assert [prompt.uid for prompt in found.prompts] == ["0:0:0", "0:2:0"]
+    assert found.files[0].notes == [f"{rows}: 1 prompts left out by {keep}:short"]
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        ("fails", "{rows} line 1: filter: {keep}:9: KeyError: 'level'"),
+        ("says_yes", "{rows} line 1: filter: says_yes in {keep} returned 'yes', not True or False"),
+        ("none", "{rows}: no prompt is left: 1 filtered, 0 too long"),
+        ("absent", "filter={keep}:absent: {keep} has no plain function absent"),
+    ],
+)
+def test_a_filter_that_fails_is_an_error_with_the_users_own_line(
+    tokenizer, write_rows, keep, function, words
+):
+    rows = write_rows({"prompt": "a"})
+    with pytest.raises(ConfigError) as caught:
+        loaded(tokenizer, {"path": rows, "filter": f"{keep}:{function}"})
+    assert str(caught.value) == words.format(rows=rows, keep=keep)
+
+
+def test_the_template_is_the_models_or_none_or_one_from_a_file(tokenizer, write_rows, tmp_path):
+    rows = write_rows({"prompt": "2+3="})
+    jinja = tmp_path / "chat.jinja"
+    jinja.write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}\n")
+
+    def text(template):
+        (prompt,) = loaded(tokenizer, {"path": rows, "template": template}).prompts
+        return tokenizer.decode(prompt.token_ids)
+
+    assert text("model") == "<user>2+3=</s><assistant>"
+    assert text("plain") == "<s>2+3="
+    assert text(str(jinja)) == "[2+3=]"
+    jinja.write_text("{{ nothing.at.all }}")
+    with pytest.raises(ConfigError, match=rf"line 1: {jinja} refuses the prompt: UndefinedError"):
+        text(str(jinja))
+    with pytest.raises(ConfigError, match="template=chatml: must be model, plain or a jinja file"):
+        text("chatml")

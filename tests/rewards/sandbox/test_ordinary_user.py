@@ -1,0 +1,142 @@
+"""The sandbox without the rights of root: as root is not, so these tests become somebody else."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+import streamrl
+from streamrl.rewards.sandbox.isolation import python
+from tests.rewards.sandbox.test_hostile import ATTACKS, LIMITS
+
+NOBODY = 65534
+#: Attacks that go other ways for an ordinary user: rights, processes, what belongs to the user.
+CHOSEN = [
+    attack
+    for attack in ATTACKS
+    if attack.name
+    in {
+        "connect to a server of the host",
+        "any kind of socket",
+        "read a file of the host",
+        "read what a host keeps secret",
+        "write all over the system",
+        "change the interpreter's library",
+        "a setuid program",
+        "the run's own environment",
+        "/proc",
+        "mount a /proc",
+        "fill the disk",
+        "files without end",
+        "a fork bomb",
+        "more processes than allowed",
+        "more threads than allowed",
+        "a daemon, forked twice in a session of its own",
+        "signals to the parent",
+        "a signal to everyone",
+        "a signal to a process of the host",
+        "memory in many processes",
+        "raising its limits",
+        "namespaces of its own",
+        "a sandbox in the sandbox",
+        "mounts",
+        "other processes",
+        "corners of the kernel",
+        "memory that no limit counts",
+        "a forged verdict on every descriptor",
+        "searching frames and objects for the wanted value",
+    }
+]
+
+#: Runs programs in a Python that may have none of streamrl's other dependencies.
+SCRIPT = """
+import asyncio, json, sys, types
+for name in ("streamrl", "streamrl.rewards"):
+    package = sys.modules[name] = types.ModuleType(name)
+    package.__path__ = [sys.path[0] + "/" + name.replace(".", "/")]
+from streamrl.rewards.sandbox import CallTest, Limits, Program, Sandbox, StdinTest
+
+async def main(limits, programs):
+    sandbox = await Sandbox.start(Limits(**limits), jails=2)
+    async def run(calls, source, test):
+        test = (CallTest if calls else StdinTest)(**test)
+        outcome = await sandbox.run(Program("python", source, [test]))
+        return outcome.verdict.value, outcome.detail
+    outcomes = await asyncio.gather(*(run(*program) for program in programs))
+    await sandbox.close()
+    print(json.dumps([sandbox._plan.isolation.name, *outcomes]))
+
+asyncio.run(main(*json.load(sys.stdin)))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    """What the sandbox needs, where everybody can read it."""
+    made = Path(tempfile.mkdtemp())
+    rewards = Path(streamrl.__file__).parent / "rewards"
+    shutil.copytree(rewards / "sandbox", made / "streamrl" / "rewards" / "sandbox")
+    shutil.copy(rewards / "verdict.py", made / "streamrl" / "rewards")
+    shutil.copy(rewards.parent / "errors.py", made / "streamrl")
+    found = find_spec("pyseccomp")
+    assert found is not None
+    assert found.origin is not None
+    shutil.copy(found.origin, made)
+    bubblewrap = shutil.which("bwrap") or f"{sys.prefix}/bubblewrap/bwrap"
+    shutil.copy(bubblewrap, made / "bwrap")
+    (made / "main.py").write_text(SCRIPT)
+    made.chmod(0o755)
+    yield made
+    shutil.rmtree(made)
+
+
+def readable(python: str) -> bool:
+    """Whether everybody may run this interpreter."""
+    return all(folder.stat().st_mode & 1 for folder in Path(python).resolve().parents)
+
+
+PYTHON = python() if readable(python()) else "/usr/bin/python3"
+#: What a process is started with to be somebody else, and the isolation that is left to it.
+WAYS = {"user namespace": []}
+if os.geteuid() == 0:
+    somebody = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    WAYS = {
+        "user namespace": ["setpriv", *somebody],
+        "user namespace of a user of its own": ["setpriv", "--bounding-set=-sys_admin"],
+    }
+
+
+@pytest.mark.parametrize("isolation", WAYS)
+def test_an_ordinary_user_is_as_safe_as_root(folder: Path, isolation: str) -> None:
+    facts = {"canary": str(folder / "main.py"), "port": "9", "pid": str(os.getpid())}
+    programs = []
+    for attack in CHOSEN:
+        program = attack.program(facts)
+        programs.append([attack.calls, program.source, asdict(program.tests[0])])
+    done = subprocess.run(
+        [*WAYS[isolation], PYTHON, str(folder / "main.py")],
+        input=json.dumps([asdict(LIMITS), programs]),
+        env={"PATH": f"{folder}:{os.environ['PATH']}"},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    chosen, *outcomes = json.loads(done.stdout)
+    assert chosen == isolation
+    assert len(outcomes) == 29
+    assert [
+        (attack.name, outcome)
+        for attack, outcome in zip(CHOSEN, outcomes, strict=True)
+        if outcome[0] not in {verdict.value for verdict in attack.verdicts}
+    ] == []

@@ -1,0 +1,151 @@
+import json
+
+import numpy as np
+import pytest
+
+from streamrl.errors import ConfigError, RewardError
+from streamrl.messages import Prompt
+from streamrl.rewards import RewardConfig, SandboxConfig, Surroundings, build_rewards
+from streamrl.rewards.code_tests import read_tests
+from streamrl.rewards.sandbox import CallTest, StdinTest
+
+ADD = {"inputs": ["1\n2", "3\n4"], "outputs": ["3", "7"], "fn_name": "add"}
+SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
+
+
+def prompt(truth):
+    return Prompt("0:0:0", np.array([1], np.int32), ground_truth=truth)
+
+
+async def judged(truth, *completions, **options):
+    limits = {"wall_s": 2, "memory_mib": 256}
+    rewards = build_rewards([RewardConfig("code", options={"limits": limits, **options})])
+    await rewards.start()
+    try:
+        found = await rewards.judge(prompt(truth), completions)
+    finally:
+        await rewards.close()
+    return [(one.score, one.verdict.value) for one in found.components["code"]]
+
+
+async def test_each_completion_gets_the_verdict_of_its_own_program():
+    found = await judged(
+        json.dumps(ADD),
+        "def add(a, b): return a + b",
+        "def add(a, b): return a - b",
+        "def add(a, b) return a + b",
+        "def add(a, b): return 1 / 0",
+        "def add(a, b):\n while True: pass",
+        "def add(a, b): return len(bytearray(1 << 30))",
+        "def add(a, b): print('x' * 10**8); return a + b",
+        "import os; os._exit(0)",
+    )
+    assert found == [
+        (1.0, "pass"),
+        (0.0, "wrong"),
+        (0.0, "compile_error"),
+        (0.0, "runtime_error"),
+        (0.0, "timeout"),
+        (0.0, "memory"),
+        (0.0, "output_limit"),
+        (0.0, "runtime_error"),
+    ]
+
+
+async def test_programs_may_read_and_write_and_score_by_the_share_of_tests():
+    whole = "print(sum(map(int, input().split())))"
+    found = await judged(SUM, whole, "input(); print(3)", "print(", score="rate")
+    assert found == [(1.0, "pass"), (0.5, "wrong"), (0.0, "compile_error")]
+    assert await judged(SUM, "input(); print(3)", most_tests=1) == [(1.0, "pass")]
+
+
+async def test_the_last_code_block_is_the_program_and_without_one_the_whole_completion():
+    right, wrong = "def add(a, b): return a + b", "def add(a, b): return 0"
+    found = await judged(
+        ADD,
+        f"First:\n```python\n{wrong}\n```\nNo:\n```python\n{right}\n```\ndone",
+        f"<answer>{right}</answer>",
+        f"```py\n{right}",
+        extract="(?s)```[a-z]*\\n(.*?)(?:```|\\Z)|<answer>(.*?)</answer>",
+    )
+    assert [score for score, _ in found] == [1.0, 0.0, 1.0]
+
+
+async def test_a_language_of_the_users_own():
+    found = await judged(
+        SUM,
+        "read a b; echo $((a + b))",
+        "echo no",
+        language="sh",
+        languages={"sh": {"file": "run.sh", "run": ["sh", "{dir}/run.sh"]}},
+    )
+    assert found == [(1.0, "pass"), (0.0, "wrong")]
+
+
+@pytest.mark.parametrize(
+    ("truth", "tests"),
+    [
+        (ADD, [CallTest("add", [1, 2], [3]), CallTest("add", [3, 4], [7])]),
+        (
+            {"inputs": [[[1, 2], "x"]], "outputs": [[5]], "fn_name": "f"},
+            [CallTest("f", [[1, 2], "x"], [[5], 5])],
+        ),
+        (SUM, [StdinTest("1 2\n", "3\n"), StdinTest("3 4\n", "7\n")]),
+        ({"inputs": [["1", "2"]], "outputs": [["a", "b"]]}, [StdinTest("1\n2", "a\nb")]),
+        (
+            {"assert_case": ["assert f((1, 'a'), -2) == [None, True]"]},
+            [CallTest("f", [[1, "a"], -2], [[None, True]])],
+        ),
+    ],
+)
+def test_tests_are_read_as_data_sets_write_them(truth, tests):
+    assert read_tests(truth) == read_tests(json.dumps(truth)) == tests
+
+
+@pytest.mark.parametrize(
+    ("truth", "words"),
+    [
+        (None, "must be an object with inputs and outputs, is NoneType"),
+        ("print(1)", "ground_truth must be JSON"),
+        ({"inputs": ["1"]}, "ground_truth.outputs must be a list, is NoneType"),
+        ({"inputs": ["1"], "outputs": []}, "has 1 inputs and 0 outputs"),
+        ({"inputs": [], "outputs": []}, "holds no tests"),
+        ({"inputs": ["{"], "outputs": ["1"], "fn_name": "f"}, "must be JSON on each line"),
+        ({"assert_case": ["assert f(1) > 2"]}, r"must be `assert f\(literals\) == literal`"),
+        ({"assert_case": "assert f(g(1)) == 2"}, r"is 'assert f\(g\(1\)\) == 2'"),
+        ({"assert_case": ["import os"]}, "is 'import os'"),
+    ],
+)
+def test_a_ground_truth_without_tests_is_refused(truth, words):
+    with pytest.raises(RewardError, match=words):
+        read_tests(truth)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"language": "cobol"}, r"rewards\[0\].language=cobol: must be one of python, cpp"),
+        (
+            {"limits": {"wall": 1}},
+            r"rewards\[0\].limits.wall=1: unknown; the nearest key is wall_s",
+        ),
+        ({"limits": {"wall_s": 0}}, r"wall_s=0.0: must be above 0"),
+        ({"score": "some"}, r"rewards\[0\].score=some: must be all or rate"),
+        ({"languages": {"sh": {"run": ["sh"]}}}, r"rewards\[0\].languages.sh.file: missing"),
+        ({"extract": "("}, r"rewards\[0\].extract=\(: "),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, words):
+    with pytest.raises(ConfigError, match=words):
+        build_rewards([RewardConfig("code", options=options)])
+
+
+async def test_where_nothing_isolates_it_refuses_unless_that_is_allowed(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr("sys.prefix", str(tmp_path))
+    config = [RewardConfig("code")]
+    with pytest.raises(ConfigError, match=r"bwrap is not on PATH.*sandbox.allow_unsafe=true"):
+        await build_rewards(config).preflight()
+    unsafe = build_rewards(config, Surroundings(sandbox=SandboxConfig(allow_unsafe=True)))
+    (note,) = await unsafe.preflight()
+    assert "This is no sandbox" in note

@@ -1,0 +1,136 @@
+"""A server that speaks sandbox-fusion's HTTP, and what is made of its answers."""
+
+import asyncio
+import json
+import subprocess
+import sys
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
+
+import numpy as np
+import pytest
+
+from streamrl.errors import InfraError
+from streamrl.messages import Prompt
+from streamrl.rewards import RewardConfig, build_rewards
+
+ADD = {"inputs": ["1\n2"], "outputs": ["3"], "fn_name": "add"}
+
+
+class Server(BaseHTTPRequestHandler):
+    """Runs Python as such a server does. `troubles` are answered first, one per request."""
+
+    troubles: ClassVar[list] = []
+    asked: ClassVar[list] = []
+
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.asked.append(body)
+        if self.troubles:
+            status, reply = self.troubles.pop(0)
+        else:
+            status, reply = 200, ran(body)
+        text = json.dumps(reply).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_):
+        pass
+
+
+def ran(body):
+    command = [sys.executable, "-I", "-S", "-c", body["code"]]
+    try:
+        done = subprocess.run(
+            command,
+            input=body["stdin"],
+            capture_output=True,
+            text=True,
+            timeout=body["run_timeout"],
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"status": "Failed", "run_result": {"status": "TimeLimitExceeded"}}
+    result = {"status": "Finished", "return_code": done.returncode, "execution_time": 0.1}
+    result |= {"stdout": done.stdout, "stderr": done.stderr}
+    return {"status": "Failed" if done.returncode else "Success", "run_result": result}
+
+
+@pytest.fixture
+def url():
+    Server.troubles, Server.asked = [], []
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/"
+        server.shutdown()
+
+
+async def judged(url, truth, *completions, **options):
+    limits = {"wall_s": 1, "memory_mib": 256}
+    options = {"url": url, "limits": limits, **options}
+    rewards = build_rewards([RewardConfig("code", options=options)])
+    assert await rewards.preflight() == []
+    await rewards.start()
+    try:
+        row = Prompt("0:0:0", np.array([1], np.int32), ground_truth=truth)
+        found = await rewards.judge(row, completions)
+    finally:
+        await rewards.close()
+    return [one.verdict.value for one in found.components["code"]]
+
+
+async def test_verdicts_are_made_here_of_what_came_out_there(url):
+    found = await judged(
+        url,
+        ADD,
+        "def add(a, b): return a + b",
+        "def add(a, b): return a - b",
+        "class Solution:\n    def add(self, a, b): return a + b",
+        "def add(a, b) return a",
+        "def add(a, b): raise MemoryError",
+        "import os; os._exit(0)",
+        "def add(a, b):\n while True: pass",
+        "print('\\nstreamrl-value:3'); raise SystemExit(0)",
+    )
+    assert found == [
+        "pass",
+        "wrong",
+        "pass",
+        "compile_error",
+        "memory",
+        "wrong",
+        "timeout",
+        "pass",
+    ]
+    (body,) = {json.dumps({**b, "code": ""}) for b in Server.asked}
+    assert json.loads(body) == {
+        "code": "",
+        "stdin": "[1, 2]",
+        "language": "python",
+        "compile_timeout": 20.0,
+        "run_timeout": 1.0,
+        "memory_limit_MB": 256,
+    }
+    assert "3" not in {b["stdin"] for b in Server.asked}, "no expected value leaves this machine"
+
+
+async def test_text_in_and_text_out(url):
+    truth = {"inputs": ["1 2"], "outputs": ["3"]}
+    right, wrong = "print(sum(map(int, input().split())))", "print(4)"
+    assert await judged(url, truth, right, wrong) == ["pass", "wrong"]
+
+
+async def test_a_server_that_fails_is_asked_again_and_is_never_a_wrong_answer(url):
+    Server.troubles = [(504, {}), (200, {"status": "SandboxError", "message": "no disk"})]
+    assert await judged(url, ADD, "def add(a, b): return a + b") == ["pass"]
+    Server.troubles = [(503, {})] * 2
+    with pytest.raises(InfraError, match=r"reward code, uid 0:0:0: .*503 Service Unavailable"):
+        await judged(url, ADD, "def add(a, b): return a + b", attempts=2)
+
+
+async def test_a_server_that_is_not_there_is_an_infra_error():
+    with pytest.raises(InfraError, match=r"http://127.0.0.1:9/run_code: .*connection"):
+        await asyncio.wait_for(judged("http://127.0.0.1:9", ADD, "x", attempts=1), 30)

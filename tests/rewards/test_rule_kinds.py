@@ -1,0 +1,77 @@
+import numpy as np
+import pytest
+
+from streamrl.errors import ConfigError, RewardError
+from streamrl.messages import Prompt
+from streamrl.rewards import RewardConfig, build_rewards
+
+
+def prompt(truth, source=""):
+    return Prompt("0:0:0", np.array([1], np.int32), ground_truth=truth, data_source=source)
+
+
+async def judged(config, row, *completions):
+    rewards = build_rewards([config])
+    rewards.check([row])
+    await rewards.start()
+    try:
+        found = await rewards.judge(row, completions)
+    finally:
+        await rewards.close()
+    return [(one.score, one.verdict.value) for one in found.components[config.component]]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "truth", "right", "wrong", "low"),
+    [
+        ("gsm8k", {}, "1000", "so #### 1,000", "1000", 0.0),
+        ("gsm8k", {"method": "flexible"}, "12", "it is 12", "it is 13", 0.0),
+        ("math", {}, "\\frac{1}{2}", "thus \\boxed{\\frac12}", "\\boxed{2}", 0.0),
+        ("dapo_math", {}, "34", "Answer: 34", "Answer: 35", -1.0),
+        ("choice", {}, "B", "The answer is (B).", "The answer is (C).", 0.0),
+        ("tags", {"tags": ["a"]}, None, "<a>x</a>", "<a></a>", 0.0),
+        ("length", {"most": 2, "tolerance": 1}, None, "two words", "these are three", 0.0),
+    ],
+)
+async def test_rules_are_kinds_with_their_options(kind, options, truth, right, wrong, low):
+    config = RewardConfig(kind, options=options)
+    found = await judged(config, prompt(truth), right, wrong)
+    assert found == [(1.0, "pass"), (low, "wrong")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        ("gsm8k", {"method": "loose"}, r"rewards\[0\].method=loose: must be one of"),
+        ("choice", {"letters": "ab"}, r"rewards\[0\].letters=ab"),
+        ("tags", {"tags": []}, r"rewards\[0\].tags="),
+        ("length", {"unit": "tokens"}, r"rewards\[0\].unit=tokens"),
+    ],
+)
+def test_options_that_a_rule_refuses_are_named(kind, options, words):
+    with pytest.raises(ConfigError, match=words):
+        build_rewards([RewardConfig(kind, options=options)])
+
+
+async def test_symbolic_equality_and_what_takes_forever_is_a_verdict_not_a_hang():
+    config = RewardConfig("symbolic", options={"timeout_s": 3.0, "memory_gib": 0.5})
+    found = await judged(
+        config, prompt("x+1"), "\\boxed{1+x}", "\\boxed{x}", "\\boxed{10^{10^{10^{10}}}}"
+    )
+    assert found[:2] == [(1.0, "pass"), (0.0, "wrong")]
+    assert found[2] in [(0.0, "memory"), (0.0, "timeout")]
+
+
+async def test_auto_judges_each_source_by_its_own_rule():
+    auto = RewardConfig("auto")
+    assert await judged(auto, prompt("7", "openai/gsm8k"), "#### 7") == [(1.0, "pass")]
+    assert await judged(auto, prompt("7", "aime2024"), "Answer: 8") == [(-1.0, "wrong")]
+    row = prompt("x+1", "numina_olympiads")
+    assert await judged(auto, row, "\\boxed{1+x}") == [(1.0, "pass")]
+    with pytest.raises(ConfigError, match=r"reward auto: data_source 'mine' has no rule"):
+        build_rewards([auto]).check([prompt("7", "mine")])
+
+
+async def test_a_ground_truth_that_a_rule_cannot_use_is_an_error_in_the_run_too():
+    with pytest.raises(RewardError, match="reward gsm8k, uid 0:0:0: ground_truth"):
+        await build_rewards([RewardConfig("gsm8k")]).judge(prompt("seven"), ["#### 7"])

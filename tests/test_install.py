@@ -1,0 +1,40 @@
+"""The installation script, as far as it goes without a network."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "install.py"
+spec = importlib.util.spec_from_file_location("install", SCRIPT)
+assert spec is not None
+assert spec.loader is not None
+install = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(install)
+
+
+def executable(path: Path, text: str) -> None:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def test_bubblewrap_of_the_system_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    executable(tmp_path / "bwrap", "exit 0")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert install.bring_bubblewrap(tmp_path / "bubblewrap") == "bubblewrap is on PATH"
+    assert not (tmp_path / "bubblewrap").exists()
+
+
+def test_without_bubblewrap_the_install_goes_on_and_says_what_will_not_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    failed = "no bubblewrap, so code rewards will not run (apt install bubblewrap)"
+    assert install.bring_bubblewrap(tmp_path / "bubblewrap") == failed
+    executable(tmp_path / "apt-get", "exit 100")
+    executable(tmp_path / "dpkg-deb", "exit 2")
+    said = install.bring_bubblewrap(tmp_path / "bubblewrap")
+    assert said == f"{failed}: apt-get: exit code 100"
+    assert not (tmp_path / "bubblewrap").exists()

@@ -1,0 +1,160 @@
+"""Pools of workers under trouble, with real processes."""
+
+import asyncio
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+
+from streamrl.errors import ConfigError
+from streamrl.workers import (
+    WorkerCrashError,
+    WorkerError,
+    WorkerMemoryError,
+    WorkerPool,
+    WorkerSettings,
+    WorkerTimeoutError,
+)
+from streamrl.workers import pool as pool_module
+
+TARGET = "tests.workers.trouble:serve"
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def descendants():
+    return set(psutil.Process().children(recursive=True))
+
+
+@pytest.fixture
+async def pool():
+    """Makes a pool; at the end all are closed, and no process of theirs is left."""
+    before, made = descendants(), []
+
+    def make(at_load="", *, target=TARGET, timeout_s=30.0, memory_bytes=16 << 30):
+        settings = WorkerSettings(2, 1, timeout_s=timeout_s, memory_bytes=memory_bytes)
+        made.append(WorkerPool("troubled", target, at_load, settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.close()
+    assert not descendants() - before
+
+
+async def gone(pids, *, within_s=15.0):
+    """Wait until none of these processes is there."""
+    deadline = time.monotonic() + within_s
+    while left := [pid for pid in pids if psutil.pid_exists(pid)]:
+        assert time.monotonic() < deadline, f"still there: {left}"
+        await asyncio.sleep(0.02)
+
+
+@pytest.mark.slow
+async def test_trouble_is_told_by_its_cause_and_costs_no_other_call_its_answer(pool):
+    workers = pool(timeout_s=3.0, memory_bytes=256 << 20)
+    await workers.start()
+    told = {"hang": WorkerTimeoutError, "crash": WorkerCrashError, "leak": WorkerMemoryError}
+    requests = [("square", n) for n in range(60)] + [("slow", n) for n in range(6)]
+    requests += [(deed, 0) for deed in told for _ in range(2)]
+    random.Random(5).shuffle(requests)
+    calls = [workers.call(request) for request in requests]
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    for (deed, number), answer in zip(requests, answers, strict=True):
+        if deed in told:
+            assert type(answer) is told[deed], (deed, answer)
+        else:
+            assert answer == number * number
+    assert workers.killed == Counter(timeout=2, crash=2, memory=2)
+
+
+async def test_quick_calls_are_as_quick_while_as_many_hang_as_there_are_workers(pool, monkeypatch):
+    monkeypatch.setattr(pool_module, "STRAGGLER_S", 0.2)
+    monkeypatch.setattr(pool_module, "LOOK_EVERY_S", 0.1)
+    workers = pool()
+    await workers.start()
+
+    async def took_s():
+        times = []
+        for n in range(20):
+            began = time.monotonic()
+            assert await workers.call(("work", n)) == n
+            times.append(time.monotonic() - began)
+        return times
+
+    alone = statistics.median(await took_s())
+    hung = [asyncio.create_task(workers.call(("hang", 0))) for _ in range(2)]
+    beside = statistics.median(await took_s())
+    assert not any(task.done() for task in hung)
+    assert beside < 3 * alone
+    await workers.close()
+    for end in await asyncio.gather(*hung, return_exceptions=True):
+        assert isinstance(end, WorkerCrashError)
+
+
+async def test_what_a_call_leaves_behind_goes_with_its_worker(pool, tmp_path):
+    workers = pool(timeout_s=2.0)
+    await workers.start()
+    note = tmp_path / "pids"
+    with pytest.raises(WorkerTimeoutError, match="no result in 2 s"):
+        await workers.call(("breed", str(note)))
+    pids = [int(pid) for pid in note.read_text().split()]
+    assert len(pids) == 50
+    await gone(pids)
+    assert await workers.call(("square", 4)) == 16
+
+
+async def test_workers_end_with_a_process_that_is_killed(tmp_path):
+    note = tmp_path / "pids"
+    code = (
+        "import asyncio\n"
+        "from streamrl.workers import WorkerPool, WorkerSettings\n"
+        "async def main():\n"
+        f"    pool = WorkerPool('x', {TARGET!r}, '', WorkerSettings(1, 1, 60.0, 16 << 30))\n"
+        "    await pool.start()\n"
+        f"    await pool.call(('breed', {str(note)!r}))\n"
+        "asyncio.run(main())\n"
+    )
+    host = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while not note.exists():
+        assert host.poll() is None and time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+    below = [process.pid for process in psutil.Process(host.pid).children(recursive=True)]
+    assert set(map(int, note.read_text().split())) < set(below)
+    os.kill(host.pid, signal.SIGKILL)
+    host.wait()
+    await gone(below)
+
+
+async def test_a_worker_that_cannot_load_is_told_at_start_and_to_calls(pool, capfd):
+    for workers in (pool("", target="tests.workers.nowhere:serve"), pool(7, target=TARGET + "r")):
+        with pytest.raises(WorkerCrashError, match="its process ended with exit code 1"):
+            await workers.start()
+        with pytest.raises(WorkerCrashError, match="its worker does not start: its process ended"):
+            await workers.call(("square", 2))
+    error = capfd.readouterr().err
+    assert "No module named 'tests.workers.nowhere'" in error and "KeyError: 'server'" in error
+    with pytest.raises(ConfigError, match=r"rewards\.path=x\.py: no such file"):
+        await pool("refuse").start()
+
+
+async def test_a_worker_that_hangs_while_it_loads_is_given_up(pool, monkeypatch):
+    monkeypatch.setattr(pool_module, "START_TIMEOUT_S", 0.5)
+    with pytest.raises(WorkerCrashError, match=r"it was not ready in 0\.5 s"):
+        await pool("hang").start()
+
+
+async def test_calls_of_a_closed_pool_come_to_nothing(pool):
+    workers = pool()
+    await workers.start()
+    await workers.close()
+    with pytest.raises(WorkerError, match="the workers of troubled are closed"):
+        await workers.call(("square", 2))

@@ -1,0 +1,79 @@
+"""What workers of the tests serve with: a handler that does as it is told, trouble included."""
+
+import os
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+from streamrl.errors import ConfigError
+
+LEAK_BYTES = 320 << 20
+
+
+def serve(at_load: str) -> Callable[[tuple[str, Any]], Any]:
+    """The handler, unless loading it is to go wrong."""
+    if at_load == "hang":
+        hang(None)
+    if at_load == "refuse":
+        raise ConfigError("rewards.path=x.py: no such file")
+    return lambda request: DEEDS[request[0]](request[1])
+
+
+def square(number: int) -> int:
+    """Quick."""
+    return number * number
+
+
+def slow(number: int) -> int:
+    """Slow at random."""
+    time.sleep(random.uniform(0.0, 0.4))
+    return number * number
+
+
+def work(number: int) -> int:
+    """As slow as most."""
+    time.sleep(0.05)
+    return number
+
+
+def hang(_: Any) -> None:
+    """Busy without end."""
+    while True:
+        pass
+
+
+def crash(_: Any) -> None:
+    """End the process."""
+    os._exit(7)
+
+
+def leak(_: Any) -> None:
+    """Keep more memory than a worker of the tests may have."""
+    hoard = b"x" * LEAK_BYTES
+    time.sleep(600)
+    assert hoard
+
+
+def breed(note: str) -> None:
+    """Leave 50 sleepers that are nobody's children, note their pids, and hang."""
+    pids = []
+    for _ in range(50):
+        end, other = os.pipe()
+        if os.fork() == 0:
+            os.setsid()
+            if os.fork() == 0:
+                os.write(other, str(os.getpid()).encode())
+                os.close(other)
+                time.sleep(600)
+            os._exit(0)
+        pids.append(os.read(end, 20).decode())
+    with open(note + ".part", "w") as file:
+        file.write(" ".join(pids))
+    os.rename(note + ".part", note)
+    hang(None)
+
+
+DEEDS: dict[str, Callable[[Any], Any]] = {
+    deed.__name__: deed for deed in (square, slow, work, hang, crash, leak, breed)
+}
