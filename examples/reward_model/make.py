@@ -34,13 +34,16 @@ def fill(
         ARITHMETIC.make(arithmetic, seed=seed)
     base_model, rows, recipe = arithmetic / "base_model", make_rows(seed=seed), recipe or Recipe()
     tokenizer = PreTrainedTokenizerFast.from_pretrained(base_model)
-    model = untrained(base_model, seed=seed)
-    report(train(model, tokenizer, rows["train"], recipe, seed=seed), task="reward_model")
+    model, hints = untrained(base_model, seed=seed)
+    report(train(model, hints, tokenizer, rows["train"], recipe, seed=seed), task="reward_model")
     save(model, tokenizer, folder / "model")
     policy = Qwen2ForCausalLM.from_pretrained(base_model)
-    right = {name: ranking(model, policy, tokenizer, part[:256]) for name, part in rows.items()}
-    print(f"reward_model: right answers above wrong ones: {right}")
-    return {"recipe": asdict(recipe), "ranking": right}
+    above = {
+        name: ranking(model, policy, tokenizer, part[: recipe.num_measured])
+        for name, part in rows.items()
+    }
+    print(f"reward_model: how often a right answer is above a wrong one: {above}")
+    return {"recipe": asdict(recipe), "ranking": above}
 
 
 BUILD = Build("reward_model", Path(__file__).parent / "build", format=1, fill=fill)

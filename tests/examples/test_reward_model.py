@@ -1,0 +1,71 @@
+"""The reward model of the arithmetic task: what it is taught on, and how it is made."""
+
+import json
+import random
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+
+from examples.arithmetic import make as arithmetic_make
+from examples.arithmetic.problems import make_rows
+from examples.arithmetic.training import is_right
+from examples.reward_model import make
+from examples.reward_model.training import (
+    Recipe,
+    an_answer,
+    conversation,
+    logits_of,
+    train,
+    untrained,
+)
+from examples.toy_models import building, lessons
+from examples.toy_models.small_qwen2 import make_tokenizer, make_untrained, save
+
+
+def test_about_every_second_answer_it_is_taught_on_is_right() -> None:
+    rng, rows = random.Random(0), make_rows(seed=0)["train"]
+    answers = [(row, an_answer(row, rng)) for row in rows]
+    right = sum(is_right(row, text) for row, text in answers) / len(answers)
+    assert 0.4 < right < 0.6
+    assert max(len(text) for _, text in answers) <= 12
+
+
+def test_a_build_is_a_classifier_of_one_label_that_reads_conversations(tmp_path: Path) -> None:
+    arithmetic, out = tmp_path / "arithmetic", tmp_path / "build"
+    short = lessons.Recipe(num_clean_steps=2, num_slip_steps=2, rows_per_step=4, num_measured=4)
+    fill = partial(arithmetic_make.fill, recipe=short)
+    building.Build("arithmetic", arithmetic, format=2, fill=fill).make(arithmetic, seed=0)
+    recipe = Recipe(num_steps=2, rows_per_step=4, num_measured=4)
+    fill = partial(make.fill, recipe=recipe, arithmetic=arithmetic)
+    building.Build("reward_model", out, format=1, fill=fill).make(out, seed=0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["arithmetic", "build"]
+    assert set(json.loads((out / "made.json").read_text())["ranking"]) == {"train", "eval"}
+    model = AutoModelForSequenceClassification.from_pretrained(out / "model").eval()
+    assert (model.config.num_labels, model.config.model_type) == (1, "qwen2")
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(out / "model")
+    row = {"prompt": [{"role": "user", "content": "7+5-3"}]}
+    text = conversation(row, "12-3=9", tokenizer)
+    assert text == "<bos>7+5-3=12-3=9<eos>"
+    with torch.inference_mode():
+        alone = logits_of(model, tokenizer, [text])
+        beside = logits_of(model, tokenizer, [text, conversation(row, "9", tokenizer)])
+    assert torch.isfinite(alone).all()
+    assert torch.allclose(alone, beside[:1], atol=1e-5), "what it says depends on nothing beside it"
+
+
+def test_what_is_below_the_layers_it_is_taught_in_stays_the_base_models(tmp_path: Path) -> None:
+    tokenizer = make_tokenizer()
+    base = make_untrained(tokenizer, seed=0)
+    save(base, tokenizer, tmp_path)
+    model, hints = untrained(tmp_path, seed=0)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    recipe = Recipe(num_steps=2, rows_per_step=4)
+    losses = list(train(model, hints, tokenizer, make_rows(seed=0)["train"], recipe, seed=0))
+    assert len(losses) == 2
+    moved = {name for name, value in model.state_dict().items() if (value != before[name]).any()}
+    assert "score.weight" in moved
+    assert any(name.startswith("model.layers.2.") for name in moved)
+    frozen = ("model.embed_tokens.", "model.layers.0.", "model.layers.1.")
+    assert not [name for name in moved if name.startswith(frozen)]
