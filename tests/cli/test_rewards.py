@@ -14,7 +14,6 @@ from streamrl.cli.rewards import Option, options_of
 from streamrl.rewards import KINDS, RewardConfig
 from streamrl.settings import read_settings
 
-
 DEMANDING = ("regex", "model", "judge")
 """Kinds that have an option without a default."""
 
