@@ -1,9 +1,10 @@
-"""The recipes in configs/ on the demo's task, in short, played beside whatever tests there are.
+"""The recipes in configs/ on the toy tasks, in short, played beside whatever tests there are.
 
 Most of a short run is the start of processes, which Ray lets run only where others leave room.
 """
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -26,6 +27,9 @@ RECIPES = {
     # Costs give way more slowly than rewards come.
     "safe_rlhf": (ROOT / "configs" / "safe_rlhf_toy.yaml", ["run.steps=26"]),
     "shared": (ROOT / "configs" / "ppo_arithmetic.yaml", [*SHARED, f"run.steps={STEPS}"]),
+    "grpo_code": (ROOT / "configs" / "grpo_code.yaml", [f"run.steps={STEPS}"]),
+    # It is slow to learn.
+    "grpo_countdown": (ROOT / "configs" / "grpo_countdown.yaml", ["run.steps=30"]),
 }
 
 
@@ -52,11 +56,12 @@ class Recital:
             run.end()
 
     def _play(self, name: str) -> int:
-        make = [sys.executable, str(ROOT / "examples" / "arithmetic" / "make.py")]
-        facts = {"cwd": self._cwd, "env": self._environment, "timeout": 600}
-        # Others look at what is printed while this runs.
-        subprocess.run(make, check=True, capture_output=True, **facts)
         recipe, overrides = RECIPES[name]
+        facts = {"cwd": self._cwd, "env": self._environment, "timeout": 600}
+        for task in sorted(set(re.findall(r"examples/(\w+)/build", recipe.read_text()))):
+            make = [sys.executable, str(ROOT / "examples" / task / "make.py")]
+            # Others look at what is printed while this runs.
+            subprocess.run(make, check=True, capture_output=True, **facts)
         # Recipes name their files from the root of the repository, where the tests are run too.
         words = [str(recipe), f"run.dir={self._folder}", f"run.name={name}", *overrides]
         short = ['data.eval=""', "checkpoint.at_end=false"]

@@ -1,4 +1,4 @@
-"""Every recipe in configs/ on the demo's task, in short: it runs, and the reward rises."""
+"""Every recipe in configs/ on a toy task, in short: it runs, and the reward rises."""
 
 from statistics import fmean as mean
 
