@@ -147,7 +147,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("idle/<stage>", "fraction", "part of the step's wall time the stage did not compute"),
     Metric("drops/<cause>", "groups", "groups dropped for this cause since the run began"),
     Metric("verdicts/<verdict>", "", "components of completions judged so since the last row"),
-    Metric("scorer/killed/<cause>", "", "reward processes ended for this cause since the last row"),
+    Metric(
+        "scorer/killed/<cause>",
+        "",
+        "reward processes and async calls ended, by cause, since the last row",
+    ),
     Metric("weights/version", "", "policy_version after the step"),
     Metric(
         "weights/skew_max",

@@ -10,11 +10,15 @@ import contextlib
 import itertools
 import statistics
 from collections import Counter, deque
+from collections.abc import Coroutine
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from streamrl.errors import ConfigError
 from streamrl.workers.process import Process, ProcessEndedError
+from streamrl.workers.processes import ProcessTable
+
+T = TypeVar("T")
 
 START_TIMEOUT_S = 120.0
 """Deadline of a worker's start, s: it imports a user's file, and that may import torch."""
@@ -94,7 +98,9 @@ class WorkerPool:
         self._line = asyncio.Lock()
         self._numbers = itertools.count()
         self._took: deque[float] = deque(maxlen=100)
-        self._background: set[asyncio.Task[None]] = set()
+        self._background: set[asyncio.Task[Any]] = set()
+        self._own: set[asyncio.Task[None]] = set()
+        self._table = ProcessTable()
         self._closed = False
         self.killed: Counter[str] = Counter()
 
@@ -105,24 +111,24 @@ class WorkerPool:
         """
         self._starting += 1
         await self._add()
-        self._in_background(self._look_after())
+        self._own.add(self._keep(self._look_after()))
 
     async def call(self, request: Any) -> Any:
-        """What the handler answers. Raises WorkerError, or one of its kinds, if it does not."""
+        """What the handler answers. Raises WorkerError, or one of its kinds, if it does not.
+
+        A call whose caller is cancelled goes on to its answer or its deadline: its worker is
+        neither free before that, nor to blame.
+        """
         while True:
             worker, number = await self._claim()
             try:
-                return await self._ask(worker, number, request)
+                return await asyncio.shield(self._keep(self._ask(worker, number, request)))
             except ProcessEndedError:
-                self._end(worker, WorkerCrashError(worker.process.how_it_ended), "crash")
                 blame = worker.verdict
                 assert blame is not None
                 # Of several calls only the one at fault is told so; the others go elsewhere.
                 if worker.slots == 1 or not isinstance(blame, WorkerTimeoutError):
                     raise type(blame)(str(blame)) from None
-            finally:
-                del worker.calls[number]
-                await self._tell()
 
     async def _ask(self, worker: _Worker, number: int, request: Any) -> Any:
         began, clock = worker.calls[number], asyncio.get_running_loop().time
@@ -133,9 +139,15 @@ class WorkerPool:
         except TimeoutError:
             await self._stop(worker, number)
             raise WorkerTimeoutError(f"no result in {timeout_s:g} s") from None
-        except asyncio.CancelledError:
-            self._in_background(self._stop(worker, number))
+        except ProcessEndedError:
+            self._end(worker, WorkerCrashError(worker.process.how_it_ended), "crash")
             raise
+        finally:
+            del worker.calls[number]
+            if worker.straggles and not worker.calls:
+                # Its priority cannot be given back to it.
+                self._retire(worker)
+            await self._tell()
         self._took.append(clock() - began)
         if not ok:
             raise WorkerError(answer)
@@ -178,13 +190,14 @@ class WorkerPool:
         healthy = [worker for worker in self._workers if worker.verdict is None]
         if len(healthy) + self._starting < self._settings.replicas + spares:
             self._starting += 1
-            self._in_background(self._try_to_add())
+            self._own.add(self._keep(self._try_to_add()))
 
     async def _try_to_add(self) -> None:
         try:
             await self._add()
         except (ConfigError, WorkerCrashError, OSError) as error:
             self._failed_starts.append(str(error))
+        self._own -= {task for task in self._own if task.done()}
         await self._tell()
 
     async def _add(self) -> None:
@@ -207,8 +220,13 @@ class WorkerPool:
         if worker.verdict is None:
             worker.verdict = verdict
             self.killed[cause] += 1
+            self._retire(worker)
+
+    def _retire(self, worker: _Worker) -> None:
+        """A worker that is not to be used any more."""
+        if worker in self._workers:
             self._workers.remove(worker)
-            self._in_background(worker.process.end())
+            self._keep(worker.process.end())
 
     async def _look_after(self) -> None:
         """Keep an eye on memory and on stragglers, without end."""
@@ -227,24 +245,32 @@ class WorkerPool:
     async def _check_memory(self) -> None:
         most = self._settings.memory_bytes
         for worker in list(self._workers):
-            found = await asyncio.to_thread(worker.process.memory_bytes)
+            found = await asyncio.to_thread(self._table.memory_of_tree, worker.process.pid)
             if found > most:
                 text = f"its process took {found >> 20} MB, of {most >> 20} it may"
                 self._end(worker, WorkerMemoryError(text), "memory")
 
-    def _in_background(self, work: Any) -> None:
+    def _keep(self, work: Coroutine[Any, Any, T]) -> "asyncio.Task[T]":
+        """Have work done whether or not somebody waits for it."""
         task = asyncio.create_task(work)
         self._background.add(task)
-        task.add_done_callback(self._background.discard)
+        task.add_done_callback(self._settled)
+        return task
+
+    def _settled(self, task: "asyncio.Task[Any]") -> None:
+        self._background.discard(task)
+        if not task.cancelled():
+            # Looked at: if nobody waited for it, its error is nobody's.
+            task.exception()
 
     async def close(self) -> None:
         """End all workers; calls under way come to nothing."""
         self._closed = True
+        for task in self._own:
+            task.cancel()
         workers, self._workers = self._workers, []
         for worker in workers:
             worker.verdict = WorkerCrashError(f"the workers of {self._name} are closed")
-        tasks = list(self._background)
         await asyncio.gather(*(worker.process.end() for worker in workers))
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        while self._background:
+            await asyncio.wait(set(self._background))

@@ -10,8 +10,6 @@ import subprocess
 import sys
 from typing import Any
 
-import psutil
-
 from streamrl.errors import ConfigError
 from streamrl.workers.frames import HEADER_BYTES, length, pack
 from streamrl.workers.worker import ANSWER, ASK, CANCEL, READY, REFUSED
@@ -19,6 +17,8 @@ from streamrl.workers.worker import ANSWER, ASK, CANCEL, READY, REFUSED
 END_S = 10.0
 """A keeper has this long to end everything, s; then it is killed too."""
 LOWEST_PRIORITY = 19
+MOST_BYTES = 1 << 28
+"""Most bytes of one answer."""
 
 
 class ProcessEndedError(Exception):
@@ -33,7 +33,8 @@ class Process:
         self._reader, self._writer = streams
         self._answers: dict[int, asyncio.Future[tuple[bool, Any]]] = {}
         self._reading: asyncio.Task[None] | None = None
-        self._pid = 0
+        self._worker_pid = 0
+        self._said_last = ""
         self.is_async = False
 
     @classmethod
@@ -69,7 +70,7 @@ class Process:
         if kind == REFUSED:
             raise ConfigError(first)
         assert kind == READY
-        self._pid = first
+        self._worker_pid = first
 
     async def ask(self, number: int, request: Any) -> tuple[bool, Any]:
         """Whether the handler answered, and its answer or what it raised.
@@ -108,7 +109,9 @@ class Process:
                 waiting = self._answers.get(number)
                 if waiting is not None and not waiting.done():
                     waiting.set_result((kind == ANSWER, answer))
-        except ProcessEndedError:
+        except ProcessEndedError as error:
+            self._said_last = str(error)
+            self._writer.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._keeper.wait, END_S)
             for waiting in self._answers.values():
@@ -118,33 +121,38 @@ class Process:
     async def _receive(self) -> Any:
         try:
             size = length(await self._reader.readexactly(HEADER_BYTES))
+            if size > MOST_BYTES:
+                raise ProcessEndedError(f"its answer has {size} bytes, of {MOST_BYTES} it may")
             return pickle.loads(await self._reader.readexactly(size))
         except (asyncio.IncompleteReadError, ConnectionError):
             raise ProcessEndedError(self.how_it_ended) from None
+        except ProcessEndedError:
+            raise
+        # There is nothing that a garbled message cannot make of pickle.
+        except Exception as error:  # noqa: BLE001
+            raise ProcessEndedError(f"its answer cannot be read: {error}") from None
 
     @property
     def how_it_ended(self) -> str:
-        """Its exit code, or the signal that ended it."""
+        """Its exit code, or the signal that ended it, or what was wrong with what it said last."""
         code = self._keeper.poll()
+        if self._said_last.startswith("its answer"):
+            return self._said_last
         if code is None:
             return "its process ended"
         if code - 128 in signal.valid_signals():
             return f"its process was ended by {signal.Signals(code - 128).name}"
         return f"its process ended with exit code {code}"
 
-    def memory_bytes(self) -> int:
-        """Resident memory of the worker and all it started; 0 where it is gone."""
-        total = 0
-        with contextlib.suppress(psutil.NoSuchProcess):
-            for process in psutil.Process(self._keeper.pid).children(recursive=True):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    total += process.memory_info().rss
-        return total
+    @property
+    def pid(self) -> int:
+        """The keeper's process: above all that the worker starts."""
+        return self._keeper.pid
 
     def step_back(self) -> None:
         """Let all others go first from now on."""
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.setpriority(os.PRIO_PGRP, self._pid, LOWEST_PRIORITY)
+            os.setpriority(os.PRIO_PGRP, self._worker_pid, LOWEST_PRIORITY)
 
     async def end(self) -> None:
         """Kill it with everything it started, and wait until all of it is gone."""

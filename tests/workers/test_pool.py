@@ -158,3 +158,40 @@ async def test_calls_of_a_closed_pool_come_to_nothing(pool):
     await workers.close()
     with pytest.raises(WorkerError, match="the workers of troubled are closed"):
         await workers.call(("square", 2))
+
+
+@pytest.mark.slow
+async def test_stragglers_that_end_after_all_leave_no_gap(pool):
+    one = pool()
+    await one.start()
+    slow = [one.call(("dawdle", i)) for i in range(16)]
+    async with asyncio.timeout(40):
+        assert await asyncio.gather(*slow) == list(range(16))
+        quick = [one.call(("square", i)) for i in range(50)]
+        assert await asyncio.gather(*quick) == [i * i for i in range(50)]
+    assert not one.killed
+
+
+async def test_a_call_that_nobody_waits_for_any_more_costs_no_worker(pool):
+    one = pool()
+    await one.start()
+    pid = await one.call(("pid", None))
+    left = asyncio.create_task(one.call(("work", 1)))
+    await asyncio.sleep(0.01)
+    left.cancel()
+    await asyncio.gather(left, return_exceptions=True)
+    assert pid in {await one.call(("pid", None)) for _ in range(20)}
+    assert not one.killed
+
+
+@pytest.mark.parametrize(
+    "note", [b"\0" * 8 + b"x" * 99, b"\xff" * 99, b"\0" * 7 + b"\x05hello" * 9]
+)
+async def test_what_is_no_answer_is_a_crash_at_once(pool, note):
+    one = pool()
+    await one.start()
+    async with asyncio.timeout(10):
+        with pytest.raises(WorkerCrashError, match="its answer"):
+            await one.call(("garble", note))
+        assert await one.call(("square", 3)) == 9
+    assert one.killed == {"crash": 1}

@@ -25,6 +25,11 @@ def square(number: int) -> int:
     return number * number
 
 
+def pid(_: Any) -> int:
+    """Which process it is."""
+    return os.getpid()
+
+
 def slow(number: int) -> int:
     """Slow at random."""
     time.sleep(random.uniform(0.0, 0.4))
@@ -41,6 +46,22 @@ def hang(_: Any) -> None:
     """Busy without end."""
     while True:
         pass
+
+
+def dawdle(number: int) -> int:
+    """Far slower than others, but it ends."""
+    time.sleep(2.0)
+    return number
+
+
+def garble(note: bytes) -> None:
+    """Write into whatever is open, among it the way to the pool, and hang."""
+    for number in range(3, 64):
+        try:
+            os.write(number, note)
+        except OSError:
+            continue
+    hang(None)
 
 
 def crash(_: Any) -> None:
@@ -75,5 +96,6 @@ def breed(note: str) -> None:
 
 
 DEEDS: dict[str, Callable[[Any], Any]] = {
-    deed.__name__: deed for deed in (square, slow, work, hang, crash, leak, breed)
+    deed.__name__: deed
+    for deed in (square, pid, slow, work, dawdle, garble, hang, crash, leak, breed)
 }

@@ -26,8 +26,8 @@ from streamrl.rewards.sandbox.isolation import (
     boot_command,
     jail_command,
 )
-from streamrl.rewards.sandbox.processes import ProcessTable
 from streamrl.rewards.sandbox.program import MIB, Limits
+from streamrl.workers.processes import ProcessTable
 
 #: Deadlines, s: until a started jail says that it waits; what the driver may take beyond the
 #: time of a test; until the processes of a killed jail are gone.
