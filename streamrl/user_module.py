@@ -51,4 +51,8 @@ def failure_place(path: str, error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename == path:
         lines.append(error.lineno)
     place = f"{path}:{lines[-1]}" if lines else path
-    return f"{place}: {type(error).__name__}: {' '.join(str(error).split())}"
+    try:
+        words = " ".join(str(error).split())
+    except Exception:  # noqa: BLE001 - it is the user's own, and may be broken too
+        words = "what it says cannot be read"
+    return f"{place}: {type(error).__name__}: {words}"

@@ -74,7 +74,8 @@ def _calls(user: UserFunction, request: Request) -> list[Arguments]:
 def _call(user: UserFunction, arguments: Arguments) -> Any:
     try:
         return user.function(**arguments)
-    except (Exception, SystemExit) as error:
+    # Whatever a user's function does wrong, exit() included.
+    except BaseException as error:
         raise user.error(error) from error
 
 
@@ -82,7 +83,9 @@ async def _await(user: UserFunction, arguments: Arguments) -> Any:
     result: Awaitable[Any] = _call(user, arguments)
     try:
         return await result
-    except (Exception, SystemExit) as error:
+    except asyncio.CancelledError:
+        raise
+    except BaseException as error:
         raise user.error(error) from error
 
 
@@ -95,6 +98,9 @@ def _read(user: UserFunction, results: Sequence[Any], request: Request) -> list[
         return [_judgement(user, result, i) for i, result in enumerate(results)]
     except RewardError as error:
         return str(error)
+    # What is returned may be anything, and do anything when it is looked at.
+    except BaseException as error:  # noqa: BLE001
+        return str(user.error(error))
 
 
 def _per_completion(user: UserFunction, results: Any, size: int) -> Sequence[Any]:
@@ -125,7 +131,8 @@ def _judgement(user: UserFunction, result: Any, place: int) -> Judgement:
     return Judgement(
         score,
         Verdict.PASS if passes else Verdict.WRONG,
-        answer=None if answer is None else str(answer),
+        # Of a class of the user's own only the characters are sent.
+        answer=None if answer is None else "".join([str(answer), ""]),
     )
 
 

@@ -1,5 +1,6 @@
 """What passes between a pool and its workers: pickled messages, each behind its length."""
 
+import io
 import pickle
 import struct
 from collections.abc import Callable
@@ -19,6 +20,24 @@ def length(header: bytes) -> int:
     """Bytes that follow a header."""
     (size,) = _LENGTH.unpack(header)
     return int(size)
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Makes objects of streamrl's classes and of plain data only.
+
+    A worker runs what others wrote: what it sends must not run anything where it arrives.
+    """
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name) if module.startswith("streamrl.") else None
+        if not isinstance(found, type):
+            raise pickle.UnpicklingError(f"{module}.{name} is no plain data")
+        return found
+
+
+def read_answer(body: bytes) -> Any:
+    """What a worker sent. Raises whatever pickle does for what is no answer."""
+    return _PlainUnpickler(io.BytesIO(body)).load()
 
 
 def receive(read: Callable[[int], bytes]) -> Any:

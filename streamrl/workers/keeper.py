@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 END_S = 5.0
 """Longest that the keeper goes on killing what forks faster than it is killed, s."""
 
@@ -26,9 +26,14 @@ def main() -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+    keeper = os.getpid()
     worker = os.fork()
     if worker == 0:
         os.setsid()
+        # A keeper that something kills must not leave the worker to nobody.
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != keeper:
+            os._exit(1)
         from streamrl.workers.worker import work
 
         work(channel, target)

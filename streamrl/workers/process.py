@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -11,7 +10,7 @@ import sys
 from typing import Any
 
 from streamrl.errors import ConfigError
-from streamrl.workers.frames import HEADER_BYTES, length, pack
+from streamrl.workers.frames import HEADER_BYTES, length, pack, read_answer
 from streamrl.workers.worker import ANSWER, ASK, CANCEL, READY, REFUSED
 
 END_S = 10.0
@@ -123,7 +122,7 @@ class Process:
             size = length(await self._reader.readexactly(HEADER_BYTES))
             if size > MOST_BYTES:
                 raise ProcessEndedError(f"its answer has {size} bytes, of {MOST_BYTES} it may")
-            return pickle.loads(await self._reader.readexactly(size))
+            return read_answer(await self._reader.readexactly(size))
         except (asyncio.IncompleteReadError, ConnectionError):
             raise ProcessEndedError(self.how_it_ended) from None
         except ProcessEndedError:
@@ -160,8 +159,13 @@ class Process:
         try:
             await asyncio.to_thread(self._keeper.wait, END_S)
         except subprocess.TimeoutExpired:
+            # Stopped, it may be. The worker dies with its keeper.
             self._keeper.kill()
             await asyncio.to_thread(self._keeper.wait)
+        # Of a keeper that was killed before its time the worker's own session is left.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            if self._worker_pid:
+                os.killpg(self._worker_pid, signal.SIGKILL)
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)

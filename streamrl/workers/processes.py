@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 #: make: on a machine with very many processes a look at all of them must not be most of the work.
 _FRESH_S = 0.04
 _SHARE = 4
+_COUNTED = (b"RssAnon:", b"RssShmem:", b"VmPTE:")
 
 
 class ProcessTable:
@@ -53,11 +54,25 @@ def _parent(pid: str) -> int:
 
 
 def _memory(pid: int) -> int:
-    """Bytes of its own and of shared memory; files that it has mapped are not counted."""
+    """Bytes of its own, of shared memory and of page tables; files it has mapped do not count."""
+    found = _sizes(f"/proc/{pid}/status")
+    if found:
+        return sum(found)
+    # Its first thread has ended, and tells nothing; all threads share one memory.
     try:
-        with open(f"/proc/{pid}/status", "rb") as file:
-            lines = file.read().splitlines()
+        threads = os.listdir(f"/proc/{pid}/task")
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    sizes = [line.split()[1] for line in lines if line.startswith((b"RssAnon:", b"RssShmem:"))]
-    return sum(map(int, sizes)) * 1024
+    told = (_sizes(f"/proc/{pid}/task/{thread}/status") for thread in threads)
+    return sum(next(filter(None, told), []))
+
+
+def _sizes(path: str) -> list[int]:
+    """The sizes in a status file, bytes; none of what has gone or holds no memory."""
+    try:
+        with open(path, "rb") as file:
+            # Not splitlines: a process may put any other end of a line into its name.
+            lines = file.read().split(b"\n")
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+    return [int(line.split()[1]) * 1024 for line in lines if line.startswith(_COUNTED)]

@@ -419,6 +419,11 @@ async def test_a_none_of_a_group_function_is_an_error_not_a_zero(reward_from):
         ("assert False", "AssertionError: "),
         ("raise SystemExit(3)", "SystemExit: 3"),
         ("import json; json.loads('{')", "JSONDecodeError: Expecting"),
+        ("raise GeneratorExit", "GeneratorExit: "),
+        (
+            "raise type('Mute', (Exception,), {'__str__': lambda e: 1 / 0})",
+            "Mute: what it says cannot be read",
+        ),
     ],
 )
 async def test_what_a_function_raises_is_reported_with_its_line(
@@ -439,6 +444,16 @@ async def test_running_out_of_an_iterator_is_reported_too(reward_from):
         reward = reward_from(f"{kind} f(prompt, completion): return next(iter([]))")
         with pytest.raises(RewardError, match=words):
             await scores(reward)
+
+
+async def test_a_result_that_breaks_when_it_is_looked_at_is_reported_too(reward_from):
+    reward = reward_from("""
+        class Odd(float):
+            def __float__(self): raise ValueError("no number")
+        def f(prompt, completion): return Odd(1)
+    """)
+    with pytest.raises(RewardError, match=r"f at .*reward.py:3: ValueError: no number"):
+        await scores(reward)
 
 
 async def test_a_column_the_row_lacks_is_named_before_and_during_the_run(reward_from):

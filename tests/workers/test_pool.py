@@ -195,3 +195,24 @@ async def test_what_is_no_answer_is_a_crash_at_once(pool, note):
             await one.call(("garble", note))
         assert await one.call(("square", 3)) == 9
     assert one.killed == {"crash": 1}
+
+
+async def test_an_answer_runs_nothing_where_it_arrives(pool):
+    one = pool()
+    await one.start()
+    with pytest.raises(WorkerCrashError, match=r"its answer cannot be read: .* is no plain data"):
+        await one.call(("sly", None))
+    assert await one.call(("square", 3)) == 9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_worker_does_not_outlive_who_looks_after_it(pool, monkeypatch, number):
+    monkeypatch.setattr("streamrl.workers.process.END_S", 0.5)
+    one = pool(timeout_s=1.0)
+    await one.start()
+    pid = await one.call(("pid", None))
+    with pytest.raises((WorkerCrashError, WorkerTimeoutError)):
+        await one.call(("orphan", number))
+    assert await one.call(("square", 3)) == 9
+    await gone([pid])

@@ -64,6 +64,24 @@ def garble(note: bytes) -> None:
     hang(None)
 
 
+def orphan(number: int) -> None:
+    """End, or stop, who looks after it, and go on."""
+    os.kill(os.getppid(), number)
+    time.sleep(600)
+
+
+class Sly(str):
+    """Text that runs code where it arrives."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os._exit, (9,)
+
+
+def sly(_: Any) -> str:
+    """Answer with that."""
+    return Sly("x")
+
+
 def crash(_: Any) -> None:
     """End the process."""
     os._exit(7)
@@ -97,5 +115,5 @@ def breed(note: str) -> None:
 
 DEEDS: dict[str, Callable[[Any], Any]] = {
     deed.__name__: deed
-    for deed in (square, pid, slow, work, dawdle, garble, hang, crash, leak, breed)
+    for deed in (square, pid, slow, work, dawdle, garble, orphan, sly, hang, crash, leak, breed)
 }

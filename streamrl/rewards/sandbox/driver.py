@@ -48,9 +48,10 @@ def main() -> None:
     program = receive()
     if make_ready(program):
         return
+    kept = keep()
     while True:
         job = {**program, **receive()}
-        clean(program)
+        clean(program, kept)
         if run(job):
             return
 
@@ -104,10 +105,21 @@ def make_ready(program: Job) -> bool:
     return False
 
 
-def clean(program: Job) -> None:
-    """Remove what an earlier test left, all but the compiled program, however deep it is."""
+def keep() -> list[tuple[str, int, bytes]]:
+    """What compiling made, as path, mode and content: a test may change it, for itself alone."""
+    kept = []
+    for folder, _, names in os.walk("program"):
+        for name in names:
+            path = f"{folder}/{name}"
+            with open(path, "rb") as file:
+                kept.append((path, os.fstat(file.fileno()).st_mode, file.read()))
+    return kept
+
+
+def clean(program: Job, kept: list[tuple[str, int, bytes]]) -> None:
+    """Remove what an earlier test left, however deep it is, and put there what was compiled."""
     os.chdir(program["directory"])
-    left = [name for name in os.listdir(".") if name != "program"]
+    left = os.listdir(".")
     while left:
         name = left.pop()
         if os.path.islink(name) or not os.path.isdir(name):
@@ -121,7 +133,13 @@ def clean(program: Job) -> None:
             os.rename(f"{name}/{inner}", moved)
             left.append(moved)
         os.rmdir(name)
+    os.mkdir("program")
     os.mkdir("work")
+    for path, mode, content in kept:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(content)
+        os.chmod(path, mode & 0o777)
 
 
 def run(job: Job) -> bool:

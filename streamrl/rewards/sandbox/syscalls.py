@@ -33,6 +33,11 @@ _HIDDEN_MEMORY = (
     " add_key request_key keyctl vmsplice io_setup io_submit remap_file_pages mbind set_mempolicy"
     " setxattr lsetxattr fsetxattr"
 )
+#: They put pages of files into pipes and sockets, where each counts as the bytes that were asked
+#: for. A program is told that there are none such and copies, as it would on an older kernel.
+_PAGES_OF_FILES = "splice tee sendfile"
+#: What other processes do on the machine; and what makes them wait.
+_NEIGHBOURS = "inotify_init inotify_init1 inotify_add_watch ioprio_set sync syncfs flock"
 #: All sockets but a pair of local ones, which pipes between processes and asyncio are made of.
 _SOCKETS = "socket bind connect listen accept accept4 setsockopt"
 
@@ -41,6 +46,7 @@ _SHARED_ANONYMOUS = 0x21  # MAP_SHARED and MAP_ANONYMOUS: stays when it is unmap
 _TIOCSTI = 0x5412  # puts words into the mouth of whoever sits at the terminal
 _TIOCLINUX = 0x541C
 _AF_UNIX = 1
+_F_SETLEASE, _F_NOTIFY = 1024, 1026
 #: Calls that the filter's library may not know yet have the same number on all machines. A program
 #: is told that there are none such, as on an older kernel, and does without.
 _NEW_CALLS = range(450, 600)
@@ -53,10 +59,15 @@ def build_filter() -> bytes:
     denied = seccomp.ERRNO(errno.EPERM)
     missing = seccomp.ERRNO(errno.ENOSYS)
     rules = seccomp.SyscallFilter(seccomp.ALLOW)
-    calls = (_OTHER_PROCESSES, _NAMESPACES, _KERNEL, _HIDDEN_MEMORY, _SOCKETS)
+    calls = (_OTHER_PROCESSES, _NAMESPACES, _KERNEL, _HIDDEN_MEMORY, _NEIGHBOURS, _SOCKETS)
     for name in " ".join(calls).split():
         if seccomp.resolve_syscall(seccomp.Arch.NATIVE, name) >= 0:  # else not on this machine
             rules.add_rule(denied, name)
+    for name in _PAGES_OF_FILES.split():
+        rules.add_rule(missing, name)
+    for command in (_F_SETLEASE, _F_NOTIFY):
+        low_word = seccomp.Arg(1, seccomp.MASKED_EQ, 0xFFFFFFFF, command)
+        rules.add_rule(denied, "fcntl", low_word)
     for flag in _NEW_NAMESPACE_FLAGS:
         rules.add_rule(denied, "clone", seccomp.Arg(0, seccomp.MASKED_EQ, flag, flag))
     # Its flags lie in memory, where a filter cannot look; libraries fall back to clone.

@@ -47,6 +47,7 @@ NUMBERS = {
     "msgget": (68, 186), "semget": (64, 190), "mq_open": (240, 180), "vmsplice": (278, 75),
     "name_to_handle_at": (303, 264), "mseal": (462, 462), "statmount": (457, 457),
     "sched_setaffinity": (203, 122), "quotactl": (179, 60), "swapon": (167, 224),
+    "inotify_init1": (294, 26), "ioprio_set": (251, 30), "syncfs": (306, 267), "flock": (73, 32),
     "syslog": (103, 116), "sethostname": (170, 161), "memfd_secret": (447, 447),
 }
 def denied(name, *arguments):

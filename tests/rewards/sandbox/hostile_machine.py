@@ -23,6 +23,21 @@ while True:
 """,
     ),
     Attack(
+        "watching what others run, and making them wait",
+        PASS,
+        SYSCALLS
+        + """
+import fcntl
+denied("inotify_init1", 0)
+denied("ioprio_set", 1, 1, 0)
+denied("syncfs", 1)
+library = os.open("/usr/bin/env", os.O_RDONLY)
+denied("flock", library, 6)
+tried(fcntl.fcntl, library, 1024, 1)
+contained()
+""",
+    ),
+    Attack(
         "a fork bomb in bash",
         TIMEOUT + WRONG + ERROR,
         """

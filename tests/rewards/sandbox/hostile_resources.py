@@ -25,6 +25,63 @@ time.sleep(1000)
 """,
     ),
     Attack(
+        "memory in processes whose first thread has ended",
+        MEMORY + TIMEOUT,
+        """
+import ctypes, threading
+def hold():
+    time.sleep(0.1)
+    kept = bytearray(100 << 20)
+    time.sleep(1000)
+for _ in range(6):
+    if os.fork() == 0:
+        threading.Thread(target=hold).start()
+        ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)
+time.sleep(1000)
+""",
+    ),
+    Attack(
+        "memory in processes whose names are made of figures",
+        MEMORY + TIMEOUT,
+        """
+import ctypes
+for _ in range(12):
+    if os.fork() == 0:
+        ctypes.CDLL(None).prctl(15, b"\\rRssAnon: -9999", 0, 0, 0)
+        break
+kept = bytearray(100 << 20)
+time.sleep(1000)
+""",
+    ),
+    Attack(
+        "a name that is no figure",
+        PASS,
+        """
+import ctypes
+for name in (b"\\rRssAnon:", b"\\rRssAnon: x y", b"\\x0bVmPTE: x"):
+    ctypes.CDLL(None).prctl(15, name, 0, 0, 0)
+    time.sleep(0.2)
+contained()
+""",
+    ),
+    Attack(
+        "pages of files in pipes and sockets",
+        PASS,
+        """
+import socket
+with open("big", "wb") as file:
+    file.write(bytes(1 << 16))
+file, (r, w), pair = os.open("big", os.O_RDONLY), os.pipe(), socket.socketpair()
+tried(os.splice, file, w, 1)
+tried(os.sendfile, w, file, 0, 1)
+tried(os.sendfile, pair[0].fileno(), file, 0, 1)
+import shutil
+shutil.copyfile("big", "copy")
+assert os.path.getsize("copy") == 1 << 16
+contained()
+""",
+    ),
+    Attack(
         "memory shared by nobody",
         MEMORY + TIMEOUT,
         """

@@ -86,6 +86,9 @@ def folder() -> Iterator[Path]:
     shutil.copytree(rewards / "sandbox", made / "streamrl" / "rewards" / "sandbox")
     shutil.copy(rewards / "verdict.py", made / "streamrl" / "rewards")
     shutil.copy(rewards.parent / "errors.py", made / "streamrl")
+    (made / "streamrl" / "workers").mkdir()
+    (made / "streamrl" / "workers" / "__init__.py").touch()
+    shutil.copy(rewards.parent / "workers" / "processes.py", made / "streamrl" / "workers")
     found = find_spec("pyseccomp")
     assert found is not None
     assert found.origin is not None

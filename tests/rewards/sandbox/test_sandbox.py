@@ -143,6 +143,28 @@ if os.fork() == 0:
 
 
 @here
+@pytest.mark.parametrize(
+    ("language", "source"),
+    [
+        (
+            "python",
+            'import os\nprint(os.listdir("/tmp/program"))\nopen("/tmp/program/n", "w").close()',
+        ),
+        (
+            "bash",
+            'ls /tmp/program; echo "echo changed" > /tmp/program/solution.sh; touch /tmp/program/n',
+        ),
+    ],
+)
+async def test_a_program_that_changes_itself_changes_it_for_one_test_only(
+    sandbox: Sandbox, language: str, source: str
+) -> None:
+    wanted = {"python": "[]", "bash": "solution.sh"}[language]
+    outcome = await sandbox.run(Program(language, source, [StdinTest("", wanted)] * 3))
+    assert [result.verdict for result in outcome.results] == [Verdict.PASS] * 3, outcome
+
+
+@here
 async def test_after_a_jail_was_ended_the_other_tests_still_run(sandbox: Sandbox) -> None:
     source = """
 import os, time
