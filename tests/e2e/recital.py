@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.e2e.launched import Launched
+from tests.e2e.launched import MARK, Launched
 
 ROOT = Path(__file__).resolve().parents[2]
 CUSTOM = ["algorithm.path=examples/custom_algorithm/median.py", "algorithm.name=median_grpo"]
@@ -39,7 +39,7 @@ class Recital:
     def __init__(self, names: Sequence[str], folder: Path) -> None:
         self._folder = folder
         # Tests change both, for themselves, while the recipes are played.
-        self._environment, self._cwd = dict(os.environ), Path.cwd()
+        self._environment, self._cwd = {**os.environ, MARK: "recital"}, Path.cwd()
         self._runs: dict[str, Launched] = {}
         self._pool = ThreadPoolExecutor(1)
         self._codes = {name: self._pool.submit(self._play, name) for name in names}

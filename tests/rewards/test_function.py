@@ -19,6 +19,7 @@ from streamrl.messages import Prompt
 from streamrl.rewards import RewardConfig, ScorerConfig, Surroundings, build_rewards
 from streamrl.rewards.calls import Source, serve
 from streamrl.rewards.verdict import Judgement, Verdict
+from tests.descendants import descendants
 
 CHAT = ({"role": "user", "content": "2+3="},)
 
@@ -309,11 +310,11 @@ async def test_what_a_worker_prints_does_not_disturb_it(running):
 
 
 async def test_workers_that_are_closed_leave_no_process(running):
-    before = set(psutil.Process().children(recursive=True))
+    before = descendants()
     rewards = await running("def f(prompt, completion): return 1.0")
-    assert set(psutil.Process().children(recursive=True)) - before
+    assert descendants() - before
     await rewards.close()
-    assert not set(psutil.Process().children(recursive=True)) - before
+    assert not descendants() - before
 
 
 async def test_a_file_of_a_users_own_kind(tmp_path):

@@ -24,13 +24,10 @@ from streamrl.workers import (
     WorkerTimeoutError,
 )
 from streamrl.workers import pool as pool_module
+from tests.descendants import descendants
 
 TARGET = "tests.workers.trouble:serve"
 ROOT = Path(__file__).resolve().parents[2]
-
-
-def descendants():
-    return set(psutil.Process().children(recursive=True))
 
 
 @pytest.fixture

@@ -9,12 +9,12 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import pytest
 import pytest_asyncio
 
 from streamrl.rewards.sandbox import Limits, Program, Sandbox, StdinTest
 from streamrl.rewards.verdict import Verdict
+from tests.descendants import descendants
 from tests.rewards.sandbox.hostile import LEFT, SECRET, Attack
 from tests.rewards.sandbox.hostile_harness import FORGERIES, FUNCTIONS
 from tests.rewards.sandbox.hostile_machine import KERNEL, PROCESSES
@@ -34,6 +34,7 @@ LIMITS = Limits(
     processes=16,
     output_kib=256,
 )
+
 JAILS = 2
 NEIGHBOUR = Program("python", "print(sum(map(int, input().split())))", [StdinTest("1 2 3", "6")])
 #: Where a program of this machine could write, were it not in a jail.
@@ -77,7 +78,7 @@ async def host(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Host]:
         process.wait()
     await sandbox.close()
     del os.environ["STREAMRL_SECRET"]
-    assert psutil.Process().children(recursive=True) == []
+    assert not descendants()
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -101,7 +102,7 @@ async def only_idle_jails_are_left(*, but: int) -> None:
     """Each jail is two processes, bubblewrap and the driver; wait until there is nothing else."""
     deadline = time.monotonic() + 10
     while True:
-        found = [p for p in psutil.Process().children(recursive=True) if p.pid != but]
+        found = [process for process in descendants() if process.pid != but]
         if len(found) == 2 * JAILS:
             return
         assert time.monotonic() < deadline, found

@@ -33,6 +33,7 @@ from streamrl.rewards.sandbox.isolation import ENVIRONMENT, UNSAFE
 from streamrl.rewards.sandbox.jail import blueprint
 from streamrl.rewards.sandbox.selection import broken
 from streamrl.rewards.verdict import Verdict
+from tests.descendants import descendants
 
 ADD = "print(sum(map(int, input().split())))"
 #: Programs that add two numbers, and some that are none.
@@ -280,13 +281,13 @@ async def test_what_the_sandbox_was_not_started_for_is_refused(sandbox: Sandbox)
 
 
 async def test_a_closed_sandbox_leaves_no_process_and_says_that_it_is_closed() -> None:
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    before = descendants()
     sandbox = await Sandbox.start(QUICK, jails=2)
     sleeper = Program("python", "import time; time.sleep(60)", [StdinTest("", "")])
     running = [asyncio.create_task(sandbox.run(sleeper)) for _ in range(4)]
     await asyncio.sleep(0.2)
     await sandbox.close()
-    assert {p.pid for p in psutil.Process().children(recursive=True)} == before
+    assert not descendants() - before
     outcomes = await asyncio.gather(*running)
     assert {outcome.verdict for outcome in outcomes} == {Verdict.INFRA_ERROR}
     await sandbox.close()
