@@ -98,7 +98,8 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
 
     `uid` is unique in a run and says where the prompt comes from: epoch, row, attempt.
     `token_ids` is int32 [P], the rendered chat; the rest is carried from the data row, which stands
-    at `place`, a file and a number in it.
+    at `place`, a file and a number in it. A prompt that was text there, `is_chat` false, is one
+    message of the user.
     """
 
     uid: str
@@ -108,6 +109,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
     ground_truth: Any = None
     extra_info: Mapping[str, Any] = msgspec.field(default_factory=dict)
     place: str = ""
+    is_chat: bool = True
 
     def __post_init__(self) -> None:
         tokens = self.token_ids
@@ -120,8 +122,9 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
     def __reduce__(self) -> tuple[Any, ...]:
         # An array's own way to be pickled takes ten times as long as all the rest of a prompt.
         tokens = self.token_ids.tobytes()
-        rest = (self.messages, self.data_source, self.ground_truth, self.extra_info, self.place)
-        return _prompt, (self.uid, tokens, *rest)
+        rest = (self.messages, self.data_source, self.ground_truth, self.extra_info)
+        told = (self.place, self.is_chat)
+        return _prompt, (self.uid, tokens, *rest, *told)
 
 
 def describe_prompt(prompt: Prompt) -> str:

@@ -55,6 +55,7 @@ def _prompts(rows: Iterator[Row], wanted: set[int]) -> Mapping[int, Prompt]:
             ground_truth=row.ground_truth,
             extra_info=row.extra_info,
             place=row.place,
+            is_chat=row.is_chat,
         )
         for row in rows
         if row.index in wanted

@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 the run failed, 2 bad input, 130 interrupted.
 """
 
 import argparse
+import errno
 import importlib
 import os
 import sys
@@ -63,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = next((a for a in arguments if a in COMMANDS), None)
     try:
         parsed = _parse(build_parser(command), arguments)
-        return int(parsed.run(parsed))
+        code = int(parsed.run(parsed))
+        sys.stdout.flush()
+        return code
     except ConfigError as error:
         return _say(str(error), BAD_INPUT)
     except StreamError as error:
@@ -74,6 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Whoever read our output is gone; there is nobody to tell.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename:
+            raise
+        # What is left to be written goes nowhere either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _say("standard output: no space left", FAILED)
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:

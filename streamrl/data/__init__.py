@@ -5,12 +5,11 @@ from streamrl.data.examining import Fate, Limits, examine
 from streamrl.data.files import DataFile
 from streamrl.data.prompts import LoadedFile, LoadedPrompts, load_prompts
 from streamrl.data.rendering import load_tokenizer, load_vocab_size
-from streamrl.data.rows import TEXT_PROMPT, Row, load_rows
+from streamrl.data.rows import Row, load_rows
 from streamrl.data.stream import PromptStream
 from streamrl.data.texts import TextStream, load_texts
 
 __all__ = [
-    "TEXT_PROMPT",
     "DataConfig",
     "DataFile",
     "Fate",

@@ -98,6 +98,7 @@ def _prompt(row: Row, token_ids: Sequence[int], first: int) -> Prompt:
         ground_truth=row.ground_truth,
         extra_info=row.extra_info,
         place=row.place,
+        is_chat=row.is_chat,
     )
 
 

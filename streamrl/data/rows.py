@@ -16,9 +16,6 @@ from typing import Any
 from streamrl.data.formats import read_records
 from streamrl.errors import ConfigError
 
-#: Key under which extra_info keeps a prompt that was text, not chat messages.
-TEXT_PROMPT = "prompt_text"
-
 
 @dataclass(frozen=True)
 class Row:
@@ -30,6 +27,7 @@ class Row:
     data_source: str
     ground_truth: Any
     extra_info: Mapping[str, Any]
+    is_chat: bool
 
 
 def load_rows(
@@ -78,8 +76,6 @@ def _parse(record: Any, place: str, index: int, *, prompt_key: str, label_key: s
     data_source = _typed(fields.pop("data_source", ""), str, name="data_source", place=place)
     ground_truth = fields.get(label_key) if label_key else _take_ground_truth(fields, place)
     extra_info = _typed(fields.pop("extra_info", {}), dict, name="extra_info", place=place)
-    if isinstance(prompt, str):
-        fields[TEXT_PROMPT] = prompt
     return Row(
         place=place,
         index=index,
@@ -87,6 +83,7 @@ def _parse(record: Any, place: str, index: int, *, prompt_key: str, label_key: s
         data_source=data_source,
         ground_truth=ground_truth,
         extra_info=fields | extra_info,
+        is_chat=not isinstance(prompt, str),
     )
 
 

@@ -104,7 +104,7 @@ def _read(user: UserFunction, results: Sequence[Any], request: Request) -> list[
 
 
 def _per_completion(user: UserFunction, results: Any, size: int) -> Sequence[Any]:
-    if isinstance(results, np.ndarray):
+    if hasattr(results, "tolist"):  # an array, or a tensor
         results = results.tolist()
     if not isinstance(results, list | tuple) or len(results) != size:
         raise RewardError(
@@ -126,7 +126,12 @@ def _judgement(user: UserFunction, result: Any, place: int) -> Judgement:
             f"{user.name} in {user.path} returned {reprlib.repr(result)} for completion {place}, "
             "not a finite number"
         )
-    passes = bool(facts["acc"]) if "acc" in facts else score >= PASS_SCORE
+    passes = facts.get("acc", score >= PASS_SCORE)
+    if not isinstance(passes, Real | np.bool_):
+        raise RewardError(
+            f"{user.name} in {user.path} returned {reprlib.repr(result)} for completion {place}:"
+            " acc must be true or false"
+        )
     answer = facts.get("pred", facts.get("answer"))
     return Judgement(
         score,
@@ -138,6 +143,10 @@ def _judgement(user: UserFunction, result: Any, place: int) -> Judgement:
 
 def finite(value: Any) -> float | None:
     """A number, or a bool, that a float32 can hold; None for anything else."""
+    if hasattr(value, "item") and not isinstance(value, Real | np.bool_):
+        # A tensor of one number. One of more has no single item, and is none.
+        with contextlib.suppress(ValueError, RuntimeError):
+            value = value.item()
     if isinstance(value, Real | np.bool_):
         with contextlib.suppress(OverflowError):  # an int too large for a float
             if abs(float(value)) <= _LARGEST:

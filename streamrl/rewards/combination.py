@@ -1,5 +1,6 @@
 """How the components of a completion become its score: weights and gates, or a user's function."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -115,6 +116,8 @@ def load_combine(reference: str) -> tuple[str, str, Callable[..., Any], Sequence
     """
     path, name = split_reference(reference, setting="scorer.combine")
     file, function, parameters = find_function(path, name, section="scorer.combine")
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"scorer.combine={reference}: is async; it must be a plain function")
     refused = required_parameters(parameters) - set(OFFERED)
     if refused:
         raise ConfigError(

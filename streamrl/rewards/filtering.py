@@ -44,6 +44,11 @@ class FilterConfig:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise ConfigError(f"filter.kind={self.kind}: must be one of {', '.join(KINDS)}")
+        if self.kind == "none" and self.options:
+            raise ConfigError(
+                f"filter.{next(iter(self.options))}: means nothing to filter.kind=none;"
+                " mean_outside takes low and high, function takes path and function"
+            )
         read_settings(KINDS[self.kind].options, self.options, section="filter")
         if self.max_filter_rounds < 1:
             raise ConfigError(

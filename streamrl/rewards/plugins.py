@@ -1,11 +1,13 @@
 """Kinds of reward that streamrl does not have: registered by a user's file or another package."""
 
+import re
+import traceback
 from collections.abc import Callable
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from streamrl.errors import ConfigError
-from streamrl.user_module import import_file
+from streamrl.user_module import failure_place, import_file
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -22,6 +24,10 @@ def reward(name: str) -> Callable[[Function], Function]:
     """
 
     def register(function: Function) -> Function:
+        if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
+            raise ValueError(f"kind {name!r}: letters, digits and _ . - only")
+        if name in _registered:
+            raise ValueError(f"kind {name} is registered twice")
         _registered[name] = function
         return function
 
@@ -44,6 +50,20 @@ def registered_in(path: str, *, setting: str) -> dict[str, Callable[..., Any]]:
         _registered.update(before)
 
 
+def _loaded(point: EntryPoint) -> Callable[..., Any]:
+    try:
+        function = point.load()
+    # Whatever another's package does wrong while it is imported, exit() included.
+    except (Exception, SystemExit) as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"rewards.kind={point.name}: {point.value}: {failure_place(place.filename, error)}"
+        ) from error
+    if not callable(function):
+        raise ConfigError(f"rewards.kind={point.name}: {point.value} is no function")
+    return function
+
+
 def find_registered(kind: str, path: str) -> Callable[..., Any]:
     """The function of a kind. Raises ConfigError, with the names there are, if there is none."""
     if path:
@@ -54,10 +74,5 @@ def find_registered(kind: str, path: str) -> Callable[..., Any]:
         return found[kind]
     for point in entry_points(group=ENTRY_POINTS):
         if point.name == kind:
-            try:
-                function = point.load()
-            except (ImportError, AttributeError) as error:
-                raise ConfigError(f"rewards.kind={kind}: {point.value}: {error}") from error
-            assert callable(function)
-            return function
+            return _loaded(point)
     raise ConfigError(f"rewards.kind={kind}: no such kind")

@@ -218,8 +218,9 @@ async def attempt(once: Callable[[], Any], attempts: int) -> Any:
     for made in range(1, attempts + 1):
         try:
             return await once()
-        except InfraError:
+        except InfraError as error:
             if made == attempts:
-                raise
+                times = f", tried {made} times" if made > 1 else ""
+                raise type(error)(f"{error}{times}") from error
             # Apart from each other: what failed together may have failed of too much at once.
             await asyncio.sleep(BACKOFF_S * 2**made * random.uniform(0.5, 1.5))

@@ -37,7 +37,7 @@ COSTS = Judged("costs", "cost", COST_PREFIX, "costs")
 class GroupJudgement:
     """All that was said of the completions of one prompt.
 
-    components: by name, a judgement per completion. totals: float32 [G], what they are combined to.
+    components: by name, a judgement per completion. totals: float64 [G], what they are combined to.
     seconds: by name, how long the whole group took.
     """
 
@@ -139,7 +139,7 @@ class RewardSet:
             self._judged.prefix + name: np.array([one.score for one in found], np.float32)
             for name, found in judgement.components.items()
         }
-        return {**columns, self._judged.total: judgement.totals}
+        return {**columns, self._judged.total: judgement.totals.astype(np.float32)}
 
     async def judge(self, prompt: Prompt, completions: Sequence[str]) -> GroupJudgement:
         """All that the rewards say. Raises RewardError naming reward and uid."""
@@ -206,11 +206,11 @@ class RewardSet:
 
 
 def _check(numbers: Array, size: int, where: str) -> Array:
-    """The numbers as float32. Raises RewardError for a wrong count, or one that is not finite."""
+    """The numbers, which a float32 can hold. Raises RewardError for others, or a wrong count."""
     if len(numbers) != size:
         raise RewardError(f"{where}: {len(numbers)} numbers for {size} completions")
     bad = ~(np.abs(numbers) <= np.finfo(np.float32).max)
     if bad.any():
         place = int(np.argmax(bad))
         raise RewardError(f"{where}: completion {place} has {numbers[place]}, not a finite float32")
-    return numbers.astype(np.float32)
+    return numbers

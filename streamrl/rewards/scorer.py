@@ -95,7 +95,8 @@ class RewardScorer:
         found = await _judged(self._rewards, experience, [text])
         if isinstance(found, StreamError):
             return found
-        return {"baseline_scores": np.repeat(found.totals, len(columns["lengths"]))}
+        baseline = found.totals.astype(np.float32)
+        return {"baseline_scores": np.repeat(baseline, len(columns["lengths"]))}
 
     async def _score(self, experience: Experience) -> Result:
         assert experience.prompt is not None

@@ -7,7 +7,6 @@ from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
-from streamrl.data.rows import TEXT_PROMPT
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import Prompt
 from streamrl.rewards.plugins import find_registered
@@ -47,16 +46,16 @@ def _verl_arguments(prompt: Prompt, completions: Sequence[str]) -> Arguments:
 
 def _trl_arguments(prompt: Prompt, completions: Sequence[str]) -> Arguments:
     """Every column is a list with an entry per completion; chat rows get chat completions."""
-    text = prompt.extra_info.get(TEXT_PROMPT)
+    is_chat = prompt.is_chat
     columns = {
         **prompt.extra_info,
         "data_source": prompt.data_source,
         "ground_truth": prompt.ground_truth,
-        "prompts": list(prompt.messages) if text is None else text,
+        "prompts": list(prompt.messages) if is_chat else prompt.messages[0]["content"],
     }
     arguments: Arguments = {name: [value] * len(completions) for name, value in columns.items()}
     arguments["completions"] = [
-        [{"role": "assistant", "content": completion}] if text is None else completion
+        [{"role": "assistant", "content": completion}] if is_chat else completion
         for completion in completions
     ]
     return arguments

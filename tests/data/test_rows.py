@@ -5,7 +5,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from streamrl.data import TEXT_PROMPT, load_rows
+from streamrl.data import load_rows
 from streamrl.errors import ConfigError
 
 CHAT = [{"role": "user", "content": "What is 2 plus 3?"}]
@@ -66,14 +66,14 @@ def test_parquet_maps_become_dicts(tmp_path):
     prompts = pa.array(["a"])
     maps = pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int64()))
     pq.write_table(pa.table({"prompt": prompts, "extra_info": maps}), path)
-    assert rows_of(path)[0].extra_info == {TEXT_PROMPT: "a", "k": 1}
+    assert rows_of(path)[0].extra_info == {"k": 1}
 
 
 def test_text_is_one_user_message_and_is_remembered_as_text(write_rows):
     row = rows_of(write_rows({"prompt": "2+3=", "ground_truth": "5", "solution": "five"}))[0]
     assert row.messages == ({"role": "user", "content": "2+3="},)
     assert row.ground_truth == "5"
-    assert row.extra_info == {"solution": "five", TEXT_PROMPT: "2+3="}
+    assert row.extra_info == {"solution": "five"}
 
 
 def test_a_key_of_extra_info_wins_over_a_column_of_that_name(write_rows):

@@ -288,7 +288,8 @@ def test_a_missing_file_and_another_kind_of_file_are_refused(tmp_path):
         ({"kind": "function", "path": "a.py"}, "filter.function: missing"),
         (
             {"kind": "none", "path": "a.py"},
-            "filter.path='a.py': unknown; there is nothing to set",
+            "filter.path: means nothing to filter.kind=none;"
+            " mean_outside takes low and high, function takes path and function",
         ),
         (
             {"path": "a.py"},

@@ -5,8 +5,8 @@ import textwrap
 import numpy as np
 import psutil
 import pytest
+from msgspec.structs import replace
 
-from streamrl.data import TEXT_PROMPT
 from streamrl.errors import (
     ConfigError,
     RewardCrashError,
@@ -33,6 +33,10 @@ def prompt(**extra_info):
         ground_truth="5",
         extra_info=extra_info,
     )
+
+
+def text_prompt(**extra_info):
+    return replace(prompt(**extra_info), is_chat=False)
 
 
 class Called:
@@ -135,8 +139,7 @@ async def test_trls_signature_gets_the_group_at_once_with_columns_as_lists(rewar
             assert columns["ground_truth"] == ["5", "5"]
             return [float(c == s) for c, s in zip(completions, solution)]
     """)
-    assert await scores(reward, row=prompt(solution="6", prompt_text="2+3=")) == [0.0, 1.0]
-    assert TEXT_PROMPT == "prompt_text"
+    assert await scores(reward, row=text_prompt(solution="6")) == [0.0, 1.0]
 
 
 async def test_trls_signature_gets_chat_for_a_row_that_was_chat(reward_from):
@@ -161,7 +164,7 @@ async def test_async_functions_run_side_by_side(reward_from):
 
 async def test_an_async_group_function_and_an_object_with_call_are_functions_too(reward_from):
     group = reward_from("async def f(completions): return [1] * len(completions)")
-    assert await scores(group, row=prompt(prompt_text="")) == [1.0, 1.0]
+    assert await scores(group, row=text_prompt()) == [1.0, 1.0]
     thing = reward_from("""
         class Judge:
             async def __call__(self, prompt, completion): return 0.5
@@ -179,6 +182,22 @@ async def test_an_object_says_whether_it_passes_and_what_its_answer_is(reward_fr
         Judgement(-1.0, Verdict.PASS, "5"),
         Judgement(-1.0, Verdict.WRONG, "6"),
     ]
+
+
+async def test_what_passes_is_said_by_a_bool_not_by_a_word(reward_from):
+    reward = reward_from("def f(prompt, completion): return {'score': 1, 'acc': 'no'}")
+    with pytest.raises(RewardError, match=r"for completion 0: acc must be true or false"):
+        await judgements(reward)
+
+
+async def test_a_column_of_the_row_is_never_taken_for_the_prompt(reward_from):
+    reward = reward_from("""
+        def f(prompts, completions, prompt_text):
+            assert prompts[0] == [{"role": "user", "content": "2+3="}]
+            assert prompt_text[0] == "mine"
+            return [1.0] * len(completions)
+    """)
+    assert await scores(reward, row=prompt(prompt_text="mine")) == [1.0, 1.0]
 
 
 async def test_a_number_alone_passes_from_1(reward_from):
@@ -346,6 +365,7 @@ async def test_a_file_of_a_users_own_kind(tmp_path):
         ("__import__('numpy').int64(2)", 2.0),
         ("__import__('numpy').bool_(True)", 1.0),
         ("__import__('fractions').Fraction(1, 4)", 0.25),
+        ("__import__('torch').tensor(0.5)", 0.5),
         ("{'score': 1, 'note': 'x'}", 1.0),
     ],
 )
@@ -368,6 +388,7 @@ async def test_numbers_of_any_kind_are_scores(reward_from, body, number):
         "{}",
         "{'score': None}",
         "{'acc': 1.0}",
+        "__import__('torch').ones(2)",
         "print",
     ],
 )
@@ -400,8 +421,9 @@ async def test_a_group_function_must_return_a_number_per_completion(reward_from,
         await scores(reward)
 
 
-async def test_a_group_function_may_return_an_array(reward_from):
-    reward = reward_from("import numpy\ndef f(completions): return numpy.array([0.5, 1])")
+@pytest.mark.parametrize("made", ["numpy.array([0.5, 1])", "torch.tensor([0.5, 1])"])
+async def test_a_group_function_may_return_an_array(reward_from, made):
+    reward = reward_from(f"import numpy, torch\ndef f(completions): return {made}")
     assert await scores(reward) == [0.5, 1.0]
 
 
