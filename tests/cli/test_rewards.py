@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import subprocess
 import sys
 from dataclasses import dataclass
 
@@ -130,3 +131,17 @@ def test_a_kind_of_an_installed_package_is_listed_and_runs_by_its_name(capsys, p
     reward = "{kind: brevity, kwargs: {most: 7}, replicas: 1}"
     assert main(["score", str(rows), "--completions", str(outs), "--reward", reward]) == 0
     assert json.loads(capsys.readouterr().out)["components"] == {"brevity": 2.0}
+
+
+def test_a_full_disk_behind_the_output_is_one_line():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "streamrl.cli", "rewards"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 1
+    assert done.stderr == "streamrl: standard output: no space left\n"

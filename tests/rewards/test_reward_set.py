@@ -235,11 +235,14 @@ async def test_a_combining_function_that_fails_is_an_error_with_its_place(tmp_pa
 
 def test_a_combining_function_goes_with_no_weights_and_gets_what_it_can_ask_for(tmp_path):
     (tmp_path / "mix.py").write_text(
-        "def mix(rewards, model): return 1\ndef fine(rewards): return 1"
+        "def mix(rewards, model): return 1\n"
+        "def fine(rewards): return 1\n"
+        "async def late(rewards): return 1\n"
     )
     path = str(tmp_path / "mix.py")
     for combine, config, words in (
         (f"{path}:mix", RewardConfig("exact"), "scorer.combine=.*:mix: it asks for model; it is"),
+        (f"{path}:late", RewardConfig("exact"), "scorer.combine=.*:late: is async"),
         (f"{path}:no", RewardConfig("exact"), "scorer.combine.function=no: not in .*mix.py"),
         (path, RewardConfig("exact"), "scorer.combine=.*: must be written as file.py:function"),
         (f"{path}:fine", RewardConfig("exact", weight=2.0), "weight and gate of reward exact mean"),
