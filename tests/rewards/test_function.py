@@ -1,6 +1,5 @@
 import asyncio
 import inspect
-import sys
 import textwrap
 
 import numpy as np
@@ -546,42 +545,3 @@ async def test_two_files_of_one_name_do_not_mix(tmp_path):
         path.write_text(f"def f(prompt, completion): return {number}")
         rewards.append(Called(Source(str(path), "f")))
     assert [await scores(reward, ["x"]) for reward in rewards] == [[1.0], [2.0]]
-
-
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        (
-            "@reward('a')\ndef f(prompt, completion): return 1\n"
-            "@reward('a')\ndef g(prompt, completion): return 2",
-            r"kinds.py:4: ValueError: kind a is registered twice",
-        ),
-        ("@reward('a b')\ndef f(prompt, completion): return 1", "kind 'a b': letters, digits"),
-    ],
-)
-def test_a_kind_has_one_function_and_a_name_that_can_be_logged(tmp_path, source, words):
-    path = tmp_path / "kinds.py"
-    path.write_text(f"from streamrl.rewards import reward\n{source}\n")
-    with pytest.raises(ConfigError, match=words):
-        build_rewards([RewardConfig("a", options={"path": str(path)})])
-
-
-@pytest.mark.parametrize(
-    ("source", "words"),
-    [
-        ("raise ValueError('broken')", r"kinds_of_mine.py:1: ValueError: broken"),
-        ("judge = 3", "kinds_of_mine:judge is no function"),
-        ("", "AttributeError"),
-    ],
-)
-def test_an_installed_kind_that_cannot_be_loaded_is_one_line(tmp_path, monkeypatch, source, words):
-    facts = tmp_path / "mine-1.0.dist-info"
-    facts.mkdir()
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
-    (facts / "entry_points.txt").write_text("[streamrl.rewards]\nmine = kinds_of_mine:judge\n")
-    (tmp_path / "kinds_of_mine.py").write_text(source)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "kinds_of_mine", raising=False)
-    with pytest.raises(ConfigError, match=rf"rewards\[0\].kind=mine: .*{words}") as caught:
-        build_rewards([RewardConfig("mine")])
-    assert "\n" not in str(caught.value)
