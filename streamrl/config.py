@@ -22,6 +22,7 @@ from streamrl.buffer.config import QueueConfig
 from streamrl.checkpoint import CheckpointConfig
 from streamrl.control import PipelineConfig
 from streamrl.data import DataConfig
+from streamrl.data.files import KEYS as FILE_KEYS
 from streamrl.data.files import absolute
 from streamrl.dataflow import CRITIC, CRITICS, POLICY, Dataflow, dataflow_for
 from streamrl.engines.generator_config import GeneratorConfig
@@ -373,7 +374,9 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
     """Every setting that is not made of others, with its full key."""
     if isinstance(value, dict):
         for name, inner in value.items():
-            yield from _leaves(inner, f"{key}.{name}".removeprefix("."))
+            # The options of a reward or a filter are written beside its other keys.
+            place = key if name == "options" else f"{key}.{name}"
+            yield from _leaves(inner, place.removeprefix("."))
     elif isinstance(value, list):
         for i, inner in enumerate(value):
             yield from _leaves(inner, f"{key}[{i}]")
@@ -447,6 +450,9 @@ def _walk(loose: Any, kind: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
 def _check_key(key: str, value: Any, inside: Any, place: str) -> None:
     hints = get_type_hints(inside)
     parent, _, name = key.rpartition(".")
+    if inside is DataConfig and name in FILE_KEYS and name not in hints:
+        hint = f"it belongs to a file, as in data.train={{path: ..., {name}: ...}}"
+        raise ConfigError(f"{place}: unknown key {key}={value!r}; {hint}")
     if name not in hints:
         near = difflib.get_close_matches(key, list(_all_keys(RunConfig)), n=1, cutoff=0.0)
         local = difflib.get_close_matches(name, hints, n=1)

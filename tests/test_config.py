@@ -95,6 +95,11 @@ def test_paths_hold_wherever_an_actor_runs(recipe: Path) -> None:
         ("pipline.max_staleness=1", "unknown key pipline=.*pipeline"),
         ("trainer.lrr=1", "unknown key trainer.lrr=1; the nearest key is trainer.lr"),
         (
+            "data.filter=a.py:b",
+            "data.filter='a.py:b'; it belongs to a file, as in data.train={path",
+        ),
+        ("rewards=[{kind: exact, timeout_s: .inf}]", r"rewards\[0\].timeout_s=inf: must be a fin"),
+        (
             "rewards=[{kind: exact, wieght: 2}]",
             r"rewards\[0\].wieght=2: .*nearest key is weight",
         ),

@@ -21,7 +21,6 @@ class Evaluator:
 
     def __init__(self, config: RunConfig, generators: RoleActors, scorers: RoleActors) -> None:
         self._config = config.evaluation
-        self._attempts = config.queue.max_attempts
         # A generator that drains for the version first ends what it has begun.
         rounds = 2 if config.weights.on_update == "drain" else 1
         self._timeout_s = config.pipeline.stall_s + rounds * config.generator.request_timeout_s
@@ -49,7 +48,6 @@ class Evaluator:
             score=score,
             config=self._config,
             timeout_s=self._timeout_s,
-            attempts=self._attempts,
         )
 
     async def _ask(self, replicas: "InTurn", method: str, *arguments: Any) -> Any:

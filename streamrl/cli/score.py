@@ -6,8 +6,9 @@ import contextlib
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,14 @@ from streamrl.config import RunConfig, configure, load_config
 from streamrl.data import DataFile
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import parse_uid
-from streamrl.rewards import RewardConfig, RewardSet, Surroundings, Verdict, build_rewards
+from streamrl.rewards import (
+    COSTS,
+    RewardConfig,
+    RewardSet,
+    Surroundings,
+    Verdict,
+    build_rewards,
+)
 from streamrl.rewards.scorer import told
 from streamrl.user_module import split_reference
 
@@ -68,14 +76,16 @@ def run(arguments: argparse.Namespace) -> int:
     config = _config(arguments.config, arguments.reward, arguments.overrides)
     # What a user's file prints while it is imported is none of the lines.
     with contextlib.redirect_stdout(sys.stderr):
-        rewards = build_rewards(config.rewards, Surroundings(config.scorer, config.sandbox))
+        judges = _judges(config)
         groups = read_groups(_file(arguments, config), arguments.completions)
-        rewards.check([group.prompt for group in groups])
-    began, lines = time.monotonic(), asyncio.run(_score(rewards, groups, config))
+        for one in judges.sets:
+            one.check([group.prompt for group in groups])
+    began, lines = time.monotonic(), asyncio.run(_score(judges, groups, config))
     if not arguments.jsonl:
         sources = {i: group.prompt.data_source for group in groups for i in group.places}
         in_order = [sources[i] for i in range(len(lines))]
-        text = summary(lines, in_order, rewards.drain_counts(), time.monotonic() - began)
+        killed = sum((Counter(one.drain_counts()) for one in judges.sets), Counter[str]())
+        text = summary(lines, in_order, killed, time.monotonic() - began)
         print("\n".join(text), file=sys.stderr)
     return FAILED if any(line["score"] is None for line in lines) else 0
 
@@ -115,7 +125,26 @@ def _entry(reward: str) -> str:
     return json.dumps(entry, ensure_ascii=False)
 
 
-async def _score(rewards: RewardSet, groups: Sequence[Group], config: RunConfig) -> list[Line]:
+@dataclass(frozen=True)
+class Judges:
+    """What a run says of completions: its rewards, and its costs where it has some."""
+
+    rewards: RewardSet
+    costs: RewardSet | None
+
+    @property
+    def sets(self) -> list[RewardSet]:
+        """Those there are."""
+        return [self.rewards, *([self.costs] if self.costs else [])]
+
+
+def _judges(config: RunConfig) -> Judges:
+    around = Surroundings(config.scorer, config.sandbox)
+    costs = build_rewards(config.costs, around, judged=COSTS) if config.costs else None
+    return Judges(build_rewards(config.rewards, around), costs)
+
+
+async def _score(judges: Judges, groups: Sequence[Group], config: RunConfig) -> list[Line]:
     """Judge all groups; print each line once all before it are there."""
     done: dict[int, Line] = {}
     lines: list[Line] = []
@@ -127,15 +156,17 @@ async def _score(rewards: RewardSet, groups: Sequence[Group], config: RunConfig)
             print(json.dumps(lines[-1]), flush=True)
 
     async def judge(group: Group) -> tuple[Group, Sequence[Line]]:
-        return group, await judged(rewards, group, config.rewards)
+        return group, await judged(judges, group, config.rewards)
 
     try:
-        for note in await rewards.preflight():
-            print(f"streamrl: {note}", file=sys.stderr)
-        await rewards.start()
+        for one in judges.sets:
+            for note in await one.preflight():
+                print(f"streamrl: {note}", file=sys.stderr)
+            await one.start()
         await side_by_side(judge, groups, most=config.scorer.max_groups, tell=tell)
     finally:
-        await rewards.close()
+        for one in judges.sets:
+            await one.close()
     return lines
 
 
@@ -158,13 +189,12 @@ async def side_by_side(
             task.cancel()
 
 
-async def judged(
-    rewards: RewardSet, group: Group, configs: Sequence[RewardConfig]
-) -> Sequence[Line]:
+async def judged(judges: Judges, group: Group, configs: Sequence[RewardConfig]) -> Sequence[Line]:
     """A line for each completion of a group; `seconds` is of the group, waiting included."""
     index, began = parse_uid(group.prompt.uid)[1], time.perf_counter()
     try:
-        found = await rewards.judge(group.prompt, group.completions)
+        found = await judges.rewards.judge(group.prompt, group.completions)
+        costs = judges.costs and await judges.costs.judge(group.prompt, group.completions)
     except RewardError as error:
         line = {"index": index, "score": None, "components": {}, "verdict": INFRA, "verdicts": {}}
         line |= {"seconds": _since(began), "cause": error.cause, "error": str(error)}
@@ -176,6 +206,8 @@ async def judged(
         verdict = verdict_of(said["verdicts"], configs)
         line = {"index": index, "score": score, "components": said["components"]}
         line |= {"verdict": verdict, "verdicts": said["verdicts"], "seconds": seconds}
+        if costs:
+            line |= {"cost": costs.totals[i].item(), "costs": told(costs, i)["components"]}
         details = {name: parts[i].detail for name, parts in found.components.items()}
         detail = "; ".join(f"{name}: {text}" for name, text in details.items() if text)
         lines.append(line | ({"detail": detail} if detail else {}))

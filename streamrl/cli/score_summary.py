@@ -30,6 +30,10 @@ def summary(
             rows[f"reward/{name}"] = f"mean {mean}: " + _counted(
                 line["verdicts"][name] for line in scored
             )
+        if "cost" in scored[0]:
+            rows["cost"] = f"mean {_mean(line['cost'] for line in scored)}"
+            for name in scored[0]["costs"]:
+                rows[f"cost/{name}"] = f"mean {_mean(line['costs'][name] for line in scored)}"
     if len(set(sources)) > 1:
         rows |= _by_source(lines, sources)
     rows["seconds"] = _seconds(lines)

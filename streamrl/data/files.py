@@ -28,6 +28,8 @@ class DataFile:
         contents joined by newlines; or the path of a jinja file.
     filter: file.py:function, which is called with each prompt and says whether to keep it.
     name: what results of an evaluation on it are called; empty: as the file, without extension.
+
+    `key` is the setting that names the file, for errors: data.train[0].
     """
 
     path: str
@@ -38,9 +40,11 @@ class DataFile:
     template: str = MODEL
     filter: str = ""
     name: str = ""
+    key: str = "data"
 
 
-_KEYS = [field.name for field in dataclasses.fields(DataFile)]
+KEYS = tuple(one.name for one in dataclasses.fields(DataFile) if one.name != "key")
+"""What a user may say of a file."""
 
 
 def data_files(value: Any, *, key: str, prompt_key: str) -> tuple[DataFile, ...]:
@@ -97,8 +101,9 @@ def _absolute_template(value: str) -> str:
 def _absolute_filter(value: str) -> str:
     if not value:
         return ""
-    path, function = split_reference(value, setting="filter")
-    return f"{absolute(path)}:{function}"
+    path, colon, function = value.rpartition(":")
+    # Another is refused where the file's key is known.
+    return f"{absolute(path)}:{function}" if colon else value
 
 
 _ABSOLUTE: Mapping[str, Callable[[Any], Any]] = {
@@ -113,7 +118,7 @@ def _data_file(entry: Any, key: str, prompt_key: str) -> DataFile:
         entry = {"path": entry}
     if not isinstance(entry, dict):
         raise ConfigError(
-            f"{key}={entry!r}: must be a path, a mapping of {', '.join(_KEYS)}, or a list of those"
+            f"{key}={entry!r}: must be a path, a mapping of {', '.join(KEYS)}, or a list of those"
         )
     for name, value in entry.items():
         _check(f"{key}.{name}", str(name), value)
@@ -122,14 +127,14 @@ def _data_file(entry: Any, key: str, prompt_key: str) -> DataFile:
     file = DataFile(**{name: value for name, value in entry.items() if value is not None})
     stem = Path(file.path).stem + (f"_{file.split}" if file.split else "")
     return dataclasses.replace(
-        file, prompt_key=file.prompt_key or prompt_key, name=file.name or stem
+        file, prompt_key=file.prompt_key or prompt_key, name=file.name or stem, key=key
     )
 
 
 def _check(key: str, name: str, value: Any) -> None:
     """Raise ConfigError unless `value` may be what DataFile has under `name`."""
-    if name not in _KEYS:
-        near = difflib.get_close_matches(name, _KEYS, n=1, cutoff=0.0)[0]
+    if name not in KEYS:
+        near = difflib.get_close_matches(name, KEYS, n=1, cutoff=0.0)[0]
         raise ConfigError(f"{key}={value!r}: unknown; the nearest key is {near}")
     if value is None:
         return

@@ -77,25 +77,29 @@ class Template:
     name: str
 
 
-def load_template(setting: str, tokenizer: "PreTrainedTokenizerBase") -> Template:
-    """The template of a file: model, plain, or a path. Raises ConfigError if it cannot be read.
+def load_template(
+    name: str, tokenizer: "PreTrainedTokenizerBase", *, setting: str = "template"
+) -> Template:
+    """The template that `setting` names: model, plain, or a path.
+
+    Raises ConfigError if it cannot be read.
 
     model is the model's own chat template; for a tokenizer without one it is plain.
     """
-    if setting == PLAIN:
-        return Template(None, setting)
-    if setting == MODEL:
+    if name == PLAIN:
+        return Template(None, name)
+    if name == MODEL:
         has_own = tokenizer.chat_template is not None
         try:
             source = tokenizer.get_chat_template() if has_own else None
         except ValueError as error:  # of several templates none is the default
-            raise ConfigError(f"template={MODEL}: {_why(error)}") from error
+            raise ConfigError(f"{setting}={MODEL}: {_why(error)}") from error
         return Template(source, "the model's chat template")
     try:
-        return Template(Path(setting).read_text(), setting)
+        return Template(Path(name).read_text(), name)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"template={setting}: must be {MODEL}, {PLAIN} or a jinja file: {_why(error)}"
+            f"{setting}={name}: must be {MODEL}, {PLAIN} or a jinja file: {_why(error)}"
         ) from error
 
 

@@ -32,7 +32,6 @@ async def evaluate(
     score: Score,
     config: EvaluationConfig,
     timeout_s: float = 600.0,
-    attempts: int = 3,
 ) -> EvaluationResult:
     """Sample and score the first `config.limit` prompts of each file, by its name.
 
@@ -42,16 +41,16 @@ async def evaluate(
 
     `generate` is given one seed per completion wanted, a function of config.seed and the prompt's
     uid alone, so that the result does not depend on what runs beside what. A RewardError of
-    `score` leaves its prompt out after so many attempts; if that happens to all, it is raised.
-    Raises what else `generate` or `score` raises, and DeadlineError if an attempt takes longer
-    than `timeout_s`; nothing goes on in the background then.
+    `score` leaves its prompt out, and is raised if that happens to all: a reward has tried often
+    enough itself. Raises what else `generate` or `score` raises, and DeadlineError if a prompt
+    takes longer than `timeout_s`; nothing goes on in the background then.
     """
     chosen = [(name, one) for name, file in prompts.items() for one in file[: config.limit]]
     if not chosen:
         raise ValueError("evaluation: no prompts")
     slots = asyncio.Semaphore(config.concurrency)
 
-    async def attempt(prompt: Prompt) -> _Scored:
+    async def sampled(prompt: Prompt) -> _Scored:
         try:
             async with asyncio.timeout(timeout_s) as deadline:
                 seeds = rollout_seeds(config.seed, prompt.uid, config.samples)
@@ -67,12 +66,10 @@ async def evaluate(
 
     async def scores_of(prompt: Prompt) -> _Scored | RewardError:
         async with slots:
-            for _ in range(attempts):
-                try:
-                    return await attempt(prompt)
-                except RewardError as error:
-                    problem = error
-            return problem
+            try:
+                return await sampled(prompt)
+            except RewardError as error:
+                return error
 
     try:
         async with asyncio.TaskGroup() as group:

@@ -1,10 +1,8 @@
 """In a worker: a user's function is loaded, called, and what it returns is read as judgements."""
 
 import asyncio
-import contextlib
 import reprlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
@@ -12,36 +10,13 @@ import numpy as np
 
 from streamrl.errors import RewardError
 from streamrl.messages import Prompt
-from streamrl.rewards.user_function import (
-    Arguments,
-    UserFunction,
-    load_function,
-    load_registered,
-)
+from streamrl.rewards.numbers import finite
+from streamrl.rewards.user_function import Arguments, Source, UserFunction
 from streamrl.rewards.verdict import Judgement, Verdict
 
-_LARGEST = float(np.finfo(np.float32).max)
 Request = tuple[Prompt, Sequence[str]]
 PASS_SCORE = 1.0
 """A number alone passes from here on."""
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a function comes from: a file and its name there, or the kind it registers itself as.
-
-    kwargs: more arguments for every call, by name.
-    """
-
-    path: str
-    name: str
-    kwargs: tuple[tuple[str, Any], ...] = ()
-    is_registered: bool = False
-
-    def load(self) -> UserFunction:
-        """The function. Raises ConfigError if there is none that can be used."""
-        load = load_registered if self.is_registered else load_function
-        return load(self.path, self.name, dict(self.kwargs))
 
 
 def serve(source: Source) -> Callable[[Request], Any]:
@@ -62,7 +37,7 @@ def serve(source: Source) -> Callable[[Request], Any]:
                 task.cancel()
         return _read(user, results, request)
 
-    return judge_async if user.is_async else judge
+    return judge_async if user.code.is_async else judge
 
 
 def _calls(user: UserFunction, request: Request) -> list[Arguments]:
@@ -73,7 +48,7 @@ def _calls(user: UserFunction, request: Request) -> list[Arguments]:
 
 def _call(user: UserFunction, arguments: Arguments) -> Any:
     try:
-        return user.function(**arguments)
+        return user.code.function(**arguments)
     # Whatever a user's function does wrong, exit() included.
     except BaseException as error:
         raise user.error(error) from error
@@ -107,10 +82,7 @@ def _per_completion(user: UserFunction, results: Any, size: int) -> Sequence[Any
     if hasattr(results, "tolist"):  # an array, or a tensor
         results = results.tolist()
     if not isinstance(results, list | tuple) or len(results) != size:
-        raise RewardError(
-            f"{user.name} in {user.path} returned {reprlib.repr(results)}, "
-            f"not a list of {size} numbers"
-        )
+        raise RewardError(f"{user} returned {reprlib.repr(results)}, not a list of {size} numbers")
     return results
 
 
@@ -123,13 +95,12 @@ def _judgement(user: UserFunction, result: Any, place: int) -> Judgement:
     score = finite(facts.get("score"))
     if score is None:
         raise RewardError(
-            f"{user.name} in {user.path} returned {reprlib.repr(result)} for completion {place}, "
-            "not a finite number"
+            f"{user} returned {reprlib.repr(result)} for completion {place}, not a finite number"
         )
     passes = facts.get("acc", score >= PASS_SCORE)
     if not isinstance(passes, Real | np.bool_):
         raise RewardError(
-            f"{user.name} in {user.path} returned {reprlib.repr(result)} for completion {place}:"
+            f"{user} returned {reprlib.repr(result)} for completion {place}:"
             " acc must be true or false"
         )
     answer = facts.get("pred", facts.get("answer"))
@@ -139,16 +110,3 @@ def _judgement(user: UserFunction, result: Any, place: int) -> Judgement:
         # Of a class of the user's own only the characters are sent.
         answer=None if answer is None else "".join([str(answer), ""]),
     )
-
-
-def finite(value: Any) -> float | None:
-    """A number, or a bool, that a float32 can hold; None for anything else."""
-    if hasattr(value, "item") and not isinstance(value, Real | np.bool_):
-        # A tensor of one number. One of more has no single item, and is none.
-        with contextlib.suppress(ValueError, RuntimeError):
-            value = value.item()
-    if isinstance(value, Real | np.bool_):
-        with contextlib.suppress(OverflowError):  # an int too large for a float
-            if abs(float(value)) <= _LARGEST:
-                return float(value)
-    return None

@@ -1,6 +1,5 @@
 """How the components of a completion become its score: weights and gates, or a user's function."""
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -9,12 +8,11 @@ import numpy as np
 
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import Array, Prompt
-from streamrl.rewards.calls import finite
 from streamrl.rewards.config import ScorerConfig
+from streamrl.rewards.numbers import finite
 from streamrl.rewards.reward import Given, Reward, Surroundings, WorkerOptions, WorkerReward
-from streamrl.rewards.user_function import find_function, required_parameters, wanted
 from streamrl.rewards.verdict import Judgement, Verdict
-from streamrl.user_module import failure_place, split_reference
+from streamrl.user_module import FileFunction, find_reference
 
 #: What a user's function may ask for, by name.
 OFFERED = ("rewards", "prompt", "completion")
@@ -109,27 +107,18 @@ class CombineFunction:
         return np.array(totals, np.float64)
 
 
-def load_combine(reference: str) -> tuple[str, str, Callable[..., Any], Sequence[str]]:
-    """The file, name and function of `scorer.combine`, and what it asks for.
+def load_combine(reference: str) -> tuple[FileFunction, Sequence[str]]:
+    """The function of `scorer.combine`, and what it asks for.
 
     Raises ConfigError if it cannot be used.
     """
-    path, name = split_reference(reference, setting="scorer.combine")
-    file, function, parameters = find_function(path, name, section="scorer.combine")
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"scorer.combine={reference}: is async; it must be a plain function")
-    refused = required_parameters(parameters) - set(OFFERED)
-    if refused:
-        raise ConfigError(
-            f"scorer.combine={reference}: it asks for {', '.join(sorted(refused))}; it is given,"
-            f" by name, any of {', '.join(OFFERED)}"
-        )
-    return file, name, function, wanted(parameters, OFFERED)
+    code = find_reference(reference, setting="scorer.combine")
+    return code, code.asks(OFFERED)
 
 
 def serve(reference: str) -> Callable[[Any], list[float] | str]:
     """What the worker answers with: a number per completion, or why there is none."""
-    file, name, function, asked = load_combine(reference)
+    code, asked = load_combine(reference)
 
     def combine(request: tuple[Prompt, list[str], list[dict[str, float]]]) -> list[float] | str:
         prompt, completions, scores = request
@@ -137,12 +126,13 @@ def serve(reference: str) -> Callable[[Any], list[float] | str]:
         for place, (completion, rewards) in enumerate(zip(completions, scores, strict=True)):
             offered = {"rewards": rewards, "prompt": prompt, "completion": completion}
             try:
-                found = function(**{key: offered[key] for key in asked})
+                found = code.function(**{key: offered[key] for key in asked})
             except (Exception, SystemExit) as error:
-                raise RewardError(f"{name} at {failure_place(file, error)}") from error
+                raise RewardError(code.place_of(error)) from error
             number = finite(found)
             if number is None:
-                return f"{name} in {file} returned {found!r} for completion {place}, not a number"
+                where = f"{code.name} in {code.file}"
+                return f"{where} returned {found!r} for completion {place}, not a number"
             totals.append(number)
         return totals
 

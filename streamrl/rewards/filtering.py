@@ -4,13 +4,11 @@ A group whose rollouts all got the same reward has no advantage to learn from. D
 2025, arXiv 2503.14476, section 3.2) takes it out and samples another prompt in its place.
 """
 
-import inspect
 import math
 import reprlib
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from inspect import Parameter
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,9 +16,8 @@ from omegaconf import MISSING
 
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import COMPONENT_PREFIX, Columns, Prompt, describe_prompt
-from streamrl.rewards.user_function import find_function, required_parameters, wanted
 from streamrl.settings import read_settings
-from streamrl.user_module import failure_place
+from streamrl.user_module import find_function
 
 #: What a user's function may ask for, by name.
 OFFERED = ("prompt", "scores", "rewards")
@@ -147,13 +144,9 @@ class FunctionFilter:
     """
 
     def __init__(self, options: KeepOptions) -> None:
-        self._name = options.function
-        self._path, self._function, parameters = find_function(
-            options.path, options.function, section="filter"
-        )
-        self._asked = _asked(options, parameters)
-        if inspect.iscoroutinefunction(self._function):
-            raise ConfigError(f"filter.function={self._name}: in {options.path} it is async")
+        said = f"filter.function={options.function}"
+        self._code = find_function(options.path, options.function, setting="filter.path", said=said)
+        self._asked = self._code.asks(OFFERED)
 
     def reason(self, prompt: Prompt, columns: Columns) -> str | None:
         """That the function said so. Raises RewardError if it fails, or returns no bool."""
@@ -161,10 +154,14 @@ class FunctionFilter:
         if not isinstance(kept, bool | np.bool_):
             found = " ".join(reprlib.repr(kept).split())
             raise RewardError(
-                f"filter, {describe_prompt(prompt)}: {self._name} in {self._path} returned"
-                f" {found}, not True or False"
+                f"filter, {describe_prompt(prompt)}: {self._where} returned {found},"
+                " not True or False"
             )
-        return None if kept else f"{self._name} in {self._path} returned False"
+        return None if kept else f"{self._where} returned False"
+
+    @property
+    def _where(self) -> str:
+        return f"{self._code.name} in {self._code.file}"
 
     def _call(self, prompt: Prompt, columns: Columns) -> Any:
         rewards = {
@@ -174,26 +171,11 @@ class FunctionFilter:
         }
         offered = {"prompt": prompt, "scores": columns["scores"].tolist(), "rewards": rewards}
         try:
-            return self._function(**{name: offered[name] for name in self._asked})
+            return self._code.function(**{name: offered[name] for name in self._asked})
         # Whatever a user's function does wrong, exit() included.
         except (Exception, SystemExit) as error:
-            where = failure_place(self._path, error)
-            raise RewardError(
-                f"filter, {describe_prompt(prompt)}: {self._name} at {where}"
-            ) from error
-
-
-def _asked(options: KeepOptions, parameters: Mapping[str, Parameter]) -> tuple[str, ...]:
-    """Those of OFFERED that the function takes. Raises ConfigError if it must have another."""
-    unnamed = {name for name, p in parameters.items() if p.kind is Parameter.POSITIONAL_ONLY}
-    refused = unnamed | (required_parameters(parameters) - set(OFFERED))
-    if refused:
-        raise ConfigError(
-            f"filter.function={options.function}: in {options.path} it asks for "
-            f"{', '.join(name for name in parameters if name in refused)}; "
-            f"it is given, by name, any of {', '.join(OFFERED)}"
-        )
-    return wanted(parameters, OFFERED)
+            where = f"filter, {describe_prompt(prompt)}"
+            raise RewardError(f"{where}: {self._code.place_of(error)}") from error
 
 
 @dataclass(frozen=True)

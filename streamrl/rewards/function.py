@@ -5,8 +5,8 @@ from typing import Any
 
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt
-from streamrl.rewards.calls import Source
 from streamrl.rewards.reward import Given, WorkerOptions, WorkerReward
+from streamrl.rewards.user_function import Source
 
 
 @dataclass
@@ -43,7 +43,7 @@ class FunctionReward(WorkerReward):
 
 
 def function_reward(given: Given[FunctionOptions]) -> FunctionReward:
-    """Kind `function`. Raises ConfigError as `load_function` does."""
+    """Kind `function`. Raises ConfigError as `Source.load` does."""
     options = given.options
     if not options.path:
         raise ConfigError("rewards.path: missing; kind function needs it")

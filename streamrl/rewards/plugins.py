@@ -7,7 +7,7 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeVar
 
 from streamrl.errors import ConfigError
-from streamrl.user_module import failure_place, import_file
+from streamrl.user_module import failure_place, import_file, in_time
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -52,7 +52,8 @@ def registered_in(path: str, *, setting: str) -> dict[str, Callable[..., Any]]:
 
 def _loaded(point: EntryPoint) -> Callable[..., Any]:
     try:
-        function = point.load()
+        with in_time():
+            function = point.load()
     # Whatever another's package does wrong while it is imported, exit() included.
     except (Exception, SystemExit) as error:
         place = traceback.extract_tb(error.__traceback__)[-1]

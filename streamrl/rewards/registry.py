@@ -18,8 +18,8 @@ from streamrl.rewards.function import FunctionOptions, function_reward, register
 from streamrl.rewards.judge import JudgeOptions, judge_reward
 from streamrl.rewards.model import ModelOptions, model_reward
 from streamrl.rewards.numeric import numeric_reward
-from streamrl.rewards.pattern import RegexOptions, regex_reward
 from streamrl.rewards.plugins import installed
+from streamrl.rewards.regex import RegexOptions, regex_reward
 from streamrl.rewards.reward import Given, Reward, Surroundings
 from streamrl.rewards.reward_set import REWARDS, Judged, RewardSet
 from streamrl.rewards.rules import (

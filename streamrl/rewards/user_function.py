@@ -3,14 +3,13 @@
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from inspect import Parameter
 from pathlib import Path
 from typing import Any
 
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import Prompt
 from streamrl.rewards.plugins import find_registered
-from streamrl.user_module import failure_place, import_file
+from streamrl.user_module import FileFunction, file_function, find_function
 
 Arguments = dict[str, Any]
 
@@ -88,126 +87,76 @@ STYLES = (
 
 @dataclass(frozen=True)
 class UserFunction:
-    """A loaded function: what it is called with, and where it is from."""
+    """A loaded reward function, how it is called, and what every call is given besides."""
 
-    path: str
-    name: str
-    function: Callable[..., Any]
+    code: FileFunction
     style: Style
-    parameters: Mapping[str, Parameter]
     kwargs: Mapping[str, Any]
-
-    @property
-    def is_async(self) -> bool:
-        """Whether a call gives an awaitable."""
-        return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(
-            type(self.function).__call__
-        )
 
     def arguments(self, prompt: Prompt, completions: Sequence[str]) -> Arguments:
         """What to call it with, by name. Raises RewardError if it wants a column the row lacks."""
         offered = {**self.style.arguments(prompt, completions), **self.kwargs}
-        missing = required_parameters(self.parameters) - offered.keys()
+        missing = self.code.required - offered.keys()
         if missing:
             raise RewardError(
-                f"{self.name} in {self.path} needs {', '.join(sorted(missing))}; "
+                f"{self} needs {', '.join(sorted(missing))}; "
                 f"the row has {', '.join(sorted(offered))}"
             )
-        if any(p.kind is Parameter.VAR_KEYWORD for p in self.parameters.values()):
+        if self.code.takes_any:
             return offered
-        return {name: value for name, value in offered.items() if name in self.parameters}
+        return {name: value for name, value in offered.items() if name in self.code.parameters}
 
     def error(self, failure: BaseException) -> RewardError:
         """What the function raised, with the innermost line of the user's file."""
-        return RewardError(f"{self.name} at {failure_place(self.path, failure)}")
+        return RewardError(self.code.place_of(failure))
+
+    def __str__(self) -> str:
+        return f"{self.code.name} in {self.code.file}"
 
 
-def load_function(path: str, name: str, kwargs: Mapping[str, Any]) -> UserFunction:
-    """Reward function `name` of the Python file `path`, given `kwargs` with every call.
+@dataclass(frozen=True)
+class Source:
+    """Where a function comes from: a file and its name there, or the kind it registers itself as.
 
-    Raises ConfigError as `find_function` does, or if its parameters fit none of STYLES.
+    kwargs: more arguments for every call, by name.
     """
-    file, function, _ = find_function(path, name, section="rewards")
-    return _user_function(file, name, function, kwargs)
+
+    path: str
+    name: str
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    is_registered: bool = False
+
+    def load(self) -> UserFunction:
+        """The function.
+
+        Raises ConfigError if there is none, its file cannot be used, a keyword is none of its
+        parameters, or its parameters fit none of STYLES.
+        """
+        code, kwargs = self._find(), dict(self.kwargs)
+        for key in kwargs:
+            if key not in code.parameters and not code.takes_any:
+                raise ConfigError(
+                    f"rewards.kwargs.{key}: {code.name} in {code.file} has no such parameter"
+                )
+        return UserFunction(code, _style(code, kwargs), kwargs)
+
+    def _find(self) -> FileFunction:
+        if not self.is_registered:
+            said = f"rewards.function={self.name}"
+            return find_function(self.path, self.name, setting="rewards.path", said=said)
+        function = find_registered(self.name, self.path)
+        file = self.path and str(Path(self.path).resolve())
+        file = file or inspect.getsourcefile(inspect.unwrap(function)) or self.name
+        return file_function(file, self.name, function, said=f"rewards.kind={self.name}")
 
 
-def load_registered(path: str, kind: str, kwargs: Mapping[str, Any]) -> UserFunction:
-    """The reward function registered as `kind`: in the file `path`, or by an installed package.
-
-    Raises ConfigError as `find_registered` does, or if its parameters fit none of STYLES.
-    """
-    function = find_registered(kind, path)
-    file = str(Path(path).resolve()) if path else inspect.getsourcefile(inspect.unwrap(function))
-    return _user_function(file or kind, kind, function, kwargs)
-
-
-def _user_function(
-    file: str, name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]
-) -> UserFunction:
-    parameters = _parameters(function, f"rewards.function={name}: in {file}")
-    takes_any = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
-    for key in kwargs:
-        if key not in parameters and not takes_any:
-            raise ConfigError(f"rewards.kwargs.{key}: {name} in {file} has no such parameter")
-    style = _style(file, name, {k: p for k, p in parameters.items() if k not in kwargs})
-    return UserFunction(file, name, function, style, parameters, kwargs)
-
-
-def find_function(
-    path: str, name: str, *, section: str
-) -> tuple[str, Callable[..., Any], Mapping[str, Parameter]]:
-    """Function `name` of the Python file `path`: the resolved path, it, and its parameters.
-
-    Raises ConfigError, which names a setting of `section`, if the file is missing or cannot be
-    imported (with its line), or has no such function.
-    """
-    module = import_file(path, setting=f"{section}.path")
-    if name not in vars(module):
-        names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
-        raise ConfigError(
-            f"{section}.function={name}: not in {path}, which has {', '.join(names) or 'none'}"
-        )
-    function = vars(module)[name]
-    if not callable(function) or inspect.isclass(function):
-        raise ConfigError(f"{section}.function={name}: in {path} it is no function")
-    parameters = _parameters(function, f"{section}.function={name}: in {path}")
-    return str(Path(path).resolve()), function, parameters
-
-
-def _parameters(function: Callable[..., Any], place: str) -> Mapping[str, Parameter]:
-    try:
-        return inspect.signature(function).parameters
-    except ValueError as error:  # some functions written in C do not tell
-        raise ConfigError(f"{place}: {error}") from error
-
-
-def _style(path: str, name: str, parameters: Mapping[str, Parameter]) -> Style:
-    by_name = {key for key, p in parameters.items() if p.kind is not Parameter.POSITIONAL_ONLY}
+def _style(code: FileFunction, kwargs: Mapping[str, Any]) -> Style:
     for style in STYLES:
-        fits = style.offers is None or required_parameters(parameters) <= style.offers
-        if style.marks <= by_name and fits:
+        fits = style.offers is None or code.required - kwargs.keys() <= style.offers
+        if style.marks <= code.named - kwargs.keys() and fits:
             return style
     ways = "; ".join(style.signature for style in STYLES)
     raise ConfigError(
-        f"rewards.function={name}: its parameters in {path} ({', '.join(parameters)}) fit none of "
+        f"{code.said}: its parameters in {code.file} ({code.written}) fit none of "
         f"the ways to write a reward: {ways}"
     )
-
-
-def required_parameters(parameters: Mapping[str, Parameter]) -> set[str]:
-    """Names of the parameters that a call must give."""
-    return {
-        name
-        for name, parameter in parameters.items()
-        if parameter.default is Parameter.empty
-        and parameter.kind not in (Parameter.VAR_KEYWORD, Parameter.VAR_POSITIONAL)
-    }
-
-
-def wanted(parameters: Mapping[str, Parameter], offered: Sequence[str]) -> tuple[str, ...]:
-    """Those of `offered` that a function takes by name."""
-    if any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
-        return tuple(offered)
-    unnamed = (Parameter.VAR_POSITIONAL, Parameter.POSITIONAL_ONLY)
-    named = {name for name, p in parameters.items() if p.kind not in unnamed}
-    return tuple(name for name in offered if name in named)

@@ -159,6 +159,20 @@ def test_a_recipe_and_a_run_bring_their_rewards_and_settings(score, reward_file,
     assert [line["score"] for line in lines] == [4.0, 4.0, 0.0, 3.0]
 
 
+def test_a_recipe_with_costs_has_them_on_every_line_and_in_the_summary(score, tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        "model: {path: .}\ndata: {train: .}\nalgorithm: {name: safe_rlhf}\n"
+        "rewards: [{kind: exact}]\ncosts: [{kind: length, name: long, unit: characters, least: 2}]\n"
+    )
+    code, lines, said = score("--config", recipe)
+    assert code == 0
+    assert [line["score"] for line in lines] == [1.0, 1.0, 0.0, 0.0]
+    assert [line["cost"] for line in lines] == [line["costs"]["long"] for line in lines]
+    assert len({line["cost"] for line in lines}) == 2
+    assert re.search(r"cost +mean .*\ncost/long +mean ", said)
+
+
 def test_the_summary_counts_by_verdict_component_and_source(score):
     _, _, error = score("--reward", "exact", "--reward", "{kind: numeric, weight: 0.5}")
     rows = dict(line.split("  ", 1) for line in error.splitlines())

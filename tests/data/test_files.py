@@ -154,10 +154,14 @@ def test_a_filter_takes_rows_out_and_they_are_counted(tokenizer, write_rows, kee
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        ("fails", "{rows} line 1: filter: {keep}:9: KeyError: 'level'"),
+        ("fails", "{rows} line 1: filter: fails at {keep}:9: KeyError: 'level'"),
         ("says_yes", "{rows} line 1: filter: says_yes in {keep} returned 'yes', not True or False"),
         ("none", "{rows}: no prompt is left: 1 filtered, 0 too long"),
-        ("absent", "filter={keep}:absent: {keep} has no plain function absent"),
+        (
+            "absent",
+            "data.train.filter={keep}:absent: not in {keep}, which has short, none, fails,"
+            " says_yes",
+        ),
     ],
 )
 def test_a_filter_that_fails_is_an_error_with_the_users_own_line(
@@ -184,5 +188,7 @@ def test_the_template_is_the_models_or_none_or_one_from_a_file(tokenizer, write_
     jinja.write_text("{{ nothing.at.all }}")
     with pytest.raises(ConfigError, match=rf"line 1: {jinja} refuses the prompt: UndefinedError"):
         text(str(jinja))
-    with pytest.raises(ConfigError, match="template=chatml: must be model, plain or a jinja file"):
+    with pytest.raises(
+        ConfigError, match=r"data\.train\.template=chatml: must be model, plain or a jinja file"
+    ):
         text("chatml")

@@ -12,7 +12,7 @@ from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import Prompt
 from streamrl.rewards.exact import exact_reward
 from streamrl.rewards.numeric import numeric_reward, parse_number
-from streamrl.rewards.pattern import RegexOptions, regex_reward
+from streamrl.rewards.regex import RegexOptions, regex_reward
 from streamrl.rewards.text import PatternOptions
 from streamrl.rewards.verdict import Verdict
 

@@ -7,7 +7,7 @@ from streamrl.messages import Experience, Filtered, FinishReason, Lease, Prompt,
 from streamrl.messages import group_columns as columns_of
 from streamrl.rewards import COSTS, Component, Reward, RewardSet
 from streamrl.rewards.filtering import NoFilter
-from streamrl.rewards.pattern import RegexOptions, regex_reward
+from streamrl.rewards.regex import RegexOptions, regex_reward
 from streamrl.rewards.scorer import CostScorer, RewardScorer
 
 

@@ -1,0 +1,30 @@
+"""What tests of reward functions have in common: a row, and what is said of completions of it."""
+
+import numpy as np
+
+from streamrl.errors import RewardError
+from streamrl.messages import Prompt
+
+CHAT = ({"role": "user", "content": "2+3="},)
+
+
+def prompt(**extra_info):
+    return Prompt(
+        "0:4:0",
+        np.array([1], np.int32),
+        messages=CHAT,
+        data_source="sums",
+        ground_truth="5",
+        extra_info=extra_info,
+    )
+
+
+async def judgements(reward, completions=("5", "6"), row=None):
+    found = await reward.score(row or prompt(), list(completions))
+    if isinstance(found, str):
+        raise RewardError(found)
+    return found
+
+
+async def scores(reward, completions=("5", "6"), row=None):
+    return [one.score for one in await judgements(reward, completions, row)]

@@ -1,0 +1,157 @@
+"""Reward functions in their worker processes: what hangs, crashes, or takes all memory."""
+
+import asyncio
+import textwrap
+
+import psutil
+import pytest
+
+from streamrl.errors import (
+    RewardCrashError,
+    RewardError,
+    RewardMemoryError,
+    RewardRaisedError,
+    RewardTimeoutError,
+)
+from streamrl.rewards import RewardConfig, ScorerConfig, Surroundings, build_rewards
+from tests.descendants import descendants
+from tests.rewards.judged import prompt
+
+
+@pytest.fixture
+async def running(tmp_path):
+    """Rewards of a file, their workers started, and closed at the end."""
+    made = []
+
+    async def start(source, name="f", **options):
+        path = tmp_path / f"reward{len(made)}.py"
+        path.write_text(textwrap.dedent(source))
+        config = RewardConfig("function", name, options={"path": str(path), **options})
+        rewards = build_rewards([config], Surroundings(ScorerConfig(timeout_s=1.0)))
+        made.append(rewards)
+        await rewards.start()
+        return rewards
+
+    yield start
+    for rewards in made:
+        await rewards.close()
+
+
+async def test_a_plain_function_has_the_main_thread_and_its_signals(running):
+    rewards = await running("""
+        import signal
+        def f(prompt, completion):
+            signal.signal(signal.SIGALRM, lambda *_: None)
+            return float(completion)
+    """)
+    assert (await rewards.score(prompt(), ["5", "6"]))["reward/f"].tolist() == [5.0, 6.0]
+
+
+async def test_what_hangs_is_killed_with_all_it_started_and_the_others_go_on(running, tmp_path):
+    rewards = await running(
+        """
+        import os, subprocess, time
+        def f(prompt, completion):
+            if completion == "hang":
+                child = subprocess.Popen(["setsid", "sleep", "600"])
+                open(prompt.extra_info["pid"], "w").write(str(child.pid))
+                while True: pass
+            return 1.0
+    """,
+        attempts=1,
+        replicas=1,
+    )
+    row = prompt(pid=str(tmp_path / "pid"))
+    hung = asyncio.create_task(rewards.score(row, ["hang"]))
+    while not (tmp_path / "pid").exists():
+        await asyncio.sleep(0.01)
+    assert (await rewards.score(prompt(), ["x"]))["scores"].tolist() == [1.0]
+    with pytest.raises(RewardTimeoutError, match="reward f, uid 0:4:0: no result in 1 s") as caught:
+        await hung
+    assert caught.value.cause == "reward_timeout"
+    await rewards.close()
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    assert rewards.drain_counts()["scorer/killed/timeout"] == 1
+
+
+@pytest.mark.parametrize(
+    ("statement", "error", "words"),
+    [
+        ("os._exit(3)", RewardCrashError, "its process ended with exit code 3"),
+        ("os.kill(os.getpid(), 11)", RewardCrashError, "its process was ended by SIGSEGV"),
+        ("hoard.append(bytearray(300 << 20)); time.sleep(60)", RewardMemoryError, "took 3.. MB"),
+        ("raise ValueError('no judge')", RewardRaisedError, r"reward\d.py:5: ValueError: no judge"),
+    ],
+)
+async def test_what_ends_its_process_or_raises_is_tried_again_then_named_by_cause(
+    running, tmp_path, statement, error, words
+):
+    source = f"""
+        import os, time
+        hoard = []
+        def f(prompt, completion):
+            open({str(tmp_path / "tries")!r}, "a").write("x"); {statement}
+    """
+    rewards = await running(source, attempts=2, memory_gib=0.25, timeout_s=20.0)
+    with pytest.raises(error, match=f"reward f, uid 0:4:0: .*{words}"):
+        await rewards.score(prompt(), ["5"])
+    assert (tmp_path / "tries").read_text() == "xx"
+
+
+async def test_a_failure_that_passes_costs_nothing_but_time(running, tmp_path):
+    rewards = await running(f"""
+        import os
+        def f(prompt, completion):
+            if not os.path.exists({str(tmp_path / "once")!r}):
+                open({str(tmp_path / "once")!r}, "w")
+                raise ConnectionError
+            return 1.0
+    """)
+    assert (await rewards.score(prompt(), ["5"]))["scores"].tolist() == [1.0]
+
+
+async def test_nonsense_is_not_tried_again(running, tmp_path):
+    rewards = await running(f"""
+        def f(prompt, completion):
+            open({str(tmp_path / "tries")!r}, "a").write("x")
+    """)
+    with pytest.raises(RewardError, match=r"uid 0:4:0: f in .* returned None for completion 0"):
+        await rewards.score(prompt(), ["5"])
+    assert (tmp_path / "tries").read_text() == "x"
+
+
+async def test_async_calls_of_several_groups_share_a_worker_and_each_has_its_own_deadline(running):
+    rewards = await running(
+        """
+        import asyncio
+        met = asyncio.Barrier(3)
+        async def f(prompt, completion):
+            await (met.wait() if completion == "meet" else asyncio.sleep(600))
+            return 1.0
+    """,
+        attempts=1,
+        replicas=1,
+    )
+    late = asyncio.create_task(rewards.score(prompt(), ["late"]))
+    groups = [rewards.score(prompt(), ["meet"]) for _ in range(3)]
+    for columns in await asyncio.gather(*groups):
+        assert columns["scores"].tolist() == [1.0]
+    with pytest.raises(RewardTimeoutError):
+        await late
+
+
+async def test_what_a_worker_prints_does_not_disturb_it(running):
+    rewards = await running("""
+        def f(prompt, completion):
+            print("noise" * 1000)
+            return 1.0
+    """)
+    assert (await rewards.score(prompt(), ["5"]))["scores"].tolist() == [1.0]
+
+
+async def test_workers_that_are_closed_leave_no_process(running):
+    before = descendants()
+    rewards = await running("def f(prompt, completion): return 1.0")
+    assert descendants() - before
+    await rewards.close()
+    assert not descendants() - before

@@ -1,0 +1,60 @@
+"""A user's file is imported in time, and the process is left as it was."""
+
+import signal
+import time
+
+import pytest
+
+from streamrl import user_module
+from streamrl.errors import ConfigError
+from streamrl.user_module import find_reference, import_file
+
+
+def test_an_import_that_hangs_is_ended_with_the_line_where_it_did(tmp_path, monkeypatch):
+    monkeypatch.setattr(user_module, "IMPORT_TIMEOUT_S", 0.2)
+    path = tmp_path / "reward.py"
+    path.write_text("import time\n\ntime.sleep(600)\n")
+    with pytest.raises(ConfigError) as caught:
+        import_file(str(path), setting="rewards.path")
+    words = "TimeoutError: not imported in 0.2 s"
+    assert str(caught.value) == f"rewards.path={path}:3: {words}"
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+
+
+def test_after_an_import_the_alarm_is_off(tmp_path, monkeypatch):
+    monkeypatch.setattr(user_module, "IMPORT_TIMEOUT_S", 0.1)
+    path = tmp_path / "reward.py"
+    path.write_text("x = 1\n")
+    assert import_file(str(path), setting="rewards.path").x == 1
+    time.sleep(0.2)
+
+
+def test_an_alarm_that_somebody_else_set_is_left_alone(tmp_path):
+    def other(number, frame):
+        raise AssertionError
+
+    path = tmp_path / "reward.py"
+    path.write_text("x = 1\n")
+    before = signal.signal(signal.SIGALRM, other)
+    try:
+        import_file(str(path), setting="rewards.path")
+        assert signal.getsignal(signal.SIGALRM) is other
+    finally:
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize(
+    ("source", "asked"),
+    [
+        ("def f(): pass", ()),
+        ("def f(b, a): pass", ("a", "b")),
+        ("def f(b, other=1): pass", ("b",)),
+        ("def f(*a, **rest): pass", ("a", "b")),
+        ("def f(*a): pass", ()),
+    ],
+)
+def test_a_function_is_given_what_it_asks_for(tmp_path, source, asked):
+    path = tmp_path / "mine.py"
+    path.write_text(source)
+    code = find_reference(f"{path}:f", setting="scorer.combine")
+    assert code.asks(("a", "b")) == asked
