@@ -163,7 +163,8 @@ def test_a_recipe_with_costs_has_them_on_every_line_and_in_the_summary(score, tm
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         "model: {path: .}\ndata: {train: .}\nalgorithm: {name: safe_rlhf}\n"
-        "rewards: [{kind: exact}]\ncosts: [{kind: length, name: long, unit: characters, least: 2}]\n"
+        "rewards: [{kind: exact}]\n"
+        "costs: [{kind: length, name: long, unit: characters, least: 2}]\n"
     )
     code, lines, said = score("--config", recipe)
     assert code == 0

@@ -1,8 +1,10 @@
 """A server that speaks the two requests a judge makes, over real HTTP, and says what it is told."""
 
 import asyncio
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from aiohttp import web
@@ -68,3 +70,18 @@ class ChatServer:
             return answer
         choice = {"index": 0, "message": {"role": "assistant", "content": answer}}
         return web.json_response({"choices": [{**choice, "finish_reason": "stop"}]})
+
+
+@contextmanager
+def serving(reply: Callable[[str], Any]) -> Iterator[ChatServer]:
+    """A server in a thread of its own, for a run in other processes."""
+    loop, server = asyncio.new_event_loop(), ChatServer(reply)
+    thread = threading.Thread(target=loop.run_forever, daemon=True)
+    thread.start()
+    try:
+        asyncio.run_coroutine_threadsafe(server.start(), loop).result(10)
+        yield server
+        asyncio.run_coroutine_threadsafe(server.close(), loop).result(10)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(10)

@@ -1,0 +1,82 @@
+"""A run whose prompts and scores a user has made his own in every place there is for it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launched import Launched, events, rows
+from tests.rewards.chat_server import MODEL, serving
+from tests.toy import write_toy
+
+pytestmark = pytest.mark.slow
+
+OWN = """
+def even(prompt):
+    return prompt.extra_info["index"] % 2 == 0
+
+def compute_score(data_source, solution_str, ground_truth, extra_info, tokens=0):
+    return 0.25 if extra_info["index"] % 2 == 0 else -1.0
+
+def rendered(prompt, completion):
+    return float(len(prompt.token_ids))
+
+def combine(rewards):
+    return rewards["mine"] + 2 * rewards["taste"]
+"""
+RECIPE = """
+model: {{path: {toy}/model}}
+data:
+  train: {{path: {toy}/rows.jsonl, template: {toy}/chat.jinja, filter: "{toy}/own.py:even"}}
+run: {{name: own, steps: 3}}
+algorithm: {{group_size: 4}}
+pipeline: {{groups_per_step: 4, micro_batch_tokens: 128}}
+generator: {{max_new_tokens: 6}}
+rewards:
+  - {{kind: function, name: mine, path: {toy}/own.py, function: compute_score, replicas: 1}}
+  - {{kind: function, name: rendered, path: {toy}/own.py, replicas: 1}}
+  - kind: judge
+    name: taste
+    url: {url}
+    model: {model}
+    template: "Which mark, from 0 to 10? {{prompt}} {{completion}} [{{ground_truth}}]"
+    pattern: 'mark: (\\d+)'
+    most: 10
+    requests_per_minute: 6000
+scorer: {{combine: "{toy}/own.py:combine", replicas: 2}}
+telemetry: {{console: plain, wandb: {{mode: disabled}}}}
+checkpoint: {{at_end: false}}
+"""
+
+
+def test_a_judge_a_function_a_filter_a_template_and_a_combination_of_ones_own(
+    tmp_path: Path,
+) -> None:
+    toy = write_toy(tmp_path)
+    (toy / "own.py").write_text(OWN)
+    (toy / "chat.jinja").write_text("{{ messages[0].content }}+0=")
+    with serving(lambda content: "It is fair, mark: 7 of 10") as server:
+        recipe = RECIPE.format(toy=toy, url=server.url, model=MODEL)
+        (toy / "own.yaml").write_text(recipe)
+        run = Launched(["train", str(toy / "own.yaml"), f"run.dir={toy}/runs"], toy)
+        assert run.wait() == 0, run.output
+    assert run.orphans() == []
+    run_dir = toy / "runs" / "own"
+    notes = " ".join(event["text"] for event in events(run_dir, "note"))
+    assert f"50 prompts left out by {toy}/own.py:even" in notes
+    found = rows(run_dir)
+    assert len(found) == 3
+    for row in found:
+        assert row["reward/mine"] == 0.25, "a filter keeps what it says"
+        assert row["reward/rendered"] == len("1+2+0="), "the template is the file's"
+        assert row["reward/taste"] == 7.0
+        assert row["reward/mean"] == pytest.approx(14.25), "the function combines, not the weights"
+    questions = {asked["messages"][0]["content"] for asked in server.asked}
+    assert all(one.startswith("Which mark, from 0 to 10? ") for one in questions)
+    # As many as were trained, one each; those under way at the end may have been asked for too.
+    assert len(server.asked) >= 3 * 4 * 4
+    (first, *_) = sorted((run_dir / "rollouts").glob("step_*.jsonl"))
+    sample = json.loads(first.read_text().splitlines()[0])
+    completion = sample["rollouts"][0]["completion"]
+    asked = f"{sample['prompt'][0]['content']} {completion} [{sample['ground_truth']}]"
+    assert f"Which mark, from 0 to 10? {asked}" in questions
