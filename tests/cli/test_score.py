@@ -322,7 +322,9 @@ def test_ctrl_c_ends_in_a_moment_with_what_was_judged_and_leaves_no_process(tmp_
         tmp_path / "outs.jsonl",
         [{"index": 0, "completion": "5"}, {"index": 1, "completion": "hang"}],
     )
-    command = [sys.executable, "-m", "streamrl.cli", "score", rows, "--completions", outs]
+    # Whoever runs the tests in the background has them, and all they start, ignore Ctrl-C.
+    heeding = ["env", "--default-signal=INT", sys.executable]
+    command = [*heeding, "-m", "streamrl.cli", "score", rows, "--completions", outs]
     process = subprocess.Popen(
         [*map(str, command), "--reward", f"{path}:f"],
         stdout=subprocess.PIPE,
