@@ -56,9 +56,10 @@ def dawdle(number: int) -> int:
 
 def garble(note: bytes) -> None:
     """Write into whatever is open, among it the way to the pool, and hang."""
-    for number in range(3, 64):
+    for number in map(int, os.listdir("/proc/self/fd")):
         try:
-            os.write(number, note)
+            if number > 2:
+                os.write(number, note)
         except OSError:
             continue
     hang(None)
