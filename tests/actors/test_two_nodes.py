@@ -125,11 +125,17 @@ class Nodes:
         psutil.wait_procs(lost, timeout=10.0)
 
 
-@pytest.fixture
-def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
-    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Nodes]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield from two_nodes(patch)
+
+
+def two_nodes(patch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    """Start them; at the end no process of theirs may be left."""
+    patch.setenv("RAY_AUTH_MODE", "disabled")
     mark = uuid.uuid4().hex
-    monkeypatch.setenv(MARK, mark)
+    patch.setenv(MARK, mark)
     sizes = {"num_cpus": 8, "object_store_memory": 100 << 20, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=sizes)
     started: list[psutil.Process] = []
@@ -144,43 +150,6 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
         cluster.shutdown()
     _, alive = psutil.wait_procs(started, timeout=10.0)
     assert not alive, "processes were left behind"
-
-
-def test_the_queue_spans_two_nodes_and_outlives_one(nodes: Nodes, tmp_path: Path) -> None:
-    actors: dict[str, Any] = {}
-
-    def create(name: str, actor_class: Any, arguments: Any, *, options: Any) -> Any:
-        actors[name] = actor_class.options(**options).remote(*arguments)
-        return actors[name]
-
-    plans = {
-        f"shard-{i}": ShardPlan(
-            STAGES, QueueConfig(), Bounds(len(SIZES)), files=Files(tmp_path / f"shard-{i}")
-        )
-        for i in range(2)
-    }
-    shards = create_shards(plans, create)
-    homes = [node_of(actor) for actor in actors.values()]
-    assert sorted(homes) == sorted(nodes.ids), "a shard on each node"
-    queue = ExperienceQueue(shards, "driver")
-    placed = {(queue.shard_of(uid), SIZES[uid] > 10_000) for uid in SIZES}
-    assert len(placed) == 4, "each shard has small groups and large ones"
-
-    here, there = nodes.ids
-    producer, consumer = nodes.member(shards, "producer", there), nodes.member(shards, "eve", here)
-    assert ray.get([producer.node.remote(), consumer.node.remote()]) == [there, here]
-    prompts = [Prompt(uid, np.array([1], np.int32)) for uid in SIZES]
-    asyncio.run(queue.admit(prompts, 0))
-    assert sorted(ray.get(producer.produce.remote(len(SIZES)))) == sorted(SIZES)
-    process = ray.get(producer.__ray_call__.remote(lambda _: psutil.Process().pid))
-    ray.kill(producer)
-    psutil.wait_procs([psutil.Process(process)], timeout=10.0)
-    wanted = {uid: digest(columns_of(uid)) for uid in SIZES}
-    assert ray.get(consumer.consume.remote(len(SIZES))) == wanted
-
-    nodes.lose_second()
-    assert ray.get(consumer.read.remote(list(SIZES)), timeout=60.0) == wanted
-    assert [node_of(actor) for actor in actors.values()] == [here, here]
 
 
 def node_of(actor: Any) -> str:
@@ -238,9 +207,9 @@ def tensors_of(version: int) -> dict[str, torch.Tensor]:
 
 
 class Publisher:
-    """The publishing end of a transport."""
+    """The publishing end of a transport, of one after the other."""
 
-    def __init__(self, travel: WeightTravel) -> None:
+    def open(self, travel: WeightTravel) -> None:
         self._outlet = travel.outlet(POLICY, "")
 
     def publish(self, version: int, readers: list[str]) -> WeightManifest:
@@ -250,10 +219,13 @@ class Publisher:
 
 
 class Reader:
-    """The end of a reader on a node."""
+    """The end of a reader on a node, likewise."""
 
-    def __init__(self, travel: WeightTravel, name: str) -> None:
-        self._inlet = travel.inlet(POLICY, name)
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def open(self, travel: WeightTravel) -> None:
+        self._inlet = travel.inlet(POLICY, self._name)
 
     def pull(self, manifest: WeightManifest) -> tuple[bool, str | None]:
         """Whether a version came as it was published, and why it took a detour if it did."""
@@ -265,18 +237,57 @@ class Reader:
 
 def test_versions_reach_readers_on_both_nodes(nodes: Nodes, tmp_path: Path) -> None:
     names = ["generator-0", "generator-1"]
+    places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes.ids]
+    publisher = ray.remote(Publisher).options(scheduling_strategy=places[0]).remote()
+    readers = [
+        ray.remote(Reader).options(scheduling_strategy=place).remote(name)
+        for place, name in zip(places, names, strict=True)
+    ]
+    assert [node_of(reader) for reader in readers] == list(nodes.ids)
     for transport in (STORE, DELTA, COLLECTIVE, DISK):
         travel = WeightTravel(Choice(transport, ""), "run", tmp_path / transport, 2, {})
-        places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes.ids]
-        publisher = ray.remote(Publisher).options(scheduling_strategy=places[0]).remote(travel)
-        readers = [
-            ray.remote(Reader).options(scheduling_strategy=place).remote(travel, name)
-            for place, name in zip(places, names, strict=True)
-        ]
-        assert [node_of(reader) for reader in readers] == list(nodes.ids)
+        ray.get([actor.open.remote(travel) for actor in (publisher, *readers)], timeout=60.0)
         for version in range(3):
             manifest = ray.get(publisher.publish.remote(version, names), timeout=60.0)
             pulled = [reader.pull.remote(manifest) for reader in readers]
             assert ray.get(pulled, timeout=60.0) == [(True, None)] * 2, (transport, version)
-        for actor in (publisher, *readers):
-            ray.kill(actor)
+    for actor in (publisher, *readers):
+        ray.kill(actor)
+
+
+def test_the_queue_spans_two_nodes_and_outlives_one(nodes: Nodes, tmp_path: Path) -> None:
+    actors: dict[str, Any] = {}
+
+    def create(name: str, actor_class: Any, arguments: Any, *, options: Any) -> Any:
+        actors[name] = actor_class.options(**options).remote(*arguments)
+        return actors[name]
+
+    plans = {
+        f"shard-{i}": ShardPlan(
+            STAGES, QueueConfig(), Bounds(len(SIZES)), files=Files(tmp_path / f"shard-{i}")
+        )
+        for i in range(2)
+    }
+    shards = create_shards(plans, create)
+    homes = [node_of(actor) for actor in actors.values()]
+    assert sorted(homes) == sorted(nodes.ids), "a shard on each node"
+    queue = ExperienceQueue(shards, "driver")
+    placed = {(queue.shard_of(uid), SIZES[uid] > 10_000) for uid in SIZES}
+    assert len(placed) == 4, "each shard has small groups and large ones"
+
+    here, there = nodes.ids
+    producer, consumer = nodes.member(shards, "producer", there), nodes.member(shards, "eve", here)
+    assert ray.get([producer.node.remote(), consumer.node.remote()]) == [there, here]
+    prompts = [Prompt(uid, np.array([1], np.int32)) for uid in SIZES]
+    asyncio.run(queue.admit(prompts, 0))
+    assert sorted(ray.get(producer.produce.remote(len(SIZES)))) == sorted(SIZES)
+    process = ray.get(producer.__ray_call__.remote(lambda _: psutil.Process().pid))
+    ray.kill(producer)
+    psutil.wait_procs([psutil.Process(process)], timeout=10.0)
+    wanted = {uid: digest(columns_of(uid)) for uid in SIZES}
+    assert ray.get(consumer.consume.remote(len(SIZES))) == wanted
+
+    # The last test of these nodes.
+    nodes.lose_second()
+    assert ray.get(consumer.read.remote(list(SIZES)), timeout=60.0) == wanted
+    assert [node_of(actor) for actor in actors.values()] == [here, here]

@@ -64,7 +64,7 @@ class Recital:
             subprocess.run(make, check=True, capture_output=True, **facts)
         # Recipes name their files from the root of the repository, where the tests are run too.
         words = [str(recipe), f"run.dir={self._folder}", f"run.name={name}", *overrides]
-        short = ['data.eval=""', "checkpoint.at_end=false"]
+        short = ['data.eval=""', "checkpoint.at_end=false", "telemetry.wandb.mode=disabled"]
         self._runs[name] = Launched(
             ["train", *words, *short], self._folder, inherits=self._environment, cwd=self._cwd
         )
