@@ -64,7 +64,7 @@ def expected_of_policy(plan: Plan, stream: Stream) -> list[tuple[str, int]]:
     return [(uid, i) for uid in uids for i in range(plan.group_size)]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(plans)
 def test_under_any_schedule_the_stream_keeps_its_promises(plan: Plan) -> None:
     stream = run_virtual(run_stream(plan))

@@ -135,7 +135,7 @@ FULL_OF_ONE_THAT_WAITS = Plan(
 
 
 @example(FULL_OF_ONE_THAT_WAITS)
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(plans)
 def test_whatever_dies_every_prompt_is_trained_once_or_accounted_for(plan: Plan) -> None:
     stream = run_virtual(run_stream(plan, disturb=harm))
@@ -190,7 +190,7 @@ async def lives(
     return True
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=75, deadline=None)
 @given(plans, st.lists(st.floats(0.0, 40.0), min_size=1, max_size=3), st.integers(0, 3))
 def test_a_run_that_dies_goes_on_and_trains_every_prompt_once(
     plan: Plan, crashes: list[float], every: int
@@ -269,7 +269,7 @@ def unbooked(stream: Stream) -> set[int]:
     return {version for version in stream.trainer.digests if version not in done}
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(plans, st.floats(0.0, 40.0), st.integers(0, 3))
 def test_what_was_generated_is_not_generated_again_after_a_crash(
     plan: Plan, crash: float, every: int
