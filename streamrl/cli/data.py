@@ -104,7 +104,7 @@ def describe(report: FileReport, limits: Limits) -> list[str]:
         "bad rows": report.num_bad,
     }
     lines += [f"  {name:<16} {value}" for name, value in facts.items() if value]
-    lines += [f"    {problem}" for problem in report.problems[:SHOWN]]
+    lines += [f"    {problem.text}" for problem in report.problems[:SHOWN]]
     if report.num_bad > SHOWN:
         lines.append(f"    and {report.num_bad - SHOWN} more")
     return lines

@@ -41,6 +41,14 @@ class Lengths:
         )
 
 
+@dataclass(frozen=True)
+class Problem:
+    """Why a row cannot be used: its number in the file, from 1; None where the file breaks off."""
+
+    row: int | None
+    text: str
+
+
 @dataclass
 class FileReport:
     """What was found in a file, over all rows that could be read.
@@ -56,7 +64,7 @@ class FileReport:
     lengths: Lengths | None = None
     num_without_ground_truth: int = 0
     num_duplicates: int = 0
-    problems: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
@@ -91,7 +99,7 @@ def check_file(file: DataFile, tokenizer: "PreTrainedTokenizerBase", limits: Lim
             raise
         # The file is damaged further on.
         report.fates[Fate.BAD] += 1
-        report.problems.append(str(error))
+        report.problems.append(Problem(None, str(error)))
     report.lengths = Lengths.of(lengths) if lengths else None
     return report
 
@@ -99,7 +107,7 @@ def check_file(file: DataFile, tokenizer: "PreTrainedTokenizerBase", limits: Lim
 def _note(report: FileReport, row: Examined, seen: set[bytes]) -> None:
     report.fates[row.fate] += 1
     if row.problem is not None and len(report.problems) < MAX_PROBLEMS:
-        report.problems.append(str(row.problem))
+        report.problems.append(Problem(row.index + 1, str(row.problem)))
     if row.prompt is not None:
         report.sources[row.prompt.data_source] += 1
         report.num_without_ground_truth += row.prompt.ground_truth is None

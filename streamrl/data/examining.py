@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from streamrl.data.files import DataFile
 from streamrl.data.filtering import Keep, load_filter
 from streamrl.data.rendering import Template, load_template, render
-from streamrl.data.rows import Row, scan_rows
+from streamrl.data.rows import BadRow, Row, scan_rows
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt, make_uid
 
@@ -45,12 +45,12 @@ class Fate(Enum):
 class Examined:
     """A row of a file. `prompt` is None unless it is used; `problem` says why a bad one cannot be.
 
-    `index` is the row's in the file, `num_tokens` the prompt's length before anything is cut off;
-    a bad row may have neither.
+    `index` is the row's in the file, from 0; `num_tokens` the prompt's length before anything is
+    cut off, 0 for a row without one.
     """
 
     fate: Fate
-    index: int = -1
+    index: int
     num_tokens: int = 0
     prompt: Prompt | None = None
     problem: ConfigError | None = None
@@ -69,8 +69,8 @@ def examine(
     while batch := list(islice(rows, _BATCH)):
         rendered = iter(_token_ids(tokenizer, [r for r in batch if isinstance(r, Row)], template))
         for row in batch:
-            if isinstance(row, ConfigError):
-                yield Examined(Fate.BAD, problem=row)
+            if isinstance(row, BadRow):
+                yield Examined(Fate.BAD, row.index, problem=row.problem)
             elif isinstance(token_ids := next(rendered), ConfigError):
                 yield Examined(Fate.BAD, row.index, problem=token_ids)
             else:

@@ -30,6 +30,14 @@ class Row:
     is_chat: bool
 
 
+@dataclass(frozen=True)
+class BadRow:
+    """A row that cannot be used, and why."""
+
+    index: int
+    problem: ConfigError
+
+
 def load_rows(
     path: str, prompt_key: str = "prompt", *, label_key: str = "", split: str = ""
 ) -> Iterator[Row]:
@@ -39,15 +47,15 @@ def load_rows(
     cannot be read, and at the end if it held no row.
     """
     for row in scan_rows(path, prompt_key, label_key=label_key, split=split):
-        if isinstance(row, ConfigError):
-            raise row
+        if isinstance(row, BadRow):
+            raise row.problem
         yield row
 
 
 def scan_rows(
     path: str, prompt_key: str = "prompt", *, label_key: str = "", split: str = ""
-) -> Iterator[Row | ConfigError]:
-    """The rows of a data file; in place of one that cannot be used the error that says why.
+) -> Iterator[Row | BadRow]:
+    """The rows of a data file, and those that cannot be used.
 
     Raises ConfigError if the file cannot be read, and at the end if it held no row.
     """
@@ -59,7 +67,7 @@ def scan_rows(
                 raise record
             yield _parse(record, place, index, prompt_key=prompt_key, label_key=label_key)
         except ConfigError as error:
-            yield error
+            yield BadRow(index, error)
     if empty:
         raise ConfigError(f"{path}: holds no rows")
 

@@ -80,7 +80,8 @@ def test_json_has_the_same_figures(toy, messy, check) -> None:
     assert (found["rows"], found["kept"], found["bad"], found["too_long"]) == (6, 3, 3, 0)
     assert found["lengths"] == {"min": 4, "median": 4, "p95": 6, "max": 6}
     assert found["sources"] == {"sums": 2, "more": 1}
-    assert len(found["problems"]) == 3
+    assert [problem["row"] for problem in found["problems"]] == [2, 3, 5]
+    assert all(f"line {one['row']}: " in one["text"] for one in found["problems"])
 
 
 def test_a_recipe_says_what_is_checked_and_how(toy, messy, check) -> None:
