@@ -6,6 +6,7 @@ import inspect
 import json
 import math
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the kinds. Raises ConfigError if there is none of that name."""
     kinds = own_kinds()
     for name, entry in others(arguments.path).items():
+        if name in kinds:
+            said = f"{name}: {entry.source}: hidden by streamrl's own kind of that name"
+            print(f"streamrl: {said}", file=sys.stderr)
         kinds.setdefault(name, entry)
     if arguments.kind is not None:
         if arguments.kind not in kinds:

@@ -133,6 +133,19 @@ def test_a_kind_of_an_installed_package_is_listed_and_runs_by_its_name(capsys, p
     assert json.loads(capsys.readouterr().out)["components"] == {"brevity": 2.0}
 
 
+def test_a_kind_that_streamrl_has_itself_hides_another_and_says_so(capsys, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from streamrl.rewards import reward\n"
+        "@reward('exact')\n"
+        "def mine(prompt, completion): return 1.0\n"
+    )
+    assert main(["rewards", "exact", "--path", str(path)]) == 0
+    out, error = capsys.readouterr()
+    assert out.startswith(f"exact: {KINDS['exact'].summary}")
+    assert error == f"streamrl: exact: {path}: hidden by streamrl's own kind of that name\n"
+
+
 def test_a_full_disk_behind_the_output_is_one_line():
     with open("/dev/full", "w") as full:
         done = subprocess.run(
