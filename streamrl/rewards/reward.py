@@ -1,6 +1,7 @@
 """What every reward is, and the two ways most are made: a rule, or calls of worker processes."""
 
 import asyncio
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -194,11 +195,16 @@ class WorkerReward(Reward):
 
     async def ask(self, request: Any) -> Any:
         """What a worker answers to a request."""
-        return await attempt(lambda: self._once(request), self._attempts)
+        made = itertools.count()
+        # What has failed before does not share a worker any more.
+        return await attempt(
+            lambda: self._once(request, alone=next(made) > 0),
+            self._attempts,
+        )
 
-    async def _once(self, request: Any) -> Any:
+    async def _once(self, request: Any, *, alone: bool = False) -> Any:
         try:
-            answer = await self._pool.call(request)
+            answer = await self._pool.call(request, alone=alone)
         except WorkerError as failure:
             raise _RAISED.get(type(failure), RewardRaisedError)(str(failure)) from None
         if isinstance(answer, str):

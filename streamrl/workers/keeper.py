@@ -1,4 +1,4 @@
-"""`python -m streamrl.workers.keeper FD MODULE:FUNCTION`: a worker, and who ends all it started.
+"""`python keeper.py FD MODULE:FUNCTION PATHS`: a worker, and who ends all that it started.
 
 The process splits in two before it loads anything. The worker runs what it is told; the keeper
 runs nothing but this file. Whatever the worker starts and leaves behind comes to the keeper, which
@@ -8,6 +8,7 @@ wants the worker gone, or because the pool's own process was killed.
 
 import contextlib
 import ctypes
+import json
 import os
 import select
 import signal
@@ -23,6 +24,7 @@ END_S = 5.0
 def main() -> None:
     """Split; never returns."""
     channel, target = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
+    sys.path[:] = json.loads(sys.argv[3])
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")

@@ -3,11 +3,15 @@
 A call has its deadline from when a worker begins with it, not from when it was made. One that takes
 far longer than others no longer holds its place: while calls wait, a spare worker stands in for it,
 and its process runs at the lowest priority, so that the others go on as before.
+
+Where several calls share a worker, it may end without a sign of which one was at fault. Each of
+them is then made again in a worker that it has to itself; only there is it blamed.
 """
 
 import asyncio
 import contextlib
 import itertools
+import logging
 import statistics
 from collections import Counter, deque
 from collections.abc import Coroutine
@@ -19,6 +23,7 @@ from streamrl.workers.process import Process, ProcessEndedError
 from streamrl.workers.processes import ProcessTable
 
 T = TypeVar("T")
+_log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 120.0
 """Deadline of a worker's start, s: it imports a user's file, and that may import torch."""
@@ -36,6 +41,10 @@ CANCEL_S = 1.0
 
 class WorkerError(Exception):
     """A call came to nothing; the text is what its handler raised."""
+
+
+class _UnblamedError(Exception):
+    """Its worker ended while it had other calls too."""
 
 
 class WorkerTimeoutError(WorkerError):
@@ -67,17 +76,23 @@ class WorkerSettings:
 
 @dataclass
 class _Worker:
-    """A process and what it is at: the start of each call, s of the loop's clock."""
+    """A process and what it is at: the start of each call, s of the loop's clock.
+
+    `lent`: one call has it to itself. `was_shared`: it had several calls when it was ended.
+    """
 
     process: Process
     calls: dict[int, float]
     slots: int
     straggles: bool = False
+    lent: bool = False
+    was_shared: bool = False
     verdict: WorkerError | None = None
 
     @property
     def has_room(self) -> bool:
-        return len(self.calls) < self.slots and not self.straggles and self.verdict is None
+        is_open = not self.straggles and not self.lent and self.verdict is None
+        return is_open and len(self.calls) < self.slots
 
 
 class WorkerPool:
@@ -95,7 +110,9 @@ class WorkerPool:
         self._starting = 0
         self._failed_starts: list[str] = []
         self._changed = asyncio.Condition()
-        self._line = asyncio.Lock()
+        self._line, self._line_alone = asyncio.Lock(), asyncio.Lock()
+        self._alone = 0
+        self._is_shared = False
         self._numbers = itertools.count()
         self._took: deque[float] = deque(maxlen=100)
         self._background: set[asyncio.Task[Any]] = set()
@@ -113,22 +130,25 @@ class WorkerPool:
         await self._add()
         self._own.add(self._keep(self._look_after()))
 
-    async def call(self, request: Any) -> Any:
+    async def call(self, request: Any, *, alone: bool = False) -> Any:
         """What the handler answers. Raises WorkerError, or one of its kinds, if it does not.
 
-        A call whose caller is cancelled goes on to its answer or its deadline: its worker is
-        neither free before that, nor to blame.
+        `alone` gives it a worker to itself: a call that has failed may do so again. A call whose
+        caller is cancelled goes on to its answer or its deadline: its worker is neither free before
+        that, nor to blame.
         """
-        while True:
-            worker, number = await self._claim()
-            try:
-                return await asyncio.shield(self._keep(self._ask(worker, number, request)))
-            except ProcessEndedError:
-                blame = worker.verdict
-                assert blame is not None
-                # Of several calls only the one at fault is told so; the others go elsewhere.
-                if worker.slots == 1 or not isinstance(blame, WorkerTimeoutError):
-                    raise type(blame)(str(blame)) from None
+        try:
+            return await self._made(request, alone=alone and self._is_shared)
+        except _UnblamedError:
+            return await self._made(request, alone=True)
+
+    async def _made(self, request: Any, *, alone: bool) -> Any:
+        self._alone += alone
+        try:
+            worker, number = await self._claim(alone=alone)
+            return await asyncio.shield(self._keep(self._ask(worker, number, request)))
+        finally:
+            self._alone -= alone
 
     async def _ask(self, worker: _Worker, number: int, request: Any) -> Any:
         began, clock = worker.calls[number], asyncio.get_running_loop().time
@@ -137,33 +157,49 @@ class WorkerPool:
             async with asyncio.timeout(timeout_s):
                 ok, answer = await worker.process.ask(number, request)
         except TimeoutError:
-            await self._stop(worker, number)
+            if not await self._stop(worker, number) and worker.was_shared:
+                raise _UnblamedError from None
             raise WorkerTimeoutError(f"no result in {timeout_s:g} s") from None
         except ProcessEndedError:
             self._end(worker, WorkerCrashError(worker.process.how_it_ended), "crash")
-            raise
+            assert worker.verdict is not None
+            if worker.was_shared:
+                raise _UnblamedError from None
+            raise type(worker.verdict)(str(worker.verdict)) from None
         finally:
             del worker.calls[number]
-            if worker.straggles and not worker.calls:
-                # Its priority cannot be given back to it.
+            # Of one that straggled the priority cannot be given back to it.
+            if not worker.calls and (worker.straggles or (worker.lent and self._has_too_many)):
                 self._retire(worker)
+            worker.lent = False
             await self._tell()
         self._took.append(clock() - began)
         if not ok:
             raise WorkerError(answer)
         return answer
 
-    async def _stop(self, worker: _Worker, number: int) -> None:
-        """End one call: by itself where the handler is async and reacts, else with its worker."""
+    async def _stop(self, worker: _Worker, number: int) -> bool:
+        """End one call: by itself where the handler is async and reacts, else with its worker.
+
+        Whether it reacted: another call may hold up all of its worker, which is no fault of this.
+        """
         if worker.slots > 1 and await worker.process.cancel(number, within_s=CANCEL_S):
             self.killed["timeout"] += 1
-        else:
-            self._end(worker, WorkerTimeoutError("another call could not be ended"), "timeout")
+            return True
+        self._end(worker, WorkerTimeoutError("a call could not be ended"), "timeout")
+        return False
 
-    async def _claim(self) -> tuple[_Worker, int]:
+    def _free(self, *, alone: bool) -> list[_Worker]:
+        """Workers with room; an idle one is for those first who want it to themselves."""
+        free = [worker for worker in self._workers if worker.has_room]
+        if alone:
+            return [worker for worker in free if not worker.calls]
+        return [worker for worker in free if worker.calls or not self._line_alone.locked()]
+
+    async def _claim(self, *, alone: bool) -> tuple[_Worker, int]:
         """A worker with room, and the number of a call begun in it: first come, first served."""
-        async with self._line:
-            while not (free := [worker for worker in self._workers if worker.has_room]):
+        async with self._line_alone if alone else self._line:
+            while not (free := self._free(alone=alone)):
                 if self._closed:
                     raise WorkerCrashError(f"the workers of {self._name} are closed")
                 if len(self._failed_starts) >= STARTS:
@@ -176,6 +212,7 @@ class WorkerPool:
                         async with asyncio.timeout(LOOK_EVERY_S):
                             await self._changed.wait()
             worker, number = min(free, key=lambda one: len(one.calls)), next(self._numbers)
+            worker.lent = alone
             worker.calls[number] = asyncio.get_running_loop().time()
             return worker, number
 
@@ -186,11 +223,22 @@ class WorkerPool:
 
     def _grow(self) -> None:
         """Start one more worker, if there are to be more."""
-        spares = min(sum(worker.straggles for worker in self._workers), MAX_SPARES)
-        healthy = [worker for worker in self._workers if worker.verdict is None]
-        if len(healthy) + self._starting < self._settings.replicas + spares:
+        if self._missing > 0:
             self._starting += 1
             self._own.add(self._keep(self._try_to_add()))
+
+    @property
+    def _missing(self) -> int:
+        """Workers that there should be beside those there are."""
+        replicas = self._settings.replicas
+        straggling = sum(worker.straggles for worker in self._workers)
+        wanted = replicas + min(straggling + min(self._alone, replicas), MAX_SPARES)
+        healthy = [worker for worker in self._workers if worker.verdict is None]
+        return wanted - len(healthy) - self._starting
+
+    @property
+    def _has_too_many(self) -> bool:
+        return self._missing < 0
 
     async def _try_to_add(self) -> None:
         try:
@@ -213,12 +261,14 @@ class WorkerPool:
             return
         self._failed_starts.clear()
         slots = self._settings.concurrency if process.is_async else 1
+        self._is_shared = slots > 1
         self._workers.append(_Worker(process, {}, slots))
 
     def _end(self, worker: _Worker, verdict: WorkerError, cause: str) -> None:
         """End a worker with everything it started; its calls come to nothing."""
         if worker.verdict is None:
             worker.verdict = verdict
+            worker.was_shared = len(worker.calls) > 1
             self.killed[cause] += 1
             self._retire(worker)
 
@@ -233,14 +283,20 @@ class WorkerPool:
         clock = asyncio.get_running_loop().time
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
-            median = statistics.median(self._took) if self._took else 0.0
-            limit_s = max(STRAGGLER_S, STRAGGLER_RATIO * median)
-            for worker in [one for one in self._workers if one.calls]:
-                if not worker.straggles and clock() - min(worker.calls.values()) > limit_s:
-                    worker.straggles = worker.slots == 1
-                    if worker.straggles:
-                        worker.process.step_back()
-            await self._check_memory()
+            try:
+                self._check_stragglers(clock())
+                await self._check_memory()
+            except Exception:  # noqa: BLE001 - or nobody would look any more
+                _log.exception("the workers of %s could not be looked at", self._name)
+
+    def _check_stragglers(self, now: float) -> None:
+        median = statistics.median(self._took) if self._took else 0.0
+        limit_s = max(STRAGGLER_S, STRAGGLER_RATIO * median)
+        for worker in [one for one in self._workers if one.calls]:
+            if not worker.straggles and now - min(worker.calls.values()) > limit_s:
+                worker.straggles = worker.slots == 1
+                if worker.straggles:
+                    worker.process.step_back()
 
     async def _check_memory(self) -> None:
         most = self._settings.memory_bytes

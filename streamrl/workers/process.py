@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -10,6 +11,7 @@ import sys
 from typing import Any
 
 from streamrl.errors import ConfigError
+from streamrl.workers import keeper
 from streamrl.workers.frames import HEADER_BYTES, length, pack, read_answer
 from streamrl.workers.worker import ANSWER, ASK, CANCEL, READY, REFUSED
 
@@ -43,10 +45,9 @@ class Process:
         Raises ProcessEndedError if the process ends before, or is not ready within so many seconds.
         """
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "streamrl.workers.keeper", str(theirs.fileno()), target]
         with theirs:
-            keeper = await asyncio.to_thread(_launch, command, theirs.fileno())
-        process = cls(keeper, await asyncio.open_connection(sock=ours))
+            launched = await _launched(theirs, target, ours)
+        process = cls(launched, await asyncio.open_connection(sock=ours))
         try:
             async with asyncio.timeout(within_s):
                 await process._get_ready(payload)
@@ -177,5 +178,23 @@ class Process:
 _Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-def _launch(command: list[str], number: int) -> "subprocess.Popen[bytes]":
+async def _launched(
+    theirs: socket.socket, target: str, ours: socket.socket
+) -> "subprocess.Popen[bytes]":
+    """A keeper at the other end of `ours`. Who is cancelled meanwhile leaves none behind."""
+    launching = asyncio.create_task(asyncio.to_thread(_launch, theirs.fileno(), target))
+    try:
+        return await asyncio.shield(launching)
+    except asyncio.CancelledError:
+        # The thread goes on to the end of it.
+        launched = await launching
+        ours.close()
+        theirs.close()
+        await asyncio.to_thread(launched.wait)
+        raise
+
+
+def _launch(number: int, target: str) -> "subprocess.Popen[bytes]":
+    """It imports from where this process does, and from no other place."""
+    command = [sys.executable, "-P", keeper.__file__, str(number), target, json.dumps(sys.path)]
     return subprocess.Popen(command, pass_fds=[number], stdin=subprocess.DEVNULL)

@@ -55,14 +55,23 @@ def is_async(handler: Handler) -> bool:
 
 
 def _serve(handler: Handler, channel: socket.socket, reader: BinaryIO) -> None:
+    own = os.getpid()
     while True:
         kind, number, request = receive(reader.read)
         if kind == ASK:
-            channel.sendall(_reply(number, handler, request))
+            message = _reply(number, handler, request)
+            _end_a_copy(own)
+            channel.sendall(message)
+
+
+def _end_a_copy(own: int) -> None:
+    """A user's function may have forked, and have come back in the child too."""
+    if os.getpid() != own:
+        os._exit(0)
 
 
 def _serve_async(handler: Handler, channel: socket.socket, reader: BinaryIO) -> None:
-    sending = asyncio.Lock()
+    sending, own = asyncio.Lock(), os.getpid()
 
     async def answer(number: int, request: Any) -> None:
         try:
@@ -72,6 +81,7 @@ def _serve_async(handler: Handler, channel: socket.socket, reader: BinaryIO) -> 
             message = _failure(number, error)
         else:
             message = _reply(number, lambda _: result, None)
+        _end_a_copy(own)
         async with sending:
             await asyncio.to_thread(channel.sendall, message)
 

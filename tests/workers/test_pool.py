@@ -24,9 +24,11 @@ from streamrl.workers import (
     WorkerTimeoutError,
 )
 from streamrl.workers import pool as pool_module
+from streamrl.workers.process import Process
 from tests.descendants import descendants
 
 TARGET = "tests.workers.trouble:serve"
+ASYNC_TARGET = "tests.workers.trouble:serve_async"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -35,8 +37,8 @@ async def pool():
     """Makes a pool; at the end all are closed, and no process of theirs is left."""
     before, made = descendants(), []
 
-    def make(at_load="", *, target=TARGET, timeout_s=30.0, memory_bytes=16 << 30):
-        settings = WorkerSettings(2, 1, timeout_s=timeout_s, memory_bytes=memory_bytes)
+    def make(at_load="", *, target=TARGET, timeout_s=30.0, memory_bytes=16 << 30, concurrency=1):
+        settings = WorkerSettings(2, concurrency, timeout_s=timeout_s, memory_bytes=memory_bytes)
         made.append(WorkerPool("troubled", target, at_load, settings))
         return made[-1]
 
@@ -213,3 +215,60 @@ async def test_a_worker_does_not_outlive_who_looks_after_it(pool, monkeypatch, n
         await one.call(("orphan", number))
     assert await one.call(("square", 3)) == 9
     await gone([pid])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("deed", "error", "words", "cause"),
+    [
+        ("crash", WorkerCrashError, "exit code 7", "crash"),
+        ("leak", WorkerMemoryError, "MB, of", "memory"),
+        ("hang", WorkerTimeoutError, "no result in 3 s", "timeout"),
+    ],
+)
+async def test_of_calls_that_share_a_worker_only_the_one_at_fault_fails(
+    pool, deed, error, words, cause
+):
+    one = pool(target=ASYNC_TARGET, timeout_s=3.0, memory_bytes=256 << 20, concurrency=16)
+    await one.start()
+    calls = [one.call(("square", number)) for number in range(24)]
+    *found, blamed = await asyncio.gather(*calls, one.call((deed, None)), return_exceptions=True)
+    assert found == [number * number for number in range(24)]
+    assert isinstance(blamed, error) and words in str(blamed)
+    assert set(one.killed) == {cause}
+    # Once more, in a worker that it has to itself: nobody else's worker ends.
+    with pytest.raises(error):
+        await asyncio.gather(one.call((deed, None), alone=True), one.call(("square", 3)))
+    assert await one.call(("square", 4)) == 16
+    assert len(one._workers) <= 2
+
+
+async def test_a_copy_of_a_worker_says_nothing(pool):
+    one = pool()
+    await one.start()
+    assert [await one.call(("fork", None)) for _ in range(2)] == ["itself"] * 2
+
+
+async def test_who_is_cancelled_over_a_start_leaves_no_process(pool):
+    before = descendants()
+    for delay_s in (0.0, 0.001, 0.003, 0.01, 0.05):
+        starting = asyncio.create_task(Process.start(TARGET, "", within_s=30.0))
+        await asyncio.sleep(delay_s)
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+    await gone([process.pid for process in descendants() - before])
+
+
+async def test_who_looks_after_workers_goes_on_whatever_it_meets(pool, monkeypatch):
+    one = pool(memory_bytes=256 << 20)
+    await one.start()
+    measured, faults = one._table.memory_of_tree, iter([OSError("no such table")])
+
+    def memory_of_tree(pid):
+        for fault in faults:
+            raise fault
+        return measured(pid)
+
+    monkeypatch.setattr(one._table, "memory_of_tree", memory_of_tree)
+    with pytest.raises(WorkerMemoryError):
+        await one.call(("leak", None))

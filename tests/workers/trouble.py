@@ -1,9 +1,10 @@
 """What workers of the tests serve with: a handler that does as it is told, trouble included."""
 
+import asyncio
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from streamrl.errors import ConfigError
@@ -18,6 +19,17 @@ def serve(at_load: str) -> Callable[[tuple[str, Any]], Any]:
     if at_load == "refuse":
         raise ConfigError("rewards.path=x.py: no such file")
     return lambda request: DEEDS[request[0]](request[1])
+
+
+def serve_async(_: str) -> Callable[[tuple[str, Any]], Awaitable[Any]]:
+    """The same, many at once; all but trouble waits a while first, as for a server."""
+
+    async def handler(request: tuple[str, Any]) -> Any:
+        deed, argument = request
+        await asyncio.sleep(0.3)
+        return DEEDS[deed](argument)
+
+    return handler
 
 
 def square(number: int) -> int:
@@ -114,7 +126,19 @@ def breed(note: str) -> None:
     hang(None)
 
 
+def fork(_: Any) -> str:
+    """Come back twice."""
+    child = os.fork()
+    if child == 0:
+        return "the copy"
+    time.sleep(0.3)
+    return "itself"
+
+
 DEEDS: dict[str, Callable[[Any], Any]] = {
     deed.__name__: deed
-    for deed in (square, pid, slow, work, dawdle, garble, orphan, sly, hang, crash, leak, breed)
+    for deed in (
+        *(square, pid, slow, work, dawdle, fork),
+        *(garble, orphan, sly, hang, crash, leak, breed),
+    )
 }
