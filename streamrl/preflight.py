@@ -68,11 +68,11 @@ def prepare(config: RunConfig) -> Prepared:
     limit = config.data.prompt_limit(
         model_tokens=model_tokens, max_new_tokens=config.generator.max_new_tokens
     )
+    said = [asyncio.run(judges.preflight()) for judges in (rewards, *costs)]
     train = _load(config, config.data.train_files, limit)
     evaluation = _load(config, config.data.eval_files, limit)
     for judges in (rewards, *costs):
         judges.check([*train.prompts, *evaluation.prompts])
-    said = [asyncio.run(judges.preflight()) for judges in (rewards, *costs)]
     if config.data.pretrain:
         load_texts(config.data.pretrain)
     longest = max(len(prompt.token_ids) for prompt in [*train.prompts, *evaluation.prompts])

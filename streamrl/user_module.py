@@ -17,7 +17,7 @@ from typing import Any
 
 from streamrl.errors import ConfigError
 
-IMPORT_TIMEOUT_S = 120.0
+IMPORT_TIMEOUT_S = 100.0
 """Deadline of importing a user's file, s: it may load a model of its own."""
 
 
@@ -142,6 +142,9 @@ def import_file(path: str, *, setting: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # Behind everything else: files beside it can be imported, and hide nothing.
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
     sys.modules[name] = module
     try:
         with in_time():

@@ -147,10 +147,10 @@ async def _evaluate(
     )
     limits = Limits(limit, load_vocab_size(model), subject.data.on_long_prompt)
     loaded = load_prompts(files, tokenizer, limits)
-    for file in loaded.files:
-        rewards.check(file.prompts[: config.limit])
     for note in await rewards.preflight():
         print(f"streamrl: {note}", file=sys.stderr)
+    for file in loaded.files:
+        rewards.check(file.prompts[: config.limit])
     prompts = {name: found[: config.limit] for name, found in loaded.by_name.items()}
     longest = max(len(prompt.token_ids) for found in prompts.values() for prompt in found)
     engine = await _engine(subject, config.seed, longest + subject.max_new_tokens)

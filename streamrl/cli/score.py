@@ -78,8 +78,6 @@ def run(arguments: argparse.Namespace) -> int:
     with contextlib.redirect_stdout(sys.stderr):
         judges = _judges(config)
         groups = read_groups(_file(arguments, config), arguments.completions)
-        for one in judges.sets:
-            one.check([group.prompt for group in groups])
     began, lines = time.monotonic(), asyncio.run(_score(judges, groups, config))
     if not arguments.jsonl:
         sources = {i: group.prompt.data_source for group in groups for i in group.places}
@@ -162,6 +160,7 @@ async def _score(judges: Judges, groups: Sequence[Group], config: RunConfig) -> 
         for one in judges.sets:
             for note in await one.preflight():
                 print(f"streamrl: {note}", file=sys.stderr)
+            one.check([group.prompt for group in groups])
             await one.start()
         await side_by_side(judge, groups, most=config.scorer.max_groups, tell=tell)
     finally:

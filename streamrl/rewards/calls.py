@@ -11,23 +11,28 @@ import numpy as np
 from streamrl.errors import RewardError
 from streamrl.messages import Prompt
 from streamrl.rewards.numbers import finite
-from streamrl.rewards.user_function import Arguments, Source, UserFunction
+from streamrl.rewards.user_function import Arguments, Needs, Source, UserFunction
 from streamrl.rewards.verdict import Judgement, Verdict
 
 Request = tuple[Prompt, Sequence[str]]
+"""None asks what the function needs."""
 PASS_SCORE = 1.0
 """A number alone passes from here on."""
 
 
-def serve(source: Source) -> Callable[[Request], Any]:
+def serve(source: Source) -> Callable[[Request | None], Any]:
     """What a worker answers with: judgements, or text where what came back is none."""
     user = source.load()
 
-    def judge(request: Request) -> list[Judgement] | str:
+    def judge(request: Request | None) -> list[Judgement] | Needs | str:
+        if request is None:
+            return user.needs
         calls = _calls(user, request)
         return _read(user, [_call(user, arguments) for arguments in calls], request)
 
-    async def judge_async(request: Request) -> list[Judgement] | str:
+    async def judge_async(request: Request | None) -> list[Judgement] | Needs | str:
+        if request is None:
+            return user.needs
         calls = [_await(user, arguments) for arguments in _calls(user, request)]
         tasks = [asyncio.create_task(call) for call in calls]
         try:
@@ -43,7 +48,7 @@ def serve(source: Source) -> Callable[[Request], Any]:
 def _calls(user: UserFunction, request: Request) -> list[Arguments]:
     prompt, completions = request
     groups = [completions] if user.style.per_group else [[text] for text in completions]
-    return [user.arguments(prompt, group) for group in groups]
+    return [user.needs.arguments(prompt, group) for group in groups]
 
 
 def _call(user: UserFunction, arguments: Arguments) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt
 from streamrl.rewards.reward import Given, WorkerOptions, WorkerReward
-from streamrl.rewards.user_function import Source
+from streamrl.rewards.user_function import Needs, Source
 
 
 @dataclass
@@ -32,35 +32,30 @@ class FunctionReward(WorkerReward):
 
     def __init__(self, source: Source, given: Given[FunctionOptions]) -> None:
         super().__init__("streamrl.rewards.calls:serve", source, given)
-        self._source = source
+        self._needs: Needs | None = None
+
+    async def preflight(self) -> str:
+        """Import the user's file in a worker. Raises ConfigError as `Source.load` does."""
+        self._needs = await self.trial()
+        return ""
 
     def check(self, prompt: Prompt) -> None:
-        """Raise RewardError if the function wants a column the prompt's row does not have.
-
-        Imports the user's file, once: only the process that checks a run's data does so.
-        """
-        self._source.load().arguments(prompt, [""])
+        """Raise RewardError if the function wants a column the prompt's row does not have."""
+        assert self._needs is not None, "preflight comes first"
+        self._needs.arguments(prompt, [""])
 
 
 def function_reward(given: Given[FunctionOptions]) -> FunctionReward:
-    """Kind `function`. Raises ConfigError as `Source.load` does."""
+    """Kind `function`. The file is not loaded yet: that happens in workers alone."""
     options = given.options
     if not options.path:
         raise ConfigError("rewards.path: missing; kind function needs it")
     kwargs = tuple(options.kwargs.items())
-    return _checked(Source(options.path, options.function or given.name, kwargs), given)
+    return FunctionReward(Source(options.path, options.function or given.name, kwargs), given)
 
 
 def registered_reward(kind: str, given: Given[FunctionOptions]) -> FunctionReward:
-    """A kind of a user's own: registered in the file `path`, or by an installed package.
-
-    Raises ConfigError if there is none of that name, or its file cannot be used.
-    """
+    """A kind of a user's own: registered in the file `path`, or by an installed package."""
     options = given.options
     kwargs = tuple(options.kwargs.items())
-    return _checked(Source(options.path, kind, kwargs, is_registered=True), given)
-
-
-def _checked(source: Source, given: Given[FunctionOptions]) -> FunctionReward:
-    source.load()
-    return FunctionReward(source, given)
+    return FunctionReward(Source(options.path, kind, kwargs, is_registered=True), given)

@@ -3,8 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from streamrl.rewards.numeric import numeric_reward
 from streamrl.rewards.plugins import installed
 from streamrl.rewards.regex import RegexOptions, regex_reward
 from streamrl.rewards.reward import Given, Reward, Surroundings
-from streamrl.rewards.reward_set import REWARDS, Judged, RewardSet
+from streamrl.rewards.reward_set import REWARDS, Judged, RewardSet, named
 from streamrl.rewards.rules import (
     AutoReward,
     ChoiceOptions,
@@ -145,7 +144,7 @@ def build_rewards(
         raise ConfigError(f"{section}: empty; a run needs at least one, e.g. [{{kind: exact}}]")
     components = []
     for i, config in enumerate(configs):
-        with _named(section, i):
+        with named(section, i):
             _check(config, judged)
             reward = _make(config, around)
         components.append(Component(config.component, config.weight, config.gate, reward))
@@ -164,18 +163,9 @@ def check_options(configs: Sequence[RewardConfig], judged: Judged) -> None:
     """Raise ConfigError for an option of a kind of streamrl's that cannot be; loads nothing."""
     for i, config in enumerate(configs):
         if kind := KINDS.get(config.kind):
-            with _named(judged.section, i):
+            with named(judged.section, i):
                 _check_keys(config, kind)
                 read_settings(kind.options, config.options, section="rewards")
-
-
-@contextmanager
-def _named(section: str, place: int) -> Iterator[None]:
-    """A reward does not know which one it is, nor that it is a cost."""
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("rewards.", f"{section}[{place}].", 1)) from None
 
 
 def _check(config: RewardConfig, judged: Judged) -> None:

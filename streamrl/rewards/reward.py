@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from streamrl.errors import (
@@ -175,15 +176,24 @@ class WorkerReward(Reward):
             timeout_s=options.timeout_s or given.around.scorer.timeout_s,
             memory_bytes=int(options.memory_gib * 2**30),
         )
-        self._pool = WorkerPool(given.name, target, payload, settings)
+        self._new_pool = partial(WorkerPool, given.name, target, payload, settings)
+        self._pool = self._new_pool()
         self.killed = self._pool.killed
 
     async def start(self) -> None:
         """Start a worker: what it cannot load is told now."""
+        await _started(self._pool)
+
+    async def trial(self) -> Any:
+        """What a worker answers to the request None, one that is started only for that."""
+        pool = self._new_pool()
         try:
-            await self._pool.start()
-        except WorkerCrashError as error:
-            raise RewardCrashError(f"its worker does not start: {error}") from None
+            await _started(pool)
+            return await pool.call(None)
+        except WorkerError as error:
+            raise RewardCrashError(str(error)) from None
+        finally:
+            await pool.close()
 
     async def score(self, prompt: Prompt, completions: Sequence[str]) -> Sequence[Judgement]:
         """What a worker says. Raises RewardError after so many attempts, or at once for nonsense.
@@ -214,6 +224,13 @@ class WorkerReward(Reward):
     async def close(self) -> None:
         """End all workers."""
         await self._pool.close()
+
+
+async def _started(pool: WorkerPool) -> None:
+    try:
+        await pool.start()
+    except WorkerCrashError as error:
+        raise RewardCrashError(f"its worker does not start: {error}") from None
 
 
 async def attempt(once: Callable[[], Any], attempts: int) -> Any:

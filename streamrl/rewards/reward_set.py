@@ -3,8 +3,8 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,6 +44,15 @@ class GroupJudgement:
     components: Judgements
     totals: Array
     seconds: Mapping[str, float]
+
+
+@contextmanager
+def named(section: str, place: int) -> Iterator[None]:
+    """A reward does not know which one it is, nor that it is a cost: errors are told here."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("rewards.", f"{section}[{place}].", 1)) from None
 
 
 class RewardSet:
@@ -89,11 +98,19 @@ class RewardSet:
                     raise ConfigError(f"{where}: {word}: {error}") from error
 
     async def preflight(self) -> list[str]:
-        """What the user should know before a run. Raises ConfigError for what cannot be had."""
+        """What the user should know before a run; `check` comes after it.
+
+        Raises ConfigError for what cannot be had.
+        """
         notes = []
-        for name, component in zip(self.names, self._components, strict=True):
-            async with self._ready_in_time(name):
-                notes.append(await component.reward.preflight())
+        for place, component in enumerate(self._components):
+            with named(self._judged.section, place):
+                try:
+                    async with self._ready_in_time(component.name):
+                        notes.append(await component.reward.preflight())
+                except RewardError as error:
+                    word = f"{self._judged.word} {component.name}"
+                    raise ConfigError(f"{word}: {error}") from error
         return [note for note in notes if note]
 
     async def start(self) -> None:
@@ -102,9 +119,10 @@ class RewardSet:
         If one of them cannot be made ready, all are closed again.
         """
         try:
-            for name, component in zip(self.names, self._components, strict=True):
-                async with self._ready_in_time(name):
-                    await component.reward.start()
+            for place, component in enumerate(self._components):
+                with named(self._judged.section, place):
+                    async with self._ready_in_time(component.name):
+                        await component.reward.start()
             async with self._ready_in_time("combine"):
                 await self._combination.start()
         except BaseException:

@@ -86,32 +86,49 @@ STYLES = (
 
 
 @dataclass(frozen=True)
-class UserFunction:
-    """A loaded reward function, how it is called, and what every call is given besides."""
+class Needs:
+    """What a reward function is called with: plain data, known outside its worker too.
 
-    code: FileFunction
-    style: Style
-    kwargs: Mapping[str, Any]
+    where: the function and its file. style: the signature of one of STYLES. required: the
+    parameters it must be given. kwargs: what every call is given besides.
+    """
+
+    where: str
+    style: str
+    parameters: frozenset[str]
+    required: frozenset[str]
+    takes_any: bool
+    kwargs: tuple[tuple[str, Any], ...]
 
     def arguments(self, prompt: Prompt, completions: Sequence[str]) -> Arguments:
         """What to call it with, by name. Raises RewardError if it wants a column the row lacks."""
-        offered = {**self.style.arguments(prompt, completions), **self.kwargs}
-        missing = self.code.required - offered.keys()
+        (style,) = (style for style in STYLES if style.signature == self.style)
+        offered = {**style.arguments(prompt, completions), **dict(self.kwargs)}
+        missing = self.required - offered.keys()
         if missing:
             raise RewardError(
-                f"{self} needs {', '.join(sorted(missing))}; "
+                f"{self.where} needs {', '.join(sorted(missing))}; "
                 f"the row has {', '.join(sorted(offered))}"
             )
-        if self.code.takes_any:
+        if self.takes_any:
             return offered
-        return {name: value for name, value in offered.items() if name in self.code.parameters}
+        return {name: value for name, value in offered.items() if name in self.parameters}
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """A loaded reward function, and how it is called."""
+
+    code: FileFunction
+    style: Style
+    needs: Needs
 
     def error(self, failure: BaseException) -> RewardError:
         """What the function raised, with the innermost line of the user's file."""
         return RewardError(self.code.place_of(failure))
 
     def __str__(self) -> str:
-        return f"{self.code.name} in {self.code.file}"
+        return self.needs.where
 
 
 @dataclass(frozen=True)
@@ -138,7 +155,16 @@ class Source:
                 raise ConfigError(
                     f"rewards.kwargs.{key}: {code.name} in {code.file} has no such parameter"
                 )
-        return UserFunction(code, _style(code, kwargs), kwargs)
+        style = _style(code, kwargs)
+        needs = Needs(
+            where=f"{code.name} in {code.file}",
+            style=style.signature,
+            parameters=frozenset(code.parameters),
+            required=frozenset(code.required),
+            takes_any=code.takes_any,
+            kwargs=self.kwargs,
+        )
+        return UserFunction(code, style, needs)
 
     def _find(self) -> FileFunction:
         if not self.is_registered:

@@ -22,6 +22,7 @@ from streamrl.rewards import RewardConfig, build_rewards
 from streamrl.rewards.filtering import NoFilter
 from streamrl.rewards.scorer import RewardScorer
 
+ROOT = Path(__file__).resolve().parents[2]
 ROWS = (
     {"prompt": "2+3=", "ground_truth": "5", "data_source": "sums"},
     {"prompt": "2*3=", "reward_model": {"ground_truth": "6"}, "data_source": "products"},
@@ -246,6 +247,44 @@ def test_bad_completions_are_one_line_with_their_number(tmp_path, capsys, lines,
     out, error = capsys.readouterr()
     assert (out, error.count("\n")) == ("", 1)
     assert error.startswith("streamrl: " + words.format(path))
+
+
+@pytest.mark.parametrize(
+    ("source", "line"),
+    [
+        ("import os; os._exit(0)", "reward f: its worker does not start: .* exit code 0"),
+        ("import ctypes; ctypes.string_at(0)", "reward f: its worker does not start: .*SIGSEGV"),
+        ("1 / 0", r"rewards\[0\].path=.*my_reward.py:1: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_file_that_ends_its_process_while_it_is_imported_ends_no_other(
+    score, reward_file, source, line
+):
+    code, lines, error = score("--reward", f"{reward_file(source)}:f")
+    assert (code, lines) == (2, [])
+    assert re.fullmatch(rf"streamrl: {line}\n", error)
+
+
+def test_a_file_imports_what_lies_beside_it_and_says_nothing_among_the_lines(reward_file, tmp_path):
+    (tmp_path / "beside.py").write_text("import os\nos.write(1, b'noise')\nvalue = 0.5\n")
+    # What hides a library in the working directory is no library of the workers.
+    (tmp_path / "psutil.py").write_text("raise ImportError\n")
+    path = reward_file("import beside\ndef f(prompt, completion): return beside.value\n")
+    rows = write(tmp_path / "rows.jsonl", ROWS)
+    outs = write(tmp_path / "outs.jsonl", [{"index": 0, "completion": "5"}])
+    command = [sys.executable, "-P", "-m", "streamrl.cli", "score", rows, "--completions", outs]
+    done = subprocess.run(
+        [*map(str, command), "--jsonl", "--reward", f"{path}:f"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    (line,) = done.stdout.splitlines()
+    assert json.loads(line)["score"] == 0.5
+    assert "noise" in done.stderr
 
 
 @pytest.mark.parametrize(

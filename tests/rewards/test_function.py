@@ -180,7 +180,7 @@ async def test_a_file_of_a_users_own_kind(tmp_path):
     with pytest.raises(
         ConfigError, match=r"rewards\[0\].kind=short: not registered in .*, which has b"
     ):
-        build_rewards([RewardConfig("short", options={"path": str(path)})])
+        await build_rewards([RewardConfig("short", options={"path": str(path)})]).preflight()
 
 
 @pytest.mark.parametrize(
@@ -309,7 +309,7 @@ async def test_a_result_that_breaks_when_it_is_looked_at_is_reported_too(reward_
 
 async def test_a_column_the_row_lacks_is_named_before_and_during_the_run(reward_from):
     reward = reward_from("def f(completions, solution, hint=None): return [1.0]")
-    check = reward.source.load().arguments
+    check = reward.source.load().needs.arguments
     check(prompt(solution="5"), [""])
     words = r"f in .*reward.py needs solution; the row has answer, completions, data_source"
     with pytest.raises(RewardError, match=words):

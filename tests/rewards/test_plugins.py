@@ -1,7 +1,5 @@
 """Kinds of reward that a user's file, or an installed package, brings."""
 
-import sys
-
 import pytest
 
 from streamrl.errors import ConfigError
@@ -19,11 +17,11 @@ from streamrl.rewards import RewardConfig, build_rewards
         ("@reward('a b')\ndef f(prompt, completion): return 1", "kind 'a b': letters, digits"),
     ],
 )
-def test_a_kind_has_one_function_and_a_name_that_can_be_logged(tmp_path, source, words):
+async def test_a_kind_has_one_function_and_a_name_that_can_be_logged(tmp_path, source, words):
     path = tmp_path / "kinds.py"
     path.write_text(f"from streamrl.rewards import reward\n{source}\n")
     with pytest.raises(ConfigError, match=words):
-        build_rewards([RewardConfig("a", options={"path": str(path)})])
+        await build_rewards([RewardConfig("a", options={"path": str(path)})]).preflight()
 
 
 @pytest.mark.parametrize(
@@ -34,14 +32,15 @@ def test_a_kind_has_one_function_and_a_name_that_can_be_logged(tmp_path, source,
         ("", "AttributeError"),
     ],
 )
-def test_an_installed_kind_that_cannot_be_loaded_is_one_line(tmp_path, monkeypatch, source, words):
+async def test_an_installed_kind_that_cannot_be_loaded_is_one_line(
+    tmp_path, monkeypatch, source, words
+):
     facts = tmp_path / "mine-1.0.dist-info"
     facts.mkdir()
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: mine\nVersion: 1.0\n")
     (facts / "entry_points.txt").write_text("[streamrl.rewards]\nmine = kinds_of_mine:judge\n")
     (tmp_path / "kinds_of_mine.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, "kinds_of_mine", raising=False)
     with pytest.raises(ConfigError, match=rf"rewards\[0\].kind=mine: .*{words}") as caught:
-        build_rewards([RewardConfig("mine")])
+        await build_rewards([RewardConfig("mine")]).preflight()
     assert "\n" not in str(caught.value)
