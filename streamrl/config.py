@@ -313,13 +313,26 @@ def resolve(settings: DictConfig, *, place: str) -> RunConfig:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), loose))
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
-        raise ConfigError(f"{place}: {error.full_key or 'config'}: {reason}") from None
+        key = _entry_with(error, loose) + str(error.full_key or "config")
+        raise ConfigError(f"{place}: {key}: {reason}") from None
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(f"{place}: {error}") from None
     assert isinstance(config, RunConfig)
     return config
+
+
+def _entry_with(error: OmegaConfBaseException, loose: Mapping[str, Any]) -> str:
+    """Which reward or cost has the value that is refused, as `rewards[0].`; OmegaConf knows not."""
+    kind = OmegaConf.structured(RewardConfig)
+    for section in ("rewards", "costs") if error.object_type is RewardConfig else ():
+        for i, entry in enumerate(loose.get(section, ())):
+            try:
+                OmegaConf.merge(kind, entry)
+            except OmegaConfBaseException:
+                return f"{section}[{i}]."
+    return ""
 
 
 def _with_options(loose: Any) -> Any:

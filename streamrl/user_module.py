@@ -19,6 +19,8 @@ from streamrl.errors import ConfigError
 
 IMPORT_TIMEOUT_S = 100.0
 """Deadline of importing a user's file, s: it may load a model of its own."""
+MAX_WORDS = 500
+"""Characters of what an error of a user's says that are told."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,7 @@ class FileFunction:
     @property
     def written(self) -> str:
         """Its parameters as they stand in the file."""
-        return ", ".join(str(p) for p in self.parameters.values())
+        return str(inspect.Signature([*self.parameters.values()]))[1:-1]
 
     def asks(self, offered: Sequence[str]) -> tuple[str, ...]:
         """Those of `offered` that it takes by name.
@@ -185,7 +187,10 @@ def split_reference(reference: str, *, setting: str) -> tuple[str, str]:
 
 
 def failure_place(path: str, error: BaseException) -> str:
-    """`path:line: type: message`, the line being the innermost of that file."""
+    """`path:line: type: message`, the line being the innermost of that file.
+
+    Of a long message it is the beginning; without one it is `path:line: type`.
+    """
     frames = traceback.extract_tb(error.__traceback__)
     lines = [frame.lineno for frame in frames if frame.filename == path]
     if isinstance(error, SyntaxError) and error.filename == path:
@@ -195,4 +200,6 @@ def failure_place(path: str, error: BaseException) -> str:
         words = " ".join(str(error).split())
     except Exception:  # noqa: BLE001 - it is the user's own, and may be broken too
         words = "what it says cannot be read"
-    return f"{place}: {type(error).__name__}: {words}"
+    if len(words) > MAX_WORDS:
+        words = f"{words[:MAX_WORDS]}..."
+    return f"{place}: {type(error).__name__}" + (f": {words}" if words else "")

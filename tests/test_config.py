@@ -130,6 +130,8 @@ def test_paths_hold_wherever_an_actor_runs(recipe: Path) -> None:
         ("model.path=''", "model.path: missing"),
         ("data.train=''", "data.train: missing"),
         ("rewards=[]", "rewards: empty"),
+        ("rewards=[{kind: exact}, {kind: exact, name: b, weight: x}]", r"rewards\[1\].weight: "),
+        ("costs=[{kind: exact, gate: x}]", r"costs\[0\].gate: "),
         ("weights.bucket_mb=0", "weights.bucket_mb=0: must be at least 1"),
         ("algorithm.mini_batches=3", "mini_batches=3: must divide pipeline.groups_per_step=32"),
         ("algorithm.overlong_buffer=257", "overlong_buffer=257: must be at most generator.max_new"),

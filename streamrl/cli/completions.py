@@ -80,9 +80,13 @@ def _read_completions(path: str) -> Iterator[tuple[str, int, str]]:
         raise ConfigError(f"--completions {path}: holds no completions")
 
 
+def _type_name(value: Any) -> str:
+    return "null" if value is None else type(value).__name__
+
+
 def _completion(record: Any, where: str) -> tuple[int, str]:
     if not isinstance(record, dict):
-        raise ConfigError(f"{where}: must be a JSON object, is a {type(record).__name__}")
+        raise ConfigError(f"{where}: must be a JSON object, is {_type_name(record)}")
     for key, kind, what in (
         ("index", int, "the number of a row, from 0"),
         ("completion", str, "text"),

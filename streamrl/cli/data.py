@@ -39,6 +39,7 @@ def add_file_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt-key", help="column of the prompt (the recipe's; prompt)")
     parser.add_argument("--label-key", help="column of the ground truth")
     parser.add_argument("--template", help=f"{MODEL}, {PLAIN} or a jinja file ({MODEL})")
+    parser.add_argument("--filter", help="file.py:function that says which prompts are kept")
     parser.add_argument("--split", help="split of a dataset that has several")
 
 
@@ -46,7 +47,7 @@ def named_files(
     arguments: argparse.Namespace, paths: Sequence[str], data: DataConfig
 ) -> tuple[DataFile, ...]:
     """The files of the command line, read as its arguments say, else as `data` does."""
-    names = ("prompt_key", "label_key", "template", "split")
+    names = ("prompt_key", "label_key", "template", "filter", "split")
     said = {name: vars(arguments)[name] for name in names if vars(arguments)[name] is not None}
     if said and not paths:
         name, value = next(iter(said.items()))

@@ -52,7 +52,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--completions",
         required=True,
         metavar="FILE",
-        help='JSONL of {"index": row from 0, "completion": text}; lines of one index are a group',
+        help='JSONL of {"index": row from 0, "completion": text}; lines of one index are a group;'
+        " line 12 of a JSONL file has index 11, blank lines counted",
     )
     parser.add_argument(
         "--reward",

@@ -82,7 +82,7 @@ def load_template(
 ) -> Template:
     """The template that `setting` names: model, plain, or a path.
 
-    Raises ConfigError if it cannot be read.
+    Raises ConfigError if it cannot be read, or is no template.
 
     model is the model's own chat template; for a tokenizer without one it is plain.
     """
@@ -94,13 +94,31 @@ def load_template(
             source = tokenizer.get_chat_template() if has_own else None
         except ValueError as error:  # of several templates none is the default
             raise ConfigError(f"{setting}={MODEL}: {_why(error)}") from error
-        return Template(source, "the model's chat template")
+        template = Template(source, "the model's chat template")
+    else:
+        try:
+            template = Template(Path(name).read_text(), name)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{setting}={name}: must be {MODEL}, {PLAIN} or a jinja file: {_why(error)}"
+            ) from error
+    _check_syntax(template, f"{setting}={name}")
+    return template
+
+
+def _check_syntax(template: Template, said: str) -> None:
+    """Raise ConfigError, with the line, for what is no template whatever the messages are."""
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    if template.source is None:
+        return
     try:
-        return Template(Path(name).read_text(), name)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"{setting}={name}: must be {MODEL}, {PLAIN} or a jinja file: {_why(error)}"
-        ) from error
+        # Of no conversation, it is only compiled: with the tags and the sandbox that it runs in.
+        render_jinja_template([], chat_template=template.source)
+    except Exception as error:
+        line = f":{error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+        raise ConfigError(f"{said}{line}: {_why(error)}") from error
 
 
 def render(
@@ -122,8 +140,6 @@ def render(
 
 
 def _text(tokenizer: "PreTrainedTokenizerBase", row: Row, template: Template) -> str:
-    from jinja2 import TemplateError
-
     if template.source is None:
         return "\n".join(message["content"] for message in row.messages)
     try:
@@ -133,8 +149,8 @@ def _text(tokenizer: "PreTrainedTokenizerBase", row: Row, template: Template) ->
             add_generation_prompt=True,
             tokenize=False,
         )
-    # TypeError and ValueError come from Python expressions inside a template.
-    except (TemplateError, TypeError, ValueError) as error:
+    # A template is a program: its expressions may raise whatever Python does.
+    except Exception as error:
         raise ConfigError(
             f"{row.place}: {template.name} refuses the prompt: {_why(error)}"
         ) from error

@@ -74,7 +74,7 @@ def scan_rows(
 
 def _parse(record: Any, place: str, index: int, *, prompt_key: str, label_key: str) -> Row:
     if not isinstance(record, dict):
-        raise ConfigError(f"{place}: must be a JSON object, is a {_type_name(record)}")
+        raise ConfigError(f"{place}: must be a JSON object, is {_type_name(record)}")
     for setting, key in (("data.prompt_key", prompt_key), ("label_key", label_key)):
         if key and key not in record:
             columns = ", ".join(map(str, record)) or "none"

@@ -5,9 +5,11 @@ the completions, are the independent observations: intervals are clustered by pr
 """
 
 import math
+import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from urllib.parse import quote
 
 import numpy as np
 
@@ -17,6 +19,8 @@ Interval = tuple[float, float]
 
 _Z = 1.959964
 """The normal quantile that 95 % lie within."""
+_RESERVED = {"": "none", "none": "%6Eone"}
+"""What metrics call the source of rows that have none, and a source that is called so."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,7 @@ class EvaluationResult:
                 row[f"eval/interval/{name}_{end}"] = value
         for kind, parts in (("source", self.by_source), ("file", self.by_file)):
             for name, part in parts.items() if len(parts) > 1 else ():
-                prefix = f"eval/{kind}/{name.replace('/', '_') or 'none'}/"
+                prefix = f"eval/{kind}/{_segment(name)}/"
                 row |= {f"{prefix}pass_at_1": part.pass_at_1, f"{prefix}pass_at_k": part.pass_at_k}
                 row |= part._values(prefix)
         return row
@@ -74,6 +78,18 @@ class EvaluationResult:
     def _values(self, prefix: str) -> dict[str, float]:
         maj = {} if self.maj_at_k is None else {f"{prefix}maj_at_k": self.maj_at_k}
         return {f"{prefix}mean_at_k": self.mean_at_k, **maj}
+
+
+def _segment(name: str) -> str:
+    """A source or a file as one segment of a metric's name; two of them never have the same.
+
+    Letters, digits and `_ . -` stand for themselves, `~` for a slash, `none` for no name; anything
+    else, and the name none itself, is percent-encoded.
+    """
+    if name in _RESERVED:
+        return _RESERVED[name]
+    plain = re.sub(r"[^\w./-]", lambda found: quote(found[0], "", errors="surrogatepass"), name)
+    return plain.replace("~", "%7E").replace("/", "~")
 
 
 def figures(scores: Array, answers: Array | None, *, pass_score: float) -> EvaluationResult:

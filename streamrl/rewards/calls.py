@@ -1,7 +1,6 @@
 """In a worker: a user's function is loaded, called, and what it returns is read as judgements."""
 
 import asyncio
-import reprlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from numbers import Real
 from typing import Any
@@ -10,7 +9,7 @@ import numpy as np
 
 from streamrl.errors import RewardError
 from streamrl.messages import Prompt
-from streamrl.rewards.numbers import finite
+from streamrl.rewards.numbers import finite, shown
 from streamrl.rewards.user_function import Arguments, Needs, Source, UserFunction
 from streamrl.rewards.verdict import Judgement, Verdict
 
@@ -87,7 +86,7 @@ def _per_completion(user: UserFunction, results: Any, size: int) -> Sequence[Any
     if hasattr(results, "tolist"):  # an array, or a tensor
         results = results.tolist()
     if not isinstance(results, list | tuple) or len(results) != size:
-        raise RewardError(f"{user} returned {reprlib.repr(results)}, not a list of {size} numbers")
+        raise RewardError(f"{user} returned {shown(results)}, not a list of {size} numbers")
     return results
 
 
@@ -100,13 +99,12 @@ def _judgement(user: UserFunction, result: Any, place: int) -> Judgement:
     score = finite(facts.get("score"))
     if score is None:
         raise RewardError(
-            f"{user} returned {reprlib.repr(result)} for completion {place}, not a finite number"
+            f"{user} returned {shown(result)} for completion {place}, not a finite number"
         )
     passes = facts.get("acc", score >= PASS_SCORE)
     if not isinstance(passes, Real | np.bool_):
         raise RewardError(
-            f"{user} returned {reprlib.repr(result)} for completion {place}:"
-            " acc must be true or false"
+            f"{user} returned {shown(result)} for completion {place}: acc must be true or false"
         )
     answer = facts.get("pred", facts.get("answer"))
     return Judgement(

@@ -12,7 +12,7 @@ from streamrl.rewards.code_tests import read_tests
 from streamrl.rewards.remote_sandbox import RemoteSandbox
 from streamrl.rewards.reward import AttemptOptions, Given, Reward, attempt
 from streamrl.rewards.sandbox import LANGUAGES, Language, Limits, Outcome, Program, Sandbox
-from streamrl.rewards.text import AnswerPattern
+from streamrl.rewards.text import AnswerPattern, SlowPatternError
 from streamrl.rewards.verdict import Judgement, Verdict
 from streamrl.settings import read_settings
 
@@ -71,6 +71,7 @@ class Runner(Protocol):
 class CodeReward(Reward):
     """Takes the program out of each completion and runs it. No expected value enters the sandbox.
 
+    Where `extract` takes too long to find the program, the completion is judged timeout.
     The ground truth is what code_tests.py reads.
     """
 
@@ -117,21 +118,29 @@ class CodeReward(Reward):
         """Each program's verdict. Raises InfraError if the sandbox cannot be had."""
         options = self._options
         tests = read_tests(prompt.ground_truth, most=options.most_tests)
-        programs = [
-            Program(
+
+        async def judge(source: str | SlowPatternError) -> Judgement:
+            if isinstance(source, SlowPatternError):
+                return Judgement(0.0, Verdict.TIMEOUT, detail=str(source))
+            program = Program(
                 options.language,
-                self.source_in(completion),
+                source,
                 tests,
                 stop_early=options.score == "all",
                 loose_numbers=options.loose_numbers,
             )
-            for completion in completions
-        ]
-        return await asyncio.gather(*(self._judge(program) for program in programs))
+            return await self._judge(program)
 
-    def source_in(self, completion: str) -> str:
-        """The program of a completion."""
-        found = self._extract.last(completion)
+        # Beside the event loop: a pattern may take its time.
+        sources = await asyncio.to_thread(lambda: [*map(self._source_in, completions)])
+        return await asyncio.gather(*map(judge, sources))
+
+    def _source_in(self, completion: str) -> str | SlowPatternError:
+        """The program of a completion, or why it is not found in time."""
+        try:
+            found = self._extract.last(completion)
+        except SlowPatternError as error:
+            return error
         return completion if found is None else found
 
     async def _judge(self, program: Program) -> Judgement:

@@ -9,7 +9,7 @@ import numpy as np
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import Array, Prompt
 from streamrl.rewards.config import ScorerConfig
-from streamrl.rewards.numbers import finite
+from streamrl.rewards.numbers import finite, shown
 from streamrl.rewards.reward import Given, Reward, Surroundings, WorkerOptions, WorkerReward
 from streamrl.rewards.verdict import Judgement, Verdict
 from streamrl.user_module import FileFunction, find_reference
@@ -125,18 +125,35 @@ def serve(reference: str) -> Callable[[Any], list[float] | str]:
         totals = []
         for place, (completion, rewards) in enumerate(zip(completions, scores, strict=True)):
             offered = {"rewards": rewards, "prompt": prompt, "completion": completion}
+            found = _call(code, {key: offered[key] for key in asked})
             try:
-                found = code.function(**{key: offered[key] for key in asked})
-            except (Exception, SystemExit) as error:
-                raise RewardError(code.place_of(error)) from error
-            number = finite(found)
-            if number is None:
-                where = f"{code.name} in {code.file}"
-                return f"{where} returned {found!r} for completion {place}, not a number"
-            totals.append(number)
+                totals.append(_number(code, found, place))
+            except RewardError as error:
+                return str(error)
+            # What is returned may be anything, and do anything when it is looked at.
+            except BaseException as error:  # noqa: BLE001
+                return code.place_of(error)
         return totals
 
     return combine
+
+
+def _call(code: FileFunction, arguments: Mapping[str, Any]) -> Any:
+    try:
+        return code.function(**arguments)
+    # Whatever a user's function does wrong, exit() included.
+    except BaseException as error:
+        raise RewardError(code.place_of(error)) from error
+
+
+def _number(code: FileFunction, found: Any, place: int) -> float:
+    number = finite(found)
+    if number is None:
+        raise RewardError(
+            f"{code.name} in {code.file} returned {shown(found)} for completion {place},"
+            " not a number"
+        )
+    return number
 
 
 def build_combination(components: Sequence[Component], scorer: ScorerConfig) -> Combination:

@@ -2,14 +2,14 @@
 
 from typing import Any
 
-from streamrl.errors import RewardError
+from streamrl.rewards.answers.rule import truth_text
 from streamrl.rewards.reward import RuleReward
 from streamrl.rewards.text import PatternOptions, answer_in
 from streamrl.rewards.verdict import Judgement
 
 
 def exact_reward(options: PatternOptions) -> RuleReward:
-    """Compares text, both sides trimmed; ground_truth is text or an int.
+    """Compares text, both sides trimmed; ground_truth is text, not empty, or an int.
 
     The answer is the whole completion, or what `pattern` finds in it; found nowhere, it is wrong.
     """
@@ -17,12 +17,6 @@ def exact_reward(options: PatternOptions) -> RuleReward:
 
     def judge(completion: str, truth: Any) -> Judgement:
         answer = answer_in(completion, pattern)
-        return Judgement.of(answer == _text(truth), answer)
+        return Judgement.of(answer == truth_text(truth), answer)
 
-    return RuleReward(judge, _text)
-
-
-def _text(truth: Any) -> str:
-    if isinstance(truth, bool) or not isinstance(truth, str | int):
-        raise RewardError(f"ground_truth must be text or an int, is {truth!r}")
-    return str(truth).strip()
+    return RuleReward(judge, truth_text)

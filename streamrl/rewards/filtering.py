@@ -5,7 +5,6 @@ A group whose rollouts all got the same reward has no advantage to learn from. D
 """
 
 import math
-import reprlib
 import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from omegaconf import MISSING
 
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import COMPONENT_PREFIX, Columns, Prompt, describe_prompt
+from streamrl.rewards.numbers import shown
 from streamrl.settings import read_settings
 from streamrl.user_module import find_function
 
@@ -152,9 +152,8 @@ class FunctionFilter:
         """That the function said so. Raises RewardError if it fails, or returns no bool."""
         kept = self._call(prompt, columns)
         if not isinstance(kept, bool | np.bool_):
-            found = " ".join(reprlib.repr(kept).split())
             raise RewardError(
-                f"filter, {describe_prompt(prompt)}: {self._where} returned {found},"
+                f"filter, {describe_prompt(prompt)}: {self._where} returned {shown(kept)},"
                 " not True or False"
             )
         return None if kept else f"{self._where} returned False"

@@ -1,12 +1,18 @@
-"""What counts as a number, where a user's code says what something is worth."""
+"""What counts as a number where a user's code says what something is worth, and what did not."""
 
 import contextlib
+import reprlib
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
 _LARGEST = float(np.finfo(np.float32).max)
+
+
+def shown(value: Any) -> str:
+    """What a user's code gave, in short and on one line."""
+    return " ".join(reprlib.repr(value).split())
 
 
 def finite(value: Any) -> float | None:

@@ -20,7 +20,8 @@ from streamrl.errors import (
 )
 from streamrl.messages import Prompt
 from streamrl.rewards.config import SandboxConfig, ScorerConfig
-from streamrl.rewards.verdict import Judgement
+from streamrl.rewards.text import SlowPatternError
+from streamrl.rewards.verdict import Judgement, Verdict
 from streamrl.workers import (
     WorkerCrashError,
     WorkerError,
@@ -86,7 +87,10 @@ class Reward:
 
 
 class RuleReward(Reward):
-    """A rule: text and ground truth in, a judgement out. Runs beside the event loop."""
+    """A rule: text and ground truth in, a judgement out. Runs beside the event loop.
+
+    A completion that a pattern of the rule takes too long on is judged timeout.
+    """
 
     def __init__(
         self,
@@ -108,7 +112,13 @@ class RuleReward(Reward):
 
     def _judge_all(self, truth: Any, completions: Sequence[str]) -> list[Judgement]:
         self._check_truth(truth)
-        return [self._judge(text, truth) for text in completions]
+        return [self._judge_one(text, truth) for text in completions]
+
+    def _judge_one(self, completion: str, truth: Any) -> Judgement:
+        try:
+            return self._judge(completion, truth)
+        except SlowPatternError as error:
+            return Judgement(0.0, Verdict.TIMEOUT, detail=str(error))
 
 
 @dataclass

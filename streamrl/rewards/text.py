@@ -34,6 +34,10 @@ def decode_ids(tokenizer: "PreTrainedTokenizerBase", completions: Sequence[Array
     return [str(text) for text in texts]
 
 
+class SlowPatternError(RewardError):
+    """A pattern took too long on a text. Of a completion that is a verdict: timeout."""
+
+
 class AnswerPattern:
     """Where the answer stands in a completion, as a regular expression of the `regex` package.
 
@@ -51,7 +55,7 @@ class AnswerPattern:
     def last(self, text: str) -> str | None:
         """First group of the last match (all of it if there are no groups); None: no match.
 
-        Raises RewardError if the search takes longer than SEARCH_TIMEOUT_S.
+        Raises SlowPatternError if the search takes longer than SEARCH_TIMEOUT_S.
         """
         matches = self._matches(text, most=None)
         answer: str | None = None
@@ -60,7 +64,7 @@ class AnswerPattern:
         return answer
 
     def occurs(self, text: str) -> bool:
-        """Whether there is a match anywhere. Raises RewardError like `last`."""
+        """Whether there is a match anywhere. Raises SlowPatternError like `last`."""
         return bool(self._matches(text, most=1))
 
     def _matches(self, text: str, most: int | None) -> list["regex.Match[str]"]:
@@ -69,7 +73,7 @@ class AnswerPattern:
             found = self._compiled.finditer(text, timeout=SEARCH_TIMEOUT_S, concurrent=True)
             return list(islice(found, most))
         except TimeoutError as error:
-            raise RewardError(
+            raise SlowPatternError(
                 f"pattern {self._compiled.pattern} took more than {SEARCH_TIMEOUT_S} s on a "
                 f"completion of {len(text)} characters"
             ) from error

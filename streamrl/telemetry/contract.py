@@ -180,8 +180,8 @@ METRICS: tuple[Metric, ...] = (
     Metric("throughput/groups_per_s", "groups/s", "groups trained over the step's wall time"),
     Metric("eval/<name>", "", "an evaluation under the step's weights, such as eval/pass_at_1"),
     Metric("eval/interval/<name>", "", "an end of its 95 % interval, such as pass_at_1_low"),
-    Metric("eval/source/<source>/<name>", "", "the same of the prompts of one data_source"),
-    Metric("eval/file/<file>/<name>", "", "the same of the prompts of one file"),
+    Metric("eval/source/<source>/<name>", "", "the same of one data_source, as openai~gsm8k"),
+    Metric("eval/file/<file>/<name>", "", "the same of one file"),
 )
 _EXACT = {metric.name: metric for metric in METRICS if not metric.is_pattern}
 _PATTERNS = tuple(metric for metric in METRICS if metric.is_pattern)

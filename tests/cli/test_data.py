@@ -101,6 +101,19 @@ def test_columns_of_other_names_are_given_by_argument(toy, tmp_path, check) -> N
     assert code == 2 and "line 2: no column 'label' (label_key)" in text
 
 
+def test_a_filter_and_a_template_of_the_users_own_are_given_by_argument(toy, tmp_path, check):
+    (tmp_path / "mine.py").write_text("def keep(prompt): return '+' in str(prompt.messages)\n")
+    (tmp_path / "bad.jinja").write_text("{{ messages[0].content }}{% endfor %}\n")
+    path = tmp_path / "rows.jsonl"
+    path.write_text(f"{row('1+1')}\n{row('12')}\n")
+    words = (path, "--model", toy / "model")
+    code, text = check(*words, "--filter", f"{tmp_path}/mine.py:keep")
+    assert code == 0 and "2 rows, of which a run uses 1" in text and "filtered         1" in text
+    code, text = check(*words, "--template", tmp_path / "bad.jinja")
+    assert (code, len(text.splitlines())) == (2, 1)
+    assert f"template={tmp_path}/bad.jinja:1: TemplateSyntaxError: " in text
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

@@ -229,7 +229,8 @@ async def test_so_many_groups_are_judged_at_once_and_no_more():
         ("", "--completions {}: holds no completions"),
         ("\n\n", "--completions {}: holds no completions"),
         ('{"index": 0, "completion": "5"}\n{"index": ', "{} line 2: not JSON: Expecting value"),
-        ('\n["5"]', "{} line 2: must be a JSON object, is a list"),
+        ('\n["5"]', "{} line 2: must be a JSON object, is list"),
+        ("null", "{} line 1: must be a JSON object, is null"),
         ('{"index": 0, "text": "5"}', "{} line 1: no key 'completion'; the keys are: index, text"),
         ('{"completion": "5"}', "{} line 1: no key 'index'; the keys are: completion"),
         ("{}", "{} line 1: no key 'index'; the keys are: -"),
@@ -322,6 +323,14 @@ def test_a_row_that_a_reward_cannot_judge_and_files_that_are_missing_are_named(
         assert main(["score", str(rows), *words, str(completions)]) == 2
         error = capsys.readouterr().err
         assert "none.jsonl: cannot be read: No such file or directory" in error
+
+
+def test_blank_lines_count_in_the_number_of_a_row(tmp_path, capsys):
+    rows = write(tmp_path / "rows.jsonl", [{"prompt": "?", "ground_truth": "5"}])
+    rows.write_text("\n\n" + rows.read_text())
+    for index, code in ((2, 0), (0, 2)):
+        outs = write(tmp_path / "outs.jsonl", [{"index": index, "completion": "5"}])
+        assert main(["score", str(rows), "--completions", str(outs), "--reward", "exact"]) == code
 
 
 def test_rows_are_read_by_other_columns_as_said_or_as_the_recipe_says(tmp_path, capsys):

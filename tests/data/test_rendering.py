@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.data import load_rows, load_tokenizer, load_vocab_size
-from streamrl.data.rendering import render
+from streamrl.data.rendering import load_template, render
 from streamrl.errors import ConfigError
 
 CHAT = [
@@ -46,6 +46,46 @@ def test_a_template_with_a_python_slip_is_reported_with_the_row(tokenizer, write
     tokenizer.chat_template = "{{ messages[0].content + 1 }}"
     with pytest.raises(ConfigError, match=r"line 1: the model's chat template .*TypeError"):
         render(tokenizer, list(load_rows(write_rows({"prompt": "fine"}))))
+
+
+@pytest.mark.parametrize(
+    ("source", "error"),
+    [
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+        ("{% for i in range(10**6) %}x{% endfor %}", "OverflowError"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ messages[5].content.x }}", "UndefinedError"),
+        ("{{ {}['a'].b }}", "UndefinedError"),
+    ],
+)
+def test_whatever_a_template_raises_is_told_with_row_and_template(
+    tokenizer, write_rows, tmp_path, source, error
+):
+    path = tmp_path / "mine.jinja"
+    path.write_text(source)
+    template = load_template(str(path), tokenizer)
+    with pytest.raises(ConfigError, match=rf"line 1: .*mine.jinja refuses the prompt: {error}: "):
+        render(tokenizer, list(load_rows(write_rows({"prompt": "fine"}))), template)
+
+
+def test_what_is_no_template_is_told_when_it_is_loaded_with_its_line(tokenizer, tmp_path):
+    path = tmp_path / "mine.jinja"
+    for source in ("fine\n{{ messages[0].content }}{% endfor %}", "\n{{ messages | no_such }}"):
+        path.write_text(source)
+        with pytest.raises(ConfigError, match=r"^data.template=.*mine.jinja:2: Template\w+Error: "):
+            load_template(str(path), tokenizer, setting="data.template")
+    tokenizer.chat_template = "{% if %}"
+    with pytest.raises(ConfigError, match=r"^template=model:1: TemplateSyntaxError: "):
+        load_template("model", tokenizer)
+
+
+def test_tags_that_transformers_adds_are_part_of_a_template(tokenizer, tmp_path):
+    path = tmp_path / "mine.jinja"
+    path.write_text(
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% break %}"
+        "{% endfor %}"
+    )
+    assert load_template(str(path), tokenizer).name == str(path)
 
 
 def by_character(path: Path, model_type: str) -> str:

@@ -2,6 +2,8 @@
 
 import itertools
 import math
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -103,6 +105,39 @@ def test_an_interval_holds_the_figure_and_lies_between_0_and_1(passed):
     low, high = fraction_interval(passed)
     assert 0 <= low <= passed.mean() + 1e-12
     assert passed.mean() - 1e-12 <= high <= 1
+
+
+def parts_named(*names):
+    """The parts under which metrics of sources of these names stand."""
+    one = figures(np.ones((1, 1), np.float32), None, pass_score=1.0)
+    row = replace(one, by_source=dict.fromkeys(names, one)).metrics()
+    found = [re.fullmatch(r"eval/source/([^/]+)/pass_at_1", name) for name in row]
+    return [match[1] for match in found if match]
+
+
+def test_sources_of_any_two_names_have_metrics_of_their_own():
+    names = [
+        "a/b",
+        "a_b",
+        "a~b",
+        "a%2Fb",
+        "a b",
+        "",
+        "none",
+        "%6Eone",
+        "a.b-1",
+        "\u00e4/",
+        "\ud800",
+    ]
+    assert parts_named(*names) == [
+        *("a~b", "a_b", "a%7Eb", "a%252Fb", "a%20b", "none", "%6Eone", "%256Eone", "a.b-1"),
+        *("\u00e4~", "%ED%A0%80"),
+    ]
+
+
+@given(st.text(max_size=4), st.text(max_size=4))
+def test_no_two_names_become_one(one, other):
+    assert len(parts_named(one, other)) == (0 if one == other else 2)
 
 
 def test_intervals_hold_the_truth_about_95_times_in_100():

@@ -225,6 +225,23 @@ async def test_a_users_function_may_make_the_score(tmp_path):
         ("return 1 / 0", r"mix at .*mix\.py:2: ZeroDivisionError: division by zero, tried 3 times"),
         ("return None", r"mix in .*mix\.py returned None for completion 0, not a number"),
         ("return float('nan')", r"mix in .*mix\.py returned nan for completion 0, not a number"),
+        ("raise KeyboardInterrupt", r"mix at .*mix\.py:2: KeyboardInterrupt, tried 3 times"),
+        (
+            "return type('Odd', (), {'__repr__': lambda odd: 1 / 0})()",
+            r"mix in .*mix\.py returned <Odd instance at \w+> for completion 0, not a number",
+        ),
+        (
+            "return type('Odd', (), {'item': lambda odd: 1 / 0})()",
+            r"mix at .*mix\.py:2: ZeroDivisionError: division by zero",
+        ),
+        (
+            "return __import__('numpy').eye(2)",
+            r"mix in .*mix\.py returned array\(\[\[1.+\]\]\) for completion 0, not a number",
+        ),
+        (
+            "return 'x' * 50_000_000",
+            r"mix in .*mix\.py returned 'x+\.{3}x+' for completion 0, not a number",
+        ),
     ],
 )
 async def test_a_combining_function_that_fails_is_an_error_with_its_place(tmp_path, body, words):

@@ -39,7 +39,6 @@ async def score_one(reward, completion, ground_truth=None):
         ("the answer is 42", "42", 0.0),
         ("Yes", "yes", 0.0),
         ("", "42", 0.0),
-        ("", "", 1.0),
         ("two words", "two words", 1.0),
     ],
 )
@@ -120,7 +119,7 @@ async def test_answers_of_one_value_have_one_form_and_no_answer_is_none():
 
 async def test_a_group_that_took_no_part_in_the_match_is_no_answer():
     reward = exact_reward(PatternOptions("(a)|b"))
-    assert await score_one(reward, "b", "") == 0.0
+    assert await score_one(reward, "b", "None") == 0.0
 
 
 async def test_regex_rewards_the_form():
@@ -131,10 +130,19 @@ async def test_regex_rewards_the_form():
     assert await score_one(anywhere, "it is 6") == 1.0
 
 
-async def test_a_search_that_explodes_is_an_error_not_a_hang():
-    reward = regex_reward(RegexOptions(r"(?:x|xx)+[yz]"))
-    with pytest.raises(RewardError, match=r"took more than 0.5 s on a completion of 41 "):
-        await score_one(reward, "x" * 40 + "!")
+@pytest.mark.parametrize("rule", ["regex", "exact", "numeric"])
+async def test_a_search_that_explodes_is_a_verdict_on_its_completion_alone(rule):
+    pattern = r"(?:5|55)+[yz]"
+    reward = {
+        "regex": lambda: regex_reward(RegexOptions(pattern)),
+        "exact": lambda: exact_reward(PatternOptions(pattern)),
+        "numeric": lambda: numeric_reward(PatternOptions(f"({pattern[:-4]})[yz]")),
+    }[rule]()
+    truth = "5" if rule == "numeric" else "5y"
+    slow, right = await reward.score(prompt(truth), ["5" * 40 + "!", "5y"])
+    assert (slow.score, slow.verdict, slow.answer) == (0.0, Verdict.TIMEOUT, None)
+    assert slow.detail.endswith("took more than 0.5 s on a completion of 41 characters")
+    assert (right.score, right.verdict) == (1.0, Verdict.PASS)
 
 
 def test_a_broken_pattern_is_refused_at_start():
@@ -142,13 +150,14 @@ def test_a_broken_pattern_is_refused_at_start():
         regex_reward(RegexOptions("("))
 
 
-@pytest.mark.parametrize("ground_truth", [None, 1.5, True, ["42"], {"target": "42"}])
+@pytest.mark.parametrize("ground_truth", [None, 1.5, True, ["42"], {"target": "42"}, "", " \n"])
 async def test_exact_refuses_a_ground_truth_it_cannot_compare(ground_truth):
     reward = EXACT
-    with pytest.raises(RewardError, match="ground_truth must be text or an int, is"):
-        reward.check(prompt(ground_truth))
-    with pytest.raises(RewardError, match="ground_truth must be text or an int, is"):
-        await score_one(reward, "42", ground_truth)
+    for completion in ("42", ""):
+        with pytest.raises(RewardError, match="ground_truth must be an answer as text or an int, "):
+            reward.check(prompt(ground_truth))
+        with pytest.raises(RewardError, match="ground_truth must be an answer as text or an int, "):
+            await score_one(reward, completion, ground_truth)
 
 
 @pytest.mark.parametrize(

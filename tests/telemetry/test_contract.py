@@ -65,7 +65,7 @@ def test_every_metric_has_a_meaning_in_ascii():
         ("idle/generate", "idle/<stage>"),
         ("drops/reward_error", "drops/<cause>"),
         ("eval/pass_at_1", "eval/<name>"),
-        ("eval/source/openai_gsm8k/pass_at_1", "eval/source/<source>/<name>"),
+        ("eval/source/openai~gsm8k/pass_at_1", "eval/source/<source>/<name>"),
         ("reward/mean", "reward/mean"),
     ],
 )

@@ -1,5 +1,6 @@
 """Format: a completion is made of given tags, as <think>...</think><answer>...</answer> is."""
 
+import re
 from collections.abc import Sequence
 
 from streamrl.errors import ConfigError
@@ -19,10 +20,14 @@ def judge(
     """1 if every tag is opened and closed once, in this order, around more than spaces; else 0.
 
     nothing_outside: before, between and behind them is nothing but spaces. The ground truth is not
-    looked at. Raises ConfigError if there are no tags, or one is empty or given twice.
+    looked at. Raises ConfigError if there are no tags, or one is no word or given twice.
     """
-    if not all(tags) or len(set(tags)) != len(tags) or not tags:
-        raise ConfigError(f"rewards.tags={list(tags)}: must be names, each once, at least one")
+    words = all(re.fullmatch(r"[\w.-]+", tag) for tag in tags)
+    if not words or len(set(tags)) != len(tags) or not tags:
+        raise ConfigError(
+            f"rewards.tags={list(tags)}: must be words (letters, digits and _ . -), each once,"
+            " at least one"
+        )
     detail = _fault(completion, tags, nothing_outside=nothing_outside)
     return passed(not detail, score=float(not detail), detail=detail)
 

@@ -38,9 +38,9 @@ def test_text_outside_the_tags_can_be_let_pass():
     assert tags.judge("<answer>5</answer>", tags=["answer"]).score == 1
 
 
-@pytest.mark.parametrize("names", [[], ["think", "think"], [""]])
+@pytest.mark.parametrize("names", [[], ["think", "think"], [""], ["a b"], ["<"], ["a\n"]])
 def test_tags_that_no_completion_can_have_are_refused(names):
-    with pytest.raises(ConfigError, match=r"rewards.tags=.*: must be names, each once"):
+    with pytest.raises(ConfigError, match=r"rewards.tags=.*: must be words .*, each once"):
         tags.judge(GOOD, tags=names)
 
 
