@@ -307,7 +307,7 @@ async def test_a_server_that_does_not_come_up_refuses_the_run(server, started, m
 async def test_a_wrong_address_or_model_refuses_the_run(server, started):
     with pytest.raises(ConfigError, match=r"/v2: 404: .* \(asked for http.*/v2/models\)"):
         await started(server.url.replace("v1", "v2"))
-    with pytest.raises(ConfigError, match=f"rewards.model=gpt: http.*/v1 has {MODEL}"):
+    with pytest.raises(ConfigError, match=rf"rewards\[0\].model=gpt: http.*/v1 has {MODEL}"):
         await started(server.url, model="gpt")
 
 
