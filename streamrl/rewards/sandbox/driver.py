@@ -338,6 +338,7 @@ def run_python(job: Job, value: int, note: int) -> None:
 def call(job: Job, names: Job, value: int) -> None:
     """Call the function and write what it returns to `value`, as JSON; the program ends there."""
     import json
+    from types import CoroutineType
 
     name = job["call"]
     if name not in names and "Solution" in names:
@@ -346,7 +347,11 @@ def call(job: Job, names: Job, value: int) -> None:
         function = names[name]
     else:
         raise NameError(f"the program defines no function {name}")
-    data = json.dumps(function(*json.loads(job["arguments"]))).encode()
+    result = function(*json.loads(job["arguments"]))
+    if isinstance(result, CoroutineType):
+        result.close()  # or Python's last word would be that nobody awaited it
+        raise TypeError(f"{name} is async; it must be a plain function")
+    data = json.dumps(result).encode()
     while data:
         data = data[os.write(value, data) :]
     os._exit(0)

@@ -34,8 +34,14 @@ from streamrl.workers.processes import ProcessTable
 START_TIMEOUT_S = 20.0
 GRACE_S = 3.0
 END_TIMEOUT_S = 20.0
-#: How often the memory of a running program is looked at, s.
+#: How often the memory of a running program is looked at, s, and for how many times longer than a
+#: look took there is none: to look at very many mappings takes the kernel a while.
 WATCH_S = 0.05
+_WATCH_SHARE = 2
+#: What a mapping of a process counts as. It takes about 220 bytes in the kernel when nothing is in
+#: it, and may take some 2 KiB where processes are children of children. It counts as more, so that
+#: a program is over its limit before counting takes long.
+_MAPPING_BYTES = 16 << 10
 _OWN_CORES = tuple(sorted(os.sched_getaffinity(0)))
 
 
@@ -78,7 +84,9 @@ def blueprint(isolation: Isolation, limits: Limits, syscall_filter: bytes) -> Bl
     """A blueprint, with the driver's code as it is sent into each jail."""
     source = Path(driver.__file__).read_text(encoding="utf-8")
     code = marshal.dumps(compile(source, "driver", "exec", dont_inherit=True, optimize=2))
-    return Blueprint(isolation, limits, syscall_filter, code, ProcessTable())
+    return Blueprint(
+        isolation, limits, syscall_filter, code, ProcessTable(mapping_bytes=_MAPPING_BYTES)
+    )
 
 
 class Jail:
@@ -156,25 +164,33 @@ class Jail:
         data = marshal.dumps({**message, "directory": self._folder})
         self._writer.write(driver.LENGTH.pack(len(data)) + data)
         reading = asyncio.create_task(self._report())
+        pause_s = WATCH_S
         try:
             while not reading.done():
-                await asyncio.wait({reading}, timeout=WATCH_S)
+                await asyncio.wait({reading}, timeout=pause_s)
                 if not reading.done():
-                    self._check(deadline)
+                    pause_s = max(WATCH_S, _WATCH_SHARE * await self._check(deadline))
             return reading.result()
         finally:
             reading.cancel()
 
-    def _check(self, deadline: float) -> None:
-        if time.monotonic() > deadline:
+    async def _check(self, deadline: float) -> float:
+        """Raise TimeoutError or MemoryLimitError if it is time to; the seconds that looking took.
+
+        It looks in a thread: the kernel lets nobody look while it copies a process.
+        """
+        started = time.monotonic()
+        if started > deadline:
             raise TimeoutError
-        if self.memory_bytes() > self._plan.limits.memory_mib * MIB:
+        if await asyncio.to_thread(self.memory_bytes) > self._plan.limits.memory_mib * MIB:
             raise MemoryLimitError
+        return time.monotonic() - started
 
     def memory_bytes(self) -> int:
-        """What all its processes hold."""
+        """What all its processes hold; not much more than its limit is counted. From any thread."""
         assert self._first is not None
-        return self._plan.processes.memory_of_tree(self._first[0])
+        enough = self._plan.limits.memory_mib * MIB
+        return self._plan.processes.memory_of_tree(self._first[0], enough=enough)
 
     async def _report(self) -> Report:
         try:

@@ -7,7 +7,13 @@ import signal
 from typing import Any
 
 from streamrl.rewards.sandbox import driver
-from streamrl.rewards.sandbox.compare import read_value, same_text, same_value
+from streamrl.rewards.sandbox.compare import (
+    may_be_value,
+    read_text,
+    read_value,
+    same_text,
+    same_value,
+)
 from streamrl.rewards.sandbox.jail import Report
 from streamrl.rewards.sandbox.program import (
     MIB,
@@ -22,7 +28,8 @@ from streamrl.rewards.verdict import Verdict
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 80
-#: How a program says, on its last line, that it got no memory.
+#: How a program says, on its last line, that it got no memory. It may say so untruly, and so
+#: choose among the verdicts of a failure.
 _NO_MEMORY = ("MemoryError", "bad_alloc", "out of memory", "Cannot allocate memory")
 
 
@@ -99,15 +106,17 @@ def _ending(report: Report, limits: Limits) -> tuple[Verdict, str]:
 
 def _answer(out: bytes, test: StdinTest | CallTest, program: Program) -> tuple[Verdict, str]:
     if isinstance(test, StdinTest):
-        got = out.decode(errors="replace")
+        got = read_text(out)
         if same_text(test.stdout, got, loose_numbers=program.loose_numbers):
             return Verdict.PASS, ""
         return Verdict.WRONG, f"wrote {_SHORT.repr(got)}, not {_SHORT.repr(test.stdout)}"
+    wanted = " or ".join(map(_SHORT.repr, test.accepted))
+    if not may_be_value(out, test.accepted):
+        return Verdict.WRONG, f"returned {len(out) >> 10} KiB of other parts, not {wanted}"
     try:
         value = read_value(out)
     except ValueError:
         return Verdict.RUNTIME_ERROR, f"{test.function} ended without returning a value"
     if any(same_value(wanted, value) for wanted in test.accepted):
         return Verdict.PASS, ""
-    wanted = " or ".join(map(_SHORT.repr, test.accepted))
     return Verdict.WRONG, f"returned {_SHORT.repr(value)}, not {wanted}"

@@ -46,6 +46,9 @@ _SHARED_ANONYMOUS = 0x21  # MAP_SHARED and MAP_ANONYMOUS: stays when it is unmap
 _TIOCSTI = 0x5412  # puts words into the mouth of whoever sits at the terminal
 _TIOCLINUX = 0x541C
 _AF_UNIX = 1
+#: Locks on files in both forms that POSIX has (read, set, set and wait), leases, and notes of what
+#: others do: who only reads a file can hold, and tell a neighbour by, a lock on it.
+_LOCKS = (5, 6, 7, 36, 37, 38)
 _F_SETLEASE, _F_NOTIFY = 1024, 1026
 #: Calls that the filter's library may not know yet have the same number on all machines. A program
 #: is told that there are none such, as on an older kernel, and does without.
@@ -65,7 +68,7 @@ def build_filter() -> bytes:
             rules.add_rule(denied, name)
     for name in _PAGES_OF_FILES.split():
         rules.add_rule(missing, name)
-    for command in (_F_SETLEASE, _F_NOTIFY):
+    for command in (*_LOCKS, _F_SETLEASE, _F_NOTIFY):
         low_word = seccomp.Arg(1, seccomp.MASKED_EQ, 0xFFFFFFFF, command)
         rules.add_rule(denied, "fcntl", low_word)
     for flag in _NEW_NAMESPACE_FLAGS:

@@ -27,13 +27,20 @@ while True:
         PASS,
         SYSCALLS
         + """
-import fcntl
+import fcntl, struct
 denied("inotify_init1", 0)
 denied("ioprio_set", 1, 1, 0)
 denied("syncfs", 1)
 library = os.open("/usr/bin/env", os.O_RDONLY)
 denied("flock", library, 6)
 tried(fcntl.fcntl, library, 1024, 1)
+reading = struct.pack("hhqqi4x", fcntl.F_RDLCK, 0, 0, 0, 0)
+for command in (5, 6, 7, 36, 37, 38):
+    tried(fcntl.fcntl, library, command, reading)
+tried(fcntl.lockf, library, fcntl.LOCK_SH | fcntl.LOCK_NB)
+own = open("own", "w")
+tried(fcntl.lockf, own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+assert fcntl.fcntl(own, fcntl.F_GETFL) & os.O_WRONLY
 contained()
 """,
     ),

@@ -54,6 +54,25 @@ time.sleep(1000)
 """,
     ),
     Attack(
+        "mappings without end, of nothing, in many processes",
+        MEMORY,
+        """
+import ctypes
+libc = ctypes.CDLL(None)
+libc.mmap.restype = ctypes.c_void_p
+libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+libc.prctl(4, 0, 0, 0, 0)  # nobody is to look into it
+start = libc.mmap(None, ctypes.c_size_t(4096 * 8_000), 0, 0x22, -1, 0)
+for page in range(0, 8_000, 2):
+    libc.mprotect(start + 4096 * page, 4096, 1)
+for _ in range(12):
+    if os.fork() == 0:
+        time.sleep(1000)
+contained()
+time.sleep(1000)
+""",
+    ),
+    Attack(
         "a name that is no figure",
         PASS,
         """

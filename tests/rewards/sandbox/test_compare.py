@@ -1,12 +1,20 @@
 """Comparing what came out with what was wanted."""
 
+import json
 import math
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.rewards.sandbox.compare import read_value, same_text, same_value
+from streamrl.rewards.sandbox import compare
+from streamrl.rewards.sandbox.compare import (
+    may_be_value,
+    read_text,
+    read_value,
+    same_text,
+    same_value,
+)
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -80,3 +88,31 @@ def test_a_value_equals_itself_and_is_no_longer_equal_in_a_list(value: object) -
 def test_what_is_no_json_value_is_a_value_error(data: bytes) -> None:
     with pytest.raises(ValueError):
         read_value(data)
+
+
+@given(st.text("1 x\n\t\r\u3000"), st.text("1 x\n\t\r\u3000"), st.integers(1, 5))
+def test_long_texts_are_compared_like_short_ones(wanted: str, got: str, block: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare, "_BLOCK", block)
+        lines, others = (
+            [line.rstrip() for line in text.rstrip().split("\n")] for text in (wanted, got)
+        )
+        assert same_text(wanted, got, loose_numbers=False) is (lines == others)
+        assert same_text(wanted, got, loose_numbers=True) is (wanted.split() == got.split())
+        assert same_text(wanted, wanted + " \n", loose_numbers=False)
+
+
+@given(st.binary() | st.text().map(str.encode), st.integers(1, 5))
+def test_long_outputs_are_decoded_like_short_ones(data: bytes, block: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compare, "_BLOCK", block)
+        assert read_text(data) == data.decode(errors="replace")
+
+
+@given(PLAIN)
+def test_a_long_value_may_be_one_with_as_many_parts_only(value: object) -> None:
+    long = [value, "x" * (1 << 16)]
+    data = json.dumps(long).encode()
+    assert may_be_value(data, [5, long])
+    assert not may_be_value(data, [5, [long], [*long, 5]])
+    assert may_be_value(b"[[],[]]", [5])
