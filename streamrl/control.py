@@ -3,13 +3,14 @@
 import asyncio
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from streamrl.algorithms.dials import Dials
 from streamrl.buffer import Admission, Books, ExperienceQueue, StepAssembler
 from streamrl.buffer.leases import Overdue
-from streamrl.errors import ConfigError, FilterError
+from streamrl.errors import ConfigError, DropError, FilterError
 from streamrl.faces import PromptSource
 from streamrl.messages import Ended, Prompt, parse_uid
 from streamrl.publishing import Publishing
@@ -79,7 +80,8 @@ class Control:
 
     `prompts` is where replacements come from, `max_attempts` how often a prompt may be admitted,
     `readmits` whether a failed group's prompt is among them. `max_filtered` ends a run whose data
-    yields nothing: most groups filtered for one step.
+    yields nothing: most groups filtered for one step; `max_dropped` one whose reward, say, fails
+    for every group: most groups dropped for one step.
     """
 
     admission: Admission
@@ -91,6 +93,7 @@ class Control:
     max_attempts: int = 3
     readmits: bool = False
     max_filtered: float = float("inf")
+    max_dropped: float = float("inf")
     on_end: Callable[[str, Ended], None] = lambda uid, how: None
     """Told of every group that ends untrained."""
     on_stall: Callable[[Sequence[Overdue]], None] = lambda found: None
@@ -108,6 +111,10 @@ class Control:
     """Prompts that come again: booked, and put in by the admitting loop."""
     filtered: int = 0
     """Groups filtered since the last step."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Groups that failed since the last step, by cause."""
+    inherited: frozenset[str] = frozenset()
+    """Uids that were in flight when the books were taken over."""
     torn: bool = False
     """A step has begun to update: until it is booked the models are those of no version."""
 
@@ -137,6 +144,7 @@ class Control:
         did not get into its shard is put in by the admitting loop, as it may have to wait for room.
         """
         in_flight = self.admission.ledger.in_flight
+        self.inherited = frozenset(in_flight)
         for uid, version in in_flight.items():
             self.assembler.admit(uid, version)
         held = set((await queue.stats()).uids)
@@ -165,7 +173,7 @@ class Control:
     async def end(self, queue: ExperienceQueue, ended: Mapping[str, Ended]) -> None:
         """Book groups that end untrained, by cause, and let others take their places.
 
-        Raises FilterError if a step has filtered more than it may.
+        Raises FilterError or DropError if a step has filtered or dropped more than it may.
         """
         # Nobody else books in between: the log would be ahead of the ledger.
         async with self.booking:
@@ -178,6 +186,7 @@ class Control:
                 self.filtered += how.filtered
                 self.on_end(uid, how)
             self._check_filtered(ended.values())
+            self._check_dropped([how for uid, how in ended.items() if self._failed(uid, how)])
             self._expect(uids, version)
             # Not put in from here: whoever trains must not wait for room that training makes.
             self.returning += prompts
@@ -196,6 +205,24 @@ class Control:
             raise FilterError(
                 f"step {self.admission.version} has filtered {self.filtered} groups, more than"
                 f" {self.max_filtered:.0f} (filter.max_filter_rounds): {'; '.join(reasons[:3])}"
+            )
+
+    def _failed(self, uid: str, how: Ended) -> bool:
+        """Whether a stage of this process's time failed at the group.
+
+        A stale one comes of the steps that are made, so that one step has only so many of them.
+        One that was inherited may have failed before what was wrong was mended.
+        """
+        return not how.filtered and how.cause != STALE and uid not in self.inherited
+
+    def _check_dropped(self, failed: Sequence[Ended]) -> None:
+        self.dropped.update(how.cause for how in failed)
+        if failed and self.dropped.total() > self.max_dropped:
+            cause, count = self.dropped.most_common(1)[0]
+            raise DropError(
+                f"step {self.admission.version} has dropped {self.dropped.total()} groups, more"
+                f" than {self.max_dropped:.0f} (queue.max_drop_rounds), {count} of them as {cause};"
+                f" the last: {failed[-1].reason}"
             )
 
     def _expect(self, uids: Sequence[str], version: int) -> None:

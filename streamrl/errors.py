@@ -98,6 +98,10 @@ class FilterError(StreamError):
     """A step filtered so many groups that the data set seems to yield nothing."""
 
 
+class DropError(StreamError):
+    """A step dropped so many groups that what works on them seems to be broken."""
+
+
 class CheckpointError(StreamError):
     """A checkpoint could not be written or read."""
 

@@ -60,6 +60,7 @@ async def train_step(
     control.dials.after(made[POLICY].sums, num_rollouts=rollouts)
     control.admission.advance(version + 1, published=published)
     control.filtered = 0
+    control.dropped.clear()
     booked = control.booked
     figures = await stage.queue.end_step([group.uid for group in step.groups], version + 1)
     counts = control.admission.ledger.check(figures.uids, booked=booked)

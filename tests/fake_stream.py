@@ -212,6 +212,7 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
         max_attempts=plan.max_attempts,
         readmits=plan.readmits,
         max_filtered=plan.max_filtered,
+        max_dropped=plan.max_dropped,
     )
     stream = Stream(
         plan=plan,

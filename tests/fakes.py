@@ -67,6 +67,7 @@ class Plan:
     fail_rate: float = 0.0
     filter_rate: float = 0.0
     max_filtered: float = float("inf")
+    max_dropped: float = float("inf")
     duplicate_rate: float = 0.0
     lost_rate: float = 0.0
     """How often the connection to a shard is lost over a call, which goes on in the shard."""

@@ -23,7 +23,7 @@ from streamrl.buffer.admission import credit_limit
 from streamrl.buffer.segment import Record
 from streamrl.control import Control, PipelineConfig
 from streamrl.dataflow import POLICY
-from streamrl.errors import ConfigError, FilterError
+from streamrl.errors import ConfigError, DropError, FilterError
 from streamrl.messages import Ended, Prompt
 from streamrl.pipeline import admit
 from streamrl.weights.registry import WeightRegistry
@@ -284,6 +284,50 @@ def test_a_filter_error_names_the_first_reasons_once_each() -> None:
     reasons = [Ended("filtered", f"reason {i % 5}", filtered=True) for i in range(6)]
     with pytest.raises(FilterError, match=r": reason 0; reason 1; reason 2$"):
         ended(dict(zip(uids(6), reasons, strict=True)), max_filtered=1)
+
+
+# Too much is dropped.
+
+
+def test_a_step_that_drops_too_much_ends_the_run_and_says_why() -> None:
+    message = (
+        r"^step 0 has dropped 3 groups, more than 2 \(queue.max_drop_rounds\), 2 of them as"
+        r" reward_error; the last: no result in 30 s$"
+    )
+    late = Ended("reward_timeout", "no result in 30 s")
+    with pytest.raises(DropError, match=message):
+        ended(dict.fromkeys(uids(2), FAILED), {"0:2:0": late}, max_dropped=2)
+
+
+def test_a_step_may_drop_as_much_as_is_allowed() -> None:
+    control, _ = ended(dict.fromkeys(uids(2), FAILED), max_dropped=2)
+    assert control.dropped == {"reward_error": 2}
+
+
+def test_groups_that_were_filtered_or_came_too_late_are_not_counted_as_dropped() -> None:
+    control, _ = ended({"0:0:0": FILTERED, "0:1:0": STALE, "0:2:0": FILTERED}, max_dropped=0)
+    assert not control.dropped
+
+
+def test_prompts_that_fail_each_time_they_come_again_end_the_run() -> None:
+    ends = [{f"0:1:{attempt}": FAILED} for attempt in range(3)]
+    with pytest.raises(DropError, match="has dropped 3 groups"):
+        ended(*ends, readmits=True, max_attempts=100, max_dropped=2)
+
+
+def test_what_was_in_flight_at_a_resume_may_have_failed_before_and_does_not_count() -> None:
+    async def main() -> Control:
+        shard = LocalShard(STAGES, QueueConfig(), Bounds(10), log=MemoryLog())
+        control, queue = control_of(max_dropped=0), ExperienceQueue([shard], "coordinator")
+        await control.books.admit([prompt.uid for prompt in control.prompts.draw(2)], 0)
+        await control.reconcile(queue)
+        await control.admit_new(queue)
+        await control.end(queue, dict.fromkeys(uids(2), FAILED))
+        with pytest.raises(DropError, match="step 0 has dropped 1 groups"):
+            await control.end(queue, {"0:3:0": FAILED})
+        return control
+
+    assert run_virtual(main()).dropped == {"reward_error": 1}
 
 
 # Settings.

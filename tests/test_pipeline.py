@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from streamrl.buffer import ExperienceQueue
 from streamrl.dataflow import CRITIC
 from streamrl.engines.schedule import Pace
-from streamrl.errors import DeadlineError, ProbeError
+from streamrl.errors import DeadlineError, DropError, ProbeError
 from streamrl.messages import Columns, Experience, Lease
 from streamrl.pipeline import newest_version
 from streamrl.serving import Desk
@@ -163,6 +163,35 @@ def test_a_group_that_cannot_be_scored_is_dropped_counted_and_replaced() -> None
     assert counts.trained == 24
     assert counts.dropped > 0
     assert dict(counts.drops) == {"reward_error": counts.dropped}
+
+
+@pytest.mark.parametrize("readmits", [False, True])
+def test_a_reward_that_always_fails_ends_the_run_and_says_why(readmits: bool) -> None:
+    told: list[str] = []
+
+    async def watch(stream: Stream) -> None:
+        stream.control.on_end = lambda uid, how: told.append(uid)
+        await asyncio.Event().wait()
+
+    # The scorer takes two groups at a time, every second: one may come along with the 41st.
+    plan = Plan(fail_rate=1.0, max_dropped=40, readmits=readmits, score_s=(1.0, 1.0))
+    message = r"^step 0 has dropped 4\d groups, more than 40 .*; the last: the verifier is down$"
+    with pytest.raises(DropError, match=message):
+        run_virtual(run_stream(plan, disturb=watch))
+    assert 41 <= len(told) <= 42
+
+
+def test_what_fails_now_and_then_does_not_end_the_run_however_much_it_is_in_all() -> None:
+    plan = Plan(seed=3, fail_rate=0.5, max_attempts=1, steps=30, max_dropped=20)
+    counts = run_virtual(run_stream(plan)).ledger.counts
+    assert counts.trained == 120
+    assert counts.dropped > 3 * plan.max_dropped
+
+
+def test_stale_groups_do_not_end_the_run() -> None:
+    plan = Plan(seed=1, steps=8, max_staleness=1, depth=4, on_stale="drop", max_attempts=9)
+    stream = run_virtual(run_stream(replace(plan, max_dropped=0)))
+    assert dict(stream.ledger.counts.drops).keys() == {"stale"}
 
 
 def test_a_step_may_take_longer_than_any_call_waits_for_room() -> None:

@@ -23,6 +23,7 @@ from streamrl.buffer.leases import Overdue
 from streamrl.control import Control
 from streamrl.data import PromptStream
 from streamrl.dataflow import GENERATE, MOVED, POLICY, REWARD, Kind
+from streamrl.errors import DropError, FilterError, StreamError
 from streamrl.faces import Stage, StepOutcome
 from streamrl.lease import Arbiter, FreeLease, SharedLease
 from streamrl.messages import Ended, Prompt
@@ -159,6 +160,7 @@ class CoordinatorActor:
             max_attempts=config.queue.max_attempts,
             readmits=config.queue.on_failed_group == "readmit",
             max_filtered=config.filter.max_filter_rounds * per_step,
+            max_dropped=config.queue.max_drop_rounds * per_step,
             on_end=self._report_end,
             on_stall=self._report_stall,
         )
@@ -198,7 +200,11 @@ class CoordinatorActor:
             await self._evaluate_base()
         self._reporter = Reporter(config, self._cast.roles, self._feed, start_s=time.time())
         reporting = asyncio.create_task(self._reporter.run())
-        await self._stream(reporting)
+        try:
+            await self._stream(reporting)
+        except (FilterError, DropError):
+            await self._save_of_failed()
+            raise
         await self._reporter.finish(reporting)
         interrupted = not control.admission.finished
         if control.torn:
@@ -256,21 +262,12 @@ class CoordinatorActor:
 
     def _report_end(self, uid: str, how: Ended) -> None:
         if not how.filtered:
-            self._feed.post(
-                EventReport("drop", {"uid": uid, "cause": how.cause, "reason": how.reason})
-            )
+            fields = {"uid": uid, "cause": how.cause, "reason": how.reason}
+            self._feed.post(EventReport("drop", fields))
 
     def _report_stall(self, found: Sequence[Overdue]) -> None:
-        """One event per holder and stage, however many groups it has."""
-        action = self._config.pipeline.on_stall
-        by_holder: dict[tuple[str, str], list[Overdue]] = {}
-        for one in found:
-            by_holder.setdefault((one.stage, one.holder), []).append(one)
-        for (stage, holder), group in by_holder.items():
-            fields: dict[str, str | int | float] = {"stage": stage, "holder": holder}
-            fields |= {"groups": len(group), "age_s": round(max(one.age_s for one in group), 1)}
-            fields |= {"uids": " ".join(one.uid for one in group[:8]), "action": action}
-            self._feed.post(EventReport("stall", fields))
+        for report in stall_reports(found, self._config.pipeline.on_stall):
+            self._feed.post(report)
 
     async def _evaluate_if_due(self) -> dict[str, float]:
         """Score the evaluation prompts under the current weights, outside the stream."""
@@ -313,6 +310,15 @@ class CoordinatorActor:
             return
         self._checkpoint, self._saved_version = str(path), version
         self._feed.post(EventReport("checkpoint", {"version": version, "path": self._checkpoint}))
+
+    async def _save_of_failed(self) -> None:
+        """Save what was made, if that can be, and see that the driver has all reports."""
+        try:
+            if self._control.admission.version > self._saved_version and not self._control.torn:
+                await self._save()
+            await self._reported()
+        except StreamError as error:
+            self._feed.post(EventReport("note", {"text": f"the end was not saved: {error}"}))
 
     async def _reported(self) -> None:
         """The driver has the row of every step: a step that is not made again has no other."""
@@ -363,3 +369,17 @@ class CoordinatorActor:
     async def release(self, holder: str) -> None:
         """See Arbiter.release."""
         await self._arbiter.release(holder)
+
+
+def stall_reports(found: Sequence[Overdue], action: str) -> list[EventReport]:
+    """One event per holder and stage, however many groups it has."""
+    by_holder: dict[tuple[str, str], list[Overdue]] = {}
+    for one in found:
+        by_holder.setdefault((one.stage, one.holder), []).append(one)
+    reports = []
+    for (stage, holder), group in by_holder.items():
+        fields: dict[str, str | int | float] = {"stage": stage, "holder": holder}
+        fields |= {"groups": len(group), "age_s": round(max(one.age_s for one in group), 1)}
+        fields |= {"uids": " ".join(one.uid for one in group[:8]), "action": action}
+        reports.append(EventReport("stall", fields))
+    return reports

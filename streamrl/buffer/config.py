@@ -24,6 +24,8 @@ class QueueConfig:
         prompt may be admitted.
     on_failed_group: what follows a dropped group: replace it by the next prompt, or readmit its
         own prompt.
+    max_drop_rounds: the run ends with an error when more than this many steps' worth of groups
+        were dropped for one step; those that became too old (pipeline.on_stale) do not count.
     hedge_s: age at which work is given to a second holder as well, the first commit wins, s; null
         never.
     journal: what makes accepted groups survive the death of their shard.
@@ -35,6 +37,7 @@ class QueueConfig:
     lease_s: float = 120.0
     max_attempts: int = 3
     on_failed_group: str = "replace"
+    max_drop_rounds: int = 10
     hedge_s: float | None = None
     journal: JournalConfig = field(default_factory=JournalConfig)
 
@@ -51,6 +54,8 @@ class QueueConfig:
             raise ConfigError(
                 f"queue.on_failed_group={self.on_failed_group}: must be replace or readmit"
             )
+        if self.max_drop_rounds < 1:
+            raise ConfigError(f"queue.max_drop_rounds={self.max_drop_rounds}: must be at least 1")
         if self.hedge_s is not None and not self.hedge_s > 0:
             raise ConfigError(f"queue.hedge_s={self.hedge_s}: must be above 0 s, or null")
 

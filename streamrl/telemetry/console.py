@@ -5,8 +5,8 @@ The live view of a terminal is in live.py; both print evaluations, events and lo
 
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -26,15 +26,37 @@ from streamrl.telemetry.progress import (
 from streamrl.telemetry.sinks import EVENTS_FILE, Fields
 
 EVENTS_PER_STEP = 3
+EVENTS_EVERY_S = 30.0
 _HEADER_EVERY = 25
 _LABEL_WIDTH = 11
 _GAP = "  "
 
 
+@dataclass
+class _Told:
+    """The events of one name since the last step: how many, for how many of them there is a line,
+    and when the last line was printed, s.
+    """
+
+    count: int = 0
+    told: int = 0
+    at: float = 0.0
+
+    def add(self, now: float) -> bool:
+        """Count one more; whether it is to be printed, which is then taken as done."""
+        self.count += 1
+        is_round = self.count == 10 ** (len(str(self.count)) - 1)
+        due = self.count <= EVENTS_PER_STEP or is_round or now - self.at >= EVENTS_EVERY_S
+        if due:
+            self.told, self.at = self.count, now
+        return due
+
+
 class RunConsole:
     """A sink that talks to a person. This class prints lines; a subclass shows the steps.
 
-    Of the events of one name, EVENTS_PER_STEP are printed per step, and how many more there were.
+    Of the events of one name, the first EVENTS_PER_STEP of a step are printed; then, with how many
+    there have been, the 10th, 100th and so on and one every EVENTS_EVERY_S; then how many more.
     """
 
     def __init__(
@@ -48,7 +70,7 @@ class RunConsole:
         self.console = console
         self.clock = clock
         self.started_at = clock()
-        self._events: Counter[str] = Counter()
+        self._events: dict[str, _Told] = {}
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Begin the display."""
@@ -78,15 +100,18 @@ class RunConsole:
         """Show the progress, which has just taken a step."""
 
     def event(self, name: str, fields: Fields) -> None:
-        """Print an event, unless this step had enough of its name."""
-        self._events[name] += 1
-        if self._events[name] <= EVENTS_PER_STEP:
-            self.line(name, fields_text(fields.items()), style="yellow")
+        """Print an event, unless this step had enough of its name for now."""
+        events = self._events.setdefault(name, _Told())
+        if events.add(self.clock()):
+            so_far = f"{events.count:,} so far, the last: "
+            text = fields_text(fields.items())
+            text = text if events.count <= EVENTS_PER_STEP else so_far + text
+            self.line(name, text, style="yellow")
 
     def _print_left_out(self) -> None:
-        for name, count in self._events.items():
-            if count > EVENTS_PER_STEP:
-                more = f"{count - EVENTS_PER_STEP} more, see {EVENTS_FILE}"
+        for name, events in self._events.items():
+            if events.count > events.told:
+                more = f"{events.count - events.told:,} more, see {EVENTS_FILE}"
                 self.line(name, more, style="yellow")
         self._events.clear()
 

@@ -382,6 +382,7 @@ def test_leaving_may_be_repeated_and_versions_only_grow() -> None:
         ("store_share", 0.0),
         ("store_share", 1.5),
         ("on_failed_group", "hope"),
+        ("max_drop_rounds", 0),
         ("hedge_s", 0.0),
     ],
 )

@@ -142,6 +142,32 @@ def test_a_killed_trainer_among_all_roles_is_named(toy: Path) -> None:
     assert found[1]["weights/skew_max"] <= 1
 
 
+SPOILED = """
+import os
+
+def score(prompt, completion):
+    if os.path.exists(__file__ + ".spoiled"):
+        raise ValueError("no verdict")
+    return 1.0
+"""
+
+
+def test_a_reward_that_fails_for_every_group_ends_the_run_which_is_saved(toy: Path) -> None:
+    path = toy / "spoiled.py"
+    path.write_text(SPOILED)
+    reward = f"rewards=[{{kind: function, path: {path}, function: score, attempts: 1}}]"
+    run, run_dir = launch(toy, "spoiled", reward, "queue.max_drop_rounds=2")
+    run.until(lambda: len(rows(run_dir)) >= 2)
+    Path(f"{path}.spoiled").touch()
+    assert run.wait(timeout_s=90.0) == 1, run.output
+    steps, drops = rows(run_dir)[-1]["step"], len(events(run_dir, "drop"))
+    last = run.output.strip().splitlines()[-1]
+    assert last.startswith(f"streamrl: step {steps} has dropped ") and "spoiled.py:6" in last
+    assert "more than 8 (queue.max_drop_rounds)" in last and "as reward_error" in last
+    assert drops > 8, "the driver was told of every one"
+    assert (run_dir / "checkpoints" / f"step_{steps:06d}" / "state.json").is_file()
+
+
 def check_named(run: Launched, exit_code: int, name: str) -> None:
     assert exit_code == 1, run.output
     last = run.output.strip().splitlines()[-1]

@@ -119,14 +119,51 @@ def test_the_plain_status_is_printed_when_it_changes(plain):
 
 def test_a_flood_of_events_of_one_name_is_cut_short_and_counted(plain):
     plain.start({})
-    for _ in range(10):
+    for _ in range(9):
         plain.event("drop", {"cause": "timeout"})
     plain.event("stall", {"stage": "train"})
     plain.step(1, full_row(1))
     text = "\n".join(lines(plain.console))
     assert text.count("cause=timeout") == 3
-    assert "7 more, see events.jsonl" in text
+    assert "6 more, see events.jsonl" in text
     assert "stage=train" in text
+
+
+def test_a_flood_within_a_step_is_told_of_at_each_power_of_ten(plain):
+    plain.start({})
+    for number in range(1, 2923):
+        plain.event("drop", {"uid": f"0:{number}:0"})
+    plain.step(1, full_row(1))
+    printed = [" ".join(line.split()) for line in lines(plain.console)]
+    assert [line for line in printed if line.startswith("drop")] == [
+        "drop uid=0:1:0",
+        "drop uid=0:2:0",
+        "drop uid=0:3:0",
+        "drop 10 so far, the last: uid=0:10:0",
+        "drop 100 so far, the last: uid=0:100:0",
+        "drop 1,000 so far, the last: uid=0:1000:0",
+        "drop 1,922 more, see events.jsonl",
+    ]
+
+
+def test_events_that_go_on_are_told_of_every_half_minute(plain):
+    plain.start({})
+    for number in range(1, 101):
+        plain.event("drop", {"uid": f"0:{number}:0"})
+        plain.clock.now += 1.0
+    counts = re.findall(r"drop +([\d,]+) so far", "\n".join(lines(plain.console)))
+    assert counts == ["10", "40", "70", "100"]
+
+
+def test_each_step_counts_its_events_anew(plain):
+    plain.start({})
+    for step in (1, 2):
+        for _ in range(4):
+            plain.event("drop", {"cause": "timeout"})
+        plain.step(step, full_row(step))
+    text = "\n".join(lines(plain.console))
+    assert text.count("cause=timeout") == 6
+    assert text.count("1 more, see events.jsonl") == 2
 
 
 @pytest.mark.parametrize(("kind", "output"), [(LiveConsole, terminal), (PlainConsole, pipe)])
