@@ -8,7 +8,7 @@ import httpx
 
 from streamrl.errors import InfraError
 from streamrl.rewards.sandbox import CallTest, Limits, Outcome, Program, Result, StdinTest
-from streamrl.rewards.sandbox.compare import read_value, same_text, same_value
+from streamrl.rewards.sandbox.compare import may_be_value, read_value, same_text, same_value
 from streamrl.rewards.verdict import Verdict
 
 MOST_REQUESTS = 64
@@ -75,14 +75,14 @@ class RemoteSandbox:
                 "memory_limit_MB": self._limits.memory_mib,
             }
         )
-        return _judge(reply, program, test)
+        return await asyncio.to_thread(_judge, reply, program, test)
 
     async def _ask(self, body: dict[str, Any]) -> dict[str, Any]:
         try:
             async with self._slots:
                 reply = await self._client.post(self._url, json=body)
             reply.raise_for_status()
-            found = reply.json()
+            found = await asyncio.to_thread(reply.json)
         except httpx.TimeoutException:
             raise InfraError(f"{self._url}: no reply in {self._client.timeout.read:g} s") from None
         except (httpx.HTTPError, ValueError) as error:
@@ -116,8 +116,11 @@ def _is_right(out: str, program: Program, test: StdinTest | CallTest) -> bool:
     if isinstance(test, StdinTest):
         return same_text(test.stdout, out, loose_numbers=program.loose_numbers)
     _, mark, value = out.rpartition("\n" + _MARK)
+    data = value.encode(errors="replace")
+    if not may_be_value(data, test.accepted):
+        return False
     try:
-        found = read_value(value.encode())
+        found = read_value(data)
     except ValueError:
         return False
     return bool(mark) and any(same_value(wanted, found) for wanted in test.accepted)
