@@ -146,9 +146,9 @@ class WorkerPool:
         self._alone += alone
         try:
             worker, number = await self._claim(alone=alone)
-            return await asyncio.shield(self._keep(self._ask(worker, number, request)))
         finally:
             self._alone -= alone
+        return await asyncio.shield(self._keep(self._ask(worker, number, request)))
 
     async def _ask(self, worker: _Worker, number: int, request: Any) -> Any:
         began, clock = worker.calls[number], asyncio.get_running_loop().time
@@ -168,10 +168,10 @@ class WorkerPool:
             raise type(worker.verdict)(str(worker.verdict)) from None
         finally:
             del worker.calls[number]
+            was_lent, worker.lent = worker.lent, False
             # Of one that straggled the priority cannot be given back to it.
-            if not worker.calls and (worker.straggles or (worker.lent and self._has_too_many)):
+            if not worker.calls and (worker.straggles or (was_lent and self._missing < 0)):
                 self._retire(worker)
-            worker.lent = False
             await self._tell()
         self._took.append(clock() - began)
         if not ok:
@@ -232,13 +232,10 @@ class WorkerPool:
         """Workers that there should be beside those there are."""
         replicas = self._settings.replicas
         straggling = sum(worker.straggles for worker in self._workers)
-        wanted = replicas + min(straggling + min(self._alone, replicas), MAX_SPARES)
+        alone = self._alone + sum(worker.lent for worker in self._workers)
+        wanted = replicas + min(straggling + min(alone, replicas), MAX_SPARES)
         healthy = [worker for worker in self._workers if worker.verdict is None]
         return wanted - len(healthy) - self._starting
-
-    @property
-    def _has_too_many(self) -> bool:
-        return self._missing < 0
 
     async def _try_to_add(self) -> None:
         try:

@@ -236,6 +236,7 @@ async def test_of_calls_that_share_a_worker_only_the_one_at_fault_fails(
     assert found == [number * number for number in range(24)]
     assert isinstance(blamed, error) and words in str(blamed)
     assert set(one.killed) == {cause}
+    assert len(one._workers) <= 2, "who stood in for others has gone"
     # Once more, in a worker that it has to itself: nobody else's worker ends.
     with pytest.raises(error):
         await asyncio.gather(one.call((deed, None), alone=True), one.call(("square", 3)))
