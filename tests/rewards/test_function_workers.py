@@ -79,7 +79,11 @@ async def test_what_hangs_is_killed_with_all_it_started_and_the_others_go_on(run
     [
         ("os._exit(3)", RewardCrashError, "its process ended with exit code 3"),
         ("os.kill(os.getpid(), 11)", RewardCrashError, "its process was ended by SIGSEGV"),
-        ("hoard.append(bytearray(300 << 20)); time.sleep(60)", RewardMemoryError, "took 3.. MB"),
+        (
+            "hoard.append(bytearray(300 << 20)); time.sleep(60)",
+            RewardMemoryError,
+            r"took \d{3} MB, of 256",
+        ),
         ("raise ValueError('no judge')", RewardRaisedError, r"reward\d.py:5: ValueError: no judge"),
     ],
 )
