@@ -18,18 +18,19 @@ CUSTOM = ["algorithm.path=examples/custom_algorithm/median.py", "algorithm.name=
 SHARED = ["critic={shared_coef: 0.5}"]
 STEPS = 12
 RECIPES = {
+    # The longest come first: what is played beside other whole runs is short.
+    "grpo_code": (ROOT / "configs" / "grpo_code.yaml", [f"run.steps={STEPS}"]),
+    # It is slow to learn.
+    "grpo_countdown": (ROOT / "configs" / "grpo_countdown.yaml", ["run.steps=30"]),
+    # Costs give way more slowly than rewards come.
+    "safe_rlhf": (ROOT / "configs" / "safe_rlhf_toy.yaml", ["run.steps=26"]),
+    "shared": (ROOT / "configs" / "ppo_arithmetic.yaml", [*SHARED, f"run.steps={STEPS}"]),
+    "custom": (ROOT / "configs" / "grpo_arithmetic.yaml", [*CUSTOM, f"run.steps={STEPS}"]),
+} | {
     path.stem.removesuffix("_arithmetic"): (path, [f"run.steps={STEPS}"])
     for path in sorted((ROOT / "configs").glob("*_arithmetic.yaml"))
     # The demo runs it whole.
     if path.stem != "grpo_arithmetic"
-} | {
-    "custom": (ROOT / "configs" / "grpo_arithmetic.yaml", [*CUSTOM, f"run.steps={STEPS}"]),
-    # Costs give way more slowly than rewards come.
-    "safe_rlhf": (ROOT / "configs" / "safe_rlhf_toy.yaml", ["run.steps=26"]),
-    "shared": (ROOT / "configs" / "ppo_arithmetic.yaml", [*SHARED, f"run.steps={STEPS}"]),
-    "grpo_code": (ROOT / "configs" / "grpo_code.yaml", [f"run.steps={STEPS}"]),
-    # It is slow to learn.
-    "grpo_countdown": (ROOT / "configs" / "grpo_countdown.yaml", ["run.steps=30"]),
 }
 
 
