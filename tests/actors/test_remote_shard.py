@@ -170,10 +170,10 @@ def test_a_shard_that_died_is_asked_until_it_is_back(make: Make) -> None:
     async def main() -> None:
         queue = ExperienceQueue([shard], "me")
         await queue.admit(prompts(), 0)
-        waiting = asyncio.create_task(queue.take("train", max_groups=1, columns=(), wait_s=60.0))
+        waiting = asyncio.create_task(queue.take("train", max_groups=1, columns=(), wait_s=150.0))
         await asyncio.sleep(0.1)
         await asyncio.to_thread(kill, shard)
-        taken = await queue.take("generate", max_groups=3, columns=(), wait_s=30.0)
+        taken = await queue.take("generate", max_groups=3, columns=(), wait_s=90.0)
         assert await queue.put([(one.lease, columns_of(one.uid)) for one in taken]) == []
         assert (await waiting)[0].uid in SIZES
 

@@ -25,8 +25,8 @@ ROWS = 10
 """Rows of the data set: the run goes through it more than twice."""
 SAME = ("reward/mean", "reward/std", "loss/policy", "policy/grad_norm", "policy/ratio_mean")
 """Metrics of a step that follow from its micro-batches, their order and the weights."""
-HEALED_WITHIN_S = 60.0
-"""Longest step of a run that somebody died in, s: an engine starts in half of it."""
+HEALED_WITHIN_S = 100.0
+"""Longest step of a run that somebody died in, s: an engine starts in a third of it."""
 REWARD = """
 def score(prompt, completion):
     return sum(map(ord, completion)) % 7 / 7

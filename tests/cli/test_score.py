@@ -127,13 +127,13 @@ def test_what_cannot_be_scored_has_no_score_and_the_rest_has(score, reward_file)
     """)
     reward = f"{{kind: function, path: {path}, name: f, attempts: 1}}"
     completions = [(0, "5"), (1, "hang"), (0, "6")]
-    code, lines, error = score("--reward", reward, "scorer.timeout_s=0.5", completions=completions)
+    code, lines, error = score("--reward", reward, "scorer.timeout_s=2", completions=completions)
     assert code == 1
     assert [line["score"] for line in lines] == [0.5, None, 0.5]
     late = lines[1]
     assert late["verdict"] == "infra_error" and late["cause"] == "reward_timeout"
     assert re.fullmatch(
-        r"reward f, .*rows.jsonl line 2 \(uid 0:1:0\): no result in 0.5 s", late["error"]
+        r"reward f, .*rows.jsonl line 2 \(uid 0:1:0\): no result in 2 s", late["error"]
     )
     assert "not scored             reward_timeout 1; the first: reward f, " in error
     assert "scorer/killed/timeout  1 processes" in error

@@ -54,7 +54,7 @@ class Launched:
         """What it printed so far, both streams."""
         return self._log.read_text()
 
-    def wait(self, timeout_s: float = 240.0) -> int:
+    def wait(self, timeout_s: float = 600.0) -> int:
         """Its exit code."""
         try:
             return self.process.wait(timeout_s)
@@ -62,7 +62,7 @@ class Launched:
             self.end()
             raise AssertionError(f"did not end in {timeout_s:g} s:\n{self.output}") from None
 
-    def until(self, condition: Callable[[], bool], timeout_s: float = 180.0) -> None:
+    def until(self, condition: Callable[[], bool], timeout_s: float = 600.0) -> None:
         """Wait for something to become true while it runs."""
         deadline = time.monotonic() + timeout_s
         try:
@@ -84,14 +84,14 @@ class Launched:
 
     def actor(self, kind: str) -> psutil.Process:
         """The process of an actor class."""
-        return next(p for p in self.processes() if f"ray::{kind}" in " ".join(p.cmdline()))
+        return next(p for p in self.processes() if f"ray::{kind}" in _command(p))
 
-    def orphans(self, within_s: float = 5.0) -> list[str]:
+    def orphans(self, within_s: float = 20.0) -> list[str]:
         """What is still alive a little after it ended."""
         deadline = time.monotonic() + within_s
         while (left := self.processes()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        return [" ".join(process.cmdline()) for process in left]
+        return [_command(process) for process in left]
 
 
 def marked(mark: str) -> list[psutil.Process]:
@@ -104,6 +104,14 @@ def marked(mark: str) -> list[psutil.Process]:
         except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
             continue
     return found
+
+
+def _command(process: psutil.Process) -> str:
+    """What it was started as; nothing of one that has ended since it was listed."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.Error:
+        return ""
 
 
 def _kill_group(process: "subprocess.Popen[bytes]") -> None:

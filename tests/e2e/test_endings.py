@@ -62,9 +62,10 @@ def stopped(toy: Path) -> Stopped:
     return Stopped(run, run_dir, exit_code, seconds, rows(run_dir), state)
 
 
-def test_ctrl_c_saves_and_ends_within_fifteen_seconds(stopped: Stopped) -> None:
+def test_ctrl_c_saves_and_ends_within_half_a_minute(stopped: Stopped) -> None:
     assert stopped.exit_code == 130, stopped.run.output
-    assert stopped.seconds < 15
+    # The run itself has 12 s for it; then its processes end.
+    assert stopped.seconds < 30
     assert stopped.run.orphans() == []
     assert "Traceback" not in stopped.run.output
     assert "interrupted" in stopped.run.output
@@ -182,7 +183,7 @@ def test_ctrl_c_during_start_up_ends_cleanly(toy: Path) -> None:
     started = time.monotonic()
     run.interrupt()
     assert run.wait() == 130, run.output
-    assert time.monotonic() - started < 15
+    assert time.monotonic() - started < 30
     assert run.orphans() == []
     assert "Traceback" not in run.output
     assert not run_dir.exists(), "there is nothing to resume"
@@ -195,7 +196,7 @@ def test_sigterm_during_start_up_gives_back_the_run_that_was_to_be_replaced(toy:
     run, _ = launch(toy, "earlier", "run.overwrite=true")
     run.until(lambda: "starting" in run.output)
     run.process.terminate()
-    assert run.wait(timeout_s=15.0) == 130, run.output
+    assert run.wait(timeout_s=30.0) == 130, run.output
     assert run.orphans() == []
     assert run.output.splitlines()[-1] == "streamrl: interrupted"
     assert (earlier / "config.yaml").read_text() == "old"

@@ -78,11 +78,12 @@ async def test_no_prefix_of_old_weights_is_served_to_those_that_start_or_wait(
     # More than run at once, so that some wait while the weights change.
     old = max(flight.models)
     calls = [
-        asyncio.create_task(flight.engine.generate(LONG, seeds=[i], max_new_tokens=20))
+        asyncio.create_task(flight.engine.generate(LONG, seeds=[i], max_new_tokens=60))
         for i in range(CONCURRENT + 32)
     ]
+    new = endless_model(seed=4)
     await flight.steps(5)
-    loading = asyncio.create_task(flight.load(endless_model(seed=4)))
+    loading = asyncio.create_task(flight.load(new))
     await asyncio.sleep(0)
     later = asyncio.create_task(flight.engine.generate(LONG, seeds=range(4), max_new_tokens=20))
     await loading
@@ -135,14 +136,15 @@ async def test_what_is_asked_for_while_the_engine_drains_starts_under_the_new_we
 ) -> None:
     old = max(flight.models)
     running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4)))
+    second, third = endless_model(seed=2), endless_model(seed=3)
     await flight.steps(5)
-    loads = [asyncio.create_task(flight.load(endless_model(seed=2)))]
+    loads = [asyncio.create_task(flight.load(second))]
     await asyncio.sleep(0)
     between = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4), max_new_tokens=9))
     given_up = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4)))
     await asyncio.sleep(0.01)
     given_up.cancel()
-    loads.append(asyncio.create_task(flight.load(endless_model(seed=3))))
+    loads.append(asyncio.create_task(flight.load(third)))
     await asyncio.sleep(0)
     after = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4), max_new_tokens=9))
     assert not running.done()

@@ -207,7 +207,7 @@ async def test_a_probe_waits_for_no_rollout_to_end(flight: Flight) -> None:
     await flight.steps(5)
     began = flight.log.num_steps
     await flight.engine.probe([LONG] * NUM_SEQUENCES)
-    assert flight.log.num_steps - began < LIMIT / 4
+    assert flight.log.num_steps - began < LIMIT * 3 / 4
     assert not running.done()
     await running
 

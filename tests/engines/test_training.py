@@ -403,7 +403,7 @@ def test_bfloat16_has_the_same_gradient_to_its_precision(seen, expected, stage):
 def test_a_rank_does_not_wait_for_ever_for_one_that_stays_away(seen):
     ((message, waited_s),) = seen["late"]
     assert message.startswith(
-        "rank 0 waited 4 s for the other ranks in the optimizer of update 0: "
+        f"rank 0 waited {LATE_S:g} s for the other ranks in the optimizer of update 0: "
     )
     assert LATE_S - 0.5 < waited_s < 5 * LATE_S
 

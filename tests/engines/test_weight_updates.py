@@ -114,7 +114,7 @@ async def each_group_alone(engine: GenerationEngine, base: PreTrainedModel) -> N
     """Change one group of parameters after the other while rollouts run; all must follow."""
     models: dict[int, PreTrainedModel] = {0: base}
     await engine.load_weights(weights_of(base), 0)
-    running = asyncio.create_task(engine.generate(PROMPT, seeds=range(2), max_new_tokens=300))
+    running = asyncio.create_task(engine.generate(PROMPT, seeds=range(2), max_new_tokens=500))
     seen = set()
     for group, pattern in GROUPS.items():
         model = changed(models[max(models)], pattern)

@@ -63,7 +63,7 @@ VALUED = {
 """The same, as a critic that expects a tenth of everything has scored them."""
 LORA: dict[str, Any] = {"lora_rank": 2, "lora_alpha": 3.0}
 SEQUENCE = np.array([1, 5, 9, 33, 60, 7, 7, 21], np.int32)
-LATE_S = 4.0
+LATE_S = 10.0
 UNTAUGHT = {
     uid: {**columns, "scores": np.ones_like(columns["scores"])} for uid, columns in GROUPS.items()
 }

@@ -287,9 +287,11 @@ async def test_a_server_may_come_up_later(server):
     again = web.AppRunner(web.Application(), shutdown_timeout=0.1)
     again.app.router.add_get("/v1/models", server._models)
     await again.setup()
-    with pytest.warns(match="/v1: Connect.*; it has 60 s to come up"):
+    with pytest.warns(match="/v1: Connect.*; it has 60 s to come up") as caught:
         starting = asyncio.create_task(rewards.preflight())
-        await asyncio.sleep(0.2)
+        while not caught.list:
+            assert not starting.done()
+            await asyncio.sleep(0.01)
         await web.TCPSite(again, "127.0.0.1", port).start()
         (note,) = await starting
     assert note.startswith(f"{url}: there after ")

@@ -133,7 +133,7 @@ async def test_groups_that_arrive_during_a_forward_share_the_next(path, started,
     groups += [asyncio.create_task(scores(rewards, TEXTS[:3])) for _ in range(4)]
     while len(encoded) < 5:
         await asyncio.sleep(0.01)
-    await asyncio.sleep(0.05)  # the event loop is free for them to come in
+    await asyncio.sleep(0.5)  # the event loop is free for them to come in
     may_go.set()
     found = await asyncio.gather(*groups)
     assert sizes == [2, 12]

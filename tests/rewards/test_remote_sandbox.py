@@ -69,7 +69,7 @@ def url():
 
 
 async def judged(url, truth, *completions, **options):
-    limits = {"wall_s": 1, "memory_mib": 256}
+    limits = {"wall_s": 5, "memory_mib": 256}
     options = {"url": url, "limits": limits, **options}
     rewards = build_rewards([RewardConfig("code", options=options)])
     assert await rewards.preflight() == []
@@ -111,7 +111,7 @@ async def test_verdicts_are_made_here_of_what_came_out_there(url):
         "stdin": "[1, 2]",
         "language": "python",
         "compile_timeout": 20.0,
-        "run_timeout": 1.0,
+        "run_timeout": 5.0,
         "memory_limit_MB": 256,
     }
     assert "3" not in {b["stdin"] for b in Server.asked}, "no expected value leaves this machine"

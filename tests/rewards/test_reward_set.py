@@ -77,10 +77,10 @@ async def test_scores_are_the_weighted_sum_and_components_are_unweighted():
 
 
 async def test_rewards_run_side_by_side():
-    rewards = reward_set(**{f"r{i}": (1.0, FakeReward([1], wait_s=0.1)) for i in range(20)})
+    rewards = reward_set(**{f"r{i}": (1.0, FakeReward([1], wait_s=0.5)) for i in range(20)})
     started = time.monotonic()
     await rewards.score(PROMPT, ["a"])
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 5
 
 
 async def test_a_gate_that_is_not_passed_makes_the_score_0_whatever_the_others_say():

@@ -54,12 +54,12 @@ def test_options_that_a_rule_refuses_are_named(kind, options, words):
 
 
 async def test_symbolic_equality_and_what_takes_forever_is_a_verdict_not_a_hang():
+    config = RewardConfig("symbolic", options={"timeout_s": 60.0, "memory_gib": 0.5})
+    found = await judged(config, prompt("x+1"), "\\boxed{1+x}", "\\boxed{x}")
+    assert found == [(1.0, "pass"), (0.0, "wrong")]
     config = RewardConfig("symbolic", options={"timeout_s": 3.0, "memory_gib": 0.5})
-    found = await judged(
-        config, prompt("x+1"), "\\boxed{1+x}", "\\boxed{x}", "\\boxed{10^{10^{10^{10}}}}"
-    )
-    assert found[:2] == [(1.0, "pass"), (0.0, "wrong")]
-    assert found[2] in [(0.0, "memory"), (0.0, "timeout")]
+    (found,) = await judged(config, prompt("x+1"), "\\boxed{10^{10^{10^{10}}}}")
+    assert found in [(0.0, "memory"), (0.0, "timeout")]
 
 
 async def test_auto_judges_each_source_by_its_own_rule():

@@ -207,11 +207,17 @@ def test_a_run_outlives_a_service_that_dies(tmp_path, caplog):
     sink = started(tmp_path)
     service = services()[0]
     service.kill()
-    service.wait(timeout=10)
-    for step in range(1, 100):
+    service.wait(timeout=30)
+    said, step, deadline = "metrics now go to metrics.jsonl only", 0, time.monotonic() + 30
+    while said not in caplog.text:
+        assert time.monotonic() < deadline
+        step += 1
         sink.step(step, {"reward/mean": 0.5})
         time.sleep(0.01)  # It takes wandb a moment to notice.
-    assert caplog.text.count("metrics now go to metrics.jsonl only") == 1
+    for later in range(step + 1, step + 21):
+        sink.step(later, {"reward/mean": 0.5})
+        time.sleep(0.01)
+    assert caplog.text.count(said) == 1
     assert not any(
         record.exc_info for record in caplog.records if record.name.startswith("streamrl")
     )

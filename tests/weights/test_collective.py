@@ -17,7 +17,7 @@ from streamrl.weights.members import Deadline
 from streamrl.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
 from tests.weights.local_outlet import LocalInlet, LocalOutlet
 
-TIMEOUT_S = 6.0
+TIMEOUT_S = 12.0
 
 
 def tensors_of(version: int) -> dict[str, torch.Tensor]:
@@ -219,13 +219,14 @@ def test_nobody_to_send_to_is_no_broadcast() -> None:
 
 
 def test_staging_is_not_laid_anew_while_it_is_sent() -> None:
-    outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=1)
+    outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=8)
     outlet.set_readers(["absent"])
     start = time.monotonic()
     publish(tensors_of(0).items(), version=0, bucket_bytes=99, outlet=outlet)
-    assert time.monotonic() - start < 0.2
+    # It is gathered for 2 s.
+    assert time.monotonic() - start < 1.5
     outlet.begin(1)
-    assert time.monotonic() - start >= 0.25
+    assert time.monotonic() - start >= 2
     assert outlet.failure == "weights version 0 was not sent to absent: waited for absent"
     outlet.close()
 
@@ -234,12 +235,12 @@ def test_one_that_is_not_there_costs_the_next_version_no_more_than_gathering(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(members, "SLOW_BYTES_PER_S", 1e3)  # hours for this version
-    outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=1)
+    outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=8)
     outlet.set_readers(["absent"])
     publish(tensors_of(0).items(), version=0, bucket_bytes=10**7, outlet=outlet)
     start = time.monotonic()
     outlet.begin(1)
-    assert time.monotonic() - start < 0.9
+    assert time.monotonic() - start < 6
     assert outlet.failure == "weights version 0 was not sent to absent: waited for absent"
     outlet.close()
 
@@ -252,7 +253,8 @@ def round_of(outlet: CollectiveOutlet, inlet: CollectiveInlet, version: int) -> 
     return is_version(unpack(manifest, inlet.fetch(manifest)), version)
 
 
-@pytest.mark.parametrize(("bytes_per_s", "arrives"), [(100e6, False), (1e6, True)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("bytes_per_s", "arrives"), [(100e6, False), (4e5, True)])
 def test_a_broadcast_has_time_for_its_bytes(
     monkeypatch: pytest.MonkeyPatch, bytes_per_s: float, arrives: bool
 ) -> None:
@@ -260,15 +262,15 @@ def test_a_broadcast_has_time_for_its_bytes(
 
     def slowly(self: members.Group, tensor: torch.Tensor, deadline: Deadline) -> torch.Tensor:
         if threading.current_thread() is not threading.main_thread():  # it sends
-            time.sleep(0.4)
+            time.sleep(1.2)
         return send(self, tensor, deadline)
 
     monkeypatch.setattr(members.Group, "broadcast", slowly)
     monkeypatch.setattr(members, "SLOW_BYTES_PER_S", bytes_per_s)
-    outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=1)
-    inlet = CollectiveInlet("a", LocalInlet(), timeout_s=1)
+    outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=4)
+    inlet = CollectiveInlet("a", LocalInlet(), timeout_s=4)
     outlet.set_readers(["a"])
-    # 4.8 MB in four buckets, which take 2 s with the header.
+    # 4.8 MB in four buckets, which take 6 s with the header.
     assert round_of(outlet, inlet, 0)
     assert (inlet.failure is None) is arrives
     outlet.close()
@@ -300,7 +302,7 @@ def test_a_publisher_that_is_gone_leaves_the_fallback() -> None:
     inlet = CollectiveInlet("a", LocalInlet(), timeout_s=1)
     start = time.monotonic()
     assert is_version(unpack(manifest, inlet.fetch(manifest)), 0)
-    assert time.monotonic() - start < 2
+    assert time.monotonic() - start < 5
     assert inlet.failure is not None
 
 
@@ -309,10 +311,10 @@ def test_both_ways_closed_is_an_error_that_names_both() -> None:
         def fetch(self, manifest: WeightManifest) -> list[object]:
             raise WeightsError(f"version {manifest.version}, bucket 0: gone")
 
-    outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=1)
+    outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=8)
     outlet.set_readers(["a", "absent"])
     manifest = publish(tensors_of(0).items(), version=0, bucket_bytes=10**7, outlet=outlet)
-    inlet = CollectiveInlet("a", Closed(), timeout_s=1)
+    inlet = CollectiveInlet("a", Closed(), timeout_s=8)
     both = r"bucket 0: gone \(weights version 0 was not sent: absent did not come"
     with pytest.raises(WeightsError, match=both):
         inlet.fetch(manifest)

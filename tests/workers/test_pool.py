@@ -58,7 +58,7 @@ async def gone(pids, *, within_s=15.0):
 
 @pytest.mark.slow
 async def test_trouble_is_told_by_its_cause_and_costs_no_other_call_its_answer(pool):
-    workers = pool(timeout_s=3.0, memory_bytes=256 << 20)
+    workers = pool(timeout_s=8.0, memory_bytes=256 << 20)
     await workers.start()
     told = {"hang": WorkerTimeoutError, "crash": WorkerCrashError, "leak": WorkerMemoryError}
     requests = [("square", n) for n in range(60)] + [("slow", n) for n in range(6)]
@@ -74,9 +74,7 @@ async def test_trouble_is_told_by_its_cause_and_costs_no_other_call_its_answer(p
     assert workers.killed == Counter(timeout=2, crash=2, memory=2)
 
 
-async def test_quick_calls_are_as_quick_while_as_many_hang_as_there_are_workers(pool, monkeypatch):
-    monkeypatch.setattr(pool_module, "STRAGGLER_S", 0.2)
-    monkeypatch.setattr(pool_module, "LOOK_EVERY_S", 0.1)
+async def test_quick_calls_are_as_quick_while_as_many_hang_as_there_are_workers(pool):
     workers = pool()
     await workers.start()
 
@@ -92,17 +90,18 @@ async def test_quick_calls_are_as_quick_while_as_many_hang_as_there_are_workers(
     hung = [asyncio.create_task(workers.call(("hang", 0))) for _ in range(2)]
     beside = statistics.median(await took_s())
     assert not any(task.done() for task in hung)
-    assert beside < 3 * alone
+    # Less than the wait for a look at stragglers would add to each.
+    assert beside < alone + 0.4
     await workers.close()
     for end in await asyncio.gather(*hung, return_exceptions=True):
         assert isinstance(end, WorkerCrashError)
 
 
 async def test_what_a_call_leaves_behind_goes_with_its_worker(pool, tmp_path):
-    workers = pool(timeout_s=2.0)
+    workers = pool(timeout_s=8.0)
     await workers.start()
     note = tmp_path / "pids"
-    with pytest.raises(WorkerTimeoutError, match="no result in 2 s"):
+    with pytest.raises(WorkerTimeoutError, match="no result in 8 s"):
         await workers.call(("breed", str(note)))
     pids = [int(pid) for pid in note.read_text().split()]
     assert len(pids) == 50
@@ -189,7 +188,7 @@ async def test_a_call_that_nobody_waits_for_any_more_costs_no_worker(pool):
 async def test_what_is_no_answer_is_a_crash_at_once(pool, note):
     one = pool()
     await one.start()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(25):
         with pytest.raises(WorkerCrashError, match="its answer"):
             await one.call(("garble", note))
         assert await one.call(("square", 3)) == 9
@@ -208,7 +207,7 @@ async def test_an_answer_runs_nothing_where_it_arrives(pool):
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_worker_does_not_outlive_who_looks_after_it(pool, monkeypatch, number):
     monkeypatch.setattr("streamrl.workers.process.END_S", 0.5)
-    one = pool(timeout_s=1.0)
+    one = pool(timeout_s=3.0)
     await one.start()
     pid = await one.call(("pid", None))
     with pytest.raises((WorkerCrashError, WorkerTimeoutError)):
@@ -223,13 +222,15 @@ async def test_a_worker_does_not_outlive_who_looks_after_it(pool, monkeypatch, n
     [
         ("crash", WorkerCrashError, "exit code 7", "crash"),
         ("leak", WorkerMemoryError, "MB, of", "memory"),
-        ("hang", WorkerTimeoutError, "no result in 3 s", "timeout"),
+        ("hang", WorkerTimeoutError, "no result in 5 s", "timeout"),
     ],
 )
 async def test_of_calls_that_share_a_worker_only_the_one_at_fault_fails(
     pool, deed, error, words, cause
 ):
-    one = pool(target=ASYNC_TARGET, timeout_s=3.0, memory_bytes=256 << 20, concurrency=16)
+    # Only what hangs is to run into its deadline.
+    timeout_s = 5.0 if deed == "hang" else 30.0
+    one = pool(target=ASYNC_TARGET, timeout_s=timeout_s, memory_bytes=256 << 20, concurrency=16)
     await one.start()
     calls = [one.call(("square", number)) for number in range(24)]
     *found, blamed = await asyncio.gather(*calls, one.call((deed, None)), return_exceptions=True)

