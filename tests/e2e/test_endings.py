@@ -91,7 +91,7 @@ def killed(stopped: Stopped) -> tuple[Launched, int]:
     run = Launched(words, stopped.run_dir.parent)
     run.until(lambda: len(rows(stopped.run_dir)) >= len(stopped.rows) + 2)
     os.kill(run.actor("GeneratorActor").pid, signal.SIGKILL)
-    return run, run.wait(timeout_s=90.0)
+    return run, run.wait(timeout_s=240.0)
 
 
 def test_an_interrupted_run_goes_on_without_gap_or_repeat(
@@ -133,7 +133,7 @@ def test_a_killed_trainer_among_all_roles_is_named(toy: Path) -> None:
     )
     run.until(lambda: len(rows(run_dir)) >= 2)
     os.kill(run.actor("TrainerActor").pid, signal.SIGKILL)
-    check_named(run, run.wait(timeout_s=90.0), "trainer-")
+    check_named(run, run.wait(timeout_s=240.0), "trainer-")
     found = rows(run_dir)
     assert {row["staleness/max"] for row in found} == {0}
     assert found[0]["policy/kl_ref"] == pytest.approx(0.0, abs=1e-4), "the base is its reference"
@@ -160,7 +160,7 @@ def test_a_reward_that_fails_for_every_group_ends_the_run_which_is_saved(toy: Pa
     run, run_dir = launch(toy, "spoiled", reward, "queue.max_drop_rounds=2")
     run.until(lambda: len(rows(run_dir)) >= 2)
     Path(f"{path}.spoiled").touch()
-    assert run.wait(timeout_s=90.0) == 1, run.output
+    assert run.wait(timeout_s=240.0) == 1, run.output
     steps, drops = rows(run_dir)[-1]["step"], len(events(run_dir, "drop"))
     last = run.output.strip().splitlines()[-1]
     assert last.startswith(f"streamrl: step {steps} has dropped ") and "spoiled.py:6" in last
