@@ -1,0 +1,221 @@
+"""Carrying out a plan over torch.distributed: point to point, or by gathers within groups.
+
+An executor is made once for a plan, by every rank of the default process group, and run at every
+switch. Bytes travel as they are, whatever their dtype, so the result is bit-exact. A target holds
+no version from the first byte that is moved until the last one is there.
+"""
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from itertools import zip_longest
+
+import torch
+import torch.distributed as dist
+
+from streamrl.errors import WeightsError
+from streamrl.resharding.buckets import UNBOUNDED, copy_rounds, gift_rounds
+from streamrl.resharding.parcels import Packer
+from streamrl.resharding.plans import CopyPlan, GatherPlan, Gift
+from streamrl.resharding.storage import Storage, memory_bytes, part
+
+NO_VERSION = -1
+"""What a rank says that holds none of the source."""
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What one rank moved in one run, measured.
+
+    received_bytes, sent_bytes: from and to other ranks, each byte once for each rank it reaches,
+    the padding of gathers too. copied_bytes: within this rank's memory. peak_bytes: the buffers of
+    source and target and what was under way. rounds: how often it waited for others.
+    """
+
+    version: int
+    received_bytes: int
+    sent_bytes: int
+    copied_bytes: int
+    peak_bytes: int
+    rounds: int
+    seconds: float
+
+
+@dataclass
+class _Counts:
+    received: int = 0
+    sent: int = 0
+    copied: int = 0
+    staging: int = 0
+    rounds: int = 0
+
+    def round(self, *, received: int, sent: int, staging: int) -> None:
+        self.received += received
+        self.sent += sent
+        self.staging = max(self.staging, staging)
+        self.rounds += 1
+
+
+class Executor(ABC):
+    """Moves a version of the weights from one layout's storage into another's."""
+
+    def __init__(self, plan: CopyPlan | GatherPlan, *, timeout_s: float) -> None:
+        self._rank = dist.get_rank()
+        self._timeout_s = timeout_s
+        self._givers = plan.source.ranks
+        self._packer = Packer({spec.name: spec.itemsize for spec in plan.target.model.tensors})
+
+    def run(self, source: Storage, target: Storage) -> Moved:
+        """Fill `target` with what `source` holds; every rank of the process group calls it.
+
+        Raises WeightsError if ranks hold different versions or none, or one does not answer within
+        timeout_s.
+        """
+        begun = time.perf_counter()
+        version = self._agree(source)
+        target.version = None
+        counts = _Counts()
+        self._move(source, target, counts)
+        target.version = version
+        return Moved(
+            version=version,
+            received_bytes=counts.received,
+            sent_bytes=counts.sent,
+            copied_bytes=counts.copied,
+            peak_bytes=memory_bytes(source, target) + counts.staging,
+            rounds=counts.rounds,
+            seconds=time.perf_counter() - begun,
+        )
+
+    @abstractmethod
+    def _move(self, source: Storage, target: Storage, counts: _Counts) -> None:
+        """Move all of it, and count."""
+
+    def _agree(self, source: Storage) -> int:
+        mine = torch.tensor([NO_VERSION if source.version is None else source.version])
+        said = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        everyone = range(dist.get_world_size())
+        self._wait(dist.all_gather(said, mine, async_op=True), everyone, "the version they hold")
+        versions = {
+            rank: int(version.item()) for rank, version in enumerate(said) if rank in self._givers
+        }
+        if len(set(versions.values())) != 1 or NO_VERSION in versions.values():
+            held = ", ".join(f"rank {rank}: {held}" for rank, held in versions.items())
+            raise WeightsError(f"resharding: the ranks do not hold one version ({held})")
+        return next(iter(versions.values()))
+
+    def _wait(self, work: dist.Work, ranks: Sequence[int], what: str) -> None:
+        try:
+            work.wait(timedelta(seconds=self._timeout_s))
+        except RuntimeError as error:
+            raise WeightsError(
+                f"resharding: rank {self._rank} waited {self._timeout_s:g} s for {what}"
+                f" from ranks {list(ranks)}: {error}"
+            ) from error
+
+
+class PointToPoint(Executor):
+    """Sends every box of a CopyPlan from the rank that has it to the one that needs it.
+
+    bucket_bytes: what a rank sends, and what it receives, in one round, at most.
+    """
+
+    def __init__(
+        self, plan: CopyPlan, *, bucket_bytes: int = UNBOUNDED, timeout_s: float = 60.0
+    ) -> None:
+        super().__init__(plan, timeout_s=timeout_s)
+        self._stays = [c.gift for c in plan.copies if c.source == c.destination == self._rank]
+        self._rounds = []
+        for copies in copy_rounds(plan.copies, self._packer.itemsizes, bucket_bytes):
+            sends = self._by_peer((c.destination, c.gift) for c in copies if c.source == self._rank)
+            receives = self._by_peer(
+                (c.source, c.gift) for c in copies if c.destination == self._rank
+            )
+            if sends or receives:
+                self._rounds.append((sends, receives))
+
+    def _move(self, source: Storage, target: Storage, counts: _Counts) -> None:
+        for tensor, box in self._stays:
+            counts.copied += _fill(target.view(tensor, box), source.view(tensor, box))
+        for sends, receives in self._rounds:
+            out = {peer: self._packer.pack(source, gifts) for peer, gifts in sends.items()}
+            into = {
+                peer: torch.empty(
+                    self._packer.num_bytes(gifts), dtype=torch.uint8, device=target.device
+                )
+                for peer, gifts in receives.items()
+            }
+            operations = [dist.P2POp(dist.isend, parcel, peer) for peer, parcel in out.items()]
+            operations += [dist.P2POp(dist.irecv, parcel, peer) for peer, parcel in into.items()]
+            for work in dist.batch_isend_irecv(operations):
+                self._wait(work, sorted({*out, *into}), "weights")
+            for peer, parcel in into.items():
+                self._packer.unpack(parcel, receives[peer], target)
+            sent = sum(parcel.nbytes for parcel in out.values())
+            received = sum(parcel.nbytes for parcel in into.values())
+            counts.round(received=received, sent=sent, staging=sent + received)
+
+    def _by_peer(self, gifts: Iterable[tuple[int, Gift]]) -> dict[int, list[Gift]]:
+        found: dict[int, list[Gift]] = {}
+        for peer, gift in gifts:
+            found.setdefault(peer, []).append(gift)
+        return {peer: self._packer.in_order(for_peer) for peer, for_peer in found.items()}
+
+
+class GatherInGroups(Executor):
+    """All-gathers within the groups of a GatherPlan; each rank keeps what it needs.
+
+    With micro-DP groups this is HybridFlow's zero-redundancy transition, with the ranks of a model
+    replica HybridFlow-V's, and with one group of all ranks DeepSpeed-Chat's full gather. Groups go
+    side by side. bucket_bytes: what the ranks of a group give in one round, together.
+    """
+
+    def __init__(
+        self, plan: GatherPlan, *, bucket_bytes: int = UNBOUNDED, timeout_s: float = 60.0
+    ) -> None:
+        super().__init__(plan, timeout_s=timeout_s)
+        self._members: tuple[int, ...] = ()
+        for group in plan.groups:
+            made = dist.new_group(list(group))
+            if self._rank in group:
+                self._members, self._group = group, made
+        each = bucket_bytes // max(1, len(self._members))
+        gifts = [
+            gift_rounds(plan.gives[rank], self._packer.itemsizes, each) for rank in self._members
+        ]
+        self._rounds = [
+            [self._packer.in_order(given) for given in at]
+            for at in zip_longest(*gifts, fillvalue=[])
+        ]
+
+    def _move(self, source: Storage, target: Storage, counts: _Counts) -> None:
+        for tensor, held, view in source:
+            for wanted, place in target.pieces(tensor):
+                if common := held.meet(wanted):
+                    counts.copied += _fill(part(place, wanted, common), part(view, held, common))
+        if len(self._members) <= 1:
+            return
+        for gives in self._rounds:
+            size = max(map(self._packer.num_bytes, gives))
+            mine = self._packer.pack(source, gives[self._members.index(self._rank)], size)
+            parcels = mine.new_empty(size * len(self._members))
+            self._wait(
+                dist.all_gather_into_tensor(parcels, mine, group=self._group, async_op=True),
+                self._members,
+                "weights",
+            )
+            for rank, parcel, gifts in zip(self._members, parcels.split(size), gives, strict=True):
+                if rank != self._rank:
+                    self._packer.unpack(parcel, gifts, target)
+            others = size * (len(self._members) - 1)
+            counts.round(received=others, sent=others, staging=others + 2 * size)
+
+
+def _fill(place: torch.Tensor, given: torch.Tensor) -> int:
+    """Copy and say how many bytes; nothing if both are the same memory."""
+    if place.data_ptr() == given.data_ptr() and place.stride() == given.stride():
+        return 0
+    place.copy_(given)
+    return given.nbytes
