@@ -202,7 +202,7 @@ class GatherInGroups(Executor):
             mine = self._packer.pack(source, gives[self._members.index(self._rank)], size)
             parcels = mine.new_empty(size * len(self._members))
             self._wait(
-                dist.all_gather_into_tensor(parcels, mine, group=self._group, async_op=True),
+                dist.all_gather_single(parcels, mine, group=self._group, async_op=True),
                 self._members,
                 "weights",
             )
