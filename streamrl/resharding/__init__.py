@@ -1,0 +1,58 @@
+"""Layouts of a model over ranks, and what has to move from one to another."""
+
+from streamrl.resharding.boxes import Box
+from streamrl.resharding.executors import Executor, GatherInGroups, Moved, PointToPoint
+from streamrl.resharding.grids import ORDERS, Coordinates, Grid, Seating
+from streamrl.resharding.grouping import (
+    GROUPINGS,
+    GenerationSizes,
+    max_overlap,
+    micro_groups,
+    seat,
+    vanilla,
+    zero_redundancy,
+)
+from streamrl.resharding.layouts import Layout, Shard, chunked, seated_layout, zero_partitioned
+from streamrl.resharding.plans import Copy, CopyPlan, GatherPlan, plan_copies, plan_gather
+from streamrl.resharding.reports import BytesReport, Cluster, RankBytes, table_2
+from streamrl.resharding.storage import Storage, allocate, inside
+from streamrl.resharding.tensors import Component, ModelSpec, TensorSpec
+
+__all__ = [
+    "GROUPINGS",
+    "ORDERS",
+    "Box",
+    "BytesReport",
+    "Cluster",
+    "Component",
+    "Coordinates",
+    "Copy",
+    "CopyPlan",
+    "Executor",
+    "GatherInGroups",
+    "GatherPlan",
+    "GenerationSizes",
+    "Grid",
+    "Layout",
+    "ModelSpec",
+    "Moved",
+    "PointToPoint",
+    "RankBytes",
+    "Seating",
+    "Shard",
+    "Storage",
+    "TensorSpec",
+    "allocate",
+    "chunked",
+    "inside",
+    "max_overlap",
+    "micro_groups",
+    "plan_copies",
+    "plan_gather",
+    "seat",
+    "seated_layout",
+    "table_2",
+    "vanilla",
+    "zero_partitioned",
+    "zero_redundancy",
+]

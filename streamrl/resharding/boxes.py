@@ -37,6 +37,11 @@ class Box:
         return tuple(high - low for low, high in self.spans)
 
     @property
+    def slices(self) -> tuple[slice, ...]:
+        """What picks the box out of the whole tensor."""
+        return tuple(slice(low, high) for low, high in self.spans)
+
+    @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)

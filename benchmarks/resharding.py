@@ -1,0 +1,356 @@
+"""What a switch from training to generation moves: `python -m benchmarks.resharding` prints JSON.
+
+Processes over gloo hold a small model as --train says (pipeline-tensor-data) and switch it to what
+--generate says (pipeline-tensor-microdata-data), in every way that --grouping allows:
+
+in_groups       all-gathers within micro-DP groups (grouping zero, HybridFlow's transition), or
+                within replicas of the model (grouping vanilla, HybridFlow-V's)
+point_to_point  just what each rank lacks, from one rank that holds it
+full_gather     an all-gather of everything, from ZeRO's partitions (DeepSpeed-Chat's)
+
+All are executed. Per rank, as fractions of the model's bytes M: what was received, by count, beside
+Table 2 of arXiv:2409.19256 where sizes divide; the peak of parameters held, as the plan has it and
+as counted with buckets of --bucket-mb; what is kept twice. Every element is compared with the
+unsplit model. seconds are medians of the slowest rank; `over_all_gather` is the median of their
+ratios to an all-gather that brings each rank as many bytes, from memory in one piece.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import multiprocessing
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from streamrl.resharding import (
+    GROUPINGS,
+    ORDERS,
+    BytesReport,
+    Cluster,
+    Component,
+    CopyPlan,
+    Executor,
+    GatherInGroups,
+    GatherPlan,
+    GenerationSizes,
+    Grid,
+    Layout,
+    ModelSpec,
+    PointToPoint,
+    Seating,
+    Storage,
+    TensorSpec,
+    allocate,
+    inside,
+    micro_groups,
+    plan_copies,
+    plan_gather,
+    seat,
+    seated_layout,
+    table_2,
+    zero_partitioned,
+)
+
+MOST_RANKS = 16
+DEADLINE_S = 300.0
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class Switch:
+    """What is asked for: both grids, the model, and who serves what."""
+
+    train: Grid
+    generate: GenerationSizes
+    grouping: str
+    model: ModelSpec
+    held: Layout
+    serving: Seating
+    cluster: Cluster
+
+    def plans(self) -> dict[str, CopyPlan | GatherPlan]:
+        """Every way to make this switch, by name."""
+        target = seated_layout(self.model, self.serving)
+        partitioned = zero_partitioned(self.held, self.train.seating().data_groups())
+        everyone = [list(range(self.train.size))]
+        plans: dict[str, CopyPlan | GatherPlan] = {
+            "point_to_point": plan_copies(self.held, target, self.cluster),
+            "full_gather": plan_gather(
+                partitioned, target, self.cluster, everyone, keeps_copy=True
+            ),
+        }
+        if self.grouping != "overlap":
+            replicas = self.train.seating().replica_groups()
+            zero = self.grouping == "zero"
+            groups = micro_groups(self.train, self.serving) if zero else replicas
+            plans["in_groups"] = plan_gather(self.held, target, self.cluster, groups)
+        return plans
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Make the switch that is asked for and print the figures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--train", default="1-4-2", help="pipeline-tensor-data")
+    parser.add_argument("--generate", default="1-2-2-2", help="pipeline-tensor-microdata-data")
+    parser.add_argument("--order", default="hf", choices=ORDERS)
+    parser.add_argument("--grouping", default="zero", choices=GROUPINGS)
+    parser.add_argument("--model", default="even", choices=list(MODELS))
+    parser.add_argument("--bucket-mb", type=float, default=0.25, help="what is under way at once")
+    parser.add_argument("--ranks-per-node", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5, help="measured, of each way")
+    parser.add_argument("--json", action="store_true", help="the object on one line")
+    arguments = parser.parse_args(argv)
+    try:
+        switch = make_switch(arguments)
+    except ValueError as error:
+        parser.error(str(error))
+    with contextlib.redirect_stdout(sys.stderr):
+        found = measure(switch, int(arguments.bucket_mb * 2**20), arguments.rounds)
+    print(json.dumps(found, indent=None if arguments.json else 1))
+
+
+def make_switch(arguments: argparse.Namespace) -> Switch:
+    """Raises ValueError where something does not fit."""
+    train = Grid.parse(arguments.train, arguments.order)
+    generate = GenerationSizes.parse(arguments.generate)
+    if max(train.size, generate.size) > MOST_RANKS:
+        raise ValueError(f"{train.size} ranks: at most {MOST_RANKS} processes are started")
+    if arguments.bucket_mb <= 0 or arguments.rounds < 1:
+        raise ValueError("--bucket-mb and --rounds: must be above 0")
+    model = MODELS[arguments.model](train, generate)
+    held = seated_layout(model, train.seating())
+    serving = seat(arguments.grouping, train, generate, held)
+    cluster = Cluster(arguments.ranks_per_node)
+    return Switch(train, generate, arguments.grouping, model, held, serving, cluster)
+
+
+def even_model(train: Grid, generate: GenerationSizes) -> ModelSpec:
+    """Matrices that divide evenly however they are split: Table 2 holds exactly."""
+    places = math.lcm(train.stages, generate.stages)
+    width = 128 * math.lcm(train.tensor, generate.tensor) * train.replicas
+    return ModelSpec(
+        tuple(
+            TensorSpec(f"{place}.{kind}", (width, width), (place,), dim)
+            for place in range(places)
+            for dim, kind in enumerate(("rows", "columns"))
+        ),
+        places,
+    )
+
+
+def transformer(train: Grid, generate: GenerationSizes) -> ModelSpec:
+    """Grouped heads, fused matrices, norms that every rank holds, a tied embedding."""
+    heads = 2 * math.lcm(train.tensor, generate.tensor)
+    layers = max(2, train.stages, generate.stages)
+    head, kv_heads, words, last = 16, 2, 64 * heads, layers + 1
+    width, inner = heads * head, 4 * heads * head
+    q, kv = Component(width, heads), Component(kv_heads * head, kv_heads)
+    tensors = [TensorSpec("embed", (words, width), (0, last), 0)]
+    for place in range(1, last):
+        gate_up = (Component(inner), Component(inner))
+        tensors += [
+            TensorSpec(f"{place}.norm", (width,), (place,)),
+            TensorSpec(f"{place}.qkv", (q.size + 2 * kv.size, width), (place,), 0, (q, kv, kv)),
+            TensorSpec(f"{place}.o", (width, width), (place,), 1, (q,)),
+            TensorSpec(f"{place}.gate_up", (2 * inner, width), (place,), 0, gate_up),
+            TensorSpec(f"{place}.down", (width, inner), (place,), 1),
+        ]
+    return ModelSpec((*tensors, TensorSpec("norm", (width,), (last,))), last + 1)
+
+
+MODELS: dict[str, Callable[[Grid, GenerationSizes], ModelSpec]] = {
+    "even": even_model,
+    "transformer": transformer,
+}
+
+
+def measure(switch: Switch, bucket_bytes: int, rounds: int) -> dict[str, Any]:
+    """The groups, and the figures of every way."""
+    plans = switch.plans()
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = run_ranks(
+            partial(one_rank, plans, bucket_bytes, rounds), switch.train.size, Path(folder)
+        )
+    train, serving = switch.train.seating(), switch.serving
+    exact = plans["point_to_point"].bytes_report()
+    return {
+        "train": str(switch.train),
+        "generate": str(switch.generate),
+        "order": switch.train.order,
+        "grouping": switch.grouping,
+        "model_bytes": switch.model.num_bytes,
+        "bucket_bytes": bucket_bytes,
+        "groups": {
+            "train_tensor": train.tensor_groups(),
+            "train_pipeline": train.pipeline_groups(),
+            "train_data": train.data_groups(),
+            "generate_tensor": serving.tensor_groups(),
+            "generate_pipeline": serving.pipeline_groups(),
+            "micro_data": micro_groups(switch.train, serving),
+        },
+        "ranks_without_overlap": [
+            rank for rank, counts in exact.ranks.items() if not counts.received["local"]
+        ],
+        "ways": {
+            way: figures(plan.bytes_report(), [seen[way] for seen in ranks], expected(switch, way))
+            for way, plan in plans.items()
+        },
+    }
+
+
+def expected(switch: Switch, way: str) -> dict[str, str] | None:
+    """Table 2's row for this way; None where it has none."""
+    train, generate = switch.train, switch.generate
+    if train.stages % generate.stages or train.tensor % generate.tensor:
+        return None
+    sizes = {"serving_stages": generate.stages, "serving_tensor": generate.tensor}
+    rows = table_2(train.stages, train.tensor, train.replicas, **sizes)
+    scheme = {"in_groups": switch.grouping, "point_to_point": None}.get(way, way)
+    return {k: str(v) for k, v in asdict(rows[scheme]).items()} if scheme else None
+
+
+def figures(
+    report: BytesReport, seen: Sequence[dict[str, Any]], table: dict[str, str] | None
+) -> dict[str, Any]:
+    """What a way cost, of the plan's report and what every rank saw."""
+
+    def of_model(numbers: Sequence[int]) -> list[str]:
+        return [str(Fraction(number, report.model_bytes)) for number in numbers]
+
+    received = [row["received_bytes"] for row in seen]
+    slowest = [max(row["seconds"][i] for row in seen) for i in range(len(seen[0]["seconds"]))]
+    peers = [max(row["peer_seconds"][i] for row in seen) for i in range(len(slowest))]
+    ratios = [own / peer for own, peer in zip(slowest, peers, strict=True) if peer]
+    return {
+        "bit_exact": all(row["bit_exact"] for row in seen),
+        "received_of_M": of_model(received),
+        "planned_of_M": [str(report.received(rank)) for rank in report.ranks],
+        "table_2": table,
+        "over_network_of_M": str(Fraction(report.link_bytes("network"), report.model_bytes)),
+        "planned_peak_of_M": [str(report.peak(rank)) for rank in report.ranks],
+        "peak_of_M": [round(row["peak_bytes"] / report.model_bytes, 4) for row in seen],
+        "redundant_of_M": [str(report.redundant(rank)) for rank in report.ranks],
+        "shares_memory": [row["shares_memory"] for row in seen],
+        "buckets": max(row["rounds"] for row in seen),
+        "seconds": statistics.median(slowest),
+        "all_gather_seconds": statistics.median(peers),
+        "over_all_gather": round(statistics.median(ratios), 2) if ratios else None,
+    }
+
+
+def run_ranks(work: Callable[[], Any], count: int, folder: Path) -> list[Any]:
+    """What `work` returns in each of `count` forked ranks of one process group."""
+    context = multiprocessing.get_context("fork")
+    processes = [
+        context.Process(target=_rank, args=(work, rank, count, folder)) for rank in range(count)
+    ]
+    for process in processes:
+        process.start()
+    limit = time.monotonic() + DEADLINE_S
+    try:
+        for rank, process in enumerate(processes):
+            process.join(max(0.0, limit - time.monotonic()))
+            if process.exitcode != 0:
+                ended = "did not end in time" if process.exitcode is None else "failed"
+                raise SystemExit(f"resharding: rank {rank} of {count} {ended}")
+    finally:
+        for process in processes:
+            process.kill()
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
+
+
+def _rank(work: Callable[[], Any], rank: int, count: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count
+    )
+    (folder / f"{rank}.json").write_text(json.dumps(work()))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def one_rank(
+    plans: dict[str, CopyPlan | GatherPlan], bucket_bytes: int, rounds: int
+) -> dict[str, dict[str, Any]]:
+    """What this rank sees of every way."""
+    model = next(iter(plans.values())).target.model
+    generator = torch.Generator().manual_seed(0)
+    whole = {spec.name: torch.randn(spec.shape, generator=generator) for spec in model.tensors}
+    return {way: one_way(plan, whole, bucket_bytes, rounds) for way, plan in plans.items()}
+
+
+def one_way(
+    plan: CopyPlan | GatherPlan, whole: dict[str, torch.Tensor], bucket_bytes: int, rounds: int
+) -> dict[str, Any]:
+    """Run it, compare it with the unsplit model, and time it beside its peer."""
+    rank = dist.get_rank()
+    executor: Executor
+    if isinstance(plan, CopyPlan):
+        executor = PointToPoint(plan, bucket_bytes=bucket_bytes)
+    else:
+        executor = GatherInGroups(plan, bucket_bytes=bucket_bytes)
+    dtypes = {name: tensor.dtype for name, tensor in whole.items()}
+    target = allocate(plan.target, rank, dtypes)
+    source, shares = _source(plan, rank, target, dtypes)
+    seconds, peers = [], []
+    exact = True
+    for _ in range(rounds + 1):
+        for _, _, view in target:
+            view.fill_(float("nan"))
+        for name, box, view in source:
+            view.copy_(whole[name][box.slices])
+        source.version = VERSION
+        dist.barrier()
+        moved = executor.run(source, target)
+        exact = exact and target.version == VERSION
+        exact = exact and all(v.equal(whole[name][box.slices]) for name, box, v in target)
+        seconds.append(moved.seconds)
+        peers.append(_all_gather_s(moved.received_bytes))
+    return {
+        **asdict(moved),
+        # The first round warms up.
+        "seconds": seconds[1:],
+        "peer_seconds": peers[1:],
+        "bit_exact": exact,
+        "shares_memory": shares,
+    }
+
+
+def _source(
+    plan: CopyPlan | GatherPlan, rank: int, target: Storage, dtypes: dict[str, torch.dtype]
+) -> tuple[Storage, bool]:
+    """The training shards: inside the generation weights where they fit, else beside them."""
+    if not (isinstance(plan, GatherPlan) and plan.keeps_copy):
+        with contextlib.suppress(ValueError):
+            return inside(plan.source, rank, target), True
+    return allocate(plan.source, rank, dtypes), False
+
+
+def _all_gather_s(received: int) -> float:
+    """Time for an all-gather of the world that brings each rank as many bytes as any received."""
+    most = torch.tensor([received])
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    each = int(most) // max(1, dist.get_world_size() - 1)
+    mine = torch.ones(each, dtype=torch.uint8)
+    whole = torch.zeros(each * dist.get_world_size(), dtype=torch.uint8)
+    dist.barrier()
+    begun = time.perf_counter()
+    if each:
+        dist.all_gather_single(whole, mine)
+    return time.perf_counter() - begun
+
+
+if __name__ == "__main__":
+    main()
