@@ -97,7 +97,7 @@ class Executor(ABC):
         mine = torch.tensor([NO_VERSION if source.version is None else source.version])
         said = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         everyone = range(dist.get_world_size())
-        self._wait(dist.all_gather(said, mine, async_op=True), everyone, "the version they hold")
+        self._wait(dist.all_gather(said, mine, async_op=True), everyone, "their version")
         versions = {
             rank: int(version.item()) for rank, version in enumerate(said) if rank in self._givers
         }
@@ -107,12 +107,14 @@ class Executor(ABC):
         return next(iter(versions.values()))
 
     def _wait(self, work: dist.Work, ranks: Sequence[int], what: str) -> None:
+        begun = time.monotonic()
         try:
             work.wait(timedelta(seconds=self._timeout_s))
         except RuntimeError as error:
+            others = [rank for rank in ranks if rank != self._rank]
             raise WeightsError(
-                f"resharding: rank {self._rank} waited {self._timeout_s:g} s for {what}"
-                f" from ranks {list(ranks)}: {error}"
+                f"resharding: rank {self._rank} waited {time.monotonic() - begun:.1f} of"
+                f" {self._timeout_s:g} s for {what} from ranks {others}: {error}"
             ) from error
 
 

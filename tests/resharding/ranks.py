@@ -1,0 +1,198 @@
+"""Switches carried out by four processes over gloo; what each saw goes into a file.
+
+torch.distributed belongs in no process of pytest's: one that has imported torch forks the ranks.
+"""
+
+import json
+import multiprocessing
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from streamrl.errors import WeightsError
+from streamrl.resharding import (
+    Cluster,
+    Executor,
+    GatherInGroups,
+    Grid,
+    Layout,
+    PointToPoint,
+    Seating,
+    Storage,
+    allocate,
+    chunked,
+    inside,
+    plan_copies,
+    plan_gather,
+    seated_layout,
+    zero_partitioned,
+)
+from tests.resharding.models import transformer
+
+WORLD = 4
+SMALL = 128
+"""Bytes of a bucket: smaller than most tensors, so that they are cut."""
+LATE_S = 2.0
+
+MODEL = transformer()
+NAMES = list(MODEL.by_name())
+# Of two widths, as where norms stay in float32.
+DTYPES = {name: torch.int32 if "norm" in name else torch.float32 for name in NAMES}
+
+
+def layout(sizes: str, *, order: str = "hf", first: int = 0) -> Layout:
+    seating = Grid.parse(sizes, order).seating()
+    shape = (seating.stages, seating.tensor, seating.replicas)
+    return seated_layout(MODEL, Seating(*shape, seating.seats, first))
+
+
+def whole(version: int) -> Mapping[str, torch.Tensor]:
+    """The model of a version, unsplit."""
+    generator = torch.Generator().manual_seed(version)
+    drawn = {s.name: torch.randn(s.shape, generator=generator) for s in MODEL.tensors}
+    return {name: drawn[name].mul(1e6).to(DTYPES[name]) for name in NAMES}
+
+
+def fill(storage: Storage, version: int) -> Storage:
+    for name, box, view in storage:
+        view.copy_(whole(version)[name][box.slices])
+    storage.version = version
+    return storage
+
+
+def holds(storage: Storage, version: int) -> bool:
+    same = all(view.equal(whole(version)[name][box.slices]) for name, box, view in storage)
+    return same and storage.version == version
+
+
+def switch(executor: Executor, source: Layout, target: Layout) -> dict[str, Any]:
+    """Two versions in a row: whether they came through, and the counts of the second."""
+    rank = dist.get_rank()
+    held, into = allocate(source, rank, DTYPES), allocate(target, rank, DTYPES)
+    exact = []
+    for version in (3, 4):
+        moved = executor.run(fill(held, version), into)
+        exact.append(holds(into, version) and moved.version == version)
+    return {
+        "exact": all(exact),
+        "received": moved.received_bytes,
+        "sent": moved.sent_bytes,
+        "rounds": moved.rounds,
+        "under_way": moved.peak_bytes - held_bytes(held, into),
+    }
+
+
+def held_bytes(*storages: Storage) -> int:
+    return sum(view.nbytes for storage in storages for _, _, view in storage)
+
+
+CLUSTER = Cluster(2)
+
+
+def ways() -> dict[str, Any]:
+    """Every executor between many layouts, in one piece and in small buckets."""
+    found = {}
+    pairs = {
+        "1-4-1 to 1-2-2": (layout("1-4-1"), layout("1-2-2")),
+        "1-2-2 to 1-4-1": (layout("1-2-2"), layout("1-4-1")),
+        "2-2-1 to 1-1-4": (layout("2-2-1", order="mcore"), layout("1-1-4")),
+        "4-1-1 to 2-2-1": (layout("4-1-1"), layout("2-2-1")),
+        "zero to 1-2-2": (zero_partitioned(layout("1-2-2"), [[0, 2], [1, 3]]), layout("1-2-2")),
+        "fsdp to 1-1-4": (chunked(layout("1-2-2"), [[0, 2], [1, 3]]), layout("1-1-4")),
+        "itself": (layout("1-2-2"), layout("1-2-2")),
+    }
+    for name, (source, target) in pairs.items():
+        copies = plan_copies(source, target, CLUSTER)
+        gather = plan_gather(source, target, CLUSTER, [list(range(WORLD))])
+        for bucket, limit in (("whole", {}), ("cut", {"bucket_bytes": SMALL})):
+            found[f"{name}, copies, {bucket}"] = switch(
+                PointToPoint(copies, **limit), source, target
+            )
+            found[f"{name}, gather, {bucket}"] = switch(
+                GatherInGroups(gather, **limit), source, target
+            )
+    return found
+
+
+def pools() -> dict[str, Any]:
+    """From two ranks to the two others."""
+    source, target = layout("1-2-1"), layout("1-1-2", first=2)
+    return switch(PointToPoint(plan_copies(source, target, CLUSTER)), source, target)
+
+
+def shared() -> dict[str, Any]:
+    """Training shards inside the generation weights: what stays is not even copied."""
+    rank = dist.get_rank()
+    source, target = layout("1-4-1"), layout("1-2-2")
+    into = allocate(target, rank, DTYPES)
+    # Rank 0 serves the first half and held its first quarter, rank 3 the last of the second.
+    stays = rank in (0, 3)
+    held = inside(source, rank, into) if stays else allocate(source, rank, DTYPES)
+    moved = PointToPoint(plan_copies(source, target, CLUSTER)).run(fill(held, 5), into)
+    return {"exact": holds(into, 5), "copied": moved.copied_bytes}
+
+
+def odd_version() -> dict[str, str]:
+    """One rank has gone on to another version: nobody moves anything."""
+    rank = dist.get_rank()
+    source, target = layout("1-4-1"), layout("1-2-2")
+    held, into = allocate(source, rank, DTYPES), allocate(target, rank, DTYPES)
+    fill(held, 8 if rank == 2 else 7)
+    fill(into, 6)
+    try:
+        PointToPoint(plan_copies(source, target, CLUSTER)).run(held, into)
+    except WeightsError as error:
+        return {"error": str(error), "kept": str(holds(into, 6))}
+    return {"error": "", "kept": ""}
+
+
+def absent() -> dict[str, str]:
+    """The last rank does not come: the others say so within their deadline."""
+    rank = dist.get_rank()
+    source, target = layout("1-4-1"), layout("1-2-2")
+    executor = PointToPoint(plan_copies(source, target, CLUSTER), timeout_s=LATE_S)
+    if rank == WORLD - 1:
+        time.sleep(LATE_S + 2.0)
+        return {"error": "absent"}
+    held, into = allocate(source, rank, DTYPES), allocate(target, rank, DTYPES)
+    try:
+        executor.run(fill(held, 9), into)
+    except WeightsError as error:
+        return {"error": str(error)}
+    return {"error": ""}
+
+
+def main(folder: Path) -> None:
+    """Fork the ranks; each writes what it saw into the folder."""
+    fork = multiprocessing.get_context("fork")
+    ranks = [fork.Process(target=one_rank, args=(rank, folder)) for rank in range(WORLD)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    sys.exit(max(abs(rank.exitcode or 0) for rank in ranks))
+
+
+def one_rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD
+    )
+    seen = {
+        "ways": ways(),
+        "pools": pools(),
+        "shared": shared(),
+        "odd_version": odd_version(),
+        # The last one: it breaks the connections.
+        "absent": absent(),
+    }
+    (folder / f"{rank}.json").write_text(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,89 @@
+"""Executors over gloo: bit for bit, in bounded memory, one version for all, and no endless wait."""
+
+import json
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from streamrl.resharding import plan_copies
+from tests.resharding.ranks import CLUSTER, LATE_S, SMALL, WORLD, layout
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank saw."""
+    folder = tmp_path_factory.mktemp("ranks")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.resharding.ranks", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+def test_every_way_between_any_layouts_is_bit_exact(ranks: list[dict[str, Any]]) -> None:
+    for rank, seen in enumerate(ranks):
+        wrong = [way for way, found in seen["ways"].items() if not found["exact"]]
+        assert not wrong, f"rank {rank}"
+
+
+def test_what_is_received_is_what_the_plan_says(ranks: list[dict[str, Any]]) -> None:
+    report = plan_copies(layout("1-4-1"), layout("1-2-2"), CLUSTER).bytes_report()
+    for bucket in ("whole", "cut"):
+        seen = [rank["ways"][f"1-4-1 to 1-2-2, copies, {bucket}"] for rank in ranks]
+        assert [found["received"] for found in seen] == [
+            report.ranks[rank].received_bytes for rank in range(WORLD)
+        ]
+        assert [found["sent"] for found in seen] == [
+            report.ranks[rank].sent_bytes for rank in range(WORLD)
+        ]
+
+
+def test_where_nothing_changes_nothing_travels(ranks: list[dict[str, Any]]) -> None:
+    for seen in ranks:
+        assert seen["ways"]["itself, copies, whole"]["received"] == 0
+        assert seen["ways"]["itself, copies, whole"]["rounds"] == 0
+
+
+def test_buckets_bound_what_is_under_way(ranks: list[dict[str, Any]]) -> None:
+    for seen in ranks:
+        for way, found in seen["ways"].items():
+            if way.endswith("cut"):
+                # Sent and received, or given and gathered.
+                assert found["under_way"] <= 2 * SMALL, way
+    whole = "2-2-1 to 1-1-4, copies, whole"
+    assert max(seen["ways"][whole]["under_way"] for seen in ranks) > 2 * SMALL
+
+
+def test_weights_go_from_one_pool_to_another(ranks: list[dict[str, Any]]) -> None:
+    assert all(seen["pools"]["exact"] for seen in ranks)
+    assert [seen["pools"]["received"] > 0 for seen in ranks] == [False, False, True, True]
+
+
+def test_what_lies_in_its_place_already_is_not_copied(ranks: list[dict[str, Any]]) -> None:
+    assert all(seen["shared"]["exact"] for seen in ranks)
+    assert [seen["shared"]["copied"] == 0 for seen in ranks] == [True, False, False, True]
+
+
+def test_ranks_that_hold_different_versions_say_so_and_keep_what_they_served(
+    ranks: list[dict[str, Any]],
+) -> None:
+    expected = "do not hold one version (rank 0: 7, rank 1: 7, rank 2: 8, rank 3: 7)"
+    for seen in ranks:
+        assert expected in seen["odd_version"]["error"]
+        assert seen["odd_version"]["kept"] == "True"
+
+
+def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_deadline(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for rank, seen in enumerate(ranks[:-1]):
+        error = seen["absent"]["error"]
+        waited = re.match(rf"resharding: rank {rank} waited ([\d.]+) of {LATE_S:g} s for", error)
+        assert waited and float(waited[1]) >= LATE_S, error
