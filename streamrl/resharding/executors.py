@@ -208,7 +208,9 @@ class GatherInGroups(Executor):
                 self._members,
                 "weights",
             )
-            for rank, parcel, gifts in zip(self._members, parcels.split(size), gives, strict=True):
+            for rank, parcel, gifts in zip(
+                self._members, parcels.view(-1, size).unbind(), gives, strict=True
+            ):
                 if rank != self._rank:
                     self._packer.unpack(parcel, gifts, target)
             others = size * (len(self._members) - 1)
