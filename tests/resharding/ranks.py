@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from streamrl.errors import WeightsError
 from streamrl.resharding import (
@@ -137,6 +140,24 @@ def shared() -> dict[str, Any]:
     return {"exact": holds(into, 5), "copied": moved.copied_bytes}
 
 
+def fsdp() -> dict[str, list[float]]:
+    """What FSDP2 over tensor parallelism keeps of two matrices on this rank, 2 by 2."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    module = torch.nn.Sequential(
+        torch.nn.Linear(8, 12, bias=False), torch.nn.Linear(12, 8, bias=False)
+    )
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.copy_(torch.arange(parameter.numel()).view_as(parameter))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    parallelize_module(module, mesh["tensor"], plan)
+    fully_shard(module, mesh=mesh["data"])
+    return {
+        name: parameter.to_local().flatten().tolist()
+        for name, parameter in module.named_parameters()
+    }
+
+
 def odd_version() -> dict[str, str]:
     """One rank has gone on to another version: nobody moves anything."""
     rank = dist.get_rank()
@@ -187,6 +208,7 @@ def one_rank(rank: int, folder: Path) -> None:
         "ways": ways(),
         "pools": pools(),
         "shared": shared(),
+        "fsdp": fsdp(),
         "odd_version": odd_version(),
         # The last one: it breaks the connections.
         "absent": absent(),

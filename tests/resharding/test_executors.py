@@ -7,8 +7,16 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
-from streamrl.resharding import plan_copies
+from streamrl.resharding import (
+    Grid,
+    ModelSpec,
+    TensorSpec,
+    chunked,
+    plan_copies,
+    seated_layout,
+)
 from tests.resharding.ranks import CLUSTER, LATE_S, SMALL, WORLD, layout
 
 
@@ -69,6 +77,22 @@ def test_weights_go_from_one_pool_to_another(ranks: list[dict[str, Any]]) -> Non
 def test_what_lies_in_its_place_already_is_not_copied(ranks: list[dict[str, Any]]) -> None:
     assert all(seen["shared"]["exact"] for seen in ranks)
     assert [seen["shared"]["copied"] == 0 for seen in ranks] == [True, False, False, True]
+
+
+def test_fsdp_over_tensor_parallelism_keeps_what_its_layout_says(
+    ranks: list[dict[str, Any]],
+) -> None:
+    specs = (
+        TensorSpec("0.weight", (12, 8), (0,), 0),
+        TensorSpec("1.weight", (8, 12), (0,), 1),
+    )
+    seating = Grid.parse("1-2-2").seating()
+    kept = chunked(seated_layout(ModelSpec(specs, 1), seating), seating.data_groups())
+    for rank, seen in enumerate(ranks):
+        for spec in specs:
+            (box,) = kept.boxes(rank, spec.name)
+            whole = torch.arange(spec.numel).view(spec.shape)
+            assert seen["fsdp"][spec.name] == whole[box.slices].flatten().tolist(), spec.name
 
 
 def test_ranks_that_hold_different_versions_say_so_and_keep_what_they_served(
