@@ -1,0 +1,141 @@
+"""Batches by reference: rows that lie somewhere else, cut and joined without being looked at.
+
+A controller that moves data itself becomes the narrowest place of a cluster. It holds references
+and numbers of rows; who needs rows fetches them from where they lie.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+#: What workers take and give: columns by name, each with a row for every sample.
+Batch = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Rows start to stop of what a reference stands for."""
+
+    reference: Any
+    start: int
+    stop: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start <= self.stop:
+            raise ValueError(f"rows {self.start} to {self.stop}: must be 0 <= start <= stop")
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+@dataclass(frozen=True)
+class Strip:
+    """Parts in order; their rows one after the other are rows of the same columns."""
+
+    parts: tuple[Part, ...] = ()
+
+    def __len__(self) -> int:
+        return sum(map(len, self.parts))
+
+    def rows(self, start: int, stop: int) -> "Strip":
+        """Some of the rows."""
+        found = []
+        begin = 0
+        for part in self.parts:
+            low, high = max(start - begin, 0), min(stop - begin, len(part))
+            if low < high:
+                found.append(Part(part.reference, part.start + low, part.start + high))
+            begin += len(part)
+        return Strip(tuple(found))
+
+
+@dataclass(frozen=True)
+class BatchRef:
+    """Strips side by side, all as long: the columns of each, row for row."""
+
+    strips: tuple[Strip, ...] = ()
+
+    def __post_init__(self) -> None:
+        lengths = {len(strip) for strip in self.strips}
+        if len(lengths) > 1:
+            raise ValueError(f"columns of {sorted(lengths)} rows side by side")
+
+    @classmethod
+    def of(cls, *parts: Part) -> "BatchRef":
+        """The rows of some parts, one after the other."""
+        return cls((Strip(parts),))
+
+    def __len__(self) -> int:
+        return len(self.strips[0]) if self.strips else 0
+
+    def __or__(self, other: "BatchRef") -> "BatchRef":
+        """With the other's columns beside its own."""
+        return BatchRef(self.strips + other.strips)
+
+    def rows(self, start: int, stop: int) -> "BatchRef":
+        """Some of the rows."""
+        return BatchRef(tuple(strip.rows(start, stop) for strip in self.strips))
+
+    def split(self, count: int) -> list["BatchRef"]:
+        """As many pieces of the same length, in order; raises ValueError if that cannot be."""
+        share, rest = divmod(len(self), count)
+        if rest:
+            raise ValueError(f"{len(self)} rows do not split into {count}")
+        return [self.rows(index * share, (index + 1) * share) for index in range(count)]
+
+    def padded(self, multiple: int) -> "BatchRef":
+        """With rows from its beginning behind it, until it divides; empty stays empty."""
+        found = self
+        lacking = -len(self) % multiple if len(self) else 0
+        while lacking:
+            more = self.rows(0, lacking)
+            found, lacking = join([found, more]), lacking - len(more)
+        return found
+
+
+def join(batches: Sequence[BatchRef]) -> BatchRef:
+    """The rows of several, one batch after the other; all have as many strips."""
+    each = zip(*(batch.strips for batch in batches), strict=True)
+    return BatchRef(
+        tuple(Strip(tuple(part for strip in strips for part in strip.parts)) for strips in each)
+    )
+
+
+def num_rows(batch: Batch) -> int:
+    """Rows of a batch. Raises ValueError where its columns do not agree."""
+    lengths = {name: len(column) for name, column in batch.items()}
+    if len(set(lengths.values())) > 1:
+        told = ", ".join(f"{name}: {length}" for name, length in lengths.items())
+        raise ValueError(f"columns of different lengths ({told})")
+    return next(iter(lengths.values()), 0)
+
+
+def cut(batch: Batch, start: int, stop: int) -> dict[str, Any]:
+    """Some rows of every column."""
+    return {name: column[start:stop] for name, column in batch.items()}
+
+
+def concatenate(batches: Sequence[Batch]) -> dict[str, Any]:
+    """One batch of several with the same columns: arrays and tensors along rows, lists as lists."""
+    if not batches:
+        return {}
+    names = batches[0].keys()
+    if any(batch.keys() != names for batch in batches):
+        told = " and ".join(sorted({str(sorted(batch)) for batch in batches}))
+        raise ValueError(f"batches of different columns: {told}")
+    return {name: _joined([batch[name] for batch in batches]) for name in names}
+
+
+def _joined(columns: Sequence[Any]) -> Any:
+    first = columns[0]
+    if len(columns) == 1:
+        return first
+    if isinstance(first, np.ndarray):
+        return np.concatenate(columns)
+    if isinstance(first, list | tuple):
+        return [row for column in columns for row in column]
+    import torch
+
+    return torch.cat(list(columns))

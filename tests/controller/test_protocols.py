@@ -1,0 +1,201 @@
+"""Transfer protocols: every row goes where it belongs, comes back once, and padding never does."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.controller.batches import BatchRef, Part, concatenate, cut, join, num_rows
+from streamrl.controller.protocols import (
+    PROTOCOLS,
+    Mesh,
+    add_protocol,
+    by_replica,
+    from_replicas,
+    without_padding,
+)
+from streamrl.resharding import GenerationSizes, Grid, zero_redundancy
+
+
+def batch(rows: int, name: str = "x") -> BatchRef:
+    return BatchRef.of(Part(name, 0, rows))
+
+
+def parts_of(ref: BatchRef) -> tuple[Part, ...]:
+    (strip,) = ref.strips
+    return strip.parts
+
+
+def rows_of(ref: BatchRef) -> list[int]:
+    return [row for part in parts_of(ref) for row in range(part.start, part.stop)]
+
+
+def through(name: str, mesh: Mesh, given: BatchRef) -> tuple[list, BatchRef]:
+    """What each rank got, and what comes back if each answers with what it got."""
+    protocol = PROTOCOLS[name]
+    handed = protocol.distribute(mesh, (given,))
+    answers = [call and call[0] for call in handed.calls]
+    back = protocol.collect(mesh, answers)
+    return answers, without_padding(back, handed.rows, handed.padding)
+
+
+MESHES = st.builds(
+    lambda stages, tensor, replicas, order: Mesh(Grid(stages, tensor, replicas, order).seating()),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(1, 4),
+    st.sampled_from(["hf", "mcore"]),
+)
+
+
+@given(st.sampled_from(["DP", "P3D"]), MESHES, st.integers(0, 30))
+def test_what_is_handed_out_comes_back_once_and_in_order(name: str, mesh: Mesh, rows: int) -> None:
+    _, back = through(name, mesh, batch(rows))
+    assert rows_of(back) == list(range(rows))
+
+
+@given(st.integers(1, 30), st.sampled_from([("2-4-2", "1-2-4-2"), ("1-4-2", "1-2-2-2")]))
+def test_generation_has_a_share_for_each_of_its_own_replicas(rows: int, sizes) -> None:
+    train, generate = Grid.parse(sizes[0]), GenerationSizes.parse(sizes[1])
+    serving = zero_redundancy(train, generate)
+    answers, back = through("P3D_ALL_MICRO_DP", Mesh(train.seating(), serving), batch(rows))
+    assert rows_of(back) == list(range(rows))
+    for group in serving.replica_groups():
+        assert len({answers[rank] for rank in group}) == 1, "all ranks of a replica get the same"
+    shares = {answers[group[0]] for group in serving.replica_groups()}
+    assert sum(len(share) for share in shares) >= rows
+
+
+def test_a_3d_call_of_the_papers_figure_5() -> None:
+    # An actor of 1-2-3, then a critic of 2-1-2; a batch of six.
+    actor = Mesh(Grid.parse("1-2-3").seating())
+    critic = Mesh(Grid.parse("2-1-2").seating())
+    protocol = PROTOCOLS["P3D"]
+    handed = protocol.distribute(actor, (batch(6),))
+    assert [rows_of(call[0]) for call in handed.calls] == [
+        [0, 1],
+        [0, 1],
+        [2, 3],
+        [2, 3],
+        [4, 5],
+        [4, 5],
+    ]
+    answers = [BatchRef.of(Part(f"rank {rank}", 0, 2)) for rank in range(6)]
+    collected = protocol.collect(actor, answers)
+    assert [part.reference for part in parts_of(collected)] == ["rank 0", "rank 2", "rank 4"]
+    second = protocol.distribute(critic, (collected,))
+    # All of the first actor replica and half of the second, whole references or slices of them.
+    first = (Part("rank 0", 0, 2), Part("rank 2", 0, 1))
+    assert [parts_of(call[0]) for call in second.calls] == [
+        first,
+        first,
+        (Part("rank 2", 1, 2), Part("rank 4", 0, 2)),
+        (Part("rank 2", 1, 2), Part("rank 4", 0, 2)),
+    ]
+
+
+def test_the_last_stages_first_tensor_rank_speaks_for_a_replica() -> None:
+    mesh = Mesh(Grid.parse("2-2-2").seating())
+    answers = [f"rank {rank}" for rank in range(8)]
+    assert PROTOCOLS["P3D"].collect(mesh, answers) == ["rank 2", "rank 6"]
+    assert PROTOCOLS["P3D_PP_ONLY"].collect(mesh, answers) == ["rank 0", "rank 2"]
+
+
+def test_one_for_all_one_for_each_and_one_for_the_first() -> None:
+    mesh = Mesh(Grid.parse("1-2-2").seating())
+    assert PROTOCOLS["ONE_TO_ALL"].distribute(mesh, (7,)).calls == ((7,),) * 4
+    assert PROTOCOLS["ALL_TO_ALL"].distribute(mesh, ([1, 2, 3, 4],)).calls == (
+        (1,),
+        (2,),
+        (3,),
+        (4,),
+    )
+    assert PROTOCOLS["RANK_ZERO"].distribute(mesh, (7,)).calls == ((7,), None, None, None)
+    assert PROTOCOLS["RANK_ZERO"].collect(mesh, ["a", None, None, None]) == "a"
+    with pytest.raises(ValueError, match="3 values for 4 ranks"):
+        PROTOCOLS["ALL_TO_ALL"].distribute(mesh, ([1, 2, 3],))
+
+
+def test_figures_come_from_every_rank() -> None:
+    mesh = Mesh(Grid.parse("1-1-3").seating())
+    handed = PROTOCOLS["DP_METRIC"].distribute(mesh, (batch(4), "setting"))
+    assert [(len(share), setting) for share, setting in handed.calls] == [(2, "setting")] * 3
+    assert PROTOCOLS["DP_METRIC"].collect(mesh, [0.1, 0.2, 0.3]) == [0.1, 0.2, 0.3]
+
+
+def test_a_prompt_may_become_several_rows_and_padding_goes_with_all_of_its_own() -> None:
+    mesh = Mesh(Grid.parse("1-1-4").seating())
+    handed = PROTOCOLS["DP"].distribute(mesh, (batch(6),))
+    assert (handed.rows, handed.padding) == (8, 2)
+    # Two rollouts of each prompt.
+    answers = [BatchRef.of(Part(rank, 0, 4)) for rank in range(4)]
+    back = PROTOCOLS["DP"].collect(mesh, answers)
+    assert len(without_padding(back, 8, 2)) == 12
+    with pytest.raises(ValueError, match="15 rows came back for 8"):
+        without_padding(back.rows(0, 15), 8, 2)
+
+
+def test_batches_of_a_call_have_one_length() -> None:
+    mesh = Mesh(Grid.parse("1-1-2").seating())
+    with pytest.raises(ValueError, match=r"batches of \[2, 4\] rows in one call"):
+        PROTOCOLS["DP"].distribute(mesh, (batch(2), batch(4)))
+    with pytest.raises(ValueError, match="no seating for generation"):
+        PROTOCOLS["P3D_ALL_MICRO_DP"].distribute(mesh, (batch(2),))
+
+
+def test_a_users_own_protocol_is_known_by_its_name(monkeypatch) -> None:
+    monkeypatch.setattr("streamrl.controller.protocols.PROTOCOLS", dict(PROTOCOLS))
+
+    def seating(mesh: Mesh):
+        return mesh.train
+
+    own = add_protocol("FIRST_HALF", by_replica(seating), lambda mesh, answers: answers[0])
+    mesh = Mesh(Grid.parse("1-1-2").seating())
+    assert own.collect(mesh, ["a", "b"]) == "a"
+    with pytest.raises(ValueError, match="protocol P3D: there is one of that name"):
+        add_protocol("P3D", by_replica(seating), from_replicas(seating))
+
+
+@given(st.lists(st.integers(0, 5), max_size=5), st.data())
+def test_rows_of_parts_are_rows_of_the_whole(lengths: list[int], data: st.DataObject) -> None:
+    ref = BatchRef.of(*(Part(i, 0, length) for i, length in enumerate(lengths)))
+    every = [(part.reference, row) for part in parts_of(ref) for row in range(len(part))]
+    start = data.draw(st.integers(0, len(ref)))
+    stop = data.draw(st.integers(start, len(ref)))
+    found = ref.rows(start, stop)
+    assert [
+        (part.reference, row) for part in parts_of(found) for row in range(part.start, part.stop)
+    ] == every[start:stop]
+    assert join([ref.rows(0, start), ref.rows(start, len(ref))]).rows(start, stop) == found
+
+
+def test_columns_side_by_side_are_cut_together() -> None:
+    both = batch(4, "ids") | BatchRef.of(Part("scores", 3, 5), Part("more", 0, 2))
+    half = both.rows(1, 3)
+    assert [strip.parts for strip in half.strips] == [
+        (Part("ids", 1, 3),),
+        (Part("scores", 4, 5), Part("more", 0, 1)),
+    ]
+    with pytest.raises(ValueError, match=r"columns of \[3, 4\] rows side by side"):
+        batch(4) | batch(3)
+
+
+@given(st.integers(1, 7), st.integers(1, 20))
+def test_padding_repeats_from_the_beginning(rows: int, multiple: int) -> None:
+    full = rows_of(batch(rows).padded(multiple))
+    assert len(full) % multiple == 0 and len(full) - rows < multiple
+    assert full == [i % rows for i in range(len(full))]
+
+
+def test_columns_of_any_kind_are_cut_and_joined() -> None:
+    import torch
+
+    whole = {"ids": np.arange(6), "logprobs": torch.arange(6.0), "text": list("abcdef")}
+    pieces = [cut(whole, 0, 2), cut(whole, 2, 6)]
+    again = concatenate(pieces)
+    assert again["ids"].tolist() == list(range(6)) and again["text"] == list("abcdef")
+    assert again["logprobs"].equal(whole["logprobs"])
+    with pytest.raises(ValueError, match=r"different lengths \(a: 1, b: 2\)"):
+        num_rows({"a": [1], "b": [1, 2]})
+    with pytest.raises(ValueError, match="different columns"):
+        concatenate([{"a": [1]}, {"b": [1]}])
