@@ -27,6 +27,7 @@ from torch import Tensor
 
 from streamrl.engines.forward import local_device
 from streamrl.engines.ranks import bound_collectives
+from streamrl.engines.resident import lay_side_by_side
 from streamrl.errors import CheckpointError
 from streamrl.weights.parameters import side_by_side
 
@@ -49,8 +50,11 @@ class DeepSpeedBackend:
         self._deepspeed = deepspeed
         self._clip = config.grad_clip
         self._stage, self._gathers = config.zero_stage, config.gathers
+        lay_side_by_side(module)
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
         optimizer = torch.optim.AdamW(
-            [parameter for parameter in module.parameters() if parameter.requires_grad],
+            # From stage 1 on, ZeRO moves them into one block, in this order.
+            [trained[name] for name in side_by_side(trained)],
             lr=config.lr,
             betas=(config.betas[0], config.betas[1]),
             weight_decay=config.weight_decay,

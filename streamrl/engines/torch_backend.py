@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamrl.engines.ranks import leave_ranks
+from streamrl.engines.resident import lay_side_by_side
 from streamrl.weights.parameters import side_by_side
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class TorchBackend:
     """Gradients add up in `.grad`; a step sums them over the ranks and divides once."""
 
     def __init__(self, module: "PreTrainedModel", config: "TrainerConfig") -> None:
+        lay_side_by_side(module)
         self.module = module
         self.forward = module
         self._clip = config.grad_clip

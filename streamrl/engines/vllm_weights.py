@@ -225,13 +225,12 @@ def source_names(name: str, merged: Mapping[str, Sequence[str]]) -> tuple[str, .
 
 
 def one_block(parts: Sequence[Tensor], like: Tensor) -> Tensor | None:
-    """The tensors as one, of the shape of `like`, without a copy, if their bytes allow it.
+    """The tensors as one, in the place of `like`, without a copy, if their bytes allow it.
 
     They do if the tensors follow each other in memory and have the type and place of `like`. The
-    result does not keep that memory alive.
+    result does not keep that memory alive. Rows that vLLM has added to an embedding are left away:
+    nothing looks them up, and logits are cut to the vocabulary.
     """
-    if sum(len(part) for part in parts) != len(like):
-        return None
     if any(part.dtype != like.dtype or part.device != like.device for part in parts):
         return None
     if not all(part.is_contiguous() for part in parts):
@@ -243,7 +242,8 @@ def one_block(parts: Sequence[Tensor], like: Tensor) -> Tensor | None:
     # Not by strides: the parts of one bucket may each have a storage of its own.
     num_bytes = sum(part.nbytes for part in parts)
     memory = (ctypes.c_byte * num_bytes).from_address(parts[0].data_ptr())
-    return torch.frombuffer(memory, dtype=like.dtype).view(like.shape)
+    rows = sum(len(part) for part in parts)
+    return torch.frombuffer(memory, dtype=like.dtype).view(rows, *like.shape[1:])
 
 
 def _model_of(engine: Engine) -> torch.nn.Module:

@@ -78,6 +78,14 @@ def side_by_side(names: Iterable[str]) -> list[str]:
     return sorted(order, key=place)
 
 
+def sisters(names: Iterable[str]) -> list[list[str]]:
+    """The names in the order of `side_by_side`, those of sister layers together."""
+    found: dict[str, list[str]] = {}
+    for name in side_by_side(names):
+        found.setdefault(_parent(name), []).append(name)
+    return list(found.values())
+
+
 def _parent(name: str) -> str:
     """What a layer is part of, together with its sisters."""
     return name.rpartition(".")[0].rpartition(".")[0]

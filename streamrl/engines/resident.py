@@ -1,0 +1,22 @@
+"""Parameters laid in memory so that the trainer and the generator of one process can share them."""
+
+import torch
+
+from streamrl.weights.parameters import sisters
+
+
+def lay_side_by_side(module: torch.nn.Module) -> None:
+    """Move what is trained of sister layers into one block of memory each, in the order they have
+    when they are published.
+
+    The generator fuses some of them into one parameter; which, it may then take as it lies there.
+    """
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    for names in sisters(trained):
+        parameters = [trained[name] for name in names]
+        if len({(p.dtype, p.device) for p in parameters}) > 1:
+            continue
+        block = torch.cat([p.detach().flatten() for p in parameters])
+        parts = torch.split(block, [p.numel() for p in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            parameter.data = part.view(parameter.shape)
