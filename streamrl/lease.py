@@ -1,12 +1,24 @@
-"""The device lease: who may compute on a pool. Free, or one stage at a time."""
+"""The device lease: who may compute on a pool.
+
+Where every stage has a pool of its own the lease is free. Where stages share one they take turns:
+the pool is in one phase at a time (generate, score, train, ...), all who work in that phase hold it
+together, and it goes to the phase that has waited longest once the last of them gives it back. A
+phase that can be suspended, as rollouts can between two tokens, is asked to give way once another
+has waited and it has had its slice.
+"""
 
 import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Protocol
 
 from streamrl.errors import DeadlineError
+
+LEAST_WAIT_S = 1e-3
+WANTED_S = 5.0
+"""How long a holder asks at once whether the pool is wanted, s."""
 
 
 class FreeLease:
@@ -18,90 +30,231 @@ class FreeLease:
         yield
 
 
+@dataclass(eq=False)
+class Waiter:
+    """One who waits for the pool: since when, and what becomes true when it has it."""
+
+    holder: str
+    phase: str
+    since: float
+    granted: "asyncio.Future[None]"
+
+
 class Arbiter:
-    """Lends one pool to one holder at a time, first come, first served."""
+    """Lends one pool to one phase at a time.
 
-    def __init__(self, *, timeout_s: float) -> None:
-        self._lock = asyncio.Lock()
+    timeout_s: longest wait. slice_s: how long a phase keeps the pool, at least, before those who
+    can give way are asked to; meanwhile others may join it.
+    """
+
+    def __init__(self, *, timeout_s: float, slice_s: float = 0.0) -> None:
         self._timeout_s = timeout_s
-        self._holder = ""
+        self._slice_s = slice_s
+        self._phase = ""
         self._since = 0.0
-        self._deaths: Counter[str] = Counter()
+        # How often: who was cancelled while it waited may get the pool beside its next try.
+        self._holders: Counter[str] = Counter()
+        self._waiting: list[Waiter] = []
+        self._changed = asyncio.Event()
 
-    async def acquire(self, holder: str) -> None:
-        """Wait for the pool. Raises DeadlineError naming who has it and for how long."""
-        deaths = self._deaths[holder]
+    async def acquire(self, holder: str, phase: str = "") -> None:
+        """Wait for the pool, for the holder's own phase if none is named.
+
+        Raises DeadlineError naming who has it and for how long. It also ends if the holder dies
+        meanwhile: then without the pool, which nobody would give back.
+        """
+        clock = asyncio.get_running_loop()
+        waiter = Waiter(holder, phase or holder, clock.time(), clock.create_future())
+        self._waiting.append(waiter)
+        self._next()
         try:
-            await asyncio.wait_for(self._lock.acquire(), self._timeout_s)
+            await asyncio.wait_for(asyncio.shield(waiter.granted), self._timeout_s)
         except TimeoutError:
-            held_s = asyncio.get_running_loop().time() - self._since
+            held_s = clock.time() - self._since
             raise DeadlineError(
                 f"{holder} waited {self._timeout_s:g} s for the device lease;"
-                f" {self._holder} has held it for {held_s:.0f} s"
+                f" {', '.join(sorted(self._holders))} has held it for {held_s:.0f} s"
             ) from None
-        if self._deaths[holder] != deaths:
-            # It died while it waited; nobody would give the pool back.
-            self._lock.release()
-            return
-        self._holder, self._since = holder, asyncio.get_running_loop().time()
-
-    def forget(self, holder: str) -> None:
-        """A holder has died: if it had the pool or is about to, the next in line has it."""
-        self._deaths[holder] += 1
-        if self._holder == holder:
-            self._holder = ""
-            self._lock.release()
+        finally:
+            if waiter in self._waiting:
+                self._waiting.remove(waiter)
 
     async def release(self, holder: str) -> None:
         """Give the pool back."""
-        assert self._holder == holder, (self._holder, holder)
-        self._holder = ""
-        self._lock.release()
+        assert self._holders[holder], (holder, self._holders)
+        self._holders -= Counter([holder])
+        self._next()
+
+    def forget(self, holder: str) -> None:
+        """A holder has died: if it had the pool or is about to, the next in line has it."""
+        for waiter in [waiter for waiter in self._waiting if waiter.holder == holder]:
+            self._waiting.remove(waiter)
+            waiter.granted.set_result(None)
+        del self._holders[holder]
+        self._next()
+
+    async def wanted(self, holder: str, wait_s: float = WANTED_S) -> bool:
+        """Wait until this holder should give way, as it has had its slice and others wait.
+
+        False if that does not come within `wait_s`, or it has not got the pool.
+        """
+        clock = asyncio.get_running_loop()
+        until = clock.time() + wait_s
+        while self._holders[holder]:
+            now = clock.time()
+            others = [waiter for waiter in self._waiting if waiter.phase != self._phase]
+            left_s = self._since + self._slice_s - now
+            if others and left_s <= 0:
+                return True
+            if now >= until:
+                return False
+            # Never so short that the clock does not move on.
+            wait = max(LEAST_WAIT_S, min(until - now, left_s if others else until - now))
+            changed = self._changed
+            try:
+                await asyncio.wait_for(changed.wait(), wait)
+            except TimeoutError:
+                continue
+        return False
+
+    def _next(self) -> None:
+        self._grant()
+        self._tell()
+
+    def _grant(self) -> None:
+        """Let the phase in that waited longest, or those who may join the one that has the pool."""
+        if not self._waiting:
+            return
+        now = asyncio.get_running_loop().time()
+        if not self._holders:
+            self._phase, self._since = self._waiting[0].phase, now
+        elif self._is_over(now):
+            return
+        for waiter in [waiter for waiter in self._waiting if waiter.phase == self._phase]:
+            self._waiting.remove(waiter)
+            self._holders[waiter.holder] += 1
+            waiter.granted.set_result(None)
+
+    def _is_over(self, now: float) -> bool:
+        """Whether nobody may join the phase any more: it had its slice, and others wait."""
+        others = any(waiter.phase != self._phase for waiter in self._waiting)
+        return others and now - self._since >= self._slice_s
+
+    def _tell(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
 
 class ArbiterFace(Protocol):
     """An arbiter, here or in another process."""
 
-    async def acquire(self, holder: str) -> None: ...
+    async def acquire(self, holder: str, phase: str) -> None: ...
 
     async def release(self, holder: str) -> None: ...
+
+    async def wanted(self, holder: str) -> bool: ...
+
+
+class Suspendable(Protocol):
+    """Work that can stand still while others have the pool."""
+
+    async def suspend(self) -> None:
+        """Compute nothing from now on; what was begun stays as it is."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on."""
+        ...
 
 
 class SharedLease:
     """One holder's share in an arbiter. Work of the same holder runs together under one lease.
 
-    A generator's groups are one holder: it keeps the pool until the last of them is done.
+    A generator's groups are one holder: it keeps the pool until the last of them is done, or, where
+    its work is `suspendable`, until the pool is wanted; then all of it stands still until it has
+    the pool again. phase: what it holds the pool for, with others of the same; its own if empty.
     """
 
-    def __init__(self, arbiter: ArbiterFace, holder: str) -> None:
+    def __init__(
+        self,
+        arbiter: ArbiterFace,
+        holder: str,
+        phase: str = "",
+        *,
+        suspendable: Suspendable | None = None,
+    ) -> None:
         self._arbiter = arbiter
         self._holder = holder
+        self._phase = phase
+        self._suspendable = suspendable
         self._users = 0
         self._turn = asyncio.Lock()
+        self._has = self._stands_still = False
+        self._gives_way = False
+        self._watching: asyncio.Task[None] | None = None
         self._returning: asyncio.Future[None] | None = None
 
     @asynccontextmanager
     async def hold(self, stage: str) -> AsyncIterator[None]:
         """Hold the pool for a piece of work of `stage`."""
         async with self._turn:
-            if not self._users:
+            if not self._has:
                 await self._acquire()
             self._users += 1
         try:
             yield
         finally:
             self._users -= 1
-            if not self._users:
-                await self._arbiter.release(self._holder)
+            if not self._users and self._has and not self._gives_way:
+                await self._release()
 
     async def _acquire(self) -> None:
         """Take the pool. Work that is cancelled while it waits gives it back once it comes."""
-        asked = asyncio.ensure_future(self._arbiter.acquire(self._holder))
+        asked = asyncio.ensure_future(self._arbiter.acquire(self._holder, self._phase))
         try:
             await asyncio.shield(asked)
         except asyncio.CancelledError:
             asked.add_done_callback(self._return)
             raise
+        self._has = True
+        if self._suspendable is None:
+            return
+        if self._stands_still:
+            await self._suspendable.resume()
+            self._stands_still = False
+        if self._watching is None or self._watching.done():
+            self._watching = asyncio.create_task(self._watch(self._suspendable))
+
+    async def _release(self) -> None:
+        self._has = False
+        if self._watching is not None:
+            self._watching.cancel()
+            self._watching = None
+        await self._arbiter.release(self._holder)
+
+    async def _watch(self, work: Suspendable) -> None:
+        """Give way each time the pool is wanted, as long as there is work."""
+        while self._has:
+            if not await self._arbiter.wanted(self._holder):
+                await asyncio.sleep(0)
+                continue
+            async with self._turn:
+                if not self._has or not self._users:
+                    return
+                self._gives_way = True
+                await work.suspend()
+                self._has, self._stands_still = False, True
+                await self._arbiter.release(self._holder)
+                await self._come_back()
+                self._gives_way = False
+
+    async def _come_back(self) -> None:
+        """Take the pool again, if there still is what it was taken for."""
+        if self._users:
+            await self._acquire()
+        if self._has and not self._users:
+            self._has = False
+            await self._arbiter.release(self._holder)
 
     def _return(self, asked: "asyncio.Future[None]") -> None:
         if not asked.cancelled() and asked.exception() is None:

@@ -5,6 +5,8 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from streamrl.errors import DeadlineError
 from streamrl.lease import Arbiter, SharedLease
@@ -130,11 +132,14 @@ class RemoteArbiter:
         self._arbiter = arbiter
         self._calls: set[asyncio.Task[None]] = set()
 
-    async def acquire(self, holder: str) -> None:
-        await self._call(self._arbiter.acquire(holder))
+    async def acquire(self, holder: str, phase: str) -> None:
+        await self._call(self._arbiter.acquire(holder, phase))
 
     async def release(self, holder: str) -> None:
         await self._call(self._arbiter.release(holder))
+
+    async def wanted(self, holder: str) -> bool:
+        return await self._arbiter.wanted(holder)
 
     async def _call(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -164,3 +169,141 @@ def test_work_that_is_cancelled_while_it_waits_for_the_pool_gives_it_back() -> N
         return log
 
     assert run_virtual(main()) == ["kept"]
+
+
+class Decoding:
+    """Rollouts that take so long of computing time, and count what was computed meanwhile."""
+
+    def __init__(self) -> None:
+        self._may_go = asyncio.Event()
+        self._may_go.set()
+        self.computing = 0
+
+    async def suspend(self) -> None:
+        self._may_go.clear()
+
+    async def resume(self) -> None:
+        self._may_go.set()
+
+    async def work(self, seconds: float) -> None:
+        for _ in range(round(seconds * 10)):
+            await self._may_go.wait()
+            self.computing += 1
+            await asyncio.sleep(0.1)
+            self.computing -= 1
+
+
+def test_a_phase_is_held_by_all_who_work_in_it() -> None:
+    async def main() -> float:
+        arbiter = Arbiter(timeout_s=100.0, slice_s=60.0)
+
+        async def work(holder: str, phase: str, after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            async with SharedLease(arbiter, holder, phase).hold(phase):
+                await asyncio.sleep(5.0)
+
+        await asyncio.gather(
+            work("generator-0", "generate", 0.0),
+            work("trainer", "train", 1.0),
+            # It joins the phase, though another waits: its slice is not over.
+            work("generator-1", "generate", 2.0),
+        )
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == pytest.approx(2.0 + 5.0 + 5.0)
+
+
+def test_rollouts_give_way_after_their_slice_and_go_on_where_they_were() -> None:
+    async def main() -> tuple[float, float]:
+        arbiter, decoding = Arbiter(timeout_s=100.0, slice_s=2.0), Decoding()
+        mine = SharedLease(arbiter, "generator-0", "generate", suspendable=decoding)
+        clock = asyncio.get_running_loop().time
+
+        async def generate() -> None:
+            async with mine.hold("generate"):
+                await decoding.work(6.0)
+
+        running = asyncio.create_task(generate())
+        await asyncio.sleep(0.5)
+        async with SharedLease(arbiter, "trainer").hold("train"):
+            got = clock()
+            await asyncio.sleep(0.2)
+            assert not decoding.computing
+            await asyncio.sleep(2.8)
+        await running
+        await arbiter.acquire("trainer")
+        return got, clock()
+
+    got, ended = run_virtual(main())
+    assert got == pytest.approx(2.0)
+    assert ended == pytest.approx(6.0 + 3.0, abs=0.2)
+
+
+def test_what_cannot_be_suspended_keeps_the_pool_until_it_is_done() -> None:
+    async def main() -> float:
+        arbiter = Arbiter(timeout_s=100.0, slice_s=2.0)
+        running = asyncio.create_task(_held(SharedLease(arbiter, "trainer"), 8.0))
+        await asyncio.sleep(0.5)
+        async with SharedLease(arbiter, "generator-0").hold("generate"):
+            got = asyncio.get_running_loop().time()
+        await running
+        return got
+
+    assert run_virtual(main()) == pytest.approx(8.0)
+
+
+async def _held(lease: SharedLease, seconds: float) -> None:
+    async with lease.hold("stage"):
+        await asyncio.sleep(seconds)
+
+
+PIECES = st.lists(
+    st.tuples(st.sampled_from(["generator-0", "generator-1"]), st.floats(0, 20), st.floats(0.1, 9)),
+    min_size=1,
+    max_size=12,
+)
+
+
+@given(PIECES, PIECES, st.floats(0.1, 5.0))
+@settings(max_examples=60, deadline=None)
+def test_whoever_comes_when_phases_never_overlap_and_nobody_starves(
+    rollouts: list[tuple[str, float, float]],
+    steps: list[tuple[str, float, float]],
+    slice_s: float,
+) -> None:
+    async def main() -> None:
+        arbiter = Arbiter(timeout_s=1000.0, slice_s=slice_s)
+        decoding = {name: Decoding() for name in ("generator-0", "generator-1")}
+        leases = {
+            name: SharedLease(arbiter, name, "generate", suspendable=decoding[name])
+            for name in decoding
+        }
+        trainer = SharedLease(arbiter, "trainer", "train")
+        clock = asyncio.get_running_loop().time
+
+        async def generate(name: str, at: float, seconds: float) -> None:
+            await asyncio.sleep(at)
+            async with leases[name].hold("generate"):
+                await decoding[name].work(seconds)
+
+        async def train(at: float, seconds: float) -> None:
+            await asyncio.sleep(at)
+            asked = clock()
+            async with trainer.hold("train"):
+                # What is computing now is at the end of a token.
+                await asyncio.sleep(0.11)
+                assert not any(one.computing for one in decoding.values())
+                waited = clock() - asked
+                assert waited <= slice_s + 1.0 + sum(seconds for _, _, seconds in steps)
+                await asyncio.sleep(seconds)
+                assert not any(one.computing for one in decoding.values())
+
+        async with asyncio.TaskGroup() as tasks:
+            for name, at, seconds in rollouts:
+                tasks.create_task(generate(name, at, seconds))
+            for _, at, seconds in steps:
+                tasks.create_task(train(at, seconds))
+        # All of it has been given back.
+        await arbiter.acquire("somebody")
+
+    run_virtual(main())
