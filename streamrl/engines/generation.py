@@ -17,6 +17,7 @@ from streamrl.engines.begun import all_begun, continuation_seed, ended, room, un
 from streamrl.engines.forward import local_device
 from streamrl.engines.generator_config import GeneratorConfig, generation_env
 from streamrl.engines.pending import PendingCalls, PendingGroup
+from streamrl.engines.standstill import Standstill
 from streamrl.engines.vllm_engine import Draw, EngineSpec, Sampled, SampleRequest
 from streamrl.engines.vllm_thread import EngineThread
 from streamrl.errors import ConfigError, DeadlineError, GenerationError, WeightsError
@@ -42,6 +43,7 @@ class GenerationEngine:
         self._spec = spec
         self._calls = PendingCalls(spec.model_path)
         self._thread = EngineThread(spec, self._calls)
+        self._standstill = Standstill()
         self._outbox: list[SampleRequest] = []
         self._num_requests = 0
         self._newest = -1
@@ -168,6 +170,31 @@ class GenerationEngine:
             running[sampled.number][sampled.index] = sampled
         return {group.name: group.rollouts(running[n]) for n, group in groups.items()}
 
+    async def suspend(self, reason: str) -> None:
+        """Sample nothing from now on, until every reason to has been taken back by `resume`.
+
+        Returns once the step under way has ended. Rollouts under way stay as they are and their
+        deadlines stand still; new weights can be loaded. Raises GenerationError, the engine dead,
+        if the step does not end within `request_timeout_s`.
+        """
+        self._calls.check_alive()
+        self._standstill.begin(reason)
+        call = self._next_number()
+        stopped = self._calls.stops[call] = asyncio.get_running_loop().create_future()
+        self._thread.stand_still(call)
+        try:
+            async with asyncio.timeout(self._spec.config.request_timeout_s):
+                await stopped
+        except TimeoutError as error:
+            raise self._given_up(f"{reason}: the engine did not end a step in time") from error
+        finally:
+            del self._calls.stops[call]
+
+    async def resume(self, reason: str) -> None:
+        """Take back a reason to stand still."""
+        if self._standstill.end(reason):
+            self._thread.move_on()
+
     async def probe(self, sequences: Sequence[Array]) -> tuple[int, list[Array]]:
         """The version that is served and what it makes of these sequences, int32 [T] each.
 
@@ -275,7 +302,7 @@ class GenerationEngine:
         self._send(request)
         timeout_s = self._spec.config.request_timeout_s
         try:
-            async with asyncio.timeout(timeout_s):
+            async with self._standstill.deadline(timeout_s):
                 await group.done
         except TimeoutError as error:
             raise DeadlineError(

@@ -61,6 +61,7 @@ class PendingCalls:
         self.groups: dict[int, PendingGroup] = {}
         self.loads: dict[int, asyncio.Future[Loaded]] = {}
         self.progress: dict[int, asyncio.Future[Sequence[Sampled]]] = {}
+        self.stops: dict[int, asyncio.Future[None]] = {}
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.Event()
 
@@ -92,6 +93,11 @@ class PendingCalls:
         if waiting is not None and not waiting.done():
             waiting.set_result(batch)
 
+    def on_stood_still(self, call: int) -> None:
+        waiting = self.stops.get(call)
+        if waiting is not None and not waiting.done():
+            waiting.set_result(None)
+
     def on_ended(self, error: BaseException | None) -> None:
         self.ended.set()
         if isinstance(error, ValueError | OSError) and not self.started.done():
@@ -105,7 +111,7 @@ class PendingCalls:
         """From now on every call raises, the pending ones first; the first reason counts."""
         self._failure = self._failure or reason
         waiting: list[asyncio.Future[Any]] = [self.started, *self.loads.values()]
-        waiting += self.progress.values()
+        waiting += [*self.progress.values(), *self.stops.values()]
         waiting += [group.done for group in self.groups.values()]
         for future in waiting:
             if not future.done():

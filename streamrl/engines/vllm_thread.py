@@ -56,6 +56,9 @@ class EngineListener(Protocol):
     def on_begun(self, call: int, batch: Sequence[Sampled]) -> None:
         """What was asked for under this number: the begun rollouts of some requests."""
 
+    def on_stood_still(self, call: int) -> None:
+        """The step under way when this call came has ended, and no other begins."""
+
     def on_ended(self, error: BaseException | None) -> None:
         """The thread is over: it was stopped, or this error killed it."""
 
@@ -70,6 +73,7 @@ class EngineThread:
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         #: Weights that wait for the engine to be drained, and what came after them.
         self._held: deque[NewWeights | SampleRequest] = deque()
+        self._stands_still = False
         # A daemon, so that a stuck step cannot keep the process from ending.
         self._thread = threading.Thread(target=self._run, name="vllm-engine", daemon=True)
 
@@ -106,6 +110,23 @@ class EngineThread:
         """Call the weights the engine was built with `version`."""
         self._commands.put(lambda engine: self._label(engine, version))
 
+    def stand_still(self, call: int) -> None:
+        """Begin no other step, and say so under the number `call`; all else is done as ever."""
+
+        def command(engine: Engine) -> None:
+            self._stands_still = True
+            self._post(self._listener.on_stood_still, call)
+
+        self._commands.put(command)
+
+    def move_on(self) -> None:
+        """Step again."""
+
+        def command(engine: Engine) -> None:
+            self._stands_still = False
+
+        self._commands.put(command)
+
     def stop(self) -> None:
         """End before the next step, whatever runs."""
         self._commands.put(None)
@@ -128,15 +149,18 @@ class EngineThread:
 
     def _serve(self, engine: Engine) -> None:
         while True:
-            for command in self._take(wait=not engine.has_unfinished_requests()):
+            for command in self._take(wait=not self._may_step(engine)):
                 if command is None:
                     return
                 command(engine)
-            if engine.has_unfinished_requests():
+            if self._may_step(engine):
                 batch = vllm_engine.step(engine)
                 if batch:
                     self._post(self._listener.on_sampled, batch)
                 self._release(engine)
+
+    def _may_step(self, engine: Engine) -> bool:
+        return not self._stands_still and engine.has_unfinished_requests()
 
     def _take(self, *, wait: bool) -> list[Command | None]:
         """All commands that came since; at least one if the engine has nothing to do."""
