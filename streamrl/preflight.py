@@ -142,7 +142,10 @@ def _check_weights(path: Path, key: str = "model.path") -> None:
 
 
 def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]:
-    """The actors a run needs, in flow order; shards and coordinator take no slot."""
+    """The actors a run needs, in flow order; shards and coordinator take no slot.
+
+    In a colocated run the ranks of the policy's trainer have the slots, and all others share them.
+    """
     critics = ("critic.trainer.world_size", config.trainer_of(CRITIC).world_size)
     judges = ("scorer.replicas", config.scorer.replicas)
     shadows = ("critic.replicas", config.critic.replicas)
@@ -160,6 +163,9 @@ def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]
     found = []
     for role, calls in prepared.dataflow.roles.items():
         key, count = wanted[role]
+        is_host = role == POLICY or not config.placement.is_colocated
+        if role == "generator" and config.placement.is_colocated:
+            key, count = wanted[POLICY]
         weights = prepared.model_bytes
         if role in (REWARD.role, COST.role):
             weights = prepared.judge_bytes.get(role, 0)
@@ -169,6 +175,7 @@ def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]
                 role="trainer" if role == POLICY else role,
                 key=key,
                 count=count,
+                cpus=int(is_host),
                 gpus=int(on_gpu and weights > 0),
                 memory_gib=PROCESS_GIB + (not on_gpu) * weights / GIB,
             )

@@ -1,6 +1,7 @@
 """The coordinator: clock, admission, ledger, weight registry. Metadata only; no tensor comes by."""
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -88,7 +89,7 @@ class CoordinatorActor:
         self._dials = Dials(config.algorithm.row, config.settings)
         self._dials.load_state_dict(start.state["dials"] if start.state else {})
         self._travel = wiring.travel
-        self._arbiter = Arbiter(timeout_s=config.pipeline.stall_s)
+        self._arbiter = self._make_arbiter()
         shares = config.placement.one_at_a_time
         self._lease = SharedLease(self._arbiter, "trainer") if shares else FreeLease()
         self._publisher_node = start.publisher_node
@@ -112,6 +113,15 @@ class CoordinatorActor:
         await self._control.publishing.begin(version, first=True)
         await self._control.publishing.settle()
 
+    def _make_arbiter(self) -> Arbiter:
+        placement, pipeline = self._config.placement, self._config.pipeline
+        # On policy there is nothing to be done before all rollouts of the step are there.
+        gives_way = placement.is_colocated and pipeline.max_staleness
+        slice_s = placement.slice_s if gives_way else math.inf
+        return Arbiter(
+            timeout_s=pipeline.stall_s, slice_s=slice_s if placement.is_colocated else 0.0
+        )
+
     def _trainer_of(self, role: RoleActors, *, has_critic: bool) -> TrainerGroup:
         config = self._config
         waits = has_critic and role.role == POLICY
@@ -134,7 +144,8 @@ class CoordinatorActor:
             sources,
             registries,
             due=self._publishes,
-            lease=self._lease,
+            # In a colocated run there is nothing to read: the weights are where they are needed.
+            lease=None if config.placement.is_colocated else self._lease,
             on_fault=lambda role, fault: self._report("publish_failed", role, fault),
         )
         admission = Admission(
@@ -362,9 +373,13 @@ class CoordinatorActor:
         """See WeightRegistry.newest; `role` is whose weights they are."""
         return await self._control.publishing.registries[role].newest(reader, held, wait_s=wait_s)
 
-    async def acquire(self, holder: str) -> None:
+    async def acquire(self, holder: str, phase: str) -> None:
         """See Arbiter.acquire."""
-        await self._arbiter.acquire(holder)
+        await self._arbiter.acquire(holder, phase)
+
+    async def wanted(self, holder: str) -> bool:
+        """See Arbiter.wanted."""
+        return await self._arbiter.wanted(holder)
 
     async def release(self, holder: str) -> None:
         """See Arbiter.release."""

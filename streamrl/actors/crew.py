@@ -15,13 +15,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from streamrl.actors.calls import fetch
 from streamrl.actors.cluster import GIB
 from streamrl.actors.generator import GeneratorActor
+from streamrl.actors.hybrid import HybridActor, Part
 from streamrl.actors.reporting import RoleActors
 from streamrl.actors.scorer import ScorerActor
 from streamrl.actors.trainer import Meeting, TrainerActor
 from streamrl.actors.wiring import Wiring
 from streamrl.checkpoint import Checkpoint
 from streamrl.config import RunConfig
-from streamrl.dataflow import Call, Kind
+from streamrl.dataflow import GENERATE, POLICY, Call, Kind
 from streamrl.engines.generator_config import generation_env
 from streamrl.errors import ActorLostError
 from streamrl.placement import Capacity, Demand, check_fits
@@ -36,7 +37,12 @@ STAGE_ENV = {
 """For the libraries of models and tokenizers, which coordinator and shards do not use."""
 RETURNING = (Kind.GENERATE, Kind.SCORE)
 """Kinds of stages whose actors are started again when they die: they hold nothing that is lost."""
-HOSTS = {Kind.GENERATE: GeneratorActor, Kind.SCORE: ScorerActor, Kind.TRAIN: TrainerActor}
+HOSTS = {
+    Kind.GENERATE: ray.remote(GeneratorActor),
+    Kind.SCORE: ScorerActor,
+    Kind.TRAIN: ray.remote(TrainerActor),
+}
+HYBRID = ray.remote(HybridActor)
 
 
 class Crew:
@@ -74,10 +80,31 @@ class Crew:
     def fill(self, node: str) -> None:
         """Make the actors of all roles; where weights travel, only on `node` if one is named."""
         self._node = node
+        together = (GENERATE.role, POLICY) if self._config.placement.is_colocated else ()
+        hosts = self._hybrids(together)
         for role, demand in self._demands.items():
             names = [f"{demand.role}-{i}" for i in range(demand.count)]
-            actors = [self._hire(name, demand, cpus=demand.cpus) for name in names]
+            if role in together:
+                actors = [Part(host, demand.role) for host in hosts]
+                self.actors.update(zip(names, actors, strict=True))
+            else:
+                actors = [self._hire(name, demand, cpus=demand.cpus) for name in names]
             self.roles[role] = RoleActors(demand.calls, names, actors)
+
+    def _hybrids(self, roles: Sequence[str]) -> list[Any]:
+        """The processes that host these roles together, one for each rank of the trainer."""
+        if not roles:
+            return []
+        demand = self._demands[POLICY]
+        env: dict[str, str] = {**STAGE_ENV}
+        for role in roles:
+            env |= self._env(self._demands[role].calls[0])
+        options = {
+            "num_cpus": demand.cpus,
+            "num_gpus": demand.gpus,
+            "runtime_env": {"env_vars": env},
+        }
+        return [HYBRID.options(**options).remote() for _ in range(demand.count)]
 
     def start(self, wiring: Wiring, checkpoint: Checkpoint | None) -> dict[Any, str]:
         """Let the actors of all roles start: their replies, and whose each is."""
@@ -93,7 +120,7 @@ class Crew:
                 arguments = (meeting, saved)
             for i, (actor, name) in enumerate(zip(role.actors, role.names, strict=True)):
                 replies[actor.start.remote(wiring, i, *arguments)] = name
-                if role.kind in RETURNING:
+                if role.kind in RETURNING and not isinstance(actor, Part):
                     self._note_start(name, i, role)
         return replies
 
@@ -185,8 +212,7 @@ class Crew:
         """End one actor for good."""
         self._starts.pop(name, None)
         self.deaths.pop(name, None)
-        with contextlib.suppress(RayError, ValueError):
-            ray.kill(self.actors.pop(name))
+        _kill(self.actors.pop(name))
 
     # Those that die.
 
@@ -211,8 +237,7 @@ class Crew:
     def close(self) -> None:
         """End every actor; what they had in memory is gone."""
         for actor in self.actors.values():
-            with contextlib.suppress(RayError, ValueError):
-                ray.kill(actor)
+            _kill(actor)
 
     def _hire(self, name: str, demand: Demand, *, cpus: int) -> Any:
         call = demand.calls[0]
@@ -243,3 +268,8 @@ class Crew:
             env = {"OMP_NUM_THREADS": str(self._config.trainer_of(call.role).threads)}
             return env if self._on_gpu else {**env, "DS_ACCELERATOR": "cpu"}
         return {}
+
+
+def _kill(actor: Any) -> None:
+    with contextlib.suppress(RayError, ValueError):
+        ray.kill(actor.actor if isinstance(actor, Part) else actor)

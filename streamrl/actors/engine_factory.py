@@ -34,6 +34,12 @@ class HostedGenerator(Protocol):
 
     async def probe(self, sequences: Sequence[Array]) -> Sequence[Array] | None: ...
 
+    async def suspend(self, reason: str) -> None:
+        """Sample nothing until `resume`; what is under way stays as it is."""
+        ...
+
+    async def resume(self, reason: str) -> None: ...
+
 
 def _no_samples() -> Sequence[Mapping[str, Any]]:
     return ()

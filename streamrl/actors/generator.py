@@ -2,10 +2,9 @@
 
 from collections.abc import Sequence
 
-import ray
-
 from streamrl.actors.engine_factory import HostedGenerator
 from streamrl.actors.replica import Replica
+from streamrl.actors.residence import Residence, ResidentChannel, ResidentFollower
 from streamrl.actors.wiring import ActorReport, Wiring
 from streamrl.dataflow import GENERATE, POLICY, Call
 from streamrl.errors import ActorLostError
@@ -14,18 +13,38 @@ from streamrl.pipeline import generate
 from streamrl.serving import nothing_begun
 
 
-@ray.remote
 class GeneratorActor(Replica):
     """Long-lived: engine and loops live as long as the run, or as the process does."""
 
-    def __init__(self) -> None:
+    def __init__(self, residence: Residence | None = None) -> None:
+        """`residence` is there if a trainer shares this process, and the weights."""
         self._generator: HostedGenerator | None = None
+        self._residence = residence
 
     async def start(self, wiring: Wiring, replica: int, calls: Sequence[Call]) -> None:
         """Load the engine. It serves nothing until `run` has pulled the current version."""
         self._config = wiring.config
-        self._take_place(wiring, calls, f"generator-{replica}", follows=POLICY)
-        self._generator = await wiring.engines.generator(wiring.config, wiring.max_length, replica)
+        self._take_place(wiring, calls, f"generator-{replica}", follows=POLICY, suspendable=self)
+        make = wiring.engines.generator
+        if self._residence is None:
+            self._generator = await make(wiring.config, wiring.max_length, replica)
+            return
+        assert self._channel is not None
+        self._channel = ResidentChannel(self._channel, self._residence)
+        # The engine takes its place among the ranks that are there.
+        await self._residence.wait_for_trainer(wiring.config.generator.start_timeout_s)
+        self._generator = await make(wiring.config, wiring.max_length, replica)
+        self._residence.let_in(self._generator)
+
+    async def suspend(self) -> None:
+        """Sample nothing while others have the pool."""
+        assert self._generator is not None
+        await self._generator.suspend("lease")
+
+    async def resume(self) -> None:
+        """Go on with what was under way."""
+        assert self._generator is not None
+        await self._generator.resume("lease")
 
     async def run(self) -> None:
         """The loops of the stages, until the actor is killed or has left."""
@@ -39,7 +58,10 @@ class GeneratorActor(Replica):
             sample = generator.stages[stage.name]
             begun = generator.begun if stage.name == GENERATE.stage else nothing_begun
             loops.append(generate(stage, sample, held, slots=slots, begun=begun))
-        await self._serve(loops, generator)
+        if self._residence is None:
+            await self._serve(loops, generator)
+        else:
+            await self._serve(loops, ResidentFollower(generator, self._residence))
 
     async def sample(
         self, prompt: Prompt, seeds: Sequence[int], temperature: float, version: int

@@ -8,9 +8,11 @@ import os
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
+from streamrl.actors.residence import ClosableChannel
 from streamrl.actors.wiring import Wiring
 from streamrl.dataflow import Call
 from streamrl.faces import Follower
+from streamrl.lease import Suspendable
 from streamrl.pipeline import follow_weights
 from streamrl.weights import HeldVersion
 
@@ -31,12 +33,13 @@ class Replica:
         *,
         follows: str | None,
         due: Callable[[int], int] = same,
+        suspendable: Suspendable | None = None,
     ) -> None:
         """Have places in the stream, and a channel to the model that is followed, if one is."""
         self._name = name
-        self._stages = wiring.stages(calls, name)
+        self._stages = wiring.stages(calls, name, suspendable=suspendable)
         self._held = HeldVersion(name, due=due) if follows else None
-        self._channel = wiring.channel(name, follows) if follows else None
+        self._channel: ClosableChannel | None = wiring.channel(name, follows) if follows else None
 
     async def _serve(
         self, loops: Sequence[Coroutine[Any, Any, None]], follower: Follower | None

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from torch import Tensor
 
 from streamrl.actors.engine_factory import HostedRank
+from streamrl.actors.residence import Residence
 from streamrl.dataflow import MOVED, POLICY
 from streamrl.engines.moving_reference import MovingReference
 from streamrl.weights import Outlet, WeightManifest, WeightsConfig, publish
@@ -25,7 +26,11 @@ class Sender:
         outlets: Mapping[str, Outlet],
         config: WeightsConfig,
         reference: MovingReference,
+        *,
+        residence: Residence | None = None,
     ) -> None:
+        """With a `residence` the model is published there, on every rank; a reference never is."""
+        self._residence = residence
         self._trainer = trainer
         self._role = role
         self._outlets = outlets
@@ -35,6 +40,8 @@ class Sender:
 
     def model(self, version: int, readers: Sequence[str]) -> WeightManifest | None:
         """Send the model as it is off as `version`."""
+        if self._residence is not None:
+            return self._residence.publish(self._trainer.full_state(), version)
         # A policy's directory is there for others, too, who know nothing of adapters.
         is_whole = self._role == POLICY and self._config.transport == DISK
         tensors = self._trainer.whole_state() if is_whole else self._trainer.full_state()

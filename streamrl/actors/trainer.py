@@ -17,6 +17,7 @@ import torch
 
 from streamrl.actors.calls import CALL_TIMEOUT_S, call
 from streamrl.actors.reporting import RoleActors
+from streamrl.actors.residence import Residence
 from streamrl.actors.sender import Sender
 from streamrl.actors.wiring import ActorReport, Wiring
 from streamrl.algorithms import Settings, columns_derived_from
@@ -56,9 +57,12 @@ class Meeting:
     port: int
 
 
-@ray.remote
 class TrainerActor:
     """One rank. What touches the model runs in one thread; the queue is read beside it."""
+
+    def __init__(self, residence: Residence | None = None) -> None:
+        """`residence` is there if a generator shares this process, and the weights."""
+        self._residence = residence
 
     async def rendezvous(self) -> tuple[str, int]:
         """Address and free port at which the ranks of a trainer may meet, asked of rank 0."""
@@ -82,7 +86,9 @@ class TrainerActor:
         self._max_length = wiring.max_length
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting.address, str(meeting.port)
         make = wiring.engines.trainer
-        self._trainer = await self._in_thread(make, wiring.config, rank, meeting.call.role)
+        self._trainer = await self._in_thread(make, wiring.config, rank, self._role)
+        if self._residence is not None:
+            self._residence.trainer_is_in()
         self._reference = MovingReference(self._config.reference.decay)
         self._sender = self._make_sender(wiring)
         if resume_dir is not None:
@@ -96,7 +102,9 @@ class TrainerActor:
         roles = [self._role, *([MOVED] if self._keeps_reference else [])]
         outlets = {role: wiring.travel.outlet(role, path) for role in roles if self._rank == 0}
         weights = self._config.weights
-        return Sender(self._trainer, self._role, outlets, weights, self._reference)
+        return Sender(
+            self._trainer, self._role, outlets, weights, self._reference, residence=self._residence
+        )
 
     @property
     def _keeps_reference(self) -> bool:
@@ -139,6 +147,8 @@ class TrainerActor:
 
     async def update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
         """Optimizer update; its metrics."""
+        if self._residence is not None:
+            await self._residence.about_to_change()
         with self._stage.spans.span("update"):
             divisor = self._trainer.normaliser(sums)
             metrics: Mapping[str, float] = await self._in_thread(self._trainer.step, divisor)

@@ -15,8 +15,8 @@ from streamrl.actors.weight_travel import WeightTravel
 from streamrl.buffer import ExperienceQueue
 from streamrl.config import RunConfig
 from streamrl.dataflow import Call, Dataflow, Kind
-from streamrl.faces import Fetched, Stage
-from streamrl.lease import FreeLease, SharedLease
+from streamrl.faces import DeviceLease, Fetched, Stage
+from streamrl.lease import FreeLease, SharedLease, Suspendable
 from streamrl.telemetry.spans import Span, SpanRecorder
 from streamrl.weights import Inlet, WeightManifest, unpack
 from streamrl.weights.registry import ReaderState
@@ -51,20 +51,28 @@ class Wiring:
         train = self.dataflow.of_kind(Kind.TRAIN)[0]
         return (*train.needs, *self.components)
 
-    def stages(self, calls: Sequence[Call], process: str) -> list[Stage]:
+    def stages(
+        self, calls: Sequence[Call], process: str, *, suspendable: Suspendable | None = None
+    ) -> list[Stage]:
         """The places of an actor called `process`, one per call of its role, under one lease.
 
-        They leave together.
+        They leave together. Where the pool is shared, what is `suspendable` gives way to others.
         """
-        arbiter = RemoteArbiter(self.coordinator, self.config.pipeline.stall_s)
-        shared = self.config.placement.one_at_a_time
-        lease = SharedLease(arbiter, process) if shared else FreeLease()
+        lease = self._lease(calls[0].role, process, suspendable)
         spans = SpanRecorder(process)
         leaving = asyncio.Event()
         return [
             Stage(call.stage, ExperienceQueue(self.shards, process), lease, spans, leaving)
             for call in calls
         ]
+
+    def _lease(self, role: str, process: str, suspendable: Suspendable | None) -> DeviceLease:
+        placement = self.config.placement
+        if not placement.one_at_a_time:
+            return FreeLease()
+        arbiter = RemoteArbiter(self.coordinator, self.config.pipeline.stall_s)
+        phase = role if placement.is_colocated else ""
+        return SharedLease(arbiter, process, phase, suspendable=suspendable)
 
 
 @dataclass(frozen=True)
@@ -84,13 +92,18 @@ class RemoteArbiter:
         self._coordinator = coordinator
         self._timeout_s = timeout_s + CALL_TIMEOUT_S
 
-    async def acquire(self, holder: str) -> None:
+    async def acquire(self, holder: str, phase: str) -> None:
         """Wait for the pool."""
-        await call(self._coordinator.acquire.remote(holder), "lease.acquire", self._timeout_s)
+        reply = self._coordinator.acquire.remote(holder, phase)
+        await call(reply, "lease.acquire", self._timeout_s)
 
     async def release(self, holder: str) -> None:
         """Give the pool back."""
         await call(self._coordinator.release.remote(holder), "lease.release")
+
+    async def wanted(self, holder: str) -> bool:
+        """Wait, for a while, until the pool should be given back."""
+        return bool(await call(self._coordinator.wanted.remote(holder), "lease.wanted"))
 
 
 class RemoteChannel:

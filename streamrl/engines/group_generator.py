@@ -78,3 +78,11 @@ class GroupGenerator:
         """
         own = {name: value for name, value in tensors.items() if not name.startswith(VALUE_HEAD)}
         return await self._engine.load_weights(own, version)
+
+    async def suspend(self, reason: str) -> None:
+        """See `GenerationEngine.suspend`."""
+        await self._engine.suspend(reason)
+
+    async def resume(self, reason: str) -> None:
+        """See `GenerationEngine.resume`."""
+        await self._engine.resume(reason)

@@ -8,15 +8,18 @@ from streamrl.dataflow import Call
 from streamrl.errors import ConfigError
 
 LEAST_STORE_MB = 80
-MODES = ("auto", "disaggregated", "sequential")
+MODES = ("auto", "disaggregated", "colocated", "sequential")
 
 
 @dataclass
 class PlacementConfig:
     """Which stages share devices.
 
-    mode: disaggregated gives every stage devices of its own, all busy at once; sequential lets one
-        stage compute at a time (a baseline, and a way to debug); auto takes disaggregated.
+    mode: disaggregated gives every stage devices of its own, all busy at once; colocated has one
+        pool for all, which take turns, with trainer and generator of a rank in one process;
+        sequential lets one stage compute at a time (a baseline, and a way to debug); auto takes
+        disaggregated, or colocated where that does not fit.
+    slice_s: how long a stage of a colocated run has the pool before it may have to give way, s.
     address: an existing Ray cluster; empty starts a local instance for the run.
     cpus: CPU slots of the local instance; null takes as many as the run asks for.
     object_store_mb: size of the local instance's object store, MiB.
@@ -26,6 +29,7 @@ class PlacementConfig:
     address: str = ""
     cpus: int | None = None
     object_store_mb: int = 512
+    slice_s: float = 1.0
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -33,6 +37,8 @@ class PlacementConfig:
             raise ConfigError(f"placement.mode={self.mode}: must be one of {known}")
         if self.cpus is not None and self.cpus < 1:
             raise ConfigError(f"placement.cpus={self.cpus}: must be at least 1")
+        if self.slice_s <= 0:
+            raise ConfigError(f"placement.slice_s={self.slice_s}: must be above 0")
         if self.object_store_mb < LEAST_STORE_MB:
             raise ConfigError(
                 f"placement.object_store_mb={self.object_store_mb}: must be at least"
@@ -42,7 +48,12 @@ class PlacementConfig:
     @property
     def one_at_a_time(self) -> bool:
         """True if all stages share one device lease."""
-        return self.mode == "sequential"
+        return self.mode in ("sequential", "colocated")
+
+    @property
+    def is_colocated(self) -> bool:
+        """True if trainer and generator of a rank share a process, and all stages a pool."""
+        return self.mode == "colocated"
 
 
 @dataclass(frozen=True)
