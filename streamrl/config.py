@@ -43,7 +43,7 @@ from streamrl.rewards.config import fold_options
 from streamrl.rewards.filtering import FilterConfig
 from streamrl.telemetry import TelemetryConfig
 from streamrl.weights import WeightsConfig
-from streamrl.weights.config import DISK
+from streamrl.weights.config import AUTO, DISK
 
 MAX_NAME_BYTES = 200
 
@@ -159,6 +159,8 @@ class RunConfig:
         check_options(self.costs, COSTS)
         self.trainer_of(CRITIC)
         self._check_publishing()
+        if self.placement.is_colocated and self.apart:
+            raise ConfigError(self.apart)
         self._check_costs()
         self._check_critic()
         self._check_row()
@@ -187,6 +189,28 @@ class RunConfig:
                     f" trained on tokens that are {every - 1} versions old, but"
                     f" pipeline.{key}={bound}"
                 )
+
+    @property
+    def apart(self) -> str:
+        """Why trainer and generators cannot share processes, if so: setting, value and reason."""
+        replicas, ranks = self.generator.replicas, self.trainer.world_size
+        colocated = "in a colocated run"
+        if self.weights.publish_every > 1:
+            every = self.weights.publish_every
+            return f"weights.publish_every={every}: {colocated} the weights change at every step"
+        if self.weights.transport != AUTO:
+            return f"weights.transport={self.weights.transport}: {colocated} weights do not travel"
+        if self.weights.on_update == "drain" and self.pipeline.max_staleness:
+            return f"weights.on_update=drain: {colocated} rollouts cannot end while others compute"
+        if self.critic.shared_coef is not None:
+            coef = self.critic.shared_coef
+            return f"critic.shared_coef={coef}: {colocated} nobody else can follow the policy"
+        if replicas not in (1, ranks):
+            return (
+                f"generator.replicas={replicas}: {colocated} each of trainer.world_size={ranks}"
+                " ranks has a generator"
+            )
+        return ""
 
     def _check_reference(self) -> None:
         every, decay = self.reference.every, self.reference.decay
