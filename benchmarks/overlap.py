@@ -23,7 +23,7 @@ from typing import Any
 import ray
 
 from benchmarks.timed_engines import TimedEngines
-from streamrl.actors.cluster import cluster
+from streamrl.actors.cluster import cluster, nothing
 from streamrl.actors.engine_factory import EngineFactory
 from streamrl.actors.real_engines import RealEngines
 from streamrl.cli.train import train
@@ -112,7 +112,7 @@ def measure_empty(steps: int) -> dict[str, Any]:
 
 def measure_call(count: int = 500) -> float:
     """Median seconds of a call to an idle Ray actor and back, one after the other."""
-    with cluster(PlacementConfig(), lambda on_gpu: []):
+    with cluster(PlacementConfig(), nothing):
         actor = ray.remote(Echo).remote()
         seconds = []
         for _ in range(count):

@@ -38,7 +38,7 @@ from benchmarks.queue_peers import (
     score,
     transfer_queue,
 )
-from streamrl.actors.cluster import cluster
+from streamrl.actors.cluster import cluster, nothing
 from streamrl.actors.remote_shard import RemoteShard
 from streamrl.actors.shard import create_shards
 from streamrl.buffer import Bounds, ExperienceQueue, Files, Ports, QueueConfig, ShardPlan
@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--no-peers", action="store_true", help="only the queue itself")
     arguments = parser.parse_args(argv)
     placement = PlacementConfig(cpus=8, object_store_mb=2048)
-    with contextlib.redirect_stdout(sys.stderr), cluster(placement, lambda _: []):
+    with contextlib.redirect_stdout(sys.stderr), cluster(placement, nothing):
         found = {f"{size} bytes": measure_size(size, arguments) for size in arguments.sizes}
     print(json.dumps(found, indent=1))
 

@@ -25,7 +25,7 @@ import ray
 
 from benchmarks.random_model import SHAPES, write_model
 from benchmarks.weights_actors import Generator, Publisher
-from streamrl.actors.cluster import cluster
+from streamrl.actors.cluster import cluster, nothing
 from streamrl.engines.generator_config import generation_env
 from streamrl.placement import PlacementConfig
 from streamrl.weights.config import AUTO, TRANSPORTS
@@ -56,7 +56,7 @@ def measure_size(millions: int, arguments: argparse.Namespace) -> dict[str, Any]
     """All transports and numbers of generators for one size of model."""
     store_mb = OTHERS_MB + STORE_VERSIONS * 4 * millions
     placement = PlacementConfig(cpus=8, object_store_mb=store_mb)
-    with tempfile.TemporaryDirectory() as folder, cluster(placement, lambda on_gpu: []):
+    with tempfile.TemporaryDirectory() as folder, cluster(placement, nothing):
         model = write_model(millions, Path(folder) / "model")
         publisher = Publisher.remote(millions)
         env = {"env_vars": generation_env("cpu")}

@@ -5,7 +5,7 @@ What passes here is loaded already: the prompts, rendered and measured, and the 
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
@@ -139,6 +139,19 @@ def _check_weights(path: Path, key: str = "model.path") -> None:
                 opened.keys()
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{key}={path}: {file.name}: {error}") from None
+
+
+def ways(config: RunConfig, prepared: Prepared, on_gpu: bool) -> dict[str, list[Demand]]:
+    """What a run asks for in each mode it may be placed in, best first."""
+    modes = [config.placement.mode]
+    if modes == ["auto"]:
+        modes = ["disaggregated", *([] if config.apart else ["colocated"])]
+    return {mode: demands(placed(config, mode), prepared, on_gpu) for mode in modes}
+
+
+def placed(config: RunConfig, mode: str) -> RunConfig:
+    """The config of the same run in a mode."""
+    return replace(config, placement=replace(config.placement, mode=mode))
 
 
 def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]:

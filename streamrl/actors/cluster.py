@@ -4,26 +4,50 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import psutil
 import ray
 from ray.exceptions import RayError
 
 from streamrl.errors import ConfigError
-from streamrl.placement import Capacity, Demand, PlacementConfig, check_fits, total_cpus
+from streamrl.placement import (
+    Capacity,
+    Demand,
+    PlacementConfig,
+    Settled,
+    settle,
+    total_cpus,
+)
 
 GIB = 1 << 30
 CONNECT_S = 10.0
 """Longest wait for a cluster's address to answer, s."""
 
 
-@contextlib.contextmanager
-def cluster(placement: PlacementConfig, wanted: Callable[[bool], list[Demand]]) -> Iterator[bool]:
-    """Connect to a cluster or start a local one; yields whether it has GPUs, and disconnects.
+#: What a run asks for in each mode it may be placed in, best first, given whether there are GPUs.
+Ways = Callable[[bool], Mapping[str, Sequence[Demand]]]
 
-    `wanted` says what the run needs, given whether there are GPUs. Raises ConfigError if the
-    cluster cannot be reached or cannot hold the run.
+
+@dataclass(frozen=True)
+class Site:
+    """Where a run has come to: whether there are GPUs, and how it is placed."""
+
+    on_gpu: bool
+    placed: Settled
+
+
+def nothing(on_gpu: bool) -> Mapping[str, Sequence[Demand]]:
+    """For who takes no actors of a run."""
+    return {"disaggregated": ()}
+
+
+@contextlib.contextmanager
+def cluster(placement: PlacementConfig, ways: Ways) -> Iterator[Site]:
+    """Connect to a cluster or start a local one; disconnects at the end.
+
+    Raises ConfigError if the cluster cannot be reached, or cannot hold the run in any of its ways.
     """
     # Ray hides the GPUs from actors that ask for none only if told so.
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "1")
@@ -31,14 +55,14 @@ def cluster(placement: PlacementConfig, wanted: Callable[[bool], list[Demand]]) 
         if placement.address:
             _connect(placement.address)
         else:
-            demands = wanted(False)
-            cpus = placement.cpus or max(total_cpus(demands), os.cpu_count() or 1)
-            check_fits(demands, Capacity(cpus, 0, psutil.virtual_memory().total / GIB))
+            wanted = ways(False)
+            most = total_cpus(next(iter(wanted.values())))
+            cpus = placement.cpus or max(most, os.cpu_count() or 1)
+            settle(wanted, Capacity(cpus, 0, psutil.virtual_memory().total / GIB))
             _start_local(cpus, placement.object_store_mb << 20)
         have = ray.cluster_resources()
         gpus = have.get("GPU", 0)
-        check_fits(wanted(gpus > 0), Capacity(have.get("CPU", 0), gpus))
-        yield gpus > 0
+        yield Site(gpus > 0, settle(ways(gpus > 0), Capacity(have.get("CPU", 0), gpus)))
     finally:
         ray.shutdown()
 

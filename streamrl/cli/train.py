@@ -27,7 +27,7 @@ from streamrl.dataflow import CRITIC, POLICY, Kind
 from streamrl.durable import write_whole
 from streamrl.engines.moving_reference import STATE_FILE
 from streamrl.errors import ConfigError, DiskError, StreamError
-from streamrl.preflight import demands, prepare, shard_bytes
+from streamrl.preflight import placed, prepare, shard_bytes, ways
 from streamrl.telemetry import Fanout, RunFacts, make_sinks
 from streamrl.telemetry.rollout_log import RolloutLog
 from streamrl.telemetry.sinks import METRICS_FILE, Fields
@@ -88,7 +88,7 @@ def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory)
                 f"--resume {checkpoint.path}: state.json: {type(error).__name__}: {error}"
             ) from None
     with uninterrupted_end() as end:
-        on_gpu = end.enter_context(cluster(config.placement, partial(demands, config, prepared)))
+        site = end.enter_context(cluster(config.placement, partial(ways, config, prepared)))
         room = shard_bytes(config, prepared, node_stores=node_stores())
         check_interrupted = interrupt_on_signals()
         log = end.enter_context(_run_directory(config, resume))
@@ -96,10 +96,16 @@ def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory)
         sinks.start(to_dict(config))
         summary = {"outcome": "failed"}
         end.enter_context(_closing(sinks, summary))
-        session = Session(config, prepared, on_gpu=on_gpu, shard_bytes=room, engines=engines)
+        session = Session(
+            placed(config, site.placed.mode),
+            prepared,
+            on_gpu=site.on_gpu,
+            shard_bytes=room,
+            engines=engines,
+        )
         end.callback(session.close)
         try:
-            for note in prepared.notes:
+            for note in filter(None, (*prepared.notes, site.placed.note)):
                 sinks.event("note", {"text": note})
 
             def status(text: str) -> None:

@@ -1,7 +1,7 @@
 """What a run asks of a cluster, as data, and the check that it fits."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from streamrl.dataflow import Call
@@ -87,8 +87,36 @@ def total_cpus(demands: Sequence[Demand]) -> int:
     return sum(d.count * d.cpus for d in demands)
 
 
+@dataclass(frozen=True)
+class Settled:
+    """The mode a run is placed in and, where it was not the first choice, a line that says why."""
+
+    mode: str
+    note: str = ""
+
+
+def settle(ways: Mapping[str, Sequence[Demand]], have: Capacity) -> Settled:
+    """The first mode whose demands the cluster can hold. `ways` are those of each, best first.
+
+    Raises ConfigError with the arithmetic of the first if none fits.
+    """
+    lacks = {mode: shortage(demands, have) for mode, demands in ways.items()}
+    first = next(iter(lacks))
+    for mode, lack in lacks.items():
+        if not lack:
+            note = "" if mode == first else f"placement: {mode}, as for {first} {lacks[first]}"
+            return Settled(mode, note)
+    raise ConfigError(lacks[first])
+
+
 def check_fits(demands: Sequence[Demand], have: Capacity) -> None:
     """Raise ConfigError with the arithmetic if the cluster has too little of anything."""
+    if lack := shortage(demands, have):
+        raise ConfigError(lack)
+
+
+def shortage(demands: Sequence[Demand], have: Capacity) -> str:
+    """What the cluster has too little of, with the arithmetic; empty if it is enough."""
     parts: dict[str, tuple[Sequence[float], float]] = {
         "CPU slots": ([d.count * d.cpus for d in demands], have.cpus),
         "GPUs": ([d.count * d.gpus for d in demands], have.gpus),
@@ -101,6 +129,5 @@ def check_fits(demands: Sequence[Demand], have: Capacity) -> None:
                 for d, need in zip(demands, needs, strict=True)
                 if need
             )
-            raise ConfigError(
-                f"the run needs {sum(needs):.4g} {what} = {terms}; the cluster has {held:.4g}"
-            )
+            return f"the run needs {sum(needs):.4g} {what} = {terms}; the cluster has {held:.4g}"
+    return ""

@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from streamrl.actors import remote_shard
-from streamrl.actors.cluster import cluster
+from streamrl.actors.cluster import cluster, nothing
 from streamrl.actors.remote_shard import RemoteShard
 from streamrl.actors.shard import create_shards
 from streamrl.actors.wire import Endpoint
@@ -45,7 +45,7 @@ class Spy:
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_is_up() -> Iterator[None]:
-    with cluster(PlacementConfig(cpus=2, object_store_mb=200), lambda _: []):
+    with cluster(PlacementConfig(cpus=2, object_store_mb=200), nothing):
         yield
 
 
