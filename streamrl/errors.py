@@ -42,6 +42,10 @@ class WeightsError(StreamError):
     """A weight bucket is missing, or does not match its checksum, or its version goes backwards."""
 
 
+class SupersededError(StreamError):
+    """A version of the weights is gone before it was taken up: the next one is on its way."""
+
+
 class ProbeError(StreamError):
     """What serves a version does not compute what the trainer does, though every byte arrived."""
 

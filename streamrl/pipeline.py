@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from streamrl.buffer import ExperienceQueue
 from streamrl.control import Control, PipelineConfig
-from streamrl.errors import WeightsError
+from streamrl.errors import SupersededError, WeightsError
 from streamrl.faces import (
     Begun,
     Follower,
@@ -175,6 +175,8 @@ async def follow_weights(
         try:
             pull = await take_up(stage, follower, channel, held, manifest)
             news, failures = ReaderState(held.version, pull), 0
+        except SupersededError:
+            await asyncio.sleep(RETRY_S)
         except WeightsError as error:
             failures += 1
             if failures == PULL_ATTEMPTS:

@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
-from streamrl.errors import DeadlineError, WeightsError
+from streamrl.errors import DeadlineError, SupersededError
 from streamrl.faces import Fetched, Follower, WeightChannel
 from streamrl.messages import Array
 from streamrl.weights import Loaded, WeightManifest
@@ -58,7 +58,11 @@ class Residence:
         self._sampler = sampler
 
     async def about_to_change(self) -> None:
-        """The weights are about to change: nothing is sampled until they are taken up."""
+        """The weights are about to change: nothing is sampled until they are taken up.
+
+        Who calls it has the pool until they have changed, as has who takes a version up.
+        """
+        self._version = -1
         if self._sampler is not None:
             await self._sampler.suspend(UPDATE)
 
@@ -67,14 +71,14 @@ class Residence:
         self._tensors, self._version = dict(tensors), version
         return WeightManifest(version, (), ())
 
-    def fetch(self, manifest: WeightManifest) -> Fetched:
-        """The weights where they lie. Raises WeightsError if they have become another version."""
-        if manifest.version != self._version:
-            raise WeightsError(
-                f"weights version {manifest.version} is gone: the trainer of this process holds"
-                f" version {self._version}"
-            )
-        return Fetched(self._tensors)
+    def tensors(self, version: int) -> Mapping[str, Any]:
+        """The weights where they lie. Raises SupersededError once they are no longer that version.
+
+        The trainer may have made the next one before a generator has come to take this one up.
+        """
+        if version != self._version:
+            raise SupersededError(f"weights version {version} is gone: they have been updated")
+        return self._tensors
 
     async def taken_up(self) -> None:
         """The generator serves the version that was fetched last."""
@@ -101,7 +105,7 @@ class ResidentChannel:
 
     async def fetch(self, manifest: WeightManifest) -> Fetched:
         """The weights where they lie."""
-        return self._residence.fetch(manifest)
+        return Fetched(self._residence.tensors(manifest.version))
 
     async def close(self) -> None:
         """Nothing is followed any more."""
@@ -116,7 +120,8 @@ class ResidentFollower:
         self._residence = residence
 
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded:
-        """See Follower.load_weights."""
+        """See Follower.load_weights. Raises SupersededError if they have changed meanwhile."""
+        tensors = self._residence.tensors(version)
         loaded = await self._generator.load_weights(tensors, version)
         await self._residence.taken_up()
         return loaded

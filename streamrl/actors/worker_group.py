@@ -79,7 +79,6 @@ class ResourcePool:
         remove_placement_group(self._placement)
 
 
-@ray.remote
 class WorkerHost:
     """The process of one worker."""
 
@@ -97,6 +96,9 @@ class WorkerHost:
         answer = methodcaller(method, *given)(self._worker)
         is_batch = isinstance(answer, Mapping) and all(map(_is_column, answer.values()))
         return answer, num_rows(answer) if is_batch else None
+
+
+HOST: Any = ray.remote(WorkerHost)
 
 
 def _is_column(value: Any) -> bool:
@@ -190,7 +192,7 @@ class WorkerGroup:
             )
         env = {"env_vars": {"OMP_NUM_THREADS": str(threads)}}
         self._hosts = [
-            WorkerHost.options(runtime_env=env, **pool.options(slot)).remote() for slot in slots
+            HOST.options(runtime_env=env, **pool.options(slot)).remote() for slot in slots
         ]
         address, port = self._fetch(self._hosts[0].meeting.remote(), "start of rank 0")
         built = [
