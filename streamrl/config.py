@@ -12,11 +12,10 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from streamrl.agreement import apart, check_agreement
 from streamrl.algorithms.algorithm import Settings
 from streamrl.algorithms.config import AlgorithmConfig
 from streamrl.algorithms.objective import columns_needed
-from streamrl.algorithms.rehearsal import rehearse, settings_read
-from streamrl.algorithms.table import ALGORITHMS
 from streamrl.buffer.admission import check_capacity
 from streamrl.buffer.config import QueueConfig
 from streamrl.checkpoint import CheckpointConfig
@@ -24,11 +23,11 @@ from streamrl.control import PipelineConfig
 from streamrl.data import DataConfig
 from streamrl.data.files import KEYS as FILE_KEYS
 from streamrl.data.files import absolute
-from streamrl.dataflow import CRITIC, CRITICS, POLICY, Dataflow, dataflow_for
+from streamrl.dataflow import POLICY, Dataflow, dataflow_for
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.moving_reference import ReferenceConfig
 from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
-from streamrl.errors import AlgorithmError, ConfigError
+from streamrl.errors import ConfigError
 from streamrl.evaluation import MAX_SEED, EvaluationConfig
 from streamrl.placement import PlacementConfig
 from streamrl.rewards import (
@@ -43,7 +42,6 @@ from streamrl.rewards.config import fold_options
 from streamrl.rewards.filtering import FilterConfig
 from streamrl.telemetry import TelemetryConfig
 from streamrl.weights import WeightsConfig
-from streamrl.weights.config import AUTO, DISK
 
 MAX_NAME_BYTES = 200
 
@@ -133,143 +131,19 @@ class RunConfig:
             raise ConfigError("data.train: missing; it names a file of prompts")
         if not self.rewards:
             raise ConfigError("rewards: empty; a run needs at least one, e.g. [{kind: exact}]")
-        longest, buffer = self.generator.max_new_tokens, self.algorithm.overlong_buffer
-        if buffer > longest:
-            raise ConfigError(
-                f"algorithm.overlong_buffer={buffer}: must be at most generator.max_new_tokens="
-                f"{longest}"
-            )
-        rollouts = self.algorithm.group_size * self.pipeline.groups_per_step
-        if self.algorithm.kl_target is not None and self.algorithm.kl_horizon < rollouts:
-            raise ConfigError(
-                f"algorithm.kl_horizon={self.algorithm.kl_horizon}: must be at least the {rollouts}"
-                " rollouts of a step"
-            )
-        parts, groups = self.algorithm.mini_batches, self.pipeline.groups_per_step
-        if groups % parts:
-            raise ConfigError(
-                f"algorithm.mini_batches={parts}: must divide pipeline.groups_per_step={groups}"
-            )
-        if self.filter.kind == "equal_rewards" and self.algorithm.group_size == 1:
-            raise ConfigError(
-                "filter.kind=equal_rewards: takes out none of algorithm.group_size=1, as there is"
-                " nothing to be equal to"
-            )
         check_options(self.rewards, REWARDS)
         check_options(self.costs, COSTS)
-        self.trainer_of(CRITIC)
-        self._check_publishing()
-        if self.placement.is_colocated and self.apart:
-            raise ConfigError(self.apart)
-        self._check_costs()
-        self._check_critic()
-        self._check_row()
-        self._check_reference()
-        if bool(self.algorithm.ptx_coef) != bool(self.data.pretrain):
-            raise ConfigError(
-                f"algorithm.ptx_coef={self.algorithm.ptx_coef}: goes with data.pretrain="
-                f"{self.data.pretrain}: a pretraining loss has both a weight and texts"
-            )
+        check_agreement(self)
         check_capacity(
             self.capacity_groups,
             depth=self.pipeline.lead,
             groups_per_step=self.pipeline.groups_per_step,
         )
 
-    def _check_publishing(self) -> None:
-        """The last step before a version is published is trained on the one before it."""
-        every = self.weights.publish_every
-        for key, bound in (
-            ("max_staleness", self.pipeline.max_staleness),
-            ("depth", self.pipeline.lead),
-        ):
-            if every > bound + 1:
-                raise ConfigError(
-                    f"weights.publish_every={every}: the last step before a version would be"
-                    f" trained on tokens that are {every - 1} versions old, but"
-                    f" pipeline.{key}={bound}"
-                )
-
     @property
     def apart(self) -> str:
         """Why trainer and generators cannot share processes, if so: setting, value and reason."""
-        replicas, ranks = self.generator.replicas, self.trainer.world_size
-        colocated = "in a colocated run"
-        if self.weights.publish_every > 1:
-            every = self.weights.publish_every
-            return f"weights.publish_every={every}: {colocated} the weights change at every step"
-        if self.weights.transport != AUTO:
-            return f"weights.transport={self.weights.transport}: {colocated} weights do not travel"
-        if self.weights.on_update == "drain" and self.pipeline.max_staleness:
-            return f"weights.on_update=drain: {colocated} rollouts cannot end while others compute"
-        if self.critic.shared_coef is not None:
-            coef = self.critic.shared_coef
-            return f"critic.shared_coef={coef}: {colocated} nobody else can follow the policy"
-        if replicas not in (1, ranks):
-            return (
-                f"generator.replicas={replicas}: {colocated} each of trainer.world_size={ranks}"
-                " ranks has a generator"
-            )
-        return ""
-
-    def _check_reference(self) -> None:
-        every, decay = self.reference.every, self.reference.decay
-        if every and "ref_logprobs" not in columns_needed(self.algorithm.row, self.settings):
-            raise ConfigError(
-                f"reference.every={every}: {self.algorithm.name} with"
-                f" algorithm.kl_coef={self.algorithm.kl_coef} has no reference"
-            )
-        if decay and self.trainer.lora_rank:
-            raise ConfigError(
-                f"reference.decay={decay}: an average of adapters is no average of models;"
-                f" with trainer.lora_rank={self.trainer.lora_rank} it must be 0"
-            )
-
-    def _check_critic(self) -> None:
-        columns = self.algorithm.row.columns
-        critics = [role for column, role in CRITICS.items() if column in columns]
-        for key, default in vars(CriticConfig()).items():
-            if not critics and vars(self.critic)[key] != default:
-                raise ConfigError(
-                    f"critic.{key}={vars(self.critic)[key]}: {self.algorithm.name} has no critic;"
-                    " critic={} takes all of it back"
-                )
-        if self.critic.shared_coef is not None and critics != [CRITIC]:
-            raise ConfigError(
-                f"critic.shared_coef={self.critic.shared_coef}: {self.algorithm.name} has"
-                f" {' and '.join(critics)}; it is one critic that can share the policy's model"
-            )
-        if self.critic.shared_coef is not None and self.weights.transport == DISK:
-            raise ConfigError(
-                "weights.transport=disk: a version has to be a model others can load, and with"
-                f" critic.shared_coef={self.critic.shared_coef} the policy's has a critic's head"
-            )
-        if self.critic.shared_coef is not None and not self.algorithm.correction.count_rejected:
-            raise ConfigError(
-                "algorithm.correction.count_rejected=False: with critic.shared_coef values are"
-                " learned from all tokens, and divided by as many"
-            )
-
-    def _check_row(self) -> None:
-        try:
-            # A column that nobody makes is told here.
-            dataflow_for(columns_needed(self.algorithm.row, self.settings))
-            rehearse(self.algorithm.row, self.settings)
-        except (AlgorithmError, ValueError) as error:
-            raise ConfigError(str(error)) from error
-        if self.algorithm.row is ALGORITHMS.get(self.algorithm.name):
-            self.algorithm.check_read(settings_read(self.algorithm.row, self.settings))
-
-    def _check_costs(self) -> None:
-        wanted = "costs" in self.algorithm.row.columns
-        if wanted and not self.costs:
-            raise ConfigError(
-                f"costs: empty; {self.algorithm.name} needs at least one, written as a reward is"
-            )
-        if self.costs and not wanted:
-            raise ConfigError(
-                f"costs: {self.algorithm.name} has no use for them; a reward of weight 0 is logged"
-            )
+        return apart(self)
 
     @property
     def run_dir(self) -> Path:

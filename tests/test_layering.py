@@ -13,10 +13,18 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "streamrl"
 FILES = sorted(PACKAGE.rglob("*.py"))
 RUNTIMES = ("ray", "vllm", "deepspeed", "wandb")
-PURE = ("messages.py", "errors.py", "dataflow.py", "algorithms", "placement")
+PURE = (
+    "messages.py",
+    "errors.py",
+    "dataflow.py",
+    "algorithms",
+    "placement",
+    "resharding",
+    "controller",
+)
 LEVELS = (
     {"messages", "errors", "user_module", "settings", "workers"},
-    {"algorithms", "dataflow", "placement", "resharding"},
+    {"algorithms", "dataflow", "placement", "resharding", "controller"},
     {
         "pipeline",
         "control",
@@ -36,7 +44,7 @@ LEVELS = (
         "durable",
         "mailbox",
     },
-    {"config", "preflight", "actors"},
+    {"config", "agreement", "preflight", "actors"},
     {"cli"},
 )
 

@@ -1,7 +1,6 @@
 """The coordinator: clock, admission, ledger, weight registry. Metadata only; no tensor comes by."""
 
 import asyncio
-import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,7 +16,7 @@ from streamrl.actors.evaluator import Evaluator
 from streamrl.actors.feed import EventReport, Feed, Report, StatusReport, StepReport
 from streamrl.actors.reporting import Reporter, RoleActors, Snapshot
 from streamrl.actors.trainer import MovedReference, TrainerGroup
-from streamrl.actors.wiring import Wiring
+from streamrl.actors.wiring import Wiring, make_arbiter
 from streamrl.algorithms.dials import Dials
 from streamrl.buffer import Admission, Books, ExperienceQueue, StepAssembler
 from streamrl.buffer.leases import Overdue
@@ -26,7 +25,7 @@ from streamrl.data import PromptStream
 from streamrl.dataflow import GENERATE, MOVED, POLICY, REWARD, Kind
 from streamrl.errors import DropError, FilterError, StreamError
 from streamrl.faces import Stage, StepOutcome
-from streamrl.lease import Arbiter, FreeLease, SharedLease
+from streamrl.lease import FreeLease, SharedLease
 from streamrl.messages import Ended, Prompt
 from streamrl.pipeline import admit, train, watch_stalls
 from streamrl.publishing import Publishing, Source
@@ -89,7 +88,7 @@ class CoordinatorActor:
         self._dials = Dials(config.algorithm.row, config.settings)
         self._dials.load_state_dict(start.state["dials"] if start.state else {})
         self._travel = wiring.travel
-        self._arbiter = self._make_arbiter()
+        self._arbiter = make_arbiter(config)
         shares = config.placement.one_at_a_time
         self._lease = SharedLease(self._arbiter, "trainer") if shares else FreeLease()
         self._publisher_node = start.publisher_node
@@ -112,15 +111,6 @@ class CoordinatorActor:
         await self._control.reconcile(self._queue)
         await self._control.publishing.begin(version, first=True)
         await self._control.publishing.settle()
-
-    def _make_arbiter(self) -> Arbiter:
-        placement, pipeline = self._config.placement, self._config.pipeline
-        # On policy there is nothing to be done before all rollouts of the step are there.
-        gives_way = placement.is_colocated and pipeline.max_staleness
-        slice_s = placement.slice_s if gives_way else math.inf
-        return Arbiter(
-            timeout_s=pipeline.stall_s, slice_s=slice_s if placement.is_colocated else 0.0
-        )
 
     def _trainer_of(self, role: RoleActors, *, has_critic: bool) -> TrainerGroup:
         config = self._config

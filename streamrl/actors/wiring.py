@@ -1,6 +1,7 @@
 """What connects an actor to the run: config, queue, weight channel, device lease, engines."""
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from streamrl.buffer import ExperienceQueue
 from streamrl.config import RunConfig
 from streamrl.dataflow import Call, Dataflow, Kind
 from streamrl.faces import DeviceLease, Fetched, Stage
-from streamrl.lease import FreeLease, SharedLease, Suspendable
+from streamrl.lease import Arbiter, FreeLease, SharedLease, Suspendable
 from streamrl.telemetry.spans import Span, SpanRecorder
 from streamrl.weights import Inlet, WeightManifest, unpack
 from streamrl.weights.registry import ReaderState
@@ -83,6 +84,16 @@ class ActorReport:
     spans: Sequence[Span]
     samples: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
     counts: Mapping[str, int] = field(default_factory=dict)
+
+
+def make_arbiter(config: RunConfig) -> Arbiter:
+    """What lends a run's pool, where its stages share one."""
+    timeout_s = config.pipeline.stall_s
+    if not config.placement.is_colocated:
+        return Arbiter(timeout_s=timeout_s)
+    # On policy there is nothing else to do before all rollouts of the step are there.
+    slice_s = config.placement.slice_s if config.pipeline.max_staleness else math.inf
+    return Arbiter(timeout_s=timeout_s, slice_s=slice_s)
 
 
 class RemoteArbiter:

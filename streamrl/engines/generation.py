@@ -9,6 +9,7 @@ first, if it drains.
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from streamrl.messages import Array, Rollout
 from streamrl.weights import Loaded, full_weights
 
 __all__ = ["GenerationEngine", "GeneratorConfig", "Loaded", "generation_env"]
+
+Answer = TypeVar("Answer")
 
 #: An idle engine shuts down in a second; a step may be under way.
 CLOSE_TIMEOUT_S = 60.0
@@ -154,17 +157,12 @@ class GenerationEngine:
         """
         self._calls.check_alive()
         groups = {number: group for number, group in self._calls.groups.items() if group.name}
-        call = self._next_number()
-        asked = self._calls.progress[call] = asyncio.get_running_loop().create_future()
         self._flush()
-        self._thread.ask_begun(call, groups.keys())
-        try:
-            async with asyncio.timeout(self._spec.config.request_timeout_s):
-                batch = await asked
-        except TimeoutError as error:
-            raise self._given_up("progress: the engine did not end a step in time") from error
-        finally:
-            del self._calls.progress[call]
+        batch = await self._answer(
+            self._calls.progress,
+            lambda call: self._thread.ask_begun(call, groups.keys()),
+            "progress",
+        )
         running: dict[int, dict[int, Sampled]] = {number: {} for number in groups}
         for sampled in batch:
             running[sampled.number][sampled.index] = sampled
@@ -179,16 +177,7 @@ class GenerationEngine:
         """
         self._calls.check_alive()
         self._standstill.begin(reason)
-        call = self._next_number()
-        stopped = self._calls.stops[call] = asyncio.get_running_loop().create_future()
-        self._thread.stand_still(call)
-        try:
-            async with asyncio.timeout(self._spec.config.request_timeout_s):
-                await stopped
-        except TimeoutError as error:
-            raise self._given_up(f"{reason}: the engine did not end a step in time") from error
-        finally:
-            del self._calls.stops[call]
+        await self._answer(self._calls.stops, self._thread.stand_still, reason)
 
     async def resume(self, reason: str) -> None:
         """Take back a reason to stand still."""
@@ -312,6 +301,21 @@ class GenerationEngine:
             ) from error
         finally:
             self._forget(request.number)
+
+    async def _answer(
+        self, pending: dict[int, asyncio.Future[Answer]], ask: Callable[[int], None], what: str
+    ) -> Answer:
+        """What the thread says between two steps of what it is asked under a new number."""
+        call = self._next_number()
+        answer = pending[call] = asyncio.get_running_loop().create_future()
+        ask(call)
+        try:
+            async with asyncio.timeout(self._spec.config.request_timeout_s):
+                return await answer
+        except TimeoutError as error:
+            raise self._given_up(f"{what}: the engine did not end a step in time") from error
+        finally:
+            del pending[call]
 
     def _given_up(self, reason: str) -> GenerationError:
         """End an engine that does not do in time what has to be done before it may serve."""

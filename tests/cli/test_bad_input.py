@@ -103,7 +103,27 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
         (["run.name=" + "x" * 300], ["run.name", "200 bytes"]),
         ([r'data.train="a\0b.jsonl"'], ["data.train", "zero byte"]),
         (["placement.address=127.0.0.1:1"], ["placement.address=127.0.0.1:1", "refused"]),
-        (["placement.cpus=2"], ["needs 3 CPU slots", "the cluster has 2"]),
+        (
+            ["placement.cpus=2", "placement.mode=disaggregated"],
+            ["needs 3 CPU slots", "the cluster has 2"],
+        ),
+        (
+            ["placement.cpus=1", "trainer.world_size=2"],
+            ["needs 4 CPU slots", "the cluster has 1"],
+        ),
+        (
+            ["placement.mode=colocated", "weights.transport=disk"],
+            ["weights.transport=disk: in a colocated run weights do not travel"],
+        ),
+        (
+            ["placement.mode=colocated", "generator.replicas=3"],
+            ["generator.replicas=3: in a colocated run each of trainer.world_size=1 ranks"],
+        ),
+        (
+            ["placement.cpus=2", "weights.on_update=drain", "pipeline.max_staleness=1"],
+            ["needs 3 CPU slots"],
+        ),
+        (["placement.slice_s=0"], ["placement.slice_s=0.0: must be above 0"]),
         (["generator.replicas=100000"], ["GiB of memory", "100000 generator (generator.replicas)"]),
     ],
 )

@@ -1,0 +1,160 @@
+"""What the settings of one room say to those of another: a run whose settings disagree is refused.
+
+Each check raises ConfigError naming the setting, its value and the rule.
+"""
+
+from typing import TYPE_CHECKING
+
+from streamrl.algorithms.objective import columns_needed
+from streamrl.algorithms.rehearsal import rehearse, settings_read
+from streamrl.algorithms.table import ALGORITHMS
+from streamrl.dataflow import CRITIC, CRITICS, dataflow_for
+from streamrl.engines.trainer_config import CriticConfig
+from streamrl.errors import AlgorithmError, ConfigError
+from streamrl.weights.config import AUTO, DISK
+
+if TYPE_CHECKING:
+    from streamrl.config import RunConfig
+
+
+def check_agreement(config: "RunConfig") -> None:
+    """Raise ConfigError for the first disagreement."""
+    _check_group(config)
+    config.trainer_of(CRITIC)
+    _check_publishing(config)
+    if config.placement.is_colocated and (reason := apart(config)):
+        raise ConfigError(reason)
+    _check_costs(config)
+    _check_critic(config)
+    _check_row(config)
+    _check_reference(config)
+    if bool(config.algorithm.ptx_coef) != bool(config.data.pretrain):
+        raise ConfigError(
+            f"algorithm.ptx_coef={config.algorithm.ptx_coef}: goes with data.pretrain="
+            f"{config.data.pretrain}: a pretraining loss has both a weight and texts"
+        )
+
+
+def _check_group(config: "RunConfig") -> None:
+    longest, buffer = config.generator.max_new_tokens, config.algorithm.overlong_buffer
+    if buffer > longest:
+        raise ConfigError(
+            f"algorithm.overlong_buffer={buffer}: must be at most generator.max_new_tokens="
+            f"{longest}"
+        )
+    rollouts = config.algorithm.group_size * config.pipeline.groups_per_step
+    if config.algorithm.kl_target is not None and config.algorithm.kl_horizon < rollouts:
+        raise ConfigError(
+            f"algorithm.kl_horizon={config.algorithm.kl_horizon}: must be at least the {rollouts}"
+            " rollouts of a step"
+        )
+    parts, groups = config.algorithm.mini_batches, config.pipeline.groups_per_step
+    if groups % parts:
+        raise ConfigError(
+            f"algorithm.mini_batches={parts}: must divide pipeline.groups_per_step={groups}"
+        )
+    if config.filter.kind == "equal_rewards" and config.algorithm.group_size == 1:
+        raise ConfigError(
+            "filter.kind=equal_rewards: takes out none of algorithm.group_size=1, as there is"
+            " nothing to be equal to"
+        )
+
+
+def _check_publishing(config: "RunConfig") -> None:
+    """The last step before a version is published is trained on the one before it."""
+    every = config.weights.publish_every
+    for key, bound in (
+        ("max_staleness", config.pipeline.max_staleness),
+        ("depth", config.pipeline.lead),
+    ):
+        if every > bound + 1:
+            raise ConfigError(
+                f"weights.publish_every={every}: the last step before a version would be"
+                f" trained on tokens that are {every - 1} versions old, but"
+                f" pipeline.{key}={bound}"
+            )
+
+
+def apart(config: "RunConfig") -> str:
+    """Why trainer and generators cannot share processes, if so: setting, value and reason."""
+    replicas, ranks = config.generator.replicas, config.trainer.world_size
+    colocated = "in a colocated run"
+    if config.weights.publish_every > 1:
+        every = config.weights.publish_every
+        return f"weights.publish_every={every}: {colocated} the weights change at every step"
+    if config.weights.transport != AUTO:
+        return f"weights.transport={config.weights.transport}: {colocated} weights do not travel"
+    if config.weights.on_update == "drain" and config.pipeline.max_staleness:
+        return f"weights.on_update=drain: {colocated} rollouts cannot end while others compute"
+    if config.critic.shared_coef is not None:
+        coef = config.critic.shared_coef
+        return f"critic.shared_coef={coef}: {colocated} nobody else can follow the policy"
+    if replicas not in (1, ranks):
+        return (
+            f"generator.replicas={replicas}: {colocated} each of trainer.world_size={ranks}"
+            " ranks has a generator"
+        )
+    return ""
+
+
+def _check_reference(config: "RunConfig") -> None:
+    every, decay = config.reference.every, config.reference.decay
+    if every and "ref_logprobs" not in columns_needed(config.algorithm.row, config.settings):
+        raise ConfigError(
+            f"reference.every={every}: {config.algorithm.name} with"
+            f" algorithm.kl_coef={config.algorithm.kl_coef} has no reference"
+        )
+    if decay and config.trainer.lora_rank:
+        raise ConfigError(
+            f"reference.decay={decay}: an average of adapters is no average of models;"
+            f" with trainer.lora_rank={config.trainer.lora_rank} it must be 0"
+        )
+
+
+def _check_critic(config: "RunConfig") -> None:
+    columns = config.algorithm.row.columns
+    critics = [role for column, role in CRITICS.items() if column in columns]
+    for key, default in vars(CriticConfig()).items():
+        if not critics and vars(config.critic)[key] != default:
+            raise ConfigError(
+                f"critic.{key}={vars(config.critic)[key]}: {config.algorithm.name} has no critic;"
+                " critic={} takes all of it back"
+            )
+    if config.critic.shared_coef is not None and critics != [CRITIC]:
+        raise ConfigError(
+            f"critic.shared_coef={config.critic.shared_coef}: {config.algorithm.name} has"
+            f" {' and '.join(critics)}; it is one critic that can share the policy's model"
+        )
+    if config.critic.shared_coef is not None and config.weights.transport == DISK:
+        raise ConfigError(
+            "weights.transport=disk: a version has to be a model others can load, and with"
+            f" critic.shared_coef={config.critic.shared_coef} the policy's has a critic's head"
+        )
+    if config.critic.shared_coef is not None and not config.algorithm.correction.count_rejected:
+        raise ConfigError(
+            "algorithm.correction.count_rejected=False: with critic.shared_coef values are"
+            " learned from all tokens, and divided by as many"
+        )
+
+
+def _check_row(config: "RunConfig") -> None:
+    try:
+        # A column that nobody makes is told here.
+        dataflow_for(columns_needed(config.algorithm.row, config.settings))
+        rehearse(config.algorithm.row, config.settings)
+    except (AlgorithmError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    if config.algorithm.row is ALGORITHMS.get(config.algorithm.name):
+        config.algorithm.check_read(settings_read(config.algorithm.row, config.settings))
+
+
+def _check_costs(config: "RunConfig") -> None:
+    wanted = "costs" in config.algorithm.row.columns
+    if wanted and not config.costs:
+        raise ConfigError(
+            f"costs: empty; {config.algorithm.name} needs at least one, written as a reward is"
+        )
+    if config.costs and not wanted:
+        raise ConfigError(
+            f"costs: {config.algorithm.name} has no use for them; a reward of weight 0 is logged"
+        )
