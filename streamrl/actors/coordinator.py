@@ -16,7 +16,7 @@ from streamrl.actors.evaluator import Evaluator
 from streamrl.actors.feed import EventReport, Feed, Report, StatusReport, StepReport
 from streamrl.actors.reporting import Reporter, RoleActors, Snapshot
 from streamrl.actors.trainer import MovedReference, TrainerGroup
-from streamrl.actors.wiring import Wiring, make_arbiter
+from streamrl.actors.wiring import Wiring, make_arbiter, trainers_lease
 from streamrl.algorithms.dials import Dials
 from streamrl.buffer import Admission, Books, ExperienceQueue, StepAssembler
 from streamrl.buffer.leases import Overdue
@@ -25,7 +25,6 @@ from streamrl.data import PromptStream
 from streamrl.dataflow import GENERATE, MOVED, POLICY, REWARD, Kind
 from streamrl.errors import DropError, FilterError, StreamError
 from streamrl.faces import Stage, StepOutcome
-from streamrl.lease import FreeLease, SharedLease
 from streamrl.messages import Ended, Prompt
 from streamrl.pipeline import admit, train, watch_stalls
 from streamrl.publishing import Publishing, Source
@@ -89,8 +88,7 @@ class CoordinatorActor:
         self._dials.load_state_dict(start.state["dials"] if start.state else {})
         self._travel = wiring.travel
         self._arbiter = make_arbiter(config)
-        shares = config.placement.one_at_a_time
-        self._lease = SharedLease(self._arbiter, "trainer") if shares else FreeLease()
+        self._lease = trainers_lease(config, self._arbiter)
         self._publisher_node = start.publisher_node
         self._feed.post(EventReport("note", {"text": wiring.travel.choice.reason}))
         trained = [role for role in cast.roles if role.kind is Kind.TRAIN]
@@ -127,14 +125,12 @@ class CoordinatorActor:
         config, pipeline = self._config, self._config.pipeline
         per_step = pipeline.groups_per_step
         sources: dict[str, Source] = {**self._trainers}
-        if config.reference.every:
-            sources[MOVED] = MovedReference(self._trainers[POLICY])
+        sources |= {MOVED: MovedReference(self._trainers[POLICY])} if config.reference.every else {}
         registries = {role: self._registry(role) for role in sources}
         publishing = Publishing(
             sources,
             registries,
             due=self._publishes,
-            # In a colocated run there is nothing to read: the weights are where they are needed.
             lease=None if config.placement.is_colocated else self._lease,
             on_fault=lambda role, fault: self._report("publish_failed", role, fault),
         )

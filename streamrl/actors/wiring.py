@@ -96,6 +96,11 @@ def make_arbiter(config: RunConfig) -> Arbiter:
     return Arbiter(timeout_s=timeout_s, slice_s=slice_s)
 
 
+def trainers_lease(config: RunConfig, arbiter: Arbiter) -> DeviceLease:
+    """The share of all trainers of a run, who work as one."""
+    return SharedLease(arbiter, "trainer") if config.placement.one_at_a_time else FreeLease()
+
+
 class RemoteArbiter:
     """The coordinator's device lease, from another process."""
 
