@@ -1,0 +1,110 @@
+"""Two processes with a trainer's rank and a generation engine each: what lies where, and agrees.
+
+vLLM comes into the trainers' process group as one replica per rank. The engine stays; trainers of
+several backends follow each other. What each rank saw goes into a file.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from transformers import AutoModelForCausalLM
+
+from streamrl.engines.deepspeed_backend import DeepSpeedBackend
+from streamrl.engines.generation import GenerationEngine, GeneratorConfig, generation_env
+from streamrl.engines.ranks import join_ranks
+from streamrl.engines.torch_backend import TorchBackend
+from streamrl.engines.trainer_config import TrainerConfig
+from tests.engines.tiny_qwen import save, tiny_model
+
+WORLD = 2
+UPDATES = 3
+ODD_VOCABULARY = 50
+"""Tokens of the model: vLLM pads them to a multiple of 64."""
+BACKENDS = {
+    "torch": {"backend": "torch"},
+    "deepspeed 0": {"zero_stage": 0},
+    "deepspeed 1": {"zero_stage": 1},
+    "deepspeed 2": {"zero_stage": 2},
+    "deepspeed 3": {"zero_stage": 3},
+}
+SEQUENCE = np.array([3, 14, 15, 9, 26, 5, 35, 8, 9, 7], np.int32)
+LR = 1e-2
+
+
+def main(folder: Path) -> None:
+    """Write a model, run the ranks, and have what each saw in the folder."""
+    os.environ.update(generation_env("cpu"), DS_ACCELERATOR="cpu")
+    model = tiny_model(tied=True, seed=1)
+    model.resize_token_embeddings(ODD_VOCABULARY)
+    save(model, folder / "model")
+    mp.spawn(one_rank, args=(folder,), nprocs=WORLD)
+
+
+def one_rank(rank: int, folder: Path) -> None:
+    port = (folder / "port").read_text()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    join_ranks(rank=rank, world_size=WORLD, timeout_s=120.0)
+    seen = asyncio.run(all_backends(str(folder / "model")))
+    (folder / f"{rank}.json").write_text(json.dumps(seen))
+    # No engine ends before all have been compared: it takes the process group along.
+    os._exit(0)
+
+
+async def all_backends(path: str) -> dict[str, list[dict[str, Any]]]:
+    engine = await GenerationEngine.start(path, GeneratorConfig(), seed=0, max_length=64)
+    version = 0
+    seen: dict[str, list[dict[str, Any]]] = {}
+    for name, settings in BACKENDS.items():
+        config = TrainerConfig(world_size=WORLD, **settings)
+        module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        make = TorchBackend if config.backend == "torch" else DeepSpeedBackend
+        backend = make(module, config)
+        seen[name] = []
+        for _ in range(UPDATES + 1):
+            tensors = dict(backend.full_state())
+            loaded = await engine.load_weights(tensors, version)
+            version += 1
+            seen[name].append(await look(engine, backend, loaded.copied_bytes))
+            await engine.suspend("update")
+            await asyncio.to_thread(update, backend)
+            await engine.resume("update")
+    dist.barrier()
+    return seen
+
+
+def update(backend: Any) -> None:
+    """A step that changes every parameter, of other tokens on each rank."""
+    ids = torch.from_numpy(SEQUENCE).long().roll(dist.get_rank())[None]
+    backend.backward(backend.forward(ids).logits.square().mean())
+    backend.step(divisor=float(WORLD), lr=LR)
+
+
+async def look(engine: GenerationEngine, backend: Any, copied_bytes: int) -> dict[str, Any]:
+    """Where the parameters lie, and what trainer and engine say of a sequence."""
+    _, (served,) = await engine.probe([SEQUENCE])
+    ids = torch.from_numpy(SEQUENCE).long()
+    with torch.no_grad():
+        logits = backend.forward(ids[None]).logits[0, :-1].float()
+    trained = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].numpy()
+    lies_at = {name: p.data_ptr() for name, p in backend.module.named_parameters()}
+    # What the engine has fused begins where the first of it lies.
+    bound = engine._thread._weights._bound
+    return {
+        "copied_bytes": copied_bytes,
+        "apart": [b.names for b in bound if b.held[0].data_ptr() != lies_at[b.names[0]]],
+        "bound": len(bound),
+        "difference": float(np.abs(served[1:] - trained).max()),
+        "logprobs": served.tolist(),
+    }
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

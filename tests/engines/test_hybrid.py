@@ -1,0 +1,60 @@
+"""Trainer and generator of one process have the weights once: nothing moves, and both agree."""
+
+import json
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.engines.hybrid_ranks import BACKENDS, UPDATES, WORLD
+
+pytestmark = pytest.mark.slow
+SHARING = [name for name in BACKENDS if name != "deepspeed 3"]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank saw, by backend, of every version."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        (folder / "port").write_text(str(probe.getsockname()[1]))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engines.hybrid_ranks", str(folder)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+
+
+@pytest.mark.parametrize("backend", SHARING)
+def test_every_parameter_lies_where_the_trainer_has_it_and_a_version_moves_no_byte(
+    ranks: list[dict[str, Any]], backend: str
+) -> None:
+    for seen in ranks:
+        assert len(seen[backend]) == UPDATES + 1
+        for version in seen[backend]:
+            assert version["bound"] > 0
+            assert version["apart"] == []
+            assert version["copied_bytes"] == 0
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_is_served_after_each_update_is_what_the_trainer_says(
+    ranks: list[dict[str, Any]], backend: str
+) -> None:
+    for seen in ranks:
+        assert max(version["difference"] for version in seen[backend]) < 1e-4
+        first, *later = (version["logprobs"] for version in seen[backend])
+        assert all(logprobs != first for logprobs in later), "the updates change something"
+    assert ranks[0][backend][-1]["logprobs"] == ranks[1][backend][-1]["logprobs"]
+
+
+def test_what_a_rank_has_only_a_part_of_is_copied(ranks: list[dict[str, Any]]) -> None:
+    for seen in ranks:
+        assert all(version["copied_bytes"] > 0 for version in seen["deepspeed 3"])
