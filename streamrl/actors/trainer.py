@@ -99,7 +99,8 @@ class TrainerActor:
     def _make_sender(self, wiring: Wiring) -> Sender:
         """Rank 0 publishes: its model, and a reference that follows it."""
         path = self._config.model_of(self._role)
-        roles = [self._role, *([MOVED] if self._keeps_reference else [])]
+        sent = [self._role] if self._residence is None else []
+        roles = [*sent, *([MOVED] if self._keeps_reference else [])]
         outlets = {role: wiring.travel.outlet(role, path) for role in roles if self._rank == 0}
         weights = self._config.weights
         return Sender(

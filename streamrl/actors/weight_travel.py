@@ -3,7 +3,7 @@
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ import torch
 from streamrl.actors.cluster import node_stores
 from streamrl.actors.store_transport import StoreInlet, StoreOutlet
 from streamrl.config import RunConfig
-from streamrl.dataflow import MOVED, POLICY
+from streamrl.dataflow import GENERATE, MOVED, POLICY
 from streamrl.engines.forward import load_skeleton, load_value_skeleton, local_device
 from streamrl.engines.lora import num_trained
 from streamrl.engines.two_heads import add_value_head
@@ -104,6 +104,9 @@ class WeightTravel:
         return DeltaInlet(StoreInlet(role)) if transport == DELTA else StoreInlet(role)
 
 
+IN_PLACE = "weights: in place, as the trainer and the generator of a rank share them"
+
+
 def plan_travel(config: RunConfig, demands: Sequence[Demand], *, token: str) -> WeightTravel:
     """Choose a transport for a run on the cluster this process is connected to.
 
@@ -121,6 +124,10 @@ def plan_travel(config: RunConfig, demands: Sequence[Demand], *, token: str) -> 
         store_bytes=_store_bytes(),
     )
     choice = choose(config.weights, facts)
+    if config.placement.is_colocated:
+        others = choice.reason.removeprefix("weights: ")
+        reason = f"{IN_PLACE}; others: {others}" if facts.published else IN_PLACE
+        choice = replace(choice, reason=reason)
     shared = choice.transport == SHARED_MEMORY
     return WeightTravel(
         choice,
@@ -135,7 +142,10 @@ def plan_travel(config: RunConfig, demands: Sequence[Demand], *, token: str) -> 
 def _published(config: RunConfig, demands: Sequence[Demand]) -> tuple[Published, ...]:
     """The models that are published: what is trained of each, and a reference that moves."""
     readers: Counter[str] = Counter()
+    together = config.placement.is_colocated
     for demand in demands:
+        if together and demand.calls[0].role == GENERATE.role:
+            continue
         for role in {call.follows for call in demand.calls if call.follows}:
             readers[role] += demand.count
     sizes = {}
@@ -146,6 +156,8 @@ def _published(config: RunConfig, demands: Sequence[Demand]) -> tuple[Published,
         if role == POLICY and config.reference.every:
             averages = bool(config.reference.decay)
             sizes[MOVED] = elements * torch.float32.itemsize if averages else sizes[role]
+    if together:
+        del sizes[POLICY]
     return tuple(Published(role, size, readers[role]) for role, size in sizes.items())
 
 
