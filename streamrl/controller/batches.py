@@ -72,6 +72,8 @@ class BatchRef:
 
     def __or__(self, other: "BatchRef") -> "BatchRef":
         """With the other's columns beside its own."""
+        if not isinstance(other, BatchRef):
+            return NotImplemented
         return BatchRef(self.strips + other.strips)
 
     def rows(self, start: int, stop: int) -> "BatchRef":

@@ -1,0 +1,167 @@
+"""Groups of workers on a pool: a controller calls them as one, and data goes past it."""
+
+import os
+import time
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import ray
+
+from streamrl.actors.cluster import cluster, nothing
+from streamrl.actors.worker_group import ResourcePool, WorkerGroup, load, put
+from streamrl.controller import Mesh
+from streamrl.controller.workers import Place, transfers
+from streamrl.errors import ActorError, ActorLostError, ConfigError, DeadlineError
+from streamrl.placement import PlacementConfig
+from streamrl.resharding import Grid
+
+pytestmark = pytest.mark.slow
+
+
+class Doubler:
+    """Doubles what it is given, and says where that was done."""
+
+    def __init__(self, place: Place, factor: float = 2.0) -> None:
+        self._place = place
+        self._factor = factor
+
+    @transfers("P3D")
+    def double(self, batch, more=0):
+        rows = len(batch["x"])
+        return {"x": batch["x"] * self._factor + more, "rank": np.full(rows, self._place.rank)}
+
+    @transfers("P3D")
+    def twice_as_many(self, batch):
+        return {"x": np.repeat(batch["x"], 2)}
+
+    @transfers("DP_METRIC")
+    def mean(self, batch):
+        return {"mean": float(batch["x"].mean()), "rows": len(batch["x"])}
+
+    @transfers("ONE_TO_ALL")
+    def where(self):
+        return self._place.rank, self._place.address, self._place.port, os.getpid()
+
+    @transfers("RANK_ZERO")
+    def first(self):
+        return self._place.rank
+
+    @transfers("DP")
+    def fail(self, batch):
+        raise ValueError(f"not by rank {self._place.rank}")
+
+    @transfers("ONE_TO_ALL")
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+    @transfers("RANK_ZERO")
+    def die(self):
+        os._exit(3)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ResourcePool]:
+    with cluster(PlacementConfig(cpus=4, object_store_mb=200), nothing):
+        pool = ResourcePool(4, groups=3)
+        yield pool
+        pool.close()
+
+
+@pytest.fixture(scope="module")
+def group(pool: ResourcePool) -> Iterator[WorkerGroup]:
+    group = WorkerGroup(pool, Doubler, mesh=Mesh(Grid.parse("2-1-2").seating()), timeout_s=60.0)
+    yield group
+    group.close()
+
+
+def test_a_batch_is_handed_out_and_comes_back_in_order_without_padding(group: WorkerGroup) -> None:
+    batch = put({"x": np.arange(5.0)})
+    found = group.double(batch, 100).load()
+    assert found["x"].tolist() == [100, 102, 104, 106, 108]
+    # Two replicas of two stages: three rows each, one of them padding; the last stages speak.
+    assert found["rank"].tolist() == [1, 1, 1, 3, 3]
+
+
+def test_what_one_call_returns_is_given_to_the_next_without_being_looked_at(
+    group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = []
+    monkeypatch.setattr(
+        "streamrl.actors.worker_group.load", lambda batch: fetched.append(batch) or load(batch)
+    )
+    first = group.double(put({"x": np.arange(6.0)}))
+    second = group.double(first)
+    both = group.twice_as_many(second)
+    assert not fetched
+    assert both.load()["x"].tolist() == [4.0 * (i // 2) for i in range(12)]
+
+
+def test_columns_of_two_batches_go_side_by_side(group: WorkerGroup) -> None:
+    prompts = put({"x": np.arange(4.0)})
+    answers = put({"y": np.arange(4.0) + 10})
+    found = load((prompts | answers).rows(1, 3))
+    assert {name: column.tolist() for name, column in found.items()} == {"x": [1, 2], "y": [11, 12]}
+    joined = put({"z": np.arange(4.0)}) | group.double(prompts)
+    assert set(joined.load()) == {"x", "z", "rank"}
+    with pytest.raises(ValueError, match="columns x: in two batches"):
+        load(prompts | prompts)
+
+
+def test_ranks_know_where_they_are_and_where_to_meet(group: WorkerGroup) -> None:
+    places = group.where().get()
+    assert [rank for rank, *_ in places] == [0, 1, 2, 3]
+    assert len({(address, port) for _, address, port, _ in places}) == 1
+    assert len({pid for *_, pid in places}) == 4
+    assert group.first().get() == 0
+
+
+def test_figures_come_from_every_rank(group: WorkerGroup) -> None:
+    found = group.mean(put({"x": np.arange(8.0)})).get()
+    assert [each["mean"] for each in found] == [0.5, 2.5, 4.5, 6.5]
+
+
+def test_several_groups_share_a_pool_until_it_is_full(
+    pool: ResourcePool, group: WorkerGroup
+) -> None:
+    others = [
+        WorkerGroup(pool, Doubler, factor, mesh=Mesh(Grid.parse("1-1-2").seating()), first_slot=2)
+        for factor in (3.0, 5.0)
+    ]
+    batch = put({"x": np.arange(4.0)})
+    found = [other.double(batch).load()["x"].tolist() for other in others]
+    assert found == [[0, 3, 6, 9], [0, 5, 10, 15]]
+    with pytest.raises(ConfigError, match="slot 2 of the pool has its 3 groups already"):
+        WorkerGroup(pool, Doubler, mesh=Mesh(Grid.parse("1-1-1").seating()), first_slot=2)
+    with pytest.raises(ConfigError, match="2 ranks from slot 3 on; the pool has 4 slots"):
+        WorkerGroup(pool, Doubler, mesh=Mesh(Grid.parse("1-1-2").seating()), first_slot=3)
+    for other in others:
+        other.close()
+
+
+def test_trouble_is_named_and_no_wait_is_endless(group: WorkerGroup) -> None:
+    with pytest.raises(ActorError, match=r"Doubler\.fail: ValueError: not by rank \d"):
+        group.fail(put({"x": np.arange(4.0)})).get()
+    with pytest.raises(AttributeError, match="doubel: is no method of a group; it has die, double"):
+        group.doubel  # noqa: B018
+    with pytest.raises(ValueError, match=r"batches of \[2, 3\] rows"):
+        group.double(put({"x": np.arange(2.0)}), put({"x": np.arange(3.0)}))
+
+
+def test_a_worker_that_hangs_or_dies_is_told(pool: ResourcePool) -> None:
+    group = WorkerGroup(
+        pool, Doubler, mesh=Mesh(Grid.parse("1-1-1").seating()), first_slot=1, timeout_s=15.0
+    )
+    group_late = group.sleep(60.0)
+    with pytest.raises(DeadlineError, match=r"Doubler\.sleep: no answer within 15 s"):
+        group_late.get()
+    group.close()
+    other = WorkerGroup(pool, Doubler, mesh=Mesh(Grid.parse("1-1-1").seating()), timeout_s=60.0)
+    with pytest.raises(ActorLostError, match=r"Doubler\.die"):
+        other.die().get()
+
+
+def test_a_pool_that_finds_no_room_says_what_there_is(pool: ResourcePool) -> None:
+    with pytest.raises(ConfigError, match=r"found no room in 1 s; the cluster has 4 CPU in all"):
+        ResourcePool(9, timeout_s=1.0)
+    assert ray.is_initialized()
