@@ -22,11 +22,12 @@ def check_agreement(config: "RunConfig") -> None:
     _check_group(config)
     config.trainer_of(CRITIC)
     _check_publishing(config)
-    if config.placement.is_colocated and (reason := apart(config)):
+    if config.placement.is_hybrid and (reason := apart(config)):
         raise ConfigError(reason)
     _check_costs(config)
     _check_critic(config)
     _check_row(config)
+    _check_pools(config)
     _check_reference(config)
     if bool(config.algorithm.ptx_coef) != bool(config.data.pretrain):
         raise ConfigError(
@@ -73,6 +74,17 @@ def _check_publishing(config: "RunConfig") -> None:
                 f" trained on tokens that are {every - 1} versions old, but"
                 f" pipeline.{key}={bound}"
             )
+
+
+def _check_pools(config: "RunConfig") -> None:
+    roles = config.dataflow.roles
+    for i, pool in enumerate(config.placement.pools):
+        for role in pool:
+            if role not in roles:
+                raise ConfigError(
+                    f"placement.pools[{i}].{role}: {config.algorithm.name} has none here; its roles"
+                    f" are {', '.join(roles)}"
+                )
 
 
 def apart(config: "RunConfig") -> str:

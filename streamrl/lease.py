@@ -1,17 +1,17 @@
 """The device lease: who may compute on a pool.
 
-Where every stage has a pool of its own the lease is free. Where stages share one they take turns:
-the pool is in one phase at a time (generate, score, train, ...), all who work in that phase hold it
-together, and it goes to the phase that has waited longest once the last of them gives it back. A
-phase that can be suspended, as rollouts can between two tokens, is asked to give way once another
-has waited and it has had its slice.
+Where every stage has devices of its own the lease is free. Where stages share some they take turns:
+a device is in one phase at a time (generate, score, train, ...), all who work in that phase hold it
+together, and it goes to the phase that has waited longest once the last of them gives it back.
+Phases without a device in common go on side by side. A phase that can be suspended, as rollouts can
+between two tokens, is asked to give way once another has waited and it has had its slice.
 """
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from streamrl.errors import DeadlineError
@@ -32,28 +32,43 @@ class FreeLease:
 
 @dataclass(eq=False)
 class Waiter:
-    """One who waits for the pool: since when, and what becomes true when it has it."""
+    """One who waits for the pool, and what becomes true when it has it."""
 
     holder: str
     phase: str
-    since: float
     granted: "asyncio.Future[None]"
 
 
-class Arbiter:
-    """Lends one pool to one phase at a time.
+@dataclass(eq=False)
+class Turn:
+    """A phase that has the pool: since when, and who works in it, each how often.
 
-    timeout_s: longest wait. slice_s: how long a phase keeps the pool, at least, before those who
-    can give way are asked to; meanwhile others may join it.
+    Who was cancelled while it waited may get the pool beside its next try.
     """
 
-    def __init__(self, *, timeout_s: float, slice_s: float = 0.0) -> None:
+    since: float
+    holders: Counter[str] = field(default_factory=Counter)
+
+
+class Arbiter:
+    """Lends a pool to phases, those that have a device in common one at a time.
+
+    timeout_s: longest wait. slice_s: how long a phase keeps the pool, at least, before those who
+    can give way are asked to; meanwhile others may join it. slots: the devices of each phase; one
+    that is not there needs all of them.
+    """
+
+    def __init__(
+        self,
+        *,
+        timeout_s: float,
+        slice_s: float = 0.0,
+        slots: Mapping[str, Collection[int]] | None = None,
+    ) -> None:
         self._timeout_s = timeout_s
         self._slice_s = slice_s
-        self._phase = ""
-        self._since = 0.0
-        # How often: who was cancelled while it waited may get the pool beside its next try.
-        self._holders: Counter[str] = Counter()
+        self._slots = {phase: frozenset(each) for phase, each in (slots or {}).items()}
+        self._turns: dict[str, Turn] = {}
         self._waiting: list[Waiter] = []
         self._changed = asyncio.Event()
 
@@ -64,16 +79,15 @@ class Arbiter:
         meanwhile: then without the pool, which nobody would give back.
         """
         clock = asyncio.get_running_loop()
-        waiter = Waiter(holder, phase or holder, clock.time(), clock.create_future())
+        waiter = Waiter(holder, phase or holder, clock.create_future())
         self._waiting.append(waiter)
         self._next()
         try:
             await asyncio.wait_for(asyncio.shield(waiter.granted), self._timeout_s)
         except TimeoutError:
-            held_s = clock.time() - self._since
             raise DeadlineError(
                 f"{holder} waited {self._timeout_s:g} s for the device lease;"
-                f" {', '.join(sorted(self._holders))} has held it for {held_s:.0f} s"
+                f" {self._said_of(waiter.phase)}"
             ) from None
         finally:
             if waiter in self._waiting:
@@ -81,8 +95,9 @@ class Arbiter:
 
     async def release(self, holder: str) -> None:
         """Give the pool back."""
-        assert self._holders[holder], (holder, self._holders)
-        self._holders -= Counter([holder])
+        phase = self._phase_of(holder)
+        assert phase is not None, (holder, self._turns)
+        self._give_back(phase, Counter([holder]))
         self._next()
 
     def forget(self, holder: str) -> None:
@@ -90,7 +105,8 @@ class Arbiter:
         for waiter in [waiter for waiter in self._waiting if waiter.holder == holder]:
             self._waiting.remove(waiter)
             waiter.granted.set_result(None)
-        del self._holders[holder]
+        while phase := self._phase_of(holder):
+            self._give_back(phase, Counter({holder: self._turns[phase].holders[holder]}))
         self._next()
 
     async def wanted(self, holder: str, wait_s: float = WANTED_S) -> bool:
@@ -100,10 +116,10 @@ class Arbiter:
         """
         clock = asyncio.get_running_loop()
         until = clock.time() + wait_s
-        while self._holders[holder]:
+        while phase := self._phase_of(holder):
             now = clock.time()
-            others = [waiter for waiter in self._waiting if waiter.phase != self._phase]
-            left_s = self._since + self._slice_s - now
+            others = self._rivals_wait(phase)
+            left_s = self._turns[phase].since + self._slice_s - now
             if others and left_s <= 0:
                 return True
             if now >= until:
@@ -117,32 +133,61 @@ class Arbiter:
                 continue
         return False
 
+    def _phase_of(self, holder: str) -> str | None:
+        return next((phase for phase, turn in self._turns.items() if turn.holders[holder]), None)
+
+    def _are_rivals(self, phase: str, other: str) -> bool:
+        """Whether two phases cannot go on side by side."""
+        if phase == other:
+            return False
+        mine, theirs = self._slots.get(phase), self._slots.get(other)
+        return mine is None or theirs is None or bool(mine & theirs)
+
+    def _rivals_wait(self, phase: str) -> bool:
+        return any(self._are_rivals(phase, waiter.phase) for waiter in self._waiting)
+
+    def _give_back(self, phase: str, holders: Counter[str]) -> None:
+        self._turns[phase].holders -= holders
+        if not self._turns[phase].holders:
+            del self._turns[phase]
+
     def _next(self) -> None:
         self._grant()
-        self._tell()
-
-    def _grant(self) -> None:
-        """Let the phase in that waited longest, or those who may join the one that has the pool."""
-        if not self._waiting:
-            return
-        now = asyncio.get_running_loop().time()
-        if not self._holders:
-            self._phase, self._since = self._waiting[0].phase, now
-        elif self._is_over(now):
-            return
-        for waiter in [waiter for waiter in self._waiting if waiter.phase == self._phase]:
-            self._waiting.remove(waiter)
-            self._holders[waiter.holder] += 1
-            waiter.granted.set_result(None)
-
-    def _is_over(self, now: float) -> bool:
-        """Whether nobody may join the phase any more: it had its slice, and others wait."""
-        others = any(waiter.phase != self._phase for waiter in self._waiting)
-        return others and now - self._since >= self._slice_s
-
-    def _tell(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()
         changed.set()
+
+    def _grant(self) -> None:
+        """Let in whom no phase stands against, neither one that has the pool nor one that waited
+        longer, and those who may join a phase that has it."""
+        now = asyncio.get_running_loop().time()
+        before: list[str] = []
+        for waiter in list(self._waiting):
+            phase = waiter.phase
+            joins = phase in self._turns and not self._is_over(phase, now)
+            # Who joins late must not keep out one who has waited longer, so those count as well.
+            if joins or not any(
+                self._are_rivals(phase, other) for other in (*self._turns, *before)
+            ):
+                turn = self._turns.setdefault(phase, Turn(now))
+                self._waiting.remove(waiter)
+                turn.holders[waiter.holder] += 1
+                waiter.granted.set_result(None)
+            else:
+                before.append(phase)
+
+    def _is_over(self, phase: str, now: float) -> bool:
+        """Whether nobody may join a phase any more: it had its slice, and others wait."""
+        return self._rivals_wait(phase) and now - self._turns[phase].since >= self._slice_s
+
+    def _said_of(self, phase: str) -> str:
+        """Who has what a phase waits for, and for how long."""
+        now = asyncio.get_running_loop().time()
+        told = [
+            f"{', '.join(sorted(turn.holders))} has held it for {now - turn.since:.0f} s"
+            for other, turn in self._turns.items()
+            if self._are_rivals(phase, other)
+        ]
+        return "; ".join(told) or "it is kept for others who have waited longer"
 
 
 class ArbiterFace(Protocol):

@@ -27,7 +27,7 @@ from streamrl.dataflow import COST, COST_CRITIC, CRITIC, POLICY, REWARD, Dataflo
 from streamrl.engines.lora import check_targets
 from streamrl.errors import ConfigError
 from streamrl.messages import Per, Prompt, column_spec
-from streamrl.placement import Demand
+from streamrl.placement import SLOTS, Demand, Placement, lay_out
 from streamrl.rewards import COSTS, Surroundings, build_rewards
 from streamrl.rewards.filtering import build_filter
 
@@ -154,46 +154,60 @@ def placed(config: RunConfig, mode: str) -> RunConfig:
     return replace(config, placement=replace(config.placement, mode=mode))
 
 
-def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]:
-    """The actors a run needs, in flow order; shards and coordinator take no slot.
-
-    In a colocated run the ranks of the policy's trainer have the slots, and all others share them.
-    """
+def counts(config: RunConfig) -> dict[str, tuple[str, int]]:
+    """How many actors each role of a run has, in flow order, and the setting that says so."""
     critics = ("critic.trainer.world_size", config.trainer_of(CRITIC).world_size)
     judges = ("scorer.replicas", config.scorer.replicas)
     shadows = ("critic.replicas", config.critic.replicas)
-    wanted = {
-        "generator": ("generator.replicas", config.generator.replicas),
+    policy = ("trainer.world_size", config.trainer.world_size)
+    generators = ("generator.replicas", config.generator.replicas)
+    known = {
+        "generator": policy if config.placement.is_hybrid else generators,
         "reward": judges,
         "cost": judges,
         "reference": ("algorithm.kl_coef", 1),
         "value": shadows,
         "cost_value": shadows,
-        POLICY: ("trainer.world_size", config.trainer.world_size),
+        POLICY: policy,
         CRITIC: critics,
         COST_CRITIC: critics,
     }
+    return {role: known[role] for role in config.dataflow.roles}
+
+
+def placement_of(config: RunConfig) -> Placement:
+    """The slots of every actor of a run, by role."""
+    numbers = {role: count for role, (_, count) in counts(config).items()}
+    return lay_out(config.placement.shared, numbers)
+
+
+def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]:
+    """The actors a run needs, in flow order; shards and coordinator take no slot.
+
+    Where roles share devices, the slots are asked for by themselves, and the actors have a part of
+    one each.
+    """
+    shares = bool(config.placement.shared)
     found = []
-    for role, calls in prepared.dataflow.roles.items():
-        key, count = wanted[role]
-        is_host = role == POLICY or not config.placement.is_colocated
-        if role == "generator" and config.placement.is_colocated:
-            key, count = wanted[POLICY]
+    for role, (key, count) in counts(config).items():
         weights = prepared.model_bytes
         if role in (REWARD.role, COST.role):
             weights = prepared.judge_bytes.get(role, 0)
         found.append(
             Demand(
-                calls,
+                prepared.dataflow.roles[role],
                 role="trainer" if role == POLICY else role,
                 key=key,
                 count=count,
-                cpus=int(is_host),
                 gpus=int(on_gpu and weights > 0),
                 memory_gib=PROCESS_GIB + (not on_gpu) * weights / GIB,
+                shares=shares,
             )
         )
-    return found
+    if not shares:
+        return found
+    key, slots = f"placement.mode={config.placement.mode}", placement_of(config).size
+    return [Demand((), SLOTS, key, slots, gpus=int(on_gpu)), *found]
 
 
 def largest_group_bytes(config: RunConfig, prepared: Prepared) -> int:

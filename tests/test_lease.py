@@ -307,3 +307,100 @@ def test_whoever_comes_when_phases_never_overlap_and_nobody_starves(
         await arbiter.acquire("somebody")
 
     run_virtual(main())
+
+
+PARTS = {"reference": {0}, "reward": {1}, "train": {0, 1}, "evaluate": {2}}
+
+
+def test_phases_without_a_device_in_common_go_on_side_by_side() -> None:
+    async def main() -> dict[str, tuple[float, float]]:
+        arbiter, clock = Arbiter(timeout_s=100.0, slots=PARTS), asyncio.get_running_loop().time
+        times = {}
+
+        async def work(phase: str) -> None:
+            async with SharedLease(arbiter, f"{phase}-0", phase).hold(phase):
+                begun = clock()
+                await asyncio.sleep(5.0)
+                times[phase] = (begun, clock())
+
+        await asyncio.gather(*(work(phase) for phase in PARTS))
+        return times
+
+    times = run_virtual(main())
+    assert times["reference"] == times["reward"] == times["evaluate"] == (0.0, 5.0)
+    assert times["train"] == (5.0, 10.0)
+
+
+def test_who_needs_several_devices_is_not_kept_out_by_those_that_need_one() -> None:
+    async def main() -> float:
+        arbiter, clock = Arbiter(timeout_s=100.0, slots=PARTS), asyncio.get_running_loop().time
+
+        async def score(phase: str, after_s: float) -> None:
+            await asyncio.sleep(after_s)
+            while clock() < 50.0:
+                async with SharedLease(arbiter, f"{phase}-0", phase).hold(phase):
+                    await asyncio.sleep(4.0)
+
+        scoring = [asyncio.create_task(score("reference", 0.0))]
+        scoring += [asyncio.create_task(score("reward", 2.0))]
+        await asyncio.sleep(3.0)
+        async with SharedLease(arbiter, "trainer", "train").hold("train"):
+            got = clock()
+        await asyncio.gather(*scoring)
+        return got
+
+    assert run_virtual(main()) == pytest.approx(6.0)
+
+
+def test_a_deadline_names_only_those_who_stand_in_the_way() -> None:
+    async def main() -> None:
+        arbiter = Arbiter(timeout_s=3.0, slots=PARTS)
+        await arbiter.acquire("reference-0", "reference")
+        await arbiter.acquire("reward-0", "reward")
+        arbiter.forget("reward-0")
+        await arbiter.acquire("evaluate-0", "evaluate")
+        with pytest.raises(DeadlineError, match=r"lease; reference-0 has held it for 3 s$"):
+            await arbiter.acquire("trainer", "train")
+
+    run_virtual(main())
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from("abcde"), st.sets(st.integers(0, 3), min_size=1), min_size=1, max_size=5
+    ),
+    st.lists(
+        st.tuples(st.sampled_from("abcde"), st.integers(0, 1), st.floats(0, 20), st.floats(0.1, 9)),
+        max_size=25,
+    ),
+    st.sampled_from([0.0, 1.0, float("inf")]),
+)
+@settings(max_examples=150, deadline=None)
+def test_no_device_is_ever_in_two_phases_and_everyone_has_a_turn(
+    slots: dict[str, set[int]], pieces: list[tuple[str, int, float, float]], slice_s: float
+) -> None:
+    async def main() -> None:
+        arbiter, clock = Arbiter(timeout_s=1e4, slice_s=slice_s, slots=slots), asyncio.sleep
+        computing: list[str] = []
+
+        async def work(phase: str, number: int, at: float, seconds: float) -> None:
+            await clock(at)
+            async with leases[phase, number].hold(phase):
+                for other in computing:
+                    devices = slots.get(other, {0, 1, 2, 3}) & slots.get(phase, {0, 1, 2, 3})
+                    assert other == phase or not devices, (other, phase)
+                computing.append(phase)
+                await clock(seconds)
+                computing.remove(phase)
+
+        leases = {
+            (phase, number): SharedLease(arbiter, f"{phase}-{number}", phase)
+            for phase in "abcde"
+            for number in (0, 1)
+        }
+        async with asyncio.TaskGroup() as tasks:
+            for piece in pieces:
+                tasks.create_task(work(*piece))
+        await arbiter.acquire("somebody")
+
+    run_virtual(main())

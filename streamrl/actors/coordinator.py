@@ -16,7 +16,7 @@ from streamrl.actors.evaluator import Evaluator
 from streamrl.actors.feed import EventReport, Feed, Report, StatusReport, StepReport
 from streamrl.actors.reporting import Reporter, RoleActors, Snapshot
 from streamrl.actors.trainer import MovedReference, TrainerGroup
-from streamrl.actors.wiring import Wiring, make_arbiter, trainers_lease
+from streamrl.actors.wiring import TRAINERS, Wiring, make_arbiter, share
 from streamrl.algorithms.dials import Dials
 from streamrl.buffer import Admission, Books, ExperienceQueue, StepAssembler
 from streamrl.buffer.leases import Overdue
@@ -88,7 +88,7 @@ class CoordinatorActor:
         self._dials.load_state_dict(start.state["dials"] if start.state else {})
         self._travel = wiring.travel
         self._arbiter = make_arbiter(config)
-        self._lease = trainers_lease(config, self._arbiter)
+        self._lease = share(config, self._arbiter, TRAINERS, TRAINERS)
         self._publisher_node = start.publisher_node
         self._feed.post(EventReport("note", {"text": wiring.travel.choice.reason}))
         trained = [role for role in cast.roles if role.kind is Kind.TRAIN]
@@ -131,7 +131,7 @@ class CoordinatorActor:
             sources,
             registries,
             due=self._publishes,
-            lease=None if config.placement.is_colocated else self._lease,
+            lease=None if config.placement.is_hybrid else self._lease,
             on_fault=lambda role, fault: self._report("publish_failed", role, fault),
         )
         admission = Admission(

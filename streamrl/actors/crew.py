@@ -18,6 +18,7 @@ from streamrl.actors.generator import GeneratorActor
 from streamrl.actors.hybrid import HybridActor, Part
 from streamrl.actors.reporting import RoleActors
 from streamrl.actors.scorer import ScorerActor
+from streamrl.actors.seats import Seats
 from streamrl.actors.trainer import Meeting, TrainerActor
 from streamrl.actors.wiring import Wiring
 from streamrl.checkpoint import Checkpoint
@@ -26,7 +27,7 @@ from streamrl.dataflow import GENERATE, POLICY, Call, Kind
 from streamrl.engines.generator_config import generation_env
 from streamrl.errors import ActorLostError
 from streamrl.placement import Capacity, Demand, check_fits
-from streamrl.preflight import Prepared, demands
+from streamrl.preflight import Prepared, demands, placement_of
 
 STAGE_ENV = {
     "OMP_NUM_THREADS": "1",
@@ -51,7 +52,8 @@ class Crew:
     def __init__(self, config: RunConfig, prepared: Prepared, *, on_gpu: bool) -> None:
         self._config = config
         self._on_gpu = on_gpu
-        self._demands = {d.calls[0].role: d for d in demands(config, prepared, on_gpu)}
+        self._demands = {d.calls[0].role: d for d in demands(config, prepared, on_gpu) if d.calls}
+        self._seats: Seats | None = None
         self._node = ""
         self._starts: dict[str, Callable[[], Any]] = {}
         self._wiring: Wiring | None = None
@@ -80,7 +82,11 @@ class Crew:
     def fill(self, node: str) -> None:
         """Make the actors of all roles; where weights travel, only on `node` if one is named."""
         self._node = node
-        together = (GENERATE.role, POLICY) if self._config.placement.is_colocated else ()
+        config = self._config
+        is_hybrid = config.placement.is_hybrid
+        if config.placement.shared:
+            self._seats = Seats(placement_of(config), is_hybrid=is_hybrid, on_gpu=self._on_gpu)
+        together = (GENERATE.role, POLICY) if is_hybrid else ()
         hosts = self._hybrids(together)
         for role, demand in self._demands.items():
             names = [f"{demand.role}-{i}" for i in range(demand.count)]
@@ -88,7 +94,9 @@ class Crew:
                 actors = [Part(host, demand.role) for host in hosts]
                 self.actors.update(zip(names, actors, strict=True))
             else:
-                actors = [self._hire(name, demand, cpus=demand.cpus) for name in names]
+                actors = [
+                    self._hire(name, demand, self._place(demand, i)) for i, name in enumerate(names)
+                ]
             self.roles[role] = RoleActors(demand.calls, names, actors)
 
     def _hybrids(self, roles: Sequence[str]) -> list[Any]:
@@ -99,12 +107,22 @@ class Crew:
         env: dict[str, str] = {**STAGE_ENV}
         for role in roles:
             env |= self._env(self._demands[role].calls[0])
-        options = {
-            "num_cpus": demand.cpus,
-            "num_gpus": demand.gpus,
-            "runtime_env": {"env_vars": env},
-        }
-        return [HYBRID.options(**options).remote() for _ in range(demand.count)]
+        runtime_env = {"env_vars": env}
+        return [
+            HYBRID.options(**self._place(demand, i), runtime_env=runtime_env).remote()
+            for i in range(demand.count)
+        ]
+
+    def _place(self, demand: Demand, index: int) -> dict[str, Any]:
+        """What Ray is asked for, for the actor of this number."""
+        if self._seats is not None:
+            role = demand.calls[0].role
+            return self._seats.options(role, index, on_gpu=demand.gpus > 0)
+        found: dict[str, Any] = {"num_cpus": demand.cpus, "num_gpus": demand.gpus}
+        if self._stays(demand):
+            # Also when it is started again, or hired once there are other nodes.
+            found["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self._node, soft=False)
+        return found
 
     def start(self, wiring: Wiring, checkpoint: Checkpoint | None) -> dict[Any, str]:
         """Let the actors of all roles start: their replies, and whose each is."""
@@ -151,8 +169,9 @@ class Crew:
         demand = self._demands[role]
         name = next(n for i in range(1 << 20) if (n := f"{demand.role}-{i}") not in self.actors)
         # Its own Ray has as many slots as the run began with, which says nothing of its cores.
-        cpus = demand.cpus if self._config.placement.address else 0
-        actor = self._hire(name, demand, cpus=cpus)
+        place = self._place(demand, len(self.roles[role].names))
+        place["num_cpus"] = demand.cpus if self._config.placement.address else 0
+        actor = self._hire(name, demand, place)
         return name, actor.__ray_ready__.remote()
 
     def asks_for(self, role: str) -> str:
@@ -238,16 +257,15 @@ class Crew:
         """End every actor; what they had in memory is gone."""
         for actor in self.actors.values():
             _kill(actor)
+        if self._seats is not None:
+            self._seats.close()
 
-    def _hire(self, name: str, demand: Demand, *, cpus: int) -> Any:
+    def _hire(self, name: str, demand: Demand, place: Mapping[str, Any]) -> Any:
         call = demand.calls[0]
         env = {"env_vars": {**STAGE_ENV, **self._env(call)}}
-        options = {"num_cpus": cpus, "num_gpus": demand.gpus, "runtime_env": env}
+        options = {**place, "runtime_env": env}
         if call.kind in RETURNING:
             options["max_restarts"] = self._config.run.max_restarts
-        if self._stays(demand):
-            # Also when it is started again, or hired once there are other nodes.
-            options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self._node, soft=False)
         return self.create(name, HOSTS[call.kind], options=options)
 
     def _stays(self, demand: Demand) -> bool:

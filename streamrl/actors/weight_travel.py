@@ -124,7 +124,7 @@ def plan_travel(config: RunConfig, demands: Sequence[Demand], *, token: str) -> 
         store_bytes=_store_bytes(),
     )
     choice = choose(config.weights, facts)
-    if config.placement.is_colocated:
+    if config.placement.is_hybrid:
         others = choice.reason.removeprefix("weights: ")
         reason = f"{IN_PLACE}; others: {others}" if facts.published else IN_PLACE
         choice = replace(choice, reason=reason)
@@ -142,9 +142,9 @@ def plan_travel(config: RunConfig, demands: Sequence[Demand], *, token: str) -> 
 def _published(config: RunConfig, demands: Sequence[Demand]) -> tuple[Published, ...]:
     """The models that are published: what is trained of each, and a reference that moves."""
     readers: Counter[str] = Counter()
-    together = config.placement.is_colocated
+    together = config.placement.is_hybrid
     for demand in demands:
-        if together and demand.calls[0].role == GENERATE.role:
+        if together and demand.role == GENERATE.role:
             continue
         for role in {call.follows for call in demand.calls if call.follows}:
             readers[role] += demand.count

@@ -17,10 +17,14 @@ from streamrl.buffer import ExperienceQueue
 from streamrl.config import RunConfig
 from streamrl.dataflow import Call, Dataflow, Kind
 from streamrl.faces import DeviceLease, Fetched, Stage
-from streamrl.lease import Arbiter, FreeLease, SharedLease, Suspendable
+from streamrl.lease import Arbiter, ArbiterFace, FreeLease, SharedLease, Suspendable
+from streamrl.preflight import placement_of
 from streamrl.telemetry.spans import Span, SpanRecorder
 from streamrl.weights import Inlet, WeightManifest, unpack
 from streamrl.weights.registry import ReaderState
+
+TRAINERS = "trainer"
+"""Who holds a slot for all trainers of a run: they work as one."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +72,8 @@ class Wiring:
         ]
 
     def _lease(self, role: str, process: str, suspendable: Suspendable | None) -> DeviceLease:
-        placement = self.config.placement
-        if not placement.one_at_a_time:
-            return FreeLease()
         arbiter = RemoteArbiter(self.coordinator, self.config.pipeline.stall_s)
-        phase = role if placement.is_colocated else ""
-        return SharedLease(arbiter, process, phase, suspendable=suspendable)
+        return share(self.config, arbiter, process, role, suspendable=suspendable)
 
 
 @dataclass(frozen=True)
@@ -86,19 +86,42 @@ class ActorReport:
     counts: Mapping[str, int] = field(default_factory=dict)
 
 
+def phases(config: RunConfig) -> dict[str, set[int]]:
+    """What slots are held for, and which: each role that serves, and all trainers, who are one."""
+    trained = config.dataflow.trained
+    found: dict[str, set[int]] = {}
+    for role, slots in placement_of(config).slots.items():
+        found.setdefault(TRAINERS if role in trained else role, set()).update(slots)
+    return found
+
+
 def make_arbiter(config: RunConfig) -> Arbiter:
-    """What lends a run's pool, where its stages share one."""
+    """What lends a run's slots, where its stages share some."""
     timeout_s = config.pipeline.stall_s
-    if not config.placement.is_colocated:
+    if config.placement.in_turn:
         return Arbiter(timeout_s=timeout_s)
     # On policy there is nothing else to do before all rollouts of the step are there.
     slice_s = config.placement.slice_s if config.pipeline.max_staleness else math.inf
-    return Arbiter(timeout_s=timeout_s, slice_s=slice_s)
+    return Arbiter(timeout_s=timeout_s, slice_s=slice_s, slots=phases(config))
 
 
-def trainers_lease(config: RunConfig, arbiter: Arbiter) -> DeviceLease:
-    """The share of all trainers of a run, who work as one."""
-    return SharedLease(arbiter, "trainer") if config.placement.one_at_a_time else FreeLease()
+def share(
+    config: RunConfig,
+    arbiter: ArbiterFace,
+    holder: str,
+    role: str,
+    *,
+    suspendable: Suspendable | None = None,
+) -> DeviceLease:
+    """The lease of an actor of a role, or of all TRAINERS: free where nobody else has its slots."""
+    if config.placement.in_turn:
+        return SharedLease(arbiter, holder)
+    held = phases(config)
+    phase = role if role in held else TRAINERS
+    mine = held.pop(phase)
+    if not any(mine & theirs for theirs in held.values()):
+        return FreeLease()
+    return SharedLease(arbiter, holder, phase, suspendable=suspendable)
 
 
 class RemoteArbiter:

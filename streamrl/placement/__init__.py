@@ -1,21 +1,27 @@
-"""Which actors a run needs and whether a cluster can hold them. Pure arithmetic."""
+"""Which actors a run needs, which devices they share, and whether a cluster can hold them. Pure."""
 
+from streamrl.placement.config import PlacementConfig
 from streamrl.placement.demand import (
+    SLOTS,
     Capacity,
     Demand,
-    PlacementConfig,
     Settled,
     check_fits,
     settle,
     total_cpus,
 )
+from streamrl.placement.pools import STRATEGIES, Placement, lay_out
 
 __all__ = [
+    "SLOTS",
+    "STRATEGIES",
     "Capacity",
     "Demand",
+    "Placement",
     "PlacementConfig",
     "Settled",
     "check_fits",
+    "lay_out",
     "settle",
     "total_cpus",
 ]

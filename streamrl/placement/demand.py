@@ -7,61 +7,17 @@ from dataclasses import dataclass
 from streamrl.dataflow import Call
 from streamrl.errors import ConfigError
 
-LEAST_STORE_MB = 80
-MODES = ("auto", "disaggregated", "colocated", "sequential")
-
-
-@dataclass
-class PlacementConfig:
-    """Which stages share devices.
-
-    mode: disaggregated gives every stage devices of its own, all busy at once; colocated has one
-        pool for all, which take turns, with trainer and generator of a rank in one process;
-        sequential lets one stage compute at a time (a baseline, and a way to debug); auto takes
-        disaggregated, or colocated where that does not fit.
-    slice_s: how long a stage of a colocated run has the pool before it may have to give way, s.
-    address: an existing Ray cluster; empty starts a local instance for the run.
-    cpus: CPU slots of the local instance; null takes as many as the run asks for.
-    object_store_mb: size of the local instance's object store, MiB.
-    """
-
-    mode: str = "auto"
-    address: str = ""
-    cpus: int | None = None
-    object_store_mb: int = 512
-    slice_s: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            known = ", ".join(MODES)
-            raise ConfigError(f"placement.mode={self.mode}: must be one of {known}")
-        if self.cpus is not None and self.cpus < 1:
-            raise ConfigError(f"placement.cpus={self.cpus}: must be at least 1")
-        if self.slice_s <= 0:
-            raise ConfigError(f"placement.slice_s={self.slice_s}: must be above 0")
-        if self.object_store_mb < LEAST_STORE_MB:
-            raise ConfigError(
-                f"placement.object_store_mb={self.object_store_mb}: must be at least"
-                f" {LEAST_STORE_MB} MiB"
-            )
-
-    @property
-    def one_at_a_time(self) -> bool:
-        """True if all stages share one device lease."""
-        return self.mode in ("sequential", "colocated")
-
-    @property
-    def is_colocated(self) -> bool:
-        """True if trainer and generator of a rank share a process, and all stages a pool."""
-        return self.mode == "colocated"
+SLOTS = "slots"
+"""What asks for the devices of roles that share them."""
 
 
 @dataclass(frozen=True)
 class Demand:
     """`count` actors for the calls of a role, each with so much.
 
-    role: what the actors are called. key: the setting that says how many. memory_gib: the least
-    main memory one takes; it may well take more.
+    role: what the actors are called; SLOTS, without calls, for devices that several roles share.
+    key: the setting that says how many. shares: what one takes is a part of such a slot.
+    memory_gib: the least main memory one takes; it may well take more.
     """
 
     calls: Sequence[Call]
@@ -71,6 +27,17 @@ class Demand:
     cpus: int = 1
     gpus: int = 0
     memory_gib: float = 0.0
+    shares: bool = False
+
+    @property
+    def asked_cpus(self) -> int:
+        """CPU slots of a cluster that all of them ask for."""
+        return 0 if self.shares else self.count * self.cpus
+
+    @property
+    def asked_gpus(self) -> int:
+        """GPUs of a cluster that all of them ask for."""
+        return 0 if self.shares else self.count * self.gpus
 
 
 @dataclass(frozen=True)
@@ -84,7 +51,7 @@ class Capacity:
 
 def total_cpus(demands: Sequence[Demand]) -> int:
     """CPU slots of all demands together."""
-    return sum(d.count * d.cpus for d in demands)
+    return sum(demand.asked_cpus for demand in demands)
 
 
 @dataclass(frozen=True)
@@ -118,8 +85,8 @@ def check_fits(demands: Sequence[Demand], have: Capacity) -> None:
 def shortage(demands: Sequence[Demand], have: Capacity) -> str:
     """What the cluster has too little of, with the arithmetic; empty if it is enough."""
     parts: dict[str, tuple[Sequence[float], float]] = {
-        "CPU slots": ([d.count * d.cpus for d in demands], have.cpus),
-        "GPUs": ([d.count * d.gpus for d in demands], have.gpus),
+        "CPU slots": ([d.asked_cpus for d in demands], have.cpus),
+        "GPUs": ([d.asked_gpus for d in demands], have.gpus),
         "GiB of memory": ([d.count * d.memory_gib for d in demands], have.memory_gib),
     }
     for what, (needs, held) in parts.items():

@@ -1,0 +1,104 @@
+"""Which devices each role has: pools of slots, shared by the roles in them, whole or in parts.
+
+A slot is one device, or one CPU slot of a cluster without any. A pool is as large as its roles
+need it to be. One that has a ratio below 1 of it lies beside the others that have, so that they
+compute at the same time; all others of the pool take turns with them. Sets of models
+that share devices (arXiv:2409.19256) and ratios of devices (arXiv:2312.11819) are both written so.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+
+#: A role's part of a pool, by role.
+Pool = Mapping[str, float]
+
+PARTNERS = {"generator": "policy", "value": "critic", "cost_value": "cost_critic"}
+"""Those that hold the weights of another, and have a part of the pool together with it."""
+ACTOR = ("policy", "generator")
+CRITIC = ("critic", "value")
+COST_CRITIC = ("cost_critic", "cost_value")
+SCORERS = ("reference", "reward", "cost")
+ROLES = (*ACTOR, *CRITIC, *COST_CRITIC, *SCORERS)
+
+
+def whole(*roles: str, of: float = 1.0) -> dict[str, float]:
+    """Roles that have the same part of a pool each."""
+    return dict.fromkeys(roles, of)
+
+
+STRATEGIES: dict[str, tuple[Pool, ...]] = {
+    # All on all devices, one after the other.
+    "colocated": (whole(*ROLES),),
+    # As colocated, but reference and reward side by side.
+    "interleaving": (whole(*ACTOR, *CRITIC, *COST_CRITIC) | whole(*SCORERS, of=0.5),),
+    # Actor and critic side by side, each with one of those that score.
+    "split": (whole(*ACTOR, "reference", "cost"), whole(*CRITIC, *COST_CRITIC, "reward")),
+    # What only computes forward, shadows of actor and critic among it, apart from what is trained.
+    "shadow": (
+        whole("generator", "value", "cost_value", *SCORERS),
+        whole("policy", "critic", "cost_critic"),
+    ),
+}
+"""By name, the pools of each; roles that a run does not have are left away."""
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The slots of each role, one for each of its actors, in order."""
+
+    slots: Mapping[str, tuple[int, ...]]
+
+    @property
+    def size(self) -> int:
+        """Number of slots."""
+        return 1 + max((slot for each in self.slots.values() for slot in each), default=-1)
+
+    def on(self, slot: int) -> list[str]:
+        """The roles with an actor on a slot."""
+        return [role for role, each in self.slots.items() if slot in each]
+
+
+def hosts_actor(pools: Sequence[Pool]) -> bool:
+    """Whether the policy's trainer and the generators have the same part of the same pool."""
+    return any("policy" in pool and pool["policy"] == pool.get("generator") for pool in pools)
+
+
+def lay_out(pools: Sequence[Pool], counts: Mapping[str, int]) -> Placement:
+    """The slots of so many actors of each role; one that is in no pool has slots of its own."""
+    held = {role for pool in pools for role in pool}
+    alone = [{role: 1.0} for role in counts if role not in held]
+    slots: dict[str, tuple[int, ...]] = {}
+    size = 0
+    for pool in (*pools, *alone):
+        present = {role: part for role, part in pool.items() if role in counts}
+        found = _in_pool(present, counts)
+        slots |= {role: tuple(size + slot for slot in each) for role, each in found.items()}
+        size += _size(present, counts)
+    return Placement({role: slots[role] for role in counts})
+
+
+def _size(pool: Pool, counts: Mapping[str, int]) -> int:
+    """The fewest slots of which each role's part has one for each of its actors."""
+    return max((math.ceil(counts[role] / _exact(part)) for role, part in pool.items()), default=0)
+
+
+def _in_pool(pool: Pool, counts: Mapping[str, int]) -> dict[str, range]:
+    """Parts are laid one behind the other, and from the beginning again where one has no room."""
+    size, end = _size(pool, counts), Fraction(0)
+    begins: dict[tuple[str, Fraction], Fraction] = {}
+    found = {}
+    for role, ratio in pool.items():
+        part = _exact(ratio)
+        unit = (PARTNERS.get(role, role), part)
+        if unit not in begins:
+            begins[unit] = end if end + part <= 1 else Fraction(0)
+            end = begins[unit] + part if part < 1 else end
+        first = math.floor(begins[unit] * size)
+        found[role] = range(first, first + counts[role])
+    return found
+
+
+def _exact(ratio: float) -> Fraction:
+    return Fraction(ratio).limit_denominator(1024)

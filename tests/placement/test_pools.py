@@ -1,0 +1,172 @@
+"""Which slots each role has: strategies by name, by ratio and by sets of roles."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from streamrl.config import RunConfig, resolve
+from streamrl.errors import ConfigError
+from streamrl.placement import STRATEGIES, Placement, lay_out
+from streamrl.placement.pools import ROLES, hosts_actor
+from streamrl.preflight import placement_of
+
+PPO = {"generator": 2, "reference": 1, "reward": 1, "value": 1, "policy": 2, "critic": 2}
+
+
+def slots(pools, counts=PPO) -> dict[str, tuple[int, ...]]:
+    return dict(lay_out(pools, counts).slots)
+
+
+def test_colocated_roles_are_on_the_same_slots() -> None:
+    assert slots(STRATEGIES["colocated"]) == {
+        "generator": (0, 1),
+        "reference": (0,),
+        "reward": (0,),
+        "value": (0,),
+        "policy": (0, 1),
+        "critic": (0, 1),
+    }
+
+
+def test_interleaving_has_reference_and_reward_side_by_side() -> None:
+    found = slots(STRATEGIES["interleaving"])
+    assert (found["reference"], found["reward"]) == ((0,), (1,))
+    assert found["policy"] == found["generator"] == found["critic"] == (0, 1)
+    # Two of each need a pool of four, of which they have a half each.
+    found = slots(STRATEGIES["interleaving"], {**PPO, "reference": 2, "reward": 2})
+    assert (found["reference"], found["reward"]) == ((0, 1), (2, 3))
+
+
+def test_split_has_actor_and_critic_side_by_side() -> None:
+    found = slots(STRATEGIES["split"])
+    assert found["policy"] == found["generator"] == (0, 1)
+    assert found["critic"] == (2, 3)
+    assert (found["reference"], found["value"], found["reward"]) == ((0,), (2,), (2,))
+
+
+def test_shadows_are_apart_from_what_is_trained() -> None:
+    found = slots(STRATEGIES["shadow"])
+    assert found["policy"] == found["critic"] == (2, 3)
+    assert found["generator"] == (0, 1)
+    assert found["value"] == found["reference"] == found["reward"] == (0,)
+    assert not hosts_actor(STRATEGIES["shadow"])
+
+
+def test_a_role_in_no_pool_has_slots_of_its_own() -> None:
+    found = slots([{"policy": 1, "generator": 1}])
+    assert found["policy"] == found["generator"] == (0, 1)
+    alone = [found[role] for role in ("reference", "reward", "value", "critic")]
+    assert sorted(slot for each in alone for slot in each) == [2, 3, 4, 5, 6]
+
+
+def test_without_pools_every_actor_has_a_slot_of_its_own() -> None:
+    placement = lay_out((), PPO)
+    assert placement.size == sum(PPO.values())
+    assert all(len(placement.on(slot)) == 1 for slot in range(placement.size))
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_every_strategy_has_a_part_for_every_role(name: str) -> None:
+    assert sorted(role for pool in STRATEGIES[name] for role in pool) == sorted(ROLES)
+
+
+POOLS = st.lists(st.sampled_from(ROLES), unique=True, max_size=len(ROLES)).flatmap(
+    lambda roles: st.tuples(
+        st.just(roles),
+        st.lists(st.integers(0, 2), min_size=len(roles), max_size=len(roles)),
+        st.lists(
+            st.sampled_from([1.0, 0.5, 0.25, 1 / 3, 0.75, 0.1]),
+            min_size=len(roles),
+            max_size=len(roles),
+        ),
+    )
+)
+
+
+@given(POOLS, st.dictionaries(st.sampled_from(ROLES), st.integers(1, 9), min_size=1))
+@settings(max_examples=300, deadline=None)
+def test_every_actor_has_one_slot_of_its_roles_pool(drawn, counts) -> None:
+    pools: list[dict[str, float]] = [{}, {}, {}]
+    for role, pool, part in zip(*drawn, strict=True):
+        pools[pool][role] = part
+    placement = lay_out(pools, counts)
+    assert {role: len(set(each)) for role, each in placement.slots.items()} == counts
+    homes = {role: i for i, pool in enumerate(pools) for role in pool}
+    for slot in range(placement.size):
+        there = placement.on(slot)
+        # Who shares a slot is in one pool; whoever is in none is alone.
+        assert len({homes.get(role, role) for role in there}) <= 1
+    _no_two_parts_overlap_before_the_pool_is_full(pools, placement)
+
+
+def _no_two_parts_overlap_before_the_pool_is_full(pools, placement: Placement) -> None:
+    for pool in pools:
+        present = [role for role in pool if role in placement.slots and pool[role] < 1]
+        if sum(pool[role] for role in present) <= 1:
+            taken = [slot for role in present for slot in placement.slots[role]]
+            partners = len({role for role in present if role in ("generator", "value")})
+            assert len(taken) == len(set(taken)) or partners
+
+
+def config_of(*, algorithm: str = "ppo", **placement) -> RunConfig:
+    loose = {
+        "model": {"path": "model"},
+        "data": {"train": "rows.jsonl"},
+        "rewards": [{"kind": "exact"}],
+        "algorithm": {"name": algorithm, "kl_coef": 0.1},
+        "placement": placement,
+    }
+    return resolve(OmegaConf.create(loose), place="test")
+
+
+@pytest.mark.parametrize(
+    ("mode", "hybrid", "size"),
+    [
+        ("disaggregated", False, 6),
+        ("colocated", True, 1),
+        ("interleaving", True, 2),
+        ("split", True, 2),
+        ("shadow", False, 2),
+    ],
+)
+def test_a_mode_says_how_many_slots_a_run_needs(mode: str, hybrid: bool, size: int) -> None:
+    config = config_of(mode=mode)
+    assert config.placement.is_hybrid is hybrid
+    assert placement_of(config).size == size
+
+
+def test_a_run_of_one_process_per_rank_has_as_many_generators_as_ranks() -> None:
+    config = config_of(mode="colocated")
+    config.trainer.world_size = 3
+    assert placement_of(config).slots["generator"] == (0, 1, 2)
+    apart = config_of(mode="mixed", pools=[{"policy": 1.0}, {"generator": 0.5}])
+    assert not apart.placement.is_hybrid
+
+
+@pytest.mark.parametrize(
+    ("placement", "message"),
+    [
+        ({"mode": "mixed"}, r"placement.pools=\[\]: goes with placement.mode=mixed, not mixed"),
+        ({"pools": [{"policy": 1}]}, "goes with placement.mode=mixed, not auto"),
+        (
+            {"mode": "mixed", "pools": [{"actor": 1}]},
+            r"placement.pools\[0\].actor=1: must be one of policy, generator",
+        ),
+        (
+            {"mode": "mixed", "pools": [{"policy": 1}, {"generator": 1.5}]},
+            r"placement.pools\[1\].generator=1.5: must be above 0 and at most 1",
+        ),
+        (
+            {"mode": "mixed", "pools": [{"policy": 1}, {"policy": 0.5}]},
+            "placement.pools: policy is in 2 of them",
+        ),
+        (
+            {"mode": "mixed", "pools": [{"policy": 1, "cost": 1}]},
+            r"placement.pools\[0\].cost: ppo has none here; its roles are generator, reward",
+        ),
+    ],
+)
+def test_pools_that_cannot_be_are_refused(placement: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        config_of(**placement)
