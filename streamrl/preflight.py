@@ -181,6 +181,11 @@ def placement_of(config: RunConfig) -> Placement:
     return lay_out(config.placement.shared, numbers)
 
 
+def sharing(config: RunConfig) -> str:
+    """Which roles share which slots, in one line; empty where none do."""
+    return placement_of(config).describe() if config.placement.shared else ""
+
+
 def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]:
     """The actors a run needs, in flow order; shards and coordinator take no slot.
 

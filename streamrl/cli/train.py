@@ -27,7 +27,7 @@ from streamrl.dataflow import CRITIC, POLICY, Kind
 from streamrl.durable import write_whole
 from streamrl.engines.moving_reference import STATE_FILE
 from streamrl.errors import ConfigError, DiskError, StreamError
-from streamrl.preflight import placed, prepare, shard_bytes, ways
+from streamrl.preflight import placed, prepare, shard_bytes, sharing, ways
 from streamrl.telemetry import Fanout, RunFacts, make_sinks
 from streamrl.telemetry.rollout_log import RolloutLog
 from streamrl.telemetry.sinks import METRICS_FILE, Fields
@@ -96,8 +96,9 @@ def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory)
         sinks.start(to_dict(config))
         summary = {"outcome": "failed"}
         end.enter_context(_closing(sinks, summary))
+        run = placed(config, site.placed.mode)
         session = Session(
-            placed(config, site.placed.mode),
+            run,
             prepared,
             on_gpu=site.on_gpu,
             shard_bytes=room,
@@ -105,7 +106,7 @@ def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory)
         )
         end.callback(session.close)
         try:
-            for note in filter(None, (*prepared.notes, site.placed.note)):
+            for note in filter(None, (*prepared.notes, site.placed.note, sharing(run))):
                 sinks.event("note", {"text": note})
 
             def status(text: str) -> None:

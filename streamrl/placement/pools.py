@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import groupby
 
 #: A role's part of a pool, by role.
 Pool = Mapping[str, float]
@@ -59,6 +60,17 @@ class Placement:
         """The roles with an actor on a slot."""
         return [role for role, each in self.slots.items() if slot in each]
 
+    def describe(self) -> str:
+        """As in `slots: 0 to 3 for policy, generator; 4 for reward`."""
+        parts = [
+            (", ".join(roles), list(each)) for roles, each in groupby(range(self.size), key=self.on)
+        ]
+        spans = [
+            (f"{each[0]} to {each[-1]}" if len(each) > 1 else f"{each[0]}", roles)
+            for roles, each in parts
+        ]
+        return "slots: " + "; ".join(f"{span} for {roles}" for span, roles in spans)
+
 
 def hosts_actor(pools: Sequence[Pool]) -> bool:
     """Whether the policy's trainer and the generators have the same part of the same pool."""
@@ -75,7 +87,8 @@ def lay_out(pools: Sequence[Pool], counts: Mapping[str, int]) -> Placement:
         present = {role: part for role, part in pool.items() if role in counts}
         found = _in_pool(present, counts)
         slots |= {role: tuple(size + slot for slot in each) for role, each in found.items()}
-        size += _size(present, counts)
+        # What would be left over at the end of a pool is not asked for.
+        size += max((each.stop for each in found.values()), default=0)
     return Placement({role: slots[role] for role in counts})
 
 

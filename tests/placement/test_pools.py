@@ -66,6 +66,16 @@ def test_without_pools_every_actor_has_a_slot_of_its_own() -> None:
     assert all(len(placement.on(slot)) == 1 for slot in range(placement.size))
 
 
+def test_a_placement_is_told_in_one_line() -> None:
+    counts = {"policy": 2, "generator": 2, "reference": 1, "reward": 1}
+    pools = [{"policy": 1, "generator": 1}, {"reference": 0.5, "reward": 0.5}]
+    told = "slots: 0 to 1 for policy, generator; 2 for reference; 3 for reward"
+    assert lay_out(pools, counts).describe() == told
+    assert lay_out([{"reward": 0.5}, {"policy": 1}], {"reward": 1, "policy": 1}).describe() == (
+        "slots: 0 for reward; 1 for policy"
+    )
+
+
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_every_strategy_has_a_part_for_every_role(name: str) -> None:
     assert sorted(role for pool in STRATEGIES[name] for role in pool) == sorted(ROLES)
