@@ -86,9 +86,10 @@ def lay_out(pools: Sequence[Pool], counts: Mapping[str, int]) -> Placement:
     for pool in (*pools, *alone):
         present = {role: part for role, part in pool.items() if role in counts}
         found = _in_pool(present, counts)
-        slots |= {role: tuple(size + slot for slot in each) for role, each in found.items()}
-        # What would be left over at the end of a pool is not asked for.
-        size += max((each.stop for each in found.values()), default=0)
+        # A slot that nobody has is not asked for.
+        used = sorted({slot for each in found.values() for slot in each})
+        slots |= {role: tuple(size + used.index(s) for s in each) for role, each in found.items()}
+        size += len(used)
     return Placement({role: slots[role] for role in counts})
 
 

@@ -105,6 +105,7 @@ def test_every_actor_has_one_slot_of_its_roles_pool(drawn, counts) -> None:
     homes = {role: i for i, pool in enumerate(pools) for role in pool}
     for slot in range(placement.size):
         there = placement.on(slot)
+        assert there
         # Who shares a slot is in one pool; whoever is in none is alone.
         assert len({homes.get(role, role) for role in there}) <= 1
     _no_two_parts_overlap_before_the_pool_is_full(pools, placement)
