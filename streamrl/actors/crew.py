@@ -79,13 +79,18 @@ class Crew:
         """What all roles ask for as the run begins."""
         return list(self._demands.values())
 
-    def fill(self, node: str) -> None:
-        """Make the actors of all roles; where weights travel, only on `node` if one is named."""
+    def fill(self, node: str, waiting: Callable[[str], None]) -> None:
+        """Make the actors of all roles; where weights travel, only on `node` if one is named.
+
+        `waiting` is told what is waited for. Raises ConfigError if slots to share are not free.
+        """
         self._node = node
         config = self._config
         is_hybrid = config.placement.is_hybrid
         if config.placement.shared:
-            self._seats = Seats(placement_of(config), is_hybrid=is_hybrid, on_gpu=self._on_gpu)
+            self._seats = Seats(
+                placement_of(config), is_hybrid=is_hybrid, on_gpu=self._on_gpu, waiting=waiting
+            )
         together = (GENERATE.role, POLICY) if is_hybrid else ()
         hosts = self._hybrids(together)
         for role, demand in self._demands.items():

@@ -77,7 +77,7 @@ class Session:
         crew = self._crew
         coordinator = crew.create("coordinator", CoordinatorActor)
         wiring = self._wire(coordinator)
-        crew.fill(wiring.travel.node)
+        crew.fill(wiring.travel.node, status)
         for shard in wiring.shards:
             self._starting.add(crew.actors[shard.name].ready.remote(), shard.name)
         status(f"starting {', '.join(sorted(crew.actors))}")
