@@ -167,3 +167,42 @@ async def test_who_gives_up_ends_the_wait_of_those_who_drain(flight: Flight) -> 
     steps = flight.log.num_steps
     await loading
     assert flight.log.num_steps < steps + 100
+
+
+@keeping
+async def test_rollouts_stand_still_between_two_tokens_and_go_on_as_if_they_had_not(
+    flight: Flight,
+) -> None:
+    whole = await flight.engine.generate(SHORT, seeds=range(8))
+    running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(8)))
+    await flight.steps(10)
+    await flight.engine.suspend("others have the pool")
+    await flight.engine.suspend("weights change")
+    stood = flight.log.num_steps
+    late = asyncio.create_task(flight.engine.generate(SHORT, seeds=[3]))
+    await flight.engine.resume("weights change")
+    # What was asked for meanwhile waits as well.
+    await asyncio.sleep(0.3)
+    assert flight.log.num_steps == stood
+    assert not running.done() and not late.done()
+    await flight.engine.resume("others have the pool")
+    found = [*await running, *await late]
+    assert [rollout.token_ids.tolist() for rollout in found] == [
+        rollout.token_ids.tolist() for rollout in [*whole, whole[3]]
+    ]
+    assert flight.log.num_steps > stood
+
+
+@keeping
+async def test_weights_are_loaded_while_rollouts_stand_still(flight: Flight) -> None:
+    first = max(flight.models)
+    running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(8)))
+    await flight.steps(10)
+    await flight.engine.suspend("weights change")
+    stood = flight.log.num_steps
+    loaded = await flight.load(endless_model(seed=9))
+    assert flight.log.num_steps == stood
+    assert loaded.interrupted == 8
+    await flight.engine.resume("weights change")
+    versions = sampled_versions(await running)
+    assert {tuple(sorted(set(of_one))) for of_one in versions} == {(first, first + 1)}
