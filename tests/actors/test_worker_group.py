@@ -140,7 +140,7 @@ def test_several_groups_share_a_pool_until_it_is_full(
 
 
 def test_trouble_is_named_and_no_wait_is_endless(group: WorkerGroup) -> None:
-    with pytest.raises(ActorError, match=r"Doubler\.fail: ValueError: not by rank \d"):
+    with pytest.raises(ActorError, match=r"Doubler-(\d)\.fail: ValueError: not by rank \1"):
         group.fail(put({"x": np.arange(4.0)})).get()
     with pytest.raises(AttributeError, match="doubel: is no method of a group; it has die, double"):
         group.doubel  # noqa: B018
@@ -153,11 +153,11 @@ def test_a_worker_that_hangs_or_dies_is_told(pool: ResourcePool) -> None:
         pool, Doubler, mesh=Mesh(Grid.parse("1-1-1").seating()), first_slot=1, timeout_s=15.0
     )
     group_late = group.sleep(60.0)
-    with pytest.raises(DeadlineError, match=r"Doubler\.sleep: no answer within 15 s"):
+    with pytest.raises(DeadlineError, match=r"Doubler\.sleep: no answer within 15 s from rank 0"):
         group_late.get()
     group.close()
     other = WorkerGroup(pool, Doubler, mesh=Mesh(Grid.parse("1-1-1").seating()), timeout_s=60.0)
-    with pytest.raises(ActorLostError, match=r"Doubler\.die"):
+    with pytest.raises(ActorLostError, match=r"Doubler-0\.die: the actor died"):
         other.die().get()
 
 
