@@ -6,7 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from streamrl.actors.cluster import cluster, nothing
@@ -26,11 +26,12 @@ BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
 MOST_GROUPS = 8
 
 
-@dataclass(frozen=True)
+@dataclass
 class Stage:
     """Where a loop runs.
 
     pool: one slot for each data-parallel worker. max_length: tokens of prompt and completion.
+    began: when the step under way did, s on the monotonic clock.
     """
 
     config: RunConfig
@@ -38,19 +39,29 @@ class Stage:
     prompts: PromptStream
     max_length: int
     on_gpu: bool = False
+    groups: list[WorkerGroup] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
 
     def group(self, worker: type, *arguments: object, ranks: int | None = None) -> WorkerGroup:
         """Workers of a class in the first slots, one in every slot unless `ranks` says fewer."""
         grid = Grid(1, 1, ranks or self.pool.slots).seating()
         env = engine_env(self.config, on_gpu=self.on_gpu)
         mesh = Mesh(train=grid, serving=grid)
-        return WorkerGroup(self.pool, worker, self.config, *arguments, mesh=mesh, env=env)
+        group = WorkerGroup(self.pool, worker, self.config, *arguments, mesh=mesh, env=env)
+        self.groups.append(group)
+        return group
 
     @property
     def batches(self) -> Iterator[BatchRef | Reply]:
-        """The prompts of every step, by reference."""
+        """The prompts of every step, by reference; the first once all workers are there."""
+        for group in self.groups:
+            group.ready()
         for _ in range(self.config.run.steps):
+            self.began = time.monotonic()
             yield put({"prompt": self.prompts.draw(self.config.pipeline.groups_per_step)})
+
+
+Loop = Callable[[Stage], Iterator[Step]]
 
 
 @contextlib.contextmanager
@@ -66,18 +77,18 @@ def stage(config: RunConfig, workers: int) -> Iterator[Stage]:
         yield Stage(config, pool, prepared.prompts, prepared.max_length, site.on_gpu)
 
 
-def figures_of(steps: Iterator[Step]) -> Iterator[Mapping[str, float]]:
-    """The figures of every step by name, once it is over, and the seconds it took."""
-    began = time.monotonic()
-    for step in steps:
+def steps_of(loop: Loop, there: Stage) -> Iterator[Mapping[str, float]]:
+    """The figures of every step of a loop by name, once it is over, and the seconds it took."""
+    for step in loop(there):
         figures: dict[str, float] = {}
         for reply in step:
             figures |= reply.get()
-        yield figures | {"time/step_s": time.monotonic() - began}
-        began = time.monotonic()
+        yield figures | {"time/step_s": time.monotonic() - there.began}
+    for group in there.groups:
+        group.close()
 
 
-def main(loop: Callable[[Stage], Iterator[Step]], recipe: str, *overrides: str) -> None:
+def main(loop: Loop, recipe: str, *overrides: str) -> None:
     """Run a loop from the command line; a line for every step."""
     parser = argparse.ArgumentParser(description=loop.__doc__)
     parser.add_argument("--config", default=recipe, help=f"a run's YAML ({recipe})")
@@ -98,14 +109,14 @@ def main(loop: Callable[[Stage], Iterator[Step]], recipe: str, *overrides: str) 
         end("interrupted", INTERRUPTED)
 
 
-def run(loop: Callable[[Stage], Iterator[Step]], config: RunConfig, workers: int) -> None:
+def run(loop: Loop, config: RunConfig, workers: int) -> None:
     """Run a loop to its end."""
     if workers < 1:
         raise ConfigError(f"--workers={workers}: must be at least 1")
     with stage(config, workers) as there:
         interrupt_on_signals()
-        print(f"{config.algorithm.name} with {workers} workers, starting them", flush=True)
-        for number, figures in enumerate(figures_of(loop(there)), 1):
+        print(f"{config.algorithm.name}: starting {workers} workers of each kind", flush=True)
+        for number, figures in enumerate(steps_of(loop, there), 1):
             print(line(number, figures), flush=True)
 
 

@@ -75,6 +75,10 @@ class ResourcePool:
         where = PlacementGroupSchedulingStrategy(self._placement, slot)
         return {**self._share, "scheduling_strategy": where}
 
+    def give_back(self, slot: int) -> None:
+        """A group has left its part of a slot."""
+        self._held[slot] -= 1
+
     def close(self) -> None:
         """Give the slots back; what runs there is ended."""
         remove_placement_group(self._placement)
@@ -202,6 +206,7 @@ class WorkerGroup:
                 f"{self._name}: {mesh.size} ranks from slot {first_slot} on; the pool has"
                 f" {pool.slots} slots"
             )
+        self._pool, self._slots = pool, slots
         runtime_env = {"env_vars": {"OMP_NUM_THREADS": "1", **(env or {})}}
         self._hosts = [
             HOST.options(runtime_env=runtime_env, **pool.options(slot)).remote() for slot in slots
@@ -226,9 +231,11 @@ class WorkerGroup:
         return partial(self._call, name)
 
     def close(self) -> None:
-        """End the workers."""
-        for host in self._hosts:
+        """End the workers; others may have their part of the slots."""
+        for slot, host in zip(self._slots, self._hosts, strict=True):
             ray.kill(host)
+            self._pool.give_back(slot)
+        self._slots, self._hosts = range(0), []
 
     def _call(self, method: str, *arguments: Any) -> Reply:
         self.ready()
