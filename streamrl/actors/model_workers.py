@@ -24,9 +24,7 @@ from streamrl.algorithms import step_normaliser, summarise
 from streamrl.algorithms.critic import summarise_critic
 from streamrl.algorithms.dials import Dials
 from streamrl.config import RunConfig
-from streamrl.controller import Batch, add_protocol
-from streamrl.controller.protocols import from_first, to_all
-from streamrl.controller.workers import Place, transfers
+from streamrl.controller import PROTOCOLS, Batch, Place, add_protocol, transfers
 from streamrl.dataflow import (
     BASELINE,
     COST,
@@ -41,6 +39,7 @@ from streamrl.dataflow import (
 from streamrl.engines.batching import derive_columns
 from streamrl.engines.forward import token_values
 from streamrl.engines.generator_config import generation_env
+from streamrl.engines.packing import Pick
 from streamrl.engines.ranks import deadline
 from streamrl.engines.rollout_sums import rollout_sums
 from streamrl.engines.schedule import Pace, Schedule
@@ -52,7 +51,9 @@ from streamrl.step import add_sums
 PROMPT = "prompt"
 DERIVED = "derived"
 #: All ranks work on the whole batch together; what they agree on is told once.
-TOGETHER = add_protocol("TO_ALL_FROM_FIRST", to_all, from_first).name
+TOGETHER = add_protocol(
+    "TO_ALL_FROM_FIRST", PROTOCOLS["ONE_TO_ALL"].distribute, PROTOCOLS["RANK_ZERO"].collect
+).name
 Figures = dict[str, float]
 
 
@@ -106,7 +107,7 @@ class TrainedWorker:
         self._version += 1
         return total, _mean(updates)
 
-    def _look(self, groups: Mapping[str, Columns], works: Sequence[Any]) -> None:
+    def _look(self, groups: Mapping[str, Columns], works: Sequence[Sequence[Pick]]) -> None:
         """Note what is to be known of the model before a step changes it; of a policy."""
 
     def _of_all(self, sums: Mapping[str, float]) -> dict[str, float]:
@@ -163,12 +164,12 @@ class PolicyWorker(TrainedWorker):
         While a critic is warmed up alone, the policy stays as it is.
         """
         groups, dials = groups_of(batch), dict(self._dials.values)
-        figures = _scored(groups)
+        told = rollout_sums(groups, all_picks(groups))
+        figures = _scored(told)
         if self._served >= self._config.critic.warmup_alone:
             self._trainer.adopt(dials)
             sums, updates = self._train(batch)
-            rollouts = sum(len(columns["lengths"]) for columns in groups.values())
-            self._dials.after(sums, num_rollouts=rollouts)
+            self._dials.after({**told, **sums}, num_rollouts=int(told["rollouts"]))
             figures |= summarise(sums, step_normaliser(self._settings, sums)) | updates
         figures |= {f"dial/{name}": value for name, value in dials.items()}
         return {**figures, "weights/bytes": float(self._take_up())}
@@ -193,7 +194,7 @@ class PolicyWorker(TrainedWorker):
 
         return as_batch(self._loop.run(all_groups()))
 
-    def _look(self, groups: Mapping[str, Columns], works: Sequence[Any]) -> None:
+    def _look(self, groups: Mapping[str, Columns], works: Sequence[Sequence[Pick]]) -> None:
         if self._settings.looks_ahead:
             for picks in works:
                 self._trainer.look({uid: groups[uid] for uid, _ in picks}, picks)
@@ -324,16 +325,15 @@ def in_one(batch: Batch, compute: Callable[[Columns], Array]) -> list[Array]:
     return np.split(compute(whole), ends[:-1])
 
 
-def _scored(groups: Mapping[str, Columns]) -> Figures:
+def all_picks(groups: Mapping[str, Columns]) -> list[Pick]:
+    """Every rollout of some groups."""
+    return [(uid, i) for uid, columns in groups.items() for i in range(len(columns["lengths"]))]
+
+
+def _scored(told: Mapping[str, float]) -> Figures:
     """What the rollouts of a step got, by rollout."""
-    picks = [(uid, i) for uid, columns in groups.items() for i in range(len(columns["lengths"]))]
-    sums = rollout_sums(groups, picks)
-    names = {
-        "score_sum": "reward/mean",
-        "cost_sum": "cost/mean",
-        "sampled_sum": "rollout/length_mean",
-    }
-    return {told: sums[name] / len(picks) for name, told in names.items() if name in sums}
+    names = {"score_sum": "reward/mean", "cost_sum": "cost/mean"}
+    return {mean: told[name] / told["rollouts"] for name, mean in names.items() if name in told}
 
 
 def _mean(rows: Sequence[Mapping[str, float]]) -> Figures:

@@ -10,8 +10,15 @@ import ray
 
 from streamrl.actors.cluster import cluster, nothing
 from streamrl.actors.worker_group import ResourcePool, WorkerGroup, load, put
-from streamrl.controller import PROTOCOLS, BatchRef, Handed, Mesh, add_protocol
-from streamrl.controller.workers import Place, transfers
+from streamrl.controller import (
+    PROTOCOLS,
+    BatchRef,
+    Handed,
+    Mesh,
+    Place,
+    add_protocol,
+    transfers,
+)
 from streamrl.errors import ActorError, ActorLostError, ConfigError, DeadlineError
 from streamrl.placement import PlacementConfig
 from streamrl.resharding import Grid
