@@ -63,18 +63,22 @@ def engine_env(config: RunConfig, *, on_gpu: bool) -> dict[str, str]:
     return {**STAGE_ENV, **own} | ({} if on_gpu else {"DS_ACCELERATOR": "cpu"})
 
 
+def with_ranks(config: RunConfig, ranks: int) -> RunConfig:
+    """The settings for so many ranks: a group has as many as its mesh."""
+    return replace(config, trainer=replace(config.trainer, world_size=ranks))
+
+
 class TrainedWorker:
     """A rank of a model that is trained, by its role."""
 
     def __init__(self, place: Place, config: RunConfig, role: str) -> None:
-        trainer = replace(config.trainer, world_size=place.size)
-        self._config = config = replace(config, trainer=trainer)
+        self._config = config = with_ranks(config, place.size)
         self._place = place
         self._timeout_s = config.trainer_of(role).collective_timeout_s
         if config.trainer_of(role).gathers:
             raise ConfigError(
-                f"trainer.zero_stage={trainer.zero_stage}: a worker looks at rows by itself, so it"
-                " needs all parameters"
+                f"trainer.zero_stage={config.trainer.zero_stage}: a worker looks at rows by itself,"
+                " so it needs all parameters"
             )
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = place.address, str(place.port)
         self._trainer = RealEngines().trainer(config, place.rank, role)
@@ -129,9 +133,9 @@ class PolicyWorker(TrainedWorker):
     """
 
     def __init__(self, place: Place, config: RunConfig, max_length: int) -> None:
+        if reason := with_ranks(config, place.size).apart:
+            raise ConfigError(reason)
         super().__init__(place, config, POLICY)
-        if self._config.apart:
-            raise ConfigError(self._config.apart)
         self._settings = self._config.settings
         self._dials = Dials(config.algorithm.row, self._settings)
         self._loop = asyncio.Runner()

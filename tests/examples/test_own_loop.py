@@ -15,9 +15,11 @@ from examples.own_loop.safe_rlhf import safe_rlhf
 from examples.own_loop.stage import Loop, Stage, line, steps_of
 from streamrl.actors import worker_group
 from streamrl.actors.cluster import cluster, nothing
+from streamrl.actors.model_workers import PolicyWorker
 from streamrl.actors.worker_group import ResourcePool
 from streamrl.config import RunConfig, load_config
 from streamrl.controller import protocols
+from streamrl.errors import ConfigError
 from streamrl.placement import PlacementConfig
 from streamrl.preflight import prepare
 from tests.e2e.launched import Launched, rows
@@ -131,7 +133,6 @@ def test_safe_rlhf_turns_its_multiplier_by_the_costs(pool: ResourcePool) -> None
         (["--steps", "0"], "run.steps=0: must be at least 1"),
         (["trainer.lrr=1"], "the nearest key is trainer.lr"),
         (["model.path=nowhere"], "nowhere"),
-        (["trainer.zero_stage=3"], "trainer.zero_stage=3: a worker looks at rows by itself"),
         (["--config", "nowhere.yaml"], "config nowhere.yaml: No such file"),
     ],
 )
@@ -147,6 +148,19 @@ def test_bad_input_is_one_line(
     assert left.value.code == own_loop.BAD_INPUT
     (said,) = capsys.readouterr().err.splitlines()
     assert told in said
+
+
+@pytest.mark.slow
+def test_settings_a_worker_cannot_have_are_refused(pool: ResourcePool) -> None:
+    for override, told in (
+        ("trainer.zero_stage=3", "trainer.zero_stage=3: a worker looks at rows by itself"),
+        ("weights.publish_every=2", "weights.publish_every=2: "),
+    ):
+        there = Stage(load_config(PPO, [override]), Narrow(pool, 1), None, 64)  # type: ignore[arg-type]
+        group = there.group(PolicyWorker, 64)
+        with pytest.raises(ConfigError, match=told):
+            group.ready()
+        group.close()
 
 
 def test_a_line_has_what_a_step_has() -> None:
