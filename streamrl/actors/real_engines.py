@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from streamrl.actors.engine_factory import HostedGenerator, HostedRank, HostedScorer
+from streamrl.actors.engine_factory import HostedGenerator, HostedScorer
 from streamrl.config import RunConfig
 from streamrl.dataflow import BASELINE, COST, COST_VALUE, POLICY, REFERENCE, REWARD, VALUE, Call
 from streamrl.messages import Array, Columns, Experience
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from streamrl.engines.pretraining import Pretraining
     from streamrl.engines.tasks import Task
+    from streamrl.engines.training import ModelTrainer
 
 
 class Shadow:
@@ -81,7 +82,7 @@ class RealEngines:
         await scorer.start()
         return scorer
 
-    def trainer(self, config: RunConfig, rank: int, role: str) -> HostedRank:
+    def trainer(self, config: RunConfig, rank: int, role: str) -> "ModelTrainer":
         """One rank of a model's trainer."""
         from streamrl.engines.training import ModelTrainer
 

@@ -6,6 +6,7 @@ controller. A call returns at once, and what it returns can be handed on at once
 have to be counted, or values are asked for, the controller waits, and no longer than the deadline.
 """
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import methodcaller
@@ -20,7 +21,7 @@ from streamrl.actors.trainer import free_port
 from streamrl.controller.batches import Batch, BatchRef, Part, concatenate, cut, num_rows
 from streamrl.controller.protocols import PROTOCOLS, Handed, Mesh, Protocol, without_padding
 from streamrl.controller.workers import Place, transfers_of
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, DeadlineError
 
 CALL_TIMEOUT_S = 600.0
 """Deadline of a call of a group unless it brings its own, s."""
@@ -74,6 +75,10 @@ class ResourcePool:
         where = PlacementGroupSchedulingStrategy(self._placement, slot)
         return {**self._share, "scheduling_strategy": where}
 
+    def give_back(self, slot: int) -> None:
+        """A group has left its part of a slot."""
+        self._held[slot] -= 1
+
     def close(self) -> None:
         """Give the slots back; what runs there is ended."""
         remove_placement_group(self._placement)
@@ -86,9 +91,17 @@ class WorkerHost:
         """An address and a free port of this node."""
         return ray.util.get_node_ip_address(), free_port()
 
-    def build(self, worker: type, place: Place, arguments: Sequence[Any]) -> None:
+    def build(
+        self,
+        worker: type,
+        rank: int,
+        mesh: Mesh,
+        slot: int,
+        meeting: tuple[str, int],
+        arguments: Sequence[Any],
+    ) -> None:
         """Make the worker."""
-        self._worker = worker(place, *arguments)
+        self._worker = worker(Place(rank, mesh, *meeting, slot), *arguments)
 
     def call(self, method: str, arguments: Sequence[Any]) -> tuple[Any, int | None]:
         """What its method returns, and how many rows that has; None if it is no batch."""
@@ -167,8 +180,11 @@ class WorkerGroup:
 
     worker: a class whose constructor takes a Place and then `arguments`, and whose methods say by
     `transfers` how they are called; these are the methods of the group. mesh: how its ranks are
-    laid out. threads: how many a worker computes with. Raises ConfigError if the pool has too few
-    slots, or a method names a protocol that is not known.
+    laid out. env: what their processes find in the environment; they compute with one thread unless
+    OMP_NUM_THREADS is there. timeout_s: deadline of the start and of every call.
+
+    The workers are made while the caller goes on; `ready`, or the first call, waits for them.
+    Raises ConfigError if the pool has too few slots, or a method names a protocol that is unknown.
     """
 
     def __init__(
@@ -178,7 +194,7 @@ class WorkerGroup:
         *arguments: Any,
         mesh: Mesh,
         first_slot: int = 0,
-        threads: int = 1,
+        env: Mapping[str, str] | None = None,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
         self._name = worker.__name__
@@ -190,16 +206,22 @@ class WorkerGroup:
                 f"{self._name}: {mesh.size} ranks from slot {first_slot} on; the pool has"
                 f" {pool.slots} slots"
             )
-        env = {"env_vars": {"OMP_NUM_THREADS": str(threads)}}
+        self._pool, self._slots = pool, slots
+        runtime_env = {"env_vars": {"OMP_NUM_THREADS": "1", **(env or {})}}
         self._hosts = [
-            HOST.options(runtime_env=env, **pool.options(slot)).remote() for slot in slots
+            HOST.options(runtime_env=runtime_env, **pool.options(slot)).remote() for slot in slots
         ]
-        address, port = self._fetch(self._hosts[0].meeting.remote(), "start of rank 0")
-        built = [
-            host.build.remote(worker, Place(rank, mesh, address, port, slot), arguments)
+        meeting = self._hosts[0].meeting.remote()
+        self._built: list[Any] | None = [
+            host.build.remote(worker, rank, mesh, slot, meeting, arguments)
             for rank, (slot, host) in enumerate(zip(slots, self._hosts, strict=True))
         ]
-        self._fetch(built, "start")
+
+    def ready(self) -> None:
+        """Wait until all workers are made. Raises DeadlineError, or what stopped one of them."""
+        if self._built is not None:
+            self._fetch(dict(enumerate(self._built)), "start")
+            self._built = None
 
     def __getattr__(self, name: str) -> Callable[..., Reply]:
         """The registered method of that name, as one call of all ranks."""
@@ -209,17 +231,21 @@ class WorkerGroup:
         return partial(self._call, name)
 
     def close(self) -> None:
-        """End the workers."""
-        for host in self._hosts:
+        """End the workers; others may have their part of the slots."""
+        for slot, host in zip(self._slots, self._hosts, strict=True):
             ray.kill(host)
+            self._pool.give_back(slot)
+        self._slots, self._hosts = range(0), []
 
     def _call(self, method: str, *arguments: Any) -> Reply:
+        self.ready()
         protocol = self._protocols[method]
         handed = protocol.distribute(self._mesh, tuple(settled(value) for value in arguments))
-        replies = [
-            host.call.options(num_returns=2).remote(method, given) if given is not None else None
-            for host, given in zip(self._hosts, handed.calls, strict=True)
-        ]
+        replies = {
+            rank: self._hosts[rank].call.options(num_returns=2).remote(method, given)
+            for rank, given in enumerate(handed.calls)
+            if given is not None
+        }
         return Reply(partial(self._collect, method, protocol, handed, replies))
 
     def _collect(
@@ -227,22 +253,35 @@ class WorkerGroup:
         method: str,
         protocol: Protocol,
         handed: Handed,
-        replies: Sequence[tuple[Any, Any] | None],
+        replies: Mapping[int, tuple[Any, Any]],
     ) -> Any:
-        called = [reply for reply in replies if reply is not None]
-        counts = self._fetch([count for _, count in called], method)
-        values = [value for (value, _), count in zip(called, counts, strict=True) if count is None]
-        plain = iter(self._fetch(values, method))
-        given = (
-            next(plain) if count is None else BatchRef.of(Part(value, 0, count))
-            for (value, _), count in zip(called, counts, strict=True)
-        )
-        answers = [None if reply is None else next(given) for reply in replies]
-        found = protocol.collect(self._mesh, answers)
+        counts = self._fetch({rank: count for rank, (_, count) in replies.items()}, method)
+        plain = {rank: replies[rank][0] for rank, count in counts.items() if count is None}
+        answers = self._fetch(plain, method)
+        answers |= {
+            rank: BatchRef.of(Part(replies[rank][0], 0, count))
+            for rank, count in counts.items()
+            if count is not None
+        }
+        found = protocol.collect(self._mesh, [answers.get(rank) for rank in range(self._mesh.size)])
         return without_padding(found, handed.rows, handed.padding)
 
-    def _fetch(self, replies: Any, what: str) -> Any:
-        return fetch(replies, f"{self._name}.{what}", self._timeout_s)
+    def _fetch(self, replies: Mapping[int, Any], what: str) -> dict[int, Any]:
+        """The answers by rank, as they come: one that fails is told at once, whoever is slower."""
+        ranks, found = {reply: rank for rank, reply in replies.items()}, {}
+        deadline = time.monotonic() + self._timeout_s
+        while ranks:
+            left_s = max(deadline - time.monotonic(), 0.0)
+            done, _ = ray.wait(list(ranks), timeout=left_s)
+            if not done:
+                late = ", ".join(map(str, sorted(ranks.values())))
+                raise DeadlineError(
+                    f"{self._name}.{what}: no answer within {self._timeout_s:g} s from rank {late}"
+                )
+            for reply in done:
+                rank = ranks.pop(reply)
+                found[rank] = fetch(reply, f"{self._name}-{rank}.{what}")
+        return found
 
 
 def _known(name: str) -> Protocol:

@@ -2,6 +2,7 @@
 
 from streamrl.controller.batches import Batch, BatchRef, Part, join
 from streamrl.controller.protocols import PROTOCOLS, Handed, Mesh, Protocol, add_protocol
+from streamrl.controller.workers import Place, transfers
 
 __all__ = [
     "PROTOCOLS",
@@ -10,7 +11,9 @@ __all__ = [
     "Handed",
     "Mesh",
     "Part",
+    "Place",
     "Protocol",
     "add_protocol",
     "join",
+    "transfers",
 ]

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from streamrl.algorithms import Algorithm, Settings
+from streamrl.algorithms import Settings
 from streamrl.algorithms.correction import second_moment_limit
-from streamrl.engines.batching import derive_columns, tokens_of
+from streamrl.engines.batching import tokens_of
 from streamrl.engines.packing import Pick
 from streamrl.messages import Array, Columns
 
@@ -20,10 +20,9 @@ class StepPlan:
     The latter only of the rollouts of this rank, which keeps them through all epochs.
     """
 
-    def __init__(self, row: Algorithm, settings: Settings, groups: Mapping[str, Columns]) -> None:
-        self._derived = {
-            uid: dict(columns) for uid, columns in derive_columns(row, settings, groups).items()
-        }
+    def __init__(self, settings: Settings, derived: Mapping[str, Columns]) -> None:
+        """`derived` is what `derive_columns` made of all groups."""
+        self._derived = {uid: dict(columns) for uid, columns in derived.items()}
         self._threshold = settings.correction.second_moment_threshold
         self._squares: list[tuple[str, slice, Array]] = []
 

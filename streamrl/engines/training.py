@@ -123,9 +123,17 @@ class ModelTrainer:
         if settings != self._task.settings:
             self._task = self._task.with_settings(settings)
 
-    def plan(self, groups: Mapping[str, Columns]) -> None:
-        """Derive advantages from all groups of the step, for a row that needs the whole of it."""
-        self._plan = StepPlan(self._task.row, self._task.settings, groups)
+    def plan(
+        self, groups: Mapping[str, Columns], derived: Mapping[str, Columns] | None = None
+    ) -> None:
+        """Derive advantages from all groups of the step, for a row that needs the whole of it.
+
+        `derived` is what `derive_columns` made of them, where somebody has called it already.
+        """
+        task = self._task
+        if derived is None:
+            derived = derive_columns(task.row, task.settings, groups)
+        self._plan = StepPlan(task.settings, derived)
 
     def look(self, groups: Mapping[str, Columns], picks: Sequence[Pick]) -> None:
         """Note what the policy as it is now says of the picked rollouts of the plan."""
@@ -165,7 +173,7 @@ class ModelTrainer:
         return dict(zip(sums, values, strict=True))
 
     def _derived(self, groups: Mapping[str, Columns]) -> Mapping[str, Columns]:
-        if self._task.settings.scope == "step":
+        if self._plan is not None or self._task.settings.scope == "step":
             return self._current_plan.derived(groups)
         return derive_columns(self._task.row, self._task.settings, groups)
 
@@ -220,6 +228,11 @@ class ModelTrainer:
     def gathers(self) -> bool:
         """Whether `full_state` takes all ranks: nobody may do anything else meanwhile."""
         return self._backend.gathers
+
+    @property
+    def forward(self) -> Callable[..., Any]:
+        """The model as it is, to be called for a forward pass. May be collective, see `gathers`."""
+        return self._backend.forward
 
     @property
     def vocab_size(self) -> int:

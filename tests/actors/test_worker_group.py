@@ -10,8 +10,15 @@ import ray
 
 from streamrl.actors.cluster import cluster, nothing
 from streamrl.actors.worker_group import ResourcePool, WorkerGroup, load, put
-from streamrl.controller import Mesh
-from streamrl.controller.workers import Place, transfers
+from streamrl.controller import (
+    PROTOCOLS,
+    BatchRef,
+    Handed,
+    Mesh,
+    Place,
+    add_protocol,
+    transfers,
+)
 from streamrl.errors import ActorError, ActorLostError, ConfigError, DeadlineError
 from streamrl.placement import PlacementConfig
 from streamrl.resharding import Grid
@@ -140,7 +147,7 @@ def test_several_groups_share_a_pool_until_it_is_full(
 
 
 def test_trouble_is_named_and_no_wait_is_endless(group: WorkerGroup) -> None:
-    with pytest.raises(ActorError, match=r"Doubler\.fail: ValueError: not by rank \d"):
+    with pytest.raises(ActorError, match=r"Doubler-(\d)\.fail: ValueError: not by rank \1"):
         group.fail(put({"x": np.arange(4.0)})).get()
     with pytest.raises(AttributeError, match="doubel: is no method of a group; it has die, double"):
         group.doubel  # noqa: B018
@@ -153,11 +160,11 @@ def test_a_worker_that_hangs_or_dies_is_told(pool: ResourcePool) -> None:
         pool, Doubler, mesh=Mesh(Grid.parse("1-1-1").seating()), first_slot=1, timeout_s=15.0
     )
     group_late = group.sleep(60.0)
-    with pytest.raises(DeadlineError, match=r"Doubler\.sleep: no answer within 15 s"):
+    with pytest.raises(DeadlineError, match=r"Doubler\.sleep: no answer within 15 s from rank 0"):
         group_late.get()
     group.close()
     other = WorkerGroup(pool, Doubler, mesh=Mesh(Grid.parse("1-1-1").seating()), timeout_s=60.0)
-    with pytest.raises(ActorLostError, match=r"Doubler\.die"):
+    with pytest.raises(ActorLostError, match=r"Doubler-0\.die: the actor died"):
         other.die().get()
 
 
@@ -165,3 +172,73 @@ def test_a_pool_that_finds_no_room_says_what_there_is(pool: ResourcePool) -> Non
     with pytest.raises(ConfigError, match=r"found no room in 1 s; the cluster has 4 CPU in all"):
         ResourcePool(9, timeout_s=1.0)
     assert ray.is_initialized()
+
+
+def backwards(mesh: Mesh, arguments: tuple[object, ...]) -> Handed:
+    """The first rows to the last rank."""
+    (batch,) = arguments
+    assert isinstance(batch, BatchRef)
+    return Handed(tuple((piece,) for piece in reversed(batch.split(mesh.size))), len(batch))
+
+
+add_protocol("BACKWARDS", backwards, PROTOCOLS["DP"].collect)
+
+
+class Served(Doubler):
+    """Is laid out otherwise for serving than for training."""
+
+    @transfers("P3D_ALL_MICRO_DP")
+    def serve(self, batch):
+        return self.double(batch)
+
+    @transfers("BACKWARDS")
+    def back(self, batch):
+        return self.double(batch)
+
+    @transfers("ONE_TO_ALL")
+    def environment(self, name):
+        return os.environ.get(name)
+
+    @transfers("ALL_TO_ALL")
+    def die_or_sleep(self, seconds):
+        if seconds:
+            time.sleep(seconds)
+        else:
+            os._exit(3)
+
+
+def test_serving_may_have_a_layout_and_a_user_a_protocol_of_their_own(pool: ResourcePool) -> None:
+    mesh = Mesh(Grid.parse("1-2-1").seating(), serving=Grid.parse("1-1-2").seating())
+    group = WorkerGroup(pool, Served, mesh=mesh, first_slot=2, env={"SPECIAL": "yes"})
+    batch = put({"x": np.arange(3.0)})
+    # Trained, the two hold one model together; serving, each has one for itself.
+    assert group.double(batch).load()["rank"].tolist() == [0, 0, 0]
+    served = group.serve(batch).load()
+    assert (served["x"].tolist(), served["rank"].tolist()) == ([0, 2, 4], [0, 0, 1])
+    assert group.back(batch.rows(0, 2)).load()["x"].tolist() == [2, 0]
+    assert group.environment("SPECIAL").get() == ["yes", "yes"]
+    assert group.environment("OMP_NUM_THREADS").get() == ["1", "1"]
+    # Who has died is told before who is late; and what it left behind is a group without it.
+    with pytest.raises(ActorLostError, match=r"Served-1\.die_or_sleep: the actor died"):
+        group.die_or_sleep([100.0, 0.0]).get()
+    group.close()
+
+
+class Stubborn(Doubler):
+    """One rank of it does not start."""
+
+    def __init__(self, place: Place) -> None:
+        if place.rank == 1:
+            raise ConfigError("rank=1: must be another")
+
+
+def test_a_worker_that_does_not_start_is_told_and_its_slot_is_free_again(
+    pool: ResourcePool,
+) -> None:
+    for _ in range(4):
+        group = WorkerGroup(pool, Stubborn, mesh=Mesh(Grid.parse("1-1-2").seating()))
+        group.close()
+    group = WorkerGroup(pool, Stubborn, mesh=Mesh(Grid.parse("1-1-2").seating()))
+    with pytest.raises(ConfigError, match="rank=1: must be another"):
+        group.first()
+    group.close()

@@ -1,0 +1,28 @@
+"""PPO as a loop of one's own: python -m examples.own_loop.ppo --steps 30"""
+
+from collections.abc import Iterator
+
+from examples.own_loop.stage import Stage, Step, main
+from streamrl.actors.model_workers import CriticWorker, PolicyWorker, ReferenceWorker, RewardWorker
+
+
+def ppo(stage: Stage) -> Iterator[Step]:
+    """A critic tells how good a rollout was expected to be; the policy learns from the rest."""
+    policy = stage.group(PolicyWorker, stage.max_length)
+    critic = stage.group(CriticWorker)
+    reference = stage.group(ReferenceWorker, ranks=1)
+    reward = stage.group(RewardWorker, ranks=1)
+
+    for batch in stage.batches:
+        batch |= policy.generate_sequences(batch)
+        values = critic.compute_values(batch)
+        ref_logprobs = reference.compute_ref_logprobs(batch)
+        rewards = reward.compute_rewards(batch)
+        batch |= values | ref_logprobs | rewards
+        batch |= policy.compute_advantages(batch)
+        critic_figures = critic.update_critic(batch)
+        yield policy.update_policy(batch), critic_figures
+
+
+if __name__ == "__main__":
+    main(ppo, "configs/ppo_arithmetic.yaml", "trainer.lr=2e-4", "critic.warmup_alone=2")

@@ -1,0 +1,25 @@
+"""ReMax as a loop of one's own: python -m examples.own_loop.remax --steps 30"""
+
+from collections.abc import Iterator
+
+from examples.own_loop.stage import Stage, Step, main
+from streamrl.actors.model_workers import PolicyWorker, ReferenceWorker, RewardWorker
+
+
+def remax(stage: Stage) -> Iterator[Step]:
+    """No critic: the policy's likeliest completion is what a rollout is measured by."""
+    policy = stage.group(PolicyWorker, stage.max_length)
+    reference = stage.group(ReferenceWorker, ranks=1)
+    reward = stage.group(RewardWorker, ranks=1)
+
+    for batch in stage.batches:
+        batch |= policy.generate_sequences(batch) | policy.generate_greedy(batch)
+        ref_logprobs = reference.compute_ref_logprobs(batch)
+        rewards, baselines = reward.compute_rewards(batch), reward.compute_baselines(batch)
+        batch |= ref_logprobs | rewards | baselines
+        batch |= policy.compute_advantages(batch)
+        yield (policy.update_policy(batch),)
+
+
+if __name__ == "__main__":
+    main(remax, "configs/remax_arithmetic.yaml", "algorithm.kl_coef=0.001")

@@ -1,0 +1,30 @@
+"""Safe RLHF as a loop of one's own: python -m examples.own_loop.safe_rlhf --steps 30"""
+
+from collections.abc import Iterator
+
+from examples.own_loop.stage import Stage, Step, main
+from streamrl.actors.model_workers import CriticWorker, PolicyWorker, ReferenceWorker, RewardWorker
+from streamrl.dataflow import COST, COST_CRITIC, CRITIC, REWARD
+
+
+def safe_rlhf(stage: Stage) -> Iterator[Step]:
+    """Reward under a limit on cost: a critic for each, and a multiplier that weighs the two."""
+    policy = stage.group(PolicyWorker, stage.max_length)
+    critic, cost_critic = stage.group(CriticWorker, CRITIC), stage.group(CriticWorker, COST_CRITIC)
+    reference = stage.group(ReferenceWorker, ranks=1)
+    reward = stage.group(RewardWorker, REWARD.role, ranks=1)
+    cost = stage.group(RewardWorker, COST.role, ranks=1)
+
+    for batch in stage.batches:
+        batch |= policy.generate_sequences(batch)
+        values, cost_values = critic.compute_values(batch), cost_critic.compute_values(batch)
+        ref_logprobs = reference.compute_ref_logprobs(batch)
+        rewards, costs = reward.compute_rewards(batch), cost.compute_costs(batch)
+        batch |= values | cost_values | ref_logprobs | rewards | costs
+        batch |= policy.compute_advantages(batch)
+        critics = critic.update_critic(batch), cost_critic.update_critic(batch)
+        yield policy.update_policy(batch), *critics
+
+
+if __name__ == "__main__":
+    main(safe_rlhf, "configs/safe_rlhf_toy.yaml", "critic.warmup_alone=2")

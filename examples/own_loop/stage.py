@@ -1,0 +1,140 @@
+"""What the loops stand on: a pool of slots, groups of workers on it, batches, a line per step."""
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from streamrl.actors.cluster import cluster, nothing
+from streamrl.actors.model_workers import engine_env
+from streamrl.actors.worker_group import Reply, ResourcePool, WorkerGroup, put
+from streamrl.cli.interrupts import interrupt_on_signals
+from streamrl.config import RunConfig, load_config
+from streamrl.controller import BatchRef, Mesh
+from streamrl.data import PromptStream
+from streamrl.errors import ConfigError, StreamError
+from streamrl.preflight import prepare
+from streamrl.resharding import Grid
+
+Step = Sequence[Reply]
+"""What the updates of a step will tell, the policy's first."""
+BAD_INPUT, FAILED, INTERRUPTED = 2, 1, 130
+MOST_GROUPS = 8
+
+
+@dataclass
+class Stage:
+    """Where a loop runs.
+
+    pool: one slot for each data-parallel worker. max_length: tokens of prompt and completion.
+    began: when the step under way did, s on the monotonic clock.
+    """
+
+    config: RunConfig
+    pool: ResourcePool
+    prompts: PromptStream
+    max_length: int
+    on_gpu: bool = False
+    groups: list[WorkerGroup] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+
+    def group(self, worker: type, *arguments: object, ranks: int | None = None) -> WorkerGroup:
+        """Workers of a class in the first slots, one in every slot unless `ranks` says fewer."""
+        grid = Grid(1, 1, ranks or self.pool.slots).seating()
+        env = engine_env(self.config, on_gpu=self.on_gpu)
+        mesh = Mesh(train=grid, serving=grid)
+        group = WorkerGroup(self.pool, worker, self.config, *arguments, mesh=mesh, env=env)
+        self.groups.append(group)
+        return group
+
+    @property
+    def batches(self) -> Iterator[BatchRef | Reply]:
+        """The prompts of every step, by reference; the first once all workers are there."""
+        for group in self.groups:
+            group.ready()
+        for _ in range(self.config.run.steps):
+            self.began = time.monotonic()
+            yield put({"prompt": self.prompts.draw(self.config.pipeline.groups_per_step)})
+
+
+Loop = Callable[[Stage], Iterator[Step]]
+
+
+@contextlib.contextmanager
+def stage(config: RunConfig, workers: int) -> Iterator[Stage]:
+    """A pool of so many slots, on a Ray of its own or the cluster of placement.address.
+
+    Raises ConfigError for settings, data or a cluster that will not do.
+    """
+    prepared = prepare(config)
+    placement = replace(config.placement, cpus=config.placement.cpus or workers)
+    with cluster(placement, nothing) as site:
+        pool = ResourcePool(workers, gpus=float(site.on_gpu), groups=MOST_GROUPS)
+        yield Stage(config, pool, prepared.prompts, prepared.max_length, site.on_gpu)
+
+
+def steps_of(loop: Loop, there: Stage) -> Iterator[Mapping[str, float]]:
+    """The figures of every step of a loop by name, once it is over, and the seconds it took."""
+    for step in loop(there):
+        figures: dict[str, float] = {}
+        for reply in step:
+            figures |= reply.get()
+        yield figures | {"time/step_s": time.monotonic() - there.began}
+    for group in there.groups:
+        group.close()
+
+
+def main(loop: Loop, recipe: str, *overrides: str) -> None:
+    """Run a loop from the command line; a line for every step."""
+    parser = argparse.ArgumentParser(description=loop.__doc__)
+    parser.add_argument("--config", default=recipe, help=f"a run's YAML ({recipe})")
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps (30)")
+    parser.add_argument("--workers", type=int, default=2, help="data-parallel workers (2)")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the config")
+    given = parser.parse_intermixed_args()
+    settings = (*overrides, f"run.steps={given.steps}", *given.overrides)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
+    try:
+        run(loop, load_config(Path(given.config), settings), given.workers)
+    except ConfigError as error:
+        end(str(error), BAD_INPUT)
+    except StreamError as error:
+        end(str(error), FAILED)
+    except KeyboardInterrupt:
+        end("interrupted", INTERRUPTED)
+
+
+def run(loop: Loop, config: RunConfig, workers: int) -> None:
+    """Run a loop to its end."""
+    if workers < 1:
+        raise ConfigError(f"--workers={workers}: must be at least 1")
+    with stage(config, workers) as there:
+        interrupt_on_signals()
+        print(f"{config.algorithm.name}: starting {workers} workers of each kind", flush=True)
+        for number, figures in enumerate(steps_of(loop, there), 1):
+            print(line(number, figures), flush=True)
+
+
+def line(number: int, figures: Mapping[str, float]) -> str:
+    """A step in one line."""
+    shown = {
+        "reward": "reward/mean",
+        "cost": "cost/mean",
+        "loss": "loss/policy",
+        "value loss": "loss/value",
+        "lagrange": "dial/lagrange",
+        "s": "time/step_s",
+    }
+    told = (f"{word} {figures[name]:.3f}" for word, name in shown.items() if name in figures)
+    return f"step {number:3d}  " + "  ".join(told)
+
+
+def end(text: str, code: int) -> None:
+    """Leave with one line."""
+    print(f"own_loop: {text}", file=sys.stderr)
+    raise SystemExit(code)

@@ -1,0 +1,345 @@
+"""Workers with real engines, for loops of one's own: policy, critics, reference, rewards, costs.
+
+A row of their batches is a group: a cell for its prompt, and one for each of its columns, by the
+names of `messages.SCHEMA`. What a row derives from groups, advantages and returns, is the column
+`derived`. Scoring is handed out by rows. An update is handed out whole: advantages may compare all
+groups of a step, and rollouts are dealt to ranks by their lengths, each of them once, so that
+neither padding nor the number of ranks has a say in it.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from streamrl.actors.crew import STAGE_ENV
+from streamrl.actors.real_engines import RealEngines
+from streamrl.algorithms import step_normaliser, summarise
+from streamrl.algorithms.critic import summarise_critic
+from streamrl.algorithms.dials import Dials
+from streamrl.config import RunConfig
+from streamrl.controller import PROTOCOLS, Batch, Place, add_protocol, transfers
+from streamrl.dataflow import (
+    BASELINE,
+    COST,
+    CRITIC,
+    CRITICS,
+    GENERATE,
+    GREEDY,
+    POLICY,
+    REWARD,
+    SEQUENCES,
+)
+from streamrl.engines.batching import derive_columns
+from streamrl.engines.forward import token_values
+from streamrl.engines.generator_config import generation_env
+from streamrl.engines.packing import Pick
+from streamrl.engines.ranks import deadline
+from streamrl.engines.rollout_sums import rollout_sums
+from streamrl.engines.schedule import Pace, Schedule
+from streamrl.engines.scoring import LogprobScorer, per_token
+from streamrl.errors import ConfigError, StreamError
+from streamrl.messages import SCHEMA, Array, Columns, Experience, Lease, Prompt, is_component
+from streamrl.step import add_sums
+
+PROMPT = "prompt"
+DERIVED = "derived"
+#: All ranks work on the whole batch together; what they agree on is told once.
+TOGETHER = add_protocol(
+    "TO_ALL_FROM_FIRST", PROTOCOLS["ONE_TO_ALL"].distribute, PROTOCOLS["RANK_ZERO"].collect
+).name
+Figures = dict[str, float]
+
+
+def engine_env(config: RunConfig, *, on_gpu: bool) -> dict[str, str]:
+    """Environment for the processes of the workers here."""
+    own = generation_env("cuda" if on_gpu else "cpu", threads=config.generator.threads)
+    return {**STAGE_ENV, **own} | ({} if on_gpu else {"DS_ACCELERATOR": "cpu"})
+
+
+def with_ranks(config: RunConfig, ranks: int) -> RunConfig:
+    """The settings for so many ranks: a group has as many as its mesh."""
+    return replace(config, trainer=replace(config.trainer, world_size=ranks))
+
+
+class TrainedWorker:
+    """A rank of a model that is trained, by its role."""
+
+    def __init__(self, place: Place, config: RunConfig, role: str) -> None:
+        self._config = config = with_ranks(config, place.size)
+        self._place = place
+        self._timeout_s = config.trainer_of(role).collective_timeout_s
+        if config.trainer_of(role).gathers:
+            raise ConfigError(
+                f"trainer.zero_stage={config.trainer.zero_stage}: a worker looks at rows by itself,"
+                " so it needs all parameters"
+            )
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = place.address, str(place.port)
+        self._trainer = RealEngines().trainer(config, place.rank, role)
+        self._version = 0
+
+    def _train(self, batch: Batch) -> tuple[dict[str, float], Figures]:
+        """The updates of a step: sums over all ranks, and the mean of what the updates told."""
+        groups = groups_of(batch)
+        self._trainer.plan(groups, dict(zip(groups, batch[DERIVED], strict=True)))
+        settings, rank = self._config.settings, self._place.rank
+        pace = Pace(settings.scope == "step", settings.epochs, settings.mini_batches)
+        budget = self._config.pipeline.micro_batch_tokens
+        schedule = Schedule(pace, world_size=self._place.size, micro_batch_tokens=budget)
+        for uid, columns in groups.items():
+            schedule.add(uid, columns["lengths"].tolist())
+        turns = schedule.turns(complete=True)
+        self._look(groups, [turn.work[rank] for turn in turns if turn.epoch == 0])
+        total: dict[str, float] = {}
+        since: dict[str, float] = {}
+        updates = []
+        for turn in turns:
+            picks = turn.work[rank]
+            own = {uid: groups[uid] for uid, _ in picks}
+            add_sums(since, self._trainer.train_micro_batch(own, picks, self._version))
+            if turn.ends_update:
+                since = self._of_all(since)
+                updates.append(self._trainer.step(self._trainer.normaliser(since)))
+                add_sums(total, since)
+                since = {}
+        self._version += 1
+        return total, _mean(updates)
+
+    def _look(self, groups: Mapping[str, Columns], works: Sequence[Sequence[Pick]]) -> None:
+        """Note what is to be known of the model before a step changes it; of a policy."""
+
+    def _of_all(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """The sums of all ranks."""
+        parts: list[Any] = [None] * self._place.size
+        doing = f"rank {self._place.rank} waited {self._timeout_s:g} s for the others' sums"
+        with deadline(doing):
+            dist.all_gather_object(parts, dict(sums))
+        total: dict[str, float] = {}
+        for part in parts:
+            add_sums(total, part)
+        return total
+
+
+class PolicyWorker(TrainedWorker):
+    """A rank of the policy: trainer and generator in one process, on the same weights in place.
+
+    max_length: most tokens of prompt and completion together.
+    """
+
+    def __init__(self, place: Place, config: RunConfig, max_length: int) -> None:
+        if reason := with_ranks(config, place.size).apart:
+            raise ConfigError(reason)
+        super().__init__(place, config, POLICY)
+        self._settings = self._config.settings
+        self._dials = Dials(config.algorithm.row, self._settings)
+        self._loop = asyncio.Runner()
+        starting = RealEngines().generator(self._config, max_length, place.rank)
+        self._generator = self._loop.run(starting)
+        self._served = -1
+        self._take_up()
+
+    @transfers("P3D_ALL_MICRO_DP")
+    def generate_sequences(self, batch: Batch) -> dict[str, list[Array]]:
+        """The rollouts of each prompt: the columns ROLLOUT_COLUMNS."""
+        return self._sample(GENERATE.stage, batch[PROMPT])
+
+    @transfers("P3D_ALL_MICRO_DP")
+    def generate_greedy(self, batch: Batch) -> dict[str, list[Array]]:
+        """The likeliest completion of each prompt: the column greedy_ids."""
+        return self._sample(GREEDY.stage, batch[PROMPT])
+
+    @transfers("RANK_ZERO")
+    def compute_advantages(self, batch: Batch) -> dict[str, list[Columns]]:
+        """What the algorithm derives from the groups of a step: the column derived."""
+        settings = self._settings.turned(self._dials.values)
+        found = derive_columns(self._config.algorithm.row, settings, groups_of(batch))
+        return {DERIVED: list(found.values())}
+
+    @transfers(TOGETHER)
+    def update_policy(self, batch: Batch) -> Figures:
+        """Train a step, and sample from what came of it: figures by their names in the metrics.
+
+        While a critic is warmed up alone, the policy stays as it is.
+        """
+        groups, dials = groups_of(batch), dict(self._dials.values)
+        told = rollout_sums(groups, all_picks(groups))
+        figures = _scored(told)
+        if self._served >= self._config.critic.warmup_alone:
+            self._trainer.adopt(dials)
+            sums, updates = self._train(batch)
+            self._dials.after({**told, **sums}, num_rollouts=int(told["rollouts"]))
+            figures |= summarise(sums, step_normaliser(self._settings, sums)) | updates
+        figures |= {f"dial/{name}": value for name, value in dials.items()}
+        return {**figures, "weights/bytes": float(self._take_up())}
+
+    @transfers("RANK_ZERO")
+    def save_model(self, folder: Path) -> None:
+        """Write the model as a Hugging Face directory, on rank 0's node."""
+        self._trainer.save_model(folder)
+
+    def _take_up(self) -> int:
+        """Sample from the weights as they are; the bytes that had to be copied for it."""
+        self._served += 1
+        tensors = dict(self._trainer.full_state())
+        loaded = self._loop.run(self._generator.load_weights(tensors, self._served))
+        return loaded.copied_bytes
+
+    def _sample(self, stage: str, prompts: Sequence[Prompt]) -> dict[str, list[Array]]:
+        sample = self._generator.stages[stage]
+
+        async def all_groups() -> list[Columns]:
+            return await asyncio.gather(*(sample(prompt, None) for prompt in prompts))
+
+        return as_batch(self._loop.run(all_groups()))
+
+    def _look(self, groups: Mapping[str, Columns], works: Sequence[Sequence[Pick]]) -> None:
+        if self._settings.looks_ahead:
+            for picks in works:
+                self._trainer.look({uid: groups[uid] for uid, _ in picks}, picks)
+            self._trainer.settle()
+
+
+class CriticWorker(TrainedWorker):
+    """A rank of a critic, of rewards or of costs by its role."""
+
+    def __init__(self, place: Place, config: RunConfig, role: str = CRITIC) -> None:
+        super().__init__(place, config, role)
+        self._role = role
+        (self._column,) = (column for column, critic in CRITICS.items() if critic == role)
+
+    @transfers("P3D")
+    def compute_values(self, batch: Batch) -> dict[str, list[Array]]:
+        """A value per token of every group: the column values, or cost_values."""
+        budget = self._config.pipeline.micro_batch_tokens
+
+        def values(columns: Columns) -> Array:
+            return per_token(
+                columns,
+                lambda rows: token_values(
+                    self._trainer.forward, rows["token_ids"], rows["attention_mask"]
+                ),
+                budget,
+            )
+
+        return {self._column: in_one(batch, values)}
+
+    @transfers(TOGETHER)
+    def update_critic(self, batch: Batch) -> Figures:
+        """Train a step on the returns: figures by their names in the metrics."""
+        sums, updates = self._train(batch)
+        return summarise_critic(sums, self._role) | updates
+
+
+class ReferenceWorker:
+    """The policy as it was when the run began."""
+
+    def __init__(self, place: Place, config: RunConfig) -> None:
+        self._model = LogprobScorer(
+            config.model.path,
+            temperature=config.generator.temperature,
+            micro_batch_tokens=config.pipeline.micro_batch_tokens,
+            threads=config.trainer.threads,
+            dtype=config.trainer.dtype,
+        )
+
+    @transfers("DP")
+    def compute_ref_logprobs(self, batch: Batch) -> dict[str, list[Array]]:
+        """The column ref_logprobs."""
+        name = "ref_logprobs"
+        return {name: in_one(batch, lambda columns: self._model.ref_logprobs(columns)[name])}
+
+
+class RewardWorker:
+    """A run's rewards, or its costs where the role is that of costs."""
+
+    def __init__(self, place: Place, config: RunConfig, role: str = REWARD.role) -> None:
+        self._loop = asyncio.Runner()
+        self._scorer = self._loop.run(RealEngines().scorer(config, role))
+
+    @transfers("DP")
+    def compute_rewards(self, batch: Batch) -> dict[str, list[Array]]:
+        """The column scores, and the components they are combined from."""
+        return self._judged(REWARD.stage, batch)
+
+    @transfers("DP")
+    def compute_baselines(self, batch: Batch) -> dict[str, list[Array]]:
+        """What the likeliest completions would get: the column baseline_scores."""
+        return self._judged(BASELINE.stage, batch)
+
+    @transfers("DP")
+    def compute_costs(self, batch: Batch) -> dict[str, list[Array]]:
+        """The column costs, and the components they are combined from."""
+        return self._judged(COST.stage, batch)
+
+    def _judged(self, stage: str, batch: Batch) -> dict[str, list[Array]]:
+        """Raises the error of a group that could not be judged."""
+        groups = [
+            Experience(
+                Lease(0, prompt.uid, stage, 0, float("inf")), 0, prompt=prompt, columns=columns
+            )
+            for prompt, columns in zip(batch[PROMPT], columns_of(batch), strict=True)
+        ]
+        found = self._loop.run(_awaited(self._scorer.stages[stage](groups)))
+        for result in found:
+            if isinstance(result, StreamError):
+                raise result
+        return as_batch(found)
+
+
+async def _awaited(results: Any) -> Any:
+    return await results
+
+
+def as_batch(groups: Sequence[Columns]) -> dict[str, list[Array]]:
+    """The batch of some groups, a row each."""
+    return {name: [columns[name] for columns in groups] for name in (groups[0] if groups else ())}
+
+
+def columns_of(batch: Batch) -> list[Columns]:
+    """The columns of every group of a batch, in the order of its rows."""
+    names = [name for name in batch if name in SCHEMA or is_component(name)]
+    return [
+        dict(zip(names, cells, strict=True))
+        for cells in zip(*(batch[name] for name in names), strict=True)
+    ]
+
+
+def groups_of(batch: Batch) -> dict[str, Columns]:
+    """The columns of every group by uid. Raises ValueError for a group that is there twice."""
+    uids = [prompt.uid for prompt in batch[PROMPT]]
+    if len(set(uids)) < len(uids):
+        twice = next(uid for uid in uids if uids.count(uid) > 1)
+        raise ValueError(f"prompt {twice} is there twice: a step trains a group once")
+    return dict(zip(uids, columns_of(batch), strict=True))
+
+
+def in_one(batch: Batch, compute: Callable[[Columns], Array]) -> list[Array]:
+    """A token column, a cell for each group, of what is computed of all of them laid end to end."""
+    groups = columns_of(batch)
+    if not groups:
+        return []
+    whole = {name: np.concatenate([columns[name] for columns in groups]) for name in SEQUENCES}
+    ends = np.cumsum([len(columns["token_ids"]) for columns in groups])
+    return np.split(compute(whole), ends[:-1])
+
+
+def all_picks(groups: Mapping[str, Columns]) -> list[Pick]:
+    """Every rollout of some groups."""
+    return [(uid, i) for uid, columns in groups.items() for i in range(len(columns["lengths"]))]
+
+
+def _scored(told: Mapping[str, float]) -> Figures:
+    """What the rollouts of a step got, by rollout."""
+    names = {"score_sum": "reward/mean", "cost_sum": "cost/mean"}
+    return {mean: told[name] / told["rollouts"] for name, mean in names.items() if name in told}
+
+
+def _mean(rows: Sequence[Mapping[str, float]]) -> Figures:
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: fmean(row[name] for row in rows if name in row) for name in names}

@@ -1,0 +1,196 @@
+"""Loops of one's own, on real engines: what they learn is what a run learns."""
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.own_loop import stage as own_loop
+from examples.own_loop.ppo import ppo
+from examples.own_loop.remax import remax
+from examples.own_loop.safe_rlhf import safe_rlhf
+from examples.own_loop.stage import Loop, Stage, line, steps_of
+from streamrl.actors import worker_group
+from streamrl.actors.cluster import cluster, nothing
+from streamrl.actors.model_workers import PolicyWorker
+from streamrl.actors.worker_group import ResourcePool
+from streamrl.config import RunConfig, load_config
+from streamrl.controller import protocols
+from streamrl.errors import ConfigError
+from streamrl.placement import PlacementConfig
+from streamrl.preflight import prepare
+from tests.e2e.launched import Launched, rows
+
+CONFIGS = Path("configs")
+SLOTS = 2
+PAGE = Path("examples/own_loop/README.md")
+PPO = CONFIGS / "ppo_arithmetic.yaml"
+#: Two workers cannot share such a step evenly, nor one of its updates.
+ODD = [
+    "run.steps=3",
+    "pipeline.groups_per_step=33",
+    "algorithm.mini_batches=3",
+    "critic.warmup_alone=1",
+]
+LEARNED = ("loss/policy", "loss/value", "policy/grad_norm", "critic/grad_norm", "policy/kl_ref")
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ResourcePool]:
+    with cluster(PlacementConfig(cpus=SLOTS, object_store_mb=200), nothing):
+        yield ResourcePool(SLOTS, groups=8)
+
+
+class Narrow:
+    """A pool of which only the first slots are used."""
+
+    def __init__(self, pool: ResourcePool, slots: int) -> None:
+        self.slots = slots
+        self.options, self.give_back = pool.options, pool.give_back
+
+
+def play(loop: Loop, config: RunConfig, pool: Any) -> list[Mapping[str, float]]:
+    """The figures of every step."""
+    prepared = prepare(config)
+    return list(steps_of(loop, Stage(config, pool, prepared.prompts, prepared.max_length)))
+
+
+def assert_alike(found: Mapping[str, float], wanted: Mapping[str, float]) -> None:
+    assert found["reward/mean"] == pytest.approx(wanted["reward/mean"], abs=1e-9)
+    learned = [name for name in LEARNED if name in found]
+    for name in learned:
+        assert found[name] == pytest.approx(wanted[name], rel=1e-5, abs=1e-7), name
+    assert "loss/value" in learned
+
+
+@pytest.mark.slow
+def test_ppo_learns_what_a_run_learns_with_one_worker_and_with_two(
+    pool: ResourcePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched: list[Any] = []
+
+    def fetch(*arguments: Any) -> Any:
+        fetched.append(found := original(*arguments))
+        return found
+
+    original = worker_group.fetch
+    monkeypatch.setattr(worker_group, "fetch", fetch)
+    config = load_config(PPO, ODD)
+    both = play(ppo, config, pool)
+    # What came to the controller are numbers of rows and figures.
+    assert len(fetched) > 30
+    assert {type(value) for value in fetched} <= {int, type(None), dict}
+    assert {type(v) for one in fetched if isinstance(one, dict) for v in one.values()} == {float}
+
+    alone = play(ppo, config, Narrow(pool, 1))
+    for one, other in zip(alone, both, strict=True):
+        assert_alike(one, other)
+        assert one["weights/bytes"] == other["weights/bytes"] == 0
+    assert ["loss/policy" in step for step in both] == [False, True, True]
+
+    run = Launched(
+        ["train", str(PPO), *ODD, f"run.dir={tmp_path}", "pipeline.max_staleness=0"], tmp_path
+    )
+    assert run.wait() == 0, run.output
+    for mine, row in zip(both, rows(tmp_path / "run"), strict=True):
+        assert_alike(mine, row)
+
+
+@pytest.mark.slow
+def test_remax_measures_rollouts_by_the_likeliest_completion(pool: ResourcePool) -> None:
+    overrides = ["run.steps=2", "pipeline.groups_per_step=17", "algorithm.kl_coef=0.001"]
+    first, second = play(remax, load_config(CONFIGS / "remax_arithmetic.yaml", overrides), pool)
+    for step in (first, second):
+        assert math.isfinite(step["loss/policy"]) and step["policy/grad_norm"] > 0
+        assert step["weights/bytes"] == 0
+    # The reference is what the policy was at the start.
+    assert first["policy/kl_ref"] == pytest.approx(0.0, abs=1e-9)
+    assert second["policy/kl_ref"] > 1e-6
+
+
+@pytest.mark.slow
+def test_safe_rlhf_turns_its_multiplier_by_the_costs(pool: ResourcePool) -> None:
+    overrides = ["run.steps=2", "pipeline.groups_per_step=32", "critic.warmup_alone=0"]
+    config = load_config(CONFIGS / "safe_rlhf_toy.yaml", overrides)
+    first, second = play(safe_rlhf, config, Narrow(pool, 1))
+    params = config.settings.params
+    excess = first["cost/mean"] - params["cost_limit"]
+    assert first["dial/lagrange"] == params["lagrange"]
+    turned = params["lagrange"] * math.exp(params["lagrange_lr"] * excess * params["lagrange"])
+    assert second["dial/lagrange"] == pytest.approx(turned)
+    for step in (first, second):
+        assert step["weights/bytes"] == 0
+        assert {"loss/policy", "loss/value", "loss/cost_value", "loss/ptx"} <= step.keys()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--workers", "0"], "--workers=0: must be at least 1"),
+        (["--steps", "0"], "run.steps=0: must be at least 1"),
+        (["trainer.lrr=1"], "the nearest key is trainer.lr"),
+        (["model.path=nowhere"], "nowhere"),
+        (["--config", "nowhere.yaml"], "config nowhere.yaml: No such file"),
+    ],
+)
+def test_bad_input_is_one_line(
+    words: list[str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["ppo", *words])
+    with pytest.raises(SystemExit) as left:
+        own_loop.main(ppo, str(PPO))
+    assert left.value.code == own_loop.BAD_INPUT
+    (said,) = capsys.readouterr().err.splitlines()
+    assert told in said
+
+
+@pytest.mark.slow
+def test_settings_a_worker_cannot_have_are_refused(pool: ResourcePool) -> None:
+    for override, told in (
+        ("trainer.zero_stage=3", "trainer.zero_stage=3: a worker looks at rows by itself"),
+        ("weights.publish_every=2", "weights.publish_every=2: "),
+    ):
+        there = Stage(load_config(PPO, [override]), Narrow(pool, 1), None, 64)  # type: ignore[arg-type]
+        group = there.group(PolicyWorker, 64)
+        with pytest.raises(ConfigError, match=told):
+            group.ready()
+        group.close()
+
+
+def test_a_line_has_what_a_step_has() -> None:
+    figures = {"reward/mean": 0.5, "loss/policy": -0.25, "time/step_s": 1.5}
+    assert line(7, figures) == "step   7  reward 0.500  loss -0.250  s 1.500"
+
+
+def test_the_page_has_every_protocol() -> None:
+    """Those of streamrl itself: workers and tests may have added others."""
+    own = re.findall(r"^ +Protocol\(\"(\w+)\"", Path(protocols.__file__).read_text(), re.MULTILINE)
+    assert len(own) == 8
+    assert re.findall(r"^\| `([A-Z_0-9]+)` \|", PAGE.read_text(), re.MULTILINE) == own
+
+
+@pytest.mark.slow
+def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
+    first, second = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    (tmp_path / "page.py").write_text(first + second)
+    run = Launched([], tmp_path, {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}, module="page")
+    assert run.wait(300.0) == 0, run.output
+    assert str({"text": ["a", "bb", "ccc"], "number": [101, 102, 103]}) in run.output
+
+
+@pytest.mark.slow
+def test_an_interrupt_ends_a_loop_with_one_line(tmp_path: Path) -> None:
+    words = ["--workers", "1", "pipeline.groups_per_step=16"]
+    run = Launched(words, tmp_path, module="examples.own_loop.remax")
+    run.until(lambda: "step   2" in run.output)
+    run.interrupt()
+    assert run.wait(60.0) == own_loop.INTERRUPTED
+    assert run.output.splitlines()[-1] == "own_loop: interrupted"
+    assert "Traceback" not in run.output
+    assert run.orphans() == []
