@@ -427,6 +427,19 @@ def test_the_learning_rate_rises_in_equal_parts():
         ({"world_size": 0}, "trainer.world_size=0: must be at least 1"),
         ({"grad_clip": -1.0}, "trainer.grad_clip=-1.0: must not be negative"),
         ({"lr": 0.0}, "trainer.lr=0.0: must be above 0"),
+        ({"tensor_parallel": 0}, "trainer.tensor_parallel=0: must be at least 1"),
+        (
+            {"tensor_parallel": 2, "world_size": 2},
+            "trainer.tensor_parallel=2: needs trainer.backend=torch, not deepspeed",
+        ),
+        (
+            {"tensor_parallel": 2, "world_size": 3, "backend": "torch"},
+            "trainer.tensor_parallel=2: must divide trainer.world_size=3",
+        ),
+        (
+            {"tensor_parallel": 2, "world_size": 2, "backend": "torch", "lora_rank": 4},
+            "trainer.tensor_parallel=2: trains all of a model; trainer.lora_rank must be 0",
+        ),
         ({"betas": [0.9]}, "trainer.betas=[0.9]: must be two numbers from 0 to below 1"),
         (
             {"dtype": "bfloat16", "zero_stage": 0},
