@@ -42,9 +42,9 @@ Begun = Callable[[], Awaitable[Mapping[str, Columns]]]
 
 
 class Trainer(Protocol):
-    """All ranks that train one model as one."""
+    """All ranks that train one model as one; a round has `num_shares` micro-batches."""
 
-    world_size: int
+    num_shares: int
     pace: Pace
 
     def adopt(self, version: int, dials: Mapping[str, float]) -> None:
@@ -60,7 +60,7 @@ class Trainer(Protocol):
         ...
 
     async def train_round(self, work: Round, *, epoch: int) -> Mapping[str, float]:
-        """Forward and backward of one micro-batch per rank; sums to be added over the update."""
+        """Forward and backward of one micro-batch per share; sums to be added over the update."""
         ...
 
     async def update(self, sums: Mapping[str, float]) -> Mapping[str, float]:

@@ -25,6 +25,7 @@ from streamrl.data import (
 )
 from streamrl.dataflow import COST, COST_CRITIC, CRITIC, POLICY, REWARD, Dataflow
 from streamrl.engines.lora import check_targets
+from streamrl.engines.split_models import check_tensor_parallel
 from streamrl.errors import ConfigError
 from streamrl.messages import Per, Prompt, column_spec
 from streamrl.placement import SLOTS, Demand, Placement, lay_out
@@ -84,6 +85,8 @@ def prepare(config: RunConfig) -> Prepared:
     for role in dataflow.trained:
         section = "trainer" if role == POLICY else "critic.trainer"
         check_targets(config.model_of(role), config.trainer_of(role), section=section)
+        ranks = config.trainer_of(role).tensor_parallel
+        check_tensor_parallel(config.model_of(role), ranks, section=section)
     return Prepared(
         dataflow=dataflow,
         prompts=PromptStream(

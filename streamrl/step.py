@@ -117,7 +117,7 @@ class Maker:
 def _schedule(trainer: Trainer, config: PipelineConfig) -> Schedule:
     return Schedule(
         trainer.pace,
-        world_size=trainer.world_size,
+        world_size=trainer.num_shares,
         micro_batch_tokens=config.micro_batch_tokens,
     )
 

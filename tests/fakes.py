@@ -254,7 +254,7 @@ class FakeTrainer:
     """
 
     train_s: float = 0.3
-    world_size: int = 1
+    num_shares: int = 1
     pace: Pace = STREAMED
     version: int = 0
     weights: int = 0
@@ -290,7 +290,7 @@ class FakeTrainer:
         assert all(uid in self.planned for turn in turns for picks in turn.work for uid, _ in picks)
 
     async def train_round(self, work: Round, *, epoch: int) -> Mapping[str, float]:
-        assert len(work) == self.world_size
+        assert len(work) == self.num_shares
         await asyncio.sleep(self.train_s)
         self.gradient.append(work)
         self.seen += [[] for _ in range(epoch + 1 - len(self.seen))]

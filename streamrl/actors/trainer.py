@@ -252,7 +252,8 @@ class TrainerGroup:
         self._gathers = config.gathers
         self._publishing = asyncio.Lock()
         self._looks_ahead = settings.looks_ahead and self.role == POLICY
-        self.world_size = len(ranks.actors)
+        self._tensor_parallel = config.tensor_parallel
+        self.num_shares = config.num_shares
         self.pace = Pace(settings.scope == "step", settings.epochs, settings.mini_batches)
 
     def adopt(self, version: int, dials: Mapping[str, float]) -> None:
@@ -271,22 +272,28 @@ class TrainerGroup:
         rounds = first if self._looks_ahead else []
         async with self._alone():
             plans = [
-                rank.plan.remote(uids, [work[i] for work in rounds], self._dials)
-                for i, rank in enumerate(self._ranks)
+                rank.plan.remote(uids, [work[share] for work in rounds], self._dials)
+                for rank, share in self._seated()
             ]
             await self._all("plan", plans)
 
     async def train_round(self, work: Round, *, epoch: int) -> Mapping[str, float]:
-        """One micro-batch on every rank; sums over the ranks."""
+        """One micro-batch on every rank; sums over the shares."""
         version, dials = self._version, self._dials
         async with self._alone():
-            pairs = zip(self._ranks, work, strict=True)
-            calls = [rank.train.remote(picks, epoch, version, dials) for rank, picks in pairs]
+            calls = [
+                rank.train.remote(work[share], epoch, version, dials)
+                for rank, share in self._seated()
+            ]
             parts = await self._all("train", calls)
         sums: dict[str, float] = {}
-        for part in parts:
+        for part in parts[:: self._tensor_parallel]:
             add_sums(sums, part)
         return sums
+
+    def _seated(self) -> list[tuple[Any, int]]:
+        """Every rank with the share it trains; those of a tensor-parallel group have the same."""
+        return [(rank, i // self._tensor_parallel) for i, rank in enumerate(self._ranks)]
 
     async def update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
         """Update on every rank; rank 0 speaks for all."""
@@ -332,7 +339,7 @@ class TrainerGroup:
         return self._publishing if self._gathers else contextlib.nullcontext()
 
     async def _all(self, what: str, replies: Sequence[Any]) -> list[Any]:
-        names = (f"{self._name}-{rank}.{what}" for rank in range(self.world_size))
+        names = (f"{self._name}-{rank}.{what}" for rank in range(len(self._ranks)))
         return await asyncio.gather(
             *(call(r, name, self._timeout_s) for r, name in zip(replies, names, strict=True))
         )

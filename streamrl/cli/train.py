@@ -36,7 +36,7 @@ INTERRUPTED = 130
 
 
 KEPT_BY_TRAINERS = (
-    *("backend", "world_size", "zero_stage"),
+    *("backend", "world_size", "tensor_parallel", "zero_stage"),
     *("lora_rank", "lora_alpha", "lora_targets"),
 )
 """Settings of a trainer that the state in a checkpoint is made for."""

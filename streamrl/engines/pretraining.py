@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from streamrl.data import TextStream
@@ -35,21 +34,23 @@ class Pretraining:
     max_tokens: int
     micro_batch_tokens: int
 
-    def losses(self, update: int, forward: Callable[..., Any]) -> Iterator[Tensor]:
-        """Of the texts of an update, this rank's share, a micro-batch at a time; they add up.
+    def losses(
+        self, update: int, forward: Callable[..., Any], *, share: int, num_shares: int
+    ) -> Iterator[Tensor]:
+        """Of the texts of an update, one share, a micro-batch at a time; they add up.
 
-        All ranks get as many, as a forward may be collective.
+        All shares get as many, as a forward may be collective.
         """
         token_ids = self._tokens(self.texts.batch(update, self.rows))
         # A text's first token is not predicted.
         num_tokens = sum(len(ids) - 1 for ids in token_ids)
         rounds = pack(
             [("", index, len(ids)) for index, ids in enumerate(token_ids)],
-            world_size=dist.get_world_size(),
+            world_size=num_shares,
             micro_batch_tokens=self.micro_batch_tokens,
         )
         for work in rounds:
-            rows = [token_ids[index] for _, index in work[dist.get_rank()]]
+            rows = [token_ids[index] for _, index in work[share]]
             yield self.coef / max(num_tokens, 1) * _summed_loss(forward, rows)
 
     def _tokens(self, texts: Sequence[str]) -> list[list[int]]:

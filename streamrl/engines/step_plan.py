@@ -41,8 +41,11 @@ class StepPlan:
                 self._squares.append((uid, tokens, np.square(behind, dtype=np.float64)))
                 self._fill(uid, "near", tokens, self._derived[uid]["loss_mask"][tokens])
 
-    def settle(self) -> None:
-        """Agree with the other ranks which tokens are near enough. Collective; after `note`."""
+    def settle(self, *, tensor_parallel: int) -> None:
+        """Agree with the other ranks which tokens are near enough. Collective; after `note`.
+
+        So many neighbours have noted the same, which counts once.
+        """
         if self._threshold is None:
             return
         counted = [
@@ -50,7 +53,7 @@ class StepPlan:
         ]
         parts: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(parts, np.concatenate([np.zeros(0), *counted]))
-        everyone = torch.from_numpy(np.concatenate(parts))
+        everyone = torch.from_numpy(np.concatenate(parts[::tensor_parallel]))
         limit = second_moment_limit(everyone, threshold=self._threshold)
         for uid, tokens, squares in self._squares:
             self._derived[uid]["near"][tokens] &= squares <= limit

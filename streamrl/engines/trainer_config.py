@@ -18,11 +18,15 @@ SHARDS_PARAMETERS = 3
 class TrainerConfig:
     """How the policy is trained."""
 
-    #: deepspeed, or torch: plain data parallelism in float32.
+    #: deepspeed, or torch: float32, data parallel and tensor parallel.
     backend: str = "deepspeed"
-    #: Ranks, all data parallel.
+    #: Ranks: data parallel, or data parallel groups of `tensor_parallel` ranks each.
     world_size: int = 1
-    #: What ZeRO shards: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters.
+    #: Ranks that share every layer of the model and train the same micro-batches; more than 1 with
+    #: backend torch, without LoRA.
+    tensor_parallel: int = 1
+    #: What ZeRO shards: 0 nothing, 1 optimizer, 2 and gradients, 3 and parameters. Backend torch
+    #: shards all of it at 3 (FSDP2) and nothing below.
     zero_stage: int = 1
     #: Learning rate.
     lr: float = 1e-6
@@ -53,7 +57,7 @@ class TrainerConfig:
 
     def __post_init__(self) -> None:
         self._check_choices()
-        for key in ("world_size", "threads"):
+        for key in ("world_size", "tensor_parallel", "threads"):
             if vars(self)[key] < 1:
                 raise ConfigError(f"trainer.{key}={vars(self)[key]}: must be at least 1")
         for key in ("warmup_steps", "weight_decay", "grad_clip", "lora_rank"):
@@ -68,6 +72,8 @@ class TrainerConfig:
             raise ConfigError(
                 f"trainer.lora_targets={self.lora_targets}: needs trainer.lora_rank above 0"
             )
+        if self.tensor_parallel > 1:
+            self._check_tensor_parallel()
 
     def _check_choices(self) -> None:
         if self.backend not in BACKENDS:
@@ -83,6 +89,24 @@ class TrainerConfig:
                 " keeps from zero_stage 1 on"
             )
 
+    def _check_tensor_parallel(self) -> None:
+        said = f"trainer.tensor_parallel={self.tensor_parallel}"
+        if self.backend != "torch":
+            raise ConfigError(f"{said}: needs trainer.backend=torch, not {self.backend}")
+        if self.world_size % self.tensor_parallel:
+            raise ConfigError(f"{said}: must divide trainer.world_size={self.world_size}")
+        if self.lora_rank:
+            raise ConfigError(f"{said}: trains all of a model; trainer.lora_rank must be 0")
+
+    @property
+    def num_shares(self) -> int:
+        """Parts the data of a step is dealt out in."""
+        return self.world_size // self.tensor_parallel
+
+    def share_of(self, rank: int) -> int:
+        """Which of these parts a rank trains: neighbours are tensor parallel."""
+        return rank // self.tensor_parallel
+
     @property
     def _master_weights(self) -> bool:
         return self.backend == "deepspeed" and self.zero_stage > 0
@@ -90,7 +114,10 @@ class TrainerConfig:
     @property
     def gathers(self) -> bool:
         """Whether a rank has only its part of the parameters."""
-        return self.backend == "deepspeed" and self.zero_stage == SHARDS_PARAMETERS
+        shards = self.zero_stage == SHARDS_PARAMETERS
+        if self.backend == "deepspeed":
+            return shards
+        return self.tensor_parallel > 1 or (shards and self.world_size > 1)
 
     @property
     def torch_dtype(self) -> torch.dtype:

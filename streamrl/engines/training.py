@@ -20,6 +20,7 @@ from streamrl.engines.batching import build_batch, derive_columns
 from streamrl.engines.deepspeed_backend import DeepSpeedBackend
 from streamrl.engines.forward import local_device, token_logprobs
 from streamrl.engines.lora import add_adapters
+from streamrl.engines.mesh_backend import MeshBackend
 from streamrl.engines.model_files import write_model
 from streamrl.engines.packing import Pick
 from streamrl.engines.pretraining import Pretraining
@@ -114,8 +115,7 @@ class ModelTrainer:
             add_adapters(module, config)
         if config.gradient_checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
-        backend = DeepSpeedBackend if config.backend == "deepspeed" else TorchBackend
-        self._backend: TrainingBackend = backend(module, config)
+        self._backend = _backend_of(module, config)
 
     def adopt(self, dials: Mapping[str, float]) -> None:
         """Train with these in the place of the settings of their names."""
@@ -147,7 +147,7 @@ class ModelTrainer:
     def settle(self) -> None:
         """Agree with the other ranks on the plan, once all have looked at their rollouts."""
         with self._in_time("agreeing on a plan"):
-            self._current_plan.settle()
+            self._current_plan.settle(tensor_parallel=self._config.tensor_parallel)
 
     def train_micro_batch(
         self, groups: Mapping[str, Columns], picks: Sequence[Pick], version: int = 0
@@ -207,11 +207,17 @@ class ModelTrainer:
             return {}
         total = torch.zeros((), device=local_device())
         with self._in_time("pretraining"):
-            for loss in self._pretraining.losses(self.num_updates, self._backend.forward):
+            for loss in self._pretraining.losses(
+                self.num_updates,
+                self._backend.forward,
+                share=self._config.share_of(self.rank),
+                num_shares=self._config.num_shares,
+            ):
                 self._backend.backward(loss * normaliser)
                 total += loss.detach()
             dist.all_reduce(total)
-        return {"loss/ptx": total.item()}
+        # Ranks that are tensor parallel have the same texts.
+        return {"loss/ptx": total.item() / self._config.tensor_parallel}
 
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         """What is trained, each parameter once, in the order of `side_by_side`.
@@ -334,12 +340,14 @@ class ModelTrainer:
     @property
     def _layout(self) -> str:
         config = self._config
-        stage = f" zero_stage={config.zero_stage}" if config.backend == "deepspeed" else ""
+        has_stages = config.backend == "deepspeed" or config.gathers
+        stage = f" zero_stage={config.zero_stage}" if has_stages else ""
+        tensor = f" tensor_parallel={config.tensor_parallel}" if config.tensor_parallel > 1 else ""
         lora = ""
         if config.lora_rank:
             settings = ("lora_rank", "lora_alpha", "lora_targets")
             lora = "".join(f" {name}={vars(config)[name]}" for name in settings)
-        return f"backend={config.backend}{stage} world_size={config.world_size}{lora}"
+        return f"backend={config.backend}{stage} world_size={config.world_size}{tensor}{lora}"
 
     def _in_time(self, doing: str) -> AbstractContextManager[None]:
         timeout_s = self._config.collective_timeout_s
@@ -347,6 +355,12 @@ class ModelTrainer:
             f"rank {self.rank} waited {timeout_s:g} s for the other ranks in {doing}"
             f" of update {self.num_updates}"
         )
+
+
+def _backend_of(module: "PreTrainedModel", config: TrainerConfig) -> TrainingBackend:
+    if config.backend == "deepspeed":
+        return DeepSpeedBackend(module, config)
+    return MeshBackend(module, config) if config.gathers else TorchBackend(module, config)
 
 
 def _progress_file(directory: Path, rank: int) -> Path:

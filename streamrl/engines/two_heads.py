@@ -13,9 +13,6 @@ from streamrl.engines.forward import load_model, shift
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-STATE_VALUES = "state_values"
-"""Where the model's output has what the second head says, [B, T]."""
-
 
 def load_two_headed(path: str, *, dtype: torch.dtype) -> "PreTrainedModel":
     """The causal language model in a directory, with a value head that begins at 0.
@@ -23,6 +20,8 @@ def load_two_headed(path: str, *, dtype: torch.dtype) -> "PreTrainedModel":
     The head has the names it has in a critic. The body gets the gradient of both. Raises
     ConfigError as `load_model` does.
     """
+    from streamrl.engines.two_headed_output import TwoHeadedOutput
+
     model = load_model(path, dtype=dtype)
     add_value_head(model, dtype=dtype)
     with torch.no_grad():
@@ -34,8 +33,7 @@ def load_two_headed(path: str, *, dtype: torch.dtype) -> "PreTrainedModel":
         seen.append(inputs[0])
 
     def judge(module: Any, _: Any, output: Any) -> Any:
-        output[STATE_VALUES] = module.score(seen.pop())[..., 0]
-        return output
+        return TwoHeadedOutput(logits=output.logits, state_values=module.score(seen.pop()))
 
     # What the output head is given is the body's last word, whatever the family calls its parts.
     model.get_output_embeddings().register_forward_pre_hook(note)
@@ -51,4 +49,4 @@ def add_value_head(model: "PreTrainedModel", *, dtype: torch.dtype) -> None:
 
 def values_in(output: Any, attention_mask: Tensor) -> Tensor:
     """The values of a forward pass, as `token_values` gives them."""
-    return shift(output[STATE_VALUES].float(), attention_mask)
+    return shift(output.state_values[..., 0].float(), attention_mask)

@@ -12,7 +12,14 @@ from streamrl.resharding.grouping import (
     vanilla,
     zero_redundancy,
 )
-from streamrl.resharding.layouts import Layout, Shard, chunked, seated_layout, zero_partitioned
+from streamrl.resharding.layouts import (
+    Layout,
+    Shard,
+    chunked,
+    seated_layout,
+    tensor_shard,
+    zero_partitioned,
+)
 from streamrl.resharding.plans import Copy, CopyPlan, GatherPlan, plan_copies, plan_gather
 from streamrl.resharding.reports import BytesReport, Cluster, RankBytes, table_2
 from streamrl.resharding.storage import Storage, allocate, inside
@@ -52,6 +59,7 @@ __all__ = [
     "seat",
     "seated_layout",
     "table_2",
+    "tensor_shard",
     "vanilla",
     "zero_partitioned",
     "zero_redundancy",

@@ -44,9 +44,9 @@ class Rank:
         self.train = Method("train", self.log, {})
 
 
-def group(ranks: list[Rank], *, zero_stage: int) -> TrainerGroup:
+def group(ranks: list[Rank], *, zero_stage: int = 1, **trainer: Any) -> TrainerGroup:
     settings = AlgorithmConfig().settings(max_length=8, reward_weights={})
-    config = TrainerConfig(zero_stage=zero_stage, world_size=len(ranks))
+    config = TrainerConfig(zero_stage=zero_stage, world_size=len(ranks), **trainer)
     names = [f"trainer-{i}" for i in range(len(ranks))]
     actors = RoleActors(dataflow_for((*ROLLOUT_COLUMNS, "scores")).roles["policy"], names, ranks)
     return TrainerGroup(actors, settings=settings, config=config, probe_every=2)
@@ -113,5 +113,20 @@ def test_what_is_sent_again_over_a_round_is_gathered_after_it(zero_stage: int, w
         await training
         for rank in ranks:
             assert (rank.log.index("publish begins") > rank.log.index("train ends")) is waits
+
+    run_virtual(scenario())
+
+
+def test_neighbours_that_are_tensor_parallel_train_the_same_and_it_counts_once() -> None:
+    async def scenario() -> None:
+        ranks = [Rank() for _ in range(4)]
+        for i, rank in enumerate(ranks):
+            rank.train.reply = {"num_tokens": 10.0 ** (i // 2)}
+        trainer = group(ranks, backend="torch", tensor_parallel=2)
+        assert trainer.num_shares == 2
+        work = ((("a", 0), ("a", 1)), (("b", 0),))
+        sums = await trainer.train_round(work, epoch=0)
+        assert [rank.train.told[0][0] for rank in ranks] == [work[0], work[0], work[1], work[1]]
+        assert sums == {"num_tokens": 11.0}
 
     run_virtual(scenario())

@@ -91,6 +91,18 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
             ["trainer.lora_rank=1", "trainer.lora_targets=[q_prj]"],
             ["trainer.lora_targets=['q_prj']", "must be a linear layer", "q_proj"],
         ),
+        (
+            ["trainer.tensor_parallel=2"],
+            ["trainer.tensor_parallel=2: needs trainer.backend=torch, not deepspeed"],
+        ),
+        (
+            ["trainer.backend=torch", "trainer.world_size=3", "trainer.tensor_parallel=2"],
+            ["trainer.tensor_parallel=2: must divide trainer.world_size=3"],
+        ),
+        (
+            ["trainer.backend=torch", "trainer.world_size=4", "trainer.tensor_parallel=4"],
+            ["trainer.tensor_parallel=4: must divide the model's num_attention_heads=2"],
+        ),
         (["pipeline.stall_s=.inf"], ["pipeline.stall_s=inf", "finite"]),
         (["generator.temperature=nan"], ["generator.temperature=nan", "finite"]),
         (["generator.temperature=1e-9"], ["generator.temperature=1e-09", "at least 0.01"]),
@@ -251,6 +263,7 @@ def test_overwrite_replaces_runs_and_nothing_else(
         ("pipeline.max_staleness=0", "it may only grow"),
         ("trainer.world_size=2", "a resumed run keeps its 1"),
         ("trainer.lora_rank=4", "trainer.lora_rank=4: a resumed run keeps its 0"),
+        ("trainer={tensor_parallel: 2, world_size: 2, backend: torch}", "keeps its"),
         ("queue.shards=3", "a resumed run keeps its 2"),
         ("algorithm.mini_batches=2", "algorithm.mini_batches=2: a resumed run keeps its 1"),
         ("queue.journal.enabled=false", "a resumed run keeps its True"),

@@ -10,14 +10,14 @@ from tests.engines.trainer_ranks import LAYOUTS, Layout, run_ranks
 PAIRS = [layout for layout in LAYOUTS if layout.world_size == 2]
 SAVED = [layout for layout in LAYOUTS if layout.world_size == 2 or layout.zero_stage == 2]
 SEVERAL_ON = [layout for layout in LAYOUTS if layout.backend == "torch" or layout.zero_stage == 3]
-ROWS_ON = [layout for layout in LAYOUTS if layout.backend == "torch"]
+ROWS_ON = [Layout("torch", 1, 1), Layout("torch", 1, 2)]
 LATE = Layout("deepspeed", 1, 2)
 TIMEOUT_S = 400
 
 
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory):
-    return save(tiny_model(tied=True, seed=0), tmp_path_factory.mktemp("policy"))
+    return save(tiny_model(tied=True, seed=0, kv_heads=2), tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="session")
@@ -54,6 +54,7 @@ def seen(model_path, folder):
         for layout in SEVERAL_ON
         if layout.world_size == 2
     ]
+    together.sort(key=lambda case: case[1].backend, reverse=True)
     return run_ranks(
         [[*together, *single[rank::2], ("come_late", LATE)] for rank in range(2)],
         model_path=model_path,

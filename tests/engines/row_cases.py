@@ -16,6 +16,7 @@ from tests.engines.trainer_ranks import (
     Seat,
     add_up,
     cut,
+    own,
     parameters_of,
 )
 
@@ -44,8 +45,8 @@ def train_every_row(seat: Seat, layout: Layout) -> None:
 def train(trainer: "ModelTrainer", groups: dict[str, Columns], layout: Layout) -> dict[str, float]:
     """A step, in one micro-batch of one rank or in two of each of two."""
     trainer.plan(groups)
-    rounds = cut(groups, num_micro_batches=layout.world_size, world_size=layout.world_size)
-    sums = add_up(trainer.train_micro_batch(groups, work[trainer.rank]) for work in rounds)
+    rounds = cut(groups, num_micro_batches=layout.num_shares, num_shares=layout.num_shares)
+    sums = add_up(trainer.train_micro_batch(groups, own(trainer, work)) for work in rounds)
     total = torch.tensor(list(sums.values()), dtype=torch.float64)
     if layout.world_size > 1:
         dist.all_reduce(total)

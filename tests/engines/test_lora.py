@@ -40,10 +40,11 @@ LINEAR = {
 }
 LAYERS = {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in LINEAR.items()}
 SEVERAL = [
-    one for one in LAYOUTS if one.world_size == 2 or one.label in ("torch-1", "deepspeed1-1")
+    one for one in LAYOUTS if one.num_shares == 2 or one.label in ("torch-1", "deepspeed1-1")
 ]
-RECOMPUTED = [Layout("torch", 1, 1), Layout("deepspeed", 3, 2)]
-CRITICS = [Layout("torch", 1, 1), Layout("deepspeed", 1, 2), Layout("deepspeed", 3, 2)]
+SHARDED = (("torch", 3), ("deepspeed", 1), ("deepspeed", 3))
+RECOMPUTED = [Layout("torch", 1, 1), Layout("torch", 3, 2), Layout("deepspeed", 3, 2)]
+CRITICS = [Layout("torch", 1, 1), *(Layout(*on, 2) for on in SHARDED)]
 TIMEOUT_S = 300
 
 

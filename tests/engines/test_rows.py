@@ -34,7 +34,7 @@ def logprobs_by_rollout(model_path):
 def test_a_row_makes_the_better_rollouts_likelier(seen, model_path, tmp_path, name):
     (case,) = seen[f"row/{ALONE}/{name}"]
     assert case["norms"][0] > 0
-    model = tiny_model(tied=True, seed=0)
+    model = tiny_model(tied=True, seed=0, kv_heads=2)
     model.load_state_dict(case["parameters"])
     before, after = logprobs_by_rollout(model_path), logprobs_by_rollout(save(model, tmp_path))
     gained = 0.0
@@ -52,4 +52,4 @@ def test_a_row_makes_the_same_updates_whatever_its_ranks_and_micro_batches(seen,
         assert case["norms"] == pytest.approx(alone["norms"], rel=1e-4)
         for parameter, expected in alone["parameters"].items():
             far = (case["parameters"][parameter] - expected).abs().max().item()
-            assert far < 0.1 * SEVERAL_LR, parameter
+            assert far < 0.2 * SEVERAL_LR, parameter

@@ -44,7 +44,7 @@ from tests.engines.trainer_ranks import (
 
 def plain_steps(num_steps: int):
     """The same steps written out."""
-    model = tiny_model(tied=True, seed=0)
+    model = tiny_model(tied=True, seed=0, kv_heads=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.0)
     norms = []
     for _ in range(num_steps):
@@ -64,7 +64,7 @@ def logprobs_of(model, ids):
 
 def several_plain_updates():
     """What `several_updates` does, written out: one process, rollout by rollout."""
-    model = tiny_model(tied=True, seed=0)
+    model = tiny_model(tied=True, seed=0, kv_heads=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=SEVERAL_LR, weight_decay=0.0)
     rows = []
     for uid, columns in GROUPS.items():
@@ -119,7 +119,7 @@ def test_several_updates_of_a_step_are_those_of_one_plain_process(seen, layout):
     assert sums[0]["ratio_sum"] == pytest.approx(sums[2]["ratio_sum"]), "weights are of the start"
     cases = seen[f"several/{layout.label}"]
     for i, expected in enumerate(sums):
-        total = add_up(case["sums"][i] for case in cases)
+        total = add_up(case["sums"][i] for case in layout.counted(cases))
         for name in (name for name in expected if "_bin_" not in name):
             assert total[name] == pytest.approx(expected[name], rel=1e-3, abs=2e-3), name
     for case in cases:
@@ -168,7 +168,9 @@ def test_a_critic_learns_the_returns_whatever_its_ranks(seen, model_path, folder
     losses, parameters = plain_critic(model_path)
     cases = seen[f"critic/{layout.label}"]
     for i, loss in enumerate(losses):
-        assert sum(case["sums"][i]["loss_value_sum"] for case in cases) == pytest.approx(loss, 1e-4)
+        assert sum(
+            case["sums"][i]["loss_value_sum"] for case in layout.counted(cases)
+        ) == pytest.approx(loss, 1e-4)
     saved = load_value_model(str(folder / f"critic-{layout.label}" / "model"), dtype=torch.float32)
     assert furthest(dict(saved.named_parameters()), cases[0]["parameters"]) == 0
     for case in cases:
@@ -179,7 +181,7 @@ def test_a_critic_learns_the_returns_whatever_its_ranks(seen, model_path, folder
 
 def plain_two_headed(coef):
     """What `two_headed_updates` does, written out: one process, rollout by rollout."""
-    body = tiny_model(tied=True, seed=0)
+    body = tiny_model(tied=True, seed=0, kv_heads=2)
     head = torch.nn.Linear(body.config.hidden_size, 1)
     for parameter in head.parameters():
         torch.nn.init.zeros_(parameter)
@@ -253,7 +255,7 @@ def test_a_head_of_no_weight_leaves_the_policy_as_it_would_be_without(seen, layo
 
 def plain_pretraining(model_path):
     """What `pretraining_updates` does, written out: norms, losses and parameters."""
-    model = tiny_model(tied=True, seed=0)
+    model = tiny_model(tied=True, seed=0, kv_heads=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=SEVERAL_LR, weight_decay=0.0)
     norms, losses = [], []
     for update in range(len(PTX_DIVISORS)):
@@ -312,7 +314,7 @@ def test_the_update_is_that_of_one_plain_step_however_it_is_cut(seen, expected, 
 def test_the_gradient_is_clipped_and_the_parameters_move(expected):
     norms, parameters = expected
     assert min(norms) > 1
-    start = dict(tiny_model(tied=True, seed=0).named_parameters(remove_duplicate=False))
+    start = dict(tiny_model(tied=True, seed=0, kv_heads=2).named_parameters(remove_duplicate=False))
     assert furthest({name: p.detach() for name, p in start.items()}, parameters) > LR
 
 
@@ -328,7 +330,7 @@ def test_tied_parameters_come_under_both_their_names(seen):
 def test_metric_sums_of_micro_batches_and_ranks_add_up_to_those_of_the_step(seen, layout):
     metrics = []
     for cuts in CUTS:
-        cases = [case["sums"] for case in seen[f"update/{layout.label}/{cuts}"]]
+        cases = [case["sums"] for case in layout.counted(seen[f"update/{layout.label}/{cuts}"])]
         total = {name: sum(case[name] for case in cases) for name in cases[0]}
         metrics.append(summarise(total, divisor_of(GROUPS)))
     assert metrics[0].keys() >= {"policy/kl_ref", "loss/kl", "policy/ess", "loss/policy"}
@@ -358,7 +360,9 @@ def test_checkpoints_of_other_layouts_are_refused(seen, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("label", ["torch-2", "deepspeed1-2", "deepspeed3-2"])
+@pytest.mark.parametrize(
+    "label", ["torch-2", "torch3-2", "torch-1x2", "deepspeed1-2", "deepspeed3-2"]
+)
 def test_a_saved_policy_is_a_hugging_face_model(seen, folder, label):
     model = AutoModelForCausalLM.from_pretrained(folder / f"{label}-model", dtype=torch.float32)
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -395,7 +399,7 @@ def test_bfloat16_has_the_same_gradient_to_its_precision(seen, expected, stage):
     (case,) = seen[f"bfloat16/{stage}"]
     (other,) = seen["bfloat16/1"]
     # Rounded to bfloat16, the parameters of the second step are not those of float32.
-    assert case["norms"][0] == pytest.approx(expected[0][0], rel=0.02)
+    assert case["norms"][0] == pytest.approx(expected[0][0], rel=0.05)
     assert case["norms"] == pytest.approx(other["norms"], rel=1e-3)
 
 
@@ -423,6 +427,19 @@ def test_the_learning_rate_rises_in_equal_parts():
         ({"world_size": 0}, "trainer.world_size=0: must be at least 1"),
         ({"grad_clip": -1.0}, "trainer.grad_clip=-1.0: must not be negative"),
         ({"lr": 0.0}, "trainer.lr=0.0: must be above 0"),
+        ({"tensor_parallel": 0}, "trainer.tensor_parallel=0: must be at least 1"),
+        (
+            {"tensor_parallel": 2, "world_size": 2},
+            "trainer.tensor_parallel=2: needs trainer.backend=torch, not deepspeed",
+        ),
+        (
+            {"tensor_parallel": 2, "world_size": 3, "backend": "torch"},
+            "trainer.tensor_parallel=2: must divide trainer.world_size=3",
+        ),
+        (
+            {"tensor_parallel": 2, "world_size": 2, "backend": "torch", "lora_rank": 4},
+            "trainer.tensor_parallel=2: trains all of a model; trainer.lora_rank must be 0",
+        ),
         ({"betas": [0.9]}, "trainer.betas=[0.9]: must be two numbers from 0 to below 1"),
         (
             {"dtype": "bfloat16", "zero_stage": 0},

@@ -26,7 +26,7 @@ EOS = 2
 MAX_LENGTH = 512
 
 
-def tiny_model(*, tied: bool, seed: int) -> Qwen2ForCausalLM:
+def tiny_model(*, tied: bool, seed: int, kv_heads: int = 1) -> Qwen2ForCausalLM:
     """A float32 model whose distributions are far from uniform and differ from seed to seed."""
     config = Qwen2Config(
         vocab_size=VOCABULARY,
@@ -34,7 +34,7 @@ def tiny_model(*, tied: bool, seed: int) -> Qwen2ForCausalLM:
         intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=2,
-        num_key_value_heads=1,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=MAX_LENGTH,
         tie_word_embeddings=tied,
         bos_token_id=1,

@@ -22,7 +22,7 @@ import torch.multiprocessing as mp
 from streamrl.algorithms import AlgorithmConfig, normaliser
 from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.data import TextStream
-from streamrl.engines.packing import Round
+from streamrl.engines.packing import MicroBatch, Round
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import CheckpointError, DeadlineError, StreamError
 from streamrl.messages import Columns
@@ -83,11 +83,22 @@ class Layout:
     backend: str
     zero_stage: int
     world_size: int
+    tensor_parallel: int = 1
 
     @property
     def label(self) -> str:
-        stage = "" if self.backend == "torch" else str(self.zero_stage)
-        return f"{self.backend}{stage}-{self.world_size}"
+        # Below stage 3 torch has none.
+        stage = "" if self.backend == "torch" and self.zero_stage < 3 else str(self.zero_stage)
+        tensor = f"x{self.tensor_parallel}" if self.tensor_parallel > 1 else ""
+        return f"{self.backend}{stage}-{self.num_shares}{tensor}"
+
+    @property
+    def num_shares(self) -> int:
+        return self.world_size // self.tensor_parallel
+
+    def counted(self, cases: Sequence[Any]) -> Sequence[Any]:
+        """What was seen by one rank of each share of the data."""
+        return cases[:: self.tensor_parallel]
 
 
 LAYOUTS = [
@@ -95,6 +106,7 @@ LAYOUTS = [
     for world_size in (1, 2)
     for backend, stage in [("torch", 1), *(("deepspeed", stage) for stage in range(4))]
 ]
+LAYOUTS += [Layout("torch", 3, 2), Layout("torch", 1, 2, tensor_parallel=2)]
 CUTS = (1, 2, 5)
 
 
@@ -127,6 +139,7 @@ class Seat:
             backend=layout.backend,
             zero_stage=layout.zero_stage,
             world_size=layout.world_size,
+            tensor_parallel=layout.tensor_parallel,
             lr=LR,
             dtype="float32",
         )
@@ -147,15 +160,20 @@ class Seat:
             time.sleep(0.05)
 
 
-def cut(groups: dict[str, Columns], *, num_micro_batches: int, world_size: int) -> list[Round]:
-    """All rollouts in rounds; with five micro-batches the last rank goes without in the last."""
+def cut(groups: dict[str, Columns], *, num_micro_batches: int, num_shares: int) -> list[Round]:
+    """All rollouts in rounds; with five micro-batches the last share goes without in the last."""
     picks = [(uid, i) for uid, columns in groups.items() for i in range(len(columns["lengths"]))]
-    places = num_micro_batches * world_size
+    places = num_micro_batches * num_shares
     if places > CUTS[-1]:
         places -= 1
     parts = [tuple(picks[start::places]) for start in range(places)]
-    parts += [()] * (num_micro_batches * world_size - places)
-    return [tuple(parts[start : start + world_size]) for start in range(0, len(parts), world_size)]
+    parts += [()] * (num_micro_batches * num_shares - places)
+    return [tuple(parts[start : start + num_shares]) for start in range(0, len(parts), num_shares)]
+
+
+def own(trainer: "ModelTrainer", work: Round) -> MicroBatch:
+    """What of a round its rank trains."""
+    return work[trainer._config.share_of(trainer.rank)]
 
 
 def divisor_of(groups: dict[str, Columns]) -> float:
@@ -167,11 +185,11 @@ def divisor_of(groups: dict[str, Columns]) -> float:
 
 
 def train_step(
-    trainer: "ModelTrainer", num_micro_batches: int, world_size: int
+    trainer: "ModelTrainer", num_micro_batches: int, num_shares: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """One step over all groups: this rank's metric sums, and what the update reports."""
-    rounds = cut(GROUPS, num_micro_batches=num_micro_batches, world_size=world_size)
-    sums = add_up(trainer.train_micro_batch(GROUPS, work[trainer.rank]) for work in rounds)
+    rounds = cut(GROUPS, num_micro_batches=num_micro_batches, num_shares=num_shares)
+    sums = add_up(trainer.train_micro_batch(GROUPS, own(trainer, work)) for work in rounds)
     return sums, trainer.step(divisor_of(GROUPS))
 
 
@@ -187,7 +205,7 @@ def parameters_of(trainer: "ModelTrainer") -> dict[str, torch.Tensor]:
 
 def two_steps(seat: Seat, layout: Layout, cuts: int, **changes: Any) -> dict[str, Any]:
     trainer = seat.trainer(layout, **changes)
-    steps = [train_step(trainer, cuts, layout.world_size) for _ in range(2)]
+    steps = [train_step(trainer, cuts, layout.num_shares) for _ in range(2)]
     seen = {
         "norms": [report["policy/grad_norm"] for _, report in steps],
         "sums": steps[0][0],
@@ -206,7 +224,7 @@ def save_and_go_on(seat: Seat, layout: Layout) -> None:
     """Step, save, step; and the last step again from what was saved."""
     folder = seat.folder / layout.label
     trainer = seat.trainer(layout, warmup_steps=4)
-    train_step(trainer, 1, layout.world_size)
+    train_step(trainer, 1, layout.num_shares)
     trainer.save(folder)
     if layout.zero_stage in (1, 3):
         trainer.save_model(seat.folder / f"{layout.label}-model")
@@ -228,7 +246,7 @@ def save_and_go_on(seat: Seat, layout: Layout) -> None:
 def second_step(
     trainer: "ModelTrainer", layout: Layout
 ) -> tuple[dict[str, float], dict[str, torch.Tensor], int]:
-    _, report = train_step(trainer, 2, layout.world_size)
+    _, report = train_step(trainer, 2, layout.num_shares)
     return report, parameters_of(trainer), trainer.num_updates
 
 
@@ -237,8 +255,8 @@ def critic_updates(seat: Seat, layout: Layout) -> None:
     trainer = seat.trainer(layout, PPO, lr=SEVERAL_LR)
     sums = []
     for _ in range(2):
-        rounds = cut(VALUED, num_micro_batches=2, world_size=layout.world_size)
-        sums.append(add_up(trainer.train_micro_batch(VALUED, w[trainer.rank]) for w in rounds))
+        rounds = cut(VALUED, num_micro_batches=2, num_shares=layout.num_shares)
+        sums.append(add_up(trainer.train_micro_batch(VALUED, own(trainer, w)) for w in rounds))
         report = trainer.step(SEVERAL_DIVISOR)
     folder = seat.folder / f"critic-{layout.label}"
     trainer.save(folder / "state")
@@ -264,8 +282,8 @@ def two_headed_updates(seat: Seat, layout: Layout) -> None:
         trainer = seat.trainer(layout, PPO, task=task, lr=SEVERAL_LR)
         sums = []
         for _ in range(2):
-            rounds = cut(VALUED, num_micro_batches=2, world_size=layout.world_size)
-            sums.append(add_up(trainer.train_micro_batch(VALUED, w[trainer.rank]) for w in rounds))
+            rounds = cut(VALUED, num_micro_batches=2, num_shares=layout.num_shares)
+            sums.append(add_up(trainer.train_micro_batch(VALUED, own(trainer, w)) for w in rounds))
             trainer.step(SEVERAL_DIVISOR)
         folder = seat.folder / f"two-headed-{layout.label}-{coef}"
         trainer.save(folder / "state")
@@ -292,8 +310,8 @@ def pretraining_updates(seat: Seat, layout: Layout) -> None:
     trainer = seat.trainer(layout, AlgorithmConfig(), pretraining=texts, lr=SEVERAL_LR)
     reports = []
     for divisor in PTX_DIVISORS:
-        for work in cut(UNTAUGHT, num_micro_batches=2, world_size=layout.world_size):
-            trainer.train_micro_batch(UNTAUGHT, work[trainer.rank])
+        for work in cut(UNTAUGHT, num_micro_batches=2, num_shares=layout.num_shares):
+            trainer.train_micro_batch(UNTAUGHT, own(trainer, work))
         reports.append(trainer.step(divisor))
     parameters = parameters_of(trainer)
     trainer.close()
@@ -305,7 +323,7 @@ def lora_updates(seat: Seat, layout: Layout) -> None:
     folder = seat.folder / f"lora-{layout.label}"
     trainer = seat.trainer(layout, lr=SEVERAL_LR, **LORA)
     start = parameters_of(trainer)
-    reports = [train_step(trainer, 2, layout.world_size)[1]]
+    reports = [train_step(trainer, 2, layout.num_shares)[1]]
     trainer.save(folder / "state")
     again, first = second_step(trainer, layout), parameters_of(trainer)
     trainer.save_model(folder / "model")
@@ -332,8 +350,8 @@ def lora_critic(seat: Seat, layout: Layout) -> None:
     """A step of a critic's adapters and head."""
     trainer = seat.trainer(layout, PPO, lr=SEVERAL_LR, **LORA)
     start = parameters_of(trainer)
-    for work in cut(VALUED, num_micro_batches=2, world_size=layout.world_size):
-        trainer.train_micro_batch(VALUED, work[trainer.rank])
+    for work in cut(VALUED, num_micro_batches=2, num_shares=layout.num_shares):
+        trainer.train_micro_batch(VALUED, own(trainer, work))
     trainer.step(SEVERAL_DIVISOR)
     trainer.save_model(seat.folder / f"lora-critic-{layout.label}")
     seat.seen[f"lora_critic/{layout.label}"] = {
@@ -361,18 +379,18 @@ def several_updates(seat: Seat, layout: Layout) -> None:
     trainer = seat.trainer(layout, SEVERAL, lr=SEVERAL_LR)
     uids = list(GROUPS)
     updates = [
-        cut({uid: GROUPS[uid] for uid in part}, num_micro_batches=2, world_size=layout.world_size)
+        cut({uid: GROUPS[uid] for uid in part}, num_micro_batches=2, num_shares=layout.num_shares)
         for part in (uids[::2], uids[1::2])
     ]
     trainer.plan(GROUPS)
     for rounds in updates:
         for work in rounds:
-            trainer.look(GROUPS, work[trainer.rank])
+            trainer.look(GROUPS, own(trainer, work))
     trainer.settle()
     sums = []
     for _ in range(SEVERAL.epochs):
         for rounds in updates:
-            sums.append(add_up(trainer.train_micro_batch(GROUPS, w[trainer.rank]) for w in rounds))
+            sums.append(add_up(trainer.train_micro_batch(GROUPS, own(trainer, w)) for w in rounds))
             trainer.step(SEVERAL_DIVISOR)
     parameters = parameters_of(trainer)
     trainer.close()
@@ -395,7 +413,8 @@ def steps_that_do_not_count(seat: Seat, layout: Layout) -> None:
     report = trainer.step(0.0)
     broken = dict(next(iter(GROUPS.values())))
     broken["scores"] = broken["scores"] * float("nan")
-    trainer.train_micro_batch({"0:9:0": broken}, [("0:9:0", 0)] if seat.rank == 0 else [])
+    share = trainer._config.share_of(seat.rank)
+    trainer.train_micro_batch({"0:9:0": broken}, [("0:9:0", 0)] if share == 0 else [])
     try:
         trainer.step(1.0)
     except StreamError as error:
@@ -469,8 +488,9 @@ def run_ranks(
 ) -> dict[str, list[Any]]:
     """What the processes saw, by case: one entry if one saw it alone, one per rank otherwise.
 
-    What they do together comes first: ZeRO 3 numbers the parameters a process has ever had, and
-    the numbers have to agree.
+    What they do together comes first, on torch before DeepSpeed: ZeRO 3 numbers the parameters a
+    process has ever had, and the numbers have to agree; and it leaves a linear function of its own
+    behind, which knows nothing of FSDP.
     """
     context = mp.get_context("spawn")
     ports = free_ports(128)

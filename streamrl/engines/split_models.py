@@ -1,0 +1,26 @@
+"""Which models can be split over tensor-parallel ranks, and over how many."""
+
+from streamrl.errors import ConfigError
+
+FAMILIES = ("llama", "mistral", "qwen2")
+"""Types of models, as config.json has them, whose layers have the matrices that are split, and no
+others."""
+DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+"""What of a model's config is shared out."""
+
+
+def check_tensor_parallel(model_path: str, ranks: int, *, section: str) -> None:
+    """Raise ConfigError if the model in a directory cannot be split over that many ranks."""
+    if ranks == 1:
+        return
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(model_path, local_files_only=True)
+    said = f"{section}.tensor_parallel={ranks}"
+    if config.model_type not in FAMILIES:
+        raise ConfigError(
+            f"{said}: splits models of type {', '.join(FAMILIES)}, not {config.model_type}"
+        )
+    for name in DIVIDED:
+        if vars(config)[name] % ranks:
+            raise ConfigError(f"{said}: must divide the model's {name}={vars(config)[name]}")

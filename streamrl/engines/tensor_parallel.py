@@ -1,0 +1,55 @@
+"""Which matrices of a model are split over tensor-parallel ranks, and along which dimension.
+
+Attention heads and columns of the MLP are shared out: matrices come in pairs, the first cut by its
+outputs and the second by its inputs, so that activations are summed over the ranks once per pair.
+Embeddings, norms and heads are whole on every rank. Source: Shoeybi et al. 2019 (Megatron-LM),
+section 3.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def split_layers(module: "PreTrainedModel", mesh: DeviceMesh) -> None:
+    """Leave each rank of the mesh its part of every layer, which is what it computes.
+
+    What goes into a layer and comes out of it is whole on every rank, as are its gradients.
+    """
+    for layer in layers_of(module):
+        parallelize_module(layer, mesh, _plan())
+
+
+def layers_of(module: "PreTrainedModel") -> Iterator[nn.Module]:
+    """The blocks a model is a stack of."""
+    blocks = set(module._no_split_modules or ())
+    return (part for part in module.modules() if type(part).__name__ in blocks)
+
+
+def _plan() -> dict[str, ParallelStyle]:
+    whole = Replicate()
+    by_outputs = [f"self_attn.{name}_proj" for name in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"]
+    return {
+        # Once for all that read it, so that their gradients are added up before they travel.
+        "self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": whole},
+            desired_input_kwarg_layouts={"hidden_states": whole},
+        ),
+        "mlp": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,)),
+        **{name: ColwiseParallel() for name in by_outputs},
+        "self_attn.o_proj": RowwiseParallel(),
+        "mlp.down_proj": RowwiseParallel(),
+    }

@@ -1,0 +1,137 @@
+"""Four ranks of one trainer in meshes of several shapes; what each saw goes into a file.
+
+torch.distributed belongs in no process of pytest's.
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+
+from streamrl.engines.mesh_backend import MeshBackend
+from streamrl.engines.ranks import join_ranks
+from streamrl.engines.torch_backend import TorchBackend
+from streamrl.engines.trainer_config import TrainerConfig
+from tests.engines.tiny_qwen import fill
+
+WORLD = 4
+UPDATES = 3
+MICRO_BATCHES = 2
+ROWS = 4
+LR = 1e-4
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+}
+ALONE = {"world_size": 1}
+MESHES: dict[str, dict[str, Any]] = {
+    "data 2, tensor 2": {"tensor_parallel": 2},
+    "sharded data 2, tensor 2": {"tensor_parallel": 2, "zero_stage": 3},
+    "sharded data 4": {"zero_stage": 3},
+    "tensor 4": {"tensor_parallel": 4},
+}
+MODELS = ("qwen2", "qwen2 tied", "llama", "mistral")
+WIDE = "sharded data 2, tensor 2"
+CASES = [("qwen2 tied", mesh, {}) for mesh in MESHES]
+CASES += [(model, WIDE, {}) for model in MODELS if model != "qwen2 tied"]
+CASES += [("qwen2 tied", WIDE, {"recomputes": True})]
+
+
+def make(model: str) -> PreTrainedModel:
+    """A model with all biases its family knows."""
+    if model == "llama":
+        made: Any = LlamaForCausalLM(LlamaConfig(**SIZES, attention_bias=True, mlp_bias=True))
+    elif model == "mistral":
+        made = MistralForCausalLM(MistralConfig(**SIZES))
+    else:
+        made = Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings="tied" in model))
+    fill(made, seed=0)
+    return made.train()
+
+
+def label(model: str, mesh: str, recomputes: bool) -> str:
+    return f"{model}; {mesh}{'; recomputed' * recomputes}"
+
+
+def main(folder: Path, ports: list[str]) -> None:
+    mp.spawn(one_rank, args=(folder, ports), nprocs=WORLD)
+
+
+def one_rank(rank: int, folder: Path, ports: list[str]) -> None:
+    torch.set_num_threads(1)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    seen = {}
+    # By itself each knows what a single rank makes of it.
+    for model in MODELS:
+        seen[f"{model}; alone"] = train(0, make(model), TrainerConfig(backend="torch", **ALONE))
+    for (model, mesh, how), port in zip(CASES, ports, strict=True):
+        os.environ["MASTER_PORT"] = port
+        config = TrainerConfig(backend="torch", world_size=WORLD, **MESHES[mesh])
+        module, recomputes = make(model), bool(how)
+        if recomputes:
+            module.gradient_checkpointing_enable({"use_reentrant": False})
+        seen[label(model, mesh, recomputes)] = train(rank, module, config)
+    torch.save(seen, folder / f"{rank}.pt")
+
+
+def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str, Any]:
+    """Some updates, and one whose gradient is not finite."""
+    join_ranks(rank=rank, world_size=config.world_size, timeout_s=60.0)
+    backend = (MeshBackend if config.gathers else TorchBackend)(module, config)
+    drawn = torch.Generator().manual_seed(1)
+    norms = []
+    for update in range(UPDATES + 1):
+        for _ in range(MICRO_BATCHES):
+            ids = torch.randint(0, 64, (ROWS, 12), generator=drawn)
+            rows = ids[config.share_of(rank) :: config.num_shares]
+            loss = backend.forward(rows, use_cache=False).logits.log_softmax(-1).square().sum()
+            backend.backward(loss * (torch.nan if update == UPDATES else 1.0))
+        norms.append(backend.step(divisor=float(ROWS), lr=LR))
+        if update == UPDATES - 1:
+            before = {name: tensor.clone() for name, tensor in backend.full_state()}
+    with torch.no_grad():
+        # What is left of a forward pass without a backward pass must not get in the way.
+        backend.forward(ids)
+    whole = {name: tensor.clone() for name, tensor in backend.full_state()}
+    seen = {
+        "norms": norms,
+        "unchanged": all(whole[name].equal(before[name]) for name in before),
+        "parameters": whole,
+        "misplaced": misplaced(backend, whole),
+    }
+    backend.close()
+    return seen
+
+
+def misplaced(backend: MeshBackend | TorchBackend, whole: dict[str, torch.Tensor]) -> list[str]:
+    """Whose pieces are not those of the whole tensor, or lie elsewhere."""
+    if isinstance(backend, TorchBackend):
+        return []
+    found = []
+    for name, local, shard in backend.placed():
+        for piece in shard.pieces:
+            offset = local.storage_offset() + piece.offset
+            view = torch.as_strided(local, piece.box.shape, piece.strides, offset)
+            if tuple(local.shape) != shard.shape or not view.equal(whole[name][piece.box.slices]):
+                found.append(name)
+    return found
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])
