@@ -267,10 +267,12 @@ def one_block(parts: Sequence[Tensor], like: Tensor) -> Tensor | None:
         return None
     if len(parts) == 1:
         return parts[0]
+    rows = sum(len(part) for part in parts)
+    if rows != len(like):
+        return None
     # Not by strides: the parts of one bucket may each have a storage of its own.
     num_bytes = sum(part.nbytes for part in parts)
     memory = (ctypes.c_byte * num_bytes).from_address(parts[0].data_ptr())
-    rows = sum(len(part) for part in parts)
     return torch.frombuffer(memory, dtype=like.dtype).view(rows, *like.shape[1:])
 
 
