@@ -43,6 +43,10 @@ class HostedGenerator(Protocol):
         """Go over to a version that has been filled into its storage."""
         ...
 
+    async def release_kv(self) -> None:
+        """Free the memory of keys and values until it samples again."""
+        ...
+
     async def suspend(self, reason: str) -> None:
         """Sample nothing until `resume`; what is under way stays as it is."""
         ...

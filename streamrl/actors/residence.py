@@ -6,10 +6,12 @@ the moment the trainer begins to change them until the generator has taken the n
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from streamrl.actors.engine_factory import HostedRank
+from streamrl.engines.peak_memory import PeakMemory
 from streamrl.errors import DeadlineError, SupersededError
 from streamrl.faces import Fetched, Follower, WeightChannel
 from streamrl.messages import Array
@@ -25,6 +27,8 @@ class Sampler(Protocol):
     """What samples from the weights, and can stand still."""
 
     async def storage(self) -> Storage | None: ...
+
+    async def release_kv(self) -> None: ...
 
     async def suspend(self, reason: str) -> None: ...
 
@@ -47,6 +51,7 @@ class Residence:
         self._version = -1
         self._tensors: Mapping[str, Any] | None = {}
         self._moved_bytes = 0
+        self.memory = PeakMemory()
 
     def trainer_is_in(self) -> None:
         """The trainer has joined the other ranks, and a generator may come into their group."""
@@ -67,6 +72,20 @@ class Residence:
         self._sampler = sampler
         if fills:
             self._served = await sampler.storage()
+
+    @asynccontextmanager
+    async def training(self, *, releases_kv: bool) -> AsyncIterator[None]:
+        """Inside the trainer computes; the generator's keys and values make room for it, or stay.
+
+        What is before and after is the generator's, and counted as its memory.
+        """
+        if releases_kv and self._sampler is not None:
+            await self._sampler.release_kv()
+        self.memory.ends("generate")
+        try:
+            yield
+        finally:
+            self.memory.ends("train")
 
     async def about_to_change(self) -> None:
         """The weights are about to change: nothing is sampled until they are taken up.

@@ -57,6 +57,15 @@ class EngineCalls:
         if self._standstill.end(reason):
             self._thread.move_on()
 
+    async def release_kv(self) -> None:
+        """Free the memory of keys and values, on a CPU; the next step has it again.
+
+        Rollouts under way are prefilled anew then, so that nothing of them is lost. To be called
+        while it stands still, or has nothing to do. Raises as `suspend` does.
+        """
+        self._calls.check_alive()
+        await self._answer(self._thread.release_kv, "release_kv")
+
     async def close(self) -> None:
         """End the engine and free its memory; pending calls raise GenerationError."""
         self._calls.fail("the engine was closed")

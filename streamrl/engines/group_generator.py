@@ -88,6 +88,10 @@ class GroupGenerator:
         """See `GenerationEngine.take_up`."""
         return await self._engine.take_up(version)
 
+    async def release_kv(self) -> None:
+        """See `GenerationEngine.release_kv`."""
+        await self._engine.release_kv()
+
     async def suspend(self, reason: str) -> None:
         """See `GenerationEngine.suspend`."""
         await self._engine.suspend(reason)

@@ -24,6 +24,7 @@ from streamrl.engines.vllm_engine import (
     Sampled,
     SampleRequest,
 )
+from streamrl.engines.vllm_kv import KvMemory
 from streamrl.engines.vllm_weights import ServedWeights
 from streamrl.weights import Loaded
 
@@ -108,6 +109,10 @@ class EngineThread:
         """Call the weights the engine was built with `version`."""
         self._commands.put(lambda engine: self._label(engine, version))
 
+    def release_kv(self, call: int) -> None:
+        """Free the memory of keys and values until the next step; say so under that number."""
+        self._ask(call, lambda engine: self._kv.release())
+
     def stand_still(self, call: int) -> None:
         """Begin no other step, and say so under the number `call`; all else is done as ever."""
 
@@ -139,6 +144,7 @@ class EngineThread:
             with vllm_engine.only_engine_of_the_process():
                 facts = vllm_engine.read_model_facts(self._spec.model_path)
                 engine = vllm_engine.build_engine(self._spec)
+                self._kv = KvMemory(engine)
                 self._weights = ServedWeights(engine, facts.parameters, self._spec.model_path)
                 self._post(self._listener.on_started, facts)
                 self._serve(engine)
@@ -157,6 +163,7 @@ class EngineThread:
                     return
                 command(engine)
             if self._may_step(engine):
+                self._kv.restore()
                 batch = vllm_engine.step(engine)
                 if batch:
                     self._post(self._listener.on_sampled, batch)

@@ -9,12 +9,14 @@ from streamrl.placement.demand import (
     settle,
     total_cpus,
 )
+from streamrl.placement.memory import WorkerMemory
 
 __all__ = [
     "Capacity",
     "Demand",
     "PlacementConfig",
     "Settled",
+    "WorkerMemory",
     "check_fits",
     "settle",
     "total_cpus",

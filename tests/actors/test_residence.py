@@ -43,6 +43,9 @@ class Generator:
         self.told.append("storage")
         return Storage({})
 
+    async def release_kv(self) -> None:
+        self.told.append("release_kv")
+
     async def suspend(self, reason: str) -> None:
         self.told.append("suspend")
 
@@ -104,3 +107,18 @@ def test_a_version_that_has_been_updated_is_not_taken_up() -> None:
         assert generator.told == ["storage", "suspend"]
 
     asyncio.run(late())
+
+
+@pytest.mark.parametrize("releases", [True, False])
+def test_keys_and_values_make_room_for_training_if_they_are_to(releases: bool) -> None:
+    async def trained() -> tuple[list[Any], dict[str, float]]:
+        residence, generator = Residence(), Generator()
+        await residence.let_in(generator, fills=False)
+        async with residence.training(releases_kv=releases):
+            held = torch.ones(100 << 18)
+        del held
+        return generator.told, residence.memory.drain()
+
+    told, peaks = asyncio.run(trained())
+    assert told == (["release_kv"] if releases else [])
+    assert peaks["train"] >= peaks["generate"] + 90
