@@ -24,8 +24,8 @@ from streamrl.resharding import (
     whole_shard,
 )
 
-BUCKET_BYTES = 64 * 2**20
-"""What is under way at once, bytes."""
+BUCKET_BYTES = 16 * 2**20
+"""What is under way at once, bytes; gloo holds as much again."""
 
 Placed = Iterable[tuple[str, Tensor, Shard]]
 """What a rank keeps of what is trained: by name, where it lies and which part that is."""

@@ -88,10 +88,18 @@ def gather_rounds(
     return [list(at) for at in zip_longest(*gifts, fillvalue=[])]
 
 
+def parcel_bytes(gives: Sequence[Sequence[Gift]], itemsizes: Mapping[str, int]) -> int:
+    """What each rank of a group gives in a round: as much as the largest, and a whole number of the
+    widest elements, so that every parcel behind another can be viewed."""
+    largest = max(sum(box.numel * itemsizes[tensor] for tensor, box in given) for given in gives)
+    widest = max(itemsizes.values())
+    return -(-largest // widest) * widest
+
+
 def padding_bytes(rounds: Iterable[Sequence[Sequence[Gift]]], itemsizes: Mapping[str, int]) -> int:
-    """What the ranks of a group give besides, as in a round all give as much as the largest."""
+    """What the ranks of a group give besides in these rounds."""
     padding = 0
     for gives in rounds:
-        sizes = [sum(box.numel * itemsizes[tensor] for tensor, box in given) for given in gives]
-        padding += max(sizes) * len(sizes) - sum(sizes)
+        given = sum(box.numel * itemsizes[tensor] for each in gives for tensor, box in each)
+        padding += parcel_bytes(gives, itemsizes) * len(gives) - given
     return padding

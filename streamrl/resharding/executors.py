@@ -20,6 +20,7 @@ from streamrl.resharding.buckets import (
     copy_rounds,
     gather_rounds,
     padding_bytes,
+    parcel_bytes,
 )
 from streamrl.resharding.layouts import Layout
 from streamrl.resharding.parcels import Packer
@@ -148,7 +149,7 @@ class PointToPoint(Executor):
         for tensor, box in self._stays:
             counts.copied += _fill(target.view(tensor, box), source.view(tensor, box))
         for sends, receives in self._rounds:
-            out = {peer: self._packer.pack(source, gifts) for peer, gifts in sends.items()}
+            out = {peer: self._packer.packed(source, gifts) for peer, gifts in sends.items()}
             into = {
                 peer: torch.empty(
                     self._packer.num_bytes(gifts), dtype=torch.uint8, device=target.device
@@ -202,10 +203,16 @@ class GatherInGroups(Executor):
                     counts.copied += _fill(part(place, wanted, common), part(view, held, common))
         if len(self._members) <= 1:
             return
-        for gives in self._rounds:
-            size = max(map(self._packer.num_bytes, gives))
-            mine = self._packer.pack(source, gives[self._members.index(self._rank)], size)
-            parcels = mine.new_empty(size * len(self._members))
+        sizes = [parcel_bytes(gives, self._packer.itemsizes) for gives in self._rounds]
+        # The same memory in every round: an allocator that is asked anew keeps ever more.
+        staging = torch.empty(
+            max(sizes, default=0) * (1 + len(self._members)),
+            dtype=torch.uint8,
+            device=source.device,
+        )
+        for gives, size in zip(self._rounds, sizes, strict=True):
+            mine, parcels = staging[:size], staging[size : size * (1 + len(self._members))]
+            self._packer.pack(source, gives[self._members.index(self._rank)], mine)
             self._wait(
                 dist.all_gather_single(parcels, mine, group=self._group, async_op=True),
                 self._members,

@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM
 from streamrl.engines.deepspeed_backend import DeepSpeedBackend
 from streamrl.engines.generation import GenerationEngine, GeneratorConfig, generation_env
 from streamrl.engines.ranks import join_ranks
-from streamrl.engines.switch import plan_switch
+from streamrl.engines.switch import Switch, plan_switch
 from streamrl.engines.torch_backend import TorchBackend
 from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.resharding import Storage
 from tests.engines.tiny_qwen import save, tiny_model
 
 WORLD = 2
@@ -88,11 +89,26 @@ async def all_backends(path: str) -> dict[str, list[dict[str, Any]]]:
     return seen
 
 
+async def unplanned(engine: GenerationEngine, backend: Any) -> dict[str, bool]:
+    """Where there is no switch, on any rank: one cannot fill, or has another type."""
+    served = await engine.storage() if dist.get_rank() else None
+    halved = [(name, tensor.bfloat16(), shard) for name, tensor, shard in backend.placed()]
+    return {
+        "one cannot": await plan(backend.placed(), served) is None,
+        "another type": await plan(halved, await engine.storage()) is None,
+    }
+
+
+async def plan(placed: Any, served: Storage | None) -> Switch | None:
+    return await asyncio.to_thread(plan_switch, placed, served, timeout_s=60.0)
+
+
 async def filler(engine: GenerationEngine, backend: Any) -> Callable[[int], dict[str, Any]]:
     """What fills the engine's parameters with a version from all ranks, and counts."""
+    refused = await unplanned(engine, backend)
     served = await engine.storage()
     assert served is not None
-    switch = await asyncio.to_thread(plan_switch, backend.placed(), served, timeout_s=60.0)
+    switch = await plan(backend.placed(), served)
     assert switch is not None
     kept = sum(tensor.nbytes for _, tensor, _ in backend.placed())
     memory = sum(b.held[0].nbytes for b in engine._thread._weights._bound)
@@ -104,6 +120,7 @@ async def filler(engine: GenerationEngine, backend: Any) -> Callable[[int], dict
             "copied_bytes": moved.copied_bytes,
             "received_bytes": moved.received_bytes,
             "under_way": moved.peak_bytes - kept - memory,
+            "unplanned": refused,
             "model_bytes": sum(view.nbytes for _, _, view in served),
         }
 

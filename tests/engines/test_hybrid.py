@@ -65,3 +65,8 @@ def test_what_a_rank_has_only_a_part_of_comes_once_and_is_laid_down_nowhere_else
             assert version["copied_bytes"] == model // WORLD
             # A parcel of its own, and those of both ranks.
             assert version["under_way"] == model + model // WORLD
+
+
+def test_where_one_rank_cannot_be_filled_none_is(ranks: list[dict[str, Any]]) -> None:
+    for seen in ranks:
+        assert all(seen["deepspeed 3"][0]["unplanned"].values())
