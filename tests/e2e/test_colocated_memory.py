@@ -4,13 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.engines.forward import load_skeleton
 from tests.e2e.launched import Launched, rows
 from tests.toy import write_toy
 
 pytestmark = pytest.mark.slow
-MODEL_BYTES = 4 * (
-    32 * 64 + 2 * (2 * (64 * 64 + 64) + 2 * (64 * 32 + 32) + 3 * 64 * 128 + 128) + 64
-)
 
 
 def test_weights_come_once_from_the_other_rank_and_keys_and_values_make_room(
@@ -20,16 +18,21 @@ def test_weights_come_once_from_the_other_rank_and_keys_and_values_make_room(
     words = [
         *("train", str(toy / "recipe.yaml"), f"run.dir={toy}/runs", "run.name=first"),
         *("placement.mode=colocated", "trainer.world_size=2", "trainer.zero_stage=3"),
-        *("pipeline.max_staleness=0", "generator.kv_cache_mb=256", "placement.memory_mb=260"),
+        *("pipeline.max_staleness=0", "generator.kv_cache_mb=256", "placement.memory_mb=258"),
         *("weights.probe_every=1", "run.steps=3"),
     ]
+    # Each rank has half from the other, so that all that comes for a version is a model's bytes.
+    parameters = load_skeleton(str(toy / "model")).parameters()
+    model_bytes = sum(parameter.numel() * 4 for parameter in parameters)
     run = Launched(words, toy)
     assert run.wait() == 0, run.output
     assert "the KV cache is released while it trains" in " ".join(run.output.split())
     found = rows(toy / "runs" / "first")
-    # Half of it for each of two ranks, of so many versions as were taken up since the last row.
-    assert [row["weights/bytes"] % (MODEL_BYTES // 2) for row in found] == [0] * 3
-    assert sum(row["weights/bytes"] for row in found) >= 3 * MODEL_BYTES
+    assert [row["weights/bytes"] % (model_bytes // 2) for row in found] == [0] * 3
+    assert sum(row["weights/bytes"] for row in found) >= 2 * model_bytes
     assert all(row["weights/probe_diff"] < 1e-4 for row in found)
-    last = found[-1]
-    assert last["memory/generate_mb"] - last["memory/train_mb"] > 128
+    # Steps that are reported together have one peak.
+    peaks = [row for row in found if "memory/train_mb" in row]
+    assert peaks
+    for row in peaks:
+        assert row["memory/generate_mb"] - row["memory/train_mb"] > 128
