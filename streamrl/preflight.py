@@ -10,6 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from streamrl.buffer.admission import check_bytes
 from streamrl.config import RunConfig
@@ -24,11 +25,12 @@ from streamrl.data import (
     load_vocab_size,
 )
 from streamrl.dataflow import COST, COST_CRITIC, CRITIC, POLICY, REWARD, Dataflow
+from streamrl.engines.held_memory import worker_memory
 from streamrl.engines.lora import check_targets
 from streamrl.engines.split_models import check_tensor_parallel
 from streamrl.errors import ConfigError
 from streamrl.messages import Per, Prompt, column_spec
-from streamrl.placement import SLOTS, Demand, Placement, lay_out
+from streamrl.placement import SLOTS, Demand, Placement, WorkerMemory, lay_out
 from streamrl.rewards import COSTS, Surroundings, build_rewards
 from streamrl.rewards.filtering import build_filter
 
@@ -87,6 +89,7 @@ def prepare(config: RunConfig) -> Prepared:
         check_targets(config.model_of(role), config.trainer_of(role), section=section)
         ranks = config.trainer_of(role).tensor_parallel
         check_tensor_parallel(config.model_of(role), ranks, section=section)
+    hybrid_memory(config, on_gpu=torch.cuda.is_available())
     return Prepared(
         dataflow=dataflow,
         prompts=PromptStream(
@@ -216,6 +219,42 @@ def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]
         return found
     key, slots = f"placement.mode={config.placement.mode}", placement_of(config).size
     return [Demand((), SLOTS, key, slots, gpus=int(on_gpu)), *found]
+
+
+def hybrid_memory(config: RunConfig, *, on_gpu: bool) -> WorkerMemory | None:
+    """What a worker of a colocated run holds; None of other runs, or if vLLM takes what is left.
+
+    Raises ConfigError with the arithmetic if it cannot stay within placement.memory_mb.
+    """
+    budget_mb, generator = config.placement.memory_mb, config.generator
+    if not config.placement.is_hybrid:
+        return None
+    if on_gpu and generator.kv_cache_mb is None:
+        if budget_mb is not None:
+            raise ConfigError(
+                f"placement.memory_mb={budget_mb}: on a GPU needs generator.kv_cache_mb, else the"
+                " KV cache takes what there is"
+            )
+        return None
+    held = worker_memory(
+        config.model.path,
+        config.trainer,
+        generator,
+        micro_batch_tokens=config.pipeline.micro_batch_tokens,
+        on_gpu=on_gpu,
+    )
+    least = held.within(budget_mb)
+    if least.releases_kv and on_gpu:
+        raise ConfigError(
+            f"placement.memory_mb={budget_mb}: to train, a worker holds {held.sum('train')} MB, and"
+            " on a GPU the KV cache is not released"
+        )
+    if least.releases_kv and config.weights.kv == "keep":
+        raise ConfigError(
+            "weights.kv=keep: the KV cache is released while a worker trains, which stays within"
+            f" placement.memory_mb={budget_mb} only so: {held.sum('train')} MB"
+        )
+    return least
 
 
 def largest_group_bytes(config: RunConfig, prepared: Prepared) -> int:

@@ -9,6 +9,7 @@ from streamrl.config import RunConfig
 from streamrl.engines.packing import Pick
 from streamrl.faces import Follower, Sample
 from streamrl.messages import Array, Columns, Prompt, Rollout
+from streamrl.resharding import Moved, Storage
 from streamrl.serving import Compute
 from streamrl.weights import Loaded
 
@@ -33,6 +34,18 @@ class HostedGenerator(Protocol):
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded: ...
 
     async def probe(self, sequences: Sequence[Array]) -> Sequence[Array] | None: ...
+
+    async def storage(self) -> Storage | None:
+        """Where its parameters lie, to be filled there by others; None if they cannot be."""
+        ...
+
+    async def take_up(self, version: int) -> Loaded:
+        """Go over to a version that has been filled into its storage."""
+        ...
+
+    async def release_kv(self) -> None:
+        """Free the memory of keys and values until it samples again."""
+        ...
 
     async def suspend(self, reason: str) -> None:
         """Sample nothing until `resume`; what is under way stays as it is."""
@@ -97,6 +110,8 @@ class HostedRank(Protocol):
     def token_logprobs(self, token_ids: Array) -> Array: ...
 
     def full_state(self) -> Iterable[tuple[str, "Tensor"]]: ...
+
+    def switch(self, served: Storage | None, version: int) -> Moved | None: ...
 
     def whole_state(self) -> Iterable[tuple[str, "Tensor"]]: ...
 

@@ -34,7 +34,7 @@ class GeneratorActor(Replica):
         # The engine takes its place among the ranks that are there.
         await self._residence.wait_for_trainer(wiring.config.generator.start_timeout_s)
         self._generator = await make(wiring.config, wiring.max_length, replica)
-        self._residence.let_in(self._generator)
+        await self._residence.let_in(self._generator, fills=wiring.config.trainer.gathers)
 
     async def suspend(self) -> None:
         """Sample nothing while others have the pool."""

@@ -84,6 +84,7 @@ class Reporter:
         self._spans: dict[str, list[Span]] = {role.role: [] for role in roles}
         self._samples: list[Mapping[str, Any]] = []
         self._counts: Counter[str] = Counter()
+        self._peaks: dict[str, float] = {}
         self._drained_at = 0.0
         self._snapshots: asyncio.Queue[Snapshot] = asyncio.Queue()
 
@@ -182,6 +183,9 @@ class Reporter:
         self._samples += [sample for part in parts for sample in part.samples]
         for part in parts:
             self._counts.update(part.counts)
+            for phase, peak_mb in part.peaks_mb.items():
+                name = f"memory/{phase}_mb"
+                self._peaks[name] = max(self._peaks.get(name, 0.0), peak_mb)
         return [span for part in parts for span in part.spans if not span.is_open]
 
     def _activity(self) -> dict[str, Activity]:
@@ -219,7 +223,8 @@ class Reporter:
                 metrics |= summarise_critic(made[role].sums, role)
             metrics |= _mean(made[role].updates)
         counts, self._counts = self._counts, Counter()
-        return {**metrics, **counts, **snapshot.weights, **snapshot.evaluation}
+        peaks, self._peaks = self._peaks, {}
+        return {**metrics, **counts, **peaks, **snapshot.weights, **snapshot.evaluation}
 
 
 def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -6,17 +6,18 @@ the moment the trainer begins to change them until the generator has taken the n
 """
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
 
+from streamrl.actors.engine_factory import HostedRank
+from streamrl.engines.peak_memory import PeakMemory
 from streamrl.errors import DeadlineError, SupersededError
 from streamrl.faces import Fetched, Follower, WeightChannel
 from streamrl.messages import Array
+from streamrl.resharding import Storage
 from streamrl.weights import Loaded, WeightManifest
 from streamrl.weights.registry import ReaderState
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 UPDATE = "update"
 """Why a generator stands still while its weights change."""
@@ -25,9 +26,19 @@ UPDATE = "update"
 class Sampler(Protocol):
     """What samples from the weights, and can stand still."""
 
+    async def storage(self) -> Storage | None: ...
+
+    async def release_kv(self) -> None: ...
+
     async def suspend(self, reason: str) -> None: ...
 
     async def resume(self, reason: str) -> None: ...
+
+
+class ResidentGenerator(Follower, Protocol):
+    """Takes a version up that lies in its own parameters, too."""
+
+    async def take_up(self, version: int) -> Loaded: ...
 
 
 class Residence:
@@ -36,8 +47,11 @@ class Residence:
     def __init__(self) -> None:
         self._trainer_is_in = asyncio.Event()
         self._sampler: Sampler | None = None
+        self._served: Storage | None = None
         self._version = -1
-        self._tensors: Mapping[str, Any] = {}
+        self._tensors: Mapping[str, Any] | None = {}
+        self._moved_bytes = 0
+        self.memory = PeakMemory()
 
     def trainer_is_in(self) -> None:
         """The trainer has joined the other ranks, and a generator may come into their group."""
@@ -53,9 +67,25 @@ class Residence:
                 f"the generator waited {timeout_s:g} s for the trainer of its process to start"
             ) from None
 
-    def let_in(self, sampler: Sampler) -> None:
-        """The generator is there."""
+    async def let_in(self, sampler: Sampler, *, fills: bool) -> None:
+        """The generator is there; the trainer `fills` its parameters, if it cannot lend its own."""
         self._sampler = sampler
+        if fills:
+            self._served = await sampler.storage()
+
+    @asynccontextmanager
+    async def training(self, *, releases_kv: bool) -> AsyncIterator[None]:
+        """Inside the trainer computes; the generator's keys and values make room for it, or stay.
+
+        What is before and after is the generator's, and counted as its memory.
+        """
+        if releases_kv and self._sampler is not None:
+            await self._sampler.release_kv()
+        self.memory.ends("generate")
+        try:
+            yield
+        finally:
+            self.memory.ends("train")
 
     async def about_to_change(self) -> None:
         """The weights are about to change: nothing is sampled until they are taken up.
@@ -66,24 +96,41 @@ class Residence:
         if self._sampler is not None:
             await self._sampler.suspend(UPDATE)
 
-    def publish(self, tensors: Iterable[tuple[str, "Tensor"]], version: int) -> WeightManifest:
-        """The weights are `version` as they lie. The manifest has nothing to fetch."""
-        self._tensors, self._version = dict(tensors), version
+    def publish(self, trainer: HostedRank, version: int) -> WeightManifest:
+        """The weights are `version` as they lie. The manifest has nothing to fetch.
+
+        Where no rank has them whole they come to lie in the generator now, from all ranks.
+        """
+        moved = trainer.switch(self._served, version) if trainer.gathers else None
+        self._tensors = dict(trainer.full_state()) if moved is None else None
+        self._moved_bytes = moved.received_bytes if moved else 0
+        self._version = version
         return WeightManifest(version, (), ())
 
-    def tensors(self, version: int) -> Mapping[str, Any]:
-        """The weights where they lie. Raises SupersededError once they are no longer that version.
+    def fetched(self, version: int) -> Fetched:
+        """The weights where they lie, and what came from other ranks for them.
 
-        The trainer may have made the next one before a generator has come to take this one up.
+        There are none to be had where they lie in the generator already. Raises SupersededError
+        once they are no longer that version: the trainer may have made the next one before a
+        generator has come to take this one up.
         """
-        if version != self._version:
-            raise SupersededError(f"weights version {version} is gone: they have been updated")
-        return self._tensors
+        self._check(version)
+        return Fetched(self._tensors or {}, num_bytes=self._moved_bytes)
 
-    async def taken_up(self) -> None:
-        """The generator serves the version that was fetched last."""
+    async def take_up(self, generator: ResidentGenerator, version: int) -> Loaded:
+        """Have the generator serve a version, and sample again. Raises as `fetched` does."""
+        self._check(version)
+        if self._tensors is None:
+            loaded = await generator.take_up(version)
+        else:
+            loaded = await generator.load_weights(self._tensors, version)
         if self._sampler is not None:
             await self._sampler.resume(UPDATE)
+        return loaded
+
+    def _check(self, version: int) -> None:
+        if version != self._version:
+            raise SupersededError(f"weights version {version} is gone: they have been updated")
 
 
 class ClosableChannel(WeightChannel, Protocol):
@@ -105,7 +152,7 @@ class ResidentChannel:
 
     async def fetch(self, manifest: WeightManifest) -> Fetched:
         """The weights where they lie."""
-        return Fetched(self._residence.tensors(manifest.version))
+        return self._residence.fetched(manifest.version)
 
     async def close(self) -> None:
         """Nothing is followed any more."""
@@ -115,16 +162,13 @@ class ResidentChannel:
 class ResidentFollower:
     """A generator that takes versions up where they lie, and may sample again once it has."""
 
-    def __init__(self, generator: Follower, residence: Residence) -> None:
+    def __init__(self, generator: ResidentGenerator, residence: Residence) -> None:
         self._generator = generator
         self._residence = residence
 
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded:
         """See Follower.load_weights. Raises SupersededError if they have changed meanwhile."""
-        tensors = self._residence.tensors(version)
-        loaded = await self._generator.load_weights(tensors, version)
-        await self._residence.taken_up()
-        return loaded
+        return await self._residence.take_up(self._generator, version)
 
     async def probe(self, sequences: Sequence[Array]) -> Sequence[Array] | None:
         """See Follower.probe."""

@@ -41,7 +41,7 @@ class Sender:
     def model(self, version: int, readers: Sequence[str]) -> WeightManifest | None:
         """Send the model as it is off as `version`."""
         if self._residence is not None:
-            return self._residence.publish(self._trainer.full_state(), version)
+            return self._residence.publish(self._trainer, version)
         # A policy's directory is there for others, too, who know nothing of adapters.
         is_whole = self._role == POLICY and self._config.transport == DISK
         tensors = self._trainer.whole_state() if is_whole else self._trainer.full_state()

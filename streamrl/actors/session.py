@@ -42,7 +42,8 @@ STOP_TIMEOUT_S = 12.0
 class Session:
     """All actors of a run. Use `start`, then `watch`, and `close` whatever happens.
 
-    `shard_bytes` is what one shard may hold.
+    `shard_bytes` is what one shard may hold. Hybrid workers that `releases_kv` free the memory of
+    keys and values while they train.
     """
 
     def __init__(
@@ -52,10 +53,12 @@ class Session:
         *,
         on_gpu: bool,
         shard_bytes: int,
+        releases_kv: bool = False,
         engines: EngineFactory,
     ) -> None:
         self._config = config
         self._shard_bytes = shard_bytes
+        self._releases_kv = releases_kv
         self._prepared = prepared
         self._engines = engines
         self._crew = Crew(config, prepared, on_gpu=on_gpu)
@@ -205,6 +208,7 @@ class Session:
             coordinator=coordinator,
             engines=self._engines,
             travel=self._travel,
+            releases_kv=self._releases_kv,
         )
 
     def _shard_plans(self) -> dict[str, ShardPlan]:

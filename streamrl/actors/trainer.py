@@ -83,6 +83,7 @@ class TrainerActor:
         self._thread = ThreadPoolExecutor(1, "trainer")
         self._beside = ThreadPoolExecutor(1, "publisher")
         self._role = meeting.call.role
+        self._releases_kv = wiring.releases_kv
         self._max_length = wiring.max_length
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting.address, str(meeting.port)
         make = wiring.engines.trainer
@@ -120,6 +121,12 @@ class TrainerActor:
 
         `micro_batches` are this rank's, to be looked at by the policy as it is now.
         """
+        async with self._computing():
+            await self._plan(uids, micro_batches, dials)
+
+    async def _plan(
+        self, uids: Sequence[str], micro_batches: Sequence[MicroBatch], dials: Mapping[str, float]
+    ) -> None:
         self._trainer.adopt(dials)
         row, settings = self._config.algorithm.row, self._config.settings
         groups = await self._stage.queue.read(uids, columns_derived_from(row, settings))
@@ -138,8 +145,11 @@ class TrainerActor:
         """Forward and backward of one micro-batch of a version's step; sums for metrics."""
         self._trainer.adopt(dials)
         groups = await self._read(picks)
-        with self._stage.spans.span("train", rollouts=len(picks)):
-            sums = await self._in_thread(self._trainer.train_micro_batch, groups, picks, version)
+        async with self._computing():
+            with self._stage.spans.span("train", rollouts=len(picks)):
+                sums = await self._in_thread(
+                    self._trainer.train_micro_batch, groups, picks, version
+                )
         return {**sums, **rollout_sums(groups, picks)} if epoch == 0 else sums
 
     async def _read(self, picks: Sequence[Pick]) -> Mapping[str, Columns]:
@@ -150,9 +160,10 @@ class TrainerActor:
         """Optimizer update; its metrics."""
         if self._residence is not None:
             await self._residence.about_to_change()
-        with self._stage.spans.span("update"):
-            divisor = self._trainer.normaliser(sums)
-            metrics: Mapping[str, float] = await self._in_thread(self._trainer.step, divisor)
+        async with self._computing():
+            with self._stage.spans.span("update"):
+                divisor = self._trainer.normaliser(sums)
+                metrics: Mapping[str, float] = await self._in_thread(self._trainer.step, divisor)
         return metrics
 
     async def publish(
@@ -163,15 +174,24 @@ class TrainerActor:
         `readers` are those who follow them now, for a transport that has to know; `probes` is
         whether the version gets a probe.
         """
-        with self._stage.spans.span("publish", version=version):
-            if self._trainer.gathers:
-                # In one piece: between the same two micro-batches on every rank.
-                return await self._in_thread(self._probe_and_send, version, readers, probes)
-            # One forward pass at a time; parameters may be read beside it.
-            takes_part = probes and self._rank == 0
-            probe = await self._in_thread(self._probe) if takes_part else None
-            sent = await self._in_thread(self._sender.model, version, readers, thread=self._beside)
-            return sent and replace(sent, probe=probe)
+        async with self._computing():
+            with self._stage.spans.span("publish", version=version):
+                return await self._publish(version, readers, probes)
+
+    async def _publish(
+        self, version: int, readers: Sequence[str], probes: bool
+    ) -> WeightManifest | None:
+        if self._trainer.gathers:
+            # In one piece: between the same two micro-batches on every rank.
+            whole: WeightManifest | None = await self._in_thread(
+                self._probe_and_send, version, readers, probes
+            )
+            return whole
+        # One forward pass at a time; parameters may be read beside it.
+        takes_part = probes and self._rank == 0
+        probe = await self._in_thread(self._probe) if takes_part else None
+        sent = await self._in_thread(self._sender.model, version, readers, thread=self._beside)
+        return sent and replace(sent, probe=probe)
 
     def _probe_and_send(
         self, version: int, readers: Sequence[str], probes: bool
@@ -216,7 +236,15 @@ class TrainerActor:
 
     async def drain(self) -> ActorReport:
         """What this rank did since the last call."""
-        return ActorReport(self._stage.spans.process, self._stage.spans.drain())
+        peaks_mb = self._residence.memory.drain() if self._residence is not None else {}
+        spans = self._stage.spans
+        return ActorReport(spans.process, spans.drain(), peaks_mb=peaks_mb)
+
+    def _computing(self) -> contextlib.AbstractAsyncContextManager[None]:
+        """Inside the model is computed with: a generator of this process makes room for it."""
+        if self._residence is None:
+            return contextlib.nullcontext()
+        return self._residence.training(releases_kv=self._releases_kv)
 
     async def _in_thread(
         self, function: Any, *arguments: Any, thread: ThreadPoolExecutor | None = None

@@ -33,7 +33,8 @@ class Wiring:
 
     components: columns that the scores, and the costs, are combined from.
     max_length: most tokens of prompt and completion together.
-    run_dir: where checkpoints go, absolute.
+    run_dir: where checkpoints go, absolute. releases_kv: whether hybrid workers free the memory of
+    keys and values while they train.
     """
 
     config: RunConfig
@@ -45,6 +46,7 @@ class Wiring:
     coordinator: Any
     engines: EngineFactory
     travel: WeightTravel
+    releases_kv: bool = False
 
     def channel(self, reader: str, role: str) -> "RemoteChannel":
         """Where `reader` follows the weights of a role."""
@@ -78,12 +80,13 @@ class Wiring:
 
 @dataclass(frozen=True)
 class ActorReport:
-    """What an actor did since its last report."""
+    """What an actor did since its last report; `peaks_mb` is its memory by phase."""
 
     process: str
     spans: Sequence[Span]
     samples: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
     counts: Mapping[str, int] = field(default_factory=dict)
+    peaks_mb: Mapping[str, float] = field(default_factory=dict)
 
 
 def phases(config: RunConfig) -> dict[str, set[int]]:

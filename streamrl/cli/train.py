@@ -27,7 +27,7 @@ from streamrl.dataflow import CRITIC, POLICY, Kind
 from streamrl.durable import write_whole
 from streamrl.engines.moving_reference import STATE_FILE
 from streamrl.errors import ConfigError, DiskError, StreamError
-from streamrl.preflight import placed, prepare, shard_bytes, sharing, ways
+from streamrl.preflight import hybrid_memory, placed, prepare, shard_bytes, sharing, ways
 from streamrl.telemetry import Fanout, RunFacts, make_sinks
 from streamrl.telemetry.rollout_log import RolloutLog
 from streamrl.telemetry.sinks import METRICS_FILE, Fields
@@ -89,6 +89,8 @@ def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory)
             ) from None
     with uninterrupted_end() as end:
         site = end.enter_context(cluster(config.placement, partial(ways, config, prepared)))
+        there = placed(config, site.placed.mode)
+        memory = hybrid_memory(there, on_gpu=site.on_gpu)
         room = shard_bytes(config, prepared, node_stores=node_stores())
         check_interrupted = interrupt_on_signals()
         log = end.enter_context(_run_directory(config, resume))
@@ -96,17 +98,19 @@ def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory)
         sinks.start(to_dict(config))
         summary = {"outcome": "failed"}
         end.enter_context(_closing(sinks, summary))
-        run = placed(config, site.placed.mode)
         session = Session(
-            run,
+            there,
             prepared,
             on_gpu=site.on_gpu,
             shard_bytes=room,
+            releases_kv=memory is not None and memory.releases_kv,
             engines=engines,
         )
         end.callback(session.close)
         try:
-            for note in filter(None, (*prepared.notes, site.placed.note, sharing(run))):
+            memory_line = memory.line if memory else ""
+            notes = (*prepared.notes, site.placed.note, sharing(there), memory_line)
+            for note in filter(None, notes):
                 sinks.event("note", {"text": note})
 
             def status(text: str) -> None:

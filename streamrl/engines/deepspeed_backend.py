@@ -29,6 +29,7 @@ from streamrl.engines.forward import local_device
 from streamrl.engines.ranks import bound_collectives
 from streamrl.engines.resident import lay_side_by_side
 from streamrl.errors import CheckpointError
+from streamrl.resharding import Shard, whole_shard
 from streamrl.weights.parameters import side_by_side
 
 if TYPE_CHECKING:
@@ -120,6 +121,22 @@ class DeepSpeedBackend:
                 with self._deepspeed.zero.GatheredParameters([trained[name]]):
                     tensor = trained[name].detach().clone()
             yield name, tensor
+
+    def placed(self) -> Iterator[tuple[str, Tensor, Shard]]:
+        """What this rank keeps of each: in stage 3 a run of its elements, else all of it.
+
+        Those that stage 3 leaves whole on every rank besides are kept in runs as well.
+        """
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        for name, parameter in self.module.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if not self.gathers:
+                yield name, parameter.detach(), whole_shard(name, tuple(parameter.shape))
+                continue
+            run = whole_shard(name, tuple(parameter.ds_shape)).flat_part(rank, world_size)
+            if run is not None:
+                yield name, parameter.ds_tensor, run
 
     def save(self, directory: Path) -> None:
         """Write every rank's part of what is trained and of the optimizer. Collective."""

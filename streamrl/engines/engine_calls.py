@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any
 
 from streamrl.engines.pending import PendingCalls, PendingGroup
 from streamrl.engines.standstill import Standstill
@@ -10,8 +10,6 @@ from streamrl.engines.vllm_engine import EngineSpec, SampleRequest
 from streamrl.engines.vllm_thread import EngineThread
 from streamrl.errors import DeadlineError, GenerationError, WeightsError
 from streamrl.weights import Loaded
-
-Answer = TypeVar("Answer")
 
 #: An idle engine shuts down in a second; a step may be under way.
 CLOSE_TIMEOUT_S = 60.0
@@ -52,12 +50,21 @@ class EngineCalls:
         """
         self._calls.check_alive()
         self._standstill.begin(reason)
-        await self._answer(self._calls.stops, self._thread.stand_still, reason)
+        await self._answer(self._thread.stand_still, reason)
 
     async def resume(self, reason: str) -> None:
         """Take back a reason to stand still."""
         if self._standstill.end(reason):
             self._thread.move_on()
+
+    async def release_kv(self) -> None:
+        """Free the memory of keys and values, on a CPU; the next step has it again.
+
+        Rollouts under way are prefilled anew then, so that nothing of them is lost. To be called
+        while it stands still, or has nothing to do. Raises as `suspend` does.
+        """
+        self._calls.check_alive()
+        await self._answer(self._thread.release_kv, "release_kv")
 
     async def close(self) -> None:
         """End the engine and free its memory; pending calls raise GenerationError."""
@@ -109,12 +116,10 @@ class EngineCalls:
         finally:
             self._forget(request.number)
 
-    async def _answer(
-        self, pending: dict[int, asyncio.Future[Answer]], ask: Callable[[int], None], what: str
-    ) -> Answer:
+    async def _answer(self, ask: Callable[[int], None], what: str) -> Any:
         """What the thread says between two steps of what it is asked under a new number."""
         call = self._next_number()
-        answer = pending[call] = asyncio.get_running_loop().create_future()
+        answer = self._calls.answers[call] = asyncio.get_running_loop().create_future()
         ask(call)
         try:
             async with asyncio.timeout(self._spec.config.request_timeout_s):
@@ -122,7 +127,7 @@ class EngineCalls:
         except TimeoutError as error:
             raise self._given_up(f"{what}: the engine did not end a step in time") from error
         finally:
-            del pending[call]
+            del self._calls.answers[call]
 
     def _given_up(self, reason: str) -> GenerationError:
         """End an engine that does not do in time what has to be done before it may serve."""

@@ -21,6 +21,7 @@ from streamrl.engines.pending import PendingGroup
 from streamrl.engines.vllm_engine import Draw, EngineSpec, Sampled, SampleRequest
 from streamrl.errors import ConfigError, DeadlineError, WeightsError
 from streamrl.messages import Array, Rollout
+from streamrl.resharding import Storage
 from streamrl.weights import Loaded, full_weights
 
 __all__ = ["GenerationEngine", "GeneratorConfig", "Loaded", "generation_env"]
@@ -133,10 +134,8 @@ class GenerationEngine(EngineCalls):
         self._calls.check_alive()
         groups = {number: group for number, group in self._calls.groups.items() if group.name}
         self._flush()
-        batch = await self._answer(
-            self._calls.progress,
-            lambda call: self._thread.ask_begun(call, groups.keys()),
-            "progress",
+        batch: Sequence[Sampled] = await self._answer(
+            lambda call: self._thread.ask_begun(call, groups.keys()), "progress"
         )
         running: dict[int, dict[int, Sampled]] = {number: {} for number in groups}
         for sampled in batch:
@@ -202,6 +201,22 @@ class GenerationEngine(EngineCalls):
             device=local_device(),
         )
         return await self._apply(version, lambda: self._thread.load(full, version))
+
+    async def storage(self) -> Storage | None:
+        """Where the parameters lie, for others to fill while it stands still; `take_up` then.
+
+        Nothing is to be given to `load_weights` any more. None if they have to be given to it: a
+        model on a GPU, or one whose parameters are not the checkpoint's, lies otherwise. Raises
+        GenerationError if the engine dies, or ends no step within `request_timeout_s`.
+        """
+        self._calls.check_alive()
+        found: Storage | None = await self._answer(self._thread.ask_storage, "storage")
+        return found
+
+    async def take_up(self, version: int) -> Loaded:
+        """As `load_weights`, of a version that has been filled into its storage."""
+        self._calls.check_alive()
+        return await self._apply(version, lambda: self._thread.load(None, version))
 
     async def use_model_dir(self, version: int) -> None:
         """Sample with the weights of the model directory, and call them `version`.

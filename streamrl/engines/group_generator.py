@@ -9,6 +9,7 @@ from streamrl.engines.forward import VALUE_HEAD
 from streamrl.engines.generation import GenerationEngine
 from streamrl.engines.seeds import rollout_seeds
 from streamrl.messages import Array, Columns, Prompt, Rollout, group_columns, group_rollouts
+from streamrl.resharding import Storage
 from streamrl.weights import Loaded
 
 #: Of the likeliest completion, where a seed has no say.
@@ -78,6 +79,18 @@ class GroupGenerator:
         """
         own = {name: value for name, value in tensors.items() if not name.startswith(VALUE_HEAD)}
         return await self._engine.load_weights(own, version)
+
+    async def storage(self) -> Storage | None:
+        """See `GenerationEngine.storage`."""
+        return await self._engine.storage()
+
+    async def take_up(self, version: int) -> Loaded:
+        """See `GenerationEngine.take_up`."""
+        return await self._engine.take_up(version)
+
+    async def release_kv(self) -> None:
+        """See `GenerationEngine.release_kv`."""
+        await self._engine.release_kv()
 
     async def suspend(self, reason: str) -> None:
         """See `GenerationEngine.suspend`."""

@@ -60,8 +60,7 @@ class PendingCalls:
         self.facts = ModelFacts(ParameterSet({}, ()), 0)
         self.groups: dict[int, PendingGroup] = {}
         self.loads: dict[int, asyncio.Future[Loaded]] = {}
-        self.progress: dict[int, asyncio.Future[Sequence[Sampled]]] = {}
-        self.stops: dict[int, asyncio.Future[None]] = {}
+        self.answers: dict[int, asyncio.Future[Any]] = {}
         self.started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended = asyncio.Event()
 
@@ -88,15 +87,10 @@ class PendingCalls:
         if waiting is not None and not waiting.done():
             waiting.set_result(loaded)
 
-    def on_begun(self, call: int, batch: Sequence[Sampled]) -> None:
-        waiting = self.progress.get(call)
+    def on_answered(self, call: int, answer: Any) -> None:
+        waiting = self.answers.get(call)
         if waiting is not None and not waiting.done():
-            waiting.set_result(batch)
-
-    def on_stood_still(self, call: int) -> None:
-        waiting = self.stops.get(call)
-        if waiting is not None and not waiting.done():
-            waiting.set_result(None)
+            waiting.set_result(answer)
 
     def on_ended(self, error: BaseException | None) -> None:
         self.ended.set()
@@ -111,7 +105,7 @@ class PendingCalls:
         """From now on every call raises, the pending ones first; the first reason counts."""
         self._failure = self._failure or reason
         waiting: list[asyncio.Future[Any]] = [self.started, *self.loads.values()]
-        waiting += [*self.progress.values(), *self.stops.values()]
+        waiting += self.answers.values()
         waiting += [group.done for group in self.groups.values()]
         for future in waiting:
             if not future.done():

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from streamrl.engines.ranks import leave_ranks
 from streamrl.engines.resident import lay_side_by_side
+from streamrl.resharding import Shard, whole_shard
 from streamrl.weights.parameters import side_by_side
 
 if TYPE_CHECKING:
@@ -71,6 +72,11 @@ class TorchBackend:
         """What is trained, once each; views, which the next step changes."""
         trained = {n: p.detach() for n, p in self.module.named_parameters() if p.requires_grad}
         yield from ((name, trained[name]) for name in side_by_side(trained))
+
+    def placed(self) -> Iterator[tuple[str, Tensor, Shard]]:
+        """All of it, on every rank."""
+        for name, tensor in self.full_state():
+            yield name, tensor, whole_shard(name, tuple(tensor.shape))
 
     def save(self, directory: Path) -> None:
         """Write what is trained and the optimizer; rank 0 does, the others have the same."""

@@ -26,11 +26,13 @@ from streamrl.engines.packing import Pick
 from streamrl.engines.pretraining import Pretraining
 from streamrl.engines.ranks import deadline, join_ranks
 from streamrl.engines.step_plan import StepPlan
+from streamrl.engines.switch import Switch, plan_switch
 from streamrl.engines.tasks import PolicyTask, Task
 from streamrl.engines.torch_backend import TorchBackend
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.errors import CheckpointError, StreamError
+from streamrl.errors import CheckpointError, DeadlineError, StreamError, WeightsError
 from streamrl.messages import Array, Columns
+from streamrl.resharding import Moved, Shard, Storage
 from streamrl.weights import ParameterSet, full_weights
 from streamrl.weights.adapters import LORA_SCALE
 
@@ -71,6 +73,13 @@ class TrainingBackend(Protocol):
         """What is trained, whole, once each: one name of those that are tied. May be collective."""
         ...
 
+    def placed(self) -> Iterator[tuple[str, Tensor, Shard]]:
+        """What this rank keeps of what is trained, where it lies, and which part of it that is.
+
+        Contiguous from its beginning; a step changes it. Nothing is moved.
+        """
+        ...
+
     def save(self, directory: Path) -> None:
         """Write what is trained and the optimizer into a directory that exists. Collective."""
         ...
@@ -109,6 +118,8 @@ class ModelTrainer:
         self._config = config
         self._pretraining = pretraining
         self._plan: StepPlan | None = None
+        self._switch: Switch | None = None
+        self._is_switch_planned = False
         module = task.load(config.torch_dtype)
         self._parameters = ParameterSet.of(module)
         if config.lora_rank:
@@ -229,6 +240,29 @@ class ModelTrainer:
             yield from self._backend.full_state()
             if self._config.lora_rank:
                 yield LORA_SCALE, torch.tensor(self._config.lora_alpha / self._config.lora_rank)
+
+    def switch(self, served: Storage | None, version: int) -> Moved | None:
+        """Fill the parameters of this rank's generator with these, as `version`. Collective.
+
+        `served` is where they lie, the same at every call; nothing is computed there meanwhile.
+        None if they cannot be filled from what the ranks keep; `full_state` has them then. Raises
+        DeadlineError if a rank does not answer in time.
+        """
+        if self._config.lora_rank:
+            return None
+        timeout_s = self._config.collective_timeout_s
+        with self._in_time("resharding the parameters"):
+            if not self._is_switch_planned:
+                placed = self._backend.placed()
+                self._switch = plan_switch(placed, served, timeout_s=timeout_s)
+                self._is_switch_planned = True
+            try:
+                if self._switch is None:
+                    return None
+                return self._switch.run(self._backend.placed(), version)
+            except WeightsError as error:
+                # Ranks that have lost each other cannot try again.
+                raise DeadlineError(str(error)) from error
 
     @property
     def gathers(self) -> bool:

@@ -180,18 +180,19 @@ def begun(engine: Engine, numbers: Collection[int]) -> list[Sampled]:
 def load_weights(
     engine: Engine,
     weights: ServedWeights,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, torch.Tensor] | None,
     version: int,
     *,
     keeps_kv: bool,
 ) -> Loaded:
     """Put a full set of parameters into the model, going through it once, between two steps.
 
-    If this raises, the model is half old and half new.
+    Without `tensors` they have been changed where they lie. If this raises, the model is half old
+    and half new.
     """
     began = time.monotonic()
     interrupted = len(_begun_states(engine))
-    copied_bytes = weights.put(tensors)
+    copied_bytes = 0 if tensors is None else weights.put(tensors)
     label_weights(engine, version)
     if keeps_kv:
         # The cache cannot be emptied while rollouts run; who starts now must not find it.

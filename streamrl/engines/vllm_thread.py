@@ -12,7 +12,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +24,7 @@ from streamrl.engines.vllm_engine import (
     Sampled,
     SampleRequest,
 )
+from streamrl.engines.vllm_kv import KvMemory
 from streamrl.engines.vllm_weights import ServedWeights
 from streamrl.weights import Loaded
 
@@ -32,9 +33,9 @@ Command = Callable[[Engine], None]
 
 @dataclass(frozen=True)
 class NewWeights:
-    """A full set of parameters and the version it is."""
+    """A full set of parameters and the version it is; None where they are in place already."""
 
-    tensors: Mapping[str, torch.Tensor]
+    tensors: Mapping[str, torch.Tensor] | None
     version: int
 
 
@@ -53,11 +54,8 @@ class EngineListener(Protocol):
     def on_loaded(self, version: int, loaded: Loaded) -> None:
         """From the next token on, tokens are sampled by this version."""
 
-    def on_begun(self, call: int, batch: Sequence[Sampled]) -> None:
-        """What was asked for under this number: the begun rollouts of some requests."""
-
-    def on_stood_still(self, call: int) -> None:
-        """The step under way when this call came has ended, and no other begins."""
+    def on_answered(self, call: int, answer: Any) -> None:
+        """What was asked for under this number, between two steps."""
 
     def on_ended(self, error: BaseException | None) -> None:
         """The thread is over: it was stopped, or this error killed it."""
@@ -90,34 +88,38 @@ class EngineThread:
         names = [vllm_engine.request_name(number, index) for index in indices]
         self._commands.put(lambda engine: self._abort(engine, number, names))
 
-    def load(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
+    def load(self, tensors: Mapping[str, torch.Tensor] | None, version: int) -> None:
         """Put a full set of parameters into the model before the next step, as `version`.
 
-        An engine that drains does so when what was added before is finished.
+        None are there already, filled into its storage. An engine that drains does so when what was
+        added before is finished.
         """
         weights = NewWeights(tensors, version)
         self._commands.put(lambda engine: self._load_or_hold(engine, weights))
 
     def ask_begun(self, call: int, numbers: Collection[int]) -> None:
         """Say before the next step what there is of these requests, under the number `call`."""
-        self._commands.put(
-            lambda engine: self._post(
-                self._listener.on_begun, call, vllm_engine.begun(engine, numbers)
-            )
-        )
+        self._ask(call, lambda engine: vllm_engine.begun(engine, numbers))
+
+    def ask_storage(self, call: int) -> None:
+        """Say under the number `call` where the parameters lie; see `ServedWeights.storage`."""
+        self._ask(call, lambda engine: self._weights.storage())
 
     def use_model_dir(self, version: int) -> None:
         """Call the weights the engine was built with `version`."""
         self._commands.put(lambda engine: self._label(engine, version))
+
+    def release_kv(self, call: int) -> None:
+        """Free the memory of keys and values until the next step; say so under that number."""
+        self._ask(call, lambda engine: self._kv.release())
 
     def stand_still(self, call: int) -> None:
         """Begin no other step, and say so under the number `call`; all else is done as ever."""
 
         def command(engine: Engine) -> None:
             self._stands_still = True
-            self._post(self._listener.on_stood_still, call)
 
-        self._commands.put(command)
+        self._ask(call, command)
 
     def move_on(self) -> None:
         """Step again."""
@@ -126,6 +128,12 @@ class EngineThread:
             self._stands_still = False
 
         self._commands.put(command)
+
+    def _ask(self, call: int, question: Callable[[Engine], Any]) -> None:
+        """Answer before the next step, under the number `call`."""
+        self._commands.put(
+            lambda engine: self._post(self._listener.on_answered, call, question(engine))
+        )
 
     def stop(self) -> None:
         """End before the next step, whatever runs."""
@@ -136,6 +144,7 @@ class EngineThread:
             with vllm_engine.only_engine_of_the_process():
                 facts = vllm_engine.read_model_facts(self._spec.model_path)
                 engine = vllm_engine.build_engine(self._spec)
+                self._kv = KvMemory(engine)
                 self._weights = ServedWeights(engine, facts.parameters, self._spec.model_path)
                 self._post(self._listener.on_started, facts)
                 self._serve(engine)
@@ -154,6 +163,7 @@ class EngineThread:
                     return
                 command(engine)
             if self._may_step(engine):
+                self._kv.restore()
                 batch = vllm_engine.step(engine)
                 if batch:
                     self._post(self._listener.on_sampled, batch)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from streamrl.errors import WeightsError
+from streamrl.resharding import Box, Storage
 from streamrl.weights import ParameterSet
 from streamrl.weights.adapters import stored_weights
 
@@ -86,6 +87,7 @@ class ServedWeights:
         self._engine = engine
         self._model = _model_of(engine)
         self._on_cpu = all(p.device.type == "cpu" for p in self._model.parameters())
+        self._parameters = parameters
         self._bound: list[BoundParameter] = []
         self._undertaker = ThreadPoolExecutor(1, "old-weights")
         if self._on_cpu:
@@ -106,6 +108,24 @@ class ServedWeights:
         # To unmap a version takes as long as all else here: not while sampling stands still.
         self._undertaker.submit(before.clear)
         return num_bytes
+
+    def storage(self) -> Storage | None:
+        """Where every parameter lies, by the first of its names, for others to fill there.
+
+        It is to be filled while nothing is computed, and `put` is not to be called any more. None
+        if the model's parameters are not those of the checkpoint.
+        """
+        first = {
+            name: min(names, key=list(self._parameters.shapes).index)
+            for names in self._parameters.tied
+            for name in names
+        }
+        views: dict[str, list[tuple[Box, Tensor]]] = {}
+        for bound in self._bound:
+            for name, rows in bound.places(self._parameters.shapes):
+                whole = Box.whole(self._parameters.shapes[name])
+                views.setdefault(first.get(name, name), []).append((whole, rows))
+        return Storage(views) if views else None
 
     def _reload(self, tensors: Mapping[str, Tensor]) -> int:
         num_bytes = 0
@@ -171,16 +191,24 @@ class BoundParameter:
         if block is not None:
             self._parameter.data, self._own, self._viewed = block, None, parts
             return 0
+        shapes = {n: tuple(part.shape) for n, part in zip(self.names, parts, strict=True)}
+        num_bytes = 0
+        for (_, rows), part in zip(self.places(shapes), parts, strict=True):
+            rows.copy_(part)
+            num_bytes += rows.nbytes
+        return num_bytes
+
+    def places(self, shapes: Mapping[str, tuple[int, ...]]) -> list[tuple[str, Tensor]]:
+        """What to write the values of each name into, in memory of the parameter's own."""
         if self._own is None:
             self._own = torch.zeros_like(self._parameter)
-        start = num_bytes = 0
-        for part in parts:
-            rows = self._own[start : start + len(part)]
-            rows.copy_(part)
-            start += len(part)
-            num_bytes += rows.nbytes
         self._parameter.data, self._viewed = self._own, ()
-        return num_bytes
+        found, start = [], 0
+        for name in self.names:
+            stop = start + shapes[name][0]
+            found.append((name, self._own[start:stop]))
+            start = stop
+        return found
 
 
 def bind(model: torch.nn.Module, parameters: ParameterSet, model_path: str) -> list[BoundParameter]:
@@ -239,10 +267,12 @@ def one_block(parts: Sequence[Tensor], like: Tensor) -> Tensor | None:
         return None
     if len(parts) == 1:
         return parts[0]
+    rows = sum(len(part) for part in parts)
+    if rows != len(like):
+        return None
     # Not by strides: the parts of one bucket may each have a storage of its own.
     num_bytes = sum(part.nbytes for part in parts)
     memory = (ctypes.c_byte * num_bytes).from_address(parts[0].data_ptr())
-    rows = sum(len(part) for part in parts)
     return torch.frombuffer(memory, dtype=like.dtype).view(rows, *like.shape[1:])
 
 

@@ -10,6 +10,7 @@ from streamrl.placement.demand import (
     settle,
     total_cpus,
 )
+from streamrl.placement.memory import WorkerMemory
 from streamrl.placement.pools import STRATEGIES, Placement, lay_out
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Placement",
     "PlacementConfig",
     "Settled",
+    "WorkerMemory",
     "check_fits",
     "lay_out",
     "settle",

@@ -29,6 +29,9 @@ class PlacementConfig:
     slice_s: how long a stage has devices that it shares before it may have to give way, s.
     address: an existing Ray cluster; empty starts a local instance for the run.
     cpus: CPU slots of the local instance; null takes as many as the run asks for.
+    memory_mb: what the engines of a worker that both trains and generates may hold together, MiB:
+        weights, optimizer, gradients, activations, KV cache; where they do not fit, the KV cache is
+        released while it trains. null is no bound.
     object_store_mb: size of the local instance's object store, MiB.
     """
 
@@ -38,6 +41,7 @@ class PlacementConfig:
     cpus: int | None = None
     object_store_mb: int = 512
     slice_s: float = 1.0
+    memory_mb: int | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -48,6 +52,13 @@ class PlacementConfig:
             raise ConfigError(f"placement.cpus={self.cpus}: must be at least 1")
         if self.slice_s <= 0:
             raise ConfigError(f"placement.slice_s={self.slice_s}: must be above 0")
+        if self.memory_mb is not None and self.memory_mb < 1:
+            raise ConfigError(f"placement.memory_mb={self.memory_mb}: must be at least 1")
+        if self.memory_mb is not None and not (self.is_hybrid or self.mode == "auto"):
+            raise ConfigError(
+                f"placement.memory_mb={self.memory_mb}: of workers that both train and generate;"
+                f" with placement.mode={self.mode} there are none"
+            )
         if self.object_store_mb < LEAST_STORE_MB:
             raise ConfigError(
                 f"placement.object_store_mb={self.object_store_mb}: must be at least"

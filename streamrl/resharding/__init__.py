@@ -1,7 +1,14 @@
 """Layouts of a model over ranks, and what has to move from one to another."""
 
 from streamrl.resharding.boxes import Box
-from streamrl.resharding.executors import Executor, GatherInGroups, Moved, PointToPoint
+from streamrl.resharding.executors import (
+    Executor,
+    GatherInGroups,
+    Moved,
+    PointToPoint,
+    gather_is_least,
+    least_moving,
+)
 from streamrl.resharding.grids import ORDERS, Coordinates, Grid, Seating
 from streamrl.resharding.grouping import (
     GROUPINGS,
@@ -18,11 +25,12 @@ from streamrl.resharding.layouts import (
     chunked,
     seated_layout,
     tensor_shard,
+    whole_shard,
     zero_partitioned,
 )
 from streamrl.resharding.plans import Copy, CopyPlan, GatherPlan, plan_copies, plan_gather
 from streamrl.resharding.reports import BytesReport, Cluster, RankBytes, table_2
-from streamrl.resharding.storage import Storage, allocate, inside
+from streamrl.resharding.storage import Storage, allocate, inside, lying_in
 from streamrl.resharding.tensors import Component, ModelSpec, TensorSpec
 
 __all__ = [
@@ -51,7 +59,10 @@ __all__ = [
     "TensorSpec",
     "allocate",
     "chunked",
+    "gather_is_least",
     "inside",
+    "least_moving",
+    "lying_in",
     "max_overlap",
     "micro_groups",
     "plan_copies",
@@ -61,6 +72,7 @@ __all__ = [
     "table_2",
     "tensor_shard",
     "vanilla",
+    "whole_shard",
     "zero_partitioned",
     "zero_redundancy",
 ]

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 
 from streamrl.resharding.boxes import Box
 from streamrl.resharding.plans import Copy, Gift
@@ -76,3 +77,29 @@ def gift_rounds(
             rounds[-1].append((tensor, box))
             room -= size
     return rounds
+
+
+def gather_rounds(
+    gives: Sequence[Sequence[Gift]], itemsizes: Mapping[str, int], bucket_bytes: int
+) -> list[list[list[Gift]]]:
+    """What each rank of a group gives in each round, all of them at most `bucket_bytes`."""
+    each = bucket_bytes // max(1, len(gives))
+    gifts = [gift_rounds(given, itemsizes, each) for given in gives]
+    return [list(at) for at in zip_longest(*gifts, fillvalue=[])]
+
+
+def parcel_bytes(gives: Sequence[Sequence[Gift]], itemsizes: Mapping[str, int]) -> int:
+    """What each rank of a group gives in a round: as much as the largest, and a whole number of the
+    widest elements, so that every parcel behind another can be viewed."""
+    largest = max(sum(box.numel * itemsizes[tensor] for tensor, box in given) for given in gives)
+    widest = max(itemsizes.values())
+    return -(-largest // widest) * widest
+
+
+def padding_bytes(rounds: Iterable[Sequence[Sequence[Gift]]], itemsizes: Mapping[str, int]) -> int:
+    """What the ranks of a group give besides in these rounds."""
+    padding = 0
+    for gives in rounds:
+        given = sum(box.numel * itemsizes[tensor] for each in gives for tensor, box in each)
+        padding += parcel_bytes(gives, itemsizes) * len(gives) - given
+    return padding

@@ -10,15 +10,22 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
 
 from streamrl.errors import WeightsError
-from streamrl.resharding.buckets import UNBOUNDED, copy_rounds, gift_rounds
+from streamrl.resharding.buckets import (
+    UNBOUNDED,
+    copy_rounds,
+    gather_rounds,
+    padding_bytes,
+    parcel_bytes,
+)
+from streamrl.resharding.layouts import Layout
 from streamrl.resharding.parcels import Packer
-from streamrl.resharding.plans import CopyPlan, GatherPlan, Gift
+from streamrl.resharding.plans import CopyPlan, GatherPlan, Gift, plan_copies, plan_gather
+from streamrl.resharding.reports import Cluster
 from streamrl.resharding.storage import Storage, memory_bytes, part
 
 NO_VERSION = -1
@@ -142,7 +149,7 @@ class PointToPoint(Executor):
         for tensor, box in self._stays:
             counts.copied += _fill(target.view(tensor, box), source.view(tensor, box))
         for sends, receives in self._rounds:
-            out = {peer: self._packer.pack(source, gifts) for peer, gifts in sends.items()}
+            out = {peer: self._packer.packed(source, gifts) for peer, gifts in sends.items()}
             into = {
                 peer: torch.empty(
                     self._packer.num_bytes(gifts), dtype=torch.uint8, device=target.device
@@ -183,13 +190,10 @@ class GatherInGroups(Executor):
             made = dist.new_group(list(group))
             if self._rank in group:
                 self._members, self._group = group, made
-        each = bucket_bytes // max(1, len(self._members))
-        gifts = [
-            gift_rounds(plan.gives[rank], self._packer.itemsizes, each) for rank in self._members
-        ]
+        gives = [plan.gives[rank] for rank in self._members]
         self._rounds = [
             [self._packer.in_order(given) for given in at]
-            for at in zip_longest(*gifts, fillvalue=[])
+            for at in gather_rounds(gives, self._packer.itemsizes, bucket_bytes)
         ]
 
     def _move(self, source: Storage, target: Storage, counts: _Counts) -> None:
@@ -199,10 +203,16 @@ class GatherInGroups(Executor):
                     counts.copied += _fill(part(place, wanted, common), part(view, held, common))
         if len(self._members) <= 1:
             return
-        for gives in self._rounds:
-            size = max(map(self._packer.num_bytes, gives))
-            mine = self._packer.pack(source, gives[self._members.index(self._rank)], size)
-            parcels = mine.new_empty(size * len(self._members))
+        sizes = [parcel_bytes(gives, self._packer.itemsizes) for gives in self._rounds]
+        # The same memory in every round: an allocator that is asked anew keeps ever more.
+        staging = torch.empty(
+            max(sizes, default=0) * (1 + len(self._members)),
+            dtype=torch.uint8,
+            device=source.device,
+        )
+        for gives, size in zip(self._rounds, sizes, strict=True):
+            mine, parcels = staging[:size], staging[size : size * (1 + len(self._members))]
+            self._packer.pack(source, gives[self._members.index(self._rank)], mine)
             self._wait(
                 dist.all_gather_single(parcels, mine, group=self._group, async_op=True),
                 self._members,
@@ -215,6 +225,33 @@ class GatherInGroups(Executor):
                     self._packer.unpack(parcel, gifts, target)
             others = size * (len(self._members) - 1)
             counts.round(received=others, sent=others, staging=others + 2 * size)
+
+
+def least_moving(
+    source: Layout, target: Layout, *, cluster: Cluster, bucket_bytes: int, timeout_s: float
+) -> Executor:
+    """One that moves the fewest bytes: a gather of all ranks where that moves no more than copies.
+
+    A gather is one collective; copies are a message from each rank to each. Every rank of the
+    process group calls it, and all come to the same.
+    """
+    copies = plan_copies(source, target, cluster)
+    gather = plan_gather(source, target, cluster, [source.ranks])
+    if gather_is_least(copies, gather, bucket_bytes=bucket_bytes):
+        return GatherInGroups(gather, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+    return PointToPoint(copies, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
+
+
+def gather_is_least(copies: CopyPlan, gather: GatherPlan, *, bucket_bytes: int) -> bool:
+    """Whether a gather moves no byte more than the copies do, its padding included."""
+    sizes = {spec.name: spec.itemsize for spec in gather.target.model.tensors}
+    least, whole = copies.bytes_report(), gather.bytes_report()
+    if any(least.ranks[r].received_bytes != whole.ranks[r].received_bytes for r in whole.ranks):
+        return False
+    return not any(
+        padding_bytes(gather_rounds([gather.gives[r] for r in group], sizes, bucket_bytes), sizes)
+        for group in gather.groups
+    )
 
 
 def _fill(place: torch.Tensor, given: torch.Tensor) -> int:

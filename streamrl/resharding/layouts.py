@@ -172,7 +172,7 @@ def tensor_shard(spec: TensorSpec, index: int, count: int) -> Shard:
     """What tensor rank `index` of `count` stores: its parts of the components in turn."""
     boxes = spec.part(index, count)
     if spec.split_dim is None:
-        return Shard(spec.name, spec.shape, ((boxes[0], (0,) * len(spec.shape)),))
+        return whole_shard(spec.name, spec.shape)
     dim = spec.split_dim
     parts = []
     length = 0
@@ -181,6 +181,11 @@ def tensor_shard(spec: TensorSpec, index: int, count: int) -> Shard:
         length += box.shape[dim]
     shape = (*spec.shape[:dim], length, *spec.shape[dim + 1 :])
     return Shard(spec.name, shape, tuple(parts))
+
+
+def whole_shard(tensor: str, shape: tuple[int, ...]) -> Shard:
+    """All of a tensor."""
+    return Shard(tensor, shape, ((Box.whole(shape), (0,) * len(shape)),))
 
 
 def zero_partitioned(layout: Layout, groups: Sequence[Sequence[int]]) -> Layout:

@@ -23,20 +23,21 @@ class Packer:
         """Size of their parcel."""
         return sum(box.numel * self.itemsizes[tensor] for tensor, box in gifts)
 
-    def pack(self, source: Storage, gifts: Sequence[Gift], size: int | None = None) -> torch.Tensor:
-        """A parcel of `size` bytes (None: as many as needed) with the gifts in front."""
-        parcel = torch.empty(
-            self.num_bytes(gifts) if size is None else size,
-            dtype=torch.uint8,
-            device=source.device,
-        )
+    def packed(self, source: Storage, gifts: Sequence[Gift]) -> torch.Tensor:
+        """A parcel with the gifts."""
+        size = self.num_bytes(gifts)
+        parcel = torch.empty(size, dtype=torch.uint8, device=source.device)
+        self.pack(source, gifts, parcel)
+        return parcel
+
+    def pack(self, source: Storage, gifts: Sequence[Gift], parcel: torch.Tensor) -> None:
+        """Put the gifts into the front of a parcel, which may be longer."""
         begin = 0
         for tensor, box in gifts:
             view = source.view(tensor, box)
             end = begin + view.nbytes
             parcel[begin:end].view(view.dtype).view(box.shape).copy_(view)
             begin = end
-        return parcel
 
     def unpack(self, parcel: torch.Tensor, gifts: Sequence[Gift], target: Storage) -> None:
         """Put into the target what it holds of the gifts; the rest is passed over."""

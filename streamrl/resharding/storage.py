@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from streamrl.resharding.boxes import Box
-from streamrl.resharding.layouts import Layout
+from streamrl.resharding.layouts import Layout, Shard
 
 
 class Storage:
@@ -61,18 +61,44 @@ def allocate(
 
     dtypes: by tensor name; their sizes must be those of the layout's specs.
     """
-    views: dict[str, list[tuple[Box, torch.Tensor]]] = {}
+    buffers = {}
     specs = layout.model.by_name()
-    for tensor, shard in layout.shards.get(rank, {}).items():
+    shards = layout.shards.get(rank, {})
+    for tensor, shard in shards.items():
         dtype = dtypes[tensor]
         if dtype.itemsize != specs[tensor].itemsize:
             raise ValueError(f"{tensor}: {dtype} has not {specs[tensor].itemsize} bytes")
-        buffer = torch.empty(shard.numel, dtype=dtype, device=device)
-        views[tensor] = [
-            (piece.box, buffer.as_strided(piece.box.shape, piece.strides, piece.offset))
-            for piece in shard.pieces
-        ]
-    return Storage(views)
+        buffers[tensor] = torch.empty(shard.numel, dtype=dtype, device=device)
+    return lying_in(buffers, shards)
+
+
+def lying_in(
+    buffers: Mapping[str, torch.Tensor],
+    shards: Mapping[str, Shard],
+    *,
+    version: int | None = None,
+) -> Storage:
+    """A rank's shards as views of the contiguous tensors that hold them, each from its beginning.
+
+    A buffer may be longer than its shard, as where it is padded.
+    """
+    return Storage(
+        {
+            tensor: [
+                (
+                    piece.box,
+                    buffers[tensor].as_strided(
+                        piece.box.shape,
+                        piece.strides,
+                        buffers[tensor].storage_offset() + piece.offset,
+                    ),
+                )
+                for piece in shard.pieces
+            ]
+            for tensor, shard in shards.items()
+        },
+        version=version,
+    )
 
 
 def inside(layout: Layout, rank: int, host: Storage) -> Storage:

@@ -178,6 +178,11 @@ METRICS: tuple[Metric, ...] = (
     Metric("time/train_s", "s", "time the trainers computed in the step"),
     Metric("throughput/tokens_per_s", "tokens/s", "tokens trained over the step's wall time"),
     Metric("throughput/groups_per_s", "groups/s", "groups trained over the step's wall time"),
+    Metric(
+        "memory/<phase>_mb",
+        "MB",
+        "of a colocated run: most a worker held to generate, or to train, since the last row",
+    ),
     Metric("eval/<name>", "", "an evaluation under the step's weights, such as eval/pass_at_1"),
     Metric("eval/interval/<name>", "", "an end of its 95 % interval, such as pass_at_1_low"),
     Metric("eval/source/<source>/<name>", "", "the same of one data_source, as openai~gsm8k"),

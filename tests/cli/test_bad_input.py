@@ -136,6 +136,15 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
             ["needs 3 CPU slots"],
         ),
         (["placement.slice_s=0"], ["placement.slice_s=0.0: must be above 0"]),
+        (["placement.memory_mb=0"], ["placement.memory_mb=0: must be at least 1"]),
+        (
+            ["placement.memory_mb=500", "placement.mode=disaggregated"],
+            ["placement.memory_mb=500: of workers that both train and generate"],
+        ),
+        (
+            ["placement.memory_mb=20", "placement.mode=colocated"],
+            ["placement.memory_mb=20: to", "MB = ", " weights", " optimizer", " gradients"],
+        ),
         (["generator.replicas=100000"], ["GiB of memory", "100000 generator (generator.replicas)"]),
     ],
 )

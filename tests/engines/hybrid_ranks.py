@@ -8,6 +8,7 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,10 @@ from transformers import AutoModelForCausalLM
 from streamrl.engines.deepspeed_backend import DeepSpeedBackend
 from streamrl.engines.generation import GenerationEngine, GeneratorConfig, generation_env
 from streamrl.engines.ranks import join_ranks
+from streamrl.engines.switch import Switch, plan_switch
 from streamrl.engines.torch_backend import TorchBackend
 from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.resharding import Storage
 from tests.engines.tiny_qwen import save, tiny_model
 
 WORLD = 2
@@ -68,16 +71,60 @@ async def all_backends(path: str) -> dict[str, list[dict[str, Any]]]:
         make = TorchBackend if config.backend == "torch" else DeepSpeedBackend
         backend = make(module, config)
         seen[name] = []
+        fill = await filler(engine, backend) if backend.gathers else None
         for _ in range(UPDATES + 1):
-            tensors = dict(backend.full_state())
-            loaded = await engine.load_weights(tensors, version)
+            if fill is None:
+                loaded = await engine.load_weights(dict(backend.full_state()), version)
+                figures = {"copied_bytes": loaded.copied_bytes}
+            else:
+                figures = await asyncio.to_thread(fill, version)
+                loaded = await engine.take_up(version)
+                assert not loaded.copied_bytes
             version += 1
-            seen[name].append(await look(engine, backend, loaded.copied_bytes))
+            seen[name].append({**figures, **await look(engine, backend)})
             await engine.suspend("update")
             await asyncio.to_thread(update, backend)
             await engine.resume("update")
     dist.barrier()
     return seen
+
+
+async def unplanned(engine: GenerationEngine, backend: Any) -> dict[str, bool]:
+    """Where there is no switch, on any rank: one cannot fill, or has another type."""
+    served = await engine.storage() if dist.get_rank() else None
+    halved = [(name, tensor.bfloat16(), shard) for name, tensor, shard in backend.placed()]
+    return {
+        "one cannot": await plan(backend.placed(), served) is None,
+        "another type": await plan(halved, await engine.storage()) is None,
+    }
+
+
+async def plan(placed: Any, served: Storage | None) -> Switch | None:
+    return await asyncio.to_thread(plan_switch, placed, served, timeout_s=60.0)
+
+
+async def filler(engine: GenerationEngine, backend: Any) -> Callable[[int], dict[str, Any]]:
+    """What fills the engine's parameters with a version from all ranks, and counts."""
+    refused = await unplanned(engine, backend)
+    served = await engine.storage()
+    assert served is not None
+    switch = await plan(backend.placed(), served)
+    assert switch is not None
+    kept = sum(tensor.nbytes for _, tensor, _ in backend.placed())
+    memory = sum(b.held[0].nbytes for b in engine._thread._weights._bound)
+
+    def fill(version: int) -> dict[str, Any]:
+        moved = switch.run(backend.placed(), version)
+        return {
+            "version": moved.version,
+            "copied_bytes": moved.copied_bytes,
+            "received_bytes": moved.received_bytes,
+            "under_way": moved.peak_bytes - kept - memory,
+            "unplanned": refused,
+            "model_bytes": sum(view.nbytes for _, _, view in served),
+        }
+
+    return fill
 
 
 def update(backend: Any) -> None:
@@ -87,7 +134,7 @@ def update(backend: Any) -> None:
     backend.step(divisor=float(WORLD), lr=LR)
 
 
-async def look(engine: GenerationEngine, backend: Any, copied_bytes: int) -> dict[str, Any]:
+async def look(engine: GenerationEngine, backend: Any) -> dict[str, Any]:
     """Where the parameters lie, and what trainer and engine say of a sequence."""
     _, (served,) = await engine.probe([SEQUENCE])
     ids = torch.from_numpy(SEQUENCE).long()
@@ -98,7 +145,6 @@ async def look(engine: GenerationEngine, backend: Any, copied_bytes: int) -> dic
     # What the engine has fused begins where the first of it lies.
     bound = engine._thread._weights._bound
     return {
-        "copied_bytes": copied_bytes,
         "apart": [b.names for b in bound if b.held[0].data_ptr() != lies_at[b.names[0]]],
         "bound": len(bound),
         "difference": float(np.abs(served[1:] - trained).max()),

@@ -55,6 +55,18 @@ def test_what_is_served_after_each_update_is_what_the_trainer_says(
     assert ranks[0][backend][-1]["logprobs"] == ranks[1][backend][-1]["logprobs"]
 
 
-def test_what_a_rank_has_only_a_part_of_is_copied(ranks: list[dict[str, Any]]) -> None:
+def test_what_a_rank_has_only_a_part_of_comes_once_and_is_laid_down_nowhere_else(
+    ranks: list[dict[str, Any]],
+) -> None:
     for seen in ranks:
-        assert all(version["copied_bytes"] > 0 for version in seen["deepspeed 3"])
+        for version in seen["deepspeed 3"]:
+            model = version["model_bytes"]
+            assert version["received_bytes"] == model * (WORLD - 1) // WORLD
+            assert version["copied_bytes"] == model // WORLD
+            # A parcel of its own, and those of both ranks.
+            assert version["under_way"] == model + model // WORLD
+
+
+def test_where_one_rank_cannot_be_filled_none_is(ranks: list[dict[str, Any]]) -> None:
+    for seen in ranks:
+        assert all(seen["deepspeed 3"][0]["unplanned"].values())

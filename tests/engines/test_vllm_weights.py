@@ -81,12 +81,25 @@ def test_copies_share_one_place_and_views_live_as_long_as_they_are_seen() -> Non
     assert target.tolist() == [[3.0] * 4] * 6
 
 
-def test_a_padded_embedding_keeps_zeros_behind_its_rows() -> None:
+def test_a_copied_embedding_keeps_zeros_behind_its_rows_and_a_view_has_none() -> None:
     bound = BoundParameter(target := parameter(8), ("embed",))
     assert bound.fits({"embed": (5, 4)})
     for value in (1.0, 2.0):
-        assert bound.put([torch.full((5, 4), value)]) == 5 * 4 * 4
+        assert bound.put([torch.full((4, 5), value).t()]) == 5 * 4 * 4
         assert target.tolist() == [[value] * 4] * 5 + [[0.0] * 4] * 3
+    assert bound.put([torch.full((5, 4), 3.0)]) == 0
+    assert target.tolist() == [[3.0] * 4] * 5
+
+
+def test_others_may_fill_a_parameter_in_its_own_memory_also_after_it_was_a_view() -> None:
+    bound = BoundParameter(target := parameter(6), ("q", "k"))
+    viewed = torch.ones(6, 4)
+    bound.put([viewed[:2], viewed[2:]])
+    shapes = {"q": (2, 4), "k": (4, 4)}
+    for name, rows in bound.places(shapes):
+        rows.fill_(2.0 if name == "q" else 3.0)
+    assert target.tolist() == [[2.0] * 4] * 2 + [[3.0] * 4] * 4
+    assert viewed.eq(1).all()
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,7 @@ from streamrl.resharding import (
     allocate,
     chunked,
     inside,
+    least_moving,
     plan_copies,
     plan_gather,
     seated_layout,
@@ -122,6 +123,21 @@ def ways() -> dict[str, Any]:
     return found
 
 
+def least() -> dict[str, Any]:
+    """The executor that is chosen between what all ranks have parts of and all of it on each."""
+    whole = layout("1-1-4")
+    sources = {
+        "zero": zero_partitioned(whole, [list(range(WORLD))]),
+        "fsdp": chunked(whole, [list(range(WORLD))]),
+        "whole": whole,
+    }
+    found = {}
+    for name, source in sources.items():
+        executor = least_moving(source, whole, cluster=CLUSTER, bucket_bytes=SMALL, timeout_s=60.0)
+        found[name] = {**switch(executor, source, whole), "kind": type(executor).__name__}
+    return found
+
+
 def pools() -> dict[str, Any]:
     """From two ranks to the two others."""
     source, target = layout("1-2-1"), layout("1-1-2", first=2)
@@ -206,6 +222,7 @@ def one_rank(rank: int, folder: Path) -> None:
     )
     seen = {
         "ways": ways(),
+        "least": least(),
         "pools": pools(),
         "shared": shared(),
         "fsdp": fsdp(),

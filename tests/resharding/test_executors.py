@@ -14,8 +14,13 @@ from streamrl.resharding import (
     ModelSpec,
     TensorSpec,
     chunked,
+    gather_is_least,
+    lying_in,
     plan_copies,
+    plan_gather,
     seated_layout,
+    whole_shard,
+    zero_partitioned,
 )
 from tests.resharding.ranks import CLUSTER, LATE_S, SMALL, WORLD, layout
 
@@ -67,6 +72,56 @@ def test_buckets_bound_what_is_under_way(ranks: list[dict[str, Any]]) -> None:
                 assert found["under_way"] <= 2 * SMALL, way
     whole = "2-2-1 to 1-1-4, copies, whole"
     assert max(seen["ways"][whole]["under_way"] for seen in ranks) > 2 * SMALL
+
+
+def test_the_executor_that_is_chosen_moves_what_the_plan_of_copies_says(
+    ranks: list[dict[str, Any]],
+) -> None:
+    whole, everyone = layout("1-1-4"), [list(range(WORLD))]
+    sources = {
+        "zero": zero_partitioned(whole, everyone),
+        "fsdp": chunked(whole, everyone),
+        "whole": whole,
+    }
+    for name, source in sources.items():
+        report = plan_copies(source, whole, CLUSTER).bytes_report()
+        for rank, seen in enumerate(ranks):
+            found = seen["least"][name]
+            assert found["exact"] and found["under_way"] <= 2 * SMALL
+            assert found["received"] == report.ranks[rank].received_bytes, name
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_least"), [(8, True), (6, False)], ids=["even", "the last rank has less"]
+)
+def test_a_gather_is_chosen_where_it_has_nothing_to_pad(rows: int, is_least: bool) -> None:
+    model = ModelSpec((TensorSpec("a", (rows, 1), (0,)), TensorSpec("b", (8,), (0,))), 1)
+    whole = seated_layout(model, Grid.parse("1-1-4").seating())
+    parts = zero_partitioned(whole, [list(range(WORLD))])
+    copies = plan_copies(parts, whole, CLUSTER)
+    gather = plan_gather(parts, whole, CLUSTER, [list(range(WORLD))])
+    assert gather_is_least(copies, gather, bucket_bytes=SMALL) is is_least
+
+
+def test_a_gather_is_not_chosen_where_all_have_all() -> None:
+    whole = layout("1-1-4")
+    copies = plan_copies(whole, whole, CLUSTER)
+    gather = plan_gather(whole, whole, CLUSTER, [list(range(WORLD))])
+    assert not gather_is_least(copies, gather, bucket_bytes=SMALL)
+
+
+def test_shards_lie_in_padded_buffers_that_are_part_of_a_larger_one() -> None:
+    spec = TensorSpec("a", (5, 3), (0,))
+    part = whole_shard("a", spec.shape).flat_part(1, 2)
+    assert part is not None
+    memory = torch.arange(20)
+    # Elements 8 to 14, and one of padding; they begin at the third of the memory.
+    storage = lying_in({"a": memory[3:11]}, {"a": part}, version=7)
+    seen = torch.full(spec.shape, -1)
+    for _, box, view in storage:
+        seen[box.slices] = view
+    assert seen.flatten().tolist() == [-1] * 8 + list(range(3, 10))
+    assert storage.version == 7
 
 
 def test_weights_go_from_one_pool_to_another(ranks: list[dict[str, Any]]) -> None:

@@ -44,6 +44,7 @@ weights/bytes_per_s weights/interrupted weights/tokens_per_version weights/probe
 ledger/admitted ledger/trained ledger/filtered ledger/dropped ledger/in_flight
 time/step_s time/generate_s time/score_s time/train_s
 throughput/tokens_per_s throughput/groups_per_s
+memory/<phase>_mb
 eval/<name> eval/interval/<name> eval/source/<source>/<name> eval/file/<file>/<name>
 """
 

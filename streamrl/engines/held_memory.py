@@ -1,0 +1,74 @@
+"""What a trainer's rank and its generator hold, by arithmetic."""
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from streamrl.engines.forward import DTYPES, load_skeleton
+from streamrl.engines.generator_config import KV_CACHE_MB_ON_CPU, GeneratorConfig
+from streamrl.engines.lora import num_trained
+from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.placement.memory import MB, WorkerMemory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FLOAT = 4
+MOMENTS = 2 * FLOAT
+"""AdamW's, bytes of a trained element."""
+LAYER_VALUES = 17
+"""Values of the hidden size that a layer keeps of a token for the backward pass, as in
+arXiv:2205.05198 without the attention's scores."""
+LOGIT_VALUES = 3
+"""Values of the vocabulary's size of a token: logits, their log-softmax, and its gradient."""
+
+
+def worker_memory(
+    model_path: str,
+    trainer: TrainerConfig,
+    generator: GeneratorConfig,
+    *,
+    micro_batch_tokens: int,
+    on_gpu: bool,
+) -> WorkerMemory:
+    """What one hybrid worker holds of the model. On a GPU, generator.kv_cache_mb must be set."""
+    module = load_skeleton(model_path)
+    elements = sum(parameter.numel() for parameter in module.parameters())
+    itemsize = trainer.torch_dtype.itemsize
+    trained = num_trained(module, trainer)
+    frozen = elements - trained if trainer.lora_rank else 0
+    weights = (trained + frozen) * itemsize
+    gathered = 0
+    if trainer.gathers:
+        gathered, weights = weights, weights // trainer.world_size
+    kv_mb = generator.kv_cache_mb or (0 if on_gpu else KV_CACHE_MB_ON_CPU)
+    served = 0
+    shares = trainer.torch_dtype is _served_type(generator, on_gpu=on_gpu)
+    if trainer.gathers or trainer.lora_rank or on_gpu or not shares:
+        served = elements * _served_type(generator, on_gpu=on_gpu).itemsize
+    optimizer, gradients = _states(trainer, trained)
+    tokens = micro_batch_tokens * _token_bytes(module, trainer)
+    return WorkerMemory(weights, served, optimizer, gradients, tokens + gathered, kv_mb * MB)
+
+
+def _served_type(generator: GeneratorConfig, *, on_gpu: bool) -> torch.dtype:
+    """What the generator holds weights in; the model's own type on a GPU is taken for bfloat16."""
+    types = {"auto": torch.bfloat16 if on_gpu else torch.float32, "float16": torch.float16}
+    return {**DTYPES, **types}[generator.dtype]
+
+
+def _states(trainer: TrainerConfig, trained: int) -> tuple[int, int]:
+    """Bytes of a rank's optimizer and gradients. From stage 1 on, ZeRO keeps master weights."""
+    if trainer.backend != "deepspeed" or trainer.zero_stage == 0:
+        return trained * MOMENTS, trained * FLOAT
+    share = -(-trained // trainer.world_size)
+    return share * (MOMENTS + FLOAT), (trained if trainer.zero_stage == 1 else share) * FLOAT
+
+
+def _token_bytes(module: "PreTrainedModel", trainer: TrainerConfig) -> int:
+    """What the activations of a token take."""
+    config = module.config.get_text_config()
+    layers, hidden = config.num_hidden_layers, config.hidden_size
+    kept = layers + LAYER_VALUES if trainer.gradient_checkpointing else layers * LAYER_VALUES
+    itemsize = trainer.torch_dtype.itemsize
+    return int(kept * hidden * itemsize + LOGIT_VALUES * config.vocab_size * FLOAT)

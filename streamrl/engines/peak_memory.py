@@ -1,0 +1,45 @@
+"""The peaks of this process's memory, by phase: of its GPU where there is one, else main memory."""
+
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+MB = 1 << 20
+STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+RESET_PEAK = "5"
+"""What has the kernel begin a new peak of resident memory."""
+
+
+class PeakMemory:
+    """What was held at most, MB, in each of the phases that follow each other.
+
+    On a CPU that is all the process has in memory, libraries and shared memory too. Where the
+    kernel begins no new peaks, a phase's is that of the process so far.
+    """
+
+    def __init__(self) -> None:
+        self._peaks: dict[str, float] = {}
+        _take_peak()
+
+    def ends(self, phase: str) -> None:
+        """What was held since the last call was held in this phase."""
+        self._peaks[phase] = max(self._peaks.get(phase, 0.0), _take_peak() / MB)
+
+    def drain(self) -> dict[str, float]:
+        """The peaks since the last call, by phase."""
+        found, self._peaks = self._peaks, {}
+        return found
+
+
+def _take_peak() -> int:
+    """Largest memory since the last call, bytes."""
+    if torch.cuda.is_available():
+        peak = torch.cuda.max_memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        return peak
+    lines = STATUS.read_text().splitlines()
+    peak = next(int(line.split()[1]) for line in lines if line.startswith("VmHWM:")) << 10
+    with suppress(OSError):
+        CLEAR.write_text(RESET_PEAK)
+    return peak

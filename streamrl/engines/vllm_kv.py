@@ -1,0 +1,48 @@
+"""The memory of an engine's keys and values, which others may have while it computes nothing."""
+
+import ctypes
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+#: vLLM's LLMEngine.
+Engine = Any
+
+
+class KvMemory:
+    """Released and had again; belongs to the engine's thread. Of engines on a CPU."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._sizes: dict[int, int] = {}
+
+    def release(self) -> None:
+        """Give it back to the system. What runs is prefilled anew once it goes on."""
+        if self._sizes:
+            return
+        self._engine.reset_prefix_cache(reset_running_requests=True)
+        for index, storage in enumerate(self._storages()):
+            self._sizes[index] = storage.nbytes()
+            storage.resize_(0)
+        # The allocator keeps what is smaller than it maps apart.
+        ctypes.CDLL(None).malloc_trim(0)
+
+    def restore(self) -> None:
+        """Have it again, all zeros; nothing if it was not released."""
+        if not self._sizes:
+            return
+        for index, storage in enumerate(self._storages()):
+            storage.resize_(self._sizes[index])
+            # What comes from the allocator may be no number.
+            torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
+        self._sizes = {}
+
+    def _storages(self) -> Iterator[torch.UntypedStorage]:
+        """Each once, in the same order every time."""
+        seen = set()
+        for cache in self._engine.model_executor.driver_worker.worker.model_runner.kv_caches:
+            storage = cache.untyped_storage()
+            if storage._cdata not in seen:
+                seen.add(storage._cdata)
+                yield storage

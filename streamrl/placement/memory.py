@@ -1,0 +1,83 @@
+"""What a hybrid worker holds in each phase, and what it gives up to stay within a budget."""
+
+from dataclasses import dataclass, replace
+
+from streamrl.errors import ConfigError
+
+MB = 1 << 20
+
+
+@dataclass(frozen=True)
+class WorkerMemory:
+    """What the engines of one hybrid worker hold, in bytes; libraries come on top.
+
+    weights: the trainer's. served: the generator's own, where it cannot use those. optimizer: with
+    master weights, if there are any. gradients: kept from micro-batch to micro-batch. activations:
+    of one micro-batch, about, with what is gathered for it. kv: keys and values.
+    """
+
+    weights: int
+    served: int
+    optimizer: int
+    gradients: int
+    activations: int
+    kv: int
+    releases_kv: bool = False
+
+    @property
+    def generate(self) -> int:
+        """While it samples, and while others score."""
+        return self._always + self.kv
+
+    @property
+    def train(self) -> int:
+        """While it trains."""
+        return self._always + self.activations + (0 if self.releases_kv else self.kv)
+
+    def within(self, budget_mb: int | None) -> "WorkerMemory":
+        """With the KV cache released while it trains, if it has to be; None is no bound.
+
+        Raises ConfigError with the arithmetic if that is not enough.
+        """
+        if budget_mb is None or max(self.train, self.generate) <= budget_mb * MB:
+            return self
+        least = replace(self, releases_kv=True)
+        for phase, needed in (("train", least.train), ("generate", least.generate)):
+            if needed > budget_mb * MB:
+                raise ConfigError(
+                    f"placement.memory_mb={budget_mb}: to {phase}, a worker holds"
+                    f" {_mb(needed)} MB = {least.sum(phase)}"
+                )
+        return least
+
+    def sum(self, phase: str) -> str:
+        """What is held to generate, or to train, as a sum in MB."""
+        parts = {
+            "weights": self.weights,
+            "the generator's weights": self.served,
+            "optimizer": self.optimizer,
+            "gradients": self.gradients,
+        }
+        if phase == "train":
+            parts["activations"] = self.activations
+        if phase == "generate" or not self.releases_kv:
+            parts["KV cache"] = self.kv
+        return " + ".join(f"{_mb(size)} {what}" for what, size in parts.items() if size)
+
+    @property
+    def line(self) -> str:
+        """All of it for the user to read."""
+        released = "; the KV cache is released while it trains" if self.releases_kv else ""
+        return (
+            f"memory: a worker holds {_mb(self.generate)} MB to generate = {self.sum('generate')},"
+            f" and about {_mb(self.train)} MB to train = {self.sum('train')}{released}"
+        )
+
+    @property
+    def _always(self) -> int:
+        return self.weights + self.served + self.optimizer + self.gradients
+
+
+def _mb(num_bytes: int) -> str:
+    """Whole MB, rounded up, as the sum must not look smaller than it is."""
+    return str(-(-num_bytes // MB))

@@ -1,0 +1,124 @@
+"""Weights of one process: what the generator takes up, where it lies, and when it may sample."""
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from streamrl.actors.residence import Residence, ResidentFollower
+from streamrl.errors import SupersededError
+from streamrl.messages import Array
+from streamrl.resharding import Moved, Storage
+from streamrl.weights import Loaded
+
+
+class Rank:
+    """Has its weights whole, or in parts with others; its shards can be filled in, or not."""
+
+    def __init__(self, *, gathers: bool, fills: bool = True) -> None:
+        self.gathers = gathers
+        self._fills = fills
+        self.filled: list[int] = []
+
+    def full_state(self) -> Iterator[tuple[str, Tensor]]:
+        yield "weight", torch.zeros(4)
+
+    def switch(self, served: Storage | None, version: int) -> Moved | None:
+        if served is None or not self._fills:
+            return None
+        self.filled.append(version)
+        return Moved(version, 12, 12, 4, 100, 1, 0.1)
+
+
+class Generator:
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    async def storage(self) -> Storage:
+        self.told.append("storage")
+        return Storage({})
+
+    async def release_kv(self) -> None:
+        self.told.append("release_kv")
+
+    async def suspend(self, reason: str) -> None:
+        self.told.append("suspend")
+
+    async def resume(self, reason: str) -> None:
+        self.told.append("resume")
+
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded:
+        self.told.append((sorted(tensors), version))
+        return Loaded()
+
+    async def take_up(self, version: int) -> Loaded:
+        self.told.append(version)
+        return Loaded()
+
+    async def probe(self, sequences: Sequence[Array]) -> None: ...
+
+
+async def updated(rank: Rank, generator: Generator) -> int:
+    """Let both in, and make version 3; what came from other ranks for it, bytes."""
+    residence = Residence()
+    await residence.let_in(generator, fills=rank.gathers)
+    await residence.about_to_change()
+    residence.publish(rank, 3)  # type: ignore[arg-type]
+    fetched = residence.fetched(3)
+    await ResidentFollower(generator, residence).load_weights(fetched.tensors, 3)
+    return fetched.num_bytes
+
+
+def test_what_every_rank_has_whole_is_looked_at_where_it_lies() -> None:
+    generator = Generator()
+    assert asyncio.run(updated(rank := Rank(gathers=False), generator)) == 0
+    assert generator.told == ["suspend", (["weight"], 3), "resume"]
+    assert not rank.filled
+
+
+def test_what_ranks_have_parts_of_is_filled_in_and_counted() -> None:
+    generator = Generator()
+    assert asyncio.run(updated(rank := Rank(gathers=True), generator)) == 12
+    assert generator.told == ["storage", "suspend", 3, "resume"]
+    assert rank.filled == [3]
+
+
+def test_what_cannot_be_filled_in_is_gathered() -> None:
+    generator = Generator()
+    assert asyncio.run(updated(Rank(gathers=True, fills=False), generator)) == 0
+    assert generator.told == ["storage", "suspend", (["weight"], 3), "resume"]
+
+
+def test_a_version_that_has_been_updated_is_not_taken_up() -> None:
+    async def late() -> None:
+        residence, generator = Residence(), Generator()
+        await residence.let_in(generator, fills=True)
+        residence.publish(Rank(gathers=True), 3)  # type: ignore[arg-type]
+        await residence.about_to_change()
+        with pytest.raises(SupersededError, match="version 3 is gone"):
+            residence.fetched(3)
+        with pytest.raises(SupersededError, match="version 3 is gone"):
+            await ResidentFollower(generator, residence).load_weights({}, 3)
+        assert generator.told == ["storage", "suspend"]
+
+    asyncio.run(late())
+
+
+@pytest.mark.parametrize("releases", [True, False])
+def test_keys_and_values_make_room_for_training_if_they_are_to(releases: bool) -> None:
+    async def trained() -> tuple[list[Any], dict[str, float]]:
+        residence, generator = Residence(), Generator()
+        await residence.let_in(generator, fills=False)
+        async with residence.training(releases_kv=releases):
+            held = torch.ones(100 << 18)
+        del held
+        return generator.told, residence.memory.drain()
+
+    told, peaks = asyncio.run(trained())
+    assert told == (["release_kv"] if releases else [])
+    assert peaks["train"] >= peaks["generate"] + 90

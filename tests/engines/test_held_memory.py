@@ -1,0 +1,66 @@
+"""What a rank and its generator hold, against models that exist."""
+
+import pytest
+import torch
+
+from streamrl.engines.generator_config import GeneratorConfig
+from streamrl.engines.held_memory import worker_memory
+from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.placement import WorkerMemory
+from tests.engines.tiny_qwen import VOCABULARY, save, tiny_model
+
+MB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(tiny_model(tied=True, seed=0), tmp_path_factory.mktemp("policy"))
+
+
+def of(path: str, trainer: TrainerConfig, *, tokens: int = 0, dtype: str = "auto") -> WorkerMemory:
+    generator = GeneratorConfig(dtype=dtype, kv_cache_mb=3)
+    return worker_memory(path, trainer, generator, micro_batch_tokens=tokens, on_gpu=False)
+
+
+def test_plain_torch_has_one_copy_of_the_weights_two_moments_and_gradients(path: str) -> None:
+    model = tiny_model(tied=True, seed=0)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ids = torch.ones(1, 4, dtype=torch.long)
+    model(ids).logits.sum().backward()
+    optimizer.step()
+    moments = [t for s in optimizer.state.values() for t in s.values() if t.dim()]
+    found = of(path, TrainerConfig(backend="torch"))
+    assert found.weights == sum(p.nbytes for p in model.parameters())
+    assert found.gradients == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
+    assert found.optimizer == sum(moment.nbytes for moment in moments)
+    assert (found.served, found.activations, found.kv) == (0, 0, 3 * MB)
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "served", "optimizer", "gradients"),
+    [(0, 4, 0, 8, 4), (1, 4, 0, 6, 4), (2, 4, 0, 6, 2), (3, 2, 4, 6, 2)],
+)
+def test_what_two_ranks_of_each_zero_stage_hold_of_an_element(
+    path: str, stage: int, weights: int, served: int, optimizer: int, gradients: int
+) -> None:
+    num = sum(p.numel() for p in tiny_model(tied=True, seed=0).parameters())
+    found = of(path, TrainerConfig(world_size=2, zero_stage=stage))
+    assert found.weights == weights * num
+    assert found.served == served * num
+    assert found.optimizer == optimizer * num
+    assert found.gradients == gradients * num
+    # Whole parameters come for a forward pass.
+    assert found.activations == (4 * num if stage == 3 else 0)
+
+
+def test_a_generator_of_another_type_has_weights_of_its_own(path: str) -> None:
+    trainer = TrainerConfig(backend="torch")
+    assert of(path, trainer, dtype="bfloat16").served == of(path, trainer).weights // 2
+
+
+def test_activations_grow_with_the_micro_batch_and_are_less_with_checkpoints(path: str) -> None:
+    layers, hidden = 2, 64
+    found = of(path, TrainerConfig(), tokens=10)
+    assert found.activations == 10 * 4 * (layers * 17 * hidden + 3 * VOCABULARY)
+    less = of(path, TrainerConfig(gradient_checkpointing=True), tokens=10)
+    assert less.activations == 10 * 4 * ((layers + 17) * hidden + 3 * VOCABULARY)

@@ -1,0 +1,66 @@
+"""Keys and values that make room while an engine stands still, and rollouts that go on without."""
+
+import asyncio
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from streamrl.engines.generation import GeneratorConfig
+from streamrl.messages import Rollout
+from tests.engines.flight import Flight, flying
+from tests.engines.tiny_qwen import endless_model, prompt, save, worst_error
+
+KV_MB = 256
+MB = 1 << 20
+SEEDS = range(4)
+CONFIG = GeneratorConfig(max_new_tokens=100, max_concurrent_rollouts=8, kv_cache_mb=KV_MB)
+
+
+def held_mb() -> float:
+    return psutil.Process().memory_info().rss / MB
+
+
+async def sampled(flight: Flight) -> list[Rollout]:
+    return await flight.engine.generate(prompt(5, 14, 6, 18), seeds=SEEDS)
+
+
+@pytest.mark.asyncio
+async def test_rollouts_go_on_as_if_keys_and_values_had_never_been_released(tmp_path: Path) -> None:
+    folder = save(endless_model(seed=3), tmp_path)
+    async with flying(folder, "recompute", CONFIG) as flight:
+        await flight.load(endless_model(seed=3))
+        undisturbed = await sampled(flight)
+        running = asyncio.create_task(sampled(flight))
+        await flight.steps(30)
+        for reason in ("lease", "lease again"):
+            await flight.engine.suspend(reason)
+            before_mb = held_mb()
+            await flight.engine.release_kv()
+            await flight.engine.release_kv()
+            assert before_mb - held_mb() > 0.9 * KV_MB
+            assert flight.engine.num_running == len(SEEDS)
+            await flight.engine.resume(reason)
+            await flight.steps(10)
+            assert before_mb - held_mb() < 0.1 * KV_MB
+        disturbed = await running
+        for one, other in zip(undisturbed, disturbed, strict=True):
+            assert np.array_equal(one.token_ids, other.token_ids)
+        assert worst_error(disturbed, flight.models) < 1e-4
+
+
+@pytest.mark.asyncio
+async def test_a_version_may_come_while_they_are_released(tmp_path: Path) -> None:
+    folder = save(endless_model(seed=3), tmp_path)
+    async with flying(folder, "recompute", CONFIG) as flight:
+        await flight.load(endless_model(seed=3))
+        running = asyncio.create_task(sampled(flight))
+        await flight.steps(30)
+        await flight.engine.suspend("lease")
+        await flight.engine.release_kv()
+        await flight.load(endless_model(seed=4))
+        await flight.engine.resume("lease")
+        rollouts = await running
+        assert {0, 1} == set(np.concatenate([r.policy_version[r.loss_mask] for r in rollouts]))
+        assert worst_error(rollouts, flight.models) < 1e-4

@@ -1,0 +1,47 @@
+"""What a hybrid worker holds, as sums a person can check, and budgets."""
+
+import pytest
+
+from streamrl.errors import ConfigError
+from streamrl.placement import WorkerMemory
+
+MB = 1 << 20
+
+
+def held(**other: int) -> WorkerMemory:
+    """4 of weights, 8 of optimizer, 4 of gradients, 30 of activations, 64 of KV cache."""
+    sizes = {"weights": 4, "served": 0, "optimizer": 8, "gradients": 4, "activations": 30, "kv": 64}
+    return WorkerMemory(**{name: size * MB for name, size in {**sizes, **other}.items()})
+
+
+def test_what_is_held_is_said_by_phase_as_a_sum() -> None:
+    assert held().generate == (4 + 8 + 4 + 64) * MB
+    assert held().train == (4 + 8 + 4 + 30 + 64) * MB
+    assert held(served=5).line == (
+        "memory: a worker holds 85 MB to generate = 4 weights + 5 the generator's weights"
+        " + 8 optimizer + 4 gradients + 64 KV cache, and about 115 MB to train = 4 weights"
+        " + 5 the generator's weights + 8 optimizer + 4 gradients + 30 activations + 64 KV cache"
+    )
+
+
+@pytest.mark.parametrize(
+    ("budget_mb", "releases"), [(None, False), (110, False), (109, True), (80, True)]
+)
+def test_keys_and_values_are_released_only_where_they_do_not_fit(
+    budget_mb: int | None, releases: bool
+) -> None:
+    found = held().within(budget_mb)
+    assert found.releases_kv is releases
+    assert found.line.endswith("; the KV cache is released while it trains") is releases
+    assert budget_mb is None or max(found.train, found.generate) <= budget_mb * MB
+
+
+def test_a_budget_that_can_never_be_kept_is_refused_with_the_sum() -> None:
+    with pytest.raises(ConfigError) as refused:
+        held().within(79)
+    assert str(refused.value) == (
+        "placement.memory_mb=79: to generate, a worker holds 80 MB = 4 weights + 8 optimizer"
+        " + 4 gradients + 64 KV cache"
+    )
+    with pytest.raises(ConfigError, match=r"to train, a worker holds 116 MB = .* 100 activations"):
+        held(activations=100).within(90)
