@@ -1,0 +1,116 @@
+"""The same run in every placement: the same rollouts, token for token, and the same losses."""
+
+import json
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.launched import Launched, rows
+from tests.e2e.recorded import Trained, trained
+from tests.toy import write_toy
+
+pytestmark = pytest.mark.slow
+
+STEPS = 10
+MODES = ("sequential", "disaggregated", "colocated")
+ON_POLICY = [
+    f"run.steps={STEPS}",
+    "pipeline.max_staleness=0",
+    # Several micro-batches a step: which rollouts share one is a matter of who was quick.
+    "pipeline.micro_batch_tokens=128",
+    "generator.max_new_tokens=12",
+    "rewards=[{kind: length, unit: characters, least: 12, tolerance: 12}]",
+    "algorithm.kl_coef=0.01",
+    "evaluation.at_start=false",
+    "evaluation.at_end=false",
+    "checkpoint.at_end=false",
+]
+PPO = [
+    "algorithm.name=ppo",
+    "algorithm.group_size=2",
+    "algorithm.epochs=2",
+    "algorithm.mini_batches=2",
+    "critic.trainer={world_size: 1}",
+    # In a colocated run each of the two has a generator.
+    "trainer.world_size=2",
+    "generator.replicas=2",
+]
+ALGORITHMS = {"grpo": ["algorithm.name=grpo"], "ppo": PPO}
+LOSSES = ("loss/policy", "loss/value", "loss/kl", "policy/kl_ref", "policy/grad_norm")
+SCALE = 1.0
+"""Of the terms of a loss: advantages have a standard deviation of 1, and may add up to nothing."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """A run that has ended: the rows of its metrics, and what it trained."""
+
+    rows: list[dict[str, Any]]
+    trained: Trained
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Played]:
+    """Each algorithm in each mode; the algorithms side by side."""
+    folder = write_toy(tmp_path_factory.mktemp("placements"))
+    launched = [_launch(folder, name) for name in ALGORITHMS]
+    for run in launched:
+        assert run.wait() == 0, run.output
+        assert run.orphans() == []
+    return {
+        (name, mode): Played(
+            rows(folder / "runs" / f"{name}-{mode}"), trained(folder, f"{name}-{mode}")
+        )
+        for name in ALGORITHMS
+        for mode in MODES
+    }
+
+
+def _launch(folder: Path, name: str) -> Launched:
+    runs = [
+        [
+            *ON_POLICY,
+            *ALGORITHMS[name],
+            f"run.dir={folder}/runs",
+            f"run.name={name}-{mode}",
+            f"placement.mode={mode}",
+        ]
+        for mode in MODES
+    ]
+    words = [str(folder / "recipe.yaml"), str(folder), *map(json.dumps, runs)]
+    return Launched(words, folder, module="tests.e2e.recorded")
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_placement_samples_the_same_tokens(
+    played: dict[tuple[str, str], Played], name: str
+) -> None:
+    found = [played[name, mode].trained for mode in MODES]
+    assert {version for version, _, _ in found[0]} == set(range(STEPS))
+    for one, other in pairwise(found):
+        assert one == other
+    assert len({len(tokens) for tokens in found[0].values()}) > 3, "lengths differ"
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_placement_has_the_same_losses(
+    played: dict[tuple[str, str], Played], name: str
+) -> None:
+    for one, other in pairwise(played[name, mode].rows for mode in MODES):
+        assert [row["step"] for row in one] == [row["step"] for row in other]
+        for mine, theirs in zip(one, other, strict=True):
+            assert mine["reward/mean"] == theirs["reward/mean"]
+            for loss in LOSSES:
+                assert mine[loss] == pytest.approx(theirs[loss], rel=1e-5, abs=1e-5 * SCALE), loss
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_only_where_it_shares_no_process_do_weights_travel(
+    played: dict[tuple[str, str], Played], name: str
+) -> None:
+    for mode in MODES:
+        moved = [row["weights/bytes"] for row in played[name, mode].rows[1:]]
+        assert all(moved) if mode != "colocated" else not any(moved), mode
