@@ -1,0 +1,113 @@
+"""What sharing a pool costs: `python -m benchmarks.placement_modes` prints one JSON object.
+
+The same GRPO run in every placement on the same cores, with max_staleness 0 and 1. A random model of
+1 M parameters that knows 32 tokens samples, and each may be the last: lengths are geometric, many
+of a few tokens and in every step one of several times the mean, for which all others wait. Medians
+over the steps after the first ones: seconds of a step, tokens trained per second, idle part of each
+stage; the quartiles of the step time, and over_disaggregated, the ratio of the step times.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.overlap import QUIET
+from benchmarks.random_model import write_model
+from streamrl.actors.real_engines import RealEngines
+from streamrl.cli.train import train
+from streamrl.config import load_config
+
+MODES = ("disaggregated", "colocated", "sequential")
+BOUNDS = (0, 1)
+WARM_UP_STEPS = 2
+NUM_WORDS = 32
+"""Tokens of the model: one in so many ends a completion."""
+RECIPE = """
+model: {{path: {folder}/model}}
+data: {{train: {folder}/rows.jsonl}}
+run: {{dir: {folder}/runs, overwrite: true}}
+algorithm: {{name: grpo, group_size: 8}}
+pipeline: {{groups_per_step: 8, micro_batch_tokens: 1024}}
+generator: {{max_new_tokens: 224, max_concurrent_rollouts: 128}}
+rewards: [{{kind: length, unit: words, least: 32, tolerance: 32}}]
+# So small that lengths stay what they are.
+trainer: {{lr: 1.0e-7}}
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Make all runs and print the figures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=12, help="measured steps of each run")
+    parser.add_argument("--json", action="store_true", help="the object on one line")
+    arguments = parser.parse_args(argv)
+    # Standard output is the JSON object alone, whatever the cluster has to say meanwhile.
+    with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as folder:
+        recipe = prepare(Path(folder))
+        found = {
+            f"max_staleness_{bound}": {
+                mode: measure(recipe, mode, bound, arguments.steps) for mode in MODES
+            }
+            for bound in BOUNDS
+        }
+    for modes in found.values():
+        for figures in modes.values():
+            figures["over_disaggregated"] = figures["step_s"] / modes["disaggregated"]["step_s"]
+    print(json.dumps(found, indent=None if arguments.json else 1))
+
+
+def prepare(folder: Path) -> Path:
+    """Write model, prompts and recipe into a folder; the recipe."""
+    write_model(1, folder / "model", num_words=NUM_WORDS)
+    rows = [
+        {
+            "data_source": "words",
+            "prompt": f"t{5 + i % 20} t{5 + i // 20}",
+            "reward_model": {"style": "rule", "ground_truth": ""},
+            "extra_info": {"index": i},
+        }
+        for i in range(400)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(RECIPE.format(folder=folder))
+    return recipe
+
+
+def measure(recipe: Path, mode: str, bound: int, steps: int) -> dict[str, Any]:
+    """Figures of one run."""
+    settings = [
+        f"placement.mode={mode}",
+        f"pipeline.max_staleness={bound}",
+        f"run.steps={steps + WARM_UP_STEPS}",
+    ]
+    config = load_config(recipe, [*QUIET, *settings])
+    train(config, None, RealEngines())
+    lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines][WARM_UP_STEPS:]
+    names = {
+        "tokens_per_s": "throughput/tokens_per_s",
+        "idle_generate": "idle/generate",
+        "idle_reward": "idle/reward",
+        "idle_train": "idle/train",
+        "length_mean": "rollout/length_mean",
+        "length_max": "rollout/length_max",
+        "staleness_mean": "staleness/mean",
+    }
+    low, middle, high = statistics.quantiles([row["time/step_s"] for row in rows], n=4)
+    return {
+        "steps": len(rows),
+        "step_s": middle,
+        "step_s_quartiles": [low, high],
+        **{name: statistics.median(row[key] for row in rows) for name, key in names.items()},
+    }
+
+
+if __name__ == "__main__":
+    main()
