@@ -1,10 +1,10 @@
 """What sharing a pool costs: `python -m benchmarks.placement_modes` prints one JSON object.
 
-The same GRPO run in every placement on the same cores, with max_staleness 0 and 1. A random model of
-1 M parameters that knows 32 tokens samples, and each may be the last: lengths are geometric, many
-of a few tokens and in every step one of several times the mean, for which all others wait. Medians
-over the steps after the first ones: seconds of a step, tokens trained per second, idle part of each
-stage; the quartiles of the step time, and over_disaggregated, the ratio of the step times.
+The same GRPO run in every placement on the same cores, with max_staleness 0 and 1. A random model
+of 1 M parameters that knows 32 tokens samples, and each may be the last: lengths are geometric,
+most are short, and in every step one is several times the mean. Medians over the steps after the
+first ones: seconds of a step, tokens trained per second, idle part of each stage; the quartiles of
+the step time, and over_disaggregated, the ratio of the step times.
 """
 
 import argparse

@@ -43,7 +43,9 @@ def write_model(millions: int, folder: Path, *, num_words: int | None = None) ->
     from transformers import PreTrainedTokenizerFast
 
     make_model(millions, num_words=num_words).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(num_words or 64)}, unk_token="t3"))
+    tokenizer = Tokenizer(
+        models.WordLevel({f"t{i}": i for i in range(num_words or 64)}, unk_token="t3")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="t2", bos_token="t1", pad_token="t0"

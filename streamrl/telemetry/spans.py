@@ -59,10 +59,7 @@ class SpanRecorder:
                     self._closed.append(self._ended(span, self._clock()))
 
     def rest(self, names: Collection[str]) -> None:
-        """Work of these names stands still until `go_on`: its spans end here, and begin again there.
-
-        What of it begins or ends meanwhile has done nothing meanwhile.
-        """
+        """Work of these names stands still until `go_on`: spans end here, and begin again there."""
         with self._lock:
             now, self._resting = self._clock(), frozenset(names)
             self._closed += [self._ended(s, now) for s in self._open.values() if self._rests(s)]

@@ -39,9 +39,16 @@ PPO = [
     "generator.replicas=2",
 ]
 ALGORITHMS = {"grpo": ["algorithm.name=grpo"], "ppo": PPO}
-LOSSES = ("loss/policy", "loss/value", "loss/kl", "policy/kl_ref", "policy/grad_norm")
-SCALE = 1.0
-"""Of the terms of a loss: advantages have a standard deviation of 1, and may add up to nothing."""
+ROUNDING = {
+    # Its terms are of the size of advantages, whose standard deviation is 1, and may add up to 0.
+    "loss/policy": 1e-5,
+    "loss/value": 0.0,
+    # In the first step the policy is its reference, and what is left of them is rounding.
+    "loss/kl": 1e-7,
+    "policy/kl_ref": 1e-7,
+    "policy/grad_norm": 0.0,
+}
+"""How far a loss may be from another however small it is; beside 1e-5 of it."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +110,24 @@ def test_every_placement_has_the_same_losses(
         assert [row["step"] for row in one] == [row["step"] for row in other]
         for mine, theirs in zip(one, other, strict=True):
             assert mine["reward/mean"] == theirs["reward/mean"]
-            for loss in LOSSES:
-                assert mine[loss] == pytest.approx(theirs[loss], rel=1e-5, abs=1e-5 * SCALE), loss
+            for loss, rounding in ROUNDING.items():
+                assert are_close(mine[loss], theirs[loss], rounding), (mine["step"], loss)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_only_where_it_shares_no_process_do_weights_travel(
-    played: dict[tuple[str, str], Played], name: str
+def are_close(one: float | None, other: float | None, rounding: float) -> bool:
+    """Whether two losses agree, or are both of a term that the algorithm does not have."""
+    if one is None or other is None:
+        return one is other
+    return one == pytest.approx(other, rel=1e-5, abs=rounding)
+
+
+def test_where_generators_share_a_process_with_the_trainer_no_weights_travel(
+    played: dict[tuple[str, str], Played],
 ) -> None:
-    for mode in MODES:
-        moved = [row["weights/bytes"] for row in played[name, mode].rows[1:]]
-        assert all(moved) if mode != "colocated" else not any(moved), mode
+    def moved(name: str, mode: str) -> int:
+        return sum(row["weights/bytes"] for row in played[name, mode].rows)
+
+    assert moved("grpo", "colocated") == 0
+    assert moved("grpo", "disaggregated") > 0 < moved("grpo", "sequential")
+    # The critic's go to its shadow as ever; the policy's would go to two generators.
+    assert 0 < moved("ppo", "colocated") <= moved("ppo", "disaggregated") / 3 + 1e3 * STEPS
