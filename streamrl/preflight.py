@@ -23,7 +23,7 @@ from streamrl.data import (
     load_tokenizer,
     load_vocab_size,
 )
-from streamrl.dataflow import COST, COST_CRITIC, CRITIC, POLICY, REWARD, Dataflow
+from streamrl.dataflow import COST, COST_CRITIC, CRITIC, GENERATE, POLICY, REWARD, Dataflow
 from streamrl.engines.lora import check_targets
 from streamrl.errors import ConfigError
 from streamrl.messages import Per, Prompt, column_spec
@@ -157,7 +157,8 @@ def placed(config: RunConfig, mode: str) -> RunConfig:
 def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]:
     """The actors a run needs, in flow order; shards and coordinator take no slot.
 
-    In a colocated run the ranks of the policy's trainer have the slots, and all others share them.
+    In a colocated run the ranks of the policy's trainer have the CPU slots, and all others share
+    them; generators live in the ranks' processes and take nothing.
     """
     critics = ("critic.trainer.world_size", config.trainer_of(CRITIC).world_size)
     judges = ("scorer.replicas", config.scorer.replicas)
@@ -177,7 +178,8 @@ def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]
     for role, calls in prepared.dataflow.roles.items():
         key, count = wanted[role]
         is_host = role == POLICY or not config.placement.is_colocated
-        if role == "generator" and config.placement.is_colocated:
+        is_guest = role == GENERATE.role and config.placement.is_colocated
+        if is_guest:
             key, count = wanted[POLICY]
         weights = prepared.model_bytes
         if role in (REWARD.role, COST.role):
@@ -189,8 +191,8 @@ def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]
                 key=key,
                 count=count,
                 cpus=int(is_host),
-                gpus=int(on_gpu and weights > 0),
-                memory_gib=PROCESS_GIB + (not on_gpu) * weights / GIB,
+                gpus=int(on_gpu and weights > 0 and not is_guest),
+                memory_gib=0.0 if is_guest else PROCESS_GIB + (not on_gpu) * weights / GIB,
             )
         )
     return found

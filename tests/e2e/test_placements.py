@@ -1,6 +1,7 @@
 """The same run in every placement: the same rollouts, token for token, and the same losses."""
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,7 @@ from tests.toy import write_toy
 
 pytestmark = pytest.mark.slow
 
-STEPS = 10
+STEPS, HALF = 10, 5
 MODES = ("sequential", "disaggregated", "colocated")
 ON_POLICY = [
     f"run.steps={STEPS}",
@@ -27,6 +28,7 @@ ON_POLICY = [
     "evaluation.at_start=false",
     "evaluation.at_end=false",
     "checkpoint.at_end=false",
+    f"checkpoint.every={HALF}",
 ]
 PPO = [
     "algorithm.name=ppo",
@@ -60,9 +62,13 @@ class Played:
 
 
 @pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Played]:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_toy(tmp_path_factory.mktemp("placements"))
+
+
+@pytest.fixture(scope="module")
+def played(folder: Path) -> dict[tuple[str, str], Played]:
     """Each algorithm in each mode; the algorithms side by side."""
-    folder = write_toy(tmp_path_factory.mktemp("placements"))
     launched = [_launch(folder, name) for name in ALGORITHMS]
     for run in launched:
         assert run.wait() == 0, run.output
@@ -107,11 +113,28 @@ def test_every_placement_has_the_same_losses(
     played: dict[tuple[str, str], Played], name: str
 ) -> None:
     for one, other in pairwise(played[name, mode].rows for mode in MODES):
-        assert [row["step"] for row in one] == [row["step"] for row in other]
-        for mine, theirs in zip(one, other, strict=True):
-            assert mine["reward/mean"] == theirs["reward/mean"]
-            for loss, rounding in ROUNDING.items():
-                assert are_close(mine[loss], theirs[loss], rounding), (mine["step"], loss)
+        check_same(one, other)
+
+
+def test_a_run_that_is_resumed_on_one_pool_goes_on_as_it_would_have_apart(
+    played: dict[tuple[str, str], Played], folder: Path
+) -> None:
+    run_dir = folder / "runs" / "grpo-disaggregated"
+    saved = str(run_dir / "checkpoints" / f"step_{HALF:06d}")
+    run = Launched(["train", "--resume", saved, "placement.mode=colocated"], folder)
+    assert run.wait() == 0, run.output
+    found = rows(run_dir)
+    assert not any(row["weights/bytes"] for row in found[HALF:]), "they are made again, here"
+    check_same(found, played["grpo", "disaggregated"].rows)
+
+
+def check_same(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> None:
+    """The same steps with the same losses."""
+    assert [row["step"] for row in one] == [row["step"] for row in other]
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine["reward/mean"] == theirs["reward/mean"]
+        for loss, rounding in ROUNDING.items():
+            assert are_close(mine[loss], theirs[loss], rounding), (mine["step"], loss)
 
 
 def are_close(one: float | None, other: float | None, rounding: float) -> bool:
@@ -130,4 +153,4 @@ def test_where_generators_share_a_process_with_the_trainer_no_weights_travel(
     assert moved("grpo", "colocated") == 0
     assert moved("grpo", "disaggregated") > 0 < moved("grpo", "sequential")
     # The critic's go to its shadow as ever; the policy's would go to two generators.
-    assert 0 < moved("ppo", "colocated") <= moved("ppo", "disaggregated") / 3 + 1e3 * STEPS
+    assert 0 < moved("ppo", "colocated") < moved("ppo", "disaggregated") / 2
