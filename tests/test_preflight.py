@@ -70,7 +70,7 @@ def test_a_generator_that_lives_with_the_trainer_takes_no_gpu_of_its_own(
     # Generator, reference and trainer apart; reference and both others together.
     for gpus, mode in ((3, "disaggregated"), (2, "colocated")):
         assert settle(ways(config, prepared, True), Capacity(8, gpus)).mode == mode
-    with pytest.raises(ConfigError, match="needs 3 GPUs = .*; the cluster has 1"):
+    with pytest.raises(ConfigError, match=r"needs 3 GPUs = .*; the cluster has 1"):
         settle(ways(config, prepared, True), Capacity(8, 1))
 
 
