@@ -147,7 +147,7 @@ def test_a_killed_process_of_trainer_and_generator_ends_the_run_and_is_named(
 ) -> None:
     assert killed.code == 1, killed.run.output
     last = killed.run.output.strip().splitlines()[-1]
-    assert last.startswith("streamrl: ") and "-0" in last and "died" in last
+    assert last.startswith("streamrl: ") and "trainer-0" in last and "died" in last
     assert "Traceback" not in killed.run.output
     assert killed.run.orphans() == []
     assert len(events(run_dir, "failed")) == 1
