@@ -22,7 +22,7 @@ SHAKY = """
 def score(prompt, completion):
     if prompt.extra_info["index"] % 3 == 0:
         raise ValueError("no verdict")
-    return len(completion) / 10
+    return len(completion) // 3
 """
 STEPS = 100000
 APART = ["placement.mode=disaggregated", "placement.cpus=8"]
@@ -51,14 +51,19 @@ def asked(run_dir: Path) -> list[Launched]:
 
 @pytest.fixture(scope="module")
 def stopped(run_dir: Path, asked: list[Launched]) -> Ended:
-    """One CPU slot, a reward that fails for every third prompt, then Ctrl-C."""
+    """One CPU slot, groups that are filtered and a reward that fails for some; then Ctrl-C."""
     toy = run_dir.parents[1]
     (toy / "shaky.py").write_text(SHAKY)
     words = ["train", str(toy / "recipe.yaml"), f"run.dir={toy}/runs", f"run.name={run_dir.name}"]
     reward = f"rewards=[{{kind: function, path: {toy}/shaky.py, function: score}}]"
-    settings = [f"run.steps={STEPS}", "placement.cpus=1", "evaluation.every=3", reward]
-    run = Launched([*words, *settings], toy)
-    run.until(lambda: len(found := rows(run_dir)) > 4 and found[-1]["ledger/dropped"] > 1)
+    around = ["evaluation.every=3", "filter.kind=equal_rewards", reward]
+    run = Launched([*words, f"run.steps={STEPS}", "placement.cpus=1", *around], toy)
+
+    def has_lost_groups() -> bool:
+        last = (rows(run_dir) or [{}])[-1]
+        return last.get("ledger/filtered", 0) > 1 < last["ledger/dropped"]
+
+    run.until(lambda: len(rows(run_dir)) > 4 and has_lost_groups())
     request = Launched(["scale", str(run_dir), "--generators", "2"], toy)
     request.wait(timeout_s=120.0)
     asked.append(request)
@@ -119,7 +124,7 @@ def test_ctrl_c_saves_and_ends_within_half_a_minute(stopped: Ended, run_dir: Pat
 def test_a_reward_that_cannot_be_computed_is_counted_and_never_a_zero(stopped: Ended) -> None:
     last = stopped.rows[-1]
     assert last["drops/reward_error"] == last["ledger/dropped"] > 1
-    ended = last["ledger/trained"] + last["ledger/dropped"]
+    ended = last["ledger/trained"] + last["ledger/filtered"] + last["ledger/dropped"]
     assert last["ledger/admitted"] == ended + last["ledger/in_flight"]
 
 
