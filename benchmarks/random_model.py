@@ -14,14 +14,14 @@ SHAPES = {
 }
 
 
-def make_model(millions: int) -> Any:
-    """A float32 model in memory, its embeddings tied."""
+def make_model(millions: int, *, num_words: int | None = None) -> Any:
+    """A float32 model in memory, its embeddings tied; `num_words` tokens if that is given."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     width, between, layers, heads, kv_heads, tokens = SHAPES[millions]
     config = Qwen2Config(
-        vocab_size=tokens,
+        vocab_size=num_words or tokens,
         hidden_size=width,
         intermediate_size=between,
         num_hidden_layers=layers,
@@ -37,13 +37,15 @@ def make_model(millions: int) -> Any:
     return Qwen2ForCausalLM(config)
 
 
-def write_model(millions: int, folder: Path) -> str:
+def write_model(millions: int, folder: Path, *, num_words: int | None = None) -> str:
     """Write the model and a tokenizer of a few words; the folder as vLLM wants it."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    make_model(millions).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({f"t{i}": i for i in range(64)}, unk_token="t3"))
+    make_model(millions, num_words=num_words).save_pretrained(folder)
+    tokenizer = Tokenizer(
+        models.WordLevel({f"t{i}": i for i in range(num_words or 64)}, unk_token="t3")
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, eos_token="t2", bos_token="t1", pad_token="t0"

@@ -24,7 +24,7 @@ from streamrl.data import (
     load_tokenizer,
     load_vocab_size,
 )
-from streamrl.dataflow import COST, COST_CRITIC, CRITIC, POLICY, REWARD, Dataflow
+from streamrl.dataflow import COST, COST_CRITIC, CRITIC, GENERATE, POLICY, REWARD, Dataflow
 from streamrl.engines.held_memory import worker_memory
 from streamrl.engines.lora import check_targets
 from streamrl.engines.split_models import check_tensor_parallel
@@ -201,6 +201,8 @@ def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]
     shares = bool(config.placement.shared)
     found = []
     for role, (key, count) in counts(config).items():
+        # It lives in the process of a rank.
+        is_guest = role == GENERATE.role and config.placement.is_hybrid
         weights = prepared.model_bytes
         if role in (REWARD.role, COST.role):
             weights = prepared.judge_bytes.get(role, 0)
@@ -211,7 +213,7 @@ def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]
                 key=key,
                 count=count,
                 gpus=int(on_gpu and weights > 0),
-                memory_gib=PROCESS_GIB + (not on_gpu) * weights / GIB,
+                memory_gib=0.0 if is_guest else PROCESS_GIB + (not on_gpu) * weights / GIB,
                 shares=shares,
             )
         )

@@ -7,7 +7,8 @@ from streamrl.buffer.blob import encode
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
 from streamrl.messages import FinishReason, Rollout, group_columns, parse_uid
-from streamrl.preflight import Prepared, largest_group_bytes, prepare, shard_bytes
+from streamrl.placement import Capacity, settle
+from streamrl.preflight import Prepared, largest_group_bytes, prepare, shard_bytes, ways
 from tests.toy import write_toy
 
 MB = 1 << 20
@@ -60,6 +61,17 @@ def test_a_store_too_small_for_a_step_is_refused_with_the_arithmetic(
     message = r"queue.store_share=0.5 of an object store .* over 2 of queue.shards=2: .* at least"
     with pytest.raises(ConfigError, match=message):
         shard_bytes(config, prepared, node_stores=[4 * needed - 4])
+
+
+def test_a_generator_that_lives_with_the_trainer_takes_no_gpu_of_its_own(
+    run: tuple[RunConfig, Prepared],
+) -> None:
+    config, prepared = run
+    # Generator, reference and trainer apart; reference and both others together.
+    for gpus, mode in ((3, "disaggregated"), (2, "colocated")):
+        assert settle(ways(config, prepared, True), Capacity(8, gpus)).mode == mode
+    with pytest.raises(ConfigError, match=r"needs 3 GPUs = .*; the cluster has 1"):
+        settle(ways(config, prepared, True), Capacity(8, 1))
 
 
 def test_a_policy_that_is_never_trained_is_noted(run: tuple[RunConfig, Prepared], tmp_path) -> None:

@@ -100,7 +100,7 @@ class Crew:
                 self.actors.update(zip(names, actors, strict=True))
             else:
                 actors = [
-                    self._hire(name, demand, self._place(demand, i)) for i, name in enumerate(names)
+                    self._hire(name, demand, self._seat(demand, i)) for i, name in enumerate(names)
                 ]
             self.roles[role] = RoleActors(demand.calls, names, actors)
 
@@ -114,15 +114,19 @@ class Crew:
             env |= self._env(self._demands[role].calls[0])
         runtime_env = {"env_vars": env}
         return [
-            HYBRID.options(**self._place(demand, i), runtime_env=runtime_env).remote()
+            HYBRID.options(**self._seat(demand, i), runtime_env=runtime_env).remote()
             for i in range(demand.count)
         ]
 
-    def _place(self, demand: Demand, index: int) -> dict[str, Any]:
-        """What Ray is asked for, for the actor of this number."""
-        if self._seats is not None:
-            role = demand.calls[0].role
-            return self._seats.options(role, index, on_gpu=demand.gpus > 0)
+    def _seat(self, demand: Demand, index: int) -> dict[str, Any]:
+        """What Ray is asked for, for one of the actors a run begins with."""
+        if self._seats is None:
+            return self._place(demand)
+        role = demand.calls[0].role
+        return self._seats.options(role, index, on_gpu=demand.gpus > 0)
+
+    def _place(self, demand: Demand) -> dict[str, Any]:
+        """What Ray is asked for, for an actor that shares nothing."""
         found: dict[str, Any] = {"num_cpus": demand.cpus, "num_gpus": demand.gpus}
         if self._stays(demand):
             # Also when it is started again, or hired once there are other nodes.
@@ -174,9 +178,8 @@ class Crew:
         demand = self._demands[role]
         name = next(n for i in range(1 << 20) if (n := f"{demand.role}-{i}") not in self.actors)
         # Its own Ray has as many slots as the run began with, which says nothing of its cores.
-        place = self._place(demand, len(self.roles[role].names))
-        place["num_cpus"] = demand.cpus if self._config.placement.address else 0
-        actor = self._hire(name, demand, place)
+        cpus = demand.cpus if self._config.placement.address else 0
+        actor = self._hire(name, demand, {**self._place(demand), "num_cpus": cpus})
         return name, actor.__ray_ready__.remote()
 
     def asks_for(self, role: str) -> str:

@@ -40,10 +40,12 @@ class GeneratorActor(Replica):
         """Sample nothing while others have the pool."""
         assert self._generator is not None
         await self._generator.suspend("lease")
+        self._stages[0].spans.rest([stage.name for stage in self._stages])
 
     async def resume(self) -> None:
         """Go on with what was under way."""
         assert self._generator is not None
+        self._stages[0].spans.go_on()
         await self._generator.resume("lease")
 
     async def run(self) -> None:

@@ -16,6 +16,7 @@ from streamrl.actors.crew import RETURNING, Crew
 from streamrl.actors.feed import EventReport, Report
 from streamrl.actors.starting import Starting
 from streamrl.config import RunConfig
+from streamrl.dataflow import GENERATE, POLICY
 from streamrl.errors import ConfigError, StreamError
 from streamrl.mailbox import LEAVE_S, PLACE_S, Answer, Mailbox, Request
 
@@ -80,6 +81,7 @@ class Scaling:
     ) -> None:
         self._start_s = starting.timeout_s
         self._serve_s = config.pipeline.stall_s
+        self._placement = config.placement
         self._crew = crew
         self._mailbox = mailbox
         self._loops = loops
@@ -149,6 +151,7 @@ class Scaling:
         try:
             for role in request.counts:
                 _check_role(role, roles)
+                self._check_apart(role)
             self._crew.check_room(request.counts)
         except ConfigError as error:
             self._mailbox.answer(request.id, Answer([str(error)], False))
@@ -161,6 +164,15 @@ class Scaling:
                 self._await(placed, Awaited(name, role, "has a place", self._clock() + PLACE_S))
             for name in sorted(roles[role].names, key=_number)[count:]:
                 self._send_off(name, role, handle)
+
+    def _check_apart(self, role: str) -> None:
+        """Raise ConfigError for a role whose replicas live in the processes of trainers."""
+        if self._placement.is_hybrid and role == GENERATE.role:
+            ranks = len(self._crew.roles[POLICY].names)
+            raise ConfigError(
+                f"placement.mode={self._placement.mode}: each of trainer.world_size={ranks} ranks has a"
+                " generator in its process; generators cannot be scaled"
+            )
 
     def _await(self, reply: Any, step: Awaited) -> None:
         self._steps[reply] = step

@@ -101,7 +101,7 @@ class Session:
         for role in roles:
             if role.kind is not Kind.TRAIN:
                 pairs = zip(role.names, role.actors, strict=True)
-                self._loops |= {actor.run.remote(): name for name, actor in pairs}
+                self._loops |= {actor.run.remote(): crew.process_of(name) for name, actor in pairs}
         self._loops[coordinator.run.remote()] = "coordinator"
         self._mailbox.open()
         return corrupt

@@ -7,7 +7,7 @@ them to the trace and computes how idle each stage was.
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -41,6 +41,7 @@ class SpanRecorder:
         self._lock = threading.Lock()
         self._open: dict[int, Span] = {}
         self._closed: list[Span] = []
+        self._resting: frozenset[str] = frozenset()
 
     @contextmanager
     def span(self, name: str, **args: ArgValue) -> Iterator[None]:
@@ -53,7 +54,27 @@ class SpanRecorder:
             yield
         finally:
             with self._lock:
-                self._closed.append(self._ended(self._open.pop(lane), self._clock()))
+                span = self._open.pop(lane)
+                if not self._rests(span):
+                    self._closed.append(self._ended(span, self._clock()))
+
+    def rest(self, names: Collection[str]) -> None:
+        """Work of these names stands still until `go_on`: spans end here, and begin again there."""
+        with self._lock:
+            now, self._resting = self._clock(), frozenset(names)
+            self._closed += [self._ended(s, now) for s in self._open.values() if self._rests(s)]
+
+    def go_on(self) -> None:
+        """The work that stood still goes on."""
+        with self._lock:
+            now = self._clock()
+            for lane, span in self._open.items():
+                if self._rests(span):
+                    self._open[lane] = replace(span, start_s=now)
+            self._resting = frozenset()
+
+    def _rests(self, span: Span) -> bool:
+        return span.name in self._resting
 
     def drain(self, now: float | None = None) -> list[Span]:
         """Spans closed since the last drain, then those still open, marked so and ended at `now`.
@@ -63,7 +84,8 @@ class SpanRecorder:
         with self._lock:
             end_s = self._clock() if now is None else now
             closed, self._closed = self._closed, []
-            still_open = [replace(self._ended(s, end_s), is_open=True) for s in self._open.values()]
+            works = [span for span in self._open.values() if not self._rests(span)]
+            still_open = [replace(self._ended(s, end_s), is_open=True) for s in works]
         return closed + still_open
 
     @staticmethod

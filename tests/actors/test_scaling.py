@@ -92,7 +92,7 @@ class FakeMailbox(Mailbox):
 class Run:
     """A run with so many generators, a scorer and a trainer."""
 
-    def __init__(self, generators: int, folder: Path) -> None:
+    def __init__(self, generators: int, folder: Path, *overrides: str) -> None:
         names = [f"generator-{i}" for i in range(generators)]
         calls = dataflow_for((*ROLLOUT_COLUMNS, "scores")).roles
         self.now = 0.0
@@ -108,7 +108,7 @@ class Run:
         self.starting = Starting(START_S, clock=lambda: self.now)
         self.events: list[tuple[str, Any]] = []
         self.scaling = Scaling(
-            load_config(RECIPE),
+            load_config(RECIPE, overrides),
             self.crew,  # type: ignore[arg-type]
             self.mailbox,
             loops=self.loops,
@@ -262,6 +262,21 @@ def test_what_needs_no_change_or_cannot_be_is_answered_at_once(
     run = Run(2, tmp_path)
     run.ask(**counts)
     assert run.line == line
+
+
+def test_in_a_colocated_run_generators_stay_with_the_ranks_and_scorers_may_be_more(
+    tmp_path: Path,
+) -> None:
+    run = Run(1, tmp_path, "placement.mode=colocated")
+    run.ask(generator=2)
+    assert run.line == (
+        "failed: placement.mode=colocated: each of trainer.world_size=1 ranks has a generator in"
+        " its process; generators cannot be scaled"
+    )
+    assert not run.crew.hired
+    run.mailbox.answers.clear()
+    run.ask(reward=2)
+    assert run.crew.hired == ["reward-1"]
 
 
 def test_nobody_can_ask_a_run_that_has_ended(tmp_path: Path) -> None:

@@ -18,7 +18,8 @@ CUSTOM = ["algorithm.path=examples/custom_algorithm/median.py", "algorithm.name=
 SHARED = ["critic={shared_coef: 0.5}"]
 STEPS = 12
 RECIPES = {
-    # The longest come first: what is played beside other whole runs is short.
+    # The longest come first: what is played beside other whole runs is short. This one is whole.
+    "colocated": (ROOT / "configs" / "grpo_arithmetic_colocated.yaml", ["run.steps=80"]),
     "grpo_code": (ROOT / "configs" / "grpo_code.yaml", [f"run.steps={STEPS}"]),
     # It is slow to learn.
     "grpo_countdown": (ROOT / "configs" / "grpo_countdown.yaml", ["run.steps=30"]),

@@ -21,6 +21,10 @@ def test_a_recipe_runs_and_its_reward_rises(recital: Recital, name: str) -> None
     if name == "safe_rlhf":
         costs = [row["cost/mean"] for row in found]
         assert mean(costs[-6:]) < mean(costs[:6]) - 0.02, costs
+    if name == "colocated":
+        # As the demo does, see test_demo.py.
+        assert mean(rewards[-5:]) > 0.9
+        assert not any(row["weights/bytes"] for row in found)
     # A critic may be trained alone at first.
     assert all((row["policy/grad_norm"] or 0) > 0 for row in found[3:])
     assert max(row["staleness/max"] for row in found) <= 1

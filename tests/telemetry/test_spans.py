@@ -39,6 +39,25 @@ def test_an_open_span_is_drained_as_far_as_it_got_and_later_whole():
     assert recorder.drain() == [Span("p", "work", 0, 1.0, 5.0)]
 
 
+def test_work_that_stands_still_is_recorded_in_pieces_and_others_whole():
+    clock = Clock(1.0)
+    recorder = SpanRecorder("p", clock)
+    with recorder.span("work"), recorder.span("other"):
+        clock.now = 2.0
+        recorder.rest(["work"])
+        with recorder.span("work"):
+            clock.now = 3.0
+            assert {(s.name, s.start_s, s.end_s) for s in recorder.drain()} == {
+                ("work", 1.0, 2.0),
+                ("other", 1.0, 3.0),
+            }
+        clock.now = 5.0
+        recorder.go_on()
+        clock.now = 6.0
+    found = [(s.name, s.start_s, s.end_s) for s in recorder.drain()]
+    assert found == [("other", 1.0, 6.0), ("work", 5.0, 6.0)]
+
+
 def test_overlapping_spans_take_the_lowest_free_lane():
     recorder = SpanRecorder("p", Clock())
     first, second, third = (recorder.span(name) for name in ("a", "b", "c"))

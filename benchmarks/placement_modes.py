@@ -1,0 +1,125 @@
+"""What sharing a pool costs: `python -m benchmarks.placement_modes` prints one JSON object.
+
+The same GRPO run in every placement on the same cores, with max_staleness 0 and 1. A random model
+of 1 M parameters that knows 32 tokens samples, and each may be the last: lengths are geometric,
+most are short, and in every step one is several times the mean. Over the steps after the first
+ones: step_s is their mean, as steps come in bursts where the pool changes hands, with quartiles
+beside it; over_disaggregated is the ratio of these means; idle fractions are means, too.
+"""
+
+import argparse
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from itertools import product
+from operator import itemgetter, mul
+from pathlib import Path
+from typing import Any
+
+from benchmarks.overlap import QUIET
+from benchmarks.random_model import write_model
+from streamrl.actors.real_engines import RealEngines
+from streamrl.cli.train import train
+from streamrl.config import load_config
+
+MODES = ("disaggregated", "colocated", "sequential")
+BOUNDS = (0, 1)
+STAGES = ("generate", "reward", "train")
+WARM_UP_STEPS = 2
+NUM_WORDS = 32
+"""Tokens of the model: one in so many ends a completion."""
+RECIPE = """
+model: {{path: {folder}/model}}
+data: {{train: {folder}/rows.jsonl}}
+run: {{dir: {folder}/runs, overwrite: true}}
+algorithm: {{name: grpo, group_size: 8}}
+pipeline: {{groups_per_step: 8, micro_batch_tokens: 1024}}
+generator: {{max_new_tokens: 224, max_concurrent_rollouts: 128}}
+rewards: [{{kind: length, unit: words, least: 32, tolerance: 32}}]
+# So small that lengths stay what they are.
+trainer: {{lr: 1.0e-7}}
+# A fraction of a step.
+placement: {{slice_s: 0.2}}
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Make all runs and print the figures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=12, help="measured steps of each run")
+    parser.add_argument("--repeats", type=int, default=1, help="runs of each, the median stands")
+    parser.add_argument("--json", action="store_true", help="the object on one line")
+    arguments = parser.parse_args(argv)
+    # Standard output is the JSON object alone, whatever the cluster has to say meanwhile.
+    with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as folder:
+        recipe = prepare(Path(folder))
+        runs = [
+            {key: measure(recipe, *key, arguments.steps) for key in product(BOUNDS, MODES)}
+            for _ in range(arguments.repeats)
+        ]
+    print(json.dumps(compared(runs), indent=None if arguments.json else 1))
+
+
+def compared(runs: Sequence[Mapping[tuple[int, str], dict[str, Any]]]) -> dict[str, Any]:
+    """By bound and mode, the run of the median step time, and that over disaggregated."""
+    found: dict[str, Any] = {}
+    for bound, mode in runs[0]:
+        own = sorted((run[bound, mode] for run in runs), key=itemgetter("step_s"))
+        found.setdefault(f"max_staleness_{bound}", {})[mode] = own[len(own) // 2]
+    for modes in found.values():
+        for figures in modes.values():
+            figures["over_disaggregated"] = figures["step_s"] / modes["disaggregated"]["step_s"]
+    return found
+
+
+def prepare(folder: Path) -> Path:
+    """Write model, prompts and recipe into a folder; the recipe."""
+    write_model(1, folder / "model", num_words=NUM_WORDS)
+    rows = [
+        {
+            "data_source": "words",
+            "prompt": f"t{5 + i % 20} t{5 + i // 20}",
+            "reward_model": {"style": "rule", "ground_truth": ""},
+            "extra_info": {"index": i},
+        }
+        for i in range(400)
+    ]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(RECIPE.format(folder=folder))
+    return recipe
+
+
+def measure(recipe: Path, bound: int, mode: str, steps: int) -> dict[str, Any]:
+    """Figures of one run."""
+    settings = [
+        f"placement.mode={mode}",
+        f"pipeline.max_staleness={bound}",
+        f"run.steps={steps + WARM_UP_STEPS}",
+    ]
+    config = load_config(recipe, [*QUIET, *settings])
+    train(config, None, RealEngines())
+    lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines][WARM_UP_STEPS:]
+    names = {
+        "length_mean": "rollout/length_mean",
+        "length_max": "rollout/length_max",
+    }
+    seconds = [row["time/step_s"] for row in rows]
+    rates = [row["throughput/tokens_per_s"] for row in rows]
+    return {
+        "steps": len(rows),
+        "step_s": statistics.fmean(seconds),
+        "step_s_quartiles": statistics.quantiles(seconds, n=4),
+        "tokens_per_s": sum(map(mul, rates, seconds)) / sum(seconds),
+        "idle": {stage: statistics.fmean(row[f"idle/{stage}"] for row in rows) for stage in STAGES},
+        "staleness_mean": statistics.fmean(row["staleness/mean"] for row in rows),
+        **{name: statistics.median(row[key] for row in rows) for name, key in names.items()},
+    }
+
+
+if __name__ == "__main__":
+    main()

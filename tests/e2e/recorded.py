@@ -1,0 +1,65 @@
+"""Runs one after the other in one process: recipe, folder for what was trained, overrides as JSON.
+
+Every rank of the policy writes down each rollout as it trains it.
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamrl.actors.engine_factory import HostedRank
+from streamrl.actors.real_engines import RealEngines
+from streamrl.cli.train import train
+from streamrl.config import RunConfig, load_config
+from streamrl.dataflow import POLICY
+from streamrl.engines.packing import Pick
+from streamrl.messages import Columns, group_rollouts
+
+Trained = dict[tuple[int, str, int], list[int]]
+"""By version of the step, uid and index in the group: the tokens of a rollout, prompt included."""
+
+
+@dataclass(frozen=True)
+class Recording(RealEngines):
+    """Real engines. Trainers note what they train in `notes`, a file per run and rank."""
+
+    notes: Path
+
+    def trainer(self, config: RunConfig, rank: int, role: str) -> HostedRank:
+        """A real one; what a policy's trains is noted before it is trained."""
+        found = super().trainer(config, rank, role)
+        if role != POLICY:
+            return found
+        path, made = self.notes / f"{config.run.name}.{rank}.jsonl", found.train_micro_batch
+
+        def noted(
+            groups: Mapping[str, Columns], picks: Sequence[Pick], version: int
+        ) -> Mapping[str, float]:
+            with path.open("a") as file:
+                for uid, index in picks:
+                    tokens = group_rollouts(groups[uid])[index].token_ids.tolist()
+                    file.write(json.dumps([version, uid, index, tokens]) + "\n")
+            return made(groups, picks, version)
+
+        found.train_micro_batch = noted  # type: ignore[method-assign]
+        return found
+
+
+def trained(notes: Path, name: str) -> Trained:
+    """What all ranks of a run have trained; one that was trained again has to be the same."""
+    found: Trained = {}
+    for path in sorted(notes.glob(f"{name}.*.jsonl")):
+        for version, uid, index, tokens in map(json.loads, path.read_text().splitlines()):
+            assert found.setdefault((version, uid, index), tokens) == tokens
+    return found
+
+
+if __name__ == "__main__":
+    # Actors know the class by the name of its module.
+    from tests.e2e.recorded import Recording as Engines
+
+    recipe, notes, *runs = sys.argv[1:]
+    for run in runs:
+        train(load_config(Path(recipe), json.loads(run)), None, Engines(Path(notes)))

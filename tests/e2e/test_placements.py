@@ -1,0 +1,156 @@
+"""The same run in every placement: the same rollouts, token for token, and the same losses."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.launched import Launched, rows
+from tests.e2e.recorded import Trained, trained
+from tests.toy import write_toy
+
+pytestmark = pytest.mark.slow
+
+STEPS, HALF = 10, 5
+MODES = ("sequential", "disaggregated", "colocated")
+ON_POLICY = [
+    f"run.steps={STEPS}",
+    "pipeline.max_staleness=0",
+    # Several micro-batches a step: which rollouts share one is a matter of who was quick.
+    "pipeline.micro_batch_tokens=128",
+    "generator.max_new_tokens=12",
+    "rewards=[{kind: length, unit: characters, least: 12, tolerance: 12}]",
+    "algorithm.kl_coef=0.01",
+    "evaluation.at_start=false",
+    "evaluation.at_end=false",
+    "checkpoint.at_end=false",
+    f"checkpoint.every={HALF}",
+]
+PPO = [
+    "algorithm.name=ppo",
+    "algorithm.group_size=2",
+    "algorithm.epochs=2",
+    "algorithm.mini_batches=2",
+    "critic.trainer={world_size: 1}",
+    # In a colocated run each of the two has a generator.
+    "trainer.world_size=2",
+    "generator.replicas=2",
+]
+ALGORITHMS = {"grpo": ["algorithm.name=grpo"], "ppo": PPO}
+ROUNDING = {
+    # Its terms are of the size of advantages, whose standard deviation is 1, and may add up to 0.
+    "loss/policy": 1e-5,
+    "loss/value": 0.0,
+    # In the first step the policy is its reference, and what is left of them is rounding.
+    "loss/kl": 1e-7,
+    "policy/kl_ref": 1e-7,
+    "policy/grad_norm": 0.0,
+}
+"""How far a loss may be from another however small it is; beside 1e-5 of it."""
+
+
+@dataclass(frozen=True)
+class Played:
+    """A run that has ended: the rows of its metrics, and what it trained."""
+
+    rows: list[dict[str, Any]]
+    trained: Trained
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_toy(tmp_path_factory.mktemp("placements"))
+
+
+@pytest.fixture(scope="module")
+def played(folder: Path) -> dict[tuple[str, str], Played]:
+    """Each algorithm in each mode; the algorithms side by side."""
+    launched = [_launch(folder, name) for name in ALGORITHMS]
+    for run in launched:
+        assert run.wait() == 0, run.output
+        assert run.orphans() == []
+    return {
+        (name, mode): Played(
+            rows(folder / "runs" / f"{name}-{mode}"), trained(folder, f"{name}-{mode}")
+        )
+        for name in ALGORITHMS
+        for mode in MODES
+    }
+
+
+def _launch(folder: Path, name: str) -> Launched:
+    runs = [
+        [
+            *ON_POLICY,
+            *ALGORITHMS[name],
+            f"run.dir={folder}/runs",
+            f"run.name={name}-{mode}",
+            f"placement.mode={mode}",
+        ]
+        for mode in MODES
+    ]
+    words = [str(folder / "recipe.yaml"), str(folder), *map(json.dumps, runs)]
+    return Launched(words, folder, module="tests.e2e.recorded")
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_placement_samples_the_same_tokens(
+    played: dict[tuple[str, str], Played], name: str
+) -> None:
+    found = [played[name, mode].trained for mode in MODES]
+    assert {version for version, _, _ in found[0]} == set(range(STEPS))
+    for one, other in pairwise(found):
+        assert one == other
+    assert len({len(tokens) for tokens in found[0].values()}) > 3, "lengths differ"
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_placement_has_the_same_losses(
+    played: dict[tuple[str, str], Played], name: str
+) -> None:
+    for one, other in pairwise(played[name, mode].rows for mode in MODES):
+        check_same(one, other)
+
+
+def test_a_run_that_is_resumed_on_one_pool_goes_on_as_it_would_have_apart(
+    played: dict[tuple[str, str], Played], folder: Path
+) -> None:
+    run_dir = folder / "runs" / "grpo-disaggregated"
+    saved = str(run_dir / "checkpoints" / f"step_{HALF:06d}")
+    run = Launched(["train", "--resume", saved, "placement.mode=colocated"], folder)
+    assert run.wait() == 0, run.output
+    found = rows(run_dir)
+    assert not any(row["weights/bytes"] for row in found[HALF:]), "they are made again, here"
+    check_same(found, played["grpo", "disaggregated"].rows)
+
+
+def check_same(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> None:
+    """The same steps with the same losses."""
+    assert [row["step"] for row in one] == [row["step"] for row in other]
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine["reward/mean"] == theirs["reward/mean"]
+        for loss, rounding in ROUNDING.items():
+            assert are_close(mine[loss], theirs[loss], rounding), (mine["step"], loss)
+
+
+def are_close(one: float | None, other: float | None, rounding: float) -> bool:
+    """Whether two losses agree, or are both of a term that the algorithm does not have."""
+    if one is None or other is None:
+        return one is other
+    return one == pytest.approx(other, rel=1e-5, abs=rounding)
+
+
+def test_where_generators_share_a_process_with_the_trainer_no_weights_travel(
+    played: dict[tuple[str, str], Played],
+) -> None:
+    def moved(name: str, mode: str) -> int:
+        return sum(row["weights/bytes"] for row in played[name, mode].rows)
+
+    assert moved("grpo", "colocated") == 0
+    assert moved("grpo", "disaggregated") > 0 < moved("grpo", "sequential")
+    # The critic's go to its shadow as ever; the policy's would go to two generators.
+    assert 0 < moved("ppo", "colocated") < moved("ppo", "disaggregated") / 2
