@@ -63,15 +63,15 @@ def test_a_store_too_small_for_a_step_is_refused_with_the_arithmetic(
         shard_bytes(config, prepared, node_stores=[4 * needed - 4])
 
 
-def test_a_generator_that_lives_with_the_trainer_takes_no_gpu_of_its_own(
+def test_on_one_pool_all_that_have_a_model_share_a_gpu(
     run: tuple[RunConfig, Prepared],
 ) -> None:
     config, prepared = run
-    # Generator, reference and trainer apart; reference and both others together.
-    for gpus, mode in ((3, "disaggregated"), (2, "colocated")):
+    # Generator, reference and trainer, apart or together.
+    for gpus, mode in ((3, "disaggregated"), (2, "colocated"), (1, "colocated")):
         assert settle(ways(config, prepared, True), Capacity(8, gpus)).mode == mode
-    with pytest.raises(ConfigError, match=r"needs 3 GPUs = .*; the cluster has 1"):
-        settle(ways(config, prepared, True), Capacity(8, 1))
+    with pytest.raises(ConfigError, match=r"needs 3 GPUs = .*; the cluster has 0"):
+        settle(ways(config, prepared, True), Capacity(8, 0))
 
 
 def test_a_policy_that_is_never_trained_is_noted(run: tuple[RunConfig, Prepared], tmp_path) -> None:

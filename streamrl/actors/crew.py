@@ -133,6 +133,14 @@ class Crew:
             found["scheduling_strategy"] = NodeAffinitySchedulingStrategy(self._node, soft=False)
         return found
 
+    def process_of(self, name: str) -> str:
+        """What an actor's process is called: by all that live in it, as they die together."""
+        actor = self.actors[name]
+        if not isinstance(actor, Part):
+            return name
+        parts = {n: own for n, own in self.actors.items() if isinstance(own, Part)}
+        return " and ".join(n for n, own in parts.items() if own.actor is actor.actor)
+
     def start(self, wiring: Wiring, checkpoint: Checkpoint | None) -> dict[Any, str]:
         """Let the actors of all roles start: their replies, and whose each is."""
         self._wiring = wiring

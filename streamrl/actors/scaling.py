@@ -170,8 +170,8 @@ class Scaling:
         if self._placement.is_hybrid and role == GENERATE.role:
             ranks = len(self._crew.roles[POLICY].names)
             raise ConfigError(
-                f"placement.mode={self._placement.mode}: each of trainer.world_size={ranks} ranks has a"
-                " generator in its process; generators cannot be scaled"
+                f"placement.mode={self._placement.mode}: each of trainer.world_size={ranks} ranks"
+                " has a generator in its process; generators cannot be scaled"
             )
 
     def _await(self, reply: Any, step: Awaited) -> None:
