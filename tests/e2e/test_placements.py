@@ -16,7 +16,7 @@ from tests.toy import write_toy
 pytestmark = pytest.mark.slow
 
 STEPS, HALF = 10, 5
-MODES = ("sequential", "disaggregated", "colocated")
+MODES = ("sequential", "disaggregated", "colocated", "split")
 ON_POLICY = [
     f"run.steps={STEPS}",
     "pipeline.max_staleness=0",

@@ -13,8 +13,6 @@ from tests.toy import write_toy
 pytestmark = pytest.mark.slow
 
 ON_POLICY = ["run.steps=4", "pipeline.max_staleness=0", "pipeline.micro_batch_tokens=64"]
-SAME = ("reward/mean", "rollout/length_mean", "rollout/length_max", "policy/entropy", "loss/policy")
-"""What follows from the rollouts and the weights alone."""
 
 
 @pytest.fixture(scope="module")
@@ -132,22 +130,3 @@ def test_the_run_ends_with_a_summary_of_what_it_did(finished: tuple[Path, str]) 
     run_dir, output = finished
     assert "16 admitted = 16 trained + 0 filtered + 0 dropped + 0 in flight" in output
     assert str(run_dir) in output.replace("\n", "")
-
-
-def test_one_stage_at_a_time_makes_the_same_run(finished: tuple[Path, str], toy: Path) -> None:
-    run = Launched(
-        [
-            *("train", str(toy / "recipe.yaml"), f"run.dir={toy}/runs", "run.name=in_turn"),
-            *ON_POLICY,
-            "placement.mode=sequential",
-            "evaluation.at_start=false",
-            "evaluation.at_end=false",
-            "checkpoint.at_end=false",
-        ],
-        toy,
-    )
-    assert run.wait() == 0, run.output
-    for one, other in zip(rows(finished[0]), rows(toy / "runs" / "in_turn"), strict=True):
-        for name in SAME:
-            assert one[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), name
-        assert other["staleness/max"] == 0
