@@ -175,7 +175,7 @@ def test_who_publishes_or_follows_stays_on_one_node_also_when_hired_or_started_a
     nothing: Any = None
     prepared = Prepared(config.dataflow, nothing, {}, (), 8, 0, ())
     crew = Crew(config, prepared, on_gpu=False)
-    crew.fill(there)
+    crew.fill(there, print)
     try:
         generator, _ = crew.hire("generator")
         bound = {name for name in crew.actors if not name.startswith("reward")}
