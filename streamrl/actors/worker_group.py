@@ -13,10 +13,11 @@ from operator import methodcaller
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from streamrl.actors.calls import fetch
+from streamrl.actors.seats import reserve
 from streamrl.actors.trainer import free_port
 from streamrl.controller.batches import Batch, BatchRef, Part, concatenate, cut, num_rows
 from streamrl.controller.protocols import PROTOCOLS, Handed, Mesh, Protocol, without_padding
@@ -57,15 +58,7 @@ class ResourcePool:
         self._groups = groups
         self._held = [0] * slots
         bundle = {name: each for name, each in (("CPU", cpus), ("GPU", gpus)) if each}
-        self._placement = placement_group([bundle] * slots, strategy=strategy)
-        if not self._placement.wait(timeout_s):
-            remove_placement_group(self._placement)
-            have = ray.cluster_resources()
-            told = ", ".join(f"{have.get(name, 0):g} {name}" for name in bundle)
-            raise ConfigError(
-                f"a pool of {slots} slots of {bundle} found no room in {timeout_s:g} s; the cluster"
-                f" has {told} in all"
-            )
+        self._placement = reserve(slots, bundle, strategy=strategy, timeout_s=timeout_s)
 
     def options(self, slot: int) -> dict[str, Any]:
         """What an actor is made with to have its part of a slot; ConfigError if that is full."""
