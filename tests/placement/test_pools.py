@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from streamrl.config import RunConfig, resolve
 from streamrl.errors import ConfigError
 from streamrl.placement import STRATEGIES, Placement, lay_out
-from streamrl.placement.pools import ROLES, hosts_actor
+from streamrl.placement.pools import PARTNERS, ROLES, hosts_actor
 from streamrl.preflight import placement_of
 
 PPO = {"generator": 2, "reference": 1, "reward": 1, "value": 1, "policy": 2, "critic": 2}
@@ -113,11 +113,14 @@ def test_every_actor_has_one_slot_of_its_roles_pool(drawn, counts) -> None:
 
 def _no_two_parts_overlap_before_the_pool_is_full(pools, placement: Placement) -> None:
     for pool in pools:
-        present = [role for role in pool if role in placement.slots and pool[role] < 1]
-        if sum(pool[role] for role in present) <= 1:
-            taken = [slot for role in present for slot in placement.slots[role]]
-            partners = len({role for role in present if role in ("generator", "value")})
-            assert len(taken) == len(set(taken)) or partners
+        # Partners have one part together.
+        parts: dict[tuple[str, float], set[int]] = {}
+        for role in pool.keys() & placement.slots.keys():
+            if pool[role] < 1:
+                unit = parts.setdefault((PARTNERS.get(role, role), pool[role]), set())
+                unit.update(placement.slots[role])
+        if sum(part for _, part in parts) <= 1:
+            assert sum(map(len, parts.values())) == len(set().union(*parts.values()))
 
 
 def config_of(*, algorithm: str = "ppo", **placement) -> RunConfig:
