@@ -145,16 +145,21 @@ def make_publishing(plan: Plan, trainers: dict[str, FakeTrainer]) -> Publishing:
     return Publishing(sources, registries, due=due)
 
 
-def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first") -> Stream:
-    """Shards, books and trainer of a plan as the disk has them; needs a running loop."""
-    disk = disk or Disk.empty(plan)
-    disk.books = disk.books.crash()
+def dataflow_of(plan: Plan) -> Dataflow:
+    """The calls a plan asks for."""
     further = {
         "ref_logprobs": plan.reference,
         "values": plan.critic,
         "baseline_scores": plan.greedy,
     }
-    dataflow = dataflow_for((*STREAM_COLUMNS, *(name for name, asked in further.items() if asked)))
+    return dataflow_for((*STREAM_COLUMNS, *(name for name, asked in further.items() if asked)))
+
+
+def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first") -> Stream:
+    """Shards, books and trainer of a plan as the disk has them; needs a running loop."""
+    disk = disk or Disk.empty(plan)
+    disk.books = disk.books.crash()
+    dataflow = dataflow_of(plan)
     ports = {call.stage: Ports(call.needs, call.produces) for call in dataflow.takers}
     config = QueueConfig(
         shards=plan.shards,
@@ -180,8 +185,7 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
         for log in disk.shards
     ]
     state = disk.state
-    trainers = make_trainers(plan)
-    prompts = FakePrompts()
+    trainers, prompts = make_trainers(plan), FakePrompts()
     if state is not None:
         for role, (version, weights) in state["trainers"].items():
             trainers[role].version, trainers[role].weights = version, weights

@@ -8,6 +8,7 @@ from typing import Any
 
 TRANSPORT = "weights.transport"
 MOMENTS = ("before_take", "after_take", "mid_compute", "mid_put", "mid_checkpoint")
+ON_POLICY: dict[str, Any] = {"pipeline.max_staleness": 0}
 AT_THE_END_S = 60.0
 """A delay that stands for: when the work is done, before anybody hears of it."""
 
@@ -199,9 +200,12 @@ def short_scenarios(seed: int) -> list[Scenario]:
 def more_scenarios(seed: int) -> list[Scenario]:
     """What is beside the table: other placements, other processes, narrower moments."""
     draw = random.Random(f"{seed}:more")
-    on_policy = {"pipeline.max_staleness": 0}
-    in_turn = {**on_policy, "placement.mode": "sequential"}
-    evaluated = {**on_policy, "evaluation.at_start": "true"}
+    return [*_other_phases(draw), *_narrower_moments(draw)]
+
+
+def _other_phases(draw: random.Random) -> list[Scenario]:
+    in_turn = {**ON_POLICY, "placement.mode": "sequential"}
+    evaluated = {**ON_POLICY, "evaluation.at_start": "true"}
     return [
         Scenario(
             "generator",
@@ -237,13 +241,18 @@ def more_scenarios(seed: int) -> list[Scenario]:
             settings=evaluated,
             text="it scores for an evaluation",
         ),
+    ]
+
+
+def _narrower_moments(draw: random.Random) -> list[Scenario]:
+    return [
         Scenario(
             "generator",
             "mid_pull",
             "generator-0",
             draw.randint(2, 5),
             delay_s=draw.choice((0.0, 0.002, 0.01, AT_THE_END_S)),
-            settings={**on_policy, TRANSPORT: draw.choice(sorted(TRANSPORTS.values()))},
+            settings={**ON_POLICY, TRANSPORT: draw.choice(sorted(TRANSPORTS.values()))},
             text="it fetches a version, or has fetched it",
         ),
         Scenario(
@@ -252,7 +261,7 @@ def more_scenarios(seed: int) -> list[Scenario]:
             draw.choice(ROLES["shard"].actors),
             draw.randint(1, 3),
             stored=True,
-            settings=on_policy,
+            settings=ON_POLICY,
             text="its answer is there, and the columns it owns are not fetched",
         ),
         Scenario(
@@ -260,7 +269,7 @@ def more_scenarios(seed: int) -> list[Scenario]:
             "at_start",
             "trainer-0",
             1,
-            settings=on_policy,
+            settings=ON_POLICY,
             text="it has loaded the model, before the run is under way",
         ),
         Scenario(
@@ -268,7 +277,7 @@ def more_scenarios(seed: int) -> list[Scenario]:
             "mid_put",
             "trainer-0",
             draw.randint(2, 5),
-            settings={**on_policy, "placement.mode": "colocated"},
+            settings={**ON_POLICY, "placement.mode": "colocated"},
             text="it has updated the weights where its generator has them",
             variant="in_place",
         ),
@@ -286,7 +295,7 @@ def more_scenarios(seed: int) -> list[Scenario]:
             "mid_step",
             "driver",
             draw.randint(1, 5),
-            settings=on_policy,
+            settings=ON_POLICY,
             text="it takes the row of a step",
         ),
     ]

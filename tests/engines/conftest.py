@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 
 from tests.engines.tiny_qwen import save, tiny_model
-from tests.engines.trainer_ranks import LAYOUTS, Layout, run_ranks
+from tests.engines.trainer_layouts import LAYOUTS, Layout
+from tests.engines.trainer_ranks import run_ranks
 
 PAIRS = [layout for layout in LAYOUTS if layout.world_size == 2]
 SAVED = [layout for layout in LAYOUTS if layout.world_size == 2 or layout.zero_stage == 2]

@@ -8,11 +8,11 @@ import torch.distributed as dist
 
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
 from streamrl.messages import Columns
+from tests.engines.trainer_layouts import Layout
 from tests.engines.trainer_ranks import (
     GROUPS,
     SEVERAL_LR,
     TEMPERATURE,
-    Layout,
     Seat,
     add_up,
     cut,

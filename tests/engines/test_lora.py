@@ -15,16 +15,8 @@ from streamrl.weights import ParameterSet, full_weights, pack
 from streamrl.weights.adapters import LORA_A, LORA_B, LORA_SCALE
 from tests.engines.plain_step import plain_loss
 from tests.engines.tiny_qwen import VOCABULARY, save, tiny_model
-from tests.engines.trainer_ranks import (
-    GROUPS,
-    LAYOUTS,
-    LORA,
-    SEQUENCE,
-    SEVERAL_LR,
-    Layout,
-    divisor_of,
-    run_ranks,
-)
+from tests.engines.trainer_layouts import LAYOUTS, Layout
+from tests.engines.trainer_ranks import GROUPS, LORA, SEQUENCE, SEVERAL_LR, divisor_of, run_ranks
 
 CPU = torch.device("cpu")
 RANK, SCALE = LORA["lora_rank"], LORA["lora_alpha"] / LORA["lora_rank"]

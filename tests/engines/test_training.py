@@ -17,11 +17,10 @@ from streamrl.messages import split_tokens
 from tests.engines.conftest import PAIRS, SAVED, SEVERAL_ON
 from tests.engines.plain_step import plain_loss
 from tests.engines.tiny_qwen import EOS, tiny_model
+from tests.engines.trainer_layouts import CUTS, LAYOUTS
 from tests.engines.trainer_ranks import (
-    CUTS,
     GROUPS,
     LATE_S,
-    LAYOUTS,
     LR,
     PPO,
     PTX_COEF,

@@ -1,0 +1,39 @@
+"""The backends that trainers are tested on, and on how many ranks."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A backend on a number of ranks."""
+
+    backend: str
+    zero_stage: int
+    world_size: int
+    tensor_parallel: int = 1
+
+    @property
+    def label(self) -> str:
+        # Below stage 3 torch has none.
+        stage = "" if self.backend == "torch" and self.zero_stage < 3 else str(self.zero_stage)
+        tensor = f"x{self.tensor_parallel}" if self.tensor_parallel > 1 else ""
+        return f"{self.backend}{stage}-{self.num_shares}{tensor}"
+
+    @property
+    def num_shares(self) -> int:
+        return self.world_size // self.tensor_parallel
+
+    def counted(self, cases: Sequence[Any]) -> Sequence[Any]:
+        """What was seen by one rank of each share of the data."""
+        return cases[:: self.tensor_parallel]
+
+
+LAYOUTS = [
+    Layout(backend, stage, world_size)
+    for world_size in (1, 2)
+    for backend, stage in [("torch", 1), *(("deepspeed", stage) for stage in range(4))]
+]
+LAYOUTS += [Layout("torch", 3, 2), Layout("torch", 1, 2, tensor_parallel=2)]
+CUTS = (1, 2, 5)
