@@ -77,7 +77,12 @@ def _check_publishing(config: "RunConfig") -> None:
 
 
 def _check_pools(config: "RunConfig") -> None:
-    roles = config.dataflow.roles
+    roles, split = config.dataflow.roles, config.generator.tensor_parallel
+    if split > 1 and any("generator" in pool for pool in config.placement.shared):
+        raise ConfigError(
+            f"generator.tensor_parallel={split}: needs devices of its own; with placement.mode="
+            f"{config.placement.mode} a generator has a part of one"
+        )
     for i, pool in enumerate(config.placement.pools):
         for role in pool:
             if role not in roles:
@@ -89,23 +94,26 @@ def _check_pools(config: "RunConfig") -> None:
 
 def apart(config: "RunConfig") -> str:
     """Why trainer and generators cannot share processes, if so: setting, value and reason."""
-    replicas, ranks = config.generator.replicas, config.trainer.world_size
-    colocated = "in a colocated run"
-    if config.weights.publish_every > 1:
-        every = config.weights.publish_every
-        return f"weights.publish_every={every}: {colocated} the weights change at every step"
-    if config.weights.transport != AUTO:
-        return f"weights.transport={config.weights.transport}: {colocated} weights do not travel"
-    if config.weights.on_update == "drain" and config.pipeline.max_staleness:
-        return f"weights.on_update=drain: {colocated} rollouts cannot end while others compute"
-    if config.critic.shared_coef is not None:
-        coef = config.critic.shared_coef
-        return f"critic.shared_coef={coef}: {colocated} nobody else can follow the policy"
-    if replicas not in (1, ranks):
-        return (
-            f"generator.replicas={replicas}: {colocated} each of trainer.world_size={ranks}"
-            " ranks has a generator"
-        )
+    weights, generator, ranks = config.weights, config.generator, config.trainer.world_size
+    drains = weights.on_update == "drain" and config.pipeline.max_staleness > 0
+    coef = config.critic.shared_coef
+    reasons = (
+        (weights.publish_every > 1, "weights.publish_every", "the weights change at every step"),
+        (weights.transport != AUTO, "weights.transport", "weights do not travel"),
+        (drains, "weights.on_update", "rollouts cannot end while others compute"),
+        (coef is not None, "critic.shared_coef", "nobody else can follow the policy"),
+        (generator.tensor_parallel > 1, "generator.tensor_parallel", "each rank has a whole one"),
+        (
+            generator.replicas not in (1, ranks),
+            "generator.replicas",
+            f"each of trainer.world_size={ranks} ranks has a generator",
+        ),
+    )
+    for applies, setting, reason in reasons:
+        if applies:
+            section, key = setting.split(".")
+            value = vars(vars(config)[section])[key]
+            return f"{setting}={value}: in a colocated run {reason}"
     return ""
 
 

@@ -27,7 +27,7 @@ from streamrl.data import (
 from streamrl.dataflow import COST, COST_CRITIC, CRITIC, GENERATE, POLICY, REWARD, Dataflow
 from streamrl.engines.held_memory import worker_memory
 from streamrl.engines.lora import check_targets
-from streamrl.engines.split_models import check_tensor_parallel
+from streamrl.engines.split_models import check_split_generator, check_tensor_parallel
 from streamrl.errors import ConfigError
 from streamrl.messages import Per, Prompt, column_spec
 from streamrl.placement import SLOTS, Demand, Placement, WorkerMemory, lay_out
@@ -89,6 +89,7 @@ def prepare(config: RunConfig) -> Prepared:
         check_targets(config.model_of(role), config.trainer_of(role), section=section)
         ranks = config.trainer_of(role).tensor_parallel
         check_tensor_parallel(config.model_of(role), ranks, section=section)
+    check_split_generator(config.model.path, config.generator.tensor_parallel)
     hybrid_memory(config, on_gpu=torch.cuda.is_available())
     return Prepared(
         dataflow=dataflow,
@@ -203,6 +204,7 @@ def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]
     for role, (key, count) in counts(config).items():
         # It lives in the process of a rank.
         is_guest = role == GENERATE.role and config.placement.is_hybrid
+        devices = config.generator.tensor_parallel if role == GENERATE.role else 1
         weights = prepared.model_bytes
         if role in (REWARD.role, COST.role):
             weights = prepared.judge_bytes.get(role, 0)
@@ -212,8 +214,11 @@ def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]
                 role="trainer" if role == POLICY else role,
                 key=key,
                 count=count,
-                gpus=int(on_gpu and weights > 0),
-                memory_gib=0.0 if is_guest else PROCESS_GIB + (not on_gpu) * weights / GIB,
+                cpus=devices,
+                gpus=devices * (on_gpu and weights > 0),
+                memory_gib=0.0
+                if is_guest
+                else devices * PROCESS_GIB + (not on_gpu) * weights / GIB,
                 shares=shares,
             )
         )

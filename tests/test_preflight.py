@@ -1,5 +1,7 @@
 """What a run needs is known before it starts."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -72,6 +74,28 @@ def test_on_one_pool_all_that_have_a_model_share_a_gpu(
         assert settle(ways(config, prepared, True), Capacity(8, gpus)).mode == mode
     with pytest.raises(ConfigError, match=r"needs 3 GPUs = .*; the cluster has 0"):
         settle(ways(config, prepared, True), Capacity(8, 0))
+
+
+def test_a_split_generator_asks_for_a_device_for_each_of_its_processes(
+    run: tuple[RunConfig, Prepared],
+) -> None:
+    config = replace(run[0], generator=replace(run[0].generator, tensor_parallel=2))
+    for on_gpu, key in ((False, "asked_cpus"), (True, "asked_gpus")):
+        (demands,) = ways(config, run[1], on_gpu).values()  # no other mode is left to it
+        asked = {demand.role: getattr(demand, key) for demand in demands}
+        assert (asked["generator"], asked["trainer"]) == (2, 1)
+
+
+@pytest.mark.parametrize(("ranks", "fault"), [(2, None), (3, "num_attention_heads")])
+def test_a_model_whose_heads_do_not_divide_is_not_split(
+    run: tuple[RunConfig, Prepared], ranks: int, fault: str | None
+) -> None:
+    config = replace(run[0], generator=replace(run[0].generator, tensor_parallel=ranks))
+    if fault is None:
+        prepare(config)
+        return
+    with pytest.raises(ConfigError, match=rf"tensor_parallel={ranks}: must divide .*{fault}="):
+        prepare(config)
 
 
 def test_a_policy_that_is_never_trained_is_noted(run: tuple[RunConfig, Prepared], tmp_path) -> None:

@@ -193,7 +193,8 @@ class Crew:
     def asks_for(self, role: str) -> str:
         """What one replica asks of Ray, and what is free just now."""
         demand, free = self._demands[role], ray.available_resources()
-        asked = f"{demand.cpus} CPU slot" + (f" and {demand.gpus} GPU" if demand.gpus else "")
+        asked = _counted(demand.cpus, "CPU slot")
+        asked += f" and {_counted(demand.gpus, 'GPU')}" if demand.gpus else ""
         if self._stays(demand):
             asked += " on the node whose memory weights travel through"
         has = f"{free.get('CPU', 0):g} CPU slots"
@@ -307,3 +308,7 @@ class Crew:
 def _kill(actor: Any) -> None:
     with contextlib.suppress(RayError, ValueError):
         ray.kill(actor.actor if isinstance(actor, Part) else actor)
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}{'s' * (number > 1)}"

@@ -19,6 +19,8 @@ class GeneratorConfig:
 
     #: Number of engines, each with the whole model.
     replicas: int = 1
+    #: Processes, and devices, that the layers of one engine are split over.
+    tensor_parallel: int = 1
     #: Longest completion, tokens.
     max_new_tokens: int = 256
     #: Temperature of the sampling distribution. There is no top-p and no top-k: logprobs would be
@@ -26,12 +28,12 @@ class GeneratorConfig:
     temperature: float = 1.0
     #: Rollouts one replica samples at the same time; more wait in its queue.
     max_concurrent_rollouts: int = 256
-    #: Memory for keys and values, MB per replica. Unset: 64 on a CPU, and on a GPU what
-    #: gpu_memory_utilization leaves.
+    #: Memory for keys and values, MB per replica; of a split one, in each process. Unset: 64 on a
+    #: CPU, and on a GPU what gpu_memory_utilization leaves.
     kv_cache_mb: int | None = None
     #: Fraction of a GPU's memory a replica may use; without meaning if kv_cache_mb is set.
     gpu_memory_utilization: float = 0.9
-    #: CPU threads a replica computes with.
+    #: CPU threads a replica computes with; if it is split, each of its processes.
     threads: int = 1
     #: Type of weights and activations: float32, bfloat16, float16, or auto, which is the model's
     #: own on a GPU and float32 on a CPU.
@@ -44,6 +46,7 @@ class GeneratorConfig:
     def __post_init__(self) -> None:
         for name in (
             "replicas",
+            "tensor_parallel",
             "max_new_tokens",
             "temperature",
             "max_concurrent_rollouts",
@@ -86,10 +89,13 @@ def generation_env(device: str, *, threads: int = 1) -> dict[str, str]:
         "TRANSFORMERS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "false",
         "OMP_NUM_THREADS": str(threads),
+        "VLLM_WORKER_MULTIPROCESSING_METHOD": "spawn",
     }
     if device == "cpu":
         # vLLM compiles one function of the sampler even in eager mode: 20 s in the C++ compiler.
         env["TORCHDYNAMO_DISABLE"] = "1"
+        # It would bind the processes of a split engine to cores that others compute on.
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     return env
 
 
@@ -111,6 +117,11 @@ def engine_arguments(
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if config.tensor_parallel > 1:
+        arguments |= {
+            "tensor_parallel_size": config.tensor_parallel,
+            "distributed_executor_backend": "mp",
+        }
     kv_cache_mb = config.kv_cache_mb
     if on_cpu:
         kv_cache_mb = kv_cache_mb or KV_CACHE_MB_ON_CPU

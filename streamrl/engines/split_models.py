@@ -9,6 +9,23 @@ DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 """What of a model's config is shared out."""
 
 
+def check_split_generator(model_path: str, ranks: int) -> None:
+    """Raise ConfigError if vLLM cannot split the model in a directory over that many ranks.
+
+    Key and value heads may be fewer: ranks then have the same.
+    """
+    from transformers import AutoConfig
+
+    config = vars(AutoConfig.from_pretrained(model_path, local_files_only=True).get_text_config())
+    for name in DIVIDED:
+        size = config.get(name)
+        repeats = name == "num_key_value_heads" and size and ranks % size == 0
+        if size and size % ranks and not repeats:
+            raise ConfigError(
+                f"generator.tensor_parallel={ranks}: must divide the model's {name}={size}"
+            )
+
+
 def check_tensor_parallel(model_path: str, ranks: int, *, section: str) -> None:
     """Raise ConfigError if the model in a directory cannot be split over that many ranks."""
     if ranks == 1:

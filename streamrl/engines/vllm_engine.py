@@ -11,14 +11,17 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from streamrl.engines.forward import load_skeleton
 from streamrl.engines.generator_config import GeneratorConfig, engine_arguments
+from streamrl.engines.split_weights import SplitWeights, drop_names, has_lost_a_rank
 from streamrl.engines.vllm_weights import ServedWeights, plain_linears
+from streamrl.errors import GenerationError
 from streamrl.messages import FinishReason
+from streamrl.resharding import Storage
 from streamrl.weights import Loaded, ParameterSet
 
 #: vLLM's LLMEngine.
@@ -93,6 +96,14 @@ class Sampled:
     prompt_logprobs: Sequence[float] = ()
 
 
+class Weights(Protocol):
+    """The parameters of an engine, see `ServedWeights`."""
+
+    def put(self, tensors: Mapping[str, torch.Tensor]) -> int: ...
+
+    def storage(self) -> Storage | None: ...
+
+
 def request_name(number: int, index: int) -> str:
     """What vLLM calls one draw of a request."""
     return f"{number}:{index}"
@@ -118,7 +129,10 @@ def read_model_facts(model_path: str) -> ModelFacts:
 
 
 def build_engine(spec: EngineSpec) -> Engine:
-    """A vLLM engine in this process, whose environment must be that of `generation_env`."""
+    """A vLLM engine in this process, whose environment must be that of `generation_env`.
+
+    One that is split computes in processes of its own, which end with this one.
+    """
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
         raise RuntimeError("generation_env() must be in the environment before vLLM is imported")
     with warnings.catch_warnings():
@@ -136,7 +150,17 @@ def build_engine(spec: EngineSpec) -> Engine:
         on_cpu=current_platform.is_cpu(),
     )
     with plain_linears() if current_platform.is_cpu() else nullcontext():
-        return LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
+        engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
+    if spec.config.tensor_parallel > 1 and current_platform.is_cpu():
+        drop_names(engine)
+    return engine
+
+
+def served_weights(engine: Engine, spec: EngineSpec, parameters: ParameterSet) -> Weights:
+    """What puts new weights into an engine that was just built."""
+    if spec.config.tensor_parallel > 1:
+        return SplitWeights(engine, parameters)
+    return ServedWeights(engine, parameters, spec.model_path)
 
 
 def add_request(engine: Engine, request: SampleRequest) -> str | None:
@@ -161,7 +185,13 @@ def add_request(engine: Engine, request: SampleRequest) -> str | None:
 
 def step(engine: Engine) -> list[Sampled]:
     """One more token of each rollout that runs; the rollouts this finished."""
-    return [_sampled(output) for output in engine.step() if output.finished]
+    try:
+        outputs = engine.step()
+    except RuntimeError as error:
+        if has_lost_a_rank(engine):
+            raise GenerationError("a process of the split engine has died") from error
+        raise
+    return [_sampled(output) for output in outputs if output.finished]
 
 
 def begun(engine: Engine, numbers: Collection[int]) -> list[Sampled]:
@@ -179,7 +209,7 @@ def begun(engine: Engine, numbers: Collection[int]) -> list[Sampled]:
 
 def load_weights(
     engine: Engine,
-    weights: ServedWeights,
+    weights: Weights,
     tensors: Mapping[str, torch.Tensor] | None,
     version: int,
     *,

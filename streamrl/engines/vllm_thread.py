@@ -25,7 +25,6 @@ from streamrl.engines.vllm_engine import (
     SampleRequest,
 )
 from streamrl.engines.vllm_kv import KvMemory
-from streamrl.engines.vllm_weights import ServedWeights
 from streamrl.weights import Loaded
 
 Command = Callable[[Engine], None]
@@ -145,7 +144,7 @@ class EngineThread:
                 facts = vllm_engine.read_model_facts(self._spec.model_path)
                 engine = vllm_engine.build_engine(self._spec)
                 self._kv = KvMemory(engine)
-                self._weights = ServedWeights(engine, facts.parameters, self._spec.model_path)
+                self._weights = vllm_engine.served_weights(engine, self._spec, facts.parameters)
                 self._post(self._listener.on_started, facts)
                 self._serve(engine)
                 vllm_engine.shut_down(engine)

@@ -135,6 +135,15 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
             ["placement.cpus=2", "weights.on_update=drain", "pipeline.max_staleness=1"],
             ["needs 3 CPU slots"],
         ),
+        (
+            ["placement.mode=colocated", "generator.tensor_parallel=2"],
+            ["generator.tensor_parallel=2: in a colocated run each rank has a whole one"],
+        ),
+        (
+            ["placement.mode=shadow", "generator.tensor_parallel=2"],
+            ["generator.tensor_parallel=2: needs devices of its own", "placement.mode=shadow"],
+        ),
+        (["generator.tensor_parallel=3"], ["must divide the model's num_attention_heads=2"]),
         (["placement.slice_s=0"], ["placement.slice_s=0.0: must be above 0"]),
         (["placement.memory_mb=0"], ["placement.memory_mb=0: must be at least 1"]),
         (

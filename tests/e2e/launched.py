@@ -84,7 +84,11 @@ class Launched:
 
     def actor(self, kind: str) -> psutil.Process:
         """The process of an actor class."""
-        return next(p for p in self.processes() if f"ray::{kind}" in _command(p))
+        return self.named(f"ray::{kind}")[0]
+
+    def named(self, word: str) -> list[psutil.Process]:
+        """Its processes with a word in their command."""
+        return [process for process in self.processes() if word in _command(process)]
 
     def orphans(self, within_s: float = 20.0) -> list[str]:
         """What is still alive a little after it ended."""

@@ -1,0 +1,33 @@
+"""A run whose generator is split over two processes, one of which is killed on the way."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launched import Launched, events, rows
+from tests.toy import write_toy
+
+pytestmark = pytest.mark.slow
+
+STEPS = 40
+
+
+def test_a_split_generator_that_loses_a_process_comes_back_and_nothing_is_lost(
+    tmp_path: Path,
+) -> None:
+    toy = write_toy(tmp_path)
+    run_dir = toy / "runs" / "split"
+    words = ["train", str(toy / "recipe.yaml"), f"run.dir={toy}/runs", f"run.name={run_dir.name}"]
+    run = Launched([*words, f"run.steps={STEPS}", "generator.tensor_parallel=2"], toy)
+    run.until(lambda: len(rows(run_dir)) > 1)
+    ranks = run.named("VLLM::Worker")
+    assert len(ranks) == 2
+    ranks[1].kill()
+    assert run.wait() == 0, run.output
+    (death,) = events(run_dir, "died")
+    assert death["actor"] == "generator-0"
+    assert "a process of the split engine has died" in death["reason"]
+    last = rows(run_dir)[-1]
+    assert last["step"] == STEPS
+    assert last["ledger/trained"] == last["ledger/admitted"]
+    assert run.orphans() == []

@@ -1,0 +1,102 @@
+"""An engine whose layers are split over two processes: one like any other, from outside."""
+
+import asyncio
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from transformers import PreTrainedModel
+
+from streamrl.engines.generation import GenerationEngine, GeneratorConfig, generation_env
+from streamrl.errors import GenerationError
+from tests.engines.tiny_qwen import (
+    MAX_LENGTH,
+    prompt,
+    save,
+    tiny_model,
+    weights_of,
+    worst_error,
+)
+
+pytestmark = pytest.mark.slow
+
+SHORT = prompt(5, 14, 6, 18)
+
+
+@asynccontextmanager
+async def started(
+    model: PreTrainedModel, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[GenerationEngine]:
+    for name, value in generation_env("cpu").items():
+        monkeypatch.setenv(name, value)
+    config = GeneratorConfig(max_new_tokens=32, tensor_parallel=2)
+    path = save(model, folder, ends=False)
+    engine = await GenerationEngine.start(path, config, seed=0, max_length=MAX_LENGTH)
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def ranks() -> list[psutil.Process]:
+    """The processes that compute for the engine of this one."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.Error):  # it has ended meanwhile
+            if "VLLM::Worker" in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
+def left_behind() -> set[str]:
+    """Files of split engines in shared memory."""
+    return {name for name in os.listdir("/dev/shm") if name.startswith("vllm_dist_")}
+
+
+async def test_every_version_reaches_every_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = left_behind()
+    models = {version: tiny_model(tied=True, seed=version) for version in range(3)}
+    async with started(models[0], tmp_path, monkeypatch) as engine:
+        assert len(ranks()) == 2
+        await engine.load_weights(weights_of(models[0]), 0)
+        for version in (1, 2):
+            running = asyncio.create_task(
+                engine.generate(SHORT, seeds=range(8), max_new_tokens=300, name="group")
+            )
+            while not (await engine.progress()).get("group"):
+                await asyncio.sleep(0.01)
+            weights = weights_of(models[version])
+            loaded = await engine.load_weights(weights, version)
+            assert loaded.copied_bytes >= sum(w.nbytes for w in weights.values())
+            rollouts = await running
+            sampled_by = {int(v) for r in rollouts for v in r.policy_version[r.loss_mask]}
+            assert sampled_by == {version - 1, version}
+            assert worst_error(rollouts, models) < 1e-4
+        held, (logprobs,) = await engine.probe([rollouts[0].token_ids])
+        assert held == 2
+        last = rollouts[0].policy_version == 2
+        np.testing.assert_allclose(logprobs[last], rollouts[0].generator_logprobs[last], atol=1e-4)
+    assert not ranks()
+    assert left_behind() <= before
+
+
+async def test_a_rank_that_dies_is_told_and_takes_the_others_along(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_model(tied=True, seed=1)
+    async with started(model, tmp_path, monkeypatch) as engine:
+        await engine.load_weights(weights_of(model), 0)
+        running = asyncio.create_task(engine.generate(SHORT, seeds=range(8), max_new_tokens=500))
+        await asyncio.sleep(0.5)
+        ranks()[1].kill()
+        with pytest.raises(GenerationError, match="a process of the split engine has died"):
+            async with asyncio.timeout(60):
+                await running
+    psutil.wait_procs(ranks(), timeout=30)
+    assert not ranks()
