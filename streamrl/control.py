@@ -12,6 +12,7 @@ from streamrl.buffer import Admission, Books, ExperienceQueue, StepAssembler
 from streamrl.buffer.leases import Overdue
 from streamrl.errors import ConfigError, DropError, FilterError
 from streamrl.faces import PromptSource
+from streamrl.lease import Pulse
 from streamrl.messages import Ended, Prompt, parse_uid
 from streamrl.publishing import Publishing
 
@@ -115,6 +116,8 @@ class Control:
     """Groups that failed since the last step, by cause."""
     inherited: frozenset[str] = frozenset()
     """Uids that were in flight when the books were taken over."""
+    pulse: Pulse = field(default_factory=Pulse)
+    """Beats where stages wait for each other's devices."""
     torn: bool = False
     """A step has begun to update: until it is booked the models are those of no version."""
 

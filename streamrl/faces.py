@@ -120,6 +120,10 @@ class DeviceLease(Protocol):
 
     def hold(self, stage: str) -> AbstractAsyncContextManager[None]: ...
 
+    def progress(self) -> None:
+        """A part of what it is held for is done."""
+        ...
+
 
 @dataclass(frozen=True)
 class Made:

@@ -8,9 +8,10 @@ between two tokens, is asked to give way once another has waited and it has had 
 """
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Collection, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,6 +22,21 @@ WANTED_S = 5.0
 """How long a holder asks at once whether the pool is wanted, s."""
 
 
+class Pulse:
+    """When something last moved on devices that are shared; nowhere else does it beat.
+
+    Who waits there waits for the work of others, which may be long: what counts for a deadline is
+    the time in which nobody has finished a piece of theirs.
+    """
+
+    def __init__(self) -> None:
+        self.at = -math.inf
+
+    def beat(self) -> None:
+        """A piece of work is done."""
+        self.at = asyncio.get_running_loop().time()
+
+
 class FreeLease:
     """Every stage has a pool of its own: nobody waits."""
 
@@ -28,6 +44,9 @@ class FreeLease:
     async def hold(self, stage: str) -> AsyncIterator[None]:
         """Nothing to hold."""
         yield
+
+    def progress(self) -> None:
+        """Nobody waits."""
 
 
 @dataclass(eq=False)
@@ -53,9 +72,9 @@ class Turn:
 class Arbiter:
     """Lends a pool to phases, those that have a device in common one at a time.
 
-    timeout_s: longest wait. slice_s: how long a phase keeps the pool, at least, before those who
-    can give way are asked to; meanwhile others may join it. slots: the devices of each phase; one
-    that is not there needs all of them.
+    timeout_s: longest wait in which nothing moves, as `pulse` has it. slice_s: how long a phase
+    keeps the pool, at least, before those who can give way are asked to; meanwhile others may join
+    it. slots: the devices of each phase; one that is not there needs all of them.
     """
 
     def __init__(
@@ -64,6 +83,7 @@ class Arbiter:
         timeout_s: float,
         slice_s: float = 0.0,
         slots: Mapping[str, Collection[int]] | None = None,
+        pulse: Pulse | None = None,
     ) -> None:
         self._timeout_s = timeout_s
         self._slice_s = slice_s
@@ -71,6 +91,7 @@ class Arbiter:
         self._turns: dict[str, Turn] = {}
         self._waiting: list[Waiter] = []
         self._changed = asyncio.Event()
+        self._pulse = pulse or Pulse()
 
     async def acquire(self, holder: str, phase: str = "") -> None:
         """Wait for the pool, for the holder's own phase if none is named.
@@ -78,20 +99,31 @@ class Arbiter:
         Raises DeadlineError naming who has it and for how long. It also ends if the holder dies
         meanwhile: then without the pool, which nobody would give back.
         """
-        clock = asyncio.get_running_loop()
-        waiter = Waiter(holder, phase or holder, clock.create_future())
+        waiter = Waiter(holder, phase or holder, asyncio.get_running_loop().create_future())
         self._waiting.append(waiter)
         self._next()
         try:
-            await asyncio.wait_for(asyncio.shield(waiter.granted), self._timeout_s)
-        except TimeoutError:
-            raise DeadlineError(
-                f"{holder} waited {self._timeout_s:g} s for the device lease;"
-                f" {self._said_of(waiter.phase)}"
-            ) from None
+            await self._granted(waiter)
         finally:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
+
+    async def _granted(self, waiter: Waiter) -> None:
+        now = asyncio.get_running_loop().time
+        since = now()
+        while True:
+            until = max(since, self._pulse.at) + self._timeout_s
+            try:
+                await asyncio.wait_for(
+                    asyncio.shield(waiter.granted), max(LEAST_WAIT_S, until - now())
+                )
+                return
+            except TimeoutError:
+                if now() >= max(since, self._pulse.at) + self._timeout_s:
+                    raise DeadlineError(
+                        f"{waiter.holder} waited {now() - since:.0f} s for the device lease;"
+                        f" {self._said_of(waiter.phase)}"
+                    ) from None
 
     async def release(self, holder: str) -> None:
         """Give the pool back."""
@@ -99,6 +131,10 @@ class Arbiter:
         assert phase is not None, (holder, self._turns)
         self._give_back(phase, Counter([holder]))
         self._next()
+
+    def progress(self, holder: str) -> None:
+        """A holder has done a piece of its work, and goes on."""
+        self._pulse.beat()
 
     def forget(self, holder: str) -> None:
         """A holder has died: if it had the pool or is about to, the next in line has it."""
@@ -147,6 +183,7 @@ class Arbiter:
         return any(self._are_rivals(phase, waiter.phase) for waiter in self._waiting)
 
     def _give_back(self, phase: str, holders: Counter[str]) -> None:
+        self._pulse.beat()
         self._turns[phase].holders -= holders
         if not self._turns[phase].holders:
             del self._turns[phase]
@@ -198,6 +235,8 @@ class ArbiterFace(Protocol):
     async def release(self, holder: str) -> None: ...
 
     async def wanted(self, holder: str) -> bool: ...
+
+    def progress(self, holder: str) -> None: ...
 
 
 class Suspendable(Protocol):
@@ -252,6 +291,12 @@ class SharedLease:
             self._users -= 1
             if not self._users and self._has and not self._gives_way:
                 await self._release()
+            else:
+                self.progress()
+
+    def progress(self) -> None:
+        """A piece of work is done, and others wait for all of it."""
+        self._arbiter.progress(self._holder)
 
     async def _acquire(self) -> None:
         """Take the pool. Work that is cancelled while it waits gives it back once it comes."""
@@ -294,9 +339,14 @@ class SharedLease:
                 self._gives_way = False
 
     async def _come_back(self) -> None:
-        """Take the pool again, if there still is what it was taken for."""
-        if self._users:
-            await self._acquire()
+        """Take the pool again, if there still is what it was taken for.
+
+        However long that takes: nobody would have the work go on else, and who holds the pool
+        meanwhile has deadlines of its own.
+        """
+        while self._users and not self._has:
+            with suppress(DeadlineError):
+                await self._acquire()
         if self._has and not self._users:
             self._has = False
             await self._arbiter.release(self._holder)

@@ -229,8 +229,11 @@ async def compare(follower: Follower, name: str, manifest: WeightManifest) -> fl
 async def watch_stalls(control: Control, queue: ExperienceQueue, config: PipelineConfig) -> None:
     """Waits for: work that takes longer than a stall. Produces: a report, and a second delivery."""
     reported: set[tuple[str, str, int]] = set()
+    clock = asyncio.get_running_loop().time
     while not control.stopping.is_set():
         await asyncio.sleep(min(config.stall_s / 4, 10.0))
+        if clock() < control.pulse.at + config.stall_s:
+            continue  # it may wait for those who have its devices
         found = await queue.overdue(config.stall_s)
         news = [one for one in found if one.key not in reported]
         reported = {one.key for one in found}

@@ -157,8 +157,11 @@ def ways(config: RunConfig, prepared: Prepared, on_gpu: bool) -> dict[str, list[
 
 
 def placed(config: RunConfig, mode: str) -> RunConfig:
-    """The config of the same run in a mode."""
-    return replace(config, placement=replace(config.placement, mode=mode))
+    """The config of the same run in a mode; a budget for workers goes where there are none."""
+    there = config.placement
+    has_workers = not (there.mode == "auto" and mode == "disaggregated")
+    budget_mb = there.memory_mb if has_workers else None
+    return replace(config, placement=replace(there, mode=mode, memory_mb=budget_mb))
 
 
 def counts(config: RunConfig) -> dict[str, tuple[str, int]]:
@@ -229,20 +232,19 @@ def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]
 
 
 def hybrid_memory(config: RunConfig, *, on_gpu: bool) -> WorkerMemory | None:
-    """What a worker of a colocated run holds; None of other runs, or if vLLM takes what is left.
+    """What a worker of a colocated run holds; None of other runs.
 
-    Raises ConfigError with the arithmetic if it cannot stay within placement.memory_mb.
+    Raises ConfigError if that is not known, and with the arithmetic if it cannot stay within
+    placement.memory_mb.
     """
     budget_mb, generator = config.placement.memory_mb, config.generator
     if not config.placement.is_hybrid:
         return None
     if on_gpu and generator.kv_cache_mb is None:
-        if budget_mb is not None:
-            raise ConfigError(
-                f"placement.memory_mb={budget_mb}: on a GPU needs generator.kv_cache_mb, else the"
-                " KV cache takes what there is"
-            )
-        return None
+        raise ConfigError(
+            "generator.kv_cache_mb=null: on a GPU that trainer and generator share it must be set,"
+            " else the KV cache takes what there is"
+        )
     held = worker_memory(
         config.model.path,
         config.trainer,

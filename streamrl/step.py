@@ -11,7 +11,7 @@ from streamrl.control import STALE, Control, PipelineConfig
 from streamrl.dataflow import POLICY
 from streamrl.engines.schedule import Schedule, Turn
 from streamrl.errors import DeadlineError
-from streamrl.faces import Made, Stage, StepOutcome, Trainer
+from streamrl.faces import DeviceLease, Made, Stage, StepOutcome, Trainer
 from streamrl.messages import Ended
 from streamrl.serving import WAIT_S
 
@@ -37,7 +37,7 @@ async def train_step(
     dials = control.dials.state_dict()
     for trainer in trainers.values():
         trainer.adopt(version, dials)
-    makers = {role: Maker(trainer, control) for role, trainer in trainers.items()}
+    makers = {role: Maker(trainer, control, stage.lease) for role, trainer in trainers.items()}
     active = {role: one for role, one in makers.items() if not trainers[role].rests(version)}
     schedules = {role: _schedule(trainers[role], config) for role in active}
     parts = replay(recorded) if recorded else assemble(stage, control, schedules, config)
@@ -70,8 +70,9 @@ async def train_step(
 class Maker:
     """Makes the turns of a step on one trainer, and remembers what came of them."""
 
-    def __init__(self, trainer: Trainer, control: Control) -> None:
+    def __init__(self, trainer: Trainer, control: Control, lease: DeviceLease) -> None:
         self._trainer = trainer
+        self._lease = lease
         self._control = control
         self._sums: dict[str, float] = {}
         self._since_update: dict[str, float] = {}
@@ -95,6 +96,7 @@ class Maker:
             if self._control.leaves_step(needs_s=needs_s):
                 return
             sums = await self._trainer.train_round(turn.work, epoch=turn.epoch)
+            self._lease.progress()
             add_sums(self._sums, sums)
             add_sums(self._since_update, sums)
             if turn.ends_update:
@@ -178,7 +180,7 @@ async def collect(stage: Stage, control: Control, config: PipelineConfig) -> boo
         control.publishing.check()
         if ready or control.assembler.drawable(control.admission.version):
             return True
-        if clock() > deadline:
+        if clock() > max(deadline, control.pulse.at + patience_s):
             raise await stall_error(stage, control, patience_s)
     return False
 

@@ -312,7 +312,7 @@ class StageMaker:
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
-        self._arbiter = Arbiter(timeout_s=stream.plan.stall_s)
+        self._arbiter = Arbiter(timeout_s=stream.plan.stall_s, pulse=stream.control.pulse)
 
     def __call__(self, name: str, process: str) -> Stage:
         stream, clock = self._stream, asyncio.get_running_loop().time

@@ -73,6 +73,45 @@ def test_waiting_for_the_pool_names_who_has_it() -> None:
     run_virtual(main())
 
 
+def test_who_waits_for_the_pool_waits_as_long_as_its_holder_gets_on() -> None:
+    async def main() -> None:
+        arbiter = Arbiter(timeout_s=3.0)
+        trainer = SharedLease(arbiter, "trainer")
+
+        async def train() -> None:
+            async with trainer.hold("train"):
+                for _ in range(5):
+                    await asyncio.sleep(2.0)
+                    trainer.progress()
+                await asyncio.sleep(100.0)
+
+        training = asyncio.create_task(train())
+        await asyncio.sleep(0.1)
+        with pytest.raises(DeadlineError, match=r"reward-0 waited 13 s .* trainer has held it for"):
+            await arbiter.acquire("reward-0")
+        training.cancel()
+
+    run_virtual(main())
+
+
+def test_one_of_several_pieces_of_work_that_ends_is_progress() -> None:
+    async def main() -> None:
+        arbiter = Arbiter(timeout_s=3.0)
+        lease = SharedLease(arbiter, "generator-0")
+
+        async def sample(seconds: float) -> None:
+            async with lease.hold("generate"):
+                await asyncio.sleep(seconds)
+
+        running = [asyncio.create_task(sample(seconds)) for seconds in (2.0, 4.0, 6.0)]
+        await asyncio.sleep(0.1)
+        await arbiter.acquire("reward-0")
+        assert asyncio.get_running_loop().time() == pytest.approx(6.0)
+        await asyncio.gather(*running)
+
+    run_virtual(main())
+
+
 def test_the_pool_comes_back_when_the_work_fails() -> None:
     async def main() -> None:
         arbiter = Arbiter(timeout_s=3.0)
@@ -140,6 +179,9 @@ class RemoteArbiter:
 
     async def wanted(self, holder: str) -> bool:
         return await self._arbiter.wanted(holder)
+
+    def progress(self, holder: str) -> None:
+        self._arbiter.progress(holder)
 
     async def _call(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
@@ -237,6 +279,24 @@ def test_rollouts_give_way_after_their_slice_and_go_on_where_they_were() -> None
     got, ended = run_virtual(main())
     assert got == pytest.approx(2.0)
     assert ended == pytest.approx(6.0 + 3.0, abs=0.2)
+
+
+def test_rollouts_that_gave_way_go_on_however_late_the_pool_comes_back() -> None:
+    async def main() -> float:
+        arbiter, decoding = Arbiter(timeout_s=10.0, slice_s=2.0), Decoding()
+        mine = SharedLease(arbiter, "generator-0", "generate", suspendable=decoding)
+
+        async def generate() -> None:
+            async with mine.hold("generate"):
+                await decoding.work(6.0)
+
+        running = asyncio.create_task(generate())
+        await asyncio.sleep(0.5)
+        await _held(SharedLease(arbiter, "trainer"), 35.0)
+        await running
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == pytest.approx(6.0 + 35.0, abs=0.2)
 
 
 def test_what_cannot_be_suspended_keeps_the_pool_until_it_is_done() -> None:

@@ -1,9 +1,11 @@
 """The stage loops on fakes and a virtual clock: what must hold under any schedule."""
 
 import asyncio
+import itertools
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -155,6 +157,21 @@ def test_one_at_a_time_no_two_stages_compute_at_once() -> None:
     ]
     apart = sum(v for name, v in by_stage.items() if name != "generate") + sum(generators)
     assert busy_s(work, start=0.0, end=end) == pytest.approx(apart)
+
+
+@pytest.mark.parametrize("on_stall", ["abort", "redeliver"])
+@pytest.mark.parametrize("long", [{"generate_s": (2.0, 9.0)}, {"train_s": 2.0}])
+def test_a_phase_that_takes_longer_than_a_stall_is_none_if_it_gets_on(
+    long: dict[str, Any], on_stall: str
+) -> None:
+    # A step's rollouts, or its micro-batches, take more than 8 s altogether, and each of them less.
+    shared: dict[str, Any] = {"one_at_a_time": True, "groups_per_step": 8, "generators": 1}
+    plan = Plan(max_staleness=0, stall_s=8.0, on_stall=on_stall, **shared, **long)
+    stream = run_virtual(run_stream(plan))
+    assert max(b - a for a, b in itertools.pairwise(stream.step_ends)) > plan.stall_s
+    assert stream.ledger.counts.trained == plan.steps * plan.groups_per_step
+    assert not stream.stalls
+    assert not stream.ledger.counts.dropped
 
 
 def test_a_group_that_cannot_be_scored_is_dropped_counted_and_replaced() -> None:

@@ -10,7 +10,7 @@ from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
 from streamrl.messages import FinishReason, Rollout, group_columns, parse_uid
 from streamrl.placement import Capacity, settle
-from streamrl.preflight import Prepared, largest_group_bytes, prepare, shard_bytes, ways
+from streamrl.preflight import Prepared, largest_group_bytes, placed, prepare, shard_bytes, ways
 from tests.toy import write_toy
 
 MB = 1 << 20
@@ -96,6 +96,16 @@ def test_a_model_whose_heads_do_not_divide_is_not_split(
         return
     with pytest.raises(ConfigError, match=rf"tensor_parallel={ranks}: must divide .*{fault}="):
         prepare(config)
+
+
+def test_a_budget_for_workers_is_one_only_where_auto_has_workers(
+    run: tuple[RunConfig, Prepared],
+) -> None:
+    there = replace(run[0].placement, mode="auto", memory_mb=500)
+    config = replace(run[0], placement=there)
+    for cpus, mode, budget_mb in ((8, "disaggregated", None), (1, "colocated", 500)):
+        found = settle(ways(config, run[1], False), Capacity(cpus, 0)).mode
+        assert (found, placed(config, found).placement.memory_mb) == (mode, budget_mb)
 
 
 def test_a_policy_that_is_never_trained_is_noted(run: tuple[RunConfig, Prepared], tmp_path) -> None:

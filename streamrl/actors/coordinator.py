@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from streamrl.data import PromptStream
 from streamrl.dataflow import GENERATE, MOVED, POLICY, REWARD, Kind
 from streamrl.errors import DropError, FilterError, StreamError
 from streamrl.faces import Stage, StepOutcome
+from streamrl.lease import Pulse
 from streamrl.messages import Ended, Prompt
 from streamrl.pipeline import admit, train, watch_stalls
 from streamrl.publishing import Publishing, Source
@@ -87,7 +89,8 @@ class CoordinatorActor:
         self._dials = Dials(config.algorithm.row, config.settings)
         self._dials.load_state_dict(start.state["dials"] if start.state else {})
         self._travel = wiring.travel
-        self._arbiter = make_arbiter(config)
+        self._pulse = Pulse()
+        self._arbiter = make_arbiter(config, self._pulse)
         self._lease = share(config, self._arbiter, TRAINERS, TRAINERS)
         self._publisher_node = start.publisher_node
         self._feed.post(EventReport("note", {"text": wiring.travel.choice.reason}))
@@ -160,6 +163,7 @@ class CoordinatorActor:
             max_dropped=config.queue.max_drop_rounds * per_step,
             on_end=self._report_end,
             on_stall=self._report_stall,
+            pulse=self._pulse,
         )
 
     def _registry(self, role: str) -> WeightRegistry:
@@ -359,17 +363,10 @@ class CoordinatorActor:
         """See WeightRegistry.newest; `role` is whose weights they are."""
         return await self._control.publishing.registries[role].newest(reader, held, wait_s=wait_s)
 
-    async def acquire(self, holder: str, phase: str) -> None:
-        """See Arbiter.acquire."""
-        await self._arbiter.acquire(holder, phase)
-
-    async def wanted(self, holder: str) -> bool:
-        """See Arbiter.wanted."""
-        return await self._arbiter.wanted(holder)
-
-    async def release(self, holder: str) -> None:
-        """See Arbiter.release."""
-        await self._arbiter.release(holder)
+    async def lease(self, method: str, *arguments: str) -> Any:
+        """Call a method of the arbiter, see ArbiterFace."""
+        found = methodcaller(method, *arguments)(self._arbiter)
+        return await found if asyncio.iscoroutine(found) else found
 
 
 def stall_reports(found: Sequence[Overdue], action: str) -> list[EventReport]:

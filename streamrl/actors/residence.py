@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from streamrl.actors.engine_factory import HostedRank
-from streamrl.engines.peak_memory import PeakMemory
+from streamrl.engines.peak_memory import PeakMemory, give_back_freed
 from streamrl.errors import DeadlineError, SupersededError
 from streamrl.faces import Fetched, Follower, WeightChannel
 from streamrl.messages import Array
@@ -85,6 +85,8 @@ class Residence:
         try:
             yield
         finally:
+            # What was freed, so that a generator does not rest at the peak of training.
+            give_back_freed()
             self.memory.ends("train")
 
     async def about_to_change(self) -> None:
@@ -101,9 +103,13 @@ class Residence:
 
         Where no rank has them whole they come to lie in the generator now, from all ranks.
         """
+        self._tensors = None  # two sets at once would be one too many
         moved = trainer.switch(self._served, version) if trainer.gathers else None
-        self._tensors = dict(trainer.full_state()) if moved is None else None
-        self._moved_bytes = moved.received_bytes if moved else 0
+        if moved is None:
+            self._tensors = dict(trainer.full_state())
+            self._moved_bytes = trainer.received_bytes(self._tensors)
+        else:
+            self._moved_bytes = moved.received_bytes
         self._version = version
         return WeightManifest(version, (), ())
 
@@ -124,6 +130,8 @@ class Residence:
             loaded = await generator.take_up(version)
         else:
             loaded = await generator.load_weights(self._tensors, version)
+            # What was gathered for it alone is of no use to anybody else.
+            self._tensors = None
         if self._sampler is not None:
             await self._sampler.resume(UPDATE)
         return loaded

@@ -31,6 +31,7 @@ from streamrl.errors import (
     WeightsError,
 )
 from streamrl.mailbox import Mailbox
+from streamrl.placement import WorkerMemory
 from streamrl.preflight import Prepared, largest_group_bytes
 from streamrl.publishing import PUBLISH_ATTEMPTS
 
@@ -42,8 +43,7 @@ STOP_TIMEOUT_S = 12.0
 class Session:
     """All actors of a run. Use `start`, then `watch`, and `close` whatever happens.
 
-    `shard_bytes` is what one shard may hold. Hybrid workers that `releases_kv` free the memory of
-    keys and values while they train.
+    `shard_bytes` is what one shard may hold, `memory` what a hybrid worker holds and gives up.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class Session:
         *,
         on_gpu: bool,
         shard_bytes: int,
-        releases_kv: bool = False,
+        memory: WorkerMemory | None = None,
         engines: EngineFactory,
     ) -> None:
         self._config = config
         self._shard_bytes = shard_bytes
-        self._releases_kv = releases_kv
+        self._memory = memory
         self._prepared = prepared
         self._engines = engines
         self._crew = Crew(config, prepared, on_gpu=on_gpu)
@@ -208,7 +208,7 @@ class Session:
             coordinator=coordinator,
             engines=self._engines,
             travel=self._travel,
-            releases_kv=self._releases_kv,
+            memory=self._memory,
         )
 
     def _shard_plans(self) -> dict[str, ShardPlan]:

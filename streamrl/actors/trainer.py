@@ -5,7 +5,7 @@ import contextlib
 import os
 import random
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -83,7 +83,9 @@ class TrainerActor:
         self._thread = ThreadPoolExecutor(1, "trainer")
         self._beside = ThreadPoolExecutor(1, "publisher")
         self._role = meeting.call.role
-        self._releases_kv = wiring.releases_kv
+        memory = wiring.memory
+        self._releases_kv = memory is not None and memory.releases_kv
+        self._offloads = memory is not None and memory.offloads_optimizer
         self._max_length = wiring.max_length
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting.address, str(meeting.port)
         make = wiring.engines.trainer
@@ -240,11 +242,16 @@ class TrainerActor:
         spans = self._stage.spans
         return ActorReport(spans.process, spans.drain(), peaks_mb=peaks_mb)
 
-    def _computing(self) -> contextlib.AbstractAsyncContextManager[None]:
+    @contextlib.asynccontextmanager
+    async def _computing(self) -> AsyncIterator[None]:
         """Inside the model is computed with: a generator of this process makes room for it."""
         if self._residence is None:
-            return contextlib.nullcontext()
-        return self._residence.training(releases_kv=self._releases_kv)
+            yield
+            return
+        async with self._residence.training(releases_kv=self._releases_kv):
+            yield
+            if self._offloads:
+                await self._in_thread(self._trainer.offload_optimizer)
 
     async def _in_thread(
         self, function: Any, *arguments: Any, thread: ThreadPoolExecutor | None = None

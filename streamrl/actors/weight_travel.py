@@ -15,6 +15,7 @@ from streamrl.actors.store_transport import StoreInlet, StoreOutlet
 from streamrl.config import RunConfig
 from streamrl.dataflow import GENERATE, MOVED, POLICY
 from streamrl.engines.forward import load_skeleton, load_value_skeleton, local_device
+from streamrl.engines.held_memory import shares_weights
 from streamrl.engines.lora import num_trained
 from streamrl.engines.two_heads import add_value_head
 from streamrl.placement import Demand
@@ -105,6 +106,8 @@ class WeightTravel:
 
 
 IN_PLACE = "weights: in place, as the trainer and the generator of a rank share them"
+FROM_RANKS = "weights: into the generator of each rank, which lacks what other ranks keep"
+WITHIN = "weights: within each process, to a generator that has a copy of its own"
 
 
 def plan_travel(config: RunConfig, demands: Sequence[Demand], *, token: str) -> WeightTravel:
@@ -126,7 +129,9 @@ def plan_travel(config: RunConfig, demands: Sequence[Demand], *, token: str) -> 
     choice = choose(config.weights, facts)
     if config.placement.is_hybrid:
         others = choice.reason.removeprefix("weights: ")
-        reason = f"{IN_PLACE}; others: {others}" if facts.published else IN_PLACE
+        on_gpu = any(demand.gpus for demand in demands)
+        reason = _way(config, on_gpu=on_gpu)
+        reason = f"{reason}; others: {others}" if facts.published else reason
         choice = replace(choice, reason=reason)
     shared = choice.transport == SHARED_MEMORY
     return WeightTravel(
@@ -137,6 +142,14 @@ def plan_travel(config: RunConfig, demands: Sequence[Demand], *, token: str) -> 
         room=shares(config.weights, facts) if shared else {},
         node=nodes[0] if shared else "",
     )
+
+
+def _way(config: RunConfig, *, on_gpu: bool) -> str:
+    """How weights come from a rank to the generator of its process."""
+    if config.trainer.gathers:
+        return FROM_RANKS
+    shares = shares_weights(config.trainer, config.generator, on_gpu=on_gpu)
+    return IN_PLACE if shares else WITHIN
 
 
 def _published(config: RunConfig, demands: Sequence[Demand]) -> tuple[Published, ...]:

@@ -17,12 +17,15 @@ from streamrl.buffer import ExperienceQueue
 from streamrl.config import RunConfig
 from streamrl.dataflow import Call, Dataflow, Kind
 from streamrl.faces import DeviceLease, Fetched, Stage
-from streamrl.lease import Arbiter, ArbiterFace, FreeLease, SharedLease, Suspendable
+from streamrl.lease import Arbiter, ArbiterFace, FreeLease, Pulse, SharedLease, Suspendable
+from streamrl.placement import WorkerMemory
 from streamrl.preflight import placement_of
 from streamrl.telemetry.spans import Span, SpanRecorder
 from streamrl.weights import Inlet, WeightManifest, unpack
 from streamrl.weights.registry import ReaderState
 
+LONGEST_TURN_S = 86400.0
+"""Nobody has a pool for longer, s."""
 TRAINERS = "trainer"
 """Who holds a slot for all trainers of a run: they work as one."""
 
@@ -33,8 +36,7 @@ class Wiring:
 
     components: columns that the scores, and the costs, are combined from.
     max_length: most tokens of prompt and completion together.
-    run_dir: where checkpoints go, absolute. releases_kv: whether hybrid workers free the memory of
-    keys and values while they train.
+    run_dir: where checkpoints go, absolute. memory: what hybrid workers hold, and give up.
     """
 
     config: RunConfig
@@ -46,7 +48,7 @@ class Wiring:
     coordinator: Any
     engines: EngineFactory
     travel: WeightTravel
-    releases_kv: bool = False
+    memory: WorkerMemory | None = None
 
     def channel(self, reader: str, role: str) -> "RemoteChannel":
         """Where `reader` follows the weights of a role."""
@@ -74,7 +76,7 @@ class Wiring:
         ]
 
     def _lease(self, role: str, process: str, suspendable: Suspendable | None) -> DeviceLease:
-        arbiter = RemoteArbiter(self.coordinator, self.config.pipeline.stall_s)
+        arbiter = RemoteArbiter(self.coordinator)
         return share(self.config, arbiter, process, role, suspendable=suspendable)
 
 
@@ -98,14 +100,14 @@ def phases(config: RunConfig) -> dict[str, set[int]]:
     return found
 
 
-def make_arbiter(config: RunConfig) -> Arbiter:
+def make_arbiter(config: RunConfig, pulse: Pulse) -> Arbiter:
     """What lends a run's slots, where its stages share some."""
     timeout_s = config.pipeline.stall_s
     if config.placement.in_turn:
-        return Arbiter(timeout_s=timeout_s)
+        return Arbiter(timeout_s=timeout_s, pulse=pulse)
     # On policy there is nothing else to do before all rollouts of the step are there.
     slice_s = config.placement.slice_s if config.pipeline.max_staleness else math.inf
-    return Arbiter(timeout_s=timeout_s, slice_s=slice_s, slots=phases(config))
+    return Arbiter(timeout_s=timeout_s, slice_s=slice_s, slots=phases(config), pulse=pulse)
 
 
 def share(
@@ -130,22 +132,25 @@ def share(
 class RemoteArbiter:
     """The coordinator's device lease, from another process."""
 
-    def __init__(self, coordinator: Any, timeout_s: float) -> None:
+    def __init__(self, coordinator: Any) -> None:
         self._coordinator = coordinator
-        self._timeout_s = timeout_s + CALL_TIMEOUT_S
 
     async def acquire(self, holder: str, phase: str) -> None:
-        """Wait for the pool."""
-        reply = self._coordinator.acquire.remote(holder, phase)
-        await call(reply, "lease.acquire", self._timeout_s)
+        """Wait for the pool; it is the arbiter that says when that is too long."""
+        reply = self._coordinator.lease.remote("acquire", holder, phase)
+        await call(reply, "lease.acquire", LONGEST_TURN_S)
+
+    def progress(self, holder: str) -> None:
+        """Say so; nobody waits for an answer."""
+        self._coordinator.lease.remote("progress", holder)
 
     async def release(self, holder: str) -> None:
         """Give the pool back."""
-        await call(self._coordinator.release.remote(holder), "lease.release")
+        await call(self._coordinator.lease.remote("release", holder), "lease.release")
 
     async def wanted(self, holder: str) -> bool:
         """Wait, for a while, until the pool should be given back."""
-        return bool(await call(self._coordinator.wanted.remote(holder), "lease.wanted"))
+        return bool(await call(self._coordinator.lease.remote("wanted", holder), "lease.wanted"))
 
 
 class RemoteChannel:

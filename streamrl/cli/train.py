@@ -103,7 +103,7 @@ def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory)
             prepared,
             on_gpu=site.on_gpu,
             shard_bytes=room,
-            releases_kv=memory is not None and memory.releases_kv,
+            memory=memory,
             engines=engines,
         )
         end.callback(session.close)

@@ -17,7 +17,7 @@ DeepSpeed averages over the ranks; dividing by `divisor / world_size` makes that
 import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamrl.engines.forward import local_device
+from streamrl.engines.optimizer_memory import tensors_of
 from streamrl.engines.ranks import bound_collectives
 from streamrl.engines.resident import lay_side_by_side
 from streamrl.errors import CheckpointError
@@ -137,6 +138,10 @@ class DeepSpeedBackend:
             run = whole_shard(name, tuple(parameter.ds_shape)).flat_part(rank, world_size)
             if run is not None:
                 yield name, parameter.ds_tensor, run
+
+    def optimizer_state(self) -> Iterable[Tensor]:
+        """Of this rank's part, with the master weights from stage 1 on."""
+        return tensors_of(self._engine.basic_optimizer)
 
     def save(self, directory: Path) -> None:
         """Write every rank's part of what is trained and of the optimizer. Collective."""

@@ -7,7 +7,8 @@ import torch
 from streamrl.engines.forward import DTYPES, load_skeleton
 from streamrl.engines.generator_config import KV_CACHE_MB_ON_CPU, GeneratorConfig
 from streamrl.engines.lora import num_trained
-from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.engines.tensor_parallel import layers_of, matrices_of
+from streamrl.engines.trainer_config import SHARDS_PARAMETERS, TrainerConfig
 from streamrl.placement.memory import MB, WorkerMemory
 
 if TYPE_CHECKING:
@@ -36,19 +37,41 @@ def worker_memory(
     elements = sum(parameter.numel() for parameter in module.parameters())
     itemsize = trainer.torch_dtype.itemsize
     trained = num_trained(module, trainer)
-    frozen = elements - trained if trainer.lora_rank else 0
-    weights = (trained + frozen) * itemsize
-    gathered = 0
-    if trainer.gathers:
-        gathered, weights = weights, weights // trainer.world_size
-    kv_mb = generator.kv_cache_mb or (0 if on_gpu else KV_CACHE_MB_ON_CPU)
+    total = elements + (trained if trainer.lora_rank else 0)
+    kept, gathered = _kept(module, trainer, total)
     served = 0
-    shares = trainer.torch_dtype is _served_type(generator, on_gpu=on_gpu)
-    if trainer.gathers or trainer.lora_rank or on_gpu or not shares:
+    if not shares_weights(trainer, generator, on_gpu=on_gpu):
         served = elements * _served_type(generator, on_gpu=on_gpu).itemsize
+    if trainer.backend == "torch":
+        # The optimizer works on what a rank keeps.
+        trained = trained * kept // total
     optimizer, gradients = _states(trainer, trained)
+    kv_mb = generator.kv_cache_mb or (0 if on_gpu else KV_CACHE_MB_ON_CPU)
     tokens = micro_batch_tokens * _token_bytes(module, trainer)
-    return WorkerMemory(weights, served, optimizer, gradients, tokens + gathered, kv_mb * MB)
+    activations = tokens + gathered * itemsize
+    return WorkerMemory(kept * itemsize, served, optimizer, gradients, activations, kv_mb * MB)
+
+
+def shares_weights(trainer: TrainerConfig, generator: GeneratorConfig, *, on_gpu: bool) -> bool:
+    """Whether a rank's generator has the trainer's weights, and none of its own."""
+    of_one_type = trainer.torch_dtype is _served_type(generator, on_gpu=on_gpu)
+    return of_one_type and not (trainer.gathers or trainer.lora_rank or on_gpu)
+
+
+def _kept(module: "PreTrainedModel", trainer: TrainerConfig, elements: int) -> tuple[int, int]:
+    """Of so many elements those that a rank keeps, and that come for a forward pass at most."""
+    if not trainer.gathers:
+        return elements, 0
+    if trainer.backend != "torch":
+        return elements // trainer.world_size, elements
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(module)]
+    matrices = sum(p.numel() for layer in layers_of(module) for p in matrices_of(layer))
+    kept = elements - matrices + matrices // trainer.tensor_parallel
+    if trainer.zero_stage != SHARDS_PARAMETERS or trainer.num_shares == 1:
+        return kept, 0
+    # The outermost stays for a whole pass, layers come one by one, each while the last computes.
+    outermost = elements - sum(layers)
+    return kept // trainer.num_shares, outermost + 2 * max(layers) // trainer.tensor_parallel
 
 
 def _served_type(generator: GeneratorConfig, *, on_gpu: bool) -> torch.dtype:

@@ -10,7 +10,7 @@ gradient's norm asks for the others.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,7 @@ from torch.distributed.tensor import Shard as Cut
 from torch.distributed.tensor.placement_types import _StridedShard as StridedCut
 
 from streamrl.engines.forward import local_device
+from streamrl.engines.optimizer_memory import tensors_of
 from streamrl.engines.ranks import bound_collectives, leave_ranks
 from streamrl.engines.tensor_parallel import layers_of, split_layers
 from streamrl.engines.trainer_config import SHARDS_PARAMETERS
@@ -143,6 +144,10 @@ class MeshBackend:
                 shard = shard.chunk(0, self._data.get_local_rank(), self._data.size())
             if shard is not None:
                 yield name, self._kept[name], shard
+
+    def optimizer_state(self) -> Iterable[Tensor]:
+        """Of what this rank keeps."""
+        return tensors_of(self._optimizer)
 
     def save(self, directory: Path) -> None:
         """Write what every rank keeps, and the optimizer; what several have, one of them does."""

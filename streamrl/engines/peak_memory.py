@@ -1,5 +1,6 @@
 """The peaks of this process's memory, by phase: of its GPU where there is one, else main memory."""
 
+import ctypes
 from contextlib import suppress
 from pathlib import Path
 
@@ -9,6 +10,11 @@ MB = 1 << 20
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
 """What has the kernel begin a new peak of resident memory."""
+
+
+def give_back_freed() -> None:
+    """Give the system what was freed; the allocator keeps what is smaller than it maps apart."""
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 class PeakMemory:

@@ -3,9 +3,10 @@
 Where no rank has the parameters whole, those the generator samples from are filled from all ranks,
 in buckets: what a rank has lies where it is, what it lacks comes once, and nothing is laid down in
 between. What moves is planned once, from what each rank says it keeps, and run at every version.
+Where the generator has another type, each rank casts what it keeps first.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch.distributed as dist
 from torch import Tensor
@@ -44,9 +45,10 @@ class Switch:
         They must stand still. Raises WeightsError if the ranks hold different versions, or one does
         not answer in time.
         """
+        types = {name: view.dtype for name, _, view in self._served}
         buffers, shards = {}, {}
         for name, tensor, shard in placed:
-            buffers[name], shards[name] = tensor, shard
+            buffers[name], shards[name] = tensor.to(types[name]), shard
         return self._executor.run(lying_in(buffers, shards, version=version), self._served)
 
 
@@ -54,7 +56,7 @@ def plan_switch(placed: Placed, served: Storage | None, *, timeout_s: float) -> 
     """The switch from what each rank keeps to all of it in the generator of each. Collective.
 
     `served` is where the generator of this rank has every parameter, None if that is nothing to
-    write into. None if any rank's is not, or has other parameters or another type than are trained.
+    write into. None if any rank's is not, or has other parameters than are trained.
     """
     kept = {name: (tensor, shard) for name, tensor, shard in placed}
     fits = served is not None and _fits({n: tensor for n, (tensor, _) in kept.items()}, served)
@@ -76,13 +78,28 @@ def plan_switch(placed: Placed, served: Storage | None, *, timeout_s: float) -> 
     return Switch(executor, served)
 
 
-def _fits(kept: Mapping[str, Tensor], served: Storage) -> bool:
-    """Whether what is kept are parts of what is served, byte for byte.
+class PlannedOnce:
+    """A switch that is planned at its first run."""
 
-    A rank may keep nothing of a parameter.
-    """
-    types = {name: (view.dtype, view.device) for name, _, view in served}
-    return all(types.get(name) == (tensor.dtype, tensor.device) for name, tensor in kept.items())
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._is_planned = False
+        self._switch: Switch | None = None
+
+    def run(
+        self, placed: Callable[[], Placed], served: Storage | None, version: int
+    ) -> Moved | None:
+        """See `Switch.run`; None where there is no switch. `served` is the same at every call."""
+        if not self._is_planned:
+            self._switch = plan_switch(placed(), served, timeout_s=self._timeout_s)
+            self._is_planned = True
+        return self._switch.run(placed(), version) if self._switch else None
+
+
+def _fits(kept: Mapping[str, Tensor], served: Storage) -> bool:
+    """Whether what is kept are parts of what is served. A rank may keep nothing of a parameter."""
+    devices = {name: view.device for name, _, view in served}
+    return all(devices.get(name) == tensor.device for name, tensor in kept.items())
 
 
 def _model(served: Storage) -> ModelSpec:

@@ -33,6 +33,13 @@ def split_layers(module: "PreTrainedModel", mesh: DeviceMesh) -> None:
         parallelize_module(layer, mesh, _plan())
 
 
+def matrices_of(layer: nn.Module) -> Iterator[nn.Parameter]:
+    """What of a layer is cut; a few biases that stay whole are counted with it."""
+    for name, style in _plan().items():
+        if isinstance(style, ColwiseParallel | RowwiseParallel):
+            yield from layer.get_submodule(name).parameters()
+
+
 def layers_of(module: "PreTrainedModel") -> Iterator[nn.Module]:
     """The blocks a model is a stack of."""
     blocks = set(module._no_split_modules or ())

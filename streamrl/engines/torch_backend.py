@@ -4,7 +4,7 @@ Small and easy to follow; the reference the DeepSpeed backend is tested against.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from streamrl.engines.optimizer_memory import tensors_of
 from streamrl.engines.ranks import leave_ranks
 from streamrl.engines.resident import lay_side_by_side
 from streamrl.resharding import Shard, whole_shard
@@ -77,6 +78,10 @@ class TorchBackend:
         """All of it, on every rank."""
         for name, tensor in self.full_state():
             yield name, tensor, whole_shard(name, tuple(tensor.shape))
+
+    def optimizer_state(self) -> Iterable[Tensor]:
+        """Of all parameters, on every rank."""
+        return tensors_of(self._optimizer)
 
     def save(self, directory: Path) -> None:
         """Write what is trained and the optimizer; rank 0 does, the others have the same."""

@@ -22,11 +22,12 @@ from streamrl.engines.forward import local_device, token_logprobs
 from streamrl.engines.lora import add_adapters
 from streamrl.engines.mesh_backend import MeshBackend
 from streamrl.engines.model_files import write_model
+from streamrl.engines.optimizer_memory import OptimizerMemory
 from streamrl.engines.packing import Pick
 from streamrl.engines.pretraining import Pretraining
 from streamrl.engines.ranks import deadline, join_ranks
 from streamrl.engines.step_plan import StepPlan
-from streamrl.engines.switch import Switch, plan_switch
+from streamrl.engines.switch import PlannedOnce
 from streamrl.engines.tasks import PolicyTask, Task
 from streamrl.engines.torch_backend import TorchBackend
 from streamrl.engines.trainer_config import TrainerConfig
@@ -80,6 +81,10 @@ class TrainingBackend(Protocol):
         """
         ...
 
+    def optimizer_state(self) -> Iterable[Tensor]:
+        """What this rank's optimizer keeps from step to step; parameters may be among it."""
+        ...
+
     def save(self, directory: Path) -> None:
         """Write what is trained and the optimizer into a directory that exists. Collective."""
         ...
@@ -118,8 +123,7 @@ class ModelTrainer:
         self._config = config
         self._pretraining = pretraining
         self._plan: StepPlan | None = None
-        self._switch: Switch | None = None
-        self._is_switch_planned = False
+        self._switch = PlannedOnce(config.collective_timeout_s)
         module = task.load(config.torch_dtype)
         self._parameters = ParameterSet.of(module)
         if config.lora_rank:
@@ -127,6 +131,10 @@ class ModelTrainer:
         if config.gradient_checkpointing:
             module.gradient_checkpointing_enable({"use_reentrant": False})
         self._backend = _backend_of(module, config)
+        self._optimizer_memory = OptimizerMemory(
+            self._backend.optimizer_state,
+            not_of=lambda: (tensor for _, tensor, _ in self._backend.placed()),
+        )
 
     def adopt(self, dials: Mapping[str, float]) -> None:
         """Train with these in the place of the settings of their names."""
@@ -205,6 +213,7 @@ class ModelTrainer:
         if normaliser == 0:
             return {f"{name}/grad_norm": 0.0, f"{name}/lr": lr}
         metrics = self._pretrain(normaliser)
+        self._optimizer_memory.restore()
         with self._in_time("the optimizer"):
             norm = self._backend.step(divisor=normaliser, lr=lr)
         if not math.isfinite(norm):
@@ -250,19 +259,19 @@ class ModelTrainer:
         """
         if self._config.lora_rank:
             return None
-        timeout_s = self._config.collective_timeout_s
         with self._in_time("resharding the parameters"):
-            if not self._is_switch_planned:
-                placed = self._backend.placed()
-                self._switch = plan_switch(placed, served, timeout_s=timeout_s)
-                self._is_switch_planned = True
             try:
-                if self._switch is None:
-                    return None
-                return self._switch.run(self._backend.placed(), version)
+                return self._switch.run(self._backend.placed, served, version)
             except WeightsError as error:
                 # Ranks that have lost each other cannot try again.
                 raise DeadlineError(str(error)) from error
+
+    def received_bytes(self, gathered: Mapping[str, Tensor]) -> int:
+        """What came from other ranks of a `full_state` that this rank has exhausted."""
+        if not self.gathers:
+            return 0
+        kept = sum(tensor.nbytes for _, tensor, _ in self._backend.placed())
+        return sum(t.nbytes for name, t in gathered.items() if name != LORA_SCALE) - kept
 
     @property
     def gathers(self) -> bool:
@@ -290,19 +299,20 @@ class ModelTrainer:
         found: Array = scores.logprobs[0].cpu().numpy()
         return found
 
+    def offload_optimizer(self) -> None:
+        """Give up the memory of the optimizer's state until it is needed.
+
+        Raises StreamError if there is no room for it elsewhere.
+        """
+        self._optimizer_memory.release()
+
     def save(self, directory: Path) -> None:
         """Write all that training needs to go on as if it had not stopped."""
         directory.mkdir(parents=True, exist_ok=True)
+        self._optimizer_memory.restore()
         with self._in_time("saving"):
             self._backend.save(directory)
-        on_gpu = torch.cuda.is_available()
-        progress = {
-            "layout": self._layout,
-            "num_updates": self.num_updates,
-            "rng": torch.get_rng_state(),
-            "cuda_rng": torch.cuda.get_rng_state() if on_gpu else None,
-        }
-        torch.save(progress, _progress_file(directory, self.rank))
+        _write_progress(_progress_file(directory, self.rank), self._layout, self.num_updates)
 
     def load(self, directory: Path) -> None:
         """Go on from what `save` wrote. Raises CheckpointError if other ranks or stages wrote it.
@@ -313,15 +323,13 @@ class ModelTrainer:
         if not path.is_file():
             raise CheckpointError(f"{directory} holds no trainer state of rank {self.rank}")
         progress = torch.load(path, weights_only=True)
-        if progress["layout"] != self._layout:
-            written = progress["layout"]
+        if (written := progress["layout"]) != self._layout:
             raise CheckpointError(f"{directory} was written with {written}, not {self._layout}")
+        self._optimizer_memory.restore()
         with self._in_time("loading"):
             self._backend.load(directory)
         self.num_updates = progress["num_updates"]
-        torch.set_rng_state(progress["rng"])
-        if progress["cuda_rng"] is not None:
-            torch.cuda.set_rng_state(progress["cuda_rng"])
+        _take_up_rng(progress)
 
     def save_model(self, directory: Path) -> None:
         """Write the model, whole, and its tokenizer as a Hugging Face directory; rank 0 writes."""
@@ -395,6 +403,24 @@ def _backend_of(module: "PreTrainedModel", config: TrainerConfig) -> TrainingBac
     if config.backend == "deepspeed":
         return DeepSpeedBackend(module, config)
     return MeshBackend(module, config) if config.gathers else TorchBackend(module, config)
+
+
+def _write_progress(path: Path, layout: str, num_updates: int) -> None:
+    """What a rank knows beside what its backend keeps."""
+    on_gpu = torch.cuda.is_available()
+    progress = {
+        "layout": layout,
+        "num_updates": num_updates,
+        "rng": torch.get_rng_state(),
+        "cuda_rng": torch.cuda.get_rng_state() if on_gpu else None,
+    }
+    torch.save(progress, path)
+
+
+def _take_up_rng(progress: Mapping[str, Any]) -> None:
+    torch.set_rng_state(progress["rng"])
+    if progress["cuda_rng"] is not None:
+        torch.cuda.set_rng_state(progress["cuda_rng"])
 
 
 def _progress_file(directory: Path, rank: int) -> Path:

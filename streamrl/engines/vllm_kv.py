@@ -1,10 +1,11 @@
 """The memory of an engine's keys and values, which others may have while it computes nothing."""
 
-import ctypes
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from streamrl.engines.peak_memory import give_back_freed
 
 #: vLLM's LLMEngine.
 Engine = Any
@@ -25,8 +26,7 @@ class KvMemory:
         for index, storage in enumerate(self._storages()):
             self._sizes[index] = storage.nbytes()
             storage.resize_(0)
-        # The allocator keeps what is smaller than it maps apart.
-        ctypes.CDLL(None).malloc_trim(0)
+        give_back_freed()
 
     def restore(self) -> None:
         """Have it again, all zeros; nothing if it was not released."""

@@ -10,6 +10,8 @@ from streamrl.placement.pools import ROLES, STRATEGIES, Pool, hosts_actor
 LEAST_STORE_MB = 80
 SEQUENTIAL = "sequential"
 MIXED = "mixed"
+LEAST_PART = 1 / 1024
+"""Of a pool, for a role."""
 MODES = ("auto", "disaggregated", *STRATEGIES, MIXED, SEQUENTIAL)
 
 
@@ -66,7 +68,9 @@ class PlacementConfig:
             )
 
     def _check_pools(self) -> None:
-        if bool(self.pools) != (self.mode == MIXED):
+        if self.mode == MIXED and not self.pools:
+            raise ConfigError(f"placement.mode={MIXED}: needs placement.pools, and there are none")
+        if self.pools and self.mode != MIXED:
             raise ConfigError(
                 f"placement.pools={self.pools}: goes with placement.mode={MIXED}, not {self.mode}"
             )
@@ -75,8 +79,8 @@ class PlacementConfig:
                 place = f"placement.pools[{i}].{role}={part:g}"
                 if role not in ROLES:
                     raise ConfigError(f"{place}: must be one of {', '.join(ROLES)}")
-                if not 0 < part <= 1:
-                    raise ConfigError(f"{place}: must be above 0 and at most 1")
+                if not LEAST_PART <= part <= 1:
+                    raise ConfigError(f"{place}: must be at least 1/1024 and at most 1")
         roles = Counter(role for pool in self.pools for role in pool)
         if twice := [role for role, times in roles.items() if times > 1]:
             raise ConfigError(f"placement.pools: {twice[0]} is in {roles[twice[0]]} of them")

@@ -23,25 +23,32 @@ class WorkerMemory:
     activations: int
     kv: int
     releases_kv: bool = False
+    offloads_optimizer: bool = False
 
     @property
     def generate(self) -> int:
         """While it samples, and while others score."""
-        return self._always + self.kv
+        return self._always + self.kv + (0 if self.offloads_optimizer else self.optimizer)
 
     @property
     def train(self) -> int:
         """While it trains."""
-        return self._always + self.activations + (0 if self.releases_kv else self.kv)
+        kv = 0 if self.releases_kv else self.kv
+        return self._always + self.optimizer + self.activations + kv
 
     def within(self, budget_mb: int | None) -> "WorkerMemory":
-        """With the KV cache released while it trains, if it has to be; None is no bound.
+        """With the KV cache released while it trains, and the optimizer's state offloaded while it
+        generates, where it has to be; None is no bound.
 
         Raises ConfigError with the arithmetic if that is not enough.
         """
-        if budget_mb is None or max(self.train, self.generate) <= budget_mb * MB:
+        if budget_mb is None:
             return self
-        least = replace(self, releases_kv=True)
+        least = replace(
+            self,
+            releases_kv=self.train > budget_mb * MB,
+            offloads_optimizer=self.generate > budget_mb * MB,
+        )
         for phase, needed in (("train", least.train), ("generate", least.generate)):
             if needed > budget_mb * MB:
                 raise ConfigError(
@@ -58,6 +65,8 @@ class WorkerMemory:
             "optimizer": self.optimizer,
             "gradients": self.gradients,
         }
+        if phase == "generate" and self.offloads_optimizer:
+            del parts["optimizer"]
         if phase == "train":
             parts["activations"] = self.activations
         if phase == "generate" or not self.releases_kv:
@@ -67,15 +76,17 @@ class WorkerMemory:
     @property
     def line(self) -> str:
         """All of it for the user to read."""
-        released = "; the KV cache is released while it trains" if self.releases_kv else ""
+        given_up = ["", "; the KV cache is released while it trains"][self.releases_kv]
+        if self.offloads_optimizer:
+            given_up += "; the optimizer's state is offloaded while it generates"
         return (
             f"memory: a worker holds {_mb(self.generate)} MB to generate = {self.sum('generate')},"
-            f" and about {_mb(self.train)} MB to train = {self.sum('train')}{released}"
+            f" and about {_mb(self.train)} MB to train = {self.sum('train')}{given_up}"
         )
 
     @property
     def _always(self) -> int:
-        return self.weights + self.served + self.optimizer + self.gradients
+        return self.weights + self.served + self.gradients
 
 
 def _mb(num_bytes: int) -> str:

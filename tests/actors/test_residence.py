@@ -26,6 +26,9 @@ class Rank:
     def full_state(self) -> Iterator[tuple[str, Tensor]]:
         yield "weight", torch.zeros(4)
 
+    def received_bytes(self, gathered: Mapping[str, Tensor]) -> int:
+        return sum(tensor.nbytes for tensor in gathered.values()) // 2 if self.gathers else 0
+
     def switch(self, served: Storage | None, version: int) -> Moved | None:
         if served is None or not self._fills:
             return None
@@ -90,7 +93,7 @@ def test_what_ranks_have_parts_of_is_filled_in_and_counted() -> None:
 
 def test_what_cannot_be_filled_in_is_gathered() -> None:
     generator = Generator()
-    assert asyncio.run(updated(Rank(gathers=True, fills=False), generator)) == 0
+    assert asyncio.run(updated(Rank(gathers=True, fills=False), generator)) == 8
     assert generator.told == ["storage", "suspend", (["weight"], 3), "resume"]
 
 

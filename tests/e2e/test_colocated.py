@@ -51,19 +51,27 @@ def asked(run_dir: Path) -> list[Launched]:
 
 @pytest.fixture(scope="module")
 def stopped(run_dir: Path, asked: list[Launched]) -> Ended:
-    """One CPU slot, groups that are filtered and a reward that fails for some; then Ctrl-C."""
+    """One CPU slot, groups that are filtered and a reward that fails for some, and rollouts that
+    are paused while others have the pool; then Ctrl-C."""
     toy = run_dir.parents[1]
     (toy / "shaky.py").write_text(SHAKY)
     words = ["train", str(toy / "recipe.yaml"), f"run.dir={toy}/runs", f"run.name={run_dir.name}"]
     reward = f"rewards=[{{kind: function, path: {toy}/shaky.py, function: score}}]"
     around = ["evaluation.every=3", "filter.kind=equal_rewards", reward]
-    run = Launched([*words, f"run.steps={STEPS}", "placement.cpus=1", *around], toy)
+    # Rollouts that end at very different times, and others that want the pool meanwhile.
+    tail = ["generator.max_new_tokens=120", "pipeline.micro_batch_tokens=512"]
+    tail += ["placement.slice_s=0.05", "pipeline.max_staleness=1"]
+    run = Launched([*words, f"run.steps={STEPS}", "placement.cpus=1", *around, *tail], toy)
 
     def has_lost_groups() -> bool:
         last = (rows(run_dir) or [{}])[-1]
         return last.get("ledger/filtered", 0) > 1 < last["ledger/dropped"]
 
-    run.until(lambda: len(rows(run_dir)) > 4 and has_lost_groups())
+    def has_paused() -> bool:
+        return sum(row["weights/interrupted"] or 0 for row in rows(run_dir)) > 0
+
+    # A rollout that a version came in the middle of was paused for the update, and went on.
+    run.until(lambda: len(rows(run_dir)) > 4 and has_lost_groups() and has_paused())
     request = Launched(["scale", str(run_dir), "--generators", "2"], toy)
     request.wait(timeout_s=120.0)
     asked.append(request)

@@ -89,14 +89,22 @@ async def all_backends(path: str) -> dict[str, list[dict[str, Any]]]:
     return seen
 
 
-async def unplanned(engine: GenerationEngine, backend: Any) -> dict[str, bool]:
-    """Where there is no switch, on any rank: one cannot fill, or has another type."""
+async def unplanned(engine: GenerationEngine, backend: Any) -> bool:
+    """Whether there is no switch, on any rank, if one cannot be filled."""
     served = await engine.storage() if dist.get_rank() else None
+    return await plan(backend.placed(), served) is None
+
+
+async def cast(engine: GenerationEngine, backend: Any) -> bool:
+    """Whether what is kept in another type is served as that says."""
+    served = await engine.storage()
+    assert served is not None
     halved = [(name, tensor.bfloat16(), shard) for name, tensor, shard in backend.placed()]
-    return {
-        "one cannot": await plan(backend.placed(), served) is None,
-        "another type": await plan(halved, await engine.storage()) is None,
-    }
+    switch = await plan(halved, served)
+    assert switch is not None
+    await asyncio.to_thread(switch.run, halved, 0)
+    whole = await asyncio.to_thread(lambda: dict(backend.full_state()))
+    return all(torch.equal(view, whole[name].bfloat16().float()) for name, _, view in served)
 
 
 async def plan(placed: Any, served: Storage | None) -> Switch | None:
@@ -105,7 +113,7 @@ async def plan(placed: Any, served: Storage | None) -> Switch | None:
 
 async def filler(engine: GenerationEngine, backend: Any) -> Callable[[int], dict[str, Any]]:
     """What fills the engine's parameters with a version from all ranks, and counts."""
-    refused = await unplanned(engine, backend)
+    refused, rounded = await unplanned(engine, backend), await cast(engine, backend)
     served = await engine.storage()
     assert served is not None
     switch = await plan(backend.placed(), served)
@@ -121,6 +129,7 @@ async def filler(engine: GenerationEngine, backend: Any) -> Callable[[int], dict
             "received_bytes": moved.received_bytes,
             "under_way": moved.peak_bytes - kept - memory,
             "unplanned": refused,
+            "rounded": rounded,
             "model_bytes": sum(view.nbytes for _, _, view in served),
         }
 

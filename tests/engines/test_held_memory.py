@@ -53,6 +53,35 @@ def test_what_two_ranks_of_each_zero_stage_hold_of_an_element(
     assert found.activations == (4 * num if stage == 3 else 0)
 
 
+@pytest.mark.parametrize(
+    ("sharded", "world_size", "tensor_parallel"), [(True, 4, 1), (False, 2, 2), (True, 4, 2)]
+)
+def test_what_a_rank_of_a_mesh_holds(
+    path: str, sharded: bool, world_size: int, tensor_parallel: int
+) -> None:
+    sizes = {name: p.nbytes for name, p in tiny_model(tied=True, seed=0).named_parameters()}
+    cut = sum(size for name, size in sizes.items() if "_proj" in name)
+    kept = sum(sizes.values()) - cut + cut // tensor_parallel
+    kept //= world_size // tensor_parallel if sharded else 1
+    trainer = TrainerConfig(
+        backend="torch",
+        zero_stage=3 if sharded else 1,
+        world_size=world_size,
+        tensor_parallel=tensor_parallel,
+    )
+    found = of(path, trainer)
+    assert (found.weights, found.optimizer, found.gradients) == (kept, 2 * kept, kept)
+    assert found.served == sum(sizes.values())
+    assert bool(found.activations) is sharded
+
+
+def test_adapters_come_on_top_and_have_the_only_moments(path: str) -> None:
+    whole, found = of(path, TrainerConfig()), of(path, TrainerConfig(lora_rank=2))
+    adapters = found.weights - whole.weights
+    assert 0 < adapters < whole.weights
+    assert (found.optimizer, found.gradients) == (3 * adapters, adapters)
+
+
 def test_a_generator_of_another_type_has_weights_of_its_own(path: str) -> None:
     trainer = TrainerConfig(backend="torch")
     assert of(path, trainer, dtype="bfloat16").served == of(path, trainer).weights // 2

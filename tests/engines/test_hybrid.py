@@ -69,4 +69,11 @@ def test_what_a_rank_has_only_a_part_of_comes_once_and_is_laid_down_nowhere_else
 
 def test_where_one_rank_cannot_be_filled_none_is(ranks: list[dict[str, Any]]) -> None:
     for seen in ranks:
-        assert all(seen["deepspeed 3"][0]["unplanned"].values())
+        assert seen["deepspeed 3"][0]["unplanned"]
+
+
+def test_what_is_kept_in_another_type_is_cast_by_the_rank_that_keeps_it(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for seen in ranks:
+        assert seen["deepspeed 3"][0]["rounded"]

@@ -351,6 +351,22 @@ def test_a_loaded_trainer_goes_on_as_if_it_had_not_stopped(seen, layout):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", SAVED, ids=lambda layout: layout.label)
+def test_all_of_an_optimizers_state_can_be_offloaded(seen, expected, layout):
+    once = {name: p for name, p in expected[1].items() if name != "lm_head.weight"}  # it is tied
+    num_bytes = 4 * sum(parameter.numel() for parameter in once.values())
+    # Moments, and in ZeRO's stages 1 and 2 master weights.
+    copies = 3 if layout.backend == "deepspeed" and layout.zero_stage in (1, 2) else 2
+    is_sharded = layout.zero_stage > 0 if layout.backend == "deepspeed" else layout.zero_stage == 3
+    share = copies * num_bytes // (layout.num_shares if is_sharded else 1)
+    for offloaded in seen[f"offloaded/{layout.label}"]:
+        if layout.tensor_parallel > 1:  # which leaves some parameters whole
+            assert share // layout.tensor_parallel < offloaded < share
+        else:
+            assert offloaded == share
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", SAVED, ids=lambda layout: layout.label)
 def test_checkpoints_of_other_layouts_are_refused(seen, layout):
     for case in seen[f"resume/{layout.label}"]:
         assert len(case["refusals"]) == case["num_others"]

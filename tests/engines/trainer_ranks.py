@@ -22,6 +22,7 @@ import torch.multiprocessing as mp
 from streamrl.algorithms import AlgorithmConfig, normaliser
 from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.data import TextStream
+from streamrl.engines.optimizer_memory import OnDisk
 from streamrl.engines.packing import MicroBatch, Round
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import CheckpointError, DeadlineError, StreamError
@@ -201,6 +202,13 @@ def save_and_go_on(seat: Seat, layout: Layout) -> None:
     trainer = seat.trainer(layout, warmup_steps=4)
     refusals = [refusal_of(trainer, other) for other in seat.saved]
     trainer.load(folder)
+    # It comes back by itself, for whatever needs it.
+    trainer.offload_optimizer()
+    trainer.save(folder)
+    trainer.offload_optimizer()
+    gone = trainer._optimizer_memory._away
+    assert isinstance(gone, OnDisk)
+    seat.seen[f"offloaded/{layout.label}"] = sum(size for _, size in gone._sizes)
     seat.saved.append(folder)
     seat.seen[f"resume/{layout.label}"] = {
         "runs": [first, second_step(trainer, layout)],

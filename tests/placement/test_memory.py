@@ -25,23 +25,32 @@ def test_what_is_held_is_said_by_phase_as_a_sum() -> None:
 
 
 @pytest.mark.parametrize(
-    ("budget_mb", "releases"), [(None, False), (110, False), (109, True), (80, True)]
+    ("budget_mb", "releases", "offloads"),
+    [
+        (None, False, False),
+        (110, False, False),
+        (109, True, False),
+        (80, True, False),
+        (79, True, True),
+        (72, True, True),
+    ],
 )
-def test_keys_and_values_are_released_only_where_they_do_not_fit(
-    budget_mb: int | None, releases: bool
+def test_what_does_not_fit_and_only_that_is_given_up(
+    budget_mb: int | None, releases: bool, offloads: bool
 ) -> None:
     found = held().within(budget_mb)
-    assert found.releases_kv is releases
-    assert found.line.endswith("; the KV cache is released while it trains") is releases
+    assert (found.releases_kv, found.offloads_optimizer) == (releases, offloads)
+    assert ("; the KV cache is released while it trains" in found.line) is releases
+    assert ("the optimizer's state is offloaded while it generates" in found.line) is offloads
     assert budget_mb is None or max(found.train, found.generate) <= budget_mb * MB
 
 
 def test_a_budget_that_can_never_be_kept_is_refused_with_the_sum() -> None:
     with pytest.raises(ConfigError) as refused:
-        held().within(79)
+        held().within(71)
     assert str(refused.value) == (
-        "placement.memory_mb=79: to generate, a worker holds 80 MB = 4 weights + 8 optimizer"
-        " + 4 gradients + 64 KV cache"
+        "placement.memory_mb=71: to generate, a worker holds 72 MB = 4 weights + 4 gradients"
+        " + 64 KV cache"
     )
     with pytest.raises(ConfigError, match=r"to train, a worker holds 116 MB = .* 100 activations"):
         held(activations=100).within(90)

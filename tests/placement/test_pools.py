@@ -161,7 +161,7 @@ def test_a_run_of_one_process_per_rank_has_as_many_generators_as_ranks() -> None
 @pytest.mark.parametrize(
     ("placement", "message"),
     [
-        ({"mode": "mixed"}, r"placement.pools=\[\]: goes with placement.mode=mixed, not mixed"),
+        ({"mode": "mixed"}, r"placement.mode=mixed: needs placement.pools"),
         ({"pools": [{"policy": 1}]}, "goes with placement.mode=mixed, not auto"),
         (
             {"mode": "mixed", "pools": [{"actor": 1}]},
@@ -169,7 +169,11 @@ def test_a_run_of_one_process_per_rank_has_as_many_generators_as_ranks() -> None
         ),
         (
             {"mode": "mixed", "pools": [{"policy": 1}, {"generator": 1.5}]},
-            r"placement.pools\[1\].generator=1.5: must be above 0 and at most 1",
+            r"placement.pools\[1\].generator=1.5: must be at least 1/1024 and at most 1",
+        ),
+        (
+            {"mode": "mixed", "pools": [{"policy": 1e-9}]},
+            r"placement.pools\[0\].policy=1e-09: must be at least 1/1024",
         ),
         (
             {"mode": "mixed", "pools": [{"policy": 1}, {"policy": 0.5}]},
