@@ -253,11 +253,6 @@ def hybrid_memory(config: RunConfig, *, on_gpu: bool) -> WorkerMemory | None:
         on_gpu=on_gpu,
     )
     least = held.within(budget_mb)
-    if least.releases_kv and on_gpu:
-        raise ConfigError(
-            f"placement.memory_mb={budget_mb}: to train, a worker holds {held.sum('train')} MB, and"
-            " on a GPU the KV cache is not released"
-        )
     if least.releases_kv and config.weights.kv == "keep":
         raise ConfigError(
             "weights.kv=keep: the KV cache is released while a worker trains, which stays within"

@@ -135,6 +135,9 @@ def engine_arguments(
                 max_length, config.max_concurrent_rollouts + NUM_SEQUENCES, STEP_TOKENS_ON_CPU
             ),
         }
+    elif kv_cache_mb is not None:
+        # Others have a part of the GPU, and may have that of the keys and values in between.
+        arguments["enable_sleep_mode"] = True
     if kv_cache_mb is None:
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     else:

@@ -11,32 +11,48 @@ from streamrl.engines.peak_memory import give_back_freed
 Engine = Any
 
 
+KV_CACHE = "kv_cache"
+"""What vLLM calls this memory where it sleeps."""
+
+
 class KvMemory:
-    """Released and had again; belongs to the engine's thread. Of engines on a CPU."""
+    """Released and had again; belongs to the engine's thread. On a GPU vLLM does it.
+
+    Not of a split engine on a CPU, whose memory is in other processes.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+        self._sleeps: bool = engine.vllm_config.model_config.enable_sleep_mode
+        self._is_released = False
         self._sizes: dict[int, int] = {}
 
     def release(self) -> None:
         """Give it back to the system. What runs is prefilled anew once it goes on."""
-        if self._sizes:
+        if self._is_released:
             return
+        self._is_released = True
         self._engine.reset_prefix_cache(reset_running_requests=True)
+        if self._sleeps:
+            self._engine.model_executor.discard((KV_CACHE,))
+            return
         for index, storage in enumerate(self._storages()):
             self._sizes[index] = storage.nbytes()
             storage.resize_(0)
         give_back_freed()
 
     def restore(self) -> None:
-        """Have it again, all zeros; nothing if it was not released."""
-        if not self._sizes:
+        """Have it again, empty; nothing if it was not released."""
+        if not self._is_released:
+            return
+        self._is_released = False
+        if self._sleeps:
+            self._engine.model_executor.wake_up([KV_CACHE])
             return
         for index, storage in enumerate(self._storages()):
             storage.resize_(self._sizes[index])
             # What comes from the allocator may be no number.
             torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
-        self._sizes = {}
 
     def _storages(self) -> Iterator[torch.UntypedStorage]:
         """Each once, in the same order every time."""

@@ -48,9 +48,11 @@ def test_on_a_gpu_vllm_decides_but_for_the_memory() -> None:
     assert found["gpu_memory_utilization"] == 0.5
     assert found["dtype"] == "auto"
     assert not {"enforce_eager", "kv_cache_memory_bytes", "max_num_batched_tokens"} & found.keys()
-    assert (
-        arguments(GeneratorConfig(kv_cache_mb=5), on_cpu=False)["kv_cache_memory_bytes"] == 5 << 20
-    )
+    assert "enable_sleep_mode" not in found
+    shared = arguments(GeneratorConfig(kv_cache_mb=5), on_cpu=False)
+    assert shared["kv_cache_memory_bytes"] == 5 << 20
+    assert shared["enable_sleep_mode"] is True
+    assert "enable_sleep_mode" not in arguments(GeneratorConfig(kv_cache_mb=5), on_cpu=True)
 
 
 @pytest.mark.parametrize("on_cpu", [True, False])

@@ -6,11 +6,19 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 
-from streamrl.engines.generation import GeneratorConfig
+from streamrl.engines.generation import GenerationEngine, GeneratorConfig, generation_env
 from streamrl.messages import Rollout
 from tests.engines.flight import Flight, flying
-from tests.engines.tiny_qwen import endless_model, prompt, save, worst_error
+from tests.engines.tiny_qwen import (
+    MAX_LENGTH,
+    endless_model,
+    prompt,
+    save,
+    weights_of,
+    worst_error,
+)
 
 KV_MB = 256
 MB = 1 << 20
@@ -49,6 +57,28 @@ async def test_rollouts_go_on_as_if_keys_and_values_had_never_been_released(tmp_
         for one, other in zip(undisturbed, disturbed, strict=True):
             assert np.array_equal(one.token_ids, other.token_ids)
         assert worst_error(disturbed, flight.models) < 1e-4
+
+
+@pytest.mark.gpu
+@pytest.mark.asyncio
+async def test_on_a_gpu_others_have_their_memory_meanwhile(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in generation_env("cuda").items():
+            patch.setenv(name, value)
+        model = endless_model(seed=3)
+        path = save(model, tmp_path)
+        engine = await GenerationEngine.start(path, CONFIG, seed=0, max_length=MAX_LENGTH)
+        await engine.load_weights(weights_of(model), 0)
+        running = asyncio.create_task(engine.generate(prompt(5, 14, 6, 18), seeds=SEEDS))
+        await asyncio.sleep(0.2)
+        await engine.suspend("lease")
+        before, _ = torch.cuda.mem_get_info()
+        await engine.release_kv()
+        after, _ = torch.cuda.mem_get_info()
+        assert after - before > 0.9 * KV_MB * MB
+        await engine.resume("lease")
+        assert worst_error(await running, {0: model}) < 1e-2
+        await engine.close()
 
 
 @pytest.mark.asyncio
