@@ -149,7 +149,9 @@ class Crew:
             arguments: tuple[Any, ...] = (role.calls,)
             if role.kind is Kind.TRAIN:
                 name, (call,) = role.names[0], role.calls
-                place = fetch(role.actors[0].rendezvous.remote(), f"{name}.rendezvous")
+                # The first call of a process, which has to import its libraries for it.
+                reply = role.actors[0].rendezvous.remote()
+                place = fetch(reply, f"{name}.rendezvous", self._config.generator.start_timeout_s)
                 meeting = Meeting(call, name.rpartition("-")[0], *place)
                 saved = checkpoint.dirs(call.role)[1].absolute() if checkpoint else None
                 arguments = (meeting, saved)
