@@ -24,12 +24,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -99,9 +99,31 @@ class Switch:
         return plans
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """What is wrong with an argument in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say it and exit with 2."""
+        self.exit(2, f"resharding: {message}\n")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Make the switch that is asked for and print the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    try:
+        switch = make_switch(arguments)
+        plans = switch.plans()
+    except ValueError as error:
+        parser.error(str(error))
+    with contextlib.redirect_stdout(sys.stderr):
+        found = measure(switch, plans, arguments)
+    print(json.dumps(found, indent=None if arguments.json else 1))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = OneLineParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--train", default="1-4-2", help="pipeline-tensor-data")
     parser.add_argument("--generate", default="1-2-2-2", help="pipeline-tensor-microdata-data")
     parser.add_argument("--order", default="hf", choices=ORDERS)
@@ -111,14 +133,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks-per-node", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5, help="measured, of each way")
     parser.add_argument("--json", action="store_true", help="the object on one line")
-    arguments = parser.parse_args(argv)
-    try:
-        switch = make_switch(arguments)
-    except ValueError as error:
-        parser.error(str(error))
-    with contextlib.redirect_stdout(sys.stderr):
-        found = measure(switch, int(arguments.bucket_mb * 2**20), arguments.rounds)
-    print(json.dumps(found, indent=None if arguments.json else 1))
+    return parser
 
 
 def make_switch(arguments: argparse.Namespace) -> Switch:
@@ -126,10 +141,17 @@ def make_switch(arguments: argparse.Namespace) -> Switch:
     train = Grid.parse(arguments.train, arguments.order)
     generate = GenerationSizes.parse(arguments.generate)
     if max(train.size, generate.size) > MOST_RANKS:
-        raise ValueError(f"{train.size} ranks: at most {MOST_RANKS} processes are started")
-    if arguments.bucket_mb <= 0 or arguments.rounds < 1:
-        raise ValueError("--bucket-mb and --rounds: must be above 0")
+        ranks = max(train.size, generate.size)
+        raise ValueError(f"{ranks} ranks: at most {MOST_RANKS} processes are started")
+    if arguments.rounds < 1:
+        raise ValueError(f"--rounds={arguments.rounds}: must be at least 1")
     model = MODELS[arguments.model](train, generate)
+    least = train.size * max(spec.itemsize for spec in model.tensors)
+    if not least <= arguments.bucket_mb * 2**20 < math.inf:
+        raise ValueError(
+            f"--bucket-mb={arguments.bucket_mb:g}: must be at least {least} bytes, an element of"
+            f" each rank, and finite"
+        )
     held = seated_layout(model, train.seating())
     serving = seat(arguments.grouping, train, generate, held)
     cluster = Cluster(arguments.ranks_per_node)
@@ -176,13 +198,14 @@ MODELS: dict[str, Callable[[Grid, GenerationSizes], ModelSpec]] = {
 }
 
 
-def measure(switch: Switch, bucket_bytes: int, rounds: int) -> dict[str, Any]:
+def measure(
+    switch: Switch, plans: Mapping[str, CopyPlan | GatherPlan], arguments: argparse.Namespace
+) -> dict[str, Any]:
     """The groups, and the figures of every way."""
-    plans = switch.plans()
+    bucket_bytes = int(arguments.bucket_mb * 2**20)
     with tempfile.TemporaryDirectory() as folder:
-        ranks = run_ranks(
-            partial(one_rank, plans, bucket_bytes, rounds), switch.train.size, Path(folder)
-        )
+        work = partial(one_rank, plans, bucket_bytes, arguments.rounds)
+        ranks = run_ranks(work, switch.train.size, Path(folder))
     train, serving = switch.train.seating(), switch.serving
     exact = plans["point_to_point"].bytes_report()
     return {
@@ -282,7 +305,7 @@ def _rank(work: Callable[[], Any], rank: int, count: int, folder: Path) -> None:
 
 
 def one_rank(
-    plans: dict[str, CopyPlan | GatherPlan], bucket_bytes: int, rounds: int
+    plans: Mapping[str, CopyPlan | GatherPlan], bucket_bytes: int, rounds: int
 ) -> dict[str, dict[str, Any]]:
     """What this rank sees of every way."""
     model = next(iter(plans.values())).target.model

@@ -1,0 +1,65 @@
+"""The benchmark plans every switch that can be asked for, and carries one out."""
+
+import itertools
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import resharding
+
+
+def asked(train: str, generate: str, **more: object) -> list[str]:
+    options = {"train": train, "generate": generate, **more}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+
+
+def dividing() -> list[tuple[str, str]]:
+    """Every pair whose sizes divide, of up to 16 ranks."""
+    found = []
+    for stages, tensor, replicas in itertools.product((1, 2, 3, 4, 5, 6, 8), (1, 2, 4), (1, 2)):
+        if stages * tensor * replicas > resharding.MOST_RANKS:
+            continue
+        for fewer, narrower in itertools.product(range(1, stages + 1), (1, 2, 4)):
+            if stages % fewer == 0 and tensor % narrower == 0:
+                micro = stages * tensor // fewer // narrower
+                pair = (f"{stages}-{tensor}-{replicas}", f"{fewer}-{narrower}-{micro}-{replicas}")
+                found.append(pair)
+    return found
+
+
+@pytest.mark.parametrize("order", ["hf", "mcore"])
+def test_zero_redundancy_is_planned_for_all_sizes_that_divide(order: str) -> None:
+    pairs = dividing()
+    assert len(pairs) == 121
+    for train, generate in pairs:
+        arguments = asked(train, generate, order=order, model="transformer")
+        switch = resharding.make_switch(resharding.make_parser().parse_args(arguments))
+        plans = switch.plans()
+        for way in ("point_to_point", "in_groups"):
+            report = plans[way].bytes_report()
+            assert not any(report.redundant(rank) for rank in report.ranks), (train, generate, way)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.resharding", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_a_switch_of_unequal_stages_is_carried_out() -> None:
+    arguments = asked("4-1-1", "2-1-2-1", model="transformer", rounds=1, bucket_mb=0.01)
+    done = run(*arguments, "--json")
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    assert found["groups"]["micro_data"] == [[0, 1], [2, 3]]
+    assert set(found["ways"]) == {"in_groups", "point_to_point", "full_gather"}
+    for way, figures in found["ways"].items():
+        assert figures["bit_exact"], way
+        if way != "full_gather":
+            assert figures["redundant_of_M"] == ["0"] * 4
