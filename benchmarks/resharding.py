@@ -254,8 +254,9 @@ def figures(
 
     received = [row["received_bytes"] for row in seen]
     slowest = [max(row["seconds"][i] for row in seen) for i in range(len(seen[0]["seconds"]))]
-    peers = [max(row["peer_seconds"][i] for row in seen) for i in range(len(slowest))]
-    ratios = [own / peer for own, peer in zip(slowest, peers, strict=True) if peer]
+    moves = any(received)
+    peers = [max(row["peer_seconds"][i] for row in seen) for i in range(len(slowest)) if moves]
+    ratios = [own / peer for own, peer in zip(slowest, peers, strict=moves)]
     return {
         "bit_exact": all(row["bit_exact"] for row in seen),
         "received_of_M": of_model(received),
@@ -268,8 +269,8 @@ def figures(
         "shares_memory": [row["shares_memory"] for row in seen],
         "buckets": max(row["rounds"] for row in seen),
         "seconds": statistics.median(slowest),
-        "all_gather_seconds": statistics.median(peers),
-        "over_all_gather": round(statistics.median(ratios), 2) if ratios else None,
+        "all_gather_seconds": statistics.median(peers) if moves else None,
+        "over_all_gather": round(statistics.median(ratios), 2) if moves else None,
     }
 
 
@@ -361,17 +362,21 @@ def _source(
     return allocate(plan.source, rank, dtypes), False
 
 
-def _all_gather_s(received: int) -> float:
-    """Time for an all-gather of the world that brings each rank as many bytes as any received."""
+def _all_gather_s(received: int) -> float | None:
+    """Time for an all-gather of the world that brings each rank as many bytes as any received.
+
+    None where nobody received any.
+    """
     most = torch.tensor([received])
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    each = int(most) // max(1, dist.get_world_size() - 1)
+    if not int(most):
+        return None
+    each = -(-int(most) // (dist.get_world_size() - 1))
     mine = torch.ones(each, dtype=torch.uint8)
     whole = torch.zeros(each * dist.get_world_size(), dtype=torch.uint8)
     dist.barrier()
     begun = time.perf_counter()
-    if each:
-        dist.all_gather_single(whole, mine)
+    dist.all_gather_single(whole, mine)
     return time.perf_counter() - begun
 
 

@@ -7,7 +7,7 @@ no version from the first byte that is moved until the last one is there.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -101,7 +101,8 @@ class Executor(ABC):
         """Move all of it, and count."""
 
     def _agree(self, source: Storage) -> int:
-        mine = torch.tensor([NO_VERSION if source.version is None else source.version])
+        version = NO_VERSION if source.version is None else source.version
+        mine = torch.tensor([version], device=meeting_device())
         said = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         everyone = range(dist.get_world_size())
         self._wait(dist.all_gather(said, mine, async_op=True), everyone, "their version")
@@ -137,7 +138,8 @@ class PointToPoint(Executor):
         super().__init__(plan, timeout_s=timeout_s)
         self._stays = [c.gift for c in plan.copies if c.source == c.destination == self._rank]
         self._rounds = []
-        for copies in copy_rounds(plan.copies, self._packer.itemsizes, bucket_bytes):
+        limit = bucket_holding(bucket_bytes, self._packer.itemsizes)
+        for copies in copy_rounds(plan.copies, self._packer.itemsizes, limit):
             sends = self._by_peer((c.destination, c.gift) for c in copies if c.source == self._rank)
             receives = self._by_peer(
                 (c.source, c.gift) for c in copies if c.destination == self._rank
@@ -185,6 +187,8 @@ class GatherInGroups(Executor):
         self, plan: GatherPlan, *, bucket_bytes: int = UNBOUNDED, timeout_s: float = 60.0
     ) -> None:
         super().__init__(plan, timeout_s=timeout_s)
+        most = max(map(len, plan.groups), default=1)
+        limit = bucket_holding(bucket_bytes, self._packer.itemsizes, ranks=most)
         self._members: tuple[int, ...] = ()
         for group in plan.groups:
             made = dist.new_group(list(group))
@@ -193,7 +197,7 @@ class GatherInGroups(Executor):
         gives = [plan.gives[rank] for rank in self._members]
         self._rounds = [
             [self._packer.in_order(given) for given in at]
-            for at in gather_rounds(gives, self._packer.itemsizes, bucket_bytes)
+            for at in gather_rounds(gives, self._packer.itemsizes, limit)
         ]
 
     def _move(self, source: Storage, target: Storage, counts: _Counts) -> None:
@@ -252,6 +256,22 @@ def gather_is_least(copies: CopyPlan, gather: GatherPlan, *, bucket_bytes: int) 
         padding_bytes(gather_rounds([gather.gives[r] for r in group], sizes, bucket_bytes), sizes)
         for group in gather.groups
     )
+
+
+def meeting_device() -> torch.device:
+    """Where a tensor must be that the ranks of the default group exchange: nccl takes those of
+    this process's GPU only, whether or not it holds any weights."""
+    if dist.get_backend() == dist.Backend.NCCL:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def bucket_holding(bucket_bytes: int, itemsizes: Mapping[str, int], *, ranks: int = 1) -> int:
+    """The bucket, if an element of each of so many ranks fits into it. Raises ValueError."""
+    least = ranks * max(itemsizes.values())
+    if bucket_bytes < least:
+        raise ValueError(f"buckets of {bucket_bytes} bytes: must be at least {least}")
+    return bucket_bytes
 
 
 def _fill(place: torch.Tensor, given: torch.Tensor) -> int:

@@ -156,6 +156,26 @@ def shared() -> dict[str, Any]:
     return {"exact": holds(into, 5), "copied": moved.copied_bytes}
 
 
+def small_buckets() -> list[str]:
+    """What is said of buckets that have no room for an element, of each rank in a gather."""
+    source, target = layout("1-4-1"), layout("1-2-2")
+    errors = []
+    for make, bucket_bytes in (
+        (lambda most: PointToPoint(plan_copies(source, target, CLUSTER), bucket_bytes=most), 3),
+        (
+            lambda most: GatherInGroups(
+                plan_gather(source, target, CLUSTER, [list(range(WORLD))]), bucket_bytes=most
+            ),
+            15,
+        ),
+    ):
+        try:
+            make(bucket_bytes)
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
+
+
 def fsdp() -> dict[str, list[float]]:
     """What FSDP2 over tensor parallelism keeps of two matrices on this rank, 2 by 2."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
@@ -225,6 +245,7 @@ def one_rank(rank: int, folder: Path) -> None:
         "least": least(),
         "pools": pools(),
         "shared": shared(),
+        "small_buckets": small_buckets(),
         "fsdp": fsdp(),
         "odd_version": odd_version(),
         # The last one: it breaks the connections.

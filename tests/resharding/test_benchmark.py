@@ -63,3 +63,44 @@ def test_a_switch_of_unequal_stages_is_carried_out() -> None:
         assert figures["bit_exact"], way
         if way != "full_gather":
             assert figures["redundant_of_M"] == ["0"] * 4
+
+
+def test_where_nothing_moves_there_is_nothing_to_compare_with() -> None:
+    done = run(*asked("1-1-2", "1-1-1-2", rounds=1), "--json")
+    assert done.returncode == 0, done.stderr[-4000:]
+    ways = json.loads(done.stdout)["ways"]
+    assert ways["point_to_point"]["received_of_M"] == ["0", "0"]
+    assert ways["point_to_point"]["over_all_gather"] is None
+    assert ways["point_to_point"]["all_gather_seconds"] is None
+    assert ways["full_gather"]["received_of_M"] == ["1/2", "1/2"]
+    assert ways["full_gather"]["over_all_gather"] > 0
+
+
+BAD = [
+    ({"bucket_mb": "nan"}, "--bucket-mb=nan: must be at least 32 bytes"),
+    ({"bucket_mb": "inf"}, "--bucket-mb=inf: must be at least 32 bytes"),
+    ({"bucket_mb": "-1"}, "--bucket-mb=-1: must be at least 32 bytes"),
+    ({"bucket_mb": "0.000001"}, "--bucket-mb=1e-06: must be at least 32 bytes"),
+    ({"bucket_mb": "much"}, "argument --bucket-mb: invalid float value: 'much'"),
+    ({"rounds": "0"}, "--rounds=0: must be at least 1"),
+    ({"ranks_per_node": "0"}, "0 ranks per node: must be at least 1"),
+    ({"train": "1-4"}, "1-4: must be pipeline-tensor-data, as in 1-4-2"),
+    ({"train": "1-17-1"}, "17 ranks: at most 16 processes are started"),
+    ({"generate": "1-1-17-1"}, "17 ranks: at most 16 processes are started"),
+    ({"generate": "1-2-1-2"}, "training 1-4-2 has 8 ranks, generation 1-2-1-2 has 4"),
+    ({"generate": "1-8-1-1"}, "grouping zero: 1-8-1-1 must divide 1-4-2"),
+    ({"order": "new"}, "argument --order: invalid choice: 'new'"),
+]
+
+
+@pytest.mark.parametrize(("options", "line"), BAD, ids=[f"{bad}" for bad, _ in BAD])
+def test_a_bad_argument_is_one_clear_line(
+    options: dict[str, str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = {"train": "1-4-2", "generate": "1-2-2-2", **options}
+    with pytest.raises(SystemExit) as ended:
+        resharding.main(asked(**arguments))
+    said = capsys.readouterr()
+    assert ended.value.code == 2
+    assert said.err.startswith(f"resharding: {line}") and said.err.count("\n") == 1
+    assert not said.out

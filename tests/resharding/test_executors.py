@@ -22,6 +22,7 @@ from streamrl.resharding import (
     whole_shard,
     zero_partitioned,
 )
+from streamrl.resharding.executors import meeting_device
 from tests.resharding.ranks import CLUSTER, LATE_S, SMALL, WORLD, layout
 
 
@@ -122,6 +123,25 @@ def test_shards_lie_in_padded_buffers_that_are_part_of_a_larger_one() -> None:
         seen[box.slices] = view
     assert seen.flatten().tolist() == [-1] * 8 + list(range(3, 10))
     assert storage.version == 7
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"), [("gloo", "cpu"), ("undefined", "cpu"), ("nccl", "cuda:3")]
+)
+def test_versions_are_exchanged_where_the_group_takes_tensors(
+    backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert meeting_device() == torch.device(device)
+
+
+def test_a_bucket_without_room_for_an_element_is_refused(ranks: list[dict[str, Any]]) -> None:
+    for seen in ranks:
+        assert seen["small_buckets"] == [
+            "buckets of 3 bytes: must be at least 4",
+            "buckets of 15 bytes: must be at least 16",
+        ]
 
 
 def test_weights_go_from_one_pool_to_another(ranks: list[dict[str, Any]]) -> None:

@@ -195,6 +195,14 @@ def test_a_group_that_gives_each_other_all_gives_no_element_twice(
             assert total(given) == union_numel(given) == spec.numel
 
 
+def test_what_several_of_a_group_hold_they_give_in_equal_shares() -> None:
+    model = even(6)
+    whole = seated_layout(model, Grid.parse("1-1-4").seating())
+    plan = plan_gather(whole, whole, CLUSTER, [[0, 1, 2], [3]])
+    given = {rank: total(box for _, box in plan.gives[rank]) for rank in range(4)}
+    assert given == {0: 1024, 1: 1024, 2: 1024, 3: 3072}
+
+
 def test_what_nobody_holds_is_named() -> None:
     model = even(2)
     train = seated_layout(model, Grid.parse("2-1-1").seating())
