@@ -1,6 +1,7 @@
 """What a plan moves and holds, in bytes: for every rank, over which link, and at its peak."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -76,6 +77,34 @@ class BytesReport:
     def link_bytes(self, link: str) -> int:
         """What all ranks together receive over a link."""
         return sum(rank.received[link] for rank in self.ranks.values())
+
+
+def count(
+    ranks: Mapping[int, RankBytes],
+    cluster: Cluster,
+    amounts: Mapping[int, int],
+    takers: Collection[int],
+) -> None:
+    """Count that each of the takers gets so many bytes from each giver, itself perhaps among them.
+
+    Takes a step for each giver and each taker, not for each two of them.
+    """
+    nodes = Counter(cluster.node(rank) for rank in takers)
+    from_node: Counter[int] = Counter()
+    for giver, amount in amounts.items():
+        node = cluster.node(giver)
+        from_node[node] += amount
+        own = int(giver in takers)
+        _add(ranks[giver].sent, amount, (own, nodes[node] - own, len(takers) - nodes[node]))
+    everything = from_node.total()
+    for taker in takers:
+        own, near = amounts.get(taker, 0), from_node[cluster.node(taker)]
+        _add(ranks[taker].received, 1, (own, near - own, everything - near))
+
+
+def _add(counts: dict[str, int], num_bytes: int, times: tuple[int, int, int]) -> None:
+    for link, often in zip(LINKS, times, strict=True):
+        counts[link] += num_bytes * often
 
 
 @dataclass(frozen=True)
