@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from operator import add
 
 
 @dataclass(frozen=True, order=True)
@@ -76,6 +77,16 @@ class Box:
             (*self.start[:dim], start, *self.start[dim + 1 :]),
             (*self.stop[:dim], stop, *self.stop[dim + 1 :]),
         )
+
+    def run(self, start: int, stop: int) -> Iterator["Box"]:
+        """Its elements start to stop in row-major order, as boxes in that order."""
+        if start == 0 and stop == self.numel:
+            yield self
+            return
+        for part in flat_boxes(self.shape, start, stop):
+            yield Box(
+                tuple(map(add, part.start, self.start)), tuple(map(add, part.stop, self.start))
+            )
 
     def __str__(self) -> str:
         return "[" + ", ".join(f"{low}:{high}" for low, high in self.spans) + "]"

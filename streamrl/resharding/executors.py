@@ -10,18 +10,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 
 import torch
 import torch.distributed as dist
 
 from streamrl.errors import WeightsError
-from streamrl.resharding.buckets import (
-    UNBOUNDED,
-    copy_rounds,
-    gather_rounds,
-    padding_bytes,
-    parcel_bytes,
-)
+from streamrl.resharding.buckets import UNBOUNDED, GatherRound, copy_rounds, gather_rounds
 from streamrl.resharding.layouts import Layout
 from streamrl.resharding.parcels import Packer
 from streamrl.resharding.plans import CopyPlan, GatherPlan, Gift, plan_copies, plan_gather
@@ -36,8 +31,8 @@ NO_VERSION = -1
 class Moved:
     """What one rank moved in one run, measured.
 
-    received_bytes, sent_bytes: from and to other ranks, each byte once for each rank it reaches,
-    the padding of gathers too. copied_bytes: within this rank's memory. peak_bytes: the buffers of
+    received_bytes, sent_bytes: from and to other ranks, each byte once for each rank it reaches.
+    copied_bytes: within this rank's memory. peak_bytes: the buffers of
     source and target and what was under way. rounds: how often it waited for others.
     """
 
@@ -176,7 +171,10 @@ class PointToPoint(Executor):
 
 
 class GatherInGroups(Executor):
-    """All-gathers within the groups of a GatherPlan; each rank keeps what it needs.
+    """Gathers within the groups of a GatherPlan; each rank keeps what it needs.
+
+    All-gathers as long as all ranks of a group have something left to give, and then broadcasts
+    from those that have: no byte is moved for padding.
 
     With micro-DP groups this is HybridFlow's zero-redundancy transition, with the ranks of a model
     replica HybridFlow-V's, and with one group of all ranks DeepSpeed-Chat's full gather. Groups go
@@ -195,40 +193,54 @@ class GatherInGroups(Executor):
             if self._rank in group:
                 self._members, self._group = group, made
         gives = [plan.gives[rank] for rank in self._members]
-        self._rounds = [
-            [self._packer.in_order(given) for given in at]
-            for at in gather_rounds(gives, self._packer.itemsizes, limit)
-        ]
+        self._rounds: list[GatherRound] = []
+        if len(self._members) > 1:
+            self._rounds = gather_rounds(gives, self._packer.itemsizes, limit)
 
     def _move(self, source: Storage, target: Storage, counts: _Counts) -> None:
         for tensor, held, view in source:
             for wanted, place in target.pieces(tensor):
                 if common := held.meet(wanted):
                     counts.copied += _fill(part(place, wanted, common), part(view, held, common))
-        if len(self._members) <= 1:
+        if not self._rounds:
             return
-        sizes = [parcel_bytes(gives, self._packer.itemsizes) for gives in self._rounds]
+        mine = self._members.index(self._rank)
         # The same memory in every round: an allocator that is asked anew keeps ever more.
-        staging = torch.empty(
-            max(sizes, default=0) * (1 + len(self._members)),
+        buffer = torch.empty(
+            max(step.buffer_bytes for step in self._rounds),
             dtype=torch.uint8,
-            device=source.device,
+            device=_device_of(source, target),
         )
-        for gives, size in zip(self._rounds, sizes, strict=True):
-            mine, parcels = staging[:size], staging[size : size * (1 + len(self._members))]
-            self._packer.pack(source, gives[self._members.index(self._rank)], mine)
-            self._wait(
-                dist.all_gather_single(parcels, mine, group=self._group, async_op=True),
-                self._members,
-                "weights",
-            )
-            for rank, parcel, gifts in zip(
-                self._members, parcels.view(-1, size).unbind(), gives, strict=True
-            ):
-                if rank != self._rank:
-                    self._packer.unpack(parcel, gifts, target)
-            others = size * (len(self._members) - 1)
-            counts.round(received=others, sent=others, staging=others + 2 * size)
+        for step in self._rounds:
+            spans = zip(step.starts, step.sizes, strict=True)
+            parcels = [buffer[start : start + size] for start, size in spans]
+            if step.is_even:
+                whole = buffer[: sum(step.sizes)]
+                own = buffer[len(whole) : len(whole) + step.sizes[mine]]
+                self._packer.pack(source, step.gives[mine], own)
+                self._all_gather(whole, own)
+            else:
+                self._packer.pack(source, step.gives[mine], parcels[mine])
+                self._broadcast(parcels)
+            for index, parcel in enumerate(parcels):
+                if index != mine:
+                    self._packer.unpack(parcel, step.gives[index], target)
+            others = sum(step.sizes) - step.sizes[mine]
+            sent = step.sizes[mine] * (len(self._members) - 1)
+            counts.round(received=others, sent=sent, staging=buffer.nbytes)
+
+    def _all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+        work = dist.all_gather_single(whole, own, group=self._group, async_op=True)
+        self._wait(work, self._members, "weights")
+
+    def _broadcast(self, parcels: Sequence[torch.Tensor]) -> None:
+        works = [
+            dist.broadcast(parcel, giver, group=self._group, async_op=True)
+            for giver, parcel in zip(self._members, parcels, strict=True)
+            if parcel.nbytes
+        ]
+        for work in works:
+            self._wait(work, self._members, "weights")
 
 
 def least_moving(
@@ -241,21 +253,24 @@ def least_moving(
     """
     copies = plan_copies(source, target, cluster)
     gather = plan_gather(source, target, cluster, [source.ranks])
-    if gather_is_least(copies, gather, bucket_bytes=bucket_bytes):
+    if gather_is_least(copies, gather):
         return GatherInGroups(gather, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     return PointToPoint(copies, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
 
 
-def gather_is_least(copies: CopyPlan, gather: GatherPlan, *, bucket_bytes: int) -> bool:
-    """Whether a gather moves no byte more than the copies do, its padding included."""
-    sizes = {spec.name: spec.itemsize for spec in gather.target.model.tensors}
+def gather_is_least(copies: CopyPlan, gather: GatherPlan) -> bool:
+    """Whether a gather moves no byte more than the copies do."""
     least, whole = copies.bytes_report(), gather.bytes_report()
-    if any(least.ranks[r].received_bytes != whole.ranks[r].received_bytes for r in whole.ranks):
-        return False
-    return not any(
-        padding_bytes(gather_rounds([gather.gives[r] for r in group], sizes, bucket_bytes), sizes)
-        for group in gather.groups
+    return all(
+        least.ranks[rank].received_bytes == counts.received_bytes
+        for rank, counts in whole.ranks.items()
     )
+
+
+def _device_of(*storages: Storage) -> torch.device:
+    """Where the first of them is that holds anything; else where the ranks meet."""
+    held = (storage.device for storage in storages for _ in islice(storage, 1))
+    return next(held, meeting_device())
 
 
 def meeting_device() -> torch.device:

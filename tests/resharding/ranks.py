@@ -8,6 +8,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from streamrl.resharding import (
     GatherInGroups,
     Grid,
     Layout,
+    ModelSpec,
     PointToPoint,
     Seating,
     Storage,
@@ -43,10 +45,14 @@ SMALL = 128
 """Bytes of a bucket: smaller than most tensors, so that they are cut."""
 LATE_S = 2.0
 
-MODEL = transformer()
-NAMES = list(MODEL.by_name())
 # Of two widths, as where norms stay in float32.
-DTYPES = {name: torch.int32 if "norm" in name else torch.float32 for name in NAMES}
+PLAIN = transformer()
+MODEL = ModelSpec(
+    tuple(replace(s, itemsize=8) if "norm" in s.name else s for s in PLAIN.tensors),
+    PLAIN.num_places,
+)
+NAMES = list(MODEL.by_name())
+DTYPES = {name: torch.int64 if "norm" in name else torch.float32 for name in NAMES}
 
 
 def layout(sizes: str, *, order: str = "hf", first: int = 0) -> Layout:
@@ -98,10 +104,9 @@ def held_bytes(*storages: Storage) -> int:
 CLUSTER = Cluster(2)
 
 
-def ways() -> dict[str, Any]:
-    """Every executor between many layouts, in one piece and in small buckets."""
-    found = {}
-    pairs = {
+def pairs() -> dict[str, tuple[Layout, Layout]]:
+    """Layouts that are switched."""
+    return {
         "1-4-1 to 1-2-2": (layout("1-4-1"), layout("1-2-2")),
         "1-2-2 to 1-4-1": (layout("1-2-2"), layout("1-4-1")),
         "2-2-1 to 1-1-4": (layout("2-2-1", order="mcore"), layout("1-1-4")),
@@ -110,7 +115,12 @@ def ways() -> dict[str, Any]:
         "fsdp to 1-1-4": (chunked(layout("1-2-2"), [[0, 2], [1, 3]]), layout("1-1-4")),
         "itself": (layout("1-2-2"), layout("1-2-2")),
     }
-    for name, (source, target) in pairs.items():
+
+
+def ways() -> dict[str, Any]:
+    """Every executor between them, in one piece and in small buckets."""
+    found = {}
+    for name, (source, target) in pairs().items():
         copies = plan_copies(source, target, CLUSTER)
         gather = plan_gather(source, target, CLUSTER, [list(range(WORLD))])
         for bucket, limit in (("whole", {}), ("cut", {"bucket_bytes": SMALL})):

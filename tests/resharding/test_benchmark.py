@@ -61,6 +61,7 @@ def test_a_switch_of_unequal_stages_is_carried_out() -> None:
     assert set(found["ways"]) == {"in_groups", "point_to_point", "full_gather"}
     for way, figures in found["ways"].items():
         assert figures["bit_exact"], way
+        assert figures["received_of_M"] == figures["planned_of_M"], way
         if way != "full_gather":
             assert figures["redundant_of_M"] == ["0"] * 4
 

@@ -23,7 +23,7 @@ from streamrl.resharding import (
     zero_partitioned,
 )
 from streamrl.resharding.executors import meeting_device
-from tests.resharding.ranks import CLUSTER, LATE_S, SMALL, WORLD, layout
+from tests.resharding.ranks import CLUSTER, LATE_S, SMALL, WORLD, layout, pairs
 
 
 @pytest.fixture(scope="module")
@@ -47,16 +47,20 @@ def test_every_way_between_any_layouts_is_bit_exact(ranks: list[dict[str, Any]])
         assert not wrong, f"rank {rank}"
 
 
-def test_what_is_received_is_what_the_plan_says(ranks: list[dict[str, Any]]) -> None:
-    report = plan_copies(layout("1-4-1"), layout("1-2-2"), CLUSTER).bytes_report()
-    for bucket in ("whole", "cut"):
-        seen = [rank["ways"][f"1-4-1 to 1-2-2, copies, {bucket}"] for rank in ranks]
-        assert [found["received"] for found in seen] == [
-            report.ranks[rank].received_bytes for rank in range(WORLD)
-        ]
-        assert [found["sent"] for found in seen] == [
-            report.ranks[rank].sent_bytes for rank in range(WORLD)
-        ]
+def test_what_is_moved_is_what_the_plan_says(ranks: list[dict[str, Any]]) -> None:
+    for name, (source, target) in pairs().items():
+        plans = {
+            "copies": plan_copies(source, target, CLUSTER),
+            "gather": plan_gather(source, target, CLUSTER, [list(range(WORLD))]),
+        }
+        for kind, plan in plans.items():
+            report = plan.bytes_report()
+            for bucket in ("whole", "cut"):
+                seen = [rank["ways"][f"{name}, {kind}, {bucket}"] for rank in ranks]
+                for rank, found in enumerate(seen):
+                    counts = report.ranks[rank]
+                    assert found["received"] == counts.received_bytes, (name, kind, bucket)
+                    assert found["sent"] == counts.sent_bytes, (name, kind, bucket)
 
 
 def test_where_nothing_changes_nothing_travels(ranks: list[dict[str, Any]]) -> None:
@@ -92,23 +96,20 @@ def test_the_executor_that_is_chosen_moves_what_the_plan_of_copies_says(
             assert found["received"] == report.ranks[rank].received_bytes, name
 
 
-@pytest.mark.parametrize(
-    ("rows", "is_least"), [(8, True), (6, False)], ids=["even", "the last rank has less"]
-)
-def test_a_gather_is_chosen_where_it_has_nothing_to_pad(rows: int, is_least: bool) -> None:
+@pytest.mark.parametrize("rows", [8, 6, 1], ids=["even", "the last has less", "the last has none"])
+def test_a_gather_is_chosen_where_it_brings_what_is_lacking(rows: int) -> None:
     model = ModelSpec((TensorSpec("a", (rows, 1), (0,)), TensorSpec("b", (8,), (0,))), 1)
     whole = seated_layout(model, Grid.parse("1-1-4").seating())
     parts = zero_partitioned(whole, [list(range(WORLD))])
     copies = plan_copies(parts, whole, CLUSTER)
-    gather = plan_gather(parts, whole, CLUSTER, [list(range(WORLD))])
-    assert gather_is_least(copies, gather, bucket_bytes=SMALL) is is_least
+    assert gather_is_least(copies, plan_gather(parts, whole, CLUSTER, [list(range(WORLD))]))
 
 
 def test_a_gather_is_not_chosen_where_all_have_all() -> None:
     whole = layout("1-1-4")
     copies = plan_copies(whole, whole, CLUSTER)
     gather = plan_gather(whole, whole, CLUSTER, [list(range(WORLD))])
-    assert not gather_is_least(copies, gather, bucket_bytes=SMALL)
+    assert not gather_is_least(copies, gather)
 
 
 def test_shards_lie_in_padded_buffers_that_are_part_of_a_larger_one() -> None:
@@ -139,8 +140,8 @@ def test_versions_are_exchanged_where_the_group_takes_tensors(
 def test_a_bucket_without_room_for_an_element_is_refused(ranks: list[dict[str, Any]]) -> None:
     for seen in ranks:
         assert seen["small_buckets"] == [
-            "buckets of 3 bytes: must be at least 4",
-            "buckets of 15 bytes: must be at least 16",
+            "buckets of 3 bytes: must be at least 8",
+            "buckets of 15 bytes: must be at least 32",
         ]
 
 
