@@ -9,10 +9,12 @@ point_to_point  just what each rank lacks, from one rank that holds it
 full_gather     an all-gather of everything, from ZeRO's partitions (DeepSpeed-Chat's)
 
 All are executed. Per rank, as fractions of the model's bytes M: what was received, by count, beside
-Table 2 of arXiv:2409.19256 where sizes divide; the peak of parameters held, as the plan has it and
-as counted with buckets of --bucket-mb; what is kept twice. Every element is compared with the
-unsplit model. seconds are medians of the slowest rank; `over_all_gather` is the median of their
-ratios to an all-gather that brings each rank as many bytes, from memory in one piece.
+Table 2 of arXiv:2409.19256 where sizes divide; what it copied in its own memory; what it holds of
+the model at once where all moves in one piece (the peak of Table 2), and the most memory it took,
+counted and planned: both layouts and buffers of --bucket-mb; what training keeps twice. Every
+element is compared with the unsplit model. seconds are medians of the slowest rank;
+`over_all_gather` is the median of their ratios to an all-gather that brings each rank as many
+bytes, from memory in one piece.
 """
 
 import argparse
@@ -53,7 +55,7 @@ from streamrl.resharding import (
     Storage,
     TensorSpec,
     allocate,
-    inside,
+    allocate_both,
     micro_groups,
     plan_copies,
     plan_gather,
@@ -263,10 +265,11 @@ def figures(
         "planned_of_M": [str(report.received(rank)) for rank in report.ranks],
         "table_2": table,
         "over_network_of_M": str(Fraction(report.link_bytes("network"), report.model_bytes)),
-        "planned_peak_of_M": [str(report.peak(rank)) for rank in report.ranks],
-        "peak_of_M": [round(row["peak_bytes"] / report.model_bytes, 4) for row in seen],
+        "copied_of_M": of_model([row["copied_bytes"] for row in seen]),
+        "peak_in_one_piece_of_M": [str(report.peak(rank)) for rank in report.ranks],
+        "peak_of_M": of_model([row["peak_bytes"] for row in seen]),
+        "planned_peak_of_M": of_model([row["planned_peak_bytes"] for row in seen]),
         "redundant_of_M": [str(report.redundant(rank)) for rank in report.ranks],
-        "shares_memory": [row["shares_memory"] for row in seen],
         "buckets": max(row["rounds"] for row in seen),
         "seconds": statistics.median(slowest),
         "all_gather_seconds": statistics.median(peers) if moves else None,
@@ -326,8 +329,7 @@ def one_way(
     else:
         executor = GatherInGroups(plan, bucket_bytes=bucket_bytes)
     dtypes = {name: tensor.dtype for name, tensor in whole.items()}
-    target = allocate(plan.target, rank, dtypes)
-    source, shares = _source(plan, rank, target, dtypes)
+    source, target = _memory(plan, rank, dtypes)
     seconds, peers = [], []
     exact = True
     for _ in range(rounds + 1):
@@ -348,18 +350,17 @@ def one_way(
         "seconds": seconds[1:],
         "peer_seconds": peers[1:],
         "bit_exact": exact,
-        "shares_memory": shares,
+        "planned_peak_bytes": plan.bytes_report().ranks[rank].memory + executor.buffer_bytes,
     }
 
 
-def _source(
-    plan: CopyPlan | GatherPlan, rank: int, target: Storage, dtypes: dict[str, torch.dtype]
-) -> tuple[Storage, bool]:
-    """The training shards: inside the generation weights where they fit, else beside them."""
-    if not (isinstance(plan, GatherPlan) and plan.keeps_copy):
-        with contextlib.suppress(ValueError):
-            return inside(plan.source, rank, target), True
-    return allocate(plan.source, rank, dtypes), False
+def _memory(
+    plan: CopyPlan | GatherPlan, rank: int, dtypes: dict[str, torch.dtype]
+) -> tuple[Storage, Storage]:
+    """Both layouts' shards, in one memory where the plan has them share it."""
+    if isinstance(plan, GatherPlan) and plan.keeps_copy:
+        return allocate(plan.source, rank, dtypes), allocate(plan.target, rank, dtypes)
+    return allocate_both(plan.source, plan.target, rank, dtypes)
 
 
 def _all_gather_s(received: int) -> float | None:

@@ -30,7 +30,7 @@ from streamrl.resharding.layouts import (
 )
 from streamrl.resharding.plans import Copy, CopyPlan, GatherPlan, plan_copies, plan_gather
 from streamrl.resharding.reports import BytesReport, Cluster, RankBytes, table_2
-from streamrl.resharding.storage import Storage, allocate, inside, lying_in
+from streamrl.resharding.storage import Storage, allocate, allocate_both, inside, lying_in
 from streamrl.resharding.tensors import Component, ModelSpec, TensorSpec, merged_stages
 
 __all__ = [
@@ -58,6 +58,7 @@ __all__ = [
     "Storage",
     "TensorSpec",
     "allocate",
+    "allocate_both",
     "chunked",
     "gather_is_least",
     "inside",

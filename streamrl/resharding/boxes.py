@@ -1,7 +1,7 @@
 """Boxes: axis-aligned regions of a tensor, half open, and what can be asked of two of them."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from operator import add
@@ -98,6 +98,11 @@ def remainder(of: Iterable[Box], taken: Iterable[Box]) -> list[Box]:
     for other in taken:
         left = [rest for box in left for rest in box.without(other)]
     return left
+
+
+def nested(inner: Iterable[Box], outer: Collection[Box]) -> bool:
+    """Whether each of the inner boxes lies within one of the outer ones."""
+    return all(any(box.meet(other) == box for other in outer) for box in inner)
 
 
 def total(boxes: Iterable[Box]) -> int:

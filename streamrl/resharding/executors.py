@@ -61,7 +61,12 @@ class _Counts:
 
 
 class Executor(ABC):
-    """Moves a version of the weights from one layout's storage into another's."""
+    """Moves a version of the weights from one layout's storage into another's.
+
+    buffer_bytes: what is under way at once on this rank, beside the memory of both.
+    """
+
+    buffer_bytes: int
 
     def __init__(self, plan: CopyPlan | GatherPlan, *, timeout_s: float) -> None:
         self._rank = dist.get_rank()
@@ -141,6 +146,13 @@ class PointToPoint(Executor):
             )
             if sends or receives:
                 self._rounds.append((sends, receives))
+        self.buffer_bytes = max(
+            (
+                sum(self._packer.num_bytes(gifts) for gifts in (*out.values(), *into.values()))
+                for out, into in self._rounds
+            ),
+            default=0,
+        )
 
     def _move(self, source: Storage, target: Storage, counts: _Counts) -> None:
         for tensor, box in self._stays:
@@ -196,6 +208,7 @@ class GatherInGroups(Executor):
         self._rounds: list[GatherRound] = []
         if len(self._members) > 1:
             self._rounds = gather_rounds(gives, self._packer.itemsizes, limit)
+        self.buffer_bytes = max((step.buffer_bytes for step in self._rounds), default=0)
 
     def _move(self, source: Storage, target: Storage, counts: _Counts) -> None:
         for tensor, held, view in source:
@@ -206,11 +219,8 @@ class GatherInGroups(Executor):
             return
         mine = self._members.index(self._rank)
         # The same memory in every round: an allocator that is asked anew keeps ever more.
-        buffer = torch.empty(
-            max(step.buffer_bytes for step in self._rounds),
-            dtype=torch.uint8,
-            device=_device_of(source, target),
-        )
+        device = _device_of(source, target)
+        buffer = torch.empty(self.buffer_bytes, dtype=torch.uint8, device=device)
         for step in self._rounds:
             spans = zip(step.starts, step.sizes, strict=True)
             parcels = [buffer[start : start + size] for start, size in spans]

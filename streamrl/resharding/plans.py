@@ -10,7 +10,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from streamrl.resharding.boxes import Box, remainder, total
+from streamrl.resharding.boxes import Box, nested, remainder, total
 from streamrl.resharding.layouts import Layout
 from streamrl.resharding.patterns import Fragment, Fragments, Pattern, patterns
 from streamrl.resharding.reports import BytesReport, Cluster, RankBytes, count
@@ -239,11 +239,14 @@ def _held_bytes(
     for pattern in patterns(source, target):
         for (held, wanted), alike in pattern.pairs.items():
             beside = total(remainder(held, wanted))
+            memory = total(held) + total(wanted)
+            if not keeps_copy and (nested(held, wanted) or nested(wanted, held)):
+                memory = max(total(held), total(wanted))
             for rank in alike:
-                ranks[rank].peak += (beside + total(wanted)) * pattern.bytes_each
-                ranks[rank].redundant += (
-                    total(held) if keeps_copy else beside
-                ) * pattern.bytes_each
+                counts = ranks[rank]
+                counts.peak += (beside + total(wanted)) * pattern.bytes_each
+                counts.redundant += (total(held) if keeps_copy else beside) * pattern.bytes_each
+                counts.memory += memory * pattern.bytes_each
     return ranks
 
 

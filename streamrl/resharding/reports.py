@@ -34,15 +34,18 @@ class Cluster:
 class RankBytes:
     """One rank's share of a plan, in bytes.
 
-    received, sent: by link; `local` is what stays where it is, in both. peak: parameters held at
-    once while the plan is executed without buckets. redundant: what training keeps beside the
-    generation weights because it does not lie inside them.
+    received, sent: by link; `local` is what stays where it is, in both. peak: of the model at once,
+    each element once, where all of it moves in one piece: the paper's. redundant: what training
+    keeps beside the generation weights because it does not lie inside them. memory: what both
+    layouts take, tensor by tensor in one memory where the one's lies inside the other's; an
+    executor's buffers come on top.
     """
 
     received: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINKS, 0))
     sent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINKS, 0))
     peak: int = 0
     redundant: int = 0
+    memory: int = 0
 
     @property
     def received_bytes(self) -> int:
@@ -67,7 +70,7 @@ class BytesReport:
         return Fraction(self.ranks[rank].received_bytes, self.model_bytes)
 
     def peak(self, rank: int) -> Fraction:
-        """What a rank holds at its peak, as a fraction of M."""
+        """What a rank holds of the model at once, as a fraction of M."""
         return Fraction(self.ranks[rank].peak, self.model_bytes)
 
     def redundant(self, rank: int) -> Fraction:

@@ -30,6 +30,7 @@ from streamrl.resharding import (
     Seating,
     Storage,
     allocate,
+    allocate_both,
     chunked,
     inside,
     least_moving,
@@ -81,11 +82,13 @@ def holds(storage: Storage, version: int) -> bool:
 
 
 def switch(executor: Executor, source: Layout, target: Layout) -> dict[str, Any]:
-    """Two versions in a row: whether they came through, and the counts of the second."""
+    """A version between separate memories and one where they are shared: whether they came through,
+    and the counts of the second."""
     rank = dist.get_rank()
-    held, into = allocate(source, rank, DTYPES), allocate(target, rank, DTYPES)
+    apart = allocate(source, rank, DTYPES), allocate(target, rank, DTYPES)
     exact = []
-    for version in (3, 4):
+    for version, (held, into) in (3, apart), (4, allocate_both(source, target, rank, DTYPES)):
+        fill(into, 2)
         moved = executor.run(fill(held, version), into)
         exact.append(holds(into, version) and moved.version == version)
     return {
@@ -93,12 +96,9 @@ def switch(executor: Executor, source: Layout, target: Layout) -> dict[str, Any]
         "received": moved.received_bytes,
         "sent": moved.sent_bytes,
         "rounds": moved.rounds,
-        "under_way": moved.peak_bytes - held_bytes(held, into),
+        "peak": moved.peak_bytes,
+        "buffers": executor.buffer_bytes,
     }
-
-
-def held_bytes(*storages: Storage) -> int:
-    return sum(view.nbytes for storage in storages for _, _, view in storage)
 
 
 CLUSTER = Cluster(2)

@@ -62,8 +62,22 @@ def test_a_switch_of_unequal_stages_is_carried_out() -> None:
     for way, figures in found["ways"].items():
         assert figures["bit_exact"], way
         assert figures["received_of_M"] == figures["planned_of_M"], way
+        assert figures["peak_of_M"] == figures["planned_peak_of_M"], way
         if way != "full_gather":
             assert figures["redundant_of_M"] == ["0"] * 4
+
+
+def test_what_is_served_lies_in_what_is_trained_where_that_is_more() -> None:
+    arguments = asked("1-1-4", "1-2-1-2", grouping="overlap", rounds=1, bucket_mb=100)
+    done = run(*arguments, "--json")
+    assert done.returncode == 0, done.stderr[-4000:]
+    ways = json.loads(done.stdout)["ways"]
+    copies, full = ways["point_to_point"], ways["full_gather"]
+    assert copies["received_of_M"] == copies["copied_of_M"] == ["0"] * 4
+    assert copies["peak_of_M"] == copies["planned_peak_of_M"] == ["1"] * 4
+    # A quarter kept, a half served, one for all that comes, and the quarter that is given.
+    assert full["peak_of_M"] == full["planned_peak_of_M"] == ["2"] * 4
+    assert full["peak_in_one_piece_of_M"] == ["1"] * 4
 
 
 def test_where_nothing_moves_there_is_nothing_to_compare_with() -> None:

@@ -61,6 +61,7 @@ def test_what_is_moved_is_what_the_plan_says(ranks: list[dict[str, Any]]) -> Non
                     counts = report.ranks[rank]
                     assert found["received"] == counts.received_bytes, (name, kind, bucket)
                     assert found["sent"] == counts.sent_bytes, (name, kind, bucket)
+                    assert found["peak"] == counts.memory + found["buffers"], (name, kind, bucket)
 
 
 def test_where_nothing_changes_nothing_travels(ranks: list[dict[str, Any]]) -> None:
@@ -74,9 +75,9 @@ def test_buckets_bound_what_is_under_way(ranks: list[dict[str, Any]]) -> None:
         for way, found in seen["ways"].items():
             if way.endswith("cut"):
                 # Sent and received, or given and gathered.
-                assert found["under_way"] <= 2 * SMALL, way
+                assert found["buffers"] <= 2 * SMALL, way
     whole = "2-2-1 to 1-1-4, copies, whole"
-    assert max(seen["ways"][whole]["under_way"] for seen in ranks) > 2 * SMALL
+    assert max(seen["ways"][whole]["buffers"] for seen in ranks) > 2 * SMALL
 
 
 def test_the_executor_that_is_chosen_moves_what_the_plan_of_copies_says(
@@ -92,7 +93,7 @@ def test_the_executor_that_is_chosen_moves_what_the_plan_of_copies_says(
         report = plan_copies(source, whole, CLUSTER).bytes_report()
         for rank, seen in enumerate(ranks):
             found = seen["least"][name]
-            assert found["exact"] and found["under_way"] <= 2 * SMALL
+            assert found["exact"] and found["buffers"] <= 2 * SMALL
             assert found["received"] == report.ranks[rank].received_bytes, name
 
 
