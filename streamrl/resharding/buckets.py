@@ -107,7 +107,8 @@ def gather_rounds(
 class _Stream:
     """Gifts in turn, of which so many bytes can be taken; num_bytes: what is left.
 
-    Wider elements come first, so that a multiple of the widest never ends within one.
+    Wider elements come first, and all widths are powers of two: a multiple of the widest never ends
+    within an element.
     """
 
     def __init__(self, gifts: Sequence[Gift], itemsizes: Mapping[str, int]) -> None:

@@ -1,13 +1,16 @@
 """Tensors that are cut alike are planned once, and it comes to what the plain way comes to."""
 
+from collections.abc import Iterable
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.resharding.boxes import Box
 from streamrl.resharding.grids import Grid, Seating
-from streamrl.resharding.layouts import Layout, chunked, seated_layout, zero_partitioned
+from streamrl.resharding.layouts import chunked, seated_layout, zero_partitioned
 from streamrl.resharding.patterns import patterns
-from streamrl.resharding.plans import CopyPlan, GatherPlan, plan_copies, plan_gather
+from streamrl.resharding.plans import Copy, CopyPlan, GatherPlan, plan_copies, plan_gather
 from streamrl.resharding.reports import Cluster
 from streamrl.resharding.tensors import ModelSpec, TensorSpec
 from tests.resharding import slow_plans
@@ -36,7 +39,9 @@ def odd_model(model: ModelSpec) -> ModelSpec:
     return ModelSpec((*tensors, TensorSpec("scale", (), (0,))), model.num_places)
 
 
-def check_report(plan: CopyPlan | GatherPlan, made, *, keeps_copy: bool = False) -> None:
+def check_report(
+    plan: CopyPlan | GatherPlan, made: Iterable[Copy], *, keeps_copy: bool = False
+) -> None:
     expected = slow_plans.report(
         plan.source, plan.target, plan.cluster, made, keeps_copy=keeps_copy
     )
@@ -97,15 +102,20 @@ def test_layers_that_are_cut_alike_are_one_pattern() -> None:
         assert found[1].tensors[-1] == "norm"
 
 
-def test_what_is_planned_does_not_grow_with_the_number_of_layers(monkeypatch) -> None:
-    met = []
+def test_planning_grows_with_the_ranks_and_not_with_the_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    met: list[Box] = []
     plain = Box.meet
     monkeypatch.setattr(Box, "meet", lambda box, other: met.append(box) or plain(box, other))
-    counts = []
-    for layers in (4, 40):
-        whole = seated_layout(transformer(layers=layers), Grid.parse("1-1-8").seating())
-        parts = Layout(whole.model, zero_partitioned(whole, [list(range(8))]).shards)
+
+    def meetings(layers: int, ranks: int) -> int:
+        whole = seated_layout(transformer(layers=layers), Grid(1, 1, ranks).seating())
+        parts = zero_partitioned(whole, [list(range(ranks))])
         met.clear()
         plan_copies(parts, whole, Cluster()).bytes_report()
-        counts.append(len(met))
-    assert counts[0] == counts[1] > 0
+        plan_gather(parts, whole, Cluster(), [list(range(ranks))]).bytes_report()
+        return len(met)
+
+    assert meetings(4, 8) == meetings(40, 8) > 0
+    assert meetings(4, 32) < 2 * (32 / 8) * meetings(4, 8)
