@@ -9,10 +9,12 @@ point_to_point  just what each rank lacks, from one rank that holds it
 full_gather     an all-gather of everything, from ZeRO's partitions (DeepSpeed-Chat's)
 
 All are executed. Per rank, as fractions of the model's bytes M: what was received, by count, beside
-Table 2 of arXiv:2409.19256 where sizes divide; the peak of parameters held, as the plan has it and
-as counted with buckets of --bucket-mb; what is kept twice. Every element is compared with the
-unsplit model. seconds are medians of the slowest rank; `over_all_gather` is the median of their
-ratios to an all-gather that brings each rank as many bytes, from memory in one piece.
+Table 2 of arXiv:2409.19256 where sizes divide; what it copied in its own memory; what it holds of
+the model at once where all moves in one piece (the peak of Table 2), and the most memory it took,
+counted and planned: both layouts and buffers of --bucket-mb; what training keeps twice. Every
+element is compared with the unsplit model. seconds are medians of the slowest rank;
+`over_all_gather` is the median of their ratios to an all-gather that brings each rank as many
+bytes, from memory in one piece.
 """
 
 import argparse
@@ -24,12 +26,12 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -53,7 +55,7 @@ from streamrl.resharding import (
     Storage,
     TensorSpec,
     allocate,
-    inside,
+    allocate_both,
     micro_groups,
     plan_copies,
     plan_gather,
@@ -99,9 +101,31 @@ class Switch:
         return plans
 
 
+class OneLineParser(argparse.ArgumentParser):
+    """What is wrong with an argument in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        """Say it and exit with 2."""
+        self.exit(2, f"resharding: {message}\n")
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Make the switch that is asked for and print the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    try:
+        switch = make_switch(arguments)
+        plans = switch.plans()
+    except ValueError as error:
+        parser.error(str(error))
+    with contextlib.redirect_stdout(sys.stderr):
+        found = measure(switch, plans, arguments)
+    print(json.dumps(found, indent=None if arguments.json else 1))
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = OneLineParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--train", default="1-4-2", help="pipeline-tensor-data")
     parser.add_argument("--generate", default="1-2-2-2", help="pipeline-tensor-microdata-data")
     parser.add_argument("--order", default="hf", choices=ORDERS)
@@ -111,14 +135,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--ranks-per-node", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5, help="measured, of each way")
     parser.add_argument("--json", action="store_true", help="the object on one line")
-    arguments = parser.parse_args(argv)
-    try:
-        switch = make_switch(arguments)
-    except ValueError as error:
-        parser.error(str(error))
-    with contextlib.redirect_stdout(sys.stderr):
-        found = measure(switch, int(arguments.bucket_mb * 2**20), arguments.rounds)
-    print(json.dumps(found, indent=None if arguments.json else 1))
+    return parser
 
 
 def make_switch(arguments: argparse.Namespace) -> Switch:
@@ -126,10 +143,17 @@ def make_switch(arguments: argparse.Namespace) -> Switch:
     train = Grid.parse(arguments.train, arguments.order)
     generate = GenerationSizes.parse(arguments.generate)
     if max(train.size, generate.size) > MOST_RANKS:
-        raise ValueError(f"{train.size} ranks: at most {MOST_RANKS} processes are started")
-    if arguments.bucket_mb <= 0 or arguments.rounds < 1:
-        raise ValueError("--bucket-mb and --rounds: must be above 0")
+        ranks = max(train.size, generate.size)
+        raise ValueError(f"{ranks} ranks: at most {MOST_RANKS} processes are started")
+    if arguments.rounds < 1:
+        raise ValueError(f"--rounds={arguments.rounds}: must be at least 1")
     model = MODELS[arguments.model](train, generate)
+    least = train.size * max(spec.itemsize for spec in model.tensors)
+    if not least <= arguments.bucket_mb * 2**20 < math.inf:
+        raise ValueError(
+            f"--bucket-mb={arguments.bucket_mb:g}: must be at least {least} bytes, an element of"
+            f" each rank, and finite"
+        )
     held = seated_layout(model, train.seating())
     serving = seat(arguments.grouping, train, generate, held)
     cluster = Cluster(arguments.ranks_per_node)
@@ -176,13 +200,14 @@ MODELS: dict[str, Callable[[Grid, GenerationSizes], ModelSpec]] = {
 }
 
 
-def measure(switch: Switch, bucket_bytes: int, rounds: int) -> dict[str, Any]:
+def measure(
+    switch: Switch, plans: Mapping[str, CopyPlan | GatherPlan], arguments: argparse.Namespace
+) -> dict[str, Any]:
     """The groups, and the figures of every way."""
-    plans = switch.plans()
+    bucket_bytes = int(arguments.bucket_mb * 2**20)
     with tempfile.TemporaryDirectory() as folder:
-        ranks = run_ranks(
-            partial(one_rank, plans, bucket_bytes, rounds), switch.train.size, Path(folder)
-        )
+        work = partial(one_rank, plans, bucket_bytes, arguments.rounds)
+        ranks = run_ranks(work, switch.train.size, Path(folder))
     train, serving = switch.train.seating(), switch.serving
     exact = plans["point_to_point"].bytes_report()
     return {
@@ -231,22 +256,24 @@ def figures(
 
     received = [row["received_bytes"] for row in seen]
     slowest = [max(row["seconds"][i] for row in seen) for i in range(len(seen[0]["seconds"]))]
-    peers = [max(row["peer_seconds"][i] for row in seen) for i in range(len(slowest))]
-    ratios = [own / peer for own, peer in zip(slowest, peers, strict=True) if peer]
+    moves = any(received)
+    peers = [max(row["peer_seconds"][i] for row in seen) for i in range(len(slowest)) if moves]
+    ratios = [own / peer for own, peer in zip(slowest, peers, strict=moves)]
     return {
         "bit_exact": all(row["bit_exact"] for row in seen),
         "received_of_M": of_model(received),
         "planned_of_M": [str(report.received(rank)) for rank in report.ranks],
         "table_2": table,
         "over_network_of_M": str(Fraction(report.link_bytes("network"), report.model_bytes)),
-        "planned_peak_of_M": [str(report.peak(rank)) for rank in report.ranks],
-        "peak_of_M": [round(row["peak_bytes"] / report.model_bytes, 4) for row in seen],
+        "copied_of_M": of_model([row["copied_bytes"] for row in seen]),
+        "peak_in_one_piece_of_M": [str(report.peak(rank)) for rank in report.ranks],
+        "peak_of_M": of_model([row["peak_bytes"] for row in seen]),
+        "planned_peak_of_M": of_model([row["planned_peak_bytes"] for row in seen]),
         "redundant_of_M": [str(report.redundant(rank)) for rank in report.ranks],
-        "shares_memory": [row["shares_memory"] for row in seen],
         "buckets": max(row["rounds"] for row in seen),
         "seconds": statistics.median(slowest),
-        "all_gather_seconds": statistics.median(peers),
-        "over_all_gather": round(statistics.median(ratios), 2) if ratios else None,
+        "all_gather_seconds": statistics.median(peers) if moves else None,
+        "over_all_gather": round(statistics.median(ratios), 2) if moves else None,
     }
 
 
@@ -282,7 +309,7 @@ def _rank(work: Callable[[], Any], rank: int, count: int, folder: Path) -> None:
 
 
 def one_rank(
-    plans: dict[str, CopyPlan | GatherPlan], bucket_bytes: int, rounds: int
+    plans: Mapping[str, CopyPlan | GatherPlan], bucket_bytes: int, rounds: int
 ) -> dict[str, dict[str, Any]]:
     """What this rank sees of every way."""
     model = next(iter(plans.values())).target.model
@@ -302,8 +329,7 @@ def one_way(
     else:
         executor = GatherInGroups(plan, bucket_bytes=bucket_bytes)
     dtypes = {name: tensor.dtype for name, tensor in whole.items()}
-    target = allocate(plan.target, rank, dtypes)
-    source, shares = _source(plan, rank, target, dtypes)
+    source, target = _memory(plan, rank, dtypes)
     seconds, peers = [], []
     exact = True
     for _ in range(rounds + 1):
@@ -324,31 +350,34 @@ def one_way(
         "seconds": seconds[1:],
         "peer_seconds": peers[1:],
         "bit_exact": exact,
-        "shares_memory": shares,
+        "planned_peak_bytes": plan.bytes_report().ranks[rank].memory + executor.buffer_bytes,
     }
 
 
-def _source(
-    plan: CopyPlan | GatherPlan, rank: int, target: Storage, dtypes: dict[str, torch.dtype]
-) -> tuple[Storage, bool]:
-    """The training shards: inside the generation weights where they fit, else beside them."""
-    if not (isinstance(plan, GatherPlan) and plan.keeps_copy):
-        with contextlib.suppress(ValueError):
-            return inside(plan.source, rank, target), True
-    return allocate(plan.source, rank, dtypes), False
+def _memory(
+    plan: CopyPlan | GatherPlan, rank: int, dtypes: dict[str, torch.dtype]
+) -> tuple[Storage, Storage]:
+    """Both layouts' shards, in one memory where the plan has them share it."""
+    if isinstance(plan, GatherPlan) and plan.keeps_copy:
+        return allocate(plan.source, rank, dtypes), allocate(plan.target, rank, dtypes)
+    return allocate_both(plan.source, plan.target, rank, dtypes)
 
 
-def _all_gather_s(received: int) -> float:
-    """Time for an all-gather of the world that brings each rank as many bytes as any received."""
+def _all_gather_s(received: int) -> float | None:
+    """Time for an all-gather of the world that brings each rank as many bytes as any received.
+
+    None where nobody received any.
+    """
     most = torch.tensor([received])
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    each = int(most) // max(1, dist.get_world_size() - 1)
+    if not int(most):
+        return None
+    each = -(-int(most) // (dist.get_world_size() - 1))
     mine = torch.ones(each, dtype=torch.uint8)
     whole = torch.zeros(each * dist.get_world_size(), dtype=torch.uint8)
     dist.barrier()
     begun = time.perf_counter()
-    if each:
-        dist.all_gather_single(whole, mine)
+    dist.all_gather_single(whole, mine)
     return time.perf_counter() - begun
 
 

@@ -30,8 +30,8 @@ from streamrl.resharding.layouts import (
 )
 from streamrl.resharding.plans import Copy, CopyPlan, GatherPlan, plan_copies, plan_gather
 from streamrl.resharding.reports import BytesReport, Cluster, RankBytes, table_2
-from streamrl.resharding.storage import Storage, allocate, inside, lying_in
-from streamrl.resharding.tensors import Component, ModelSpec, TensorSpec
+from streamrl.resharding.storage import Storage, allocate, allocate_both, inside, lying_in
+from streamrl.resharding.tensors import Component, ModelSpec, TensorSpec, merged_stages
 
 __all__ = [
     "GROUPINGS",
@@ -58,12 +58,14 @@ __all__ = [
     "Storage",
     "TensorSpec",
     "allocate",
+    "allocate_both",
     "chunked",
     "gather_is_least",
     "inside",
     "least_moving",
     "lying_in",
     "max_overlap",
+    "merged_stages",
     "micro_groups",
     "plan_copies",
     "plan_gather",

@@ -1,8 +1,10 @@
 """Boxes: axis-aligned regions of a tensor, half open, and what can be asked of two of them."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
+from operator import add
 
 
 @dataclass(frozen=True, order=True)
@@ -41,7 +43,7 @@ class Box:
         """What picks the box out of the whole tensor."""
         return tuple(slice(low, high) for low, high in self.spans)
 
-    @property
+    @cached_property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
@@ -76,6 +78,16 @@ class Box:
             (*self.stop[:dim], stop, *self.stop[dim + 1 :]),
         )
 
+    def run(self, start: int, stop: int) -> Iterator["Box"]:
+        """Its elements start to stop in row-major order, as boxes in that order."""
+        if start == 0 and stop == self.numel:
+            yield self
+            return
+        for part in flat_boxes(self.shape, start, stop):
+            yield Box(
+                tuple(map(add, part.start, self.start)), tuple(map(add, part.stop, self.start))
+            )
+
     def __str__(self) -> str:
         return "[" + ", ".join(f"{low}:{high}" for low, high in self.spans) + "]"
 
@@ -86,6 +98,11 @@ def remainder(of: Iterable[Box], taken: Iterable[Box]) -> list[Box]:
     for other in taken:
         left = [rest for box in left for rest in box.without(other)]
     return left
+
+
+def nested(inner: Iterable[Box], outer: Collection[Box]) -> bool:
+    """Whether each of the inner boxes lies within one of the outer ones."""
+    return all(any(box.meet(other) == box for other in outer) for box in inner)
 
 
 def total(boxes: Iterable[Box]) -> int:

@@ -1,9 +1,9 @@
 """Cutting a plan into rounds, so that what is under way at once stays bounded."""
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import zip_longest
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from streamrl.resharding.boxes import Box
 from streamrl.resharding.plans import Copy, Gift
@@ -61,45 +61,71 @@ def copy_rounds(
     return rounds
 
 
-def gift_rounds(
-    gives: Sequence[Gift], itemsizes: Mapping[str, int], max_bytes: int
-) -> list[list[Gift]]:
-    """What one rank gives its group, in order, in rounds of at most `max_bytes`."""
-    rounds: list[list[Gift]] = []
-    room = 0
-    for tensor, whole in gives:
-        itemsize = itemsizes[tensor]
-        for box in cut(whole, max(1, max_bytes // itemsize)):
-            size = box.numel * itemsize
-            if not rounds or size > room:
-                rounds.append([])
-                room = max_bytes
-            rounds[-1].append((tensor, box))
-            room -= size
-    return rounds
+@dataclass(frozen=True)
+class GatherRound:
+    """What each rank of a group gives in one round, how many bytes, and where they go in a buffer.
+
+    Where all give as much (`is_even`) it is an all-gather, else a broadcast from each that gives.
+    """
+
+    gives: tuple[tuple[Gift, ...], ...]
+    sizes: tuple[int, ...]
+    starts: tuple[int, ...]
+    is_even: bool
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What a rank needs for all of it, and for its own besides where it is an all-gather."""
+        return self.starts[-1] + self.sizes[-1] * (1 + self.is_even)
 
 
 def gather_rounds(
     gives: Sequence[Sequence[Gift]], itemsizes: Mapping[str, int], bucket_bytes: int
-) -> list[list[list[Gift]]]:
-    """What each rank of a group gives in each round, all of them at most `bucket_bytes`."""
-    each = bucket_bytes // max(1, len(gives))
-    gifts = [gift_rounds(given, itemsizes, each) for given in gives]
-    return [list(at) for at in zip_longest(*gifts, fillvalue=[])]
+) -> list[GatherRound]:
+    """Rounds of at most a bucket in which the ranks of a group give each other what they have.
 
-
-def parcel_bytes(gives: Sequence[Sequence[Gift]], itemsizes: Mapping[str, int]) -> int:
-    """What each rank of a group gives in a round: as much as the largest, and a whole number of the
-    widest elements, so that every parcel behind another can be viewed."""
-    largest = max(sum(box.numel * itemsizes[tensor] for tensor, box in given) for given in gives)
+    They are even as long as all have something left; nothing is given to fill one up.
+    bucket_bytes: at least the widest element of each rank.
+    """
     widest = max(itemsizes.values())
-    return -(-largest // widest) * widest
+    streams = [_Stream(given, itemsizes) for given in gives]
+    even = min(stream.num_bytes for stream in streams) // widest * widest
+    rounds = []
+    while giving := sum(stream.num_bytes > 0 for stream in streams):
+        each = bucket_bytes // (len(streams) if even else giving) // widest * widest
+        size = min(each, even) if even else each
+        left = [stream.num_bytes for stream in streams]
+        given = tuple(stream.take(size) for stream in streams)
+        sizes = tuple(was - stream.num_bytes for was, stream in zip(left, streams, strict=True))
+        # Each parcel begins where its widest elements can be viewed.
+        starts = accumulate((-(-taken // widest) * widest for taken in sizes[:-1]), initial=0)
+        rounds.append(GatherRound(given, sizes, tuple(starts), is_even=even > 0))
+        even -= size if even else 0
+    return rounds
 
 
-def padding_bytes(rounds: Iterable[Sequence[Sequence[Gift]]], itemsizes: Mapping[str, int]) -> int:
-    """What the ranks of a group give besides in these rounds."""
-    padding = 0
-    for gives in rounds:
-        given = sum(box.numel * itemsizes[tensor] for each in gives for tensor, box in each)
-        padding += parcel_bytes(gives, itemsizes) * len(gives) - given
-    return padding
+class _Stream:
+    """Gifts in turn, of which so many bytes can be taken; num_bytes: what is left.
+
+    Wider elements come first, and all widths are powers of two: a multiple of the widest never ends
+    within an element.
+    """
+
+    def __init__(self, gifts: Sequence[Gift], itemsizes: Mapping[str, int]) -> None:
+        self._gifts = deque(sorted(gifts, key=lambda gift: -itemsizes[gift[0]]))
+        self._itemsizes = itemsizes
+        self.num_bytes = sum(box.numel * itemsizes[tensor] for tensor, box in gifts)
+
+    def take(self, num_bytes: int) -> tuple[Gift, ...]:
+        """The next of them, cut where the last one is too large."""
+        taken: list[Gift] = []
+        room = min(num_bytes, self.num_bytes)
+        self.num_bytes -= room
+        while room:
+            tensor, box = self._gifts.popleft()
+            stop = min(box.numel, room // self._itemsizes[tensor])
+            taken.extend((tensor, part) for part in box.run(0, stop))
+            rest = [(tensor, part) for part in box.run(stop, box.numel)]
+            self._gifts.extendleft(reversed(rest))
+            room -= stop * self._itemsizes[tensor]
+        return tuple(taken)

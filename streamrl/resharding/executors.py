@@ -7,21 +7,16 @@ no version from the first byte that is moved until the last one is there.
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import islice
 
 import torch
 import torch.distributed as dist
 
 from streamrl.errors import WeightsError
-from streamrl.resharding.buckets import (
-    UNBOUNDED,
-    copy_rounds,
-    gather_rounds,
-    padding_bytes,
-    parcel_bytes,
-)
+from streamrl.resharding.buckets import UNBOUNDED, GatherRound, copy_rounds, gather_rounds
 from streamrl.resharding.layouts import Layout
 from streamrl.resharding.parcels import Packer
 from streamrl.resharding.plans import CopyPlan, GatherPlan, Gift, plan_copies, plan_gather
@@ -36,8 +31,8 @@ NO_VERSION = -1
 class Moved:
     """What one rank moved in one run, measured.
 
-    received_bytes, sent_bytes: from and to other ranks, each byte once for each rank it reaches,
-    the padding of gathers too. copied_bytes: within this rank's memory. peak_bytes: the buffers of
+    received_bytes, sent_bytes: from and to other ranks, each byte once for each rank it reaches.
+    copied_bytes: within this rank's memory. peak_bytes: the buffers of
     source and target and what was under way. rounds: how often it waited for others.
     """
 
@@ -66,7 +61,12 @@ class _Counts:
 
 
 class Executor(ABC):
-    """Moves a version of the weights from one layout's storage into another's."""
+    """Moves a version of the weights from one layout's storage into another's.
+
+    buffer_bytes: what is under way at once on this rank, beside the memory of both.
+    """
+
+    buffer_bytes: int
 
     def __init__(self, plan: CopyPlan | GatherPlan, *, timeout_s: float) -> None:
         self._rank = dist.get_rank()
@@ -101,7 +101,8 @@ class Executor(ABC):
         """Move all of it, and count."""
 
     def _agree(self, source: Storage) -> int:
-        mine = torch.tensor([NO_VERSION if source.version is None else source.version])
+        version = NO_VERSION if source.version is None else source.version
+        mine = torch.tensor([version], device=meeting_device())
         said = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         everyone = range(dist.get_world_size())
         self._wait(dist.all_gather(said, mine, async_op=True), everyone, "their version")
@@ -137,13 +138,21 @@ class PointToPoint(Executor):
         super().__init__(plan, timeout_s=timeout_s)
         self._stays = [c.gift for c in plan.copies if c.source == c.destination == self._rank]
         self._rounds = []
-        for copies in copy_rounds(plan.copies, self._packer.itemsizes, bucket_bytes):
+        limit = bucket_holding(bucket_bytes, self._packer.itemsizes)
+        for copies in copy_rounds(plan.copies, self._packer.itemsizes, limit):
             sends = self._by_peer((c.destination, c.gift) for c in copies if c.source == self._rank)
             receives = self._by_peer(
                 (c.source, c.gift) for c in copies if c.destination == self._rank
             )
             if sends or receives:
                 self._rounds.append((sends, receives))
+        self.buffer_bytes = max(
+            (
+                sum(self._packer.num_bytes(gifts) for gifts in (*out.values(), *into.values()))
+                for out, into in self._rounds
+            ),
+            default=0,
+        )
 
     def _move(self, source: Storage, target: Storage, counts: _Counts) -> None:
         for tensor, box in self._stays:
@@ -174,7 +183,10 @@ class PointToPoint(Executor):
 
 
 class GatherInGroups(Executor):
-    """All-gathers within the groups of a GatherPlan; each rank keeps what it needs.
+    """Gathers within the groups of a GatherPlan; each rank keeps what it needs.
+
+    All-gathers as long as all ranks of a group have something left to give, and then broadcasts
+    from those that have: no byte is moved for padding.
 
     With micro-DP groups this is HybridFlow's zero-redundancy transition, with the ranks of a model
     replica HybridFlow-V's, and with one group of all ranks DeepSpeed-Chat's full gather. Groups go
@@ -185,46 +197,60 @@ class GatherInGroups(Executor):
         self, plan: GatherPlan, *, bucket_bytes: int = UNBOUNDED, timeout_s: float = 60.0
     ) -> None:
         super().__init__(plan, timeout_s=timeout_s)
+        most = max(map(len, plan.groups), default=1)
+        limit = bucket_holding(bucket_bytes, self._packer.itemsizes, ranks=most)
         self._members: tuple[int, ...] = ()
         for group in plan.groups:
             made = dist.new_group(list(group))
             if self._rank in group:
                 self._members, self._group = group, made
         gives = [plan.gives[rank] for rank in self._members]
-        self._rounds = [
-            [self._packer.in_order(given) for given in at]
-            for at in gather_rounds(gives, self._packer.itemsizes, bucket_bytes)
-        ]
+        self._rounds: list[GatherRound] = []
+        if len(self._members) > 1:
+            self._rounds = gather_rounds(gives, self._packer.itemsizes, limit)
+        self.buffer_bytes = max((step.buffer_bytes for step in self._rounds), default=0)
 
     def _move(self, source: Storage, target: Storage, counts: _Counts) -> None:
         for tensor, held, view in source:
             for wanted, place in target.pieces(tensor):
                 if common := held.meet(wanted):
                     counts.copied += _fill(part(place, wanted, common), part(view, held, common))
-        if len(self._members) <= 1:
+        if not self._rounds:
             return
-        sizes = [parcel_bytes(gives, self._packer.itemsizes) for gives in self._rounds]
+        mine = self._members.index(self._rank)
         # The same memory in every round: an allocator that is asked anew keeps ever more.
-        staging = torch.empty(
-            max(sizes, default=0) * (1 + len(self._members)),
-            dtype=torch.uint8,
-            device=source.device,
-        )
-        for gives, size in zip(self._rounds, sizes, strict=True):
-            mine, parcels = staging[:size], staging[size : size * (1 + len(self._members))]
-            self._packer.pack(source, gives[self._members.index(self._rank)], mine)
-            self._wait(
-                dist.all_gather_single(parcels, mine, group=self._group, async_op=True),
-                self._members,
-                "weights",
-            )
-            for rank, parcel, gifts in zip(
-                self._members, parcels.view(-1, size).unbind(), gives, strict=True
-            ):
-                if rank != self._rank:
-                    self._packer.unpack(parcel, gifts, target)
-            others = size * (len(self._members) - 1)
-            counts.round(received=others, sent=others, staging=others + 2 * size)
+        device = _device_of(source, target)
+        buffer = torch.empty(self.buffer_bytes, dtype=torch.uint8, device=device)
+        for step in self._rounds:
+            spans = zip(step.starts, step.sizes, strict=True)
+            parcels = [buffer[start : start + size] for start, size in spans]
+            if step.is_even:
+                whole = buffer[: sum(step.sizes)]
+                own = buffer[len(whole) : len(whole) + step.sizes[mine]]
+                self._packer.pack(source, step.gives[mine], own)
+                self._all_gather(whole, own)
+            else:
+                self._packer.pack(source, step.gives[mine], parcels[mine])
+                self._broadcast(parcels)
+            for index, parcel in enumerate(parcels):
+                if index != mine:
+                    self._packer.unpack(parcel, step.gives[index], target)
+            others = sum(step.sizes) - step.sizes[mine]
+            sent = step.sizes[mine] * (len(self._members) - 1)
+            counts.round(received=others, sent=sent, staging=buffer.nbytes)
+
+    def _all_gather(self, whole: torch.Tensor, own: torch.Tensor) -> None:
+        work = dist.all_gather_single(whole, own, group=self._group, async_op=True)
+        self._wait(work, self._members, "weights")
+
+    def _broadcast(self, parcels: Sequence[torch.Tensor]) -> None:
+        works = [
+            dist.broadcast(parcel, giver, group=self._group, async_op=True)
+            for giver, parcel in zip(self._members, parcels, strict=True)
+            if parcel.nbytes
+        ]
+        for work in works:
+            self._wait(work, self._members, "weights")
 
 
 def least_moving(
@@ -237,21 +263,40 @@ def least_moving(
     """
     copies = plan_copies(source, target, cluster)
     gather = plan_gather(source, target, cluster, [source.ranks])
-    if gather_is_least(copies, gather, bucket_bytes=bucket_bytes):
+    if gather_is_least(copies, gather):
         return GatherInGroups(gather, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
     return PointToPoint(copies, bucket_bytes=bucket_bytes, timeout_s=timeout_s)
 
 
-def gather_is_least(copies: CopyPlan, gather: GatherPlan, *, bucket_bytes: int) -> bool:
-    """Whether a gather moves no byte more than the copies do, its padding included."""
-    sizes = {spec.name: spec.itemsize for spec in gather.target.model.tensors}
+def gather_is_least(copies: CopyPlan, gather: GatherPlan) -> bool:
+    """Whether a gather moves no byte more than the copies do."""
     least, whole = copies.bytes_report(), gather.bytes_report()
-    if any(least.ranks[r].received_bytes != whole.ranks[r].received_bytes for r in whole.ranks):
-        return False
-    return not any(
-        padding_bytes(gather_rounds([gather.gives[r] for r in group], sizes, bucket_bytes), sizes)
-        for group in gather.groups
+    return all(
+        least.ranks[rank].received_bytes == counts.received_bytes
+        for rank, counts in whole.ranks.items()
     )
+
+
+def _device_of(*storages: Storage) -> torch.device:
+    """Where the first of them is that holds anything; else where the ranks meet."""
+    held = (storage.device for storage in storages for _ in islice(storage, 1))
+    return next(held, meeting_device())
+
+
+def meeting_device() -> torch.device:
+    """Where a tensor must be that the ranks of the default group exchange: nccl takes those of
+    this process's GPU only, whether or not it holds any weights."""
+    if dist.get_backend() == dist.Backend.NCCL:
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def bucket_holding(bucket_bytes: int, itemsizes: Mapping[str, int], *, ranks: int = 1) -> int:
+    """The bucket, if an element of each of so many ranks fits into it. Raises ValueError."""
+    least = ranks * max(itemsizes.values())
+    if bucket_bytes < least:
+        raise ValueError(f"buckets of {bucket_bytes} bytes: must be at least {least}")
+    return bucket_bytes
 
 
 def _fill(place: torch.Tensor, given: torch.Tensor) -> int:

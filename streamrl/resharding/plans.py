@@ -5,13 +5,18 @@ each other all they hold, as an all-gather does, and each keep what it needs. Ev
 plan for itself, from the same layouts, and all come to the same.
 """
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from streamrl.resharding.boxes import Box, remainder, total, union_numel
+from streamrl.resharding.boxes import Box, nested, remainder, total
 from streamrl.resharding.layouts import Layout
-from streamrl.resharding.reports import BytesReport, Cluster, RankBytes
+from streamrl.resharding.patterns import Fragment, Fragments, Pattern, patterns
+from streamrl.resharding.reports import BytesReport, Cluster, RankBytes, count
+
+Key = TypeVar("Key", bound=Hashable)
+Value = TypeVar("Value")
 
 #: A box of a tensor, named.
 Gift = tuple[str, Box]
@@ -26,18 +31,46 @@ class Copy:
     destination: int
 
 
+#: The boxes of a tensor that one rank gets, and who gives each.
+Gifts = tuple[tuple[Box, int], ...]
+#: What every rank gets of a tensor; those that get the same from the same have one object.
+Moves = Mapping[int, Gifts]
+
+
 @dataclass(frozen=True)
 class CopyPlan:
-    """What every rank of `target` needs and lacks, each box from one rank that holds it."""
+    """What every rank of `target` needs and lacks, each box from one rank that holds it.
+
+    moves: by tensor; tensors that are cut alike may have one object.
+    """
 
     source: Layout
     target: Layout
     cluster: Cluster
-    copies: tuple[Copy, ...]
+    moves: Mapping[str, Moves]
+
+    @property
+    def copies(self) -> Iterator[Copy]:
+        """Every copy: by tensors, then by ranks, and of each first what stays where it is."""
+        for tensor, moves in self.moves.items():
+            for rank, gifts in moves.items():
+                for at_home in (True, False):
+                    for box, giver in gifts:
+                        if (giver == rank) is at_home:
+                            yield Copy((tensor, box), giver, rank)
 
     def bytes_report(self) -> BytesReport:
         """What moves between the ranks, exactly the copies."""
-        return _report(self.source, self.target, self.cluster, self.copies)
+        ranks = _held_bytes(self.source, self.target)
+        sizes = _sizes(self.target)
+        for moves, tensors in _by_identity(self.moves):
+            each = sum(sizes[tensor] for tensor in tensors)
+            for gifts, takers in _by_identity(moves):
+                amounts: dict[int, int] = defaultdict(int)
+                for box, giver in gifts:
+                    amounts[giver] += box.numel * each
+                count(ranks, self.cluster, amounts, set(takers))
+        return BytesReport(self.target.model.num_bytes, ranks)
 
 
 @dataclass(frozen=True)
@@ -56,7 +89,7 @@ class GatherPlan:
     keeps_copy: bool = False
 
     @property
-    def copies(self) -> Iterable[Copy]:
+    def copies(self) -> Iterator[Copy]:
         """Everything that reaches a rank, needed there or not."""
         for group in self.groups:
             for source in group:
@@ -66,9 +99,18 @@ class GatherPlan:
 
     def bytes_report(self) -> BytesReport:
         """What moves between the ranks: each receives all that the others of its group give."""
-        return _report(
-            self.source, self.target, self.cluster, self.copies, keeps_copy=self.keeps_copy
-        )
+        ranks = _held_bytes(self.source, self.target, keeps_copy=self.keeps_copy)
+        sizes = _sizes(self.target)
+        for group in self.groups:
+            amounts = {
+                rank: sum(box.numel * sizes[tensor] for tensor, box in self.gives[rank])
+                for rank in group
+            }
+            count(ranks, self.cluster, amounts, set(group))
+            for rank in group:
+                # All that any of them holds; what they want is among it.
+                ranks[rank].peak = sum(amounts.values())
+        return BytesReport(self.target.model.num_bytes, ranks)
 
 
 def plan_copies(source: Layout, target: Layout, cluster: Cluster) -> CopyPlan:
@@ -77,20 +119,25 @@ def plan_copies(source: Layout, target: Layout, cluster: Cluster) -> CopyPlan:
     What a rank holds already stays. The rest comes from a rank of the same node where one has it,
     and from the one that has sent least so far. Raises ValueError if nobody holds what is needed.
     """
-    sizes = {spec.name: spec.itemsize for spec in target.model.tensors}
-    sent: dict[int, int] = defaultdict(int)
-    copies = []
-    for tensor, itemsize in sizes.items():
-        holders = _holders(source, tensor)
-        for rank in target.ranks:
-            for box, ranks in _found(target.boxes(rank, tensor), holders, rank):
-                if not ranks:
-                    raise ValueError(f"{tensor}{box}, needed by rank {rank}: no rank holds it")
-                giver = min(ranks, key=lambda r: (cluster.link(r, rank) == "network", sent[r], r))
-                if giver != rank:
-                    sent[giver] += box.numel * itemsize
-                copies.append(Copy((tensor, box), giver, rank))
-    return CopyPlan(source, target, cluster, tuple(copies))
+    sent: Counter[int] = Counter()
+    found = patterns(source, target)
+    of_tensor = {tensor: pattern for pattern in found for tensor in pattern.tensors}
+    wants: dict[Pattern, Mapping[int, list[Fragment]]] = {}
+    settled: dict[Pattern, tuple[Moves, Counter[int]]] = {}
+    moves: dict[str, Moves] = {}
+    for spec in target.model.tensors:
+        pattern = of_tensor[spec.name]
+        if pattern not in wants:
+            wants[pattern] = _wants(pattern, pattern.fragments(), target.ranks, "no rank")
+            if not _has_choice(wants[pattern]):
+                own: Counter[int] = Counter()
+                settled[pattern] = _moves(wants[pattern], spec.itemsize, cluster, own), own
+        if pattern in settled:
+            moves[spec.name], own = settled[pattern]
+            sent.update(own)
+        else:
+            moves[spec.name] = _moves(wants[pattern], spec.itemsize, cluster, sent)
+    return CopyPlan(source, target, cluster, moves)
 
 
 def plan_gather(
@@ -105,25 +152,21 @@ def plan_gather(
 
     Raises ValueError if a rank needs what its group does not hold.
     """
-    sizes = {spec.name: spec.itemsize for spec in target.model.tensors}
+    sizes = _sizes(target)
+    found = patterns(source, target)
     gives: dict[int, list[Gift]] = {rank: [] for group in groups for rank in group}
-    given: dict[int, int] = defaultdict(int)
+    given: Counter[int] = Counter()
     for group in groups:
+        held = {}
+        for pattern in found:
+            fragments = pattern.fragments(group)
+            _wants(pattern, fragments, group, f"no rank of its group {list(group)}")
+            held.update(dict.fromkeys(pattern.tensors, fragments.held))
         for tensor, itemsize in sizes.items():
-            holders = _holders(source, tensor, within=group)
-            done: list[Box] = []
-            for held, ranks in holders.items():
-                for box in remainder([held], done):
-                    giver = min(ranks, key=lambda rank: (given[rank], rank))
-                    gives[giver].append((tensor, box))
-                    given[giver] += box.numel * itemsize
-                done.append(held)
-            for rank in group:
-                for lack in remainder(target.boxes(rank, tensor), done):
-                    raise ValueError(
-                        f"{tensor}{lack}, needed by rank {rank}: no rank of its group"
-                        f" {list(group)} holds it"
-                    )
+            for box, ranks in held[tensor]:
+                giver = min(ranks, key=lambda rank: (given[rank], rank))
+                gives[giver].append((tensor, box))
+                given[giver] += box.numel * itemsize
     return GatherPlan(
         source,
         target,
@@ -134,62 +177,86 @@ def plan_gather(
     )
 
 
-def _holders(
-    layout: Layout, tensor: str, within: Sequence[int] | None = None
-) -> dict[Box, list[int]]:
-    """Every box of a tensor that is held, with the ranks that hold just that."""
-    found: dict[Box, list[int]] = {}
-    for rank in layout.ranks if within is None else within:
-        for box in layout.boxes(rank, tensor):
-            found.setdefault(box, []).append(rank)
-    return found
+def _wants(
+    pattern: Pattern, fragments: Fragments, ranks: Collection[int], nobody: str
+) -> dict[int, list[Fragment]]:
+    """Of each of these ranks, the fragments that make up what it wants, in the order of the ranks.
 
-
-def _found(
-    needed: Iterable[Box], holders: Mapping[Box, Sequence[int]], rank: int
-) -> Iterable[tuple[Box, Sequence[int]]]:
-    """Disjoint boxes that make up `needed`, each with the ranks that hold it; none are left over.
-
-    What `rank` itself holds comes first.
+    Ranks that want the same have the same list. Raises ValueError where there are not enough.
     """
-    own = sorted(holders, key=lambda box: rank not in holders[box])
-    left = list(needed)
-    for held in own:
-        ranks = [rank] if rank in holders[held] else holders[held]
-        for box in left:
-            common = box.meet(held)
-            if common:
-                yield common, ranks
-        left = remainder(left, [held])
-        if not left:
-            return
-    for box in left:
-        yield box, ()
+    found = {boxes: fragments.within(boxes) for boxes in pattern.takers(ranks)}
+    for boxes, takers in pattern.takers(ranks).items():
+        for lack in fragments.lacking(boxes, found[boxes]):
+            raise ValueError(
+                f"{pattern.tensors[0]}{lack}, needed by rank {takers[0]}: {nobody} holds it"
+            )
+    return {rank: found[pattern.wanted[rank]] for rank in ranks if rank in pattern.wanted}
 
 
-def _report(
-    source: Layout,
-    target: Layout,
-    cluster: Cluster,
-    copies: Iterable[Copy],
-    *,
-    keeps_copy: bool = False,
-) -> BytesReport:
-    sizes = {spec.name: spec.itemsize for spec in target.model.tensors}
+def _has_choice(wants: Mapping[int, list[Fragment]]) -> bool:
+    """Whether any rank may get something from one or another."""
+    return any(
+        len(holders) > 1 and rank not in holders
+        for rank, fragments in wants.items()
+        for _, holders in fragments
+    )
+
+
+def _moves(
+    wants: Mapping[int, list[Fragment]], itemsize: int, cluster: Cluster, sent: Counter[int]
+) -> Moves:
+    """Who gives what; `sent`, the bytes that each rank has sent so far, goes up."""
+    made: dict[tuple[int, tuple[int, ...]], Gifts] = {}
+    moves = {}
+    for rank, fragments in wants.items():
+        givers = []
+        for box, holders in fragments:
+            giver = _giver(holders, rank, cluster, sent)
+            if giver != rank:
+                sent[giver] += box.numel * itemsize
+            givers.append(giver)
+        key = (id(fragments), tuple(givers))
+        if key not in made:
+            boxes = (box for box, _ in fragments)
+            made[key] = tuple(zip(boxes, givers, strict=True))
+        moves[rank] = made[key]
+    return moves
+
+
+def _giver(holders: Sequence[int], rank: int, cluster: Cluster, sent: Mapping[int, int]) -> int:
+    if rank in holders:
+        return rank
+    if len(holders) == 1:
+        return holders[0]
+    return min(holders, key=lambda r: (cluster.link(r, rank) == "network", sent[r], r))
+
+
+def _held_bytes(
+    source: Layout, target: Layout, *, keeps_copy: bool = False
+) -> dict[int, RankBytes]:
+    """What every rank holds of both layouts and what it keeps twice; nothing has moved yet."""
     ranks = {rank: RankBytes() for rank in sorted({*source.ranks, *target.ranks})}
-    arrived: dict[int, dict[str, list[Box]]] = defaultdict(lambda: defaultdict(list))
-    for copy in copies:
-        link = cluster.link(copy.source, copy.destination)
-        tensor, box = copy.gift
-        num_bytes = box.numel * sizes[tensor]
-        ranks[copy.destination].received[link] += num_bytes
-        ranks[copy.source].sent[link] += num_bytes
-        arrived[copy.destination][tensor].append(box)
-    for rank, counts in ranks.items():
-        for tensor, itemsize in sizes.items():
-            held, wanted = source.boxes(rank, tensor), target.boxes(rank, tensor)
-            come = arrived[rank][tensor]
-            counts.peak += itemsize * union_numel([*come, *held, *wanted])
-            beside = held if keeps_copy else remainder(held, wanted)
-            counts.redundant += itemsize * total(beside)
-    return BytesReport(target.model.num_bytes, ranks)
+    for pattern in patterns(source, target):
+        for (held, wanted), alike in pattern.pairs.items():
+            beside = total(remainder(held, wanted))
+            memory = total(held) + total(wanted)
+            if not keeps_copy and (nested(held, wanted) or nested(wanted, held)):
+                memory = max(total(held), total(wanted))
+            for rank in alike:
+                counts = ranks[rank]
+                counts.peak += (beside + total(wanted)) * pattern.bytes_each
+                counts.redundant += (total(held) if keeps_copy else beside) * pattern.bytes_each
+                counts.memory += memory * pattern.bytes_each
+    return ranks
+
+
+def _sizes(layout: Layout) -> dict[str, int]:
+    return {spec.name: spec.itemsize for spec in layout.model.tensors}
+
+
+def _by_identity(objects: Mapping[Key, Value]) -> list[tuple[Value, list[Key]]]:
+    """Every object, with the keys it has."""
+    found: dict[int, tuple[Value, list[Key]]] = {}
+    for key, each in objects.items():
+        found.setdefault(id(each), (each, []))[1].append(key)
+    return list(found.values())

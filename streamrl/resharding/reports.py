@@ -1,6 +1,7 @@
 """What a plan moves and holds, in bytes: for every rank, over which link, and at its peak."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
@@ -33,15 +34,18 @@ class Cluster:
 class RankBytes:
     """One rank's share of a plan, in bytes.
 
-    received, sent: by link; `local` is what stays where it is, in both. peak: parameters held at
-    once while the plan is executed without buckets. redundant: what training keeps beside the
-    generation weights because it does not lie inside them.
+    received, sent: by link; `local` is what stays where it is, in both. peak: of the model at once,
+    each element once, where all of it moves in one piece: the paper's. redundant: what training
+    keeps beside the generation weights because it does not lie inside them. memory: what both
+    layouts take, tensor by tensor in one memory where the one's lies inside the other's; an
+    executor's buffers come on top.
     """
 
     received: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINKS, 0))
     sent: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LINKS, 0))
     peak: int = 0
     redundant: int = 0
+    memory: int = 0
 
     @property
     def received_bytes(self) -> int:
@@ -66,7 +70,7 @@ class BytesReport:
         return Fraction(self.ranks[rank].received_bytes, self.model_bytes)
 
     def peak(self, rank: int) -> Fraction:
-        """What a rank holds at its peak, as a fraction of M."""
+        """What a rank holds of the model at once, as a fraction of M."""
         return Fraction(self.ranks[rank].peak, self.model_bytes)
 
     def redundant(self, rank: int) -> Fraction:
@@ -76,6 +80,34 @@ class BytesReport:
     def link_bytes(self, link: str) -> int:
         """What all ranks together receive over a link."""
         return sum(rank.received[link] for rank in self.ranks.values())
+
+
+def count(
+    ranks: Mapping[int, RankBytes],
+    cluster: Cluster,
+    amounts: Mapping[int, int],
+    takers: Collection[int],
+) -> None:
+    """Count that each of the takers gets so many bytes from each giver, itself perhaps among them.
+
+    Takes a step for each giver and each taker, not for each two of them.
+    """
+    nodes = Counter(cluster.node(rank) for rank in takers)
+    from_node: Counter[int] = Counter()
+    for giver, amount in amounts.items():
+        node = cluster.node(giver)
+        from_node[node] += amount
+        own = int(giver in takers)
+        _add(ranks[giver].sent, amount, (own, nodes[node] - own, len(takers) - nodes[node]))
+    everything = from_node.total()
+    for taker in takers:
+        own, near = amounts.get(taker, 0), from_node[cluster.node(taker)]
+        _add(ranks[taker].received, 1, (own, near - own, everything - near))
+
+
+def _add(counts: dict[str, int], num_bytes: int, times: tuple[int, int, int]) -> None:
+    for link, often in zip(LINKS, times, strict=True):
+        counts[link] += num_bytes * often
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from streamrl.resharding.boxes import Box
+from streamrl.resharding.boxes import Box, nested
 from streamrl.resharding.layouts import Layout, Shard
 
 
@@ -40,6 +40,10 @@ class Storage:
         """What is held of a tensor; nothing if none of it."""
         return self._views.get(tensor, ())
 
+    def beside(self, other: "Storage") -> "Storage":
+        """The pieces of both, which are of different tensors."""
+        return Storage({**self._views, **other._views}, version=self.version)
+
     def view(self, tensor: str, box: Box) -> torch.Tensor:
         """The elements of a box that lies within one piece, to read or to fill."""
         for held, view in self.pieces(tensor):
@@ -70,6 +74,46 @@ def allocate(
             raise ValueError(f"{tensor}: {dtype} has not {specs[tensor].itemsize} bytes")
         buffers[tensor] = torch.empty(shard.numel, dtype=dtype, device=device)
     return lying_in(buffers, shards)
+
+
+def allocate_both(
+    source: Layout,
+    target: Layout,
+    rank: int,
+    dtypes: Mapping[str, torch.dtype],
+    *,
+    device: str = "cpu",
+) -> tuple[Storage, Storage]:
+    """New memory for a rank's shards of two layouts.
+
+    Tensor by tensor, those of the one are views into those of the other where they lie inside.
+    """
+    in_target = {
+        name
+        for name, shard in source.shards.get(rank, {}).items()
+        if nested(shard.boxes, target.boxes(rank, name))
+    }
+    in_source = {
+        name
+        for name, shard in target.shards.get(rank, {}).items()
+        if name not in in_target and nested(shard.boxes, source.boxes(rank, name))
+    }
+    held, wanted = (
+        allocate(_some(layout, rank, elsewhere, without=True), rank, dtypes, device=device)
+        for layout, elsewhere in ((source, in_target), (target, in_source))
+    )
+    return (
+        held.beside(inside(_some(source, rank, in_target), rank, wanted)),
+        wanted.beside(inside(_some(target, rank, in_source), rank, held)),
+    )
+
+
+def _some(layout: Layout, rank: int, names: set[str], *, without: bool = False) -> Layout:
+    """One rank's shards of these tensors, or of all others."""
+    shards = layout.shards.get(rank, {})
+    return Layout(
+        layout.model, {rank: {n: shards[n] for n in shards if (n in names) is not without}}
+    )
 
 
 def lying_in(

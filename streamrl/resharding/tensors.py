@@ -8,6 +8,7 @@ its places: a tied embedding has two, the first and the last.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from streamrl.resharding.boxes import Box
 
@@ -127,11 +128,27 @@ class ModelSpec:
 
 
 def even_stages(num_places: int, stages: int) -> tuple[int, ...]:
-    """How many places each stage holds; the first ones get one more where it does not divide."""
-    share, more = divmod(num_places, stages)
-    if not share:
+    """How many places each stage holds: as many in each, or one more in some.
+
+    Those spread so that fewer stages are made of whole ones wherever the numbers of stages divide:
+    6 places are 2, 1, 2, 1 in four stages and 3, 3 in two.
+    """
+    if stages > num_places:
         raise ValueError(f"{stages} pipeline stages for {num_places} places")
-    return tuple(share + (index < more) for index in range(stages))
+    ends = [-(-index * num_places // stages) for index in range(stages + 1)]
+    return tuple(stop - start for start, stop in pairwise(ends))
+
+
+def merged_stages(counts: Sequence[int], stages: int) -> tuple[int, ...]:
+    """The places of so many stages, each made of as many consecutive ones of these.
+
+    For the generation stages of training stages that are listed, which zero redundancy needs whole.
+    Raises ValueError where they do not divide.
+    """
+    if stages < 1 or len(counts) % stages:
+        raise ValueError(f"{len(counts)} stages do not make up {stages}")
+    ratio = len(counts) // stages
+    return tuple(sum(counts[at : at + ratio]) for at in range(0, len(counts), ratio))
 
 
 def stage_places(counts: Sequence[int]) -> list[range]:

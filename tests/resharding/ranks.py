@@ -8,6 +8,7 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,12 @@ from streamrl.resharding import (
     GatherInGroups,
     Grid,
     Layout,
+    ModelSpec,
     PointToPoint,
     Seating,
     Storage,
     allocate,
+    allocate_both,
     chunked,
     inside,
     least_moving,
@@ -43,10 +46,14 @@ SMALL = 128
 """Bytes of a bucket: smaller than most tensors, so that they are cut."""
 LATE_S = 2.0
 
-MODEL = transformer()
-NAMES = list(MODEL.by_name())
 # Of two widths, as where norms stay in float32.
-DTYPES = {name: torch.int32 if "norm" in name else torch.float32 for name in NAMES}
+PLAIN = transformer()
+MODEL = ModelSpec(
+    tuple(replace(s, itemsize=8) if "norm" in s.name else s for s in PLAIN.tensors),
+    PLAIN.num_places,
+)
+NAMES = list(MODEL.by_name())
+DTYPES = {name: torch.int64 if "norm" in name else torch.float32 for name in NAMES}
 
 
 def layout(sizes: str, *, order: str = "hf", first: int = 0) -> Layout:
@@ -75,11 +82,13 @@ def holds(storage: Storage, version: int) -> bool:
 
 
 def switch(executor: Executor, source: Layout, target: Layout) -> dict[str, Any]:
-    """Two versions in a row: whether they came through, and the counts of the second."""
+    """A version between separate memories and one where they are shared: whether they came through,
+    and the counts of the second."""
     rank = dist.get_rank()
-    held, into = allocate(source, rank, DTYPES), allocate(target, rank, DTYPES)
+    apart = allocate(source, rank, DTYPES), allocate(target, rank, DTYPES)
     exact = []
-    for version in (3, 4):
+    for version, (held, into) in (3, apart), (4, allocate_both(source, target, rank, DTYPES)):
+        fill(into, 2)
         moved = executor.run(fill(held, version), into)
         exact.append(holds(into, version) and moved.version == version)
     return {
@@ -87,21 +96,17 @@ def switch(executor: Executor, source: Layout, target: Layout) -> dict[str, Any]
         "received": moved.received_bytes,
         "sent": moved.sent_bytes,
         "rounds": moved.rounds,
-        "under_way": moved.peak_bytes - held_bytes(held, into),
+        "peak": moved.peak_bytes,
+        "buffers": executor.buffer_bytes,
     }
-
-
-def held_bytes(*storages: Storage) -> int:
-    return sum(view.nbytes for storage in storages for _, _, view in storage)
 
 
 CLUSTER = Cluster(2)
 
 
-def ways() -> dict[str, Any]:
-    """Every executor between many layouts, in one piece and in small buckets."""
-    found = {}
-    pairs = {
+def pairs() -> dict[str, tuple[Layout, Layout]]:
+    """Layouts that are switched."""
+    return {
         "1-4-1 to 1-2-2": (layout("1-4-1"), layout("1-2-2")),
         "1-2-2 to 1-4-1": (layout("1-2-2"), layout("1-4-1")),
         "2-2-1 to 1-1-4": (layout("2-2-1", order="mcore"), layout("1-1-4")),
@@ -110,7 +115,12 @@ def ways() -> dict[str, Any]:
         "fsdp to 1-1-4": (chunked(layout("1-2-2"), [[0, 2], [1, 3]]), layout("1-1-4")),
         "itself": (layout("1-2-2"), layout("1-2-2")),
     }
-    for name, (source, target) in pairs.items():
+
+
+def ways() -> dict[str, Any]:
+    """Every executor between them, in one piece and in small buckets."""
+    found = {}
+    for name, (source, target) in pairs().items():
         copies = plan_copies(source, target, CLUSTER)
         gather = plan_gather(source, target, CLUSTER, [list(range(WORLD))])
         for bucket, limit in (("whole", {}), ("cut", {"bucket_bytes": SMALL})):
@@ -154,6 +164,26 @@ def shared() -> dict[str, Any]:
     held = inside(source, rank, into) if stays else allocate(source, rank, DTYPES)
     moved = PointToPoint(plan_copies(source, target, CLUSTER)).run(fill(held, 5), into)
     return {"exact": holds(into, 5), "copied": moved.copied_bytes}
+
+
+def small_buckets() -> list[str]:
+    """What is said of buckets that have no room for an element, of each rank in a gather."""
+    source, target = layout("1-4-1"), layout("1-2-2")
+    errors = []
+    for make, bucket_bytes in (
+        (lambda most: PointToPoint(plan_copies(source, target, CLUSTER), bucket_bytes=most), 3),
+        (
+            lambda most: GatherInGroups(
+                plan_gather(source, target, CLUSTER, [list(range(WORLD))]), bucket_bytes=most
+            ),
+            15,
+        ),
+    ):
+        try:
+            make(bucket_bytes)
+        except ValueError as error:
+            errors.append(str(error))
+    return errors
 
 
 def fsdp() -> dict[str, list[float]]:
@@ -225,6 +255,7 @@ def one_rank(rank: int, folder: Path) -> None:
         "least": least(),
         "pools": pools(),
         "shared": shared(),
+        "small_buckets": small_buckets(),
         "fsdp": fsdp(),
         "odd_version": odd_version(),
         # The last one: it breaks the connections.

@@ -22,7 +22,8 @@ from streamrl.resharding import (
     whole_shard,
     zero_partitioned,
 )
-from tests.resharding.ranks import CLUSTER, LATE_S, SMALL, WORLD, layout
+from streamrl.resharding.executors import meeting_device
+from tests.resharding.ranks import CLUSTER, LATE_S, SMALL, WORLD, layout, pairs
 
 
 @pytest.fixture(scope="module")
@@ -46,16 +47,21 @@ def test_every_way_between_any_layouts_is_bit_exact(ranks: list[dict[str, Any]])
         assert not wrong, f"rank {rank}"
 
 
-def test_what_is_received_is_what_the_plan_says(ranks: list[dict[str, Any]]) -> None:
-    report = plan_copies(layout("1-4-1"), layout("1-2-2"), CLUSTER).bytes_report()
-    for bucket in ("whole", "cut"):
-        seen = [rank["ways"][f"1-4-1 to 1-2-2, copies, {bucket}"] for rank in ranks]
-        assert [found["received"] for found in seen] == [
-            report.ranks[rank].received_bytes for rank in range(WORLD)
-        ]
-        assert [found["sent"] for found in seen] == [
-            report.ranks[rank].sent_bytes for rank in range(WORLD)
-        ]
+def test_what_is_moved_is_what_the_plan_says(ranks: list[dict[str, Any]]) -> None:
+    for name, (source, target) in pairs().items():
+        plans = {
+            "copies": plan_copies(source, target, CLUSTER),
+            "gather": plan_gather(source, target, CLUSTER, [list(range(WORLD))]),
+        }
+        for kind, plan in plans.items():
+            report = plan.bytes_report()
+            for bucket in ("whole", "cut"):
+                seen = [rank["ways"][f"{name}, {kind}, {bucket}"] for rank in ranks]
+                for rank, found in enumerate(seen):
+                    counts = report.ranks[rank]
+                    assert found["received"] == counts.received_bytes, (name, kind, bucket)
+                    assert found["sent"] == counts.sent_bytes, (name, kind, bucket)
+                    assert found["peak"] == counts.memory + found["buffers"], (name, kind, bucket)
 
 
 def test_where_nothing_changes_nothing_travels(ranks: list[dict[str, Any]]) -> None:
@@ -69,9 +75,9 @@ def test_buckets_bound_what_is_under_way(ranks: list[dict[str, Any]]) -> None:
         for way, found in seen["ways"].items():
             if way.endswith("cut"):
                 # Sent and received, or given and gathered.
-                assert found["under_way"] <= 2 * SMALL, way
+                assert found["buffers"] <= 2 * SMALL, way
     whole = "2-2-1 to 1-1-4, copies, whole"
-    assert max(seen["ways"][whole]["under_way"] for seen in ranks) > 2 * SMALL
+    assert max(seen["ways"][whole]["buffers"] for seen in ranks) > 2 * SMALL
 
 
 def test_the_executor_that_is_chosen_moves_what_the_plan_of_copies_says(
@@ -87,27 +93,24 @@ def test_the_executor_that_is_chosen_moves_what_the_plan_of_copies_says(
         report = plan_copies(source, whole, CLUSTER).bytes_report()
         for rank, seen in enumerate(ranks):
             found = seen["least"][name]
-            assert found["exact"] and found["under_way"] <= 2 * SMALL
+            assert found["exact"] and found["buffers"] <= 2 * SMALL
             assert found["received"] == report.ranks[rank].received_bytes, name
 
 
-@pytest.mark.parametrize(
-    ("rows", "is_least"), [(8, True), (6, False)], ids=["even", "the last rank has less"]
-)
-def test_a_gather_is_chosen_where_it_has_nothing_to_pad(rows: int, is_least: bool) -> None:
+@pytest.mark.parametrize("rows", [8, 6, 1], ids=["even", "the last has less", "the last has none"])
+def test_a_gather_is_chosen_where_it_brings_what_is_lacking(rows: int) -> None:
     model = ModelSpec((TensorSpec("a", (rows, 1), (0,)), TensorSpec("b", (8,), (0,))), 1)
     whole = seated_layout(model, Grid.parse("1-1-4").seating())
     parts = zero_partitioned(whole, [list(range(WORLD))])
     copies = plan_copies(parts, whole, CLUSTER)
-    gather = plan_gather(parts, whole, CLUSTER, [list(range(WORLD))])
-    assert gather_is_least(copies, gather, bucket_bytes=SMALL) is is_least
+    assert gather_is_least(copies, plan_gather(parts, whole, CLUSTER, [list(range(WORLD))]))
 
 
 def test_a_gather_is_not_chosen_where_all_have_all() -> None:
     whole = layout("1-1-4")
     copies = plan_copies(whole, whole, CLUSTER)
     gather = plan_gather(whole, whole, CLUSTER, [list(range(WORLD))])
-    assert not gather_is_least(copies, gather, bucket_bytes=SMALL)
+    assert not gather_is_least(copies, gather)
 
 
 def test_shards_lie_in_padded_buffers_that_are_part_of_a_larger_one() -> None:
@@ -122,6 +125,25 @@ def test_shards_lie_in_padded_buffers_that_are_part_of_a_larger_one() -> None:
         seen[box.slices] = view
     assert seen.flatten().tolist() == [-1] * 8 + list(range(3, 10))
     assert storage.version == 7
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"), [("gloo", "cpu"), ("undefined", "cpu"), ("nccl", "cuda:3")]
+)
+def test_versions_are_exchanged_where_the_group_takes_tensors(
+    backend: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert meeting_device() == torch.device(device)
+
+
+def test_a_bucket_without_room_for_an_element_is_refused(ranks: list[dict[str, Any]]) -> None:
+    for seen in ranks:
+        assert seen["small_buckets"] == [
+            "buckets of 3 bytes: must be at least 8",
+            "buckets of 15 bytes: must be at least 32",
+        ]
 
 
 def test_weights_go_from_one_pool_to_another(ranks: list[dict[str, Any]]) -> None:

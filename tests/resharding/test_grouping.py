@@ -1,5 +1,7 @@
 """Groups of training and generation: the paper's, ReaL's, and what must hold for any sizes."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
@@ -14,8 +16,9 @@ from streamrl.resharding.grouping import (
     zero_redundancy,
 )
 from streamrl.resharding.layouts import seated_layout
-from streamrl.resharding.plans import plan_copies
+from streamrl.resharding.plans import plan_copies, plan_gather
 from streamrl.resharding.reports import Cluster
+from streamrl.resharding.tensors import merged_stages
 from tests.resharding.models import even, transformer
 
 
@@ -153,6 +156,33 @@ def test_zero_redundancy_holds_for_all_sizes_that_divide_and_overlap_keeps_as_mu
     assert sum(best.received(rank) for rank in best.ranks) == sum(
         report.received(rank) for rank in report.ranks
     )
+
+
+@given(SIZES, SIZES, st.integers(1, 2), SIZES, SIZES, st.integers(2, 9), st.data())
+def test_zero_redundancy_holds_where_the_stages_have_unequal_layers(
+    stages: int, tensor: int, replicas: int, more_stages: int, more_tensor: int, layers: int, data
+) -> None:
+    assume(tensor * more_tensor in (1, 2, 4) and stages * more_stages <= layers + 2)
+    order = data.draw(st.sampled_from(["hf", "mcore"]))
+    grid = Grid(stages * more_stages, tensor * more_tensor, replicas, order)
+    sizes = GenerationSizes(stages, tensor, more_stages * more_tensor, replicas)
+    model = transformer(layers=layers, heads=4, kv_heads=4)
+    listed = None
+    if data.draw(st.booleans()):
+        ends = data.draw(st.permutations(range(1, layers + 2)).map(lambda p: p[: grid.stages - 1]))
+        listed = [b - a for a, b in pairwise([0, *sorted(ends), layers + 2])]
+    serving = zero_redundancy(grid, sizes)
+    held = seated_layout(model, grid.seating(), stages=listed)
+    merged = merged_stages(listed, stages) if listed else None
+    served = seated_layout(model, serving, stages=merged)
+    for plan in (
+        plan_copies(held, served, Cluster()),
+        plan_gather(held, served, Cluster(), micro_groups(grid, serving)),
+    ):
+        report = plan.bytes_report()
+        for rank in report.ranks:
+            assert report.redundant(rank) == 0
+            assert report.ranks[rank].peak == served.num_bytes(rank)
 
 
 @given(SIZES, SIZES, SIZES, st.randoms(use_true_random=False))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from streamrl.resharding.boxes import Box, total, union_numel
@@ -15,7 +15,7 @@ from streamrl.resharding.layouts import (
     zero_partitioned,
 )
 from streamrl.resharding.storage import allocate, inside
-from streamrl.resharding.tensors import Component, TensorSpec, even_stages
+from streamrl.resharding.tensors import Component, TensorSpec, even_stages, merged_stages
 from tests.resharding.models import even, transformer
 
 FLOAT = torch.float32
@@ -68,6 +68,23 @@ def test_stages_may_be_uneven_and_are_refused_where_they_do_not_fit() -> None:
         seated_layout(even(5), Grid.parse("2-1-1").seating(), stages=(3, 3))
     with pytest.raises(ValueError, match="6 pipeline stages for 5 places"):
         seated_layout(even(5), Grid.parse("6-1-1").seating())
+
+
+@given(st.integers(1, 30), st.integers(1, 12), st.integers(1, 6))
+def test_stages_are_as_even_as_they_go_and_fewer_are_made_of_whole_ones(
+    num_places: int, stages: int, ratio: int
+) -> None:
+    assume(stages * ratio <= num_places)
+    parts, whole = even_stages(num_places, stages * ratio), even_stages(num_places, stages)
+    assert sum(parts) == num_places and max(parts) - min(parts) <= 1
+    assert merged_stages(parts, stages) == whole
+
+
+def test_listed_stages_are_merged_where_they_divide() -> None:
+    assert even_stages(6, 4) == (2, 1, 2, 1)
+    assert merged_stages((3, 1, 1, 2), 2) == (4, 3)
+    with pytest.raises(ValueError, match="4 stages do not make up 3"):
+        merged_stages((3, 1, 1, 2), 3)
 
 
 def test_what_does_not_divide_is_named() -> None:

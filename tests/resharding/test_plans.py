@@ -4,10 +4,10 @@ from collections import Counter
 from fractions import Fraction
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from streamrl.resharding.boxes import total, union_numel
+from streamrl.resharding.boxes import nested, total, union_numel
 from streamrl.resharding.grids import Coordinates, Grid, Seating
 from streamrl.resharding.grouping import (
     GROUPINGS,
@@ -21,6 +21,7 @@ from streamrl.resharding.grouping import (
 from streamrl.resharding.layouts import Layout, chunked, seated_layout, zero_partitioned
 from streamrl.resharding.plans import CopyPlan, plan_copies, plan_gather
 from streamrl.resharding.reports import Cluster, table_2
+from streamrl.resharding.tensors import ModelSpec, TensorSpec
 from tests.resharding.models import even, transformer
 
 CLUSTER = Cluster(4)
@@ -113,6 +114,61 @@ def test_a_holder_on_the_same_node_is_asked_first() -> None:
     assert plan.bytes_report().link_bytes("network") == 0
 
 
+def test_a_holder_of_a_smaller_box_on_the_same_node_is_asked_first() -> None:
+    model = ModelSpec((TensorSpec("w", (8, 4), (0,), 0),), 1)
+    (whole,) = seated_layout(model, Grid.parse("1-1-1").seating()).shards.values()
+    halves = seated_layout(model, Grid.parse("1-2-1").seating()).shards
+    # Rank 0 of the first node has all of it, rank 2 of the second one half.
+    source = Layout(model, {0: whole, 2: halves[0]})
+    near = plan_copies(source, Layout(model, {3: halves[0]}), Cluster(2))
+    assert [(c.source, c.destination) for c in near.copies] == [(2, 3)]
+    assert near.bytes_report().link_bytes("network") == 0
+    both = plan_copies(source, Layout(model, {3: whole}), Cluster(2))
+    check_complete(both)
+    report = both.bytes_report()
+    assert (report.link_bytes("node"), report.link_bytes("network")) == (64, 64)
+
+
+def mixed(model: ModelSpec, data: st.DataObject) -> Layout:
+    """Eight ranks that each hold what they would in a layout of their own."""
+    shards = {}
+    for rank in range(8):
+        seating = Grid.parse(data.draw(st.sampled_from(["1-2-4", "1-4-2", "2-1-4"]))).seating()
+        layout = seated_layout(model, seating)
+        divide = data.draw(st.sampled_from([zero_partitioned, chunked, None]))
+        if divide:
+            layout = divide(layout, seating.data_groups())
+        shards[rank] = layout.shards[rank]
+    return Layout(model, shards)
+
+
+@settings(max_examples=30)
+@given(st.data(), st.integers(1, 4))
+def test_no_byte_crosses_the_network_that_a_rank_of_the_node_holds(
+    data: st.DataObject, per_node: int
+) -> None:
+    model = transformer(heads=4, kv_heads=4)
+    (whole,) = seated_layout(model, Grid.parse("1-1-1").seating()).shards.values()
+    source = Layout(model, {**mixed(model, data).shards, 8: whole})
+    target, cluster = mixed(model, data), Cluster(per_node)
+    plan = plan_copies(source, target, cluster)
+    check_complete(plan)
+    for copy in plan.copies:
+        if cluster.link(copy.source, copy.destination) == "network":
+            tensor, box = copy.gift
+            near = [r for r in source.ranks if cluster.node(r) == cluster.node(copy.destination)]
+            assert not any(box.meet(own) for r in near for own in source.boxes(r, tensor))
+    gather = plan_gather(source, target, cluster, [source.ranks])
+    for spec in model.tensors:
+        gives = {
+            rank: [box for name, box in gifts if name == spec.name]
+            for rank, gifts in gather.gives.items()
+        }
+        every = [box for boxes in gives.values() for box in boxes]
+        assert total(every) == union_numel(every) == spec.numel
+        assert all(nested(boxes, source.boxes(rank, spec.name)) for rank, boxes in gives.items())
+
+
 def test_pools_without_a_rank_in_common() -> None:
     model = transformer()
     train = seated_layout(model, Grid.parse("2-2-2", "mcore").seating())
@@ -193,6 +249,14 @@ def test_a_group_that_gives_each_other_all_gives_no_element_twice(
         for spec in model.tensors:
             given = [box for rank in group for name, box in plan.gives[rank] if name == spec.name]
             assert total(given) == union_numel(given) == spec.numel
+
+
+def test_what_several_of_a_group_hold_they_give_in_equal_shares() -> None:
+    model = even(6)
+    whole = seated_layout(model, Grid.parse("1-1-4").seating())
+    plan = plan_gather(whole, whole, CLUSTER, [[0, 1, 2], [3]])
+    given = {rank: total(box for _, box in plan.gives[rank]) for rank in range(4)}
+    assert given == {0: 1024, 1: 1024, 2: 1024, 3: 3072}
 
 
 def test_what_nobody_holds_is_named() -> None:

@@ -1,0 +1,121 @@
+"""The benchmark plans every switch that can be asked for, and carries one out."""
+
+import itertools
+import json
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks import resharding
+
+
+def asked(train: str, generate: str, **more: object) -> list[str]:
+    options = {"train": train, "generate": generate, **more}
+    return [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+
+
+def dividing() -> list[tuple[str, str]]:
+    """Every pair whose sizes divide, of up to 16 ranks."""
+    found = []
+    for stages, tensor, replicas in itertools.product((1, 2, 3, 4, 5, 6, 8), (1, 2, 4), (1, 2)):
+        if stages * tensor * replicas > resharding.MOST_RANKS:
+            continue
+        for fewer, narrower in itertools.product(range(1, stages + 1), (1, 2, 4)):
+            if stages % fewer == 0 and tensor % narrower == 0:
+                micro = stages * tensor // fewer // narrower
+                pair = (f"{stages}-{tensor}-{replicas}", f"{fewer}-{narrower}-{micro}-{replicas}")
+                found.append(pair)
+    return found
+
+
+@pytest.mark.parametrize("order", ["hf", "mcore"])
+def test_zero_redundancy_is_planned_for_all_sizes_that_divide(order: str) -> None:
+    pairs = dividing()
+    assert len(pairs) == 121
+    for train, generate in pairs:
+        arguments = asked(train, generate, order=order, model="transformer")
+        switch = resharding.make_switch(resharding.make_parser().parse_args(arguments))
+        plans = switch.plans()
+        for way in ("point_to_point", "in_groups"):
+            report = plans[way].bytes_report()
+            assert not any(report.redundant(rank) for rank in report.ranks), (train, generate, way)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "benchmarks.resharding", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def test_a_switch_of_unequal_stages_is_carried_out() -> None:
+    arguments = asked("4-1-1", "2-1-2-1", model="transformer", rounds=1, bucket_mb=0.01)
+    done = run(*arguments, "--json")
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout)
+    assert found["groups"]["micro_data"] == [[0, 1], [2, 3]]
+    assert set(found["ways"]) == {"in_groups", "point_to_point", "full_gather"}
+    for way, figures in found["ways"].items():
+        assert figures["bit_exact"], way
+        assert figures["received_of_M"] == figures["planned_of_M"], way
+        assert figures["peak_of_M"] == figures["planned_peak_of_M"], way
+        if way != "full_gather":
+            assert figures["redundant_of_M"] == ["0"] * 4
+
+
+def test_what_is_served_lies_in_what_is_trained_where_that_is_more() -> None:
+    arguments = asked("1-1-4", "1-2-1-2", grouping="overlap", rounds=1, bucket_mb=100)
+    done = run(*arguments, "--json")
+    assert done.returncode == 0, done.stderr[-4000:]
+    ways = json.loads(done.stdout)["ways"]
+    copies, full = ways["point_to_point"], ways["full_gather"]
+    assert copies["received_of_M"] == copies["copied_of_M"] == ["0"] * 4
+    assert copies["peak_of_M"] == copies["planned_peak_of_M"] == ["1"] * 4
+    # A quarter kept, a half served, one for all that comes, and the quarter that is given.
+    assert full["peak_of_M"] == full["planned_peak_of_M"] == ["2"] * 4
+    assert full["peak_in_one_piece_of_M"] == ["1"] * 4
+
+
+def test_where_nothing_moves_there_is_nothing_to_compare_with() -> None:
+    done = run(*asked("1-1-2", "1-1-1-2", rounds=1), "--json")
+    assert done.returncode == 0, done.stderr[-4000:]
+    ways = json.loads(done.stdout)["ways"]
+    assert ways["point_to_point"]["received_of_M"] == ["0", "0"]
+    assert ways["point_to_point"]["over_all_gather"] is None
+    assert ways["point_to_point"]["all_gather_seconds"] is None
+    assert ways["full_gather"]["received_of_M"] == ["1/2", "1/2"]
+    assert ways["full_gather"]["over_all_gather"] > 0
+
+
+BAD = [
+    ({"bucket_mb": "nan"}, "--bucket-mb=nan: must be at least 32 bytes"),
+    ({"bucket_mb": "inf"}, "--bucket-mb=inf: must be at least 32 bytes"),
+    ({"bucket_mb": "-1"}, "--bucket-mb=-1: must be at least 32 bytes"),
+    ({"bucket_mb": "0.000001"}, "--bucket-mb=1e-06: must be at least 32 bytes"),
+    ({"bucket_mb": "much"}, "argument --bucket-mb: invalid float value: 'much'"),
+    ({"rounds": "0"}, "--rounds=0: must be at least 1"),
+    ({"ranks_per_node": "0"}, "0 ranks per node: must be at least 1"),
+    ({"train": "1-4"}, "1-4: must be pipeline-tensor-data, as in 1-4-2"),
+    ({"train": "1-17-1"}, "17 ranks: at most 16 processes are started"),
+    ({"generate": "1-1-17-1"}, "17 ranks: at most 16 processes are started"),
+    ({"generate": "1-2-1-2"}, "training 1-4-2 has 8 ranks, generation 1-2-1-2 has 4"),
+    ({"generate": "1-8-1-1"}, "grouping zero: 1-8-1-1 must divide 1-4-2"),
+    ({"order": "new"}, "argument --order: invalid choice: 'new'"),
+]
+
+
+@pytest.mark.parametrize(("options", "line"), BAD, ids=[f"{bad}" for bad, _ in BAD])
+def test_a_bad_argument_is_one_clear_line(
+    options: dict[str, str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = {"train": "1-4-2", "generate": "1-2-2-2", **options}
+    with pytest.raises(SystemExit) as ended:
+        resharding.main(asked(**arguments))
+    said = capsys.readouterr()
+    assert ended.value.code == 2
+    assert said.err.startswith(f"resharding: {line}") and said.err.count("\n") == 1
+    assert not said.out
