@@ -50,6 +50,7 @@ class Narrow:
     def __init__(self, pool: ResourcePool, slots: int) -> None:
         self.slots = slots
         self.options, self.give_back = pool.options, pool.give_back
+        self.is_closed = False
 
 
 def play(loop: Loop, config: RunConfig, pool: Any) -> list[Mapping[str, float]]:
@@ -182,6 +183,7 @@ def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
     run = Launched([], tmp_path, {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}, module="page")
     assert run.wait(300.0) == 0, run.output
     assert str({"text": ["a", "bb", "ccc"], "number": [101, 102, 103]}) in run.output
+    assert str([{"rows": 2, "letters": 3}, {"rows": 1, "letters": 3}]) in run.output
 
 
 @pytest.mark.slow
