@@ -109,7 +109,7 @@ class Answers(Sequence[Any]):
         if rest or not times:
             raise ValueError(
                 f"{self._names[rank]}: {count} rows came back for {rows}: must be as many, or as"
-                " many times more on every rank"
+                " many times more on every rank, unless the method takes `*, real`"
             )
         if rows and self._times not in (None, times):
             raise ValueError(

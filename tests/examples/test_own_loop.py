@@ -15,13 +15,14 @@ from examples.own_loop.safe_rlhf import safe_rlhf
 from examples.own_loop.stage import Loop, Stage, line, steps_of
 from streamrl.actors import worker_group
 from streamrl.actors.cluster import cluster, nothing
-from streamrl.actors.model_workers import PolicyWorker
-from streamrl.actors.worker_group import ResourcePool
+from streamrl.actors.model_workers import CriticWorker, PolicyWorker
+from streamrl.actors.worker_group import ResourcePool, WorkerGroup
 from streamrl.config import RunConfig, load_config
-from streamrl.controller import protocols
+from streamrl.controller import Mesh, protocols
 from streamrl.errors import ConfigError
 from streamrl.placement import PlacementConfig
 from streamrl.preflight import prepare
+from streamrl.resharding import Grid
 from tests.e2e.launched import Launched, rows
 
 CONFIGS = Path("configs")
@@ -100,6 +101,47 @@ def test_ppo_learns_what_a_run_learns_with_one_worker_and_with_two(
         assert_alike(mine, row)
 
 
+SPLIT = {
+    "tensor parallel": ["trainer.backend=torch", "trainer.tensor_parallel=2"],
+    "sharded by torch": ["trainer.backend=torch", "trainer.zero_stage=3"],
+    "sharded by deepspeed": ["trainer.zero_stage=3"],
+}
+
+
+@pytest.fixture(scope="module")
+def whole(pool: ResourcePool) -> list[Mapping[str, float]]:
+    """What PPO learns where one worker has all parameters."""
+    return play(ppo, load_config(PPO, [*ODD, "run.steps=2"]), Narrow(pool, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", SPLIT)
+def test_workers_that_hold_a_model_together_learn_the_same(
+    pool: ResourcePool, whole: list[Mapping[str, float]], split: str
+) -> None:
+    # Small micro-batches: the ranks have not as many of them, and go through the model in step.
+    small = "pipeline.micro_batch_tokens=128"
+    config = load_config(PPO, [*ODD, "run.steps=2", small, "trainer.world_size=2", *SPLIT[split]])
+    for one, other in zip(play(ppo, config, pool), whole, strict=True):
+        assert_alike(one, other)
+        assert one["weights/bytes"] > 0
+
+
+@pytest.mark.slow
+def test_a_mesh_that_is_not_the_trainers_is_refused(pool: ResourcePool) -> None:
+    split = ["trainer.backend=torch", "trainer.world_size=2", "trainer.tensor_parallel=2"]
+    there = Stage(load_config(PPO, split), pool, None, 64)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"trainer\.tensor_parallel=2: must divide --workers=1"):
+        there.group(PolicyWorker, 64, ranks=1)
+    seating = Grid(1, 1, 2).seating()
+    mesh = Mesh(seating, seating)
+    group = WorkerGroup(pool, CriticWorker, there.config, mesh=mesh)
+    told = r"trainer\.tensor_parallel=2: the critic's mesh must be Grid\(1, 2, 1\)"
+    with pytest.raises(ConfigError, match=told):
+        group.ready()
+    group.close()
+
+
 @pytest.mark.slow
 def test_remax_measures_rollouts_by_the_likeliest_completion(pool: ResourcePool) -> None:
     overrides = ["run.steps=2", "pipeline.groups_per_step=17", "algorithm.kl_coef=0.001"]
@@ -153,10 +195,7 @@ def test_bad_input_is_one_line(
 
 @pytest.mark.slow
 def test_settings_a_worker_cannot_have_are_refused(pool: ResourcePool) -> None:
-    for override, told in (
-        ("trainer.zero_stage=3", "trainer.zero_stage=3: a worker looks at rows by itself"),
-        ("weights.publish_every=2", "weights.publish_every=2: "),
-    ):
+    for override, told in (("weights.publish_every=2", "weights.publish_every=2: "),):
         there = Stage(load_config(PPO, [override]), Narrow(pool, 1), None, 64)  # type: ignore[arg-type]
         group = there.group(PolicyWorker, 64)
         with pytest.raises(ConfigError, match=told):
