@@ -52,7 +52,9 @@ class Strip:
             if low < high:
                 found.append(replace(part, start=part.start + low, stop=part.start + high))
             begin += len(part)
-        return Strip(tuple(found))
+        # No rows still have columns.
+        first = tuple(replace(part, stop=part.start) for part in self.parts[:1])
+        return Strip(tuple(found) or first)
 
     def as_padding(self) -> "Strip":
         """The same rows, marked as padding."""
@@ -121,9 +123,12 @@ class BatchRef:
 def join(batches: Sequence[BatchRef]) -> BatchRef:
     """The rows of several, one batch after the other; all have as many strips."""
     each = zip(*(batch.strips for batch in batches), strict=True)
-    return BatchRef(
-        tuple(Strip(tuple(part for strip in strips for part in strip.parts)) for strips in each)
-    )
+    return BatchRef(tuple(_end_to_end(strips) for strips in each))
+
+
+def _end_to_end(strips: Sequence[Strip]) -> Strip:
+    parts = tuple(part for strip in strips for part in strip.parts)
+    return Strip(tuple(part for part in parts if len(part)) or parts[:1])
 
 
 def is_batch(value: Any) -> bool:

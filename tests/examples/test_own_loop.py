@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.testing import assert_close
 
 from examples.own_loop import stage as own_loop
 from examples.own_loop.ppo import ppo
 from examples.own_loop.remax import remax
 from examples.own_loop.safe_rlhf import safe_rlhf
-from examples.own_loop.stage import Loop, Stage, line, steps_of
+from examples.own_loop.stage import Loop, Stage, Step, line, steps_of
 from streamrl.actors import worker_group
 from streamrl.actors.cluster import cluster, nothing
 from streamrl.actors.model_workers import CriticWorker, PolicyWorker
@@ -108,23 +111,46 @@ SPLIT = {
 }
 
 
+def ppo_saved(folder: Path) -> Loop:
+    """PPO, whose policy is saved at the end."""
+
+    def loop(stage: Stage) -> Iterator[Step]:
+        yield from ppo(stage)
+        stage.groups[0].save_model(folder).get()
+
+    return loop
+
+
+def saved(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
 @pytest.fixture(scope="module")
-def whole(pool: ResourcePool) -> list[Mapping[str, float]]:
-    """What PPO learns where one worker has all parameters."""
-    return play(ppo, load_config(PPO, [*ODD, "run.steps=2"]), Narrow(pool, 1))
+def whole(
+    pool: ResourcePool, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[Mapping[str, float]], Path]:
+    """What PPO learns where one worker has all parameters, and the policy then."""
+    folder = tmp_path_factory.mktemp("whole") / "model"
+    config = load_config(PPO, [*ODD, "run.steps=2"])
+    return play(ppo_saved(folder), config, Narrow(pool, 1)), folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", SPLIT)
 def test_workers_that_hold_a_model_together_learn_the_same(
-    pool: ResourcePool, whole: list[Mapping[str, float]], split: str
+    pool: ResourcePool, whole: tuple[list[Mapping[str, float]], Path], split: str, tmp_path: Path
 ) -> None:
     # Small micro-batches: the ranks have not as many of them, and go through the model in step.
     small = "pipeline.micro_batch_tokens=128"
     config = load_config(PPO, [*ODD, "run.steps=2", small, "trainer.world_size=2", *SPLIT[split]])
-    for one, other in zip(play(ppo, config, pool), whole, strict=True):
+    for one, other in zip(play(ppo_saved(tmp_path), config, pool), whole[0], strict=True):
         assert_alike(one, other)
         assert one["weights/bytes"] > 0
+    found, wanted = saved(tmp_path), saved(whole[1])
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        # An update moves a parameter by up to the learning rate, 1e-4, however small its gradient.
+        assert_close(found[name], wanted[name], rtol=0.0, atol=2e-5)
 
 
 @pytest.mark.slow
