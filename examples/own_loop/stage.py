@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from streamrl.actors.cluster import cluster, nothing
-from streamrl.actors.model_workers import engine_env
+from streamrl.actors.model_workers import TrainedWorker, engine_env
 from streamrl.actors.worker_group import Reply, ResourcePool, WorkerGroup, put
 from streamrl.cli.interrupts import interrupt_on_signals
 from streamrl.config import RunConfig, load_config
@@ -43,10 +43,16 @@ class Stage:
     began: float = field(default_factory=time.monotonic)
 
     def group(self, worker: type, *arguments: object, ranks: int | None = None) -> WorkerGroup:
-        """Workers of a class in the first slots, one in every slot unless `ranks` says fewer."""
-        grid = Grid(1, 1, ranks or self.pool.slots).seating()
+        """Workers of a class in the first slots, one in every slot unless `ranks` says fewer.
+
+        Those that train are tensor parallel as `trainer` has it; each generates by itself.
+        """
+        ranks = ranks or self.pool.slots
+        split = self.config.trainer.tensor_parallel if issubclass(worker, TrainedWorker) else 1
+        if ranks % split:
+            raise ConfigError(f"trainer.tensor_parallel={split}: must divide --workers={ranks}")
         env = engine_env(self.config, on_gpu=self.on_gpu)
-        mesh = Mesh(train=grid, serving=grid)
+        mesh = Mesh(Grid(1, split, ranks // split).seating(), Grid(1, 1, ranks).seating())
         group = WorkerGroup(self.pool, worker, self.config, *arguments, mesh=mesh, env=env)
         self.groups.append(group)
         return group

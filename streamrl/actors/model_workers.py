@@ -10,12 +10,14 @@ neither padding nor the number of ranks has a say in it.
 import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 
 from streamrl.actors.crew import STAGE_ENV
@@ -37,9 +39,9 @@ from streamrl.dataflow import (
     SEQUENCES,
 )
 from streamrl.engines.batching import derive_columns
-from streamrl.engines.forward import token_values
+from streamrl.engines.forward import local_device, token_values
 from streamrl.engines.generator_config import generation_env
-from streamrl.engines.packing import Pick
+from streamrl.engines.packing import Pick, pack
 from streamrl.engines.ranks import deadline
 from streamrl.engines.rollout_sums import rollout_sums
 from streamrl.engines.schedule import Pace, Schedule
@@ -74,11 +76,13 @@ class TrainedWorker:
     def __init__(self, place: Place, config: RunConfig, role: str) -> None:
         self._config = config = with_ranks(config, place.size)
         self._place = place
-        self._timeout_s = config.trainer_of(role).collective_timeout_s
-        if config.trainer_of(role).gathers:
+        self._layout = trainer = config.trainer_of(role)
+        self._timeout_s = trainer.collective_timeout_s
+        shares = [trainer.share_of(rank) for rank in range(place.size)]
+        if [(at.replica, at.stage) for at in place.mesh.train.seats] != [(at, 0) for at in shares]:
             raise ConfigError(
-                f"trainer.zero_stage={config.trainer.zero_stage}: a worker looks at rows by itself,"
-                " so it needs all parameters"
+                f"trainer.tensor_parallel={trainer.tensor_parallel}: the {role}'s mesh must be"
+                f" Grid(1, {trainer.tensor_parallel}, {trainer.num_shares}) for these ranks"
             )
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = place.address, str(place.port)
         self._trainer = RealEngines().trainer(config, place.rank, role)
@@ -88,19 +92,20 @@ class TrainedWorker:
         """The updates of a step: sums over all ranks, and the mean of what the updates told."""
         groups = groups_of(batch)
         self._trainer.plan(groups, dict(zip(groups, batch[DERIVED], strict=True)))
-        settings, rank = self._config.settings, self._place.rank
+        settings, share = self._config.settings, self._layout.share_of(self._place.rank)
         pace = Pace(settings.scope == "step", settings.epochs, settings.mini_batches)
         budget = self._config.pipeline.micro_batch_tokens
-        schedule = Schedule(pace, world_size=self._place.size, micro_batch_tokens=budget)
+        shares = self._layout.num_shares
+        schedule = Schedule(pace, world_size=shares, micro_batch_tokens=budget)
         for uid, columns in groups.items():
             schedule.add(uid, columns["lengths"].tolist())
         turns = schedule.turns(complete=True)
-        self._look(groups, [turn.work[rank] for turn in turns if turn.epoch == 0])
+        self._look(groups, [turn.work[share] for turn in turns if turn.epoch == 0])
         total: dict[str, float] = {}
         since: dict[str, float] = {}
         updates = []
         for turn in turns:
-            picks = turn.work[rank]
+            picks = turn.work[share]
             own = {uid: groups[uid] for uid, _ in picks}
             add_sums(since, self._trainer.train_micro_batch(own, picks, self._version))
             if turn.ends_update:
@@ -115,15 +120,21 @@ class TrainedWorker:
         """Note what is to be known of the model before a step changes it; of a policy."""
 
     def _of_all(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """The sums of all ranks."""
-        parts: list[Any] = [None] * self._place.size
-        doing = f"rank {self._place.rank} waited {self._timeout_s:g} s for the others' sums"
-        with deadline(doing):
-            dist.all_gather_object(parts, dict(sums))
+        """The sums of all ranks; those that are tensor parallel have the same."""
         total: dict[str, float] = {}
-        for part in parts:
+        for part in self._said_by_all(dict(sums), "sums")[:: self._layout.tensor_parallel]:
             add_sums(total, part)
         return total
+
+    def _said_by_all(self, said: Any, what: str) -> list[Any]:
+        parts: list[Any] = [None] * self._place.size
+        with self._in_time(what):
+            dist.all_gather_object(parts, said)
+        return parts
+
+    def _in_time(self, what: str) -> AbstractContextManager[None]:
+        waited = f"rank {self._place.rank} waited {self._timeout_s:g} s"
+        return deadline(f"{waited} for the others' {what}")
 
 
 class PolicyWorker(TrainedWorker):
@@ -141,6 +152,9 @@ class PolicyWorker(TrainedWorker):
         self._loop = asyncio.Runner()
         starting = RealEngines().generator(self._config, max_length, place.rank)
         self._generator = self._loop.run(starting)
+        # Where no rank has them whole, the generator's parameters are filled from all ranks.
+        fills = self._trainer.gathers
+        self._storage = self._loop.run(self._generator.storage()) if fills else None
         self._served = -1
         self._take_up()
 
@@ -178,14 +192,19 @@ class PolicyWorker(TrainedWorker):
         figures |= {f"dial/{name}": value for name, value in dials.items()}
         return {**figures, "weights/bytes": float(self._take_up())}
 
-    @transfers("RANK_ZERO")
+    @transfers(TOGETHER)
     def save_model(self, folder: Path) -> None:
         """Write the model as a Hugging Face directory, on rank 0's node."""
         self._trainer.save_model(folder)
 
     def _take_up(self) -> int:
-        """Sample from the weights as they are; the bytes that had to be copied for it."""
+        """Sample from the weights as they are; the bytes that had to be moved for it."""
         self._served += 1
+        if self._trainer.gathers:
+            moved = self._trainer.switch(self._storage, self._served)
+            if moved is not None:
+                self._loop.run(self._generator.take_up(self._served))
+                return moved.received_bytes
         tensors = dict(self._trainer.full_state())
         loaded = self._loop.run(self._generator.load_weights(tensors, self._served))
         return loaded.copied_bytes
@@ -217,17 +236,28 @@ class CriticWorker(TrainedWorker):
     def compute_values(self, batch: Batch) -> dict[str, list[Array]]:
         """A value per token of every group: the column values, or cost_values."""
         budget = self._config.pipeline.micro_batch_tokens
+        lacking = self._rounds_lacking(batch)
+        found = in_one(batch, lambda columns: per_token(columns, self._values, budget))
+        for _ in range(lacking):
+            token = torch.zeros(1, 1, dtype=torch.long, device=local_device())
+            self._values({"token_ids": token, "attention_mask": token == 0})
+        return {self._column: found}
 
-        def values(columns: Columns) -> Array:
-            return per_token(
-                columns,
-                lambda rows: token_values(
-                    self._trainer.forward, rows["token_ids"], rows["attention_mask"]
-                ),
-                budget,
-            )
+    def _rounds_lacking(self, batch: Batch) -> int:
+        """How many micro-batches another rank has more of, which this one has to keep company."""
+        if not self._trainer.gathers:
+            return 0
+        lengths = [length for cells in batch["lengths"] for length in cells.tolist()]
+        sized = [("", i, length) for i, length in enumerate(lengths)]
+        budget = self._config.pipeline.micro_batch_tokens
+        own = len(pack(sized, world_size=1, micro_batch_tokens=budget))
+        return max(self._said_by_all(own, "number of micro-batches")) - own
 
-        return {self._column: in_one(batch, values)}
+    def _values(self, rows: Mapping[str, Any]) -> torch.Tensor:
+        """Of some rows. Where no rank has all parameters, all ranks are at this together."""
+        # What is gathered is kept by those who gather, and has to be good for training, too.
+        with self._in_time("values"), torch.inference_mode(False), torch.no_grad():
+            return token_values(self._trainer.forward, rows["token_ids"], rows["attention_mask"])
 
     @transfers(TOGETHER)
     def update_critic(self, batch: Batch) -> Figures:

@@ -7,7 +7,9 @@ have to be counted, or values are asked for, the controller waits, and no longer
 """
 
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -16,13 +18,14 @@ import ray
 from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from streamrl.actors.calls import fetch
+from streamrl.actors.calls import fetch, innermost
 from streamrl.actors.seats import reserve
 from streamrl.actors.trainer import free_port
-from streamrl.controller.batches import Batch, BatchRef, Part, concatenate, cut, num_rows
-from streamrl.controller.protocols import PROTOCOLS, Handed, Mesh, Protocol, without_padding
+from streamrl.controller.answers import Answers, Given, given_by
+from streamrl.controller.batches import Batch, BatchRef, Part, concatenate, cut, is_batch, num_rows
+from streamrl.controller.protocols import PROTOCOLS, Mesh, Protocol
 from streamrl.controller.workers import Place, transfers_of
-from streamrl.errors import ConfigError, DeadlineError
+from streamrl.errors import ActorError, ConfigError, DeadlineError, StreamError
 
 CALL_TIMEOUT_S = 600.0
 """Deadline of a call of a group unless it brings its own, s."""
@@ -47,21 +50,31 @@ class ResourcePool:
         strategy: str = "PACK",
         timeout_s: float = 60.0,
     ) -> None:
-        if slots < 1 or groups < 1 or strategy not in NODE_STRATEGIES:
-            known = ", ".join(NODE_STRATEGIES)
+        for name, value in (("slots", slots), ("groups", groups)):
+            if value < 1:
+                raise ConfigError(f"pool: {name}={value}: must be at least 1")
+        if min(cpus, gpus) < 0 or max(cpus, gpus) == 0:
             raise ConfigError(
-                f"pool of {slots} slots for {groups} groups, {strategy}: must be at least 1 each,"
-                f" and one of {known}"
+                f"pool: cpus={cpus:g}, gpus={gpus:g}: must be 0 or more, and not both 0"
             )
+        if strategy not in NODE_STRATEGIES:
+            known = ", ".join(NODE_STRATEGIES)
+            raise ConfigError(f"pool: strategy={strategy}: must be one of {known}")
         self.slots = slots
         self._share = {"num_cpus": cpus / groups, "num_gpus": gpus / groups}
         self._groups = groups
         self._held = [0] * slots
         bundle = {name: each for name, each in (("CPU", cpus), ("GPU", gpus)) if each}
         self._placement = reserve(slots, bundle, strategy=strategy, timeout_s=timeout_s)
+        self.is_closed = False
 
     def options(self, slot: int) -> dict[str, Any]:
-        """What an actor is made with to have its part of a slot; ConfigError if that is full."""
+        """What an actor is made with to have its part of a slot.
+
+        Raises ConfigError if the slot is full, or the pool closed.
+        """
+        if self.is_closed:
+            raise ConfigError("the pool is closed: it has no slots any more")
         if self._held[slot] == self._groups:
             raise ConfigError(f"slot {slot} of the pool has its {self._groups} groups already")
         self._held[slot] += 1
@@ -74,7 +87,31 @@ class ResourcePool:
 
     def close(self) -> None:
         """Give the slots back; what runs there is ended."""
+        self.is_closed = True
         remove_placement_group(self._placement)
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a worker raised: an error of streamrl itself, or else what it says, and where.
+
+    It travels as a value. As an error of Ray it would be printed by each reference that is dropped.
+    """
+
+    error: StreamError | ConfigError | None
+    text: str
+
+    @classmethod
+    def of(cls, error: Exception) -> "Failure":
+        """Of what was raised."""
+        cause = innermost(error)
+        known = cause if isinstance(cause, StreamError | ConfigError) else None
+        where = "".join(traceback.format_exception(error)).rstrip()
+        return cls(known, f"{type(cause).__name__}: {cause}\n{where}")
+
+    def of_call(self, what: str) -> StreamError | ConfigError:
+        """The error to be raised for a call."""
+        return self.error or ActorError(f"{what}: {self.text}")
 
 
 class WorkerHost:
@@ -92,28 +129,33 @@ class WorkerHost:
         slot: int,
         meeting: tuple[str, int],
         arguments: Sequence[Any],
-    ) -> None:
+    ) -> Failure | None:
         """Make the worker."""
-        self._worker = worker(Place(rank, mesh, *meeting, slot), *arguments)
+        try:
+            self._worker = worker(Place(rank, mesh, *meeting, slot), *arguments)
+        except Exception as error:  # noqa: BLE001
+            return Failure.of(error)
+        return None
 
-    def call(self, method: str, arguments: Sequence[Any]) -> tuple[Any, int | None]:
+    def call(
+        self, method: str, arguments: Sequence[Any], named: Mapping[str, int]
+    ) -> tuple[Any, int | Failure | None]:
         """What its method returns, and how many rows that has; None if it is no batch."""
-        given = [load(value) if isinstance(value, BatchRef) else value for value in arguments]
-        answer = methodcaller(method, *given)(self._worker)
-        is_batch = isinstance(answer, Mapping) and all(map(_is_column, answer.values()))
-        return answer, num_rows(answer) if is_batch else None
+        try:
+            given = [load(value) if isinstance(value, BatchRef) else value for value in arguments]
+            answer = methodcaller(method, *given, **named)(self._worker)
+            return answer, num_rows(answer) if is_batch(answer) else None
+        except Exception as error:  # noqa: BLE001
+            return None, Failure.of(error)
 
 
 HOST: Any = ray.remote(WorkerHost)
 
 
-def _is_column(value: Any) -> bool:
-    """Whether it has rows: a list, or an array or tensor of at least one dimension."""
-    return isinstance(value, list | tuple) or (hasattr(value, "shape") and len(value.shape) > 0)
-
-
 def put(batch: Batch) -> BatchRef:
     """Put a batch where workers can fetch it. Raises ValueError if its columns do not agree."""
+    if not is_batch(batch):
+        raise ValueError("put: must be columns in a dict by name, lists or arrays with a row each")
     return BatchRef.of(Part(ray.put(dict(batch)), 0, num_rows(batch)))
 
 
@@ -153,19 +195,27 @@ class Reply:
         return self._settled[0]
 
     def load(self) -> dict[str, Any]:
-        """The rows of a batch themselves, brought to the controller."""
-        return load(self.get())
+        """The rows of a batch themselves, brought to the controller; ValueError if it is none."""
+        return load(_batch_of(self))
 
     def __or__(self, other: "Reply | BatchRef") -> "Reply":
-        return Reply(lambda: self.get() | settled(other))
+        return Reply(lambda: _batch_of(self) | _batch_of(other))
 
     def __ror__(self, other: BatchRef) -> "Reply":
-        return Reply(lambda: other | self.get())
+        return Reply(lambda: _batch_of(other) | _batch_of(self))
 
 
 def settled(value: Any) -> Any:
     """What a reply will be, waited for; anything else as it is."""
     return value.get() if isinstance(value, Reply) else value
+
+
+def _batch_of(value: Any) -> BatchRef:
+    found = settled(value)
+    if not isinstance(found, BatchRef):
+        told = type(found).__name__
+        raise ValueError(f"a {told} is no batch: rows are what put(...) and workers give by name")
+    return found
 
 
 class WorkerGroup:
@@ -177,7 +227,8 @@ class WorkerGroup:
     OMP_NUM_THREADS is there. timeout_s: deadline of the start and of every call.
 
     The workers are made while the caller goes on; `ready`, or the first call, waits for them.
-    Raises ConfigError if the pool has too few slots, or a method names a protocol that is unknown.
+    Raises ConfigError if the pool has too few slots or is closed, a method names a protocol that is
+    unknown, or has a name that a group has itself.
     """
 
     def __init__(
@@ -192,18 +243,31 @@ class WorkerGroup:
     ) -> None:
         self._name = worker.__name__
         self._mesh, self._timeout_s = mesh, timeout_s
-        self._protocols = {name: _known(p) for name, p in transfers_of(worker).items()}
+        self._methods = {
+            name: (_protocol(f"{self._name}.{name}", one.protocol), one.knows_padding)
+            for name, one in transfers_of(worker).items()
+        }
         slots = range(first_slot, first_slot + mesh.size)
-        if slots.stop > pool.slots:
+        if first_slot < 0 or slots.stop > pool.slots:
             raise ConfigError(
                 f"{self._name}: {mesh.size} ranks from slot {first_slot} on; the pool has"
                 f" {pool.slots} slots"
             )
-        self._pool, self._slots = pool, slots
+        if timeout_s <= 0:
+            raise ConfigError(f"{self._name}: timeout_s={timeout_s:g}: must be more than 0")
+        self._pool = pool
+        self._slots: list[int] = []
+        self._hosts: list[Any] = []
+        self._is_closed = False
         runtime_env = {"env_vars": {"OMP_NUM_THREADS": "1", **(env or {})}}
-        self._hosts = [
-            HOST.options(runtime_env=runtime_env, **pool.options(slot)).remote() for slot in slots
-        ]
+        try:
+            for slot in slots:
+                options = pool.options(slot)
+                self._slots.append(slot)
+                self._hosts.append(HOST.options(runtime_env=runtime_env, **options).remote())
+        except BaseException:
+            self.close()
+            raise
         meeting = self._hosts[0].meeting.remote()
         self._built: list[Any] | None = [
             host.build.remote(worker, rank, mesh, slot, meeting, arguments)
@@ -212,41 +276,52 @@ class WorkerGroup:
 
     def ready(self) -> None:
         """Wait until all workers are made. Raises DeadlineError, or what stopped one of them."""
+        if self._is_closed or self._pool.is_closed:
+            what = "group" if self._is_closed else "pool"
+            raise ActorError(f"{self._name}: the {what} is closed: it can be called no more")
         if self._built is not None:
             self._fetch(dict(enumerate(self._built)), "start")
             self._built = None
 
     def __getattr__(self, name: str) -> Callable[..., Reply]:
         """The registered method of that name, as one call of all ranks."""
-        if name.startswith("_") or name not in self._protocols:
-            known = ", ".join(sorted(vars(self).get("_protocols", {})))
+        if name.startswith("_") or name not in self._methods:
+            known = ", ".join(sorted(vars(self).get("_methods", {})))
             raise AttributeError(f"{name}: is no method of a group; it has {known}")
         return partial(self._call, name)
 
     def close(self) -> None:
         """End the workers; others may have their part of the slots."""
-        for slot, host in zip(self._slots, self._hosts, strict=True):
+        self._is_closed = True
+        for host in self._hosts:
             ray.kill(host)
+        for slot in self._slots:
             self._pool.give_back(slot)
-        self._slots, self._hosts = range(0), []
+        self._slots, self._hosts = [], []
 
-    def _call(self, method: str, *arguments: Any) -> Reply:
+    def _call(self, method: str, *arguments: Any, **named: Any) -> Reply:
+        what = f"{self._name}.{method}"
+        if named:
+            raise ValueError(f"{what}: {', '.join(named)} by name: arguments go by their places")
         self.ready()
-        protocol = self._protocols[method]
-        handed = protocol.distribute(self._mesh, tuple(settled(value) for value in arguments))
+        protocol, knows = self._methods[method]
+        values = tuple(map(settled, arguments))
+        try:
+            handed = protocol.hand_out(self._mesh, values)
+        except ValueError as error:
+            raise ValueError(f"{what}: {error}") from error
+        given = given_by(handed, protocol, what, knows=knows)
         replies = {
-            rank: self._hosts[rank].call.options(num_returns=2).remote(method, given)
-            for rank, given in enumerate(handed.calls)
-            if given is not None
+            rank: self._hosts[rank]
+            .call.options(num_returns=2)
+            .remote(method, call, {"real": given[rank].real} if knows else {})
+            for rank, call in enumerate(handed.calls)
+            if call is not None
         }
-        return Reply(partial(self._collect, method, protocol, handed, replies))
+        return Reply(partial(self._collect, method, given, replies))
 
     def _collect(
-        self,
-        method: str,
-        protocol: Protocol,
-        handed: Handed,
-        replies: Mapping[int, tuple[Any, Any]],
+        self, method: str, given: Sequence[Given], replies: Mapping[int, tuple[Any, Any]]
     ) -> Any:
         counts = self._fetch({rank: count for rank, (_, count) in replies.items()}, method)
         plain = {rank: replies[rank][0] for rank, count in counts.items() if count is None}
@@ -256,8 +331,12 @@ class WorkerGroup:
             for rank, count in counts.items()
             if count is not None
         }
-        found = protocol.collect(self._mesh, [answers.get(rank) for rank in range(self._mesh.size)])
-        return without_padding(found, handed.rows, handed.padding)
+        protocol, knows = self._methods[method]
+        ranks = range(self._mesh.size)
+        names = [f"{self._name}-{rank}.{method}" for rank in ranks]
+        in_order = [answers.get(rank) for rank in ranks]
+        checked = Answers(in_order, given, protocol.answers, names, knows=knows)
+        return protocol.collect(self._mesh, checked)
 
     def _fetch(self, replies: Mapping[int, Any], what: str) -> dict[int, Any]:
         """The answers by rank, as they come: one that fails is told at once, whoever is slower."""
@@ -273,11 +352,16 @@ class WorkerGroup:
                 )
             for reply in done:
                 rank = ranks.pop(reply)
-                found[rank] = fetch(reply, f"{self._name}-{rank}.{what}")
+                name = f"{self._name}-{rank}.{what}"
+                found[rank] = answer = fetch(reply, name)
+                if isinstance(answer, Failure):
+                    raise answer.of_call(name)
         return found
 
 
-def _known(name: str) -> Protocol:
+def _protocol(method: str, name: str) -> Protocol:
+    if method.rpartition(".")[2] in dir(WorkerGroup):
+        raise ConfigError(f"{method}: a group has a method of that name itself: must be another")
     if name not in PROTOCOLS:
-        raise ConfigError(f"protocol {name}: must be one of {', '.join(PROTOCOLS)}")
+        raise ConfigError(f"{method}: protocol {name}: must be one of {', '.join(PROTOCOLS)}")
     return PROTOCOLS[name]

@@ -5,7 +5,7 @@ and numbers of rows; who needs rows fetches them from where they lie.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -16,11 +16,15 @@ Batch = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """Rows start to stop of what a reference stands for."""
+    """Rows start to stop of what a reference stands for.
+
+    is_padding: they are there once more, only to fill shares up.
+    """
 
     reference: Any
     start: int
     stop: int
+    is_padding: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.stop:
@@ -46,9 +50,23 @@ class Strip:
         for part in self.parts:
             low, high = max(start - begin, 0), min(stop - begin, len(part))
             if low < high:
-                found.append(Part(part.reference, part.start + low, part.start + high))
+                found.append(replace(part, start=part.start + low, stop=part.start + high))
             begin += len(part)
-        return Strip(tuple(found))
+        # No rows still have columns.
+        first = tuple(replace(part, stop=part.start) for part in self.parts[:1])
+        return Strip(tuple(found) or first)
+
+    def as_padding(self) -> "Strip":
+        """The same rows, marked as padding."""
+        return Strip(tuple(replace(part, is_padding=True) for part in self.parts))
+
+    @property
+    def padding(self) -> int:
+        """Rows at its end that are padding. Raises ValueError if there are some elsewhere."""
+        marks = [part.is_padding for part in self.parts]
+        if marks != sorted(marks):
+            raise ValueError("rows behind padding: padding has to be the end of what a rank gets")
+        return sum(len(part) for part in self.parts if part.is_padding)
 
 
 @dataclass(frozen=True)
@@ -92,17 +110,34 @@ class BatchRef:
         found = self
         lacking = -len(self) % multiple if len(self) else 0
         while lacking:
-            more = self.rows(0, lacking)
+            more = BatchRef(tuple(strip.as_padding() for strip in self.rows(0, lacking).strips))
             found, lacking = join([found, more]), lacking - len(more)
         return found
+
+    @property
+    def padding(self) -> int:
+        """Rows at its end that are padding. Raises ValueError if there are some elsewhere."""
+        return max((strip.padding for strip in self.strips), default=0)
 
 
 def join(batches: Sequence[BatchRef]) -> BatchRef:
     """The rows of several, one batch after the other; all have as many strips."""
     each = zip(*(batch.strips for batch in batches), strict=True)
-    return BatchRef(
-        tuple(Strip(tuple(part for strip in strips for part in strip.parts)) for strips in each)
-    )
+    return BatchRef(tuple(_end_to_end(strips) for strips in each))
+
+
+def _end_to_end(strips: Sequence[Strip]) -> Strip:
+    parts = tuple(part for strip in strips for part in strip.parts)
+    return Strip(tuple(part for part in parts if len(part)) or parts[:1])
+
+
+def is_batch(value: Any) -> bool:
+    """Whether it has columns by name, each with rows: lists, or arrays or tensors."""
+    return isinstance(value, Mapping) and all(map(_is_column, value.values()))
+
+
+def _is_column(value: Any) -> bool:
+    return isinstance(value, list | tuple) or (hasattr(value, "shape") and len(value.shape) > 0)
 
 
 def num_rows(batch: Batch) -> int:

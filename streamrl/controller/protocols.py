@@ -7,9 +7,10 @@ is a distribute and a collect over the mesh of a group, nothing more; users add 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
-from streamrl.controller.batches import BatchRef, join
+from streamrl.controller.batches import BatchRef, is_batch, join
 from streamrl.resharding import Grid, Seating
 
 #: What one rank is called with.
@@ -31,14 +32,20 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Handed:
-    """What every rank is called with, None for one that is not.
-
-    rows: of the batches that were handed out; the last `padding` of them were put there to fit.
-    """
+    """What every rank is called with, None for one that is not."""
 
     calls: tuple[Arguments | None, ...]
-    rows: int = 0
-    padding: int = 0
+
+
+class Kind(Enum):
+    """What a protocol takes the answers for.
+
+    ROWS: each rank's are what became of the rows it got. FIGURES: they are numbers about these.
+    """
+
+    ANY = "any"
+    ROWS = "rows"
+    FIGURES = "figures"
 
 
 Distribute = Callable[[Mesh, Arguments], Handed]
@@ -49,13 +56,27 @@ Collect = Callable[[Mesh, Sequence[Any]], Any]
 class Protocol:
     """A name, how arguments are handed out, and what becomes of the answers.
 
-    collect gets one answer for each rank, in order, None of one that was not called. What it
-    returns loses its padding afterwards, if it is a batch.
+    collect gets one answer for each rank, in order, None of one that was not called. Batches among
+    them have lost their padding. For what `answers` does see `Answers`.
     """
 
     name: str
     distribute: Distribute
     collect: Collect
+    answers: Kind = Kind.ANY
+
+    def hand_out(self, mesh: Mesh, arguments: Arguments) -> Handed:
+        """What every rank is called with. Raises ValueError if that is not a call for each."""
+        handed = self.distribute(mesh, arguments)
+        if not isinstance(handed, Handed):
+            told = type(handed).__name__
+            raise ValueError(f"protocol {self.name}: its distribute gave a {told}, not a Handed")
+        if len(handed.calls) != mesh.size:
+            raise ValueError(
+                f"protocol {self.name}: its distribute gave {len(handed.calls)} calls for"
+                f" {mesh.size} ranks: must be one for each, or None"
+            )
+        return handed
 
 
 def by_replica(seating: Callable[[Mesh], Seating]) -> Distribute:
@@ -63,11 +84,11 @@ def by_replica(seating: Callable[[Mesh], Seating]) -> Distribute:
 
     def distribute(mesh: Mesh, arguments: Arguments) -> Handed:
         seats = seating(mesh)
+        if any(map(is_batch, arguments)):
+            raise ValueError("columns in a dict would go to every rank whole: hand over put(...)")
         lengths = {len(value) for value in arguments if isinstance(value, BatchRef)}
         if len(lengths) > 1:
             raise ValueError(f"batches of {sorted(lengths)} rows in one call")
-        rows = max(lengths, default=0)
-        padding = -rows % seats.replicas
         shares = [
             value.padded(seats.replicas).split(seats.replicas)
             if isinstance(value, BatchRef)
@@ -75,7 +96,7 @@ def by_replica(seating: Callable[[Mesh], Seating]) -> Distribute:
             for value in arguments
         ]
         calls = (tuple(share[at.replica] for share in shares) for at in seats.seats)
-        return Handed(tuple(calls), rows + padding, padding)
+        return Handed(tuple(calls))
 
     return distribute
 
@@ -86,8 +107,8 @@ def from_replicas(seating: Callable[[Mesh], Seating]) -> Collect:
     def collect(mesh: Mesh, answers: Sequence[Any]) -> Any:
         seats = seating(mesh)
         speaks = {
-            at.replica: answer
-            for at, answer in zip(seats.seats, answers, strict=True)
+            at.replica: answers[rank]
+            for rank, at in enumerate(seats.seats)
             if at.tensor == 0 and at.stage == seats.stages - 1
         }
         return joined([speaks[replica] for replica in range(seats.replicas)])
@@ -110,6 +131,8 @@ def to_all(mesh: Mesh, arguments: Arguments) -> Handed:
 def as_given(mesh: Mesh, arguments: Arguments) -> Handed:
     """Every argument is a list with one value for each rank."""
     for value in arguments:
+        if not isinstance(value, list | tuple):
+            raise ValueError(f"a {type(value).__name__}: must be a list with a value for each rank")
         if len(value) != mesh.size:
             raise ValueError(f"{len(value)} values for {mesh.size} ranks")
     return Handed(tuple(tuple(value[rank] for value in arguments) for rank in range(mesh.size)))
@@ -133,8 +156,8 @@ def from_first(mesh: Mesh, answers: Sequence[Any]) -> Any:
 def from_stages(mesh: Mesh, answers: Sequence[Any]) -> Any:
     """The answers of the stages of the first replica, of its first tensor rank, joined in order."""
     speaks = {
-        at.stage: answer
-        for at, answer in zip(mesh.train.seats, answers, strict=True)
+        at.stage: answers[rank]
+        for rank, at in enumerate(mesh.train.seats)
         if at.tensor == 0 and at.replica == 0
     }
     return joined([speaks[stage] for stage in range(mesh.train.stages)])
@@ -159,35 +182,23 @@ PROTOCOLS: dict[str, Protocol] = {
     for protocol in (
         Protocol("ONE_TO_ALL", to_all, from_all),
         Protocol("ALL_TO_ALL", as_given, from_all),
-        Protocol("DP", by_replica(_flat), from_replicas(_flat)),
-        Protocol("P3D", by_replica(_train), from_replicas(_train)),
-        Protocol("P3D_ALL_MICRO_DP", by_replica(_serving), from_replicas(_serving)),
+        Protocol("DP", by_replica(_flat), from_replicas(_flat), Kind.ROWS),
+        Protocol("P3D", by_replica(_train), from_replicas(_train), Kind.ROWS),
+        Protocol("P3D_ALL_MICRO_DP", by_replica(_serving), from_replicas(_serving), Kind.ROWS),
         Protocol("P3D_PP_ONLY", to_all, from_stages),
         # Of figures there is nothing to join: every rank's are wanted.
-        Protocol("DP_METRIC", by_replica(_flat), from_all),
+        Protocol("DP_METRIC", by_replica(_flat), from_all, Kind.FIGURES),
         Protocol("RANK_ZERO", to_first, from_first),
     )
 }
 """By name; `add_protocol` adds a user's own."""
 
 
-def add_protocol(name: str, distribute: Distribute, collect: Collect) -> Protocol:
+def add_protocol(
+    name: str, distribute: Distribute, collect: Collect, answers: Kind = Kind.ANY
+) -> Protocol:
     """Make a protocol known by a name. Raises ValueError if the name is taken."""
     if name in PROTOCOLS:
         raise ValueError(f"protocol {name}: there is one of that name")
-    PROTOCOLS[name] = Protocol(name, distribute, collect)
+    PROTOCOLS[name] = Protocol(name, distribute, collect, answers)
     return PROTOCOLS[name]
-
-
-def without_padding(answer: Any, handed: int, padding: int) -> Any:
-    """A batch without what became of the last `padding` of the `handed` rows; else as it is.
-
-    A row may have become several: a prompt its group of rollouts. Raises ValueError if the rows
-    that came back are no multiple of those handed out.
-    """
-    if not padding or not isinstance(answer, BatchRef):
-        return answer
-    each, rest = divmod(len(answer), handed)
-    if rest:
-        raise ValueError(f"{len(answer)} rows came back for {handed}: which were padding?")
-    return answer.rows(0, each * (handed - padding))

@@ -1,10 +1,12 @@
 """What a worker of a group is: any class, some of whose methods say how their data travels."""
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from streamrl.controller.protocols import Mesh
+from streamrl.errors import ConfigError
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -43,11 +45,34 @@ def transfers(protocol: str) -> Callable[[Method], Method]:
     return register
 
 
-def transfers_of(worker: type) -> dict[str, str]:
-    """Names of a class's registered methods, inherited ones too, and their protocols."""
+@dataclass(frozen=True)
+class Registered:
+    """A method that is called on a whole group: its protocol by name.
+
+    knows_padding: it has a parameter `real`, by name alone, and is told there how many of its first
+    rows are no padding.
+    """
+
+    protocol: str
+    knows_padding: bool = False
+
+
+def transfers_of(worker: type) -> dict[str, Registered]:
+    """A class's registered methods by name, inherited ones too.
+
+    Raises ConfigError for one that is a coroutine.
+    """
     found = {}
     for each in reversed(worker.__mro__):
         for name, value in vars(each).items():
             if callable(value) and value in _TRANSFERS:
-                found[name] = _TRANSFERS[value]
+                found[name] = _registered(worker, name, _TRANSFERS[value])
     return found
+
+
+def _registered(worker: type, name: str, protocol: str) -> Registered:
+    method = inspect.getattr_static(worker, name)
+    if inspect.iscoroutinefunction(method):
+        raise ConfigError(f"{worker.__name__}.{name}: is async: must be a plain method")
+    real = inspect.signature(method).parameters.get("real")
+    return Registered(protocol, real is not None and real.kind is real.KEYWORD_ONLY)

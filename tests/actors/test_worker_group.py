@@ -3,6 +3,7 @@
 import os
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from streamrl.controller import (
 from streamrl.errors import ActorError, ActorLostError, ConfigError, DeadlineError
 from streamrl.placement import PlacementConfig
 from streamrl.resharding import Grid
+from tests.e2e.launched import Launched
 
 pytestmark = pytest.mark.slow
 
@@ -46,6 +48,16 @@ class Doubler:
     def mean(self, batch):
         return {"mean": float(batch["x"].mean()), "rows": len(batch["x"])}
 
+    @transfers("DP_METRIC")
+    def counted(self, batch, *, real):
+        return {"sum": float(batch["x"][:real].sum()), "rows": real}
+
+    @transfers("DP")
+    def uneven(self, batch):
+        """As many rows as there are, but not each from who got it."""
+        doubled = np.concatenate([batch["x"]] * 2)
+        return {"x": doubled[: 0 if self._place.rank else None]}
+
     @transfers("ONE_TO_ALL")
     def where(self):
         return self._place.rank, self._place.address, self._place.port, os.getpid()
@@ -69,7 +81,7 @@ class Doubler:
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ResourcePool]:
-    with cluster(PlacementConfig(cpus=4, object_store_mb=200), nothing):
+    with cluster(PlacementConfig(cpus=5, object_store_mb=200), nothing):
         pool = ResourcePool(4, groups=3)
         yield pool
         pool.close()
@@ -88,6 +100,8 @@ def test_a_batch_is_handed_out_and_comes_back_in_order_without_padding(group: Wo
     assert found["x"].tolist() == [100, 102, 104, 106, 108]
     # Two replicas of two stages: three rows each, one of them padding; the last stages speak.
     assert found["rank"].tolist() == [1, 1, 1, 3, 3]
+    nothing_at_all = group.double(put({"x": np.arange(0.0)})).load()
+    assert {name: len(column) for name, column in nothing_at_all.items()} == {"x": 0, "rank": 0}
 
 
 def test_what_one_call_returns_is_given_to_the_next_without_being_looked_at(
@@ -128,6 +142,154 @@ def test_figures_come_from_every_rank(group: WorkerGroup) -> None:
     assert [each["mean"] for each in found] == [0.5, 2.5, 4.5, 6.5]
 
 
+def test_padding_counts_in_no_figure(group: WorkerGroup) -> None:
+    batch = put({"x": np.arange(1.0, 6.0)})
+    found = group.counted(batch).get()
+    assert [(each["rows"], each["sum"]) for each in found] == [(2, 3), (2, 7), (1, 5), (0, 0)]
+    with pytest.raises(ValueError, match=r"Doubler\.mean: 3 of 8 rows are padding, which would"):
+        group.mean(batch)
+
+
+def test_rows_come_back_from_who_got_them(group: WorkerGroup) -> None:
+    for rows in (8, 7):
+        with pytest.raises(ValueError, match=r"Doubler-1\.uneven: 0 rows came back for 2"):
+            group.uneven(put({"x": np.arange(float(rows))})).get()
+
+
+def test_columns_are_put_before_they_are_handed_over(group: WorkerGroup) -> None:
+    with pytest.raises(ValueError, match=r"Doubler\.double: columns in a dict .*put\(\.\.\.\)"):
+        group.double({"x": np.arange(3.0)})
+    for wrong in ({"x": 3}, {"x": "abc"}, None):
+        with pytest.raises(ValueError, match="put: must be columns in a dict"):
+            put(wrong)  # type: ignore[arg-type]
+
+
+class Hidden(Doubler):
+    @transfers("ONE_TO_ALL")
+    def close(self):
+        return "by the worker"
+
+
+class Asynchronous(Doubler):
+    @transfers("ONE_TO_ALL")
+    async def soon(self):
+        return "later"
+
+
+class Unknown(Doubler):
+    @transfers("dp")
+    def lower(self, batch):
+        return batch
+
+
+@pytest.mark.parametrize(
+    ("worker", "told"),
+    [
+        (Hidden, "Hidden.close: a group has a method of that name itself"),
+        (Asynchronous, "Asynchronous.soon: is async: must be a plain method"),
+        (Unknown, "Unknown.lower: protocol dp: must be one of ONE_TO_ALL, "),
+    ],
+)
+def test_methods_that_a_group_cannot_have_are_refused(
+    pool: ResourcePool, worker: type, told: str
+) -> None:
+    with pytest.raises(ConfigError, match=told):
+        WorkerGroup(pool, worker, mesh=Mesh(Grid.parse("1-1-1").seating()))
+
+
+def test_what_a_call_cannot_take_is_told_in_a_line(group: WorkerGroup) -> None:
+    with pytest.raises(ValueError, match=r"Doubler\.double: more by name: arguments go by their"):
+        group.double(put({"x": np.arange(4.0)}), more=3)
+    figures = group.first()
+    for use in (figures.load, (figures | put({"x": [1]})).get, (put({"x": [1]}) | figures).get):
+        with pytest.raises(ValueError, match="a int is no batch: rows are what put"):
+            use()
+
+
+def test_a_group_that_finds_a_slot_full_leaves_the_others_free(pool: ResourcePool) -> None:
+    pool = ResourcePool(2, cpus=0.5, groups=1)
+    one = Mesh(Grid.parse("1-1-1").seating())
+    second = WorkerGroup(pool, Doubler, mesh=one, first_slot=1)
+    with pytest.raises(ConfigError, match="slot 1 of the pool has its 1 groups already"):
+        WorkerGroup(pool, Doubler, mesh=Mesh(Grid.parse("1-1-2").seating()))
+    first = WorkerGroup(pool, Doubler, mesh=one)
+    assert first.first().get() == 0
+    first.close()
+    with pytest.raises(ActorError, match="Doubler: the group is closed: it can be called no more"):
+        first.first()
+    pool.close()
+    with pytest.raises(ActorError, match="Doubler: the pool is closed: it can be called no more"):
+        second.first()
+    with pytest.raises(ConfigError, match="the pool is closed: it has no slots any more"):
+        WorkerGroup(pool, Doubler, mesh=one)
+
+
+def test_slots_that_there_cannot_be_are_refused(pool: ResourcePool) -> None:
+    one = Mesh(Grid.parse("1-1-1").seating())
+    with pytest.raises(ConfigError, match="1 ranks from slot -1 on; the pool has 4 slots"):
+        WorkerGroup(pool, Doubler, mesh=one, first_slot=-1)
+    with pytest.raises(ConfigError, match="Doubler: timeout_s=0: must be more than 0"):
+        WorkerGroup(pool, Doubler, mesh=one, timeout_s=0.0)
+    for settings, told in (
+        ({"cpus": -1.0}, "pool: cpus=-1, gpus=0: must be 0 or more, and not both 0"),
+        ({"cpus": 0.0}, "pool: cpus=0, gpus=0: must be"),
+        ({"groups": 0}, "pool: groups=0: must be at least 1"),
+        ({"strategy": "FAR"}, "pool: strategy=FAR: must be one of PACK, SPREAD"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            ResourcePool(1, **settings)  # type: ignore[arg-type]
+
+
+def test_a_failure_is_told_once(tmp_path: Path) -> None:
+    """Ray prints every error whose reference is dropped unread: there must be none."""
+    (tmp_path / "failing.py").write_text(FAILING)
+    run = Launched([], tmp_path, {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}, module="failing")
+    assert run.wait(400.0) == 0, run.output
+    assert "told: Broken-0.fail: KeyError: 'boom 0'" in run.output
+    assert "told: Broken-0.start: TypeError" in run.output
+    for trace in ("Unhandled error", "Traceback"):
+        assert trace not in run.output
+
+
+FAILING = """
+import time
+
+import ray
+
+from streamrl.actors.worker_group import ResourcePool, WorkerGroup, put
+from streamrl.controller import Mesh, transfers
+from streamrl.errors import ActorError
+from streamrl.resharding import Grid
+
+
+class Broken:
+    def __init__(self, place, number=0):
+        self.rank = place.rank
+        self.number = number + 1
+
+    @transfers("DP")
+    def fail(self, batch):
+        time.sleep(self.rank)
+        raise KeyError(f"boom {self.rank}")
+
+
+def tell(call):
+    try:
+        call()
+    except ActorError as error:
+        print("told:", str(error).splitlines()[0])
+
+
+ray.init(num_cpus=2, include_dashboard=False)
+pool = ResourcePool(2)
+mesh = Mesh(Grid(1, 1, 2).seating())
+group = WorkerGroup(pool, Broken, mesh=mesh)
+tell(group.fail(put({"x": [1, 2]})).get)
+tell(WorkerGroup(pool, Broken, "no number", mesh=mesh).ready)
+time.sleep(3)
+"""
+
+
 def test_several_groups_share_a_pool_until_it_is_full(
     pool: ResourcePool, group: WorkerGroup
 ) -> None:
@@ -149,7 +311,7 @@ def test_several_groups_share_a_pool_until_it_is_full(
 def test_trouble_is_named_and_no_wait_is_endless(group: WorkerGroup) -> None:
     with pytest.raises(ActorError, match=r"Doubler-(\d)\.fail: ValueError: not by rank \1"):
         group.fail(put({"x": np.arange(4.0)})).get()
-    with pytest.raises(AttributeError, match="doubel: is no method of a group; it has die, double"):
+    with pytest.raises(AttributeError, match="doubel: is no method of a group; it has counted, "):
         group.doubel  # noqa: B018
     with pytest.raises(ValueError, match=r"batches of \[2, 3\] rows"):
         group.double(put({"x": np.arange(2.0)}), put({"x": np.arange(3.0)}))
@@ -169,7 +331,7 @@ def test_a_worker_that_hangs_or_dies_is_told(pool: ResourcePool) -> None:
 
 
 def test_a_pool_that_finds_no_room_says_what_there_is(pool: ResourcePool) -> None:
-    with pytest.raises(ConfigError, match=r"found no room in 1 s; free are \S+ of 4 CPU"):
+    with pytest.raises(ConfigError, match=r"found no room in 1 s; free are \S+ of 5 CPU"):
         ResourcePool(9, timeout_s=1.0)
     assert ray.is_initialized()
 
@@ -178,7 +340,7 @@ def backwards(mesh: Mesh, arguments: tuple[object, ...]) -> Handed:
     """The first rows to the last rank."""
     (batch,) = arguments
     assert isinstance(batch, BatchRef)
-    return Handed(tuple((piece,) for piece in reversed(batch.split(mesh.size))), len(batch))
+    return Handed(tuple((piece,) for piece in reversed(batch.split(mesh.size))))
 
 
 add_protocol("BACKWARDS", backwards, PROTOCOLS["DP"].collect)

@@ -1,18 +1,23 @@
 """Transfer protocols: every row goes where it belongs, comes back once, and padding never does."""
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.controller.answers import Answers, given_by
 from streamrl.controller.batches import BatchRef, Part, concatenate, cut, join, num_rows
 from streamrl.controller.protocols import (
     PROTOCOLS,
+    Handed,
     Mesh,
+    Protocol,
     add_protocol,
     by_replica,
     from_replicas,
-    without_padding,
 )
 from streamrl.resharding import GenerationSizes, Grid, zero_redundancy
 
@@ -32,11 +37,22 @@ def rows_of(ref: BatchRef) -> list[int]:
 
 def through(name: str, mesh: Mesh, given: BatchRef) -> tuple[list, BatchRef]:
     """What each rank got, and what comes back if each answers with what it got."""
-    protocol = PROTOCOLS[name]
-    handed = protocol.distribute(mesh, (given,))
+    handed = PROTOCOLS[name].hand_out(mesh, (given,))
     answers = [call and call[0] for call in handed.calls]
-    back = protocol.collect(mesh, answers)
-    return answers, without_padding(back, handed.rows, handed.padding)
+    return answers, collected(name, mesh, handed, answers)
+
+
+def collected(name: str, mesh: Mesh, handed: Handed, answers: Sequence[Any], **knows: bool) -> Any:
+    """What becomes of answers to what was handed out."""
+    protocol = PROTOCOLS[name]
+    given = given_by(handed, protocol, "W.do", **{"knows": False, **knows})
+    names = [f"W-{rank}.do" for rank in range(mesh.size)]
+    return protocol.collect(mesh, Answers(answers, given, protocol.answers, names, **knows))
+
+
+def came_back(*counts: int) -> list[BatchRef]:
+    """So many rows from each rank."""
+    return [BatchRef.of(Part(rank, 0, count)) for rank, count in enumerate(counts)]
 
 
 MESHES = st.builds(
@@ -112,8 +128,13 @@ def test_one_for_all_one_for_each_and_one_for_the_first() -> None:
     )
     assert PROTOCOLS["RANK_ZERO"].distribute(mesh, (7,)).calls == ((7,), None, None, None)
     assert PROTOCOLS["RANK_ZERO"].collect(mesh, ["a", None, None, None]) == "a"
-    with pytest.raises(ValueError, match="3 values for 4 ranks"):
-        PROTOCOLS["ALL_TO_ALL"].distribute(mesh, ([1, 2, 3],))
+    for value, told in (
+        ([1, 2, 3], "3 values for 4 ranks"),
+        (5, "a int: must be a list with a value for each rank"),
+        (batch(4), "a BatchRef: must be a list"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            PROTOCOLS["ALL_TO_ALL"].distribute(mesh, (value,))
 
 
 def test_figures_come_from_every_rank() -> None:
@@ -125,14 +146,91 @@ def test_figures_come_from_every_rank() -> None:
 
 def test_a_prompt_may_become_several_rows_and_padding_goes_with_all_of_its_own() -> None:
     mesh = Mesh(Grid.parse("1-1-4").seating())
-    handed = PROTOCOLS["DP"].distribute(mesh, (batch(6),))
-    assert (handed.rows, handed.padding) == (8, 2)
+    handed = PROTOCOLS["DP"].hand_out(mesh, (batch(6),))
+    assert [call[0].padding for call in handed.calls if call] == [0, 0, 0, 2]
     # Two rollouts of each prompt.
-    answers = [BatchRef.of(Part(rank, 0, 4)) for rank in range(4)]
-    back = PROTOCOLS["DP"].collect(mesh, answers)
-    assert len(without_padding(back, 8, 2)) == 12
-    with pytest.raises(ValueError, match="15 rows came back for 8"):
-        without_padding(back.rows(0, 15), 8, 2)
+    assert len(collected("DP", mesh, handed, came_back(4, 4, 4, 4))) == 12
+
+
+@pytest.mark.parametrize(
+    ("counts", "told"),
+    [
+        ((4, 0), r"W-1\.do: 0 rows came back for 2: must be as many"),
+        ((1, 3), r"W-0\.do: 1 rows came back for 2"),
+        ((2, 4), r"W-1\.do: 2 rows came back for each, from another rank 1"),
+    ],
+)
+@pytest.mark.parametrize("rows", [3, 4])
+def test_rows_never_pass_for_those_of_another_rank(
+    rows: int, counts: tuple[int, int], told: str
+) -> None:
+    """All together they are as many as were handed out, or twice as many."""
+    mesh = Mesh(Grid.parse("1-1-2").seating())
+    handed = PROTOCOLS["DP"].hand_out(mesh, (batch(rows),))
+    with pytest.raises(ValueError, match=told):
+        collected("DP", mesh, handed, came_back(*counts))
+
+
+def test_padding_is_taken_off_where_it_came_back_whatever_the_protocol(monkeypatch) -> None:
+    monkeypatch.setattr("streamrl.controller.protocols.PROTOCOLS", protocols := dict(PROTOCOLS))
+
+    def backwards(mesh: Mesh, arguments: tuple[Any, ...]) -> Handed:
+        pieces = arguments[0].padded(mesh.size).split(mesh.size)
+        return Handed(tuple((piece,) for piece in reversed(pieces)))
+
+    own = add_protocol("BACKWARDS", backwards, PROTOCOLS["DP"].collect)
+    assert protocols["BACKWARDS"] is own
+    mesh = Mesh(Grid.parse("1-1-2").seating())
+    handed = own.hand_out(mesh, (batch(3),))
+    answers = [call and call[0] for call in handed.calls]
+    given = given_by(handed, own, "W.do", knows=False)
+    assert [each.real for each in given] == [1, 2]
+    back = own.collect(mesh, Answers(answers, given, own.answers, ["a", "b"]))
+    assert rows_of(back) == [2, 0, 1]
+
+
+def test_no_figure_counts_padding_unless_the_method_knows_of_it() -> None:
+    mesh = Mesh(Grid.parse("1-1-2").seating())
+    handed = PROTOCOLS["DP_METRIC"].hand_out(mesh, (batch(3),))
+    told = r"W\.do: 1 of 4 rows are padding, which would count in the figures of 2 ranks: give rows"
+    with pytest.raises(ValueError, match=told):
+        given_by(handed, PROTOCOLS["DP_METRIC"], "W.do", knows=False)
+    assert collected("DP_METRIC", mesh, handed, [0.5, 2.0], knows=True) == [0.5, 2.0]
+    handed = PROTOCOLS["DP"].hand_out(mesh, (batch(3),))
+    for nothing_of_rows in (0.5, None):
+        with pytest.raises(ValueError, match=r"W-1\.do: 1 of its 2 rows are padding, which counts"):
+            collected("DP", mesh, handed, [nothing_of_rows] * 2)
+    # A method that knows answers for itself, with as many rows as it likes.
+    assert len(collected("DP", mesh, handed, came_back(1, 0), knows=True)) == 1
+
+
+def test_answers_that_do_not_count_are_not_looked_at() -> None:
+    """Stages before the last have nothing to say."""
+    mesh = Mesh(Grid.parse("2-1-2").seating())
+    handed = PROTOCOLS["P3D"].hand_out(mesh, (batch(3),))
+    first, last = came_back(2, 2)
+    assert len(collected("P3D", mesh, handed, [None, first, None, last])) == 3
+
+
+def test_what_is_handed_out_is_a_call_for_each_rank() -> None:
+    mesh = Mesh(Grid.parse("1-1-2").seating())
+    for handed, told in (
+        (Handed(((1,),) * 5), "protocol OWN: its distribute gave 5 calls for 2 ranks"),
+        (Handed(((1,),)), "gave 1 calls for 2 ranks"),
+        ([(1,), (1,)], "protocol OWN: its distribute gave a list, not a Handed"),
+    ):
+        own = Protocol("OWN", lambda mesh, arguments, one=handed: one, PROTOCOLS["DP"].collect)
+        with pytest.raises(ValueError, match=told):
+            own.hand_out(mesh, ())
+
+
+def test_columns_in_a_dict_are_handed_to_nobody() -> None:
+    mesh = Mesh(Grid.parse("1-1-2").seating())
+    for name in ("DP", "P3D", "DP_METRIC"):
+        with pytest.raises(ValueError, match=r"columns in a dict .*: hand over put"):
+            PROTOCOLS[name].hand_out(mesh, ({"x": np.arange(3)},))
+    settings = {"lr": 0.5}
+    assert PROTOCOLS["DP"].hand_out(mesh, (settings,)).calls == ((settings,),) * 2
 
 
 def test_batches_of_a_call_have_one_length() -> None:
@@ -166,7 +264,17 @@ def test_rows_of_parts_are_rows_of_the_whole(lengths: list[int], data: st.DataOb
     assert [
         (part.reference, row) for part in parts_of(found) for row in range(part.start, part.stop)
     ] == every[start:stop]
-    assert join([ref.rows(0, start), ref.rows(start, len(ref))]).rows(start, stop) == found
+    again = join([ref.rows(0, start), ref.rows(start, len(ref))]).rows(start, stop)
+    assert again == found or len(again) == len(found) == 0
+
+
+def test_no_rows_still_have_columns() -> None:
+    mesh = Mesh(Grid.parse("1-1-2").seating())
+    answers, back = through("DP", mesh, batch(0))
+    assert [parts_of(answer) for answer in answers] == [(Part("x", 0, 0),)] * 2
+    assert parts_of(back) == (Part("x", 0, 0),)
+    # Beside rows they are nothing that would have to be fetched.
+    assert parts_of(join([batch(0, "y"), batch(2)])) == (Part("x", 0, 2),)
 
 
 def test_columns_side_by_side_are_cut_together() -> None:

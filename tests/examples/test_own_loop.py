@@ -7,21 +7,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.testing import assert_close
 
 from examples.own_loop import stage as own_loop
 from examples.own_loop.ppo import ppo
 from examples.own_loop.remax import remax
 from examples.own_loop.safe_rlhf import safe_rlhf
-from examples.own_loop.stage import Loop, Stage, line, steps_of
+from examples.own_loop.stage import Loop, Stage, Step, line, steps_of
 from streamrl.actors import worker_group
 from streamrl.actors.cluster import cluster, nothing
-from streamrl.actors.model_workers import PolicyWorker
-from streamrl.actors.worker_group import ResourcePool
+from streamrl.actors.model_workers import CriticWorker, PolicyWorker
+from streamrl.actors.worker_group import ResourcePool, WorkerGroup
 from streamrl.config import RunConfig, load_config
-from streamrl.controller import protocols
+from streamrl.controller import Mesh, protocols
 from streamrl.errors import ConfigError
 from streamrl.placement import PlacementConfig
 from streamrl.preflight import prepare
+from streamrl.resharding import Grid
 from tests.e2e.launched import Launched, rows
 
 CONFIGS = Path("configs")
@@ -50,6 +54,7 @@ class Narrow:
     def __init__(self, pool: ResourcePool, slots: int) -> None:
         self.slots = slots
         self.options, self.give_back = pool.options, pool.give_back
+        self.is_closed = False
 
 
 def play(loop: Loop, config: RunConfig, pool: Any) -> list[Mapping[str, float]]:
@@ -97,6 +102,70 @@ def test_ppo_learns_what_a_run_learns_with_one_worker_and_with_two(
     assert run.wait() == 0, run.output
     for mine, row in zip(both, rows(tmp_path / "run"), strict=True):
         assert_alike(mine, row)
+
+
+SPLIT = {
+    "tensor parallel": ["trainer.backend=torch", "trainer.tensor_parallel=2"],
+    "sharded by torch": ["trainer.backend=torch", "trainer.zero_stage=3"],
+    "sharded by deepspeed": ["trainer.zero_stage=3"],
+}
+
+
+def ppo_saved(folder: Path) -> Loop:
+    """PPO, whose policy is saved at the end."""
+
+    def loop(stage: Stage) -> Iterator[Step]:
+        yield from ppo(stage)
+        stage.groups[0].save_model(folder).get()
+
+    return loop
+
+
+def saved(folder: Path) -> dict[str, Tensor]:
+    return load_file(folder / "model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def whole(
+    pool: ResourcePool, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[Mapping[str, float]], Path]:
+    """What PPO learns where one worker has all parameters, and the policy then."""
+    folder = tmp_path_factory.mktemp("whole") / "model"
+    config = load_config(PPO, [*ODD, "run.steps=2"])
+    return play(ppo_saved(folder), config, Narrow(pool, 1)), folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("split", SPLIT)
+def test_workers_that_hold_a_model_together_learn_the_same(
+    pool: ResourcePool, whole: tuple[list[Mapping[str, float]], Path], split: str, tmp_path: Path
+) -> None:
+    # Small micro-batches: the ranks have not as many of them, and go through the model in step.
+    small = "pipeline.micro_batch_tokens=128"
+    config = load_config(PPO, [*ODD, "run.steps=2", small, "trainer.world_size=2", *SPLIT[split]])
+    for one, other in zip(play(ppo_saved(tmp_path), config, pool), whole[0], strict=True):
+        assert_alike(one, other)
+        assert one["weights/bytes"] > 0
+    found, wanted = saved(tmp_path), saved(whole[1])
+    assert found.keys() == wanted.keys()
+    for name in wanted:
+        # An update moves a parameter by up to the learning rate, 1e-4, however small its gradient.
+        assert_close(found[name], wanted[name], rtol=0.0, atol=2e-5)
+
+
+@pytest.mark.slow
+def test_a_mesh_that_is_not_the_trainers_is_refused(pool: ResourcePool) -> None:
+    split = ["trainer.backend=torch", "trainer.world_size=2", "trainer.tensor_parallel=2"]
+    there = Stage(load_config(PPO, split), pool, None, 64)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"trainer\.tensor_parallel=2: must divide --workers=1"):
+        there.group(PolicyWorker, 64, ranks=1)
+    seating = Grid(1, 1, 2).seating()
+    mesh = Mesh(seating, seating)
+    group = WorkerGroup(pool, CriticWorker, there.config, mesh=mesh)
+    told = r"trainer\.tensor_parallel=2: the critic's mesh must be Grid\(1, 2, 1\)"
+    with pytest.raises(ConfigError, match=told):
+        group.ready()
+    group.close()
 
 
 @pytest.mark.slow
@@ -152,10 +221,7 @@ def test_bad_input_is_one_line(
 
 @pytest.mark.slow
 def test_settings_a_worker_cannot_have_are_refused(pool: ResourcePool) -> None:
-    for override, told in (
-        ("trainer.zero_stage=3", "trainer.zero_stage=3: a worker looks at rows by itself"),
-        ("weights.publish_every=2", "weights.publish_every=2: "),
-    ):
+    for override, told in (("weights.publish_every=2", "weights.publish_every=2: "),):
         there = Stage(load_config(PPO, [override]), Narrow(pool, 1), None, 64)  # type: ignore[arg-type]
         group = there.group(PolicyWorker, 64)
         with pytest.raises(ConfigError, match=told):
@@ -182,6 +248,7 @@ def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
     run = Launched([], tmp_path, {"PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}, module="page")
     assert run.wait(300.0) == 0, run.output
     assert str({"text": ["a", "bb", "ccc"], "number": [101, 102, 103]}) in run.output
+    assert str([{"rows": 2, "letters": 3}, {"rows": 1, "letters": 3}]) in run.output
 
 
 @pytest.mark.slow
