@@ -53,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=1, help="runs of each, the median stands")
     parser.add_argument("--json", action="store_true", help="the object on one line")
     arguments = parser.parse_args(argv)
+    if min(arguments.steps, 2 * arguments.repeats) < 2:
+        parser.error(f"--steps {arguments.steps} --repeats {arguments.repeats}: at least 2 and 1")
     # Standard output is the JSON object alone, whatever the cluster has to say meanwhile.
     with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as folder:
         recipe = prepare(Path(folder))
