@@ -9,6 +9,7 @@ import ray
 from ray.exceptions import (
     GetTimeoutError,
     ObjectLostError,
+    OutOfMemoryError,
     RayActorError,
     RayError,
     RayTaskError,
@@ -57,7 +58,7 @@ def has_died(reply: Any) -> bool:
     """Whether an actor died over a call: not so if it only told of another one's death."""
     try:
         ray.get(reply, timeout=0)
-    except RayActorError:
+    except (RayActorError, OutOfMemoryError):
         return True
     except RayError:
         return False
@@ -72,10 +73,16 @@ def translate(error: RayError, what: str) -> StreamError | ConfigError:
             return cause
         return ActorError(f"{what}: {type(cause).__name__}: {cause}\n{error}")
     if isinstance(error, RayActorError):
-        return ActorLostError(f"{what}: the actor died ({str(error).splitlines()[0]})")
+        return ActorLostError(f"{what}: the actor died ({_first_line(error)})")
     if isinstance(error, ObjectLostError):
         return ActorLostError(f"{what}: the actor that owned it died")
-    return ActorError(f"{what}: {type(error).__name__}: {error}")
+    if isinstance(error, OutOfMemoryError):
+        return ActorLostError(f"{what}: the actor was ended, as its node was running out of memory")
+    return ActorError(f"{what}: {type(error).__name__}: {_first_line(error)}")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
 
 
 def innermost(error: BaseException) -> BaseException:

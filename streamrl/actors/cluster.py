@@ -11,7 +11,7 @@ import psutil
 import ray
 from ray.exceptions import RayError
 
-from streamrl.errors import ConfigError
+from streamrl.errors import ActorError, ConfigError
 from streamrl.placement import (
     Capacity,
     Demand,
@@ -101,11 +101,14 @@ def _start_local(cpus: int, object_store_bytes: int) -> None:
     # default one per core. A run needs one per slot and a few more.
     at_once = max(os.cpu_count() or 1, -(-(cpus + 8) // 4))
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(at_once))
-    ray.init(
-        address="local",
-        num_cpus=cpus,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.ERROR,
-        object_store_memory=object_store_bytes,
-    )
+    try:
+        ray.init(
+            address="local",
+            num_cpus=cpus,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=object_store_bytes,
+        )
+    except Exception as error:  # noqa: BLE001
+        raise ActorError(f"Ray did not start: {' '.join(str(error).split())}") from None

@@ -1,9 +1,18 @@
 """What Ray raises, as the errors of streamrl."""
 
 import pytest
-from ray.exceptions import ActorDiedError, ActorUnavailableError, OwnerDiedError, RayTaskError
+import ray
+from ray.exceptions import (
+    ActorDiedError,
+    ActorUnavailableError,
+    ObjectStoreFullError,
+    OutOfMemoryError,
+    OwnerDiedError,
+    RayTaskError,
+)
 
 from streamrl.actors.calls import translate
+from streamrl.actors.cluster import _start_local
 from streamrl.errors import ActorError, ActorLostError, ConfigError, RewardError
 
 
@@ -18,6 +27,25 @@ def test_any_other_error_names_the_call() -> None:
     found = translate(RayTaskError("put", "", KeyError("lengths")), "shard-0.put")
     assert isinstance(found, ActorError)
     assert str(found).startswith("shard-0.put: KeyError: 'lengths'")
+
+
+def test_whatever_else_ray_says_is_told_in_one_line() -> None:
+    told = "The node was running low on memory.\n" * 40
+    ended = translate(OutOfMemoryError(told), "generator-0.run")
+    assert isinstance(ended, ActorLostError)
+    assert (
+        str(ended) == "generator-0.run: the actor was ended, as its node was running out of memory"
+    )
+    assert "\n" not in str(translate(ObjectStoreFullError(told), "shard-0.put"))
+
+
+def test_a_cluster_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def init(**settings: object) -> None:
+        raise Exception("The node timed out\nduring startup.")
+
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ActorError, match=r"^Ray did not start: The node timed out during startup"):
+        _start_local(1, 1 << 27)
 
 
 def test_a_dead_actor_is_lost_and_so_is_what_it_owned() -> None:
