@@ -57,7 +57,7 @@ def copy_rounds(
                     opens[side, rank] += 1
             while len(rounds) <= at:
                 rounds.append([])
-            rounds[at].append(replace(copy, gift=(tensor, box)))
+            rounds[at].append(copy if box is whole else replace(copy, gift=(tensor, box)))
     return rounds
 
 

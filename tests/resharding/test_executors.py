@@ -12,8 +12,11 @@ import torch
 from streamrl.resharding import (
     Grid,
     ModelSpec,
+    PointToPoint,
     TensorSpec,
+    allocate,
     chunked,
+    executors,
     gather_is_least,
     lying_in,
     plan_copies,
@@ -23,7 +26,7 @@ from streamrl.resharding import (
     zero_partitioned,
 )
 from streamrl.resharding.executors import meeting_device
-from tests.resharding.ranks import CLUSTER, LATE_S, SMALL, WORLD, layout, pairs
+from tests.resharding.ranks import CLUSTER, DTYPES, LATE_S, SMALL, WORLD, layout, pairs
 
 
 @pytest.fixture(scope="module")
@@ -130,12 +133,29 @@ def test_shards_lie_in_padded_buffers_that_are_part_of_a_larger_one() -> None:
 @pytest.mark.parametrize(
     ("backend", "device"), [("gloo", "cpu"), ("undefined", "cpu"), ("nccl", "cuda:3")]
 )
-def test_versions_are_exchanged_where_the_group_takes_tensors(
+def test_ranks_meet_where_the_group_takes_tensors(
     backend: str, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.distributed, "get_backend", lambda: backend)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
     assert meeting_device() == torch.device(device)
+
+
+def test_versions_are_exchanged_where_the_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    class MetError(Exception):
+        """The tensors have come to the group."""
+
+    def meet(into: list[torch.Tensor], mine: torch.Tensor, *, async_op: bool) -> None:
+        raise MetError({tensor.device.type for tensor in (*into, mine)})
+
+    monkeypatch.setattr(executors, "meeting_device", lambda: torch.device("meta"))
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "all_gather", meet)
+    whole = layout("1-1-1")
+    held = allocate(whole, 0, DTYPES)
+    with pytest.raises(MetError, match=r"\{'meta'\}"):
+        PointToPoint(plan_copies(whole, whole, CLUSTER)).run(held, held)
 
 
 def test_a_bucket_without_room_for_an_element_is_refused(ranks: list[dict[str, Any]]) -> None:
