@@ -13,8 +13,13 @@ RESET_PEAK = "5"
 
 
 def give_back_freed() -> None:
-    """Give the system what was freed; the allocator keeps what is smaller than it maps apart."""
+    """Give the system what was freed; the allocator keeps what is smaller than it maps apart.
+
+    On a GPU torch's allocator keeps all of it, and vLLM's would find none for keys and values.
+    """
     ctypes.CDLL(None).malloc_trim(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 class PeakMemory:
