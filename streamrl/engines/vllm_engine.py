@@ -185,13 +185,18 @@ def add_request(engine: Engine, request: SampleRequest) -> str | None:
 
 def step(engine: Engine) -> list[Sampled]:
     """One more token of each rollout that runs; the rollouts this finished."""
+    return [_sampled(output) for output in engine.step() if output.finished]
+
+
+@contextmanager
+def naming_lost_ranks(engine: Engine) -> Iterator[None]:
+    """What fails in here since a process of a split engine has died says so."""
     try:
-        outputs = engine.step()
+        yield
     except RuntimeError as error:
         if has_lost_a_rank(engine):
             raise GenerationError("a process of the split engine has died") from error
         raise
-    return [_sampled(output) for output in outputs if output.finished]
 
 
 def begun(engine: Engine, numbers: Collection[int]) -> list[Sampled]:

@@ -146,7 +146,8 @@ class EngineThread:
                 self._kv = KvMemory(engine)
                 self._weights = vllm_engine.served_weights(engine, self._spec, facts.parameters)
                 self._post(self._listener.on_started, facts)
-                self._serve(engine)
+                with vllm_engine.naming_lost_ranks(engine):
+                    self._serve(engine)
                 vllm_engine.shut_down(engine)
         finally:
             self._post(self._listener.on_ended, sys.exception())

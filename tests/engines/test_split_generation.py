@@ -12,7 +12,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from streamrl.engines.generation import GenerationEngine, GeneratorConfig, generation_env
-from streamrl.errors import GenerationError
+from streamrl.errors import StreamError
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,
     prompt,
@@ -86,17 +86,23 @@ async def test_every_version_reaches_every_rank(
     assert left_behind() <= before
 
 
+@pytest.mark.parametrize("over", ["rollouts", "weights"])
 async def test_a_rank_that_dies_is_told_and_takes_the_others_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: str
 ) -> None:
     model = tiny_model(tied=True, seed=1)
     async with started(model, tmp_path, monkeypatch) as engine:
         await engine.load_weights(weights_of(model), 0)
-        running = asyncio.create_task(engine.generate(SHORT, seeds=range(8), max_new_tokens=500))
-        await asyncio.sleep(0.5)
+        if over == "rollouts":
+            work = engine.generate(SHORT, seeds=range(8), max_new_tokens=500)
+        else:
+            work = engine.load_weights(weights_of(model), 1)
+        running = asyncio.create_task(work)
+        await asyncio.sleep(0.5 if over == "rollouts" else 0.0)
         ranks()[1].kill()
-        with pytest.raises(GenerationError, match="a process of the split engine has died"):
+        with pytest.raises(StreamError, match="a process of the split engine has died"):
             async with asyncio.timeout(60):
                 await running
+                await engine.load_weights(weights_of(model), 2)
     psutil.wait_procs(ranks(), timeout=30)
     assert not ranks()
