@@ -152,7 +152,7 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
         ),
         (
             ["placement.memory_mb=20", "placement.mode=colocated"],
-            ["placement.memory_mb=20: to", "MB = ", " weights", " optimizer", " gradients"],
+            ["placement.memory_mb=20: to", "MB = ", " weights", " gradients", " KV cache"],
         ),
         (["generator.replicas=100000"], ["GiB of memory", "100000 generator (generator.replicas)"]),
     ],

@@ -178,8 +178,8 @@ def test_padding_is_taken_off_where_it_came_back_whatever_the_protocol(monkeypat
         pieces = arguments[0].padded(mesh.size).split(mesh.size)
         return Handed(tuple((piece,) for piece in reversed(pieces)))
 
-    own = add_protocol("BACKWARDS", backwards, PROTOCOLS["DP"].collect)
-    assert protocols["BACKWARDS"] is own
+    own = add_protocol("TURNED_ROUND", backwards, PROTOCOLS["DP"].collect)
+    assert protocols["TURNED_ROUND"] is own
     mesh = Mesh(Grid.parse("1-1-2").seating())
     handed = own.hand_out(mesh, (batch(3),))
     answers = [call and call[0] for call in handed.calls]
