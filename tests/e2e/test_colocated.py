@@ -22,7 +22,7 @@ SHAKY = """
 def score(prompt, completion):
     if prompt.extra_info["index"] % 3 == 0:
         raise ValueError("no verdict")
-    return len(completion) // 3
+    return len(completion) // 8
 """
 STEPS = 100000
 APART = ["placement.mode=disaggregated", "placement.cpus=8"]
