@@ -160,13 +160,21 @@ def test_one_at_a_time_no_two_stages_compute_at_once() -> None:
 
 
 @pytest.mark.parametrize("on_stall", ["abort", "redeliver"])
-@pytest.mark.parametrize("long", [{"generate_s": (2.0, 9.0)}, {"train_s": 2.0}])
+@pytest.mark.parametrize(
+    "long",
+    [
+        {"generate_s": (2.0, 9.0)},
+        {"train_s": 2.0},
+        # Generators wait meanwhile, for the next step.
+        {"train_s": 2.0, "pace": Pace(True, 4, 1), "max_staleness": 1},
+    ],
+)
 def test_a_phase_that_takes_longer_than_a_stall_is_none_if_it_gets_on(
     long: dict[str, Any], on_stall: str
 ) -> None:
     # A step's rollouts, or its micro-batches, take more than 8 s altogether, and each of them less.
     shared: dict[str, Any] = {"one_at_a_time": True, "groups_per_step": 8, "generators": 1}
-    plan = Plan(max_staleness=0, stall_s=8.0, on_stall=on_stall, **shared, **long)
+    plan = Plan(**{"max_staleness": 0, "stall_s": 8.0, "on_stall": on_stall, **shared, **long})
     stream = run_virtual(run_stream(plan))
     assert max(b - a for a, b in itertools.pairwise(stream.step_ends)) > plan.stall_s
     assert stream.ledger.counts.trained == plan.steps * plan.groups_per_step

@@ -29,6 +29,8 @@ from streamrl.errors import ActorError, ConfigError, DeadlineError, StreamError
 
 CALL_TIMEOUT_S = 600.0
 """Deadline of a call of a group unless it brings its own, s."""
+START_TIMEOUT_S = 600.0
+"""Deadline of the start of a group's workers: processes are made, and models are loaded, s."""
 NODE_STRATEGIES = ("PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD")
 
 
@@ -224,7 +226,7 @@ class WorkerGroup:
     worker: a class whose constructor takes a Place and then `arguments`, and whose methods say by
     `transfers` how they are called; these are the methods of the group. mesh: how its ranks are
     laid out. env: what their processes find in the environment; they compute with one thread unless
-    OMP_NUM_THREADS is there. timeout_s: deadline of the start and of every call.
+    OMP_NUM_THREADS is there. timeout_s: deadline of every call; the start has START_TIMEOUT_S.
 
     The workers are made while the caller goes on; `ready`, or the first call, waits for them.
     Raises ConfigError if the pool has too few slots or is closed, a method names a protocol that is
@@ -280,7 +282,7 @@ class WorkerGroup:
             what = "group" if self._is_closed else "pool"
             raise ActorError(f"{self._name}: the {what} is closed: it can be called no more")
         if self._built is not None:
-            self._fetch(dict(enumerate(self._built)), "start")
+            self._fetch(dict(enumerate(self._built)), "start", START_TIMEOUT_S)
             self._built = None
 
     def __getattr__(self, name: str) -> Callable[..., Reply]:
@@ -323,9 +325,10 @@ class WorkerGroup:
     def _collect(
         self, method: str, given: Sequence[Given], replies: Mapping[int, tuple[Any, Any]]
     ) -> Any:
-        counts = self._fetch({rank: count for rank, (_, count) in replies.items()}, method)
+        told = {rank: count for rank, (_, count) in replies.items()}
+        counts = self._fetch(told, method, self._timeout_s)
         plain = {rank: replies[rank][0] for rank, count in counts.items() if count is None}
-        answers = self._fetch(plain, method)
+        answers = self._fetch(plain, method, self._timeout_s)
         answers |= {
             rank: BatchRef.of(Part(replies[rank][0], 0, count))
             for rank, count in counts.items()
@@ -338,17 +341,17 @@ class WorkerGroup:
         checked = Answers(in_order, given, protocol.answers, names, knows=knows)
         return protocol.collect(self._mesh, checked)
 
-    def _fetch(self, replies: Mapping[int, Any], what: str) -> dict[int, Any]:
+    def _fetch(self, replies: Mapping[int, Any], what: str, within_s: float) -> dict[int, Any]:
         """The answers by rank, as they come: one that fails is told at once, whoever is slower."""
         ranks, found = {reply: rank for rank, reply in replies.items()}, {}
-        deadline = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + within_s
         while ranks:
             left_s = max(deadline - time.monotonic(), 0.0)
             done, _ = ray.wait(list(ranks), timeout=left_s)
             if not done:
                 late = ", ".join(map(str, sorted(ranks.values())))
                 raise DeadlineError(
-                    f"{self._name}.{what}: no answer within {self._timeout_s:g} s from rank {late}"
+                    f"{self._name}.{what}: no answer within {within_s:g} s from rank {late}"
                 )
             for reply in done:
                 rank = ranks.pop(reply)

@@ -1,6 +1,17 @@
-"""Small models to lay out: one that divides evenly, and one as models are."""
+"""Small models to lay out: one that divides evenly, and one as models are; and grids for them."""
 
+from hypothesis import strategies as st
+
+from streamrl.resharding.grids import Grid
 from streamrl.resharding.tensors import Component, ModelSpec, TensorSpec
+
+GRIDS = st.builds(
+    Grid,
+    st.integers(1, 3),
+    st.sampled_from([1, 2, 4]),
+    st.integers(1, 3),
+    st.sampled_from(["hf", "mcore"]),
+)
 
 
 def even(num_places: int, size: int = 16) -> ModelSpec:

@@ -14,15 +14,8 @@ from streamrl.resharding.plans import Copy, CopyPlan, GatherPlan, plan_copies, p
 from streamrl.resharding.reports import Cluster
 from streamrl.resharding.tensors import ModelSpec, TensorSpec
 from tests.resharding import slow_plans
-from tests.resharding.models import transformer
+from tests.resharding.models import GRIDS, transformer
 
-GRIDS = st.builds(
-    Grid,
-    st.integers(1, 3),
-    st.sampled_from([1, 2, 4]),
-    st.integers(1, 3),
-    st.sampled_from(["hf", "mcore"]),
-)
 SHARING = {
     "plain": lambda layout, groups: layout,
     "zero": zero_partitioned,

@@ -22,7 +22,7 @@ from streamrl.resharding.layouts import Layout, chunked, seated_layout, zero_par
 from streamrl.resharding.plans import CopyPlan, plan_copies, plan_gather
 from streamrl.resharding.reports import Cluster, table_2
 from streamrl.resharding.tensors import ModelSpec, TensorSpec
-from tests.resharding.models import even, transformer
+from tests.resharding.models import GRIDS, even, transformer
 
 CLUSTER = Cluster(4)
 PAPER = [("1-4-2", "1-2-2-2"), ("1-2-2", "1-1-2-2"), ("2-4-1", "1-2-4-1"), ("4-2-1", "2-1-4-1")]
@@ -195,15 +195,6 @@ def check_complete(plan: CopyPlan) -> None:
     for copy in plan.copies:
         tensor, box = copy.gift
         assert any(held.meet(box) == box for held in plan.source.boxes(copy.source, tensor))
-
-
-GRIDS = st.builds(
-    Grid,
-    st.integers(1, 3),
-    st.sampled_from([1, 2, 4]),
-    st.integers(1, 3),
-    st.sampled_from(["hf", "mcore"]),
-)
 
 
 @given(GRIDS, GRIDS, st.sampled_from(["plain", "zero", "fsdp"]), st.booleans(), st.integers(0, 9))
