@@ -4,40 +4,44 @@ Attention heads and columns of the MLP are shared out: matrices come in pairs, t
 outputs and the second by its inputs, so that activations are summed over the ranks once per pair.
 Embeddings, norms and heads are whole on every rank. Source: Shoeybi et al. 2019 (Megatron-LM),
 section 3.
+
+DTensor is imported where layers are split: it takes longer than all else that is needed to ask
+which matrices those are.
 """
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
-)
-from torch.distributed.tensor.parallel.style import ParallelStyle
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.parallel.style import ParallelStyle
     from transformers import PreTrainedModel
 
+CUT_BY_OUTPUTS = (
+    *(f"self_attn.{name}_proj" for name in "qkv"),
+    "mlp.gate_proj",
+    "mlp.up_proj",
+)
+CUT_BY_INPUTS = ("self_attn.o_proj", "mlp.down_proj")
 
-def split_layers(module: "PreTrainedModel", mesh: DeviceMesh) -> None:
+
+def split_layers(module: "PreTrainedModel", mesh: "DeviceMesh") -> None:
     """Leave each rank of the mesh its part of every layer, which is what it computes.
 
     What goes into a layer and comes out of it is whole on every rank, as are its gradients.
     """
+    from torch.distributed.tensor.parallel import parallelize_module
+
     for layer in layers_of(module):
         parallelize_module(layer, mesh, _plan())
 
 
 def matrices_of(layer: nn.Module) -> Iterator[nn.Parameter]:
     """What of a layer is cut; a few biases that stay whole are counted with it."""
-    for name, style in _plan().items():
-        if isinstance(style, ColwiseParallel | RowwiseParallel):
-            yield from layer.get_submodule(name).parameters()
+    for name in (*CUT_BY_OUTPUTS, *CUT_BY_INPUTS):
+        yield from layer.get_submodule(name).parameters()
 
 
 def layers_of(module: "PreTrainedModel") -> Iterator[nn.Module]:
@@ -46,9 +50,15 @@ def layers_of(module: "PreTrainedModel") -> Iterator[nn.Module]:
     return (part for part in module.modules() if type(part).__name__ in blocks)
 
 
-def _plan() -> dict[str, ParallelStyle]:
+def _plan() -> "dict[str, ParallelStyle]":
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        PrepareModuleInput,
+        RowwiseParallel,
+    )
+
     whole = Replicate()
-    by_outputs = [f"self_attn.{name}_proj" for name in "qkv"] + ["mlp.gate_proj", "mlp.up_proj"]
     return {
         # Once for all that read it, so that their gradients are added up before they travel.
         "self_attn": PrepareModuleInput(
@@ -56,7 +66,6 @@ def _plan() -> dict[str, ParallelStyle]:
             desired_input_kwarg_layouts={"hidden_states": whole},
         ),
         "mlp": PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(whole,)),
-        **{name: ColwiseParallel() for name in by_outputs},
-        "self_attn.o_proj": RowwiseParallel(),
-        "mlp.down_proj": RowwiseParallel(),
+        **{name: ColwiseParallel() for name in CUT_BY_OUTPUTS},
+        **{name: RowwiseParallel() for name in CUT_BY_INPUTS},
     }

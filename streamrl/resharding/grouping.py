@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment
 
 from streamrl.resharding.grids import Coordinates, Grid, Seating
 from streamrl.resharding.layouts import Layout, Shard, seated_layout
@@ -144,6 +143,9 @@ def max_overlap(held: Layout, generate: GenerationSizes) -> Seating:
     # One byte more kept outweighs any distance; whole numbers keep ties exact.
     scale = np.gcd.reduce(kept, axis=None) or 1
     value = (kept // scale)[:, None, :] * float(away.max() * len(ranks) + 1) - away[:, :, None]
+    # Imported here: it takes longer than all other imports of the package.
+    from scipy.optimize import linear_sum_assignment
+
     _, columns = linear_sum_assignment(value.reshape(len(ranks), -1), maximize=True)
     seats = []
     served: Counter[int] = Counter()

@@ -9,7 +9,6 @@ from typing import Any, Protocol
 from streamrl.errors import ConfigError, InfraError
 from streamrl.messages import Prompt
 from streamrl.rewards.code_tests import read_tests
-from streamrl.rewards.remote_sandbox import RemoteSandbox
 from streamrl.rewards.reward import AttemptOptions, Given, Reward, attempt
 from streamrl.rewards.sandbox import LANGUAGES, Language, Limits, Outcome, Program, Sandbox
 from streamrl.rewards.text import AnswerPattern, SlowPatternError
@@ -102,6 +101,8 @@ class CodeReward(Reward):
         """Have a sandbox. Raises ConfigError like `preflight`."""
         options = self._options
         if options.url:
+            from streamrl.rewards.remote_sandbox import RemoteSandbox
+
             self._runner = RemoteSandbox(options.url, self._limits)
         else:
             self._runner = await self._local(jails=options.jails or os.cpu_count() or 1)
