@@ -3,8 +3,6 @@
 import asyncio
 import contextlib
 import os
-import random
-import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -16,6 +14,7 @@ import ray
 import torch
 
 from streamrl.actors.calls import CALL_TIMEOUT_S, call
+from streamrl.actors.meeting_place import meeting_place
 from streamrl.actors.reporting import RoleActors
 from streamrl.actors.residence import Residence
 from streamrl.actors.sender import Sender
@@ -28,7 +27,6 @@ from streamrl.engines.packing import MicroBatch, Pick, Round
 from streamrl.engines.rollout_sums import rollout_sums
 from streamrl.engines.schedule import Pace, Turn
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.errors import ActorError
 from streamrl.messages import Columns
 from streamrl.step import add_sums
 from streamrl.weights import WeightManifest
@@ -36,15 +34,6 @@ from streamrl.weights.probe import Probe, probe_sequences
 
 FLOAT32 = ("auto", "float32")
 """Settings of the generator's dtype that are float32 on a CPU."""
-
-
-def free_port() -> int:
-    """A port nobody listens at, below those the system hands out: gloo's own sockets take these."""
-    for port in random.sample(range(20_000, 32_000), 50):
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("", port))
-            return port
-    raise ActorError("trainer: found no free port between 20000 and 32000")
 
 
 @dataclass(frozen=True)
@@ -66,7 +55,7 @@ class TrainerActor:
 
     async def rendezvous(self) -> tuple[str, int]:
         """Address and free port at which the ranks of a trainer may meet, asked of rank 0."""
-        return ray.util.get_node_ip_address(), free_port()
+        return meeting_place()
 
     async def node(self) -> str:
         """The node this rank is on."""

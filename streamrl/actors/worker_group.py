@@ -19,8 +19,8 @@ from ray.util.placement_group import remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from streamrl.actors.calls import fetch, innermost
+from streamrl.actors.meeting_place import meeting_place
 from streamrl.actors.seats import reserve
-from streamrl.actors.trainer import free_port
 from streamrl.controller.answers import Answers, Given, given_by
 from streamrl.controller.batches import Batch, BatchRef, Part, concatenate, cut, is_batch, num_rows
 from streamrl.controller.protocols import PROTOCOLS, Mesh, Protocol
@@ -121,7 +121,7 @@ class WorkerHost:
 
     def meeting(self) -> tuple[str, int]:
         """An address and a free port of this node."""
-        return ray.util.get_node_ip_address(), free_port()
+        return meeting_place()
 
     def build(
         self,
