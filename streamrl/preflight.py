@@ -4,7 +4,7 @@ What passes here is loaded already: the prompts, rendered and measured, and the 
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
@@ -30,7 +30,7 @@ from streamrl.engines.lora import check_targets
 from streamrl.engines.split_models import check_split_generator, check_tensor_parallel
 from streamrl.errors import ConfigError
 from streamrl.messages import Per, Prompt, column_spec
-from streamrl.placement import SLOTS, Demand, Placement, WorkerMemory, lay_out
+from streamrl.placement import SLOTS, Demand, Placement, Way, WorkerMemory, lay_out
 from streamrl.rewards import COSTS, Surroundings, build_rewards
 from streamrl.rewards.filtering import build_filter
 
@@ -148,12 +148,17 @@ def _check_weights(path: Path, key: str = "model.path") -> None:
             raise ConfigError(f"{key}={path}: {file.name}: {error}") from None
 
 
-def ways(config: RunConfig, prepared: Prepared, on_gpu: bool) -> dict[str, list[Demand]]:
+def ways(config: RunConfig, prepared: Prepared, on_gpu: bool) -> dict[str, Way]:
     """What a run asks for in each mode it may be placed in, best first."""
-    modes = [config.placement.mode]
+    modes, apart = [config.placement.mode], config.apart
     if modes == ["auto"]:
-        modes = ["disaggregated", *([] if config.apart else ["colocated"])]
-    return {mode: demands(placed(config, mode), prepared, on_gpu) for mode in modes}
+        modes = ["disaggregated", "colocated"]
+    return {
+        mode: apart
+        if apart and mode == "colocated"
+        else demands(placed(config, mode), prepared, on_gpu)
+        for mode in modes
+    }
 
 
 def placed(config: RunConfig, mode: str) -> RunConfig:
@@ -225,10 +230,16 @@ def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]
                 shares=shares,
             )
         )
-    if not shares:
-        return found
-    key, slots = f"placement.mode={config.placement.mode}", placement_of(config).size
-    return [Demand((), SLOTS, key, slots, gpus=int(on_gpu)), *found]
+    return [*_slots(config, found), *found] if shares else found
+
+
+def _slots(config: RunConfig, demands: Sequence[Demand]) -> Iterator[Demand]:
+    """Slots that roles share; those where somebody has a model on a GPU are GPUs."""
+    placement, key = placement_of(config), f"placement.mode={config.placement.mode}"
+    on_gpus = len(placement.slots_of({d.calls[0].role for d in demands if d.gpus}))
+    for count, gpus in ((on_gpus, 1), (placement.size - on_gpus, 0)):
+        if count:
+            yield Demand((), SLOTS, key, count, gpus=gpus)
 
 
 def hybrid_memory(config: RunConfig, *, on_gpu: bool) -> WorkerMemory | None:

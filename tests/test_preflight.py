@@ -9,8 +9,16 @@ from streamrl.buffer.blob import encode
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
 from streamrl.messages import FinishReason, Rollout, group_columns, parse_uid
-from streamrl.placement import Capacity, settle
-from streamrl.preflight import Prepared, largest_group_bytes, placed, prepare, shard_bytes, ways
+from streamrl.placement import SLOTS, Capacity, check_fits, settle
+from streamrl.preflight import (
+    Prepared,
+    demands,
+    largest_group_bytes,
+    placed,
+    prepare,
+    shard_bytes,
+    ways,
+)
 from tests.toy import write_toy
 
 MB = 1 << 20
@@ -72,8 +80,20 @@ def test_on_one_pool_all_that_have_a_model_share_a_gpu(
     # Generator, reference and trainer, apart or together.
     for gpus, mode in ((3, "disaggregated"), (2, "colocated"), (1, "colocated")):
         assert settle(ways(config, prepared, True), Capacity(8, gpus)).mode == mode
-    with pytest.raises(ConfigError, match=r"needs 3 GPUs = .*; the cluster has 0"):
+    lacks = (
+        r"needs 3 GPUs = .*; the cluster has 0; colocated is no way out: the run needs 1 GPUs = "
+        r"1 for 1 slots \(placement\.mode=colocated\); the cluster has 0"
+    )
+    with pytest.raises(ConfigError, match=lacks):
         settle(ways(config, prepared, True), Capacity(8, 0))
+
+
+def test_a_rule_on_slots_of_its_own_asks_for_no_gpu(run: tuple[RunConfig, Prepared]) -> None:
+    pools = [{"policy": 1.0, "generator": 1.0, "reference": 1.0}]
+    there = replace(run[0].placement, mode="mixed", pools=pools)
+    wanted = demands(replace(run[0], placement=there), run[1], on_gpu=True)
+    assert [(d.count, d.gpus) for d in wanted if d.role == SLOTS] == [(1, 1), (1, 0)]
+    check_fits(wanted, Capacity(2, 1))
 
 
 def test_a_split_generator_asks_for_a_device_for_each_of_its_processes(
@@ -81,8 +101,10 @@ def test_a_split_generator_asks_for_a_device_for_each_of_its_processes(
 ) -> None:
     config = replace(run[0], generator=replace(run[0].generator, tensor_parallel=2))
     for on_gpu, key in ((False, "asked_cpus"), (True, "asked_gpus")):
-        (demands,) = ways(config, run[1], on_gpu).values()  # no other mode is left to it
-        asked = {demand.role: getattr(demand, key) for demand in demands}
+        modes = ways(config, run[1], on_gpu)
+        whole = "in a colocated run each rank has a whole one"
+        assert modes["colocated"] == f"generator.tensor_parallel=2: {whole}"
+        asked = {demand.role: getattr(demand, key) for demand in modes["disaggregated"]}
         assert (asked["generator"], asked["trainer"]) == (2, 1)
 
 

@@ -4,7 +4,7 @@ import contextlib
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import psutil
@@ -14,9 +14,9 @@ from ray.exceptions import RayError
 from streamrl.errors import ActorError, ConfigError
 from streamrl.placement import (
     Capacity,
-    Demand,
     PlacementConfig,
     Settled,
+    Way,
     settle,
     total_cpus,
 )
@@ -26,8 +26,8 @@ CONNECT_S = 10.0
 """Longest wait for a cluster's address to answer, s."""
 
 
-#: What a run asks for in each mode it may be placed in, best first, given whether there are GPUs.
-Ways = Callable[[bool], Mapping[str, Sequence[Demand]]]
+#: Each mode a run may be placed in, best first, given whether there are GPUs.
+Ways = Callable[[bool], Mapping[str, Way]]
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Site:
     placed: Settled
 
 
-def nothing(on_gpu: bool) -> Mapping[str, Sequence[Demand]]:
+def nothing(on_gpu: bool) -> Mapping[str, Way]:
     """For who takes no actors of a run."""
     return {"disaggregated": ()}
 
@@ -56,7 +56,8 @@ def cluster(placement: PlacementConfig, ways: Ways) -> Iterator[Site]:
             _connect(placement.address)
         else:
             wanted = ways(False)
-            most = total_cpus(next(iter(wanted.values())))
+            best = next(iter(wanted.values()))
+            most = 0 if isinstance(best, str) else total_cpus(best)
             cpus = placement.cpus or max(most, os.cpu_count() or 1)
             settle(wanted, Capacity(cpus, 0, psutil.virtual_memory().total / GIB))
             _start_local(cpus, placement.object_store_mb << 20)

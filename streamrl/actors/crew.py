@@ -88,8 +88,9 @@ class Crew:
         config = self._config
         is_hybrid = config.placement.is_hybrid
         if config.placement.shared:
+            on_gpu = {role for role, demand in self._demands.items() if demand.gpus}
             self._seats = Seats(
-                placement_of(config), is_hybrid=is_hybrid, on_gpu=self._on_gpu, waiting=waiting
+                placement_of(config), is_hybrid=is_hybrid, on_gpu=on_gpu, waiting=waiting
             )
         together = (GENERATE.role, POLICY) if is_hybrid else ()
         hosts = self._hybrids(together)
@@ -122,8 +123,7 @@ class Crew:
         """What Ray is asked for, for one of the actors a run begins with."""
         if self._seats is None:
             return self._place(demand)
-        role = demand.calls[0].role
-        return self._seats.options(role, index, on_gpu=demand.gpus > 0)
+        return self._seats.options(demand.calls[0].role, index)
 
     def _place(self, demand: Demand) -> dict[str, Any]:
         """What Ray is asked for, for an actor that shares nothing."""

@@ -1,7 +1,8 @@
 """Devices that several actors share: slots of a Ray placement group, and a part of one for each."""
 
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -14,47 +15,52 @@ from streamrl.placement import Placement
 ROOM_S = 60.0
 """Longest wait until a cluster has room for all slots, s."""
 
+#: What a slot has, by Ray's name of the resource.
+Bundle = Mapping[str, float]
+
 
 def reserve(
-    slots: int,
-    bundle: dict[str, float],
+    bundles: Sequence[Bundle],
     *,
     strategy: str = "PACK",
     timeout_s: float = ROOM_S,
     waiting: Callable[[str], None] = lambda text: None,
 ) -> PlacementGroup:
-    """So many slots, each with the resources of `bundle`, all of them or none.
+    """A slot for each of the bundles, all of them or none.
 
     `waiting` is told every second what is waited for. Raises ConfigError if the cluster has no room
     for them in time.
     """
-    group = placement_group([bundle] * slots, strategy=strategy)
+    group = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
     deadline = time.monotonic() + timeout_s
     try:
         while not group.wait(max(0.0, min(1.0, deadline - time.monotonic()))):
             if time.monotonic() > deadline:
-                raise _no_room(slots, bundle, timeout_s)
-            waiting(f"waiting for room for {slots} slots")
+                raise _no_room(bundles, timeout_s)
+            waiting(f"waiting for room for {len(bundles)} slots")
     except BaseException:
         remove_placement_group(group)
         raise
     return group
 
 
-def _no_room(slots: int, bundle: dict[str, float], timeout_s: float) -> ConfigError:
+def _no_room(bundles: Sequence[Bundle], timeout_s: float) -> ConfigError:
     free, have = ray.available_resources(), ray.cluster_resources()
-    told = ", ".join(f"{free.get(k, 0):g} of {have.get(k, 0):g} {k}" for k in bundle)
-    each = " and ".join(f"{amount:g} {name}" for name, amount in bundle.items())
-    return ConfigError(
-        f"{slots} slots of {each} each found no room in {timeout_s:g} s; free are {told}"
+    names = dict.fromkeys(name for bundle in bundles for name in bundle)
+    told = ", ".join(f"{free.get(k, 0):g} of {have.get(k, 0):g} {k}" for k in names)
+    kinds = Counter(
+        " and ".join(f"{amount:g} {name}" for name, amount in bundle.items()) for bundle in bundles
     )
+    slots = " and ".join(f"{count} slots of {each} each" for each, count in kinds.items())
+    return ConfigError(f"{slots} found no room in {timeout_s:g} s; free are {told}")
 
 
 class Seats:
     """The places of the actors of a run whose roles share devices.
 
-    is_hybrid: whether the policy's trainer and the generators are in one process each. on_gpu: a
-    slot is a GPU, and a core for who feeds it. For `waiting` see `reserve`.
+    on_gpu: the roles that compute on one. A slot that any of these has is a GPU, and a core for who
+    feeds it; all others are a core. is_hybrid: whether the policy's trainer and the generators are
+    in one process each. For `waiting` see `reserve`.
     """
 
     def __init__(
@@ -62,20 +68,34 @@ class Seats:
         placement: Placement,
         *,
         is_hybrid: bool,
-        on_gpu: bool,
+        on_gpu: Collection[str],
         waiting: Callable[[str], None],
     ) -> None:
         self._placement = placement
+        self._on_gpu = on_gpu
         self._within = {"generator": "policy"} if is_hybrid else {}
-        bundle = {"CPU": 1.0, **({"GPU": 1.0} if on_gpu else {})}
-        self._group = reserve(placement.size, bundle, waiting=waiting)
+        gpus = placement.slots_of(on_gpu)
+        bundles = [
+            {"CPU": 1.0, "GPU": 1.0} if slot in gpus else {"CPU": 1.0}
+            for slot in range(placement.size)
+        ]
+        self._group = reserve(bundles, waiting=waiting)
 
-    def options(self, role: str, index: int, *, on_gpu: bool) -> dict[str, Any]:
+    def options(self, role: str, index: int) -> dict[str, Any]:
         """What Ray needs to be told to make the actor of this number in its slot."""
         slot = self._placement.slots[role][index]
-        part = 1 / len({self._within.get(other, other) for other in self._placement.on(slot)})
-        where = PlacementGroupSchedulingStrategy(self._group, slot)
-        return {"num_cpus": part, "num_gpus": part * on_gpu, "scheduling_strategy": where}
+        there = self._placement.on(slot)
+        return {
+            "num_cpus": 1 / self._processes(there),
+            "num_gpus": 1 / self._processes(set(there) & set(self._on_gpu))
+            if role in self._on_gpu
+            else 0,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, slot),
+        }
+
+    def _processes(self, roles: Iterable[str]) -> int:
+        """How many an actor of each of these roles is."""
+        return len({self._within.get(role, role) for role in roles})
 
     def close(self) -> None:
         """Give the slots back; what runs there is ended."""

@@ -67,7 +67,7 @@ class ResourcePool:
         self._groups = groups
         self._held = [0] * slots
         bundle = {name: each for name, each in (("CPU", cpus), ("GPU", gpus)) if each}
-        self._placement = reserve(slots, bundle, strategy=strategy, timeout_s=timeout_s)
+        self._placement = reserve([bundle] * slots, strategy=strategy, timeout_s=timeout_s)
         self.is_closed = False
 
     def options(self, slot: int) -> dict[str, Any]:

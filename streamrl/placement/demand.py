@@ -40,6 +40,10 @@ class Demand:
         return 0 if self.shares else self.count * self.gpus
 
 
+#: What a run asks for in a mode, or why it cannot be placed so.
+Way = Sequence[Demand] | str
+
+
 @dataclass(frozen=True)
 class Capacity:
     """What a cluster has. Memory is bounded only where the run brings its own, local instance."""
@@ -62,18 +66,23 @@ class Settled:
     note: str = ""
 
 
-def settle(ways: Mapping[str, Sequence[Demand]], have: Capacity) -> Settled:
-    """The first mode whose demands the cluster can hold. `ways` are those of each, best first.
+def settle(ways: Mapping[str, Way], have: Capacity) -> Settled:
+    """The first mode whose demands the cluster can hold. `ways` are best first.
 
-    Raises ConfigError with the arithmetic of the first if none fits.
+    Raises ConfigError with what is in the way of each if none fits.
     """
-    lacks = {mode: shortage(demands, have) for mode, demands in ways.items()}
+    lacks = {mode: _in_the_way(way, have) for mode, way in ways.items()}
     first = next(iter(lacks))
     for mode, lack in lacks.items():
         if not lack:
             note = "" if mode == first else f"placement: {mode}, as for {first} {lacks[first]}"
             return Settled(mode, note)
-    raise ConfigError(lacks[first])
+    others = [f"; {mode} is no way out: {lacks[mode]}" for mode in lacks if mode != first]
+    raise ConfigError(lacks[first] + "".join(others))
+
+
+def _in_the_way(way: Way, have: Capacity) -> str:
+    return way if isinstance(way, str) else shortage(way, have)
 
 
 def check_fits(demands: Sequence[Demand], have: Capacity) -> None:

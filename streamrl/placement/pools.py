@@ -7,7 +7,7 @@ that share devices (arXiv:2409.19256) and ratios of devices (arXiv:2312.11819) a
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import groupby
@@ -59,6 +59,10 @@ class Placement:
     def on(self, slot: int) -> list[str]:
         """The roles with an actor on a slot."""
         return [role for role, each in self.slots.items() if slot in each]
+
+    def slots_of(self, roles: Collection[str]) -> set[int]:
+        """The slots on which any of these roles has an actor."""
+        return {slot for role in roles for slot in self.slots.get(role, ())}
 
     def describe(self) -> str:
         """As in `slots: 0 to 3 for policy, generator; 4 for reward`."""

@@ -1,15 +1,15 @@
 """Slots that actors share: reserved together, and told of when there is no room."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import pytest
 import ray
 from ray.util.placement_group import placement_group_table, remove_placement_group
 
-from streamrl.actors.cluster import cluster, nothing
 from streamrl.actors.seats import Seats, reserve
 from streamrl.errors import ConfigError
-from streamrl.placement import PlacementConfig, lay_out
+from streamrl.placement import lay_out
 
 pytestmark = pytest.mark.slow
 
@@ -19,35 +19,61 @@ POOLS = [{"policy": 1.0, "generator": 1.0, "reference": 0.5, "reward": 0.5}]
 
 @pytest.fixture(scope="module", autouse=True)
 def three_slots() -> Iterator[None]:
-    with cluster(PlacementConfig(cpus=3, object_store_mb=200), nothing):
-        yield
+    # Ray takes our word for what there is.
+    ray.init(address="local", num_cpus=3, num_gpus=1, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
 
 
 class Where:
     """Says what it has of a slot."""
 
-    def share(self) -> float:
-        return float(ray.get_runtime_context().get_assigned_resources()["CPU"])
+    def share(self) -> dict[str, float]:
+        return dict(ray.get_runtime_context().get_assigned_resources())
 
 
 def test_every_actor_has_its_part_of_its_slot_and_the_slots_are_given_back() -> None:
     said: list[str] = []
-    seats = Seats(lay_out(POOLS, COUNTS), is_hybrid=True, on_gpu=False, waiting=said.append)
+    seats = Seats(lay_out(POOLS, COUNTS), is_hybrid=True, on_gpu=(), waiting=said.append)
     # Policy and generator are one process, beside which there is one more in each slot.
-    options = {role: seats.options(role, 0, on_gpu=False) for role in ("policy", "reference")}
-    options["reward"] = seats.options("reward", 0, on_gpu=False)
-    indices = [
-        each["scheduling_strategy"].placement_group_bundle_index for each in options.values()
-    ]
+    options = [seats.options(role, 0) for role in ("policy", "reference", "reward")]
+    indices = [each["scheduling_strategy"].placement_group_bundle_index for each in options]
     assert indices == [0, 0, 1]
-    actors = [ray.remote(Where).options(**each).remote() for each in options.values()]
-    assert ray.get([actor.share.remote() for actor in actors], timeout=120) == [0.5, 0.5, 0.5]
+    assert shares(options) == [{"CPU": 0.5}] * 3
     assert not said
     with pytest.raises(ConfigError, match=r"2 slots of 1 CPU each found no room in 2 s; free are"):
-        reserve(2, {"CPU": 1.0}, timeout_s=2.0, waiting=said.append)
+        reserve([{"CPU": 1.0}] * 2, timeout_s=2.0, waiting=said.append)
     assert set(said) == {"waiting for room for 2 slots"}
     seats.close()
-    remove_placement_group(reserve(3, {"CPU": 1.0}, timeout_s=60.0))
+    remove_placement_group(reserve([{"CPU": 1.0}] * 3, timeout_s=60.0))
+
+
+def test_only_a_slot_where_somebody_computes_on_a_gpu_is_one_and_only_they_have_parts_of_it() -> (
+    None
+):
+    counts = {"policy": 1, "generator": 1, "reference": 1, "reward": 2}
+    pools = [{"policy": 1.0, "generator": 1.0, "reference": 1.0, "reward": 1.0}]
+    on_gpu = {"policy", "generator", "reference"}
+    seats = Seats(lay_out(pools, counts), is_hybrid=True, on_gpu=on_gpu, waiting=print)
+    places = [("policy", 0), ("reference", 0), ("reward", 0), ("reward", 1)]
+    third = pytest.approx(1 / 3, abs=1e-3)
+    assert shares([seats.options(*place) for place in places]) == [
+        {"CPU": third, "GPU": 0.5},
+        {"CPU": third, "GPU": 0.5},
+        {"CPU": third},
+        {"CPU": 1.0},
+    ]
+    both = "1 slots of 1 CPU and 1 GPU each and 1 slots of 1 CPU each found no room in 1 s"
+    with pytest.raises(ConfigError, match=both):
+        reserve([{"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0}], timeout_s=1.0)
+    seats.close()
+
+
+def shares(options: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """What actors that are made so have."""
+    actors = [ray.remote(Where).options(**each).remote() for each in options]
+    found = ray.get([actor.share.remote() for actor in actors], timeout=120)
+    return [{k: v for k, v in each.items() if k in ("CPU", "GPU") and v} for each in found]
 
 
 def test_a_wait_for_room_can_be_broken_off_and_leaves_nothing() -> None:
@@ -55,6 +81,6 @@ def test_a_wait_for_room_can_be_broken_off_and_leaves_nothing() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        reserve(4, {"CPU": 1.0}, waiting=stop)
+        reserve([{"CPU": 1.0}] * 4, waiting=stop)
     left = [group["state"] for group in placement_group_table().values()]
     assert set(left) == {"REMOVED"}
