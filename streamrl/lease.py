@@ -31,10 +31,24 @@ class Pulse:
 
     def __init__(self) -> None:
         self.at = -math.inf
+        self._deadlines: dict[asyncio.Timeout, float] = {}
 
     def beat(self) -> None:
         """A piece of work is done."""
         self.at = asyncio.get_running_loop().time()
+        for deadline, patience_s in self._deadlines.items():
+            if not deadline.expired():
+                deadline.reschedule(self.at + patience_s)
+
+    @asynccontextmanager
+    async def patience(self, timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
+        """As asyncio.timeout, of the time in which nothing moves."""
+        async with asyncio.timeout(timeout_s) as deadline:
+            self._deadlines[deadline] = timeout_s
+            try:
+                yield deadline
+            finally:
+                del self._deadlines[deadline]
 
 
 class FreeLease:
@@ -111,19 +125,16 @@ class Arbiter:
     async def _granted(self, waiter: Waiter) -> None:
         now = asyncio.get_running_loop().time
         since = now()
-        while True:
-            until = max(since, self._pulse.at) + self._timeout_s
-            try:
-                await asyncio.wait_for(
-                    asyncio.shield(waiter.granted), max(LEAST_WAIT_S, until - now())
-                )
+        try:
+            async with self._pulse.patience(self._timeout_s):
+                await asyncio.shield(waiter.granted)
+        except TimeoutError:
+            if waiter.granted.done():  # at the last moment
                 return
-            except TimeoutError:
-                if now() >= max(since, self._pulse.at) + self._timeout_s:
-                    raise DeadlineError(
-                        f"{waiter.holder} waited {now() - since:.0f} s for the device lease;"
-                        f" {self._said_of(waiter.phase)}"
-                    ) from None
+            raise DeadlineError(
+                f"{waiter.holder} waited {now() - since:.0f} s for the device lease;"
+                f" {self._said_of(waiter.phase)}"
+            ) from None
 
     async def release(self, holder: str) -> None:
         """Give the pool back."""

@@ -94,6 +94,27 @@ def test_who_waits_for_the_pool_waits_as_long_as_its_holder_gets_on() -> None:
     run_virtual(main())
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_pool_that_comes_with_the_deadline_is_had_or_not_and_never_lost(order: int) -> None:
+    async def main() -> None:
+        arbiter = Arbiter(timeout_s=3.0)
+        await arbiter.acquire("trainer")
+
+        async def train() -> None:
+            await asyncio.sleep(3.0)
+            await arbiter.release("trainer")
+
+        async def score() -> None:
+            await arbiter.acquire("reward-0")
+            await arbiter.release("reward-0")
+
+        both = [train(), score()][::order]
+        await asyncio.gather(*both, return_exceptions=True)
+        await arbiter.acquire("generator-0")
+
+    run_virtual(main())
+
+
 def test_one_of_several_pieces_of_work_that_ends_is_progress() -> None:
     async def main() -> None:
         arbiter = Arbiter(timeout_s=3.0)

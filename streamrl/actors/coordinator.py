@@ -100,7 +100,9 @@ class CoordinatorActor:
         }
         self._control = self._make_control(books, version)
         self._queue = ExperienceQueue(wiring.shards, "coordinator")
-        self._evaluator = Evaluator(config, cast.of(GENERATE.role), cast.of(REWARD.role))
+        self._evaluator = Evaluator(
+            config, cast.of(GENERATE.role), cast.of(REWARD.role), self._pulse
+        )
         self._eval_prompts = start.eval_prompts
         self._cast = cast
         self._checkpoint = start.checkpoint

@@ -7,9 +7,17 @@ from typing import Any
 
 from streamrl.actors.calls import call
 from streamrl.actors.reporting import RoleActors
+from streamrl.actors.wiring import LONGEST_TURN_S
 from streamrl.config import RunConfig
-from streamrl.errors import ActorLostError, GenerationError, StreamError, WeightsError
+from streamrl.errors import (
+    ActorLostError,
+    DeadlineError,
+    GenerationError,
+    StreamError,
+    WeightsError,
+)
 from streamrl.evaluation import EvaluationResult, evaluate
+from streamrl.lease import Pulse
 from streamrl.messages import Columns, Experience, Lease, Prompt, Rollout, group_columns
 
 RETRY_S = 0.5
@@ -17,13 +25,20 @@ RETRY_S = 0.5
 
 
 class Evaluator:
-    """Spreads an evaluation over the replicas there are, whoever joins or leaves meanwhile."""
+    """Spreads an evaluation over the replicas there are, whoever joins or leaves meanwhile.
 
-    def __init__(self, config: RunConfig, generators: RoleActors, scorers: RoleActors) -> None:
+    Where it waits for devices that are shared, its deadlines count the time in which nothing moves
+    there, as `pulse` has it.
+    """
+
+    def __init__(
+        self, config: RunConfig, generators: RoleActors, scorers: RoleActors, pulse: Pulse
+    ) -> None:
         self._config = config.evaluation
         # A generator that drains for the version first ends what it has begun.
         rounds = 2 if config.weights.on_update == "drain" else 1
         self._timeout_s = config.pipeline.stall_s + rounds * config.generator.request_timeout_s
+        self._pulse = pulse
         self._returns = config.run.max_restarts > 0
         self._generators = InTurn(generators)
         self._scorers = InTurn(scorers)
@@ -48,6 +63,7 @@ class Evaluator:
             score=score,
             config=self._config,
             timeout_s=self._timeout_s,
+            patience=self._pulse.patience,
         )
 
     async def _ask(self, replicas: "InTurn", method: str, *arguments: Any) -> Any:
@@ -61,12 +77,19 @@ class Evaluator:
             name, actor = replicas.next()
             reply = getattr(actor, method).remote(*arguments)
             try:
-                return await call(reply, f"{name}.{method}", self._timeout_s)
+                return await self._answer(reply, f"{name}.{method}")
             except (ActorLostError, GenerationError, WeightsError):
                 returns = self._returns or not replicas.has(name)
                 if not returns or time.monotonic() > deadline:
                     raise
                 await asyncio.sleep(RETRY_S)
+
+    async def _answer(self, reply: Any, what: str) -> Any:
+        try:
+            async with self._pulse.patience(self._timeout_s):
+                return await call(reply, what, LONGEST_TURN_S)
+        except TimeoutError:
+            raise DeadlineError(f"{what}: no answer within {self._timeout_s:g} s") from None
 
 
 class InTurn:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -14,6 +15,8 @@ from streamrl.messages import Array, Columns, Prompt, Rollout
 
 Generate = Callable[[Prompt, Sequence[int]], Awaitable[list[Rollout]]]
 Score = Callable[[Prompt, list[Rollout]], Awaitable[Columns]]
+#: A deadline after so many seconds.
+Patience = Callable[[float], AbstractAsyncContextManager[asyncio.Timeout]]
 
 
 @dataclass(frozen=True)
@@ -32,6 +35,7 @@ async def evaluate(
     score: Score,
     config: EvaluationConfig,
     timeout_s: float = 600.0,
+    patience: Patience = asyncio.timeout,
 ) -> EvaluationResult:
     """Sample and score the first `config.limit` prompts of each file, by its name.
 
@@ -43,7 +47,8 @@ async def evaluate(
     uid alone, so that the result does not depend on what runs beside what. A RewardError of
     `score` leaves its prompt out, and is raised if that happens to all: a reward has tried often
     enough itself. Raises what else `generate` or `score` raises, and DeadlineError if a prompt
-    takes longer than `timeout_s`; nothing goes on in the background then.
+    takes longer than `timeout_s`, which is counted as `patience` counts; nothing goes on in the
+    background then.
     """
     chosen = [(name, one) for name, file in prompts.items() for one in file[: config.limit]]
     if not chosen:
@@ -52,7 +57,7 @@ async def evaluate(
 
     async def sampled(prompt: Prompt) -> _Scored:
         try:
-            async with asyncio.timeout(timeout_s) as deadline:
+            async with patience(timeout_s) as deadline:
                 seeds = rollout_seeds(config.seed, prompt.uid, config.samples)
                 rollouts = await generate(prompt, seeds)
                 columns = await score(prompt, rollouts)
