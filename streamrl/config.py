@@ -373,6 +373,11 @@ def _check_key(key: str, value: Any, inside: Any, place: str) -> None:
         raise ConfigError(f"{place}: {key}={value!r}: must be a mapping of settings")
     if get_origin(hints[name]) is list and not isinstance(value, list):
         raise ConfigError(f"{place}: {key}={value!r}: must be a list")
+    if isinstance(value, bool) and str in (hints[name], *get_args(hints[name])):
+        also = "on, yes and true" if value else "off, no and false"
+        raise ConfigError(
+            f"{place}: {key}={value}: must be text; YAML reads {also} so unless quoted"
+        )
 
 
 def _all_keys(kind: Any, prefix: str = "") -> Iterator[str]:

@@ -93,6 +93,10 @@ def test_paths_hold_wherever_an_actor_runs(recipe: Path) -> None:
     [
         ("trainer.learning_rate=1", "unknown key trainer.learning_rate=1; the nearest key is "),
         ("pipline.max_staleness=1", "unknown key pipline=.*pipeline"),
+        (
+            "run.name=off",
+            "run.name=False: must be text; YAML reads off, no and false so unless ",
+        ),
         ("trainer.lrr=1", "unknown key trainer.lrr=1; the nearest key is trainer.lr"),
         (
             "data.filter=a.py:b",
