@@ -18,7 +18,6 @@ from streamrl.engines.engine_calls import EngineCalls
 from streamrl.engines.forward import local_device
 from streamrl.engines.generator_config import GeneratorConfig, generation_env
 from streamrl.engines.pending import PendingGroup
-from streamrl.engines.teams import Team
 from streamrl.engines.vllm_engine import Draw, EngineSpec, Sampled, SampleRequest
 from streamrl.errors import ConfigError, DeadlineError, WeightsError
 from streamrl.messages import Array, Rollout
@@ -48,24 +47,30 @@ class GenerationEngine(EngineCalls):
         max_length: int,
         drains: bool = False,
         keeps_kv: bool = False,
-        team: Team | None = None,
     ) -> "GenerationEngine":
         """Build the engine of a model directory in this process, which needs `generation_env`.
 
         `max_length` bounds prompt and completion together, in tokens; `seed` is the engine's own
         (each rollout has one besides); `drains` and `keeps_kv` say what becomes of rollouts when
-        new weights come, see `load_weights`. With a `team` this process leads it, and the others
-        have a `GeneratorPart` each; all of them start together. Takes seconds. Raises ConfigError if vLLM refuses the
+        new weights come, see `load_weights`. Takes seconds. Raises ConfigError if vLLM refuses the
         settings, DeadlineError after `start_timeout_s`, GenerationError if the engine dies.
         """
-        engine = cls(EngineSpec(model_path, config, seed, max_length, drains, keeps_kv, team))
+        return await cls.of(EngineSpec(model_path, config, seed, max_length, drains, keeps_kv))
+
+    @classmethod
+    async def of(cls, spec: EngineSpec) -> "GenerationEngine":
+        """As `start`. With a team this process leads it, and must be one that does.
+
+        The others have a `GeneratorPart` each; all ranks of all teams start together.
+        """
+        engine, timeout_s = cls(spec), spec.config.start_timeout_s
         engine._thread.start()
         try:
-            async with asyncio.timeout(config.start_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await engine._calls.started
         except TimeoutError as error:
             raise DeadlineError(
-                f"vLLM did not start {model_path} within {config.start_timeout_s:g} s"
+                f"vLLM did not start {spec.model_path} within {timeout_s:g} s"
             ) from error
         finally:
             if engine._calls.started.cancelled():  # nobody waits for it any more

@@ -60,7 +60,7 @@ class GeneratorPart:
         """Until the leader ends. Raises GenerationError when that, or a call of its, fails."""
         await asyncio.shield(self._ended)
 
-    def storage(self) -> Storage | None:
+    async def storage(self) -> Storage | None:
         """Where what is here lies; see `GenerationEngine.storage`."""
         assert self._weights is not None
         return self._weights.storage()

@@ -21,8 +21,9 @@ from streamrl.weights.adapters import stored_weights
 
 #: vLLM's worker of this rank.
 Worker = Any
-Shapes = Mapping[str, tuple[int, ...]]
-#: A name of the checkpoint, the box of it that is here, and where that lies.
+#: A name of the checkpoint and the shape of it.
+Whole = tuple[str, tuple[int, ...]]
+#: A name, the box of it that is here, and where that lies.
 Piece = tuple[str, Box, Tensor]
 
 
@@ -81,8 +82,9 @@ def find_pieces(
         names = source_names(path, merged)
         if any(name not in parameters.shapes for name in names):
             return []
-        heads = _kv_heads(model.get_submodule(path.rpartition(".")[0]))
-        pieces = _pieces(parameter.data, [(n, parameters.shapes[n]) for n in names], team, heads)
+        module = model.get_submodule(path.rpartition(".")[0])
+        wholes = [(name, parameters.shapes[name]) for name in names]
+        pieces = _pieces(module, parameter.data, wholes, team)
         if pieces is None:
             return []
         used.update(names)
@@ -93,53 +95,62 @@ def find_pieces(
 
 
 def _pieces(
-    held: Tensor, wholes: Sequence[tuple[str, tuple[int, ...]]], team: Team, kv_heads: int
+    module: torch.nn.Module, held: Tensor, wholes: Sequence[Whole], team: Team
 ) -> list[Piece] | None:
     """The boxes of some tensors, merged by their rows, that make up a parameter of this rank."""
+    from vllm.model_executor.layers.linear import QKVParallelLinear
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    if isinstance(module, VocabParallelEmbedding):
+        at = module.shard_indices
+        return _rows(held, wholes, at.org_vocab_start_index, at.org_vocab_end_index)
     if len(wholes) > 1:
-        return _merged(held, wholes, team, kv_heads)
+        # Keys and values may have fewer heads than there are ranks.
+        heads = module.total_num_kv_heads if isinstance(module, QKVParallelLinear) else None
+        return _merged(held, wholes, team, [None, *([heads] * (len(wholes) - 1))])
+    return _cut(held, wholes[0], team)
+
+
+def _rows(held: Tensor, wholes: Sequence[Whole], start: int, stop: int) -> list[Piece] | None:
+    """Some rows, which vLLM pads; the last ranks may have none but those."""
     ((name, shape),) = wholes
-    whole, local = Box.whole(shape), tuple(held.shape)
+    if held.shape[1:] != shape[1:]:
+        return None
+    if start >= stop:
+        return []
+    return [(name, Box.whole(shape).narrow(0, start, stop), held[: stop - start])]
+
+
+def _cut(held: Tensor, whole: Whole, team: Team) -> list[Piece] | None:
+    """All of a tensor, or this rank's part along the dimension that is shorter here."""
+    name, shape = whole
+    local = tuple(held.shape)
     if local == shape:
-        return [(name, whole, held)]
+        return [(name, Box.whole(shape), held)]
     for dim, size in enumerate(shape):
-        others = local[:dim] + local[dim + 1 :] == shape[:dim] + shape[dim + 1 :]
-        # vLLM pads the rows of embeddings and heads, of which the last rank may have no other.
-        if others and local[dim] * team.size >= size:
+        if (*shape[:dim], size // team.size, *shape[dim + 1 :]) == local and not size % team.size:
             start = team.place * local[dim]
-            stop = min(start + local[dim], size)
-            if start >= stop:
-                return []
-            return [(name, whole.narrow(dim, start, stop), held.narrow(dim, 0, stop - start))]
+            return [(name, Box.whole(shape).narrow(dim, start, start + local[dim]), held)]
     return None
 
 
 def _merged(
-    held: Tensor, wholes: Sequence[tuple[str, tuple[int, ...]]], team: Team, kv_heads: int
+    held: Tensor, wholes: Sequence[Whole], team: Team, heads: Sequence[int | None]
 ) -> list[Piece] | None:
+    """Of each tensor this rank's rows, one behind the other; what has heads is split by them."""
     found, begin = [], 0
-    for index, (name, shape) in enumerate(wholes):
-        # Of queries, keys and values the latter may have fewer heads than there are ranks.
-        units = kv_heads if index and kv_heads else None
+    for (name, shape), units in zip(wholes, heads, strict=True):
         try:
-            component = Component(shape[0], units)
-            spec = TensorSpec(name, shape, (0,), 0, (component,))
+            spec = TensorSpec(name, shape, (0,), 0, (Component(shape[0], units),))
             (box,) = spec.part(team.place, team.size)
         except ValueError:
             return None
         stop = begin + box.shape[0]
-        if stop > len(held) or tuple(held.shape[1:]) != shape[1:]:
+        if stop > len(held) or held.shape[1:] != shape[1:]:
             return None
         found.append((name, box, held[begin:stop]))
         begin = stop
     return found if begin == len(held) else None
-
-
-def _kv_heads(module: torch.nn.Module) -> int:
-    """The heads of keys and values that a layer's queries are merged with; 0 if it has none."""
-    from vllm.model_executor.layers.linear import QKVParallelLinear
-
-    return int(module.total_num_kv_heads) if isinstance(module, QKVParallelLinear) else 0
 
 
 def _are_held(pieces: Sequence[Piece], parameters: ParameterSet, model_path: str) -> bool:

@@ -169,9 +169,7 @@ def _make_groups(config: VllmConfig, team: Team) -> None:
     teams = [list(ranks) for ranks in team.teams]
 
     def make(ranks: list[list[int]], name: str) -> parallel_state.GroupCoordinator:
-        return parallel_state.init_model_parallel_group(
-            ranks, local_rank, backend, group_name=name
-        )
+        return parallel_state.init_model_parallel_group(ranks, local_rank, backend, group_name=name)
 
     parallel_state._TP = parallel_state._ETP = make(teams, "tp")
     for name in ("dcp", "pcp", "pp", "dp"):

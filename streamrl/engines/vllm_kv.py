@@ -16,7 +16,10 @@ KV_CACHE = "kv_cache"
 
 
 class KvMemory:
-    """Released and had again, on every rank; belongs to the engine's thread. On a GPU vLLM does it."""
+    """Released and had again, on every rank; belongs to the engine's thread.
+
+    On a GPU vLLM does it.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine

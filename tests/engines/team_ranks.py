@@ -95,9 +95,8 @@ def one_rank(rank: int, folder: Path, world: int, meshes: list[str]) -> None:
 
 
 async def start(path: str, team: Team) -> GenerationEngine | GeneratorPart:
-    if team.leads:
-        return await GenerationEngine.start(path, CONFIG, seed=0, max_length=MAX_LENGTH, team=team)
-    return await GeneratorPart.start(EngineSpec(path, CONFIG, 0, MAX_LENGTH, team=team))
+    spec = EngineSpec(path, CONFIG, 0, MAX_LENGTH, team=team)
+    return await (GenerationEngine.of(spec) if team.leads else GeneratorPart.start(spec))
 
 
 async def all_meshes(folder: Path, team: Team, meshes: list[str]) -> dict[str, Any]:
@@ -109,7 +108,7 @@ async def all_meshes(folder: Path, team: Team, meshes: list[str]) -> dict[str, A
         module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         config = trainer_config(mesh, world)
         backend = (MeshBackend if config.gathers else TorchBackend)(module, config)
-        storage = await engine.storage() if isinstance(engine, GenerationEngine) else engine.storage()
+        storage = await engine.storage()
         switch = await asyncio.to_thread(plan_switch, backend.placed(), storage, timeout_s=60.0)
         assert switch is not None and storage is not None
         whole = sum(tensor.nbytes for _, tensor in backend.full_state())
