@@ -72,8 +72,8 @@ class LeadingExecutor(UniProcExecutor):
     @property
     def lost(self) -> int | None:
         """The rank of a follower that has ended, if one has."""
-        ended = wait(list(self._followers.values()), NOTICED_S)
-        return next((rank for rank, own in self._followers.items() if own in ended), None)
+        wait(list(self._followers.values()), NOTICED_S)
+        return next((rank for rank, own in self._followers.items() if _has_ended(own)), None)
 
     def shutdown(self) -> None:
         """Let the followers end, too."""
@@ -124,7 +124,9 @@ class FollowingWorker:
                     answer = run_method(self.wrapper, method, args, kwargs)
                 if is_answered:
                     self._calls.send(answer)
-        except (OSError, EOFError) as error:
+        except (OSError, EOFError, RuntimeError) as error:
+            if not _has_ended(self._calls, NOTICED_S):
+                raise
             raise GenerationError(
                 f"rank {self._leader} of the split generator, which leads it, has ended"
             ) from error
@@ -202,6 +204,16 @@ def _told(team: Team, said: list[Any]) -> Any:
     group = parallel_state.get_tp_group().cpu_group
     dist.broadcast_object_list(said, src=team.leader, group=group)
     return said[0]
+
+
+def _has_ended(connection: Connection, within_s: float = 0.0) -> bool:
+    """Whether nobody is at the other end any more; what was said before is lost."""
+    try:
+        while connection.poll(within_s):
+            connection.recv()
+    except (OSError, EOFError):
+        return True
+    return False
 
 
 def _own_address() -> str:

@@ -26,6 +26,8 @@ from streamrl.engines.teams import Team, team_of
 from streamrl.engines.torch_backend import TorchBackend
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.vllm_engine import EngineSpec
+from streamrl.resharding import Storage
+from streamrl.resharding.boxes import remainder, total
 from tests.engines.tiny_qwen import fill, save
 
 UPDATES = 2
@@ -111,12 +113,11 @@ async def all_meshes(folder: Path, team: Team, meshes: list[str]) -> dict[str, A
         storage = await engine.storage()
         switch = await asyncio.to_thread(plan_switch, backend.placed(), storage, timeout_s=60.0)
         assert switch is not None and storage is not None
-        whole = sum(tensor.nbytes for _, tensor in backend.full_state())
         seen[mesh] = {
             "updates": [],
-            "model_bytes": whole,
-            "kept_bytes": sum(tensor.nbytes for _, tensor, _ in backend.placed()),
+            "model_bytes": sum(tensor.nbytes for _, tensor in backend.full_state()),
             "served_bytes": sum(view.nbytes for _, _, view in storage),
+            "lacking_bytes": lacking(backend, storage),
         }
         for _ in range(UPDATES + 1):
             found = await look(engine, backend, switch, version)
@@ -131,8 +132,42 @@ async def all_meshes(folder: Path, team: Team, meshes: list[str]) -> dict[str, A
         seen["tokens"] = await tokens(engine)
     if team.rank == 0:
         torch.save(last, folder / "last.pt")
+    seen["kv_bytes"] = await without_kv(engine)
+    if isinstance(engine, GenerationEngine):
+        seen["tokens after"] = await tokens(engine)
     await asyncio.to_thread(dist.barrier)
     return seen
+
+
+def lacking(backend: Any, storage: Storage) -> int:
+    """Bytes of what is served that this rank does not train."""
+    trained = {name: shard.boxes for name, _, shard in backend.placed()}
+    return sum(
+        total(remainder([box], trained.get(name, []))) * view.itemsize
+        for name, box, view in storage
+    )
+
+
+async def without_kv(engine: GenerationEngine | GeneratorPart) -> tuple[int, int]:
+    """Bytes of the keys and values on this rank before and after they are released."""
+    if isinstance(engine, GenerationEngine):
+        await engine.suspend("test")
+    before = kv_bytes(engine)
+    await asyncio.to_thread(dist.barrier)
+    await engine.release_kv()
+    after = kv_bytes(engine)
+    await asyncio.to_thread(dist.barrier)
+    if isinstance(engine, GenerationEngine):
+        await engine.resume("test")
+    return before, after
+
+
+def kv_bytes(engine: GenerationEngine | GeneratorPart) -> int:
+    if isinstance(engine, GenerationEngine):
+        worker = engine._thread._weights._worker
+    else:
+        worker = engine._worker.wrapper
+    return sum(cache.untyped_storage().nbytes() for cache in worker.model_runner.kv_caches)
 
 
 async def look(
