@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.launched import Launched, rows
+from tests.e2e.launched import Launched, events, rows
 from tests.e2e.recorded import trained
 from tests.e2e.test_placements import ON_POLICY, check_same
 from tests.toy import write_toy
@@ -19,7 +19,9 @@ MESH = ["trainer.backend=torch", "trainer.world_size=2", "trainer.tensor_paralle
 SHARED = ["placement.mode=colocated", "generator.tensor_parallel=2"]
 MODES = {"sequential": ["placement.mode=sequential"], "shared": SHARED}
 # Keys and values make room for training, on both ranks, and are there again to generate.
-TIGHT = ["generator.kv_cache_mb=56", "placement.memory_mb=60"]
+TIGHT = [
+    *("generator.kv_cache_mb=56", "placement.memory_mb=60", "pipeline.micro_batch_tokens=512"),
+]
 
 
 def test_a_shared_generator_samples_the_same_tokens_and_the_losses_are_the_same(
@@ -59,7 +61,9 @@ def test_where_a_rank_that_shares_a_generator_is_killed_the_run_ends_and_says_so
     around = ["pipeline.max_staleness=1", "placement.slice_s=0.05", "generator.max_new_tokens=60"]
     run = Launched([*words, *around, f"run.dir={run_dir.parent}", "run.name=killed"], folder)
     run.until(lambda: len(rows(run_dir)) > 2)
-    assert "the KV cache is released while it trains" in " ".join(run.output.split())
+    notes = [event["text"] for event in events(run_dir, "note")]
+    assert any("the KV cache is released while it trains" in note for note in notes)
+    assert any("its part of the generator of its team; ranks 0-1" in note for note in notes)
     os.kill(run.named("ray::HybridActor")[-1].pid, signal.SIGKILL)
     assert run.wait(timeout_s=240.0) == 1, run.output
     last = run.output.strip().splitlines()[-1]
