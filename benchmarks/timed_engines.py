@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from streamrl.actors.engine_factory import HostedGenerator, HostedRank, HostedScorer
+from streamrl.actors.engine_factory import HostedGenerator, HostedPart, HostedRank, HostedScorer
 from streamrl.config import RunConfig
 from streamrl.dataflow import GENERATE, REWARD
 from streamrl.engines.packing import Pick
-from streamrl.errors import StreamError
+from streamrl.errors import ConfigError, StreamError
 from streamrl.faces import Sample
 from streamrl.messages import (
     Array,
@@ -41,6 +41,12 @@ class TimedEngines:
     async def generator(self, config: RunConfig, max_length: int, replica: int) -> HostedGenerator:
         """A generator that sleeps."""
         return _Generator(self.generate_s, config.algorithm.group_size)
+
+    async def generator_part(self, config: RunConfig, max_length: int, rank: int) -> HostedPart:
+        """There is none: what sleeps is not split."""
+        raise ConfigError(
+            f"generator.tensor_parallel={config.generator.tensor_parallel}: must be 1"
+        )
 
     async def scorer(self, config: RunConfig, role: str) -> HostedScorer:
         """A scorer that sleeps."""

@@ -78,10 +78,11 @@ def _check_publishing(config: "RunConfig") -> None:
 
 def _check_pools(config: "RunConfig") -> None:
     roles, split = config.dataflow.roles, config.generator.tensor_parallel
-    if split > 1 and any("generator" in pool for pool in config.placement.shared):
+    shares = any("generator" in pool for pool in config.placement.shared)
+    if split > 1 and shares and not config.placement.is_hybrid:
         raise ConfigError(
-            f"generator.tensor_parallel={split}: needs devices of its own; with placement.mode="
-            f"{config.placement.mode} a generator has a part of one"
+            f"generator.tensor_parallel={split}: needs devices of its own, or those of a trainer's"
+            f" ranks; with placement.mode={config.placement.mode} a generator has a part of one"
         )
     for i, pool in enumerate(config.placement.pools):
         for role in pool:
@@ -95,6 +96,7 @@ def _check_pools(config: "RunConfig") -> None:
 def apart(config: "RunConfig") -> str:
     """Why trainer and generators cannot share processes, if so: setting, value and reason."""
     weights, generator, ranks = config.weights, config.generator, config.trainer.world_size
+    split = generator.tensor_parallel
     drains = weights.on_update == "drain" and config.pipeline.max_staleness > 0
     coef = config.critic.shared_coef
     reasons = (
@@ -102,11 +104,15 @@ def apart(config: "RunConfig") -> str:
         (weights.transport != AUTO, "weights.transport", "weights do not travel"),
         (drains, "weights.on_update", "rollouts cannot end while others compute"),
         (coef is not None, "critic.shared_coef", "nobody else can follow the policy"),
-        (generator.tensor_parallel > 1, "generator.tensor_parallel", "each rank has a whole one"),
         (
-            generator.replicas not in (1, ranks),
+            bool(ranks % split),
+            "generator.tensor_parallel",
+            f"it must divide trainer.world_size={ranks}",
+        ),
+        (
+            generator.replicas not in (1, ranks // split),
             "generator.replicas",
-            f"each of trainer.world_size={ranks} ranks has a generator",
+            f"{_sharers(split)} of trainer.world_size={ranks} ranks has a generator",
         ),
     )
     for applies, setting, reason in reasons:
@@ -115,6 +121,10 @@ def apart(config: "RunConfig") -> str:
             value = vars(vars(config)[section])[key]
             return f"{setting}={value}: in a colocated run {reason}"
     return ""
+
+
+def _sharers(split: int) -> str:
+    return "each" if split == 1 else f"every team of generator.tensor_parallel={split}"
 
 
 def _check_reference(config: "RunConfig") -> None:

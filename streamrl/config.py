@@ -146,6 +146,15 @@ class RunConfig:
         return apart(self)
 
     @property
+    def fills_generators(self) -> bool:
+        """Whether ranks lay each version down in the generators of their processes, all together.
+
+        A rank may train another part of the policy than its generator serves.
+        """
+        splits = self.generator.tensor_parallel > 1
+        return self.placement.is_hybrid and (self.trainer.gathers or splits)
+
+    @property
     def run_dir(self) -> Path:
         """The run's directory."""
         return Path(self.run.dir) / self.run.name

@@ -210,9 +210,10 @@ def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]
     shares = bool(config.placement.shared)
     found = []
     for role, (key, count) in counts(config).items():
-        # It lives in the process of a rank.
+        # It, or a part of it, lives in the process of a rank.
         is_guest = role == GENERATE.role and config.placement.is_hybrid
-        devices = config.generator.tensor_parallel if role == GENERATE.role else 1
+        is_split = role == GENERATE.role and not is_guest
+        devices = config.generator.tensor_parallel if is_split else 1
         weights = prepared.model_bytes
         if role in (REWARD.role, COST.role):
             weights = prepared.judge_bytes.get(role, 0)

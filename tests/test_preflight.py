@@ -108,6 +108,18 @@ def test_a_split_generator_asks_for_a_device_for_each_of_its_processes(
         assert (asked["generator"], asked["trainer"]) == (2, 1)
 
 
+def test_a_generator_that_ranks_share_asks_for_no_other_devices(
+    run: tuple[RunConfig, Prepared],
+) -> None:
+    config = replace(
+        run[0],
+        generator=replace(run[0].generator, tensor_parallel=2),
+        trainer=replace(run[0].trainer, world_size=2),
+    )
+    for slots, mode in ((6, "disaggregated"), (2, "colocated")):
+        assert settle(ways(config, run[1], False), Capacity(slots, 0)).mode == mode
+
+
 @pytest.mark.parametrize(("ranks", "fault"), [(2, None), (3, "num_attention_heads")])
 def test_a_model_whose_heads_do_not_divide_is_not_split(
     run: tuple[RunConfig, Prepared], ranks: int, fault: str | None

@@ -122,6 +122,7 @@ class CoordinatorActor:
             role,
             settings=config.settings,
             config=config.trainer_of(role.role),
+            publishes_together=role.role == POLICY and config.fills_generators,
             rests_until=config.critic.warmup_alone if waits else 0,
             probe_every=config.weights.probe_every if role.role == POLICY else 0,
         )

@@ -25,6 +25,7 @@ from streamrl.checkpoint import Checkpoint
 from streamrl.config import RunConfig
 from streamrl.dataflow import GENERATE, POLICY, Call, Kind
 from streamrl.engines.generator_config import generation_env
+from streamrl.engines.teams import teams_of
 from streamrl.errors import ActorLostError
 from streamrl.placement import Capacity, Demand, check_fits
 from streamrl.preflight import Prepared, demands, placement_of
@@ -114,10 +115,27 @@ class Crew:
         for role in roles:
             env |= self._env(self._demands[role].calls[0])
         runtime_env = {"env_vars": env}
+        leaders = self._leaders
         return [
-            HYBRID.options(**self._seat(demand, i), runtime_env=runtime_env).remote()
+            HYBRID.options(**self._seat(demand, i), runtime_env=runtime_env).remote(i in leaders)
             for i in range(demand.count)
         ]
+
+    @property
+    def _leaders(self) -> set[int]:
+        """The ranks whose processes sample, where generators live in those of the trainer."""
+        config = self._config
+        return {ranks[0] for ranks in teams_of(config.trainer, config.generator.tensor_parallel)}
+
+    @property
+    def cast(self) -> list[RoleActors]:
+        """The roles as the stream sees them: of a generator that ranks share, who leads it."""
+        found = dict(self.roles)
+        if self._config.placement.is_hybrid:
+            own, leaders = found[GENERATE.role], sorted(self._leaders)
+            names, actors = ([each[i] for i in leaders] for each in (own.names, own.actors))
+            found[GENERATE.role] = RoleActors(own.calls, names, actors)
+        return list(found.values())
 
     def _seat(self, demand: Demand, index: int) -> dict[str, Any]:
         """What Ray is asked for, for one of the actors a run begins with."""

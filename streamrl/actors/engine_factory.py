@@ -54,6 +54,24 @@ class HostedGenerator(Protocol):
     async def resume(self, reason: str) -> None: ...
 
 
+class HostedPart(Protocol):
+    """What an actor hosts that has a part of a generator, which another actor hosts."""
+
+    async def serve(self) -> None:
+        """Compute along until the other ends; raises GenerationError when it does."""
+        ...
+
+    async def storage(self) -> Storage | None:
+        """As a generator's, of what is here."""
+        ...
+
+    def put(self, tensors: Mapping[str, Any]) -> None:
+        """Serve what is here of a full set of parameters, while the other stands still."""
+        ...
+
+    async def release_kv(self) -> None: ...
+
+
 def _no_samples() -> Sequence[Mapping[str, Any]]:
     return ()
 
@@ -132,6 +150,8 @@ class EngineFactory(Protocol):
     async def generator(
         self, config: RunConfig, max_length: int, replica: int
     ) -> HostedGenerator: ...
+
+    async def generator_part(self, config: RunConfig, max_length: int, rank: int) -> HostedPart: ...
 
     async def scorer(self, config: RunConfig, role: str) -> HostedScorer: ...
 

@@ -2,9 +2,14 @@
 
 from collections.abc import Sequence
 
-from streamrl.actors.engine_factory import HostedGenerator
+from streamrl.actors.engine_factory import HostedGenerator, HostedPart
 from streamrl.actors.replica import Replica
-from streamrl.actors.residence import Residence, ResidentChannel, ResidentFollower
+from streamrl.actors.residence import (
+    PartFollower,
+    Residence,
+    ResidentChannel,
+    ResidentFollower,
+)
 from streamrl.actors.wiring import ActorReport, Wiring
 from streamrl.dataflow import GENERATE, POLICY, Call
 from streamrl.errors import ActorLostError
@@ -34,7 +39,7 @@ class GeneratorActor(Replica):
         # The engine takes its place among the ranks that are there.
         await self._residence.wait_for_trainer(wiring.config.generator.start_timeout_s)
         self._generator = await make(wiring.config, wiring.max_length, replica)
-        await self._residence.let_in(self._generator, fills=wiring.config.trainer.gathers)
+        await self._residence.let_in(self._generator, fills=wiring.config.fills_generators)
 
     async def suspend(self) -> None:
         """Sample nothing while others have the pool."""
@@ -82,3 +87,26 @@ class GeneratorActor(Replica):
             return ActorReport("", ())
         spans = self._stages[0].spans
         return ActorReport(spans.process, spans.drain())
+
+
+class PartActor(Replica):
+    """Has a part of a generator that another process leads, and the trainer that fills it."""
+
+    def __init__(self, residence: Residence) -> None:
+        self._residence = residence
+        self._part: HostedPart | None = None
+
+    async def start(self, wiring: Wiring, rank: int, calls: Sequence[Call]) -> None:
+        """Load the part, as the leader loads the engine."""
+        config = wiring.config
+        self._take_place(wiring, calls, f"generator-{rank}", follows=POLICY)
+        assert self._channel is not None
+        self._channel = ResidentChannel(self._channel, self._residence)
+        await self._residence.wait_for_trainer(config.generator.start_timeout_s)
+        self._part = await wiring.engines.generator_part(config, wiring.max_length, rank)
+        await self._residence.let_in_part(self._part)
+
+    async def run(self) -> None:
+        """Compute along, until the actor is killed or the leader is gone."""
+        assert self._part is not None
+        await self._serve([self._part.serve()], PartFollower(self._residence))

@@ -1,9 +1,9 @@
-"""One process with a trainer's rank and a generator: the weights are there once, for both."""
+"""One process with a trainer's rank and a generator, or a part of one."""
 
 from operator import methodcaller
 from typing import Any
 
-from streamrl.actors.generator import GeneratorActor
+from streamrl.actors.generator import GeneratorActor, PartActor
 from streamrl.actors.residence import Residence
 from streamrl.actors.trainer import TrainerActor
 
@@ -11,9 +11,11 @@ from streamrl.actors.trainer import TrainerActor
 class HybridActor:
     """Hosts both; each is called as the actor it would be alone, see `Part`."""
 
-    def __init__(self) -> None:
+    def __init__(self, leads: bool = True) -> None:
+        """`leads` is whether the generator samples here, and not only computes along."""
         residence = Residence()
-        self._parts = {"trainer": TrainerActor(residence), "generator": GeneratorActor(residence)}
+        generator = GeneratorActor(residence) if leads else PartActor(residence)
+        self._parts = {"trainer": TrainerActor(residence), "generator": generator}
 
     async def on(self, part: str, method: str, arguments: tuple[Any, ...]) -> Any:
         """Call a method of one of them."""

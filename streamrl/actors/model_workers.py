@@ -146,6 +146,11 @@ class PolicyWorker(TrainedWorker):
     def __init__(self, place: Place, config: RunConfig, max_length: int) -> None:
         if reason := with_ranks(config, place.size).apart:
             raise ConfigError(reason)
+        if config.generator.tensor_parallel > 1:
+            raise ConfigError(
+                f"generator.tensor_parallel={config.generator.tensor_parallel}: each of these"
+                " workers has a whole generator"
+            )
         super().__init__(place, config, POLICY)
         self._settings = self._config.settings
         self._dials = Dials(config.algorithm.row, self._settings)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from streamrl.actors.engine_factory import HostedGenerator, HostedScorer
+from streamrl.actors.engine_factory import HostedGenerator, HostedPart, HostedScorer
 from streamrl.config import RunConfig
 from streamrl.dataflow import BASELINE, COST, COST_VALUE, POLICY, REFERENCE, REWARD, VALUE, Call
 from streamrl.messages import Array, Columns, Experience
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from streamrl.engines.pretraining import Pretraining
     from streamrl.engines.tasks import Task
     from streamrl.engines.training import ModelTrainer
+    from streamrl.engines.vllm_engine import EngineSpec
 
 
 class Shadow:
@@ -60,21 +61,20 @@ class RealEngines:
     """vLLM, transformers, DeepSpeed or torch: what a run is made of."""
 
     async def generator(self, config: RunConfig, max_length: int, replica: int) -> HostedGenerator:
-        """A vLLM engine of its own per replica."""
+        """A vLLM engine of its own per replica, which others compute with where they share it."""
         from streamrl.engines.generation import GenerationEngine
         from streamrl.engines.group_generator import GroupGenerator
 
-        engine = await GenerationEngine.start(
-            config.model.path,
-            config.generator,
-            seed=config.run.seed + replica,
-            max_length=max_length,
-            drains=config.weights.on_update == "drain",
-            keeps_kv=config.weights.kv == "keep",
-        )
+        engine = await GenerationEngine.of(_engine_spec(config, max_length, replica))
         return GroupGenerator(
             engine, group_size=config.algorithm.group_size, run_seed=config.run.seed
         )
+
+    async def generator_part(self, config: RunConfig, max_length: int, rank: int) -> HostedPart:
+        """vLLM's worker with a part of the engine that the leader of the rank's team has."""
+        from streamrl.engines.generator_part import GeneratorPart
+
+        return await GeneratorPart.start(_engine_spec(config, max_length, rank))
 
     async def scorer(self, config: RunConfig, role: str) -> HostedScorer:
         """The scorer of a role of the dataflow: reward, cost, reference or a critic's shadow."""
@@ -92,6 +92,24 @@ class RealEngines:
             rank=rank,
             pretraining=_pretraining(config) if role == POLICY and config.data.pretrain else None,
         )
+
+
+def _engine_spec(config: RunConfig, max_length: int, replica: int) -> "EngineSpec":
+    from streamrl.engines.teams import team_of
+    from streamrl.engines.vllm_engine import EngineSpec
+
+    size = config.generator.tensor_parallel
+    is_shared = config.placement.is_hybrid and size > 1
+    team = team_of(replica, config.trainer, size) if is_shared else None
+    return EngineSpec(
+        config.model.path,
+        config.generator,
+        seed=config.run.seed + (team.leader if team else replica),
+        max_length=max_length,
+        drains=config.weights.on_update == "drain",
+        keeps_kv=config.weights.kv == "keep",
+        team=team,
+    )
 
 
 def _task(config: RunConfig, role: str) -> "Task":

@@ -35,6 +35,16 @@ class Sampler(Protocol):
     async def resume(self, reason: str) -> None: ...
 
 
+class SplitOff(Protocol):
+    """A part of a generator that another process has."""
+
+    async def storage(self) -> Storage | None: ...
+
+    async def release_kv(self) -> None: ...
+
+    def put(self, tensors: Mapping[str, Any]) -> None: ...
+
+
 class ResidentGenerator(Follower, Protocol):
     """Takes a version up that lies in its own parameters, too."""
 
@@ -47,6 +57,8 @@ class Residence:
     def __init__(self) -> None:
         self._trainer_is_in = asyncio.Event()
         self._sampler: Sampler | None = None
+        self._part: SplitOff | None = None
+        self._fills = False
         self._served: Storage | None = None
         self._version = -1
         self._tensors: Mapping[str, Any] | None = {}
@@ -70,8 +82,20 @@ class Residence:
     async def let_in(self, sampler: Sampler, *, fills: bool) -> None:
         """The generator is there; the trainer `fills` its parameters, if it cannot lend its own."""
         self._sampler = sampler
+        self._fills = fills
         if fills:
             self._served = await sampler.storage()
+
+    async def let_in_part(self, part: SplitOff) -> None:
+        """A part of a generator is there, which the trainer fills.
+
+        It is computed with by whoever leads the generator, in another process. That one stands
+        still from before the ranks update, all together, until it takes a version up that all of
+        them have published.
+        """
+        self._part = part
+        self._fills = True
+        self._served = await part.storage()
 
     @asynccontextmanager
     async def training(self, *, releases_kv: bool) -> AsyncIterator[None]:
@@ -79,8 +103,9 @@ class Residence:
 
         What is before and after is the generator's, and counted as its memory.
         """
-        if releases_kv and self._sampler is not None:
-            await self._sampler.release_kv()
+        keeper = self._sampler or self._part
+        if releases_kv and keeper is not None:
+            await keeper.release_kv()
         self.memory.ends("generate")
         try:
             yield
@@ -101,13 +126,18 @@ class Residence:
     def publish(self, trainer: HostedRank, version: int) -> WeightManifest:
         """The weights are `version` as they lie. The manifest has nothing to fetch.
 
-        Where no rank has them whole they come to lie in the generator now, from all ranks.
+        Where a rank has other parts of them than its generator they come to lie there now, from
+        all ranks.
         """
         self._tensors = None  # two sets at once would be one too many
-        moved = trainer.switch(self._served, version) if trainer.gathers else None
+        moved = trainer.switch(self._served, version) if self._fills else None
         if moved is None:
             self._tensors = dict(trainer.full_state())
             self._moved_bytes = trainer.received_bytes(self._tensors)
+            if self._part is not None:
+                # Nobody tells it to later, and its leader waits for all ranks.
+                self._part.put(self._tensors)
+                self._tensors = None
         else:
             self._moved_bytes = moved.received_bytes
         self._version = version
@@ -120,12 +150,12 @@ class Residence:
         once they are no longer that version: the trainer may have made the next one before a
         generator has come to take this one up.
         """
-        self._check(version)
+        self.check(version)
         return Fetched(self._tensors or {}, num_bytes=self._moved_bytes)
 
     async def take_up(self, generator: ResidentGenerator, version: int) -> Loaded:
         """Have the generator serve a version, and sample again. Raises as `fetched` does."""
-        self._check(version)
+        self.check(version)
         if self._tensors is None:
             loaded = await generator.take_up(version)
         else:
@@ -136,9 +166,25 @@ class Residence:
             await self._sampler.resume(UPDATE)
         return loaded
 
-    def _check(self, version: int) -> None:
+    def check(self, version: int) -> None:
+        """Raise SupersededError unless the weights are that version."""
         if version != self._version:
             raise SupersededError(f"weights version {version} is gone: they have been updated")
+
+
+class PartFollower:
+    """A part of a generator that has each version in it by the time it is offered."""
+
+    def __init__(self, residence: Residence) -> None:
+        self._residence = residence
+
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded:
+        """Nothing is left to be done. Raises SupersededError as `Residence.fetched` does."""
+        self._residence.check(version)
+        return Loaded()
+
+    async def probe(self, sequences: Sequence[Array]) -> None:
+        """The leader of the generator is asked."""
 
 
 class ClosableChannel(WeightChannel, Protocol):

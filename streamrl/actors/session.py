@@ -96,7 +96,7 @@ class Session:
         )
         status("publishing the first weights")
         roles = list(crew.roles.values())
-        started = coordinator.start.remote(wiring, Cast(roles), start)
+        started = coordinator.start.remote(wiring, Cast(crew.cast), start)
         fetch(started, "coordinator.start", self._first_publish_s)
         for role in roles:
             if role.kind is not Kind.TRAIN:

@@ -172,7 +172,7 @@ class TrainerActor:
     async def _publish(
         self, version: int, readers: Sequence[str], probes: bool
     ) -> WeightManifest | None:
-        if self._trainer.gathers:
+        if self._trainer.gathers or (self._role == POLICY and self._config.fills_generators):
             # In one piece: between the same two micro-batches on every rank.
             whole: WeightManifest | None = await self._in_thread(
                 self._probe_and_send, version, readers, probes
@@ -258,10 +258,14 @@ class TrainerGroup:
         *,
         settings: Settings,
         config: TrainerConfig,
+        publishes_together: bool = False,
         rests_until: int = 0,
         probe_every: int = 0,
     ) -> None:
-        """`probe_every`: every so many versions that are published get a probe; 0 for none."""
+        """`publishes_together`: it takes all ranks also where each has all parameters.
+
+        `probe_every`: every so many versions that are published get a probe; 0 for none.
+        """
         self.role = ranks.role
         self._probe_every = probe_every
         self._count = 0
@@ -273,7 +277,7 @@ class TrainerGroup:
         self._name = ranks.names[0].rpartition("-")[0]
         self._ranks = ranks.actors
         self._timeout_s = config.collective_timeout_s + CALL_TIMEOUT_S
-        self._gathers = config.gathers
+        self._together = config.gathers or publishes_together
         self._publishing = asyncio.Lock()
         self._looks_ahead = settings.looks_ahead and self.role == POLICY
         self._tensor_parallel = config.tensor_parallel
@@ -360,7 +364,7 @@ class TrainerGroup:
 
         What two calls begin, two ranks may begin in another order.
         """
-        return self._publishing if self._gathers else contextlib.nullcontext()
+        return self._publishing if self._together else contextlib.nullcontext()
 
     async def _all(self, what: str, replies: Sequence[Any]) -> list[Any]:
         names = (f"{self._name}-{rank}.{what}" for rank in range(len(self._ranks)))

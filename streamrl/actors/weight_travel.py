@@ -17,6 +17,7 @@ from streamrl.dataflow import GENERATE, MOVED, POLICY
 from streamrl.engines.forward import load_skeleton, load_value_skeleton, local_device
 from streamrl.engines.held_memory import shares_weights
 from streamrl.engines.lora import num_trained
+from streamrl.engines.teams import teams_of
 from streamrl.engines.two_heads import add_value_head
 from streamrl.placement import Demand
 from streamrl.weights import Inlet, Outlet
@@ -146,10 +147,18 @@ def plan_travel(config: RunConfig, demands: Sequence[Demand], *, token: str) -> 
 
 def _way(config: RunConfig, *, on_gpu: bool) -> str:
     """How weights come from a rank to the generator of its process."""
+    if config.generator.tensor_parallel > 1:
+        return _to_teams(config)
     if config.trainer.gathers:
         return FROM_RANKS
     shares = shares_weights(config.trainer, config.generator, on_gpu=on_gpu)
     return IN_PLACE if shares else WITHIN
+
+
+def _to_teams(config: RunConfig) -> str:
+    teams = teams_of(config.trainer, config.generator.tensor_parallel)
+    told = ", ".join("-".join(map(str, team)) for team in teams)
+    return f"weights: each rank fills its part of the generator of its team; ranks {told}"
 
 
 def _published(config: RunConfig, demands: Sequence[Demand]) -> tuple[Published, ...]:

@@ -55,14 +55,22 @@ class GenerationEngine(EngineCalls):
         new weights come, see `load_weights`. Takes seconds. Raises ConfigError if vLLM refuses the
         settings, DeadlineError after `start_timeout_s`, GenerationError if the engine dies.
         """
-        engine = cls(EngineSpec(model_path, config, seed, max_length, drains, keeps_kv))
+        return await cls.of(EngineSpec(model_path, config, seed, max_length, drains, keeps_kv))
+
+    @classmethod
+    async def of(cls, spec: EngineSpec) -> "GenerationEngine":
+        """As `start`. With a team this process leads it, and must be one that does.
+
+        The others have a `GeneratorPart` each; all ranks of all teams start together.
+        """
+        engine, timeout_s = cls(spec), spec.config.start_timeout_s
         engine._thread.start()
         try:
-            async with asyncio.timeout(config.start_timeout_s):
+            async with asyncio.timeout(timeout_s):
                 await engine._calls.started
         except TimeoutError as error:
             raise DeadlineError(
-                f"vLLM did not start {model_path} within {config.start_timeout_s:g} s"
+                f"vLLM did not start {spec.model_path} within {timeout_s:g} s"
             ) from error
         finally:
             if engine._calls.started.cancelled():  # nobody waits for it any more

@@ -19,7 +19,8 @@ class GeneratorConfig:
 
     #: Number of engines, each with the whole model.
     replicas: int = 1
-    #: Processes, and devices, that the layers of one engine are split over.
+    #: Processes, and devices, that the layers of one engine are split over; in a colocated run,
+    #: ranks of the trainer.
     tensor_parallel: int = 1
     #: Longest completion, tokens.
     max_new_tokens: int = 256

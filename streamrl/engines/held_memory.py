@@ -41,7 +41,9 @@ def worker_memory(
     kept, gathered = _kept(module, trainer, total)
     served = 0
     if not shares_weights(trainer, generator, on_gpu=on_gpu):
+        # Norms are whole on every rank; they count for nothing.
         served = elements * _served_type(generator, on_gpu=on_gpu).itemsize
+        served //= generator.tensor_parallel
     if trainer.backend == "torch":
         # The optimizer works on what a rank keeps.
         trained = trained * kept // total
@@ -55,7 +57,8 @@ def worker_memory(
 def shares_weights(trainer: TrainerConfig, generator: GeneratorConfig, *, on_gpu: bool) -> bool:
     """Whether a rank's generator has the trainer's weights, and none of its own."""
     of_one_type = trainer.torch_dtype is _served_type(generator, on_gpu=on_gpu)
-    return of_one_type and not (trainer.gathers or trainer.lora_rank or on_gpu)
+    in_parts = trainer.gathers or generator.tensor_parallel > 1
+    return of_one_type and not (in_parts or trainer.lora_rank or on_gpu)
 
 
 def _kept(module: "PreTrainedModel", trainer: TrainerConfig, elements: int) -> tuple[int, int]:

@@ -1,13 +1,16 @@
 """From the shards of a trainer's ranks straight into the generators of their processes.
 
-Where no rank has the parameters whole, those the generator samples from are filled from all ranks,
-in buckets: what a rank has lies where it is, what it lacks comes once, and nothing is laid down in
-between. What moves is planned once, from what each rank says it keeps, and run at every version.
-Where the generator has another type, each rank casts what it keeps first.
+Where a rank trains another part of the parameters than its generator serves, or several ranks share
+a generator, what is served is filled from all ranks, in buckets: what a rank has lies where it is,
+what it lacks comes once, and nothing is laid down in between. What moves is planned once, from what
+each rank says it keeps and serves, and run at every version. Where the generator has another type,
+each rank casts what it keeps first.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -22,7 +25,6 @@ from streamrl.resharding import (
     TensorSpec,
     least_moving,
     lying_in,
-    whole_shard,
 )
 
 BUCKET_BYTES = 16 * 2**20
@@ -32,12 +34,24 @@ Placed = Iterable[tuple[str, Tensor, Shard]]
 """What a rank keeps of what is trained: by name, where it lies and which part that is."""
 
 
+@dataclass(frozen=True)
+class _Held:
+    """What a rank says of itself: what it keeps, what its generator serves, and in what types."""
+
+    kept: Mapping[str, Shard]
+    served: Mapping[str, Shard]
+    types: Mapping[str, torch.dtype]
+
+
 class Switch:
     """The way of every version into the generator of this rank."""
 
-    def __init__(self, executor: Executor, served: Storage) -> None:
+    def __init__(
+        self, executor: Executor, served: Storage, types: Mapping[str, torch.dtype]
+    ) -> None:
         self._executor = executor
         self._served = served
+        self._types = types
 
     def run(self, placed: Placed, version: int) -> Moved:
         """Fill the generator's parameters with `version`. Collective.
@@ -45,37 +59,37 @@ class Switch:
         They must stand still. Raises WeightsError if the ranks hold different versions, or one does
         not answer in time.
         """
-        types = {name: view.dtype for name, _, view in self._served}
         buffers, shards = {}, {}
         for name, tensor, shard in placed:
-            buffers[name], shards[name] = tensor.to(types[name]), shard
+            buffers[name], shards[name] = tensor.to(self._types[name]), shard
         return self._executor.run(lying_in(buffers, shards, version=version), self._served)
 
 
 def plan_switch(placed: Placed, served: Storage | None, *, timeout_s: float) -> Switch | None:
-    """The switch from what each rank keeps to all of it in the generator of each. Collective.
+    """The switch from what each rank keeps to what the generator of each serves. Collective.
 
-    `served` is where the generator of this rank has every parameter, None if that is nothing to
-    write into. None if any rank's is not, or has other parameters than are trained.
+    `served` is where the generator of this rank has what it serves: every parameter, or, where
+    several ranks share a generator, its part. None if that is nothing to write into. None if any
+    rank's is not, or if they have other parameters than are trained.
     """
     kept = {name: (tensor, shard) for name, tensor, shard in placed}
-    fits = served is not None and _fits({n: tensor for n, (tensor, _) in kept.items()}, served)
-    mine = {name: shard for name, (_, shard) in kept.items()} if fits else None
-    said: list[Mapping[str, Shard] | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, mine)
-    shards = [each for each in said if each is not None]
-    if served is None or len(shards) < len(said):
+    said: list[_Held | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(said, _held(kept, served))
+    ranks = [each for each in said if each is not None]
+    if served is None or len(ranks) < len(said):
         return None
-    model = _model(served)
+    model = _model(ranks)
+    if {spec.name for spec in model.tensors} != {name for each in ranks for name in each.kept}:
+        return None
     executor = least_moving(
-        Layout(model, dict(enumerate(shards))),
-        Layout(model, dict.fromkeys(range(len(said)), _whole(model))),
+        Layout(model, {rank: each.kept for rank, each in enumerate(ranks)}),
+        Layout(model, {rank: each.served for rank, each in enumerate(ranks)}),
         # All are as near as any: only the number of bytes counts here.
-        cluster=Cluster(len(said)),
+        cluster=Cluster(len(ranks)),
         bucket_bytes=BUCKET_BYTES,
         timeout_s=timeout_s,
     )
-    return Switch(executor, served)
+    return Switch(executor, served, {n: dtype for each in ranks for n, dtype in each.types.items()})
 
 
 class PlannedOnce:
@@ -96,19 +110,27 @@ class PlannedOnce:
         return self._switch.run(placed(), version) if self._switch else None
 
 
-def _fits(kept: Mapping[str, Tensor], served: Storage) -> bool:
-    """Whether what is kept are parts of what is served. A rank may keep nothing of a parameter."""
-    devices = {name: view.device for name, _, view in served}
-    return all(devices.get(name) == tensor.device for name, tensor in kept.items())
+def _held(kept: Mapping[str, tuple[Tensor, Shard]], served: Storage | None) -> _Held | None:
+    """What this rank says; None if what it keeps is not where what it serves is."""
+    if served is None or any(tensor.device != served.device for tensor, _ in kept.values()):
+        return None
+    return _Held(
+        kept={name: shard for name, (_, shard) in kept.items()},
+        served={
+            name: Shard(name, box.shape, ((box, (0,) * len(box.shape)),)) for name, box, _ in served
+        },
+        types={name: view.dtype for name, _, view in served},
+    )
 
 
-def _model(served: Storage) -> ModelSpec:
-    specs = {
-        name: TensorSpec(name, tuple(view.shape), (0,), itemsize=view.itemsize)
-        for name, _, view in served
-    }
-    return ModelSpec(tuple(specs.values()), 1)
-
-
-def _whole(model: ModelSpec) -> Mapping[str, Shard]:
-    return {spec.name: whole_shard(spec.name, spec.shape) for spec in model.tensors}
+def _model(ranks: Sequence[_Held]) -> ModelSpec:
+    """What all generators serve, whole."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    sizes: dict[str, int] = {}
+    for each in ranks:
+        for name, shard in each.served.items():
+            (box,) = shard.boxes
+            shapes[name] = tuple(map(max, shapes.get(name, box.stop), box.stop))
+            sizes[name] = each.types[name].itemsize
+    specs = (TensorSpec(name, shape, (0,), itemsize=sizes[name]) for name, shape in shapes.items())
+    return ModelSpec(tuple(specs), 1)

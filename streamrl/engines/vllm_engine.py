@@ -9,20 +9,25 @@ import threading
 import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from streamrl.engines.forward import load_skeleton
 from streamrl.engines.generator_config import GeneratorConfig, engine_arguments
+from streamrl.engines.part_weights import PartWeights
 from streamrl.engines.split_weights import SplitWeights, drop_names, has_lost_a_rank
+from streamrl.engines.teams import Team
 from streamrl.engines.vllm_weights import ServedWeights, plain_linears
 from streamrl.errors import GenerationError
 from streamrl.messages import FinishReason
 from streamrl.resharding import Storage
 from streamrl.weights import Loaded, ParameterSet
+
+if TYPE_CHECKING:
+    from streamrl.engines.split_executor import FollowingWorker
 
 #: vLLM's LLMEngine.
 Engine = Any
@@ -36,6 +41,7 @@ class EngineSpec:
 
     When new weights come, what runs is interrupted: its keys and values are computed anew by them,
     unless it `keeps_kv`. An engine that `drains` lets it run to its end under the old ones first.
+    Where ranks that are there share it, `team` says which; else a split engine starts its own.
     """
 
     model_path: str
@@ -44,6 +50,7 @@ class EngineSpec:
     max_length: int
     drains: bool = False
     keeps_kv: bool = False
+    team: Team | None = None
 
 
 @dataclass(frozen=True)
@@ -131,33 +138,66 @@ def read_model_facts(model_path: str) -> ModelFacts:
 def build_engine(spec: EngineSpec) -> Engine:
     """A vLLM engine in this process, whose environment must be that of `generation_env`.
 
-    One that is split computes in processes of its own, which end with this one.
+    One that is split computes in processes of its own, which end with this one, or in those of its
+    team, of which this one leads.
     """
+    arguments = _arguments(spec)
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    with _plain_on_cpu():
+        engine = LLMEngine.from_engine_args(arguments, enable_multiprocessing=False)
+    if spec.config.tensor_parallel > 1 and spec.team is None and _is_on_cpu():
+        drop_names(engine)
+    return engine
+
+
+def build_follower(spec: EngineSpec) -> "FollowingWorker":
+    """The worker of a rank that shares the engine of another, which is built meanwhile."""
+    assert spec.team is not None
+    arguments = _arguments(spec)
+    from streamrl.engines.split_executor import FollowingWorker
+
+    with _plain_on_cpu():
+        return FollowingWorker(arguments.create_engine_config(), spec.team)
+
+
+def _arguments(spec: EngineSpec) -> Any:
+    """vLLM's EngineArgs."""
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
         raise RuntimeError("generation_env() must be in the environment before vLLM is imported")
     with warnings.catch_warnings():
         # Of its own imports; nothing a user could act on.
         warnings.simplefilter("ignore", FutureWarning)
         from vllm.engine.arg_utils import EngineArgs
-        from vllm.platforms import current_platform
-        from vllm.v1.engine.llm_engine import LLMEngine
-
     arguments = engine_arguments(
         spec.model_path,
         spec.config,
         seed=spec.seed,
         max_length=spec.max_length,
-        on_cpu=current_platform.is_cpu(),
+        on_cpu=_is_on_cpu(),
     )
-    with plain_linears() if current_platform.is_cpu() else nullcontext():
-        engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
-    if spec.config.tensor_parallel > 1 and current_platform.is_cpu():
-        drop_names(engine)
-    return engine
+    if spec.team is not None:
+        from streamrl.engines.split_executor import team_arguments
+
+        arguments |= team_arguments(spec.team, spec.config.request_timeout_s)
+    return EngineArgs(**arguments)
+
+
+def _is_on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _plain_on_cpu() -> AbstractContextManager[None]:
+    return plain_linears() if _is_on_cpu() else nullcontext()
 
 
 def served_weights(engine: Engine, spec: EngineSpec, parameters: ParameterSet) -> Weights:
     """What puts new weights into an engine that was just built."""
+    if spec.team is not None:
+        worker = engine.model_executor.driver_worker.worker
+        return PartWeights(worker, parameters, spec.model_path, spec.team)
     if spec.config.tensor_parallel > 1:
         return SplitWeights(engine, parameters)
     return ServedWeights(engine, parameters, spec.model_path)

@@ -1,6 +1,5 @@
 """The memory of an engine's keys and values, which others may have while it computes nothing."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -9,23 +8,23 @@ from streamrl.engines.peak_memory import give_back_freed
 
 #: vLLM's LLMEngine.
 Engine = Any
-
+#: vLLM's worker, in the process of a rank.
+Worker = Any
 
 KV_CACHE = "kv_cache"
 """What vLLM calls this memory where it sleeps."""
 
 
 class KvMemory:
-    """Released and had again; belongs to the engine's thread. On a GPU vLLM does it.
+    """Released and had again, on every rank; belongs to the engine's thread.
 
-    Not of a split engine on a CPU, whose memory is in other processes.
+    On a GPU vLLM does it.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._sleeps: bool = engine.vllm_config.model_config.enable_sleep_mode
         self._is_released = False
-        self._sizes: dict[int, int] = {}
 
     def release(self) -> None:
         """Give it back to the system. What runs is prefilled anew once it goes on."""
@@ -35,11 +34,8 @@ class KvMemory:
         self._engine.reset_prefix_cache(reset_running_requests=True)
         if self._sleeps:
             self._engine.model_executor.discard((KV_CACHE,))
-            return
-        for index, storage in enumerate(self._storages()):
-            self._sizes[index] = storage.nbytes()
-            storage.resize_(0)
-        give_back_freed()
+        else:
+            self._engine.collective_rpc(release_caches)
 
     def restore(self) -> None:
         """Have it again, empty; nothing if it was not released."""
@@ -48,17 +44,32 @@ class KvMemory:
         self._is_released = False
         if self._sleeps:
             self._engine.model_executor.wake_up([KV_CACHE])
-            return
-        for index, storage in enumerate(self._storages()):
-            storage.resize_(self._sizes[index])
-            # What comes from the allocator may be no number.
-            torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
+        else:
+            self._engine.collective_rpc(restore_caches)
 
-    def _storages(self) -> Iterator[torch.UntypedStorage]:
-        """Each once, in the same order every time."""
-        seen = set()
-        for cache in self._engine.model_executor.driver_worker.worker.model_runner.kv_caches:
-            storage = cache.untyped_storage()
-            if storage._cdata not in seen:
-                seen.add(storage._cdata)
-                yield storage
+
+def release_caches(worker: Worker) -> None:
+    """In a rank's process: give the memory back, if it is there."""
+    for storage in _storages(worker):
+        storage.resize_(0)
+    give_back_freed()
+
+
+def restore_caches(worker: Worker) -> None:
+    """In a rank's process: have it again."""
+    for storage, num_bytes in _storages(worker).items():
+        storage.resize_(num_bytes)
+        # What comes from the allocator may be no number.
+        torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
+
+
+def _storages(worker: Worker) -> dict[torch.UntypedStorage, int]:
+    """Each once, with the bytes that the caches in it take."""
+    found: dict[int, tuple[torch.UntypedStorage, int]] = {}
+    for cache in worker.model_runner.kv_caches:
+        storage = cache.untyped_storage()
+        steps = zip(cache.shape, cache.stride(), strict=True)
+        last = cache.storage_offset() + sum((size - 1) * by for size, by in steps)
+        _, before = found.get(storage._cdata, (storage, 0))
+        found[storage._cdata] = storage, max(before, (last + 1) * cache.itemsize)
+    return dict(found.values())

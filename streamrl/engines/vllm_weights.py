@@ -115,16 +115,11 @@ class ServedWeights:
         It is to be filled while nothing is computed, and `put` is not to be called any more. None
         if the model's parameters are not those of the checkpoint.
         """
-        first = {
-            name: min(names, key=list(self._parameters.shapes).index)
-            for names in self._parameters.tied
-            for name in names
-        }
         views: dict[str, list[tuple[Box, Tensor]]] = {}
         for bound in self._bound:
             for name, rows in bound.places(self._parameters.shapes):
                 whole = Box.whole(self._parameters.shapes[name])
-                views.setdefault(first.get(name, name), []).append((whole, rows))
+                views.setdefault(self._parameters.first_name(name), []).append((whole, rows))
         return Storage(views) if views else None
 
     def _reload(self, tensors: Mapping[str, Tensor]) -> int:

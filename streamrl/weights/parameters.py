@@ -35,6 +35,11 @@ class ParameterSet:
         again = {name for names in self.tied for name in [n for n in self.shapes if n in names][1:]}
         return side_by_side(name for name in self.shapes if name not in again)
 
+    def first_name(self, name: str) -> str:
+        """The first of the names that a parameter goes by."""
+        tied = next((names for names in self.tied if name in names), frozenset([name]))
+        return next(name for name in self.shapes if name in tied)
+
     def complete(self, tensors: Mapping[str, torch.Tensor | Array]) -> dict[str, torch.Tensor]:
         """The same tensors under every name of the set: one of several tied names is enough.
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from streamrl.actors.residence import Residence, ResidentFollower
+from streamrl.actors.residence import PartFollower, Residence, ResidentFollower
 from streamrl.errors import SupersededError
 from streamrl.messages import Array
 from streamrl.resharding import Moved, Storage
@@ -110,6 +110,53 @@ def test_a_version_that_has_been_updated_is_not_taken_up() -> None:
         assert generator.told == ["storage", "suspend"]
 
     asyncio.run(late())
+
+
+class Part:
+    """A part of a generator, which notes what it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    async def storage(self) -> Storage:
+        return Storage({})
+
+    async def release_kv(self) -> None:
+        self.told.append("release_kv")
+
+    def put(self, tensors: Mapping[str, Any]) -> None:
+        self.told.append(sorted(tensors))
+
+
+@pytest.mark.parametrize("fills", [True, False])
+def test_a_part_has_a_version_in_it_by_the_time_it_is_published(fills: bool) -> None:
+    async def told() -> list[Any]:
+        residence, part = Residence(), Part()
+        await residence.let_in_part(part)
+        await residence.about_to_change()
+        residence.publish(Rank(gathers=True, fills=fills), 3)  # type: ignore[arg-type]
+        fetched = residence.fetched(3)
+        assert (dict(fetched.tensors), fetched.num_bytes) == ({}, 12 if fills else 8)
+        follower = PartFollower(residence)
+        await follower.load_weights(fetched.tensors, 3)
+        await residence.about_to_change()
+        with pytest.raises(SupersededError, match="version 3 is gone"):
+            await follower.load_weights({}, 3)
+        async with residence.training(releases_kv=True):
+            pass
+        return part.told
+
+    assert asyncio.run(told()) == ([] if fills else [["weight"]]) + ["release_kv"]
+
+
+def test_what_every_rank_has_whole_may_be_filled_into_parts_of_it() -> None:
+    async def filled() -> list[int]:
+        residence, rank = Residence(), Rank(gathers=False)
+        await residence.let_in(Generator(), fills=True)
+        residence.publish(rank, 3)  # type: ignore[arg-type]
+        return rank.filled
+
+    assert asyncio.run(filled()) == [3]
 
 
 @pytest.mark.parametrize("releases", [True, False])

@@ -137,7 +137,21 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
         ),
         (
             ["placement.mode=colocated", "generator.tensor_parallel=2"],
-            ["generator.tensor_parallel=2: in a colocated run each rank has a whole one"],
+            ["generator.tensor_parallel=2: in a colocated run it must divide trainer.world_size=1"],
+        ),
+        (
+            [
+                *("placement.mode=colocated", "trainer.world_size=4", "generator.replicas=4"),
+                "generator.tensor_parallel=2",
+            ],
+            ["generator.replicas=4: in a colocated run every team of generator.tensor_parallel=2"],
+        ),
+        (
+            [
+                *("placement.mode=colocated", "trainer.world_size=3"),
+                "generator.tensor_parallel=3",
+            ],
+            ["generator.tensor_parallel=3: must divide the model's num_attention_heads=2"],
         ),
         (
             ["placement.mode=shadow", "generator.tensor_parallel=2"],

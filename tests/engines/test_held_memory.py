@@ -87,6 +87,15 @@ def test_a_generator_of_another_type_has_weights_of_its_own(path: str) -> None:
     assert of(path, trainer, dtype="bfloat16").served == of(path, trainer).weights // 2
 
 
+def test_of_a_generator_that_ranks_share_each_has_its_part(path: str) -> None:
+    trainer = TrainerConfig(backend="torch", world_size=2)
+    weights = of(path, trainer).weights
+    assert of(path, trainer).served == 0
+    generator = GeneratorConfig(kv_cache_mb=3, tensor_parallel=2)
+    found = worker_memory(path, trainer, generator, micro_batch_tokens=0, on_gpu=False)
+    assert (found.weights, found.served) == (weights, weights // 2)
+
+
 def test_activations_grow_with_the_micro_batch_and_are_less_with_checkpoints(path: str) -> None:
     layers, hidden = 2, 64
     found = of(path, TrainerConfig(), tokens=10)

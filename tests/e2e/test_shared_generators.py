@@ -1,0 +1,74 @@
+"""Runs whose generators are split over the ranks of the trainer, which fill their parts."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.launched import Launched, events, rows
+from tests.e2e.recorded import trained
+from tests.e2e.test_placements import ON_POLICY, check_same
+from tests.toy import write_toy
+
+pytestmark = pytest.mark.slow
+
+STEPS = 3
+MESH = ["trainer.backend=torch", "trainer.world_size=2", "trainer.tensor_parallel=2"]
+SHARED = ["placement.mode=colocated", "generator.tensor_parallel=2"]
+MODES = {"sequential": ["placement.mode=sequential"], "shared": SHARED}
+# Keys and values make room for training, on both ranks, and are there again to generate.
+TIGHT = [
+    *("generator.kv_cache_mb=56", "placement.memory_mb=60", "pipeline.micro_batch_tokens=512"),
+]
+
+
+def test_a_shared_generator_samples_the_same_tokens_and_the_losses_are_the_same(
+    tmp_path: Path,
+) -> None:
+    folder = write_toy(tmp_path)
+    runs = [
+        [
+            *ON_POLICY,
+            *MESH,
+            *settings,
+            f"run.steps={STEPS}",
+            f"run.dir={folder}/runs",
+            f"run.name={mode}",
+        ]
+        for mode, settings in MODES.items()
+    ]
+    words = [str(folder / "recipe.yaml"), str(folder), *map(json.dumps, runs)]
+    run = Launched(words, folder, module="tests.e2e.recorded")
+    assert run.wait() == 0, run.output
+    assert run.orphans() == []
+    alone, shared = (trained(folder, mode) for mode in MODES)
+    assert {version for version, _, _ in alone} == set(range(STEPS))
+    assert alone == shared
+    found = [rows(folder / "runs" / mode) for mode in MODES]
+    check_same(*found)
+    # Each rank serves what it trains.
+    assert [row["weights/bytes"] for row in found[1]] == [0] * STEPS
+
+
+def test_where_a_rank_that_shares_a_generator_is_killed_the_run_ends_and_says_so(
+    tmp_path: Path,
+) -> None:
+    folder = write_toy(tmp_path)
+    run_dir = folder / "runs" / "killed"
+    words = ["train", str(folder / "recipe.yaml"), *MESH, *SHARED, *TIGHT, "run.steps=100000"]
+    around = ["pipeline.max_staleness=1", "placement.slice_s=0.05", "generator.max_new_tokens=60"]
+    run = Launched([*words, *around, f"run.dir={run_dir.parent}", "run.name=killed"], folder)
+    run.until(lambda: len(rows(run_dir)) > 2)
+    notes = [event["text"] for event in events(run_dir, "note")]
+    assert any("the KV cache is released while it trains" in note for note in notes)
+    assert any("its part of the generator of its team; ranks 0-1" in note for note in notes)
+    os.kill(run.named("ray::HybridActor")[-1].pid, signal.SIGKILL)
+    assert run.wait(timeout_s=240.0) == 1, run.output
+    last = run.output.strip().splitlines()[-1]
+    assert last.startswith("streamrl: ") and "died" in last
+    who = ("trainer-", "generator-", "rank ")
+    assert any(f"{what}{number}" in last for what in who for number in range(2))
+    assert "Traceback" not in run.output
+    assert run.orphans() == []

@@ -1,0 +1,207 @@
+"""Processes with a trainer's rank and a part of a generator each; what each saw goes into a file.
+
+The generators are split over teams of two ranks, and stay; trainers of several meshes follow each
+other. Arguments: a folder, the number of ranks, heads of keys and values, the meshes by name.
+"""
+
+import asyncio
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+
+from streamrl.engines.generation import GenerationEngine, GeneratorConfig, generation_env
+from streamrl.engines.generator_part import GeneratorPart
+from streamrl.engines.mesh_backend import MeshBackend
+from streamrl.engines.ranks import join_ranks
+from streamrl.engines.switch import Switch, plan_switch
+from streamrl.engines.teams import Team, team_of
+from streamrl.engines.torch_backend import TorchBackend
+from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.engines.vllm_engine import EngineSpec
+from streamrl.resharding import Storage
+from streamrl.resharding.boxes import remainder, total
+from tests.engines.tiny_qwen import fill, save
+
+UPDATES = 2
+SIZE = 2
+SEEDS = range(6)
+MAX_LENGTH = 64
+CONFIG = GeneratorConfig(max_new_tokens=20, tensor_parallel=SIZE)
+ODD_VOCABULARY = 90
+"""Tokens of the model: vLLM pads them to a multiple of 64, and the second of two ranks has 26."""
+MESHES: dict[str, dict[str, Any]] = {
+    "tensor": {"tensor_parallel": -1},
+    "sharded": {"zero_stage": 3},
+    "whole": {},
+}
+SEQUENCE = np.array([3, 14, 15, 9, 26, 5, 35, 8, 9, 7], np.int32)
+LR = 1e-2
+
+
+def make(kv_heads: int) -> PreTrainedModel:
+    config = Qwen2Config(
+        vocab_size=ODD_VOCABULARY,
+        hidden_size=128,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=MAX_LENGTH,
+        tie_word_embeddings=kv_heads == 1,
+        eos_token_id=2,
+    )
+    model = Qwen2ForCausalLM(config)
+    fill(model, seed=1)
+    return model
+
+
+def trainer_config(mesh: str, world: int) -> TrainerConfig:
+    settings = {key: world if value == -1 else value for key, value in MESHES[mesh].items()}
+    return TrainerConfig(backend="torch", world_size=world, **settings)
+
+
+def main(folder: Path, world: int, kv_heads: int, meshes: list[str]) -> None:
+    """Write a model, run the ranks, and then one generator that is not split."""
+    os.environ.update(generation_env("cpu"))
+    save(make(kv_heads), folder / "model", ends=False)
+    mp.spawn(one_rank, args=(folder, world, meshes), nprocs=world)
+    found = asyncio.run(sampled_by_one(folder))
+    (folder / "whole.json").write_text(json.dumps(found))
+
+
+async def sampled_by_one(folder: Path) -> list[list[int]]:
+    config = GeneratorConfig(max_new_tokens=CONFIG.max_new_tokens)
+    path = str(folder / "model")
+    engine = await GenerationEngine.start(path, config, seed=0, max_length=MAX_LENGTH)
+    await engine.load_weights(torch.load(folder / "last.pt"), 0)
+    return await tokens(engine)
+
+
+def one_rank(rank: int, folder: Path, world: int, meshes: list[str]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=(folder / "port").read_text())
+    join_ranks(rank=rank, world_size=world, timeout_s=120.0)
+    team = team_of(rank, trainer_config(meshes[0], world), SIZE)
+    seen = asyncio.run(all_meshes(folder, team, meshes))
+    (folder / f"{rank}.json").write_text(json.dumps({"team": team.ranks, "meshes": seen}))
+    # No engine ends before all have been compared: it takes the process group along.
+    os._exit(0)
+
+
+async def start(path: str, team: Team) -> GenerationEngine | GeneratorPart:
+    spec = EngineSpec(path, CONFIG, 0, MAX_LENGTH, team=team)
+    return await (GenerationEngine.of(spec) if team.leads else GeneratorPart.start(spec))
+
+
+async def all_meshes(folder: Path, team: Team, meshes: list[str]) -> dict[str, Any]:
+    path, world = str(folder / "model"), dist.get_world_size()
+    engine = await start(path, team)
+    seen: dict[str, Any] = {}
+    version = 0
+    for mesh in meshes:
+        module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        config = trainer_config(mesh, world)
+        backend = (MeshBackend if config.gathers else TorchBackend)(module, config)
+        storage = await engine.storage()
+        switch = await asyncio.to_thread(plan_switch, backend.placed(), storage, timeout_s=60.0)
+        assert switch is not None and storage is not None
+        seen[mesh] = {
+            "updates": [],
+            "model_bytes": sum(tensor.nbytes for _, tensor in backend.full_state()),
+            "served_bytes": sum(view.nbytes for _, _, view in storage),
+            "lacking_bytes": lacking(backend, storage),
+        }
+        for _ in range(UPDATES + 1):
+            found = await look(engine, backend, switch, version)
+            seen[mesh]["updates"].append(found)
+            version += 1
+            await asyncio.to_thread(update, backend)
+        last = {name: tensor.clone() for name, tensor in backend.full_state()}
+    await asyncio.to_thread(switch.run, backend.placed(), version)
+    await asyncio.to_thread(dist.barrier)
+    if isinstance(engine, GenerationEngine):
+        await engine.take_up(version)
+        seen["tokens"] = await tokens(engine)
+    if team.rank == 0:
+        torch.save(last, folder / "last.pt")
+    seen["kv_bytes"] = await without_kv(engine)
+    if isinstance(engine, GenerationEngine):
+        seen["tokens after"] = await tokens(engine)
+    await asyncio.to_thread(dist.barrier)
+    return seen
+
+
+def lacking(backend: Any, storage: Storage) -> int:
+    """Bytes of what is served that this rank does not train."""
+    trained = {name: shard.boxes for name, _, shard in backend.placed()}
+    return sum(
+        total(remainder([box], trained.get(name, []))) * view.itemsize
+        for name, box, view in storage
+    )
+
+
+async def without_kv(engine: GenerationEngine | GeneratorPart) -> tuple[int, int]:
+    """Bytes of the keys and values on this rank before and after they are released."""
+    if isinstance(engine, GenerationEngine):
+        await engine.suspend("test")
+    before = kv_bytes(engine)
+    await asyncio.to_thread(dist.barrier)
+    await engine.release_kv()
+    after = kv_bytes(engine)
+    await asyncio.to_thread(dist.barrier)
+    if isinstance(engine, GenerationEngine):
+        await engine.resume("test")
+    return before, after
+
+
+def kv_bytes(engine: GenerationEngine | GeneratorPart) -> int:
+    if isinstance(engine, GenerationEngine):
+        worker = engine._thread._weights._worker
+    else:
+        worker = engine._worker.wrapper
+    return sum(cache.untyped_storage().nbytes() for cache in worker.model_runner.kv_caches)
+
+
+async def look(
+    engine: GenerationEngine | GeneratorPart, backend: Any, switch: Switch, version: int
+) -> dict[str, Any]:
+    """What comes for a version, and what trainer and generator say of a sequence."""
+    moved = await asyncio.to_thread(switch.run, backend.placed(), version)
+    ids = torch.from_numpy(SEQUENCE).long()
+    logits = await asyncio.to_thread(lambda: backend.forward(ids[None]).logits[0, :-1].float())
+    trained = torch.log_softmax(logits.detach(), -1).gather(1, ids[1:, None])[:, 0].numpy()
+    # All ranks have filled their part before any is computed with.
+    await asyncio.to_thread(dist.barrier)
+    seen: dict[str, Any] = {"received_bytes": moved.received_bytes}
+    if isinstance(engine, GenerationEngine):
+        await engine.take_up(version)
+        _, (served,) = await engine.probe([SEQUENCE])
+        seen["difference"] = float(np.abs(served[1:] - trained).max())
+        seen["logprobs"] = served.tolist()
+    await asyncio.to_thread(dist.barrier)
+    return seen
+
+
+async def tokens(engine: GenerationEngine) -> list[list[int]]:
+    rollouts = await engine.generate(SEQUENCE, seeds=SEEDS)
+    return [rollout.token_ids.tolist() for rollout in rollouts]
+
+
+def update(backend: Any) -> None:
+    """A step that changes every parameter."""
+    ids = torch.from_numpy(SEQUENCE).long()[None]
+    backend.backward(backend.forward(ids).logits.square().mean())
+    backend.step(divisor=1.0, lr=LR)
+
+
+if __name__ == "__main__":
+    folder, world, kv_heads, *meshes = sys.argv[1:]
+    main(Path(folder), int(world), int(kv_heads), meshes)

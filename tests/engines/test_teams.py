@@ -1,0 +1,152 @@
+"""Ranks that share generators: who is with whom, what moves, what is served, and who has died."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.engines.teams import Team, team_of, teams_of
+from streamrl.engines.trainer_config import TrainerConfig
+from tests.engines.team_ranks import UPDATES, make
+from tests.engines.tiny_qwen import save, tiny_model
+
+RUNS = {
+    # World, heads of keys and values, meshes; the teams are those of the first.
+    "four": (4, 4, ("tensor", "sharded")),
+    "two, sharing a head": (2, 1, ("whole", "sharded")),
+}
+CASES = [(run, mesh) for run, (_, _, meshes) in RUNS.items() for mesh in meshes]
+
+
+@pytest.mark.parametrize(
+    ("settings", "size", "teams"),
+    [
+        # Tensor ranks at intervals of t / t_g, in every training replica.
+        ({"world_size": 4, "tensor_parallel": 4}, 2, [(0, 2), (1, 3)]),
+        ({"world_size": 8, "tensor_parallel": 4}, 2, [(0, 2), (1, 3), (4, 6), (5, 7)]),
+        ({"world_size": 4, "tensor_parallel": 2}, 2, [(0, 1), (2, 3)]),
+        # More parts than in training: ranks 0 and 2 train the first half, and serve a quarter each.
+        ({"world_size": 4, "tensor_parallel": 2}, 4, [(0, 2, 1, 3)]),
+        # Rows 0 and 1 of four are the first half of what is cut by rows.
+        ({"world_size": 4, "zero_stage": 3}, 2, [(0, 2), (1, 3)]),
+        # All train the same: neighbours.
+        ({"world_size": 4}, 2, [(0, 1), (2, 3)]),
+        ({"world_size": 3}, 1, [(0,), (1,), (2,)]),
+    ],
+)
+def test_who_shares_a_generator_trains_what_it_serves_as_far_as_can_be(
+    settings: dict[str, int], size: int, teams: list[tuple[int, ...]]
+) -> None:
+    assert list(teams_of(TrainerConfig(backend="torch", **settings), size)) == teams
+
+
+def test_a_rank_knows_its_place_and_who_leads() -> None:
+    trainer = TrainerConfig(backend="torch", world_size=4, tensor_parallel=4)
+    found = team_of(3, trainer, 2)
+    assert found == Team(3, ((0, 2), (1, 3)))
+    assert (found.ranks, found.place, found.size, found.leader, found.leads) == (
+        (1, 3),
+        1,
+        2,
+        1,
+        False,
+    )
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What each rank of each run saw; last, what a generator that is not split samples."""
+    found = {}
+    for name, (world, heads, meshes) in RUNS.items():
+        folder = tmp_path_factory.mktemp("teams")
+        run("team_ranks", folder, str(world), str(heads), *meshes)
+        files = [folder / f"{rank}.json" for rank in range(world)] + [folder / "whole.json"]
+        found[name] = [json.loads(file.read_text()) for file in files]
+    return found
+
+
+def run(module: str, folder: Path, *words: str) -> None:
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        (folder / "port").write_text(str(probe.getsockname()[1]))
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.engines.{module}", str(folder), *words],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mesh"), CASES)
+def test_what_a_team_serves_after_each_update_is_what_its_trainers_say(
+    seen: dict[str, list[dict[str, Any]]], name: str, mesh: str
+) -> None:
+    leaders = [rank for rank in seen[name][:-1] if "tokens" in rank["meshes"]]
+    assert len(leaders) == RUNS[name][0] // 2
+    for leader in leaders:
+        updates = leader["meshes"][mesh]["updates"]
+        assert len(updates) == UPDATES + 1
+        assert max(update["difference"] for update in updates) < 1e-4
+        first, *later = (update["logprobs"] for update in updates)
+        assert all(logprobs != first for logprobs in later), "the updates change something"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "mesh"), CASES)
+def test_what_a_rank_lacks_of_its_part_comes_once_and_nothing_else(
+    seen: dict[str, list[dict[str, Any]]], name: str, mesh: str
+) -> None:
+    for rank in seen[name][:-1]:
+        found = rank["meshes"][mesh]
+        assert found["served_bytes"] < 0.6 * found["model_bytes"]
+        for update in found["updates"]:
+            assert update["received_bytes"] == found["lacking_bytes"]
+        assert bool(found["lacking_bytes"]) is (mesh != "whole")
+
+
+@pytest.mark.slow
+def test_of_four_tensor_ranks_two_that_are_not_neighbours_share_a_generator(
+    seen: dict[str, list[dict[str, Any]]],
+) -> None:
+    ranks = seen["four"][:-1]
+    assert [rank["team"] for rank in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    cut = sum(p.nbytes for name, p in make(4).named_parameters() if "_proj" in name)
+    for rank in ranks:
+        # (d_g - 1) / (t p) of it, the least there can be.
+        assert rank["meshes"]["tensor"]["updates"][0]["received_bytes"] == cut // 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUNS)
+def test_a_team_samples_the_tokens_of_a_whole_generator_also_after_its_memory_was_released(
+    seen: dict[str, list[dict[str, Any]]], name: str
+) -> None:
+    *ranks, whole = seen[name]
+    for rank in ranks:
+        before, after = rank["meshes"]["kv_bytes"]
+        assert before > 1 << 20 and after == 0
+        if "tokens" in rank["meshes"]:
+            assert rank["meshes"]["tokens"] == rank["meshes"]["tokens after"] == whole
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("victim", "told"),
+    [
+        (0, "rank 0 of the split generator, which leads it, has ended"),
+        (1, "rank 1 of the split generator has died"),
+    ],
+)
+def test_who_shares_a_generator_is_told_which_rank_has_died(
+    tmp_path: Path, victim: int, told: str
+) -> None:
+    save(tiny_model(tied=True, seed=1), tmp_path / "model", ends=False)
+    run("dying_team", tmp_path, str(victim))
+    assert told in (tmp_path / "told").read_text()
