@@ -1,7 +1,6 @@
 """Evaluation inside a run: the run's own generators and reward scorers, outside the stream."""
 
 import asyncio
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -72,7 +71,7 @@ class Evaluator:
         One that died, or is about to be replaced, may be back before the time is over; for one
         that left, others answer.
         """
-        deadline = time.monotonic() + self._timeout_s
+        deadline = None
         while True:
             name, actor = replicas.next()
             reply = getattr(actor, method).remote(*arguments)
@@ -80,7 +79,8 @@ class Evaluator:
                 return await self._answer(reply, f"{name}.{method}")
             except (ActorLostError, GenerationError, WeightsError):
                 returns = self._returns or not replicas.has(name)
-                if not returns or time.monotonic() > deadline:
+                deadline = deadline or asyncio.get_running_loop().time() + self._timeout_s
+                if not returns or asyncio.get_running_loop().time() > deadline:
                     raise
                 await asyncio.sleep(RETRY_S)
 
@@ -89,7 +89,9 @@ class Evaluator:
             async with self._pulse.patience(self._timeout_s):
                 return await call(reply, what, LONGEST_TURN_S)
         except TimeoutError:
-            raise DeadlineError(f"{what}: no answer within {self._timeout_s:g} s") from None
+            raise DeadlineError(
+                f"{what}: no answer, and nothing has moved for {self._timeout_s:g} s"
+            ) from None
 
 
 class InTurn:
