@@ -43,11 +43,15 @@ class Given:
 
 
 def given_by(handed: Handed, protocol: Protocol, method: str, *, knows: bool) -> list[Given]:
-    """What each rank was given. Raises ValueError if padding would count in figures.
+    """What each rank was given. Raises ValueError as `Given.of`, or if padding would count in
+    figures.
 
     `knows` is whether the method is told how many rows are real.
     """
-    found = [Given.of(call) for call in handed.calls]
+    try:
+        found = [Given.of(call) for call in handed.calls]
+    except ValueError as error:
+        raise ValueError(f"{method}: {error}") from None
     padding = sum(each.padding for each in found)
     if padding and protocol.answers == Kind.FIGURES and not knows:
         raise ValueError(

@@ -133,7 +133,7 @@ def _end_to_end(strips: Sequence[Strip]) -> Strip:
 
 def is_batch(value: Any) -> bool:
     """Whether it has columns by name, each with rows: lists, or arrays or tensors."""
-    return isinstance(value, Mapping) and all(map(_is_column, value.values()))
+    return isinstance(value, Mapping) and bool(value) and all(map(_is_column, value.values()))
 
 
 def _is_column(value: Any) -> bool:

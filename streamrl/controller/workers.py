@@ -60,18 +60,22 @@ class Registered:
 def transfers_of(worker: type) -> dict[str, Registered]:
     """A class's registered methods by name, inherited ones too.
 
-    Raises ConfigError for one that is a coroutine.
+    Raises ConfigError for one that is a coroutine, or that is no method with an instance.
     """
     found = {}
     for each in reversed(worker.__mro__):
         for name, value in vars(each).items():
-            if callable(value) and value in _TRANSFERS:
-                found[name] = _registered(worker, name, _TRANSFERS[value])
+            function = value.__func__ if isinstance(value, staticmethod | classmethod) else value
+            if inspect.isfunction(function) and function in _TRANSFERS:
+                found[name] = _registered(worker, name, _TRANSFERS[function])
     return found
 
 
 def _registered(worker: type, name: str, protocol: str) -> Registered:
     method = inspect.getattr_static(worker, name)
+    if not inspect.isfunction(method):
+        told = type(method).__name__
+        raise ConfigError(f"{worker.__name__}.{name}: is a {told}: must be a plain method")
     if inspect.iscoroutinefunction(method):
         raise ConfigError(f"{worker.__name__}.{name}: is async: must be a plain method")
     real = inspect.signature(method).parameters.get("real")

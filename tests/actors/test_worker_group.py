@@ -176,6 +176,17 @@ class Asynchronous(Doubler):
         return "later"
 
 
+class Static(Doubler):
+    @staticmethod
+    @transfers("ONE_TO_ALL")
+    def alone():
+        return "without the worker"
+
+
+class Gone(Doubler):
+    where = None
+
+
 class Unknown(Doubler):
     @transfers("dp")
     def lower(self, batch):
@@ -187,6 +198,8 @@ class Unknown(Doubler):
     [
         (Hidden, "Hidden.close: a group has a method of that name itself"),
         (Asynchronous, "Asynchronous.soon: is async: must be a plain method"),
+        (Static, "Static.alone: is a staticmethod: must be a plain method"),
+        (Gone, "Gone.where: is a NoneType: must be a plain method"),
         (Unknown, "Unknown.lower: protocol dp: must be one of ONE_TO_ALL, "),
     ],
 )

@@ -229,8 +229,8 @@ def test_columns_in_a_dict_are_handed_to_nobody() -> None:
     for name in ("DP", "P3D", "DP_METRIC"):
         with pytest.raises(ValueError, match=r"columns in a dict .*: hand over put"):
             PROTOCOLS[name].hand_out(mesh, ({"x": np.arange(3)},))
-    settings = {"lr": 0.5}
-    assert PROTOCOLS["DP"].hand_out(mesh, (settings,)).calls == ((settings,),) * 2
+    for settings in ({"lr": 0.5}, {}):
+        assert PROTOCOLS["DP"].hand_out(mesh, (settings,)).calls == ((settings,),) * 2
 
 
 def test_batches_of_a_call_have_one_length() -> None:
