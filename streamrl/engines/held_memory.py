@@ -68,13 +68,16 @@ def _kept(module: "PreTrainedModel", trainer: TrainerConfig, elements: int) -> t
     if trainer.backend != "torch":
         return elements // trainer.world_size, elements
     layers = [sum(p.numel() for p in layer.parameters()) for layer in layers_of(module)]
-    matrices = sum(p.numel() for layer in layers_of(module) for p in matrices_of(layer))
-    kept = elements - matrices + matrices // trainer.tensor_parallel
+    kept = elements
+    if trainer.tensor_parallel > 1:
+        matrices = sum(p.numel() for layer in layers_of(module) for p in matrices_of(layer))
+        kept += matrices // trainer.tensor_parallel - matrices
     if trainer.zero_stage != SHARDS_PARAMETERS or trainer.num_shares == 1:
         return kept, 0
     # The outermost stays for a whole pass, layers come one by one, each while the last computes.
     outermost = elements - sum(layers)
-    return kept // trainer.num_shares, outermost + 2 * max(layers) // trainer.tensor_parallel
+    two_layers = 2 * max(layers, default=0) // trainer.tensor_parallel
+    return kept // trainer.num_shares, outermost + two_layers
 
 
 def _served_type(generator: GeneratorConfig, *, on_gpu: bool) -> torch.dtype:

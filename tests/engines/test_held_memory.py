@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.held_memory import worker_memory
@@ -73,6 +74,18 @@ def test_what_a_rank_of_a_mesh_holds(
     assert (found.weights, found.optimizer, found.gradients) == (kept, 2 * kept, kept)
     assert found.served == sum(sizes.values())
     assert bool(found.activations) is sharded
+
+
+def test_a_model_of_any_kind_that_is_not_split_is_summed_up(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    sizes = {"n_embd": 8, "n_layer": 2, "n_head": 2, "vocab_size": 16, "n_positions": 8}
+    model = GPT2LMHeadModel(GPT2Config(**sizes))
+    path = tmp_path_factory.mktemp("other") / "model"
+    model.save_pretrained(path)
+    num = sum(p.numel() for p in model.parameters())
+    found = of(str(path), TrainerConfig(backend="torch", zero_stage=3, world_size=2))
+    assert found.weights == num // 2 * 4
 
 
 def test_adapters_come_on_top_and_have_the_only_moments(path: str) -> None:
