@@ -201,7 +201,7 @@ class GatherInGroups(Executor):
         limit = bucket_holding(bucket_bytes, self._packer.itemsizes, ranks=most)
         self._members: tuple[int, ...] = ()
         for group in plan.groups:
-            made = dist.new_group(list(group))
+            made = dist.new_group(list(group), timeout=timedelta(seconds=timeout_s))
             if self._rank in group:
                 self._members, self._group = group, made
         gives = [plan.gives[rank] for rank in self._members]
