@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
 from streamrl.actors.engine_factory import HostedRank
-from streamrl.engines.peak_memory import PeakMemory, give_back_freed
+from streamrl.engines.peak_memory import PeakMemory
 from streamrl.errors import DeadlineError, SupersededError
 from streamrl.faces import Fetched, Follower, WeightChannel
 from streamrl.messages import Array
@@ -21,6 +21,8 @@ from streamrl.weights.registry import ReaderState
 
 UPDATE = "update"
 """Why a generator stands still while its weights change."""
+SAVE = "save"
+"""Why it stands still while all there is of the trainer is written."""
 
 
 class Sampler(Protocol):
@@ -110,9 +112,22 @@ class Residence:
         try:
             yield
         finally:
-            # What was freed, so that a generator does not rest at the peak of training.
-            give_back_freed()
             self.memory.ends("train")
+
+    @asynccontextmanager
+    async def at_rest(self) -> AsyncIterator[bool]:
+        """Inside the generator of this process stands still; its rollouts go on afterwards.
+
+        Gives whether it does: a part of one can be told so only by its leader.
+        """
+        if self._sampler is None:
+            yield False
+            return
+        await self._sampler.suspend(SAVE)
+        try:
+            yield True
+        finally:
+            await self._sampler.resume(SAVE)
 
     async def about_to_change(self) -> None:
         """The weights are about to change: nothing is sampled until they are taken up.

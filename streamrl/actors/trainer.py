@@ -24,6 +24,7 @@ from streamrl.checkpoint import CheckpointWriter
 from streamrl.dataflow import MOVED, POLICY, Call
 from streamrl.engines.moving_reference import MovingReference
 from streamrl.engines.packing import MicroBatch, Pick, Round
+from streamrl.engines.peak_memory import give_back_freed
 from streamrl.engines.rollout_sums import rollout_sums
 from streamrl.engines.schedule import Pace, Turn
 from streamrl.engines.trainer_config import TrainerConfig
@@ -79,14 +80,16 @@ class TrainerActor:
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting.address, str(meeting.port)
         make = wiring.engines.trainer
         self._trainer = await self._in_thread(make, wiring.config, rank, self._role)
-        if self._residence is not None:
-            self._residence.trainer_is_in()
         self._reference = MovingReference(self._config.reference.decay)
         self._sender = self._make_sender(wiring)
         if resume_dir is not None:
             await self._in_thread(self._trainer.load, resume_dir)
             if self._keeps_reference:
                 await self._in_thread(self._reference.load, resume_dir)
+        if self._offloads:
+            await self._in_thread(self._trainer.offload_optimizer)
+        if self._residence is not None:
+            self._residence.trainer_is_in()
 
     def _make_sender(self, wiring: Wiring) -> Sender:
         """Rank 0 publishes: its model, and a reference that follows it."""
@@ -136,7 +139,7 @@ class TrainerActor:
         """Forward and backward of one micro-batch of a version's step; sums for metrics."""
         self._trainer.adopt(dials)
         groups = await self._read(picks)
-        async with self._computing():
+        async with self._computing(is_piece=True):
             with self._stage.spans.span("train", rollouts=len(picks)):
                 sums = await self._in_thread(
                     self._trainer.train_micro_batch, groups, picks, version
@@ -219,11 +222,12 @@ class TrainerActor:
 
     async def save(self, model_dir: Path, trainer_dir: Path) -> None:
         """Write this rank's part of a checkpoint. All ranks must take part."""
-        with self._stage.spans.span("save"):
-            await self._in_thread(self._trainer.save, trainer_dir)
-            await self._in_thread(self._trainer.save_model, model_dir)
-            if self._keeps_reference:
-                await self._in_thread(self._reference.save, trainer_dir)
+        async with self._having_all():
+            with self._stage.spans.span("save"):
+                await self._in_thread(self._trainer.save, trainer_dir)
+                await self._in_thread(self._trainer.save_model, model_dir)
+                if self._keeps_reference:
+                    await self._in_thread(self._reference.save, trainer_dir)
 
     async def drain(self) -> ActorReport:
         """What this rank did since the last call."""
@@ -232,15 +236,35 @@ class TrainerActor:
         return ActorReport(spans.process, spans.drain(), peaks_mb=peaks_mb)
 
     @contextlib.asynccontextmanager
-    async def _computing(self) -> AsyncIterator[None]:
-        """Inside the model is computed with: a generator of this process makes room for it."""
+    async def _having_all(self) -> AsyncIterator[None]:
+        """Inside the whole state is here, without the pool: if a generator of this process has no
+        room beside it, it stands still and makes some."""
+        if self._residence is None or not self._offloads:
+            yield
+            return
+        async with (
+            self._residence.at_rest() as stands_still,
+            self._computing(may_release_kv=stands_still),
+        ):
+            yield
+
+    @contextlib.asynccontextmanager
+    async def _computing(
+        self, *, is_piece: bool = False, may_release_kv: bool = True
+    ) -> AsyncIterator[None]:
+        """Inside the model is computed with: a generator of this process makes room for it.
+
+        What is freed after a piece of several stays for the next, unless room is short.
+        """
         if self._residence is None:
             yield
             return
-        async with self._residence.training(releases_kv=self._releases_kv):
+        async with self._residence.training(releases_kv=self._releases_kv and may_release_kv):
             yield
             if self._offloads:
                 await self._in_thread(self._trainer.offload_optimizer)
+            if self._releases_kv or not is_piece:
+                await self._in_thread(give_back_freed)
 
     async def _in_thread(
         self, function: Any, *arguments: Any, thread: ThreadPoolExecutor | None = None

@@ -58,7 +58,7 @@ class EngineCalls:
             self._thread.move_on()
 
     async def release_kv(self) -> None:
-        """Free the memory of keys and values, on a CPU; the next step has it again.
+        """Free the memory of keys and values; the next step has it again.
 
         Rollouts under way are prefilled anew then, so that nothing of them is lost. To be called
         while it stands still, or has nothing to do. Raises as `suspend` does.

@@ -5,8 +5,10 @@ it was, to the last bit: whoever holds a tensor of it holds the same one.
 """
 
 import ctypes
+import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +37,8 @@ class OptimizerMemory:
         kept = {tensor.untyped_storage().data_ptr() for tensor in self._not_of()}
         storages = {}
         for tensor in self._state():
-            if tensor.dim() and tensor.untyped_storage().data_ptr() not in kept:
+            # Of what a rank keeps nothing of, others may have the memory.
+            if tensor.dim() and tensor.numel() and tensor.untyped_storage().data_ptr() not in kept:
                 if not tensor.untyped_storage().resizable():
                     tensor.data = tensor.detach().clone()  # it was read from a checkpoint
                 storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
@@ -64,9 +67,15 @@ class InMainMemory:
 
     def __init__(self, storages: list[torch.UntypedStorage]) -> None:
         self._copies = []
-        for storage in storages:
-            copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
-            self._copies.append((storage, copy.copy_(_bytes(storage))))
+        try:
+            for storage in storages:
+                copy = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
+                self._copies.append((storage, copy.copy_(_bytes(storage))))
+        except RuntimeError as error:
+            reason = str(error).partition("\n")[0]
+            raise StreamError(
+                f"the optimizer's state cannot be put aside in main memory: {reason}"
+            ) from error
 
     def bring_back(self) -> None:
         for storage, copy in self._copies:
@@ -79,17 +88,13 @@ class OnDisk:
 
     def __init__(self, storages: list[torch.UntypedStorage]) -> None:
         self._sizes = [(storage, storage.nbytes()) for storage in storages]
-        self._file: Any = tempfile.TemporaryFile()  # noqa: SIM115
-        try:
+        with ExitStack() as unless_done:
+            unless_done.enter_context(_telling_where())
+            self._file: Any = unless_done.enter_context(tempfile.TemporaryFile())
             for storage in storages:
                 self._file.write(_memory(storage))
             self._file.flush()
-        except OSError as error:
-            self._file.close()
-            where = tempfile.gettempdir()
-            raise StreamError(
-                f"the optimizer's state cannot be put aside in {where} (TMPDIR): {error.strerror}"
-            ) from error
+            unless_done.pop_all()
 
     def bring_back(self) -> None:
         self._file.seek(0)
@@ -97,6 +102,17 @@ class OnDisk:
             storage.resize_(size)
             self._file.readinto(_memory(storage))
         self._file.close()
+
+
+@contextmanager
+def _telling_where() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = tempfile.tempdir or os.environ.get("TMPDIR", "/tmp")
+        raise StreamError(
+            f"the optimizer's state cannot be put aside in {where} (TMPDIR): {error.strerror}"
+        ) from error
 
 
 def _memory(storage: torch.UntypedStorage) -> memoryview:

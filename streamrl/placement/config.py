@@ -33,7 +33,8 @@ class PlacementConfig:
     cpus: CPU slots of the local instance; null takes as many as the run asks for.
     memory_mb: what the engines of a worker that both trains and generates may hold together, MiB:
         weights, optimizer, gradients, activations, KV cache; where they do not fit, the KV cache is
-        released while it trains. null is no bound.
+        released while it trains, and the optimizer's state put aside while it does not. null is no
+        bound.
     object_store_mb: size of the local instance's object store, MiB.
     """
 

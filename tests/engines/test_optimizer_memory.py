@@ -1,5 +1,6 @@
 """The memory of an optimizer's state is given up and had again, and no update is another for it."""
 
+import contextlib
 import errno
 import tempfile
 from typing import Any
@@ -75,13 +76,31 @@ def test_before_the_first_step_there_is_nothing_to_give_up() -> None:
     assert parameters[0].tolist() == [1, 1, 1]
 
 
+def test_a_rank_that_keeps_nothing_of_a_parameter_gives_up_no_memory_of_others() -> None:
+    # As torch shards it: rows that are padding, of which nothing is the rank's.
+    padded = torch.ones(8)
+    parameters, optimizer = adam(10)
+    empty = torch.nn.Parameter(padded[:0])
+    optimizer.add_param_group({"params": [empty]})
+    memory_of(parameters, optimizer).release()
+    assert padded.untyped_storage().nbytes() == 8 * 4
+
+
+def test_a_folder_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters, optimizer = adam(10)
+    monkeypatch.setattr(tempfile, "tempdir", "/not/there")
+    with pytest.raises(StreamError, match=r"put aside in /not/there \(TMPDIR\): No such file"):
+        memory_of(parameters, optimizer).release()
+    step(parameters, optimizer)
+
+
 def test_without_room_elsewhere_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Full:
+    class Full(contextlib.nullcontext[None]):
+        def __enter__(self) -> Any:
+            return self
+
         def write(self, data: Any) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
-
-        def close(self) -> None:
-            pass
 
     parameters, optimizer = adam(10)
     monkeypatch.setattr(tempfile, "TemporaryFile", Full)

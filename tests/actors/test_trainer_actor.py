@@ -1,0 +1,85 @@
+"""A rank that shares its process with a generator: what it puts aside, and when."""
+
+import asyncio
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from streamrl.actors.residence import Residence
+from streamrl.actors.trainer import Meeting, TrainerActor
+from streamrl.config import ModelConfig, RunConfig
+from streamrl.data.config import DataConfig
+from streamrl.dataflow import POLICY, Call, Kind
+from streamrl.placement import WorkerMemory
+from streamrl.rewards.config import RewardConfig
+from streamrl.telemetry.spans import SpanRecorder
+
+
+class Rank:
+    """Notes what it is told."""
+
+    gathers = False
+
+    def __init__(self, told: list[str]) -> None:
+        self._told = told
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *arguments: self._told.append(name)
+
+
+class Generator:
+    """Notes when it stands still, and when its keys and values go."""
+
+    def __init__(self, told: list[str]) -> None:
+        self._told = told
+
+    async def release_kv(self) -> None:
+        self._told.append("release_kv")
+
+    async def suspend(self, reason: str) -> None:
+        self._told.append(f"suspend for {reason}")
+
+    async def resume(self, reason: str) -> None:
+        self._told.append(f"resume from {reason}")
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_whoever_is_to_put_the_optimizer_aside_has_it_only_while_it_is_needed(leads: bool) -> None:
+    told: list[str] = []
+    memory = WorkerMemory(1, 1, 1, 1, 1, 1, releases_kv=True, offloads_optimizer=True)
+    config = RunConfig(
+        model=ModelConfig(path="model"),
+        data=DataConfig(train="rows.jsonl"),
+        rewards=[RewardConfig("exact")],
+    )
+    stage = SimpleNamespace(spans=SpanRecorder("trainer-0"))
+    wiring: Any = SimpleNamespace(
+        config=config,
+        stages=lambda calls, name: (stage,),
+        train_columns=(),
+        memory=memory,
+        max_length=8,
+        engines=SimpleNamespace(trainer=lambda config, rank, role: Rank(told)),
+    )
+
+    async def main() -> None:
+        residence = Residence()
+        actor = TrainerActor(residence)
+        meeting = Meeting(Call("train", POLICY, Kind.TRAIN, (), ()), "trainer", "localhost", 1)
+        starting = asyncio.create_task(actor.start(wiring, 1, meeting, Path("checkpoint")))
+        await residence.wait_for_trainer(10.0)
+        # A generator begins to take its memory now.
+        told.append("generator comes")
+        await starting
+        if leads:
+            await residence.let_in(Generator(told), fills=False)  # type: ignore[arg-type]
+        await actor.save(Path("model"), Path("state"))
+
+    asyncio.run(main())
+    begins = ["load", "offload_optimizer", "generator comes"]
+    saves = ["save", "save_model", "offload_optimizer"]
+    if leads:
+        saves = ["suspend for save", "release_kv", *saves, "resume from save"]
+    assert told == [*begins, *saves]
