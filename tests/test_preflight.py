@@ -102,8 +102,8 @@ def test_a_split_generator_asks_for_a_device_for_each_of_its_processes(
     config = replace(run[0], generator=replace(run[0].generator, tensor_parallel=2))
     for on_gpu, key in ((False, "asked_cpus"), (True, "asked_gpus")):
         modes = ways(config, run[1], on_gpu)
-        one = "in a colocated run it must divide trainer.world_size=1"
-        assert modes["colocated"] == f"generator.tensor_parallel=2: {one}"
+        reason = "in a colocated run it must divide trainer.world_size=1"
+        assert modes["colocated"] == f"generator.tensor_parallel=2: {reason}"
         asked = {demand.role: getattr(demand, key) for demand in modes["disaggregated"]}
         assert (asked["generator"], asked["trainer"]) == (2, 1)
 
