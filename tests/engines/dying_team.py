@@ -41,18 +41,20 @@ def one_rank(folder: Path, rank: int, victim: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=(folder / "port").read_text())
     join_ranks(rank=rank, world_size=len(TEAM), timeout_s=120.0)
     spec = EngineSpec(str(folder / "model"), CONFIG, 0, MAX_LENGTH, team=Team(rank, (TEAM,)))
-    told = asyncio.run(lead(spec, victim) if rank == 0 else follow(spec, victim))
+    sign = folder / "under way"
+    told = asyncio.run(lead(spec, victim, sign) if rank == 0 else follow(spec, victim, sign))
     (folder / "told").write_text(told)
     os._exit(0)
 
 
-async def lead(spec: EngineSpec, victim: int) -> str:
+async def lead(spec: EngineSpec, victim: int, sign: Path) -> str:
     engine = await GenerationEngine.of(spec)
     await engine.use_model_dir(0)
     running = asyncio.create_task(engine.generate(prompt(5, 14, 6, 18), seeds=range(8)))
+    await asyncio.sleep(UNDER_WAY_S)
     if victim == 0:
-        await asyncio.sleep(UNDER_WAY_S)
         os.kill(os.getpid(), signal.SIGKILL)
+    sign.touch()
     try:
         await running
     except GenerationError as error:
@@ -60,11 +62,12 @@ async def lead(spec: EngineSpec, victim: int) -> str:
     return "nothing"
 
 
-async def follow(spec: EngineSpec, victim: int) -> str:
+async def follow(spec: EngineSpec, victim: int, sign: Path) -> str:
     part = await GeneratorPart.start(spec)
     serving = asyncio.create_task(part.serve())
     if victim == 1:
-        await asyncio.sleep(UNDER_WAY_S)
+        while not sign.exists():
+            await asyncio.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     try:
         await serving
