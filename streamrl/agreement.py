@@ -105,6 +105,11 @@ def apart(config: "RunConfig") -> str:
         (drains, "weights.on_update", "rollouts cannot end while others compute"),
         (coef is not None, "critic.shared_coef", "nobody else can follow the policy"),
         (
+            generator.threads != config.trainer.threads,
+            "generator.threads",
+            f"it computes with the trainer.threads={config.trainer.threads} of its process",
+        ),
+        (
             bool(ranks % split),
             "generator.tensor_parallel",
             f"it must divide trainer.world_size={ranks}",

@@ -150,15 +150,34 @@ def _check_weights(path: Path, key: str = "model.path") -> None:
 
 def ways(config: RunConfig, prepared: Prepared, on_gpu: bool) -> dict[str, Way]:
     """What a run asks for in each mode it may be placed in, best first."""
-    modes, apart = [config.placement.mode], config.apart
+    modes = [config.placement.mode]
     if modes == ["auto"]:
         modes = ["disaggregated", "colocated"]
-    return {
-        mode: apart
-        if apart and mode == "colocated"
-        else demands(placed(config, mode), prepared, on_gpu)
-        for mode in modes
-    }
+    found: dict[str, Way] = {}
+    for mode in modes:
+        if mode == "colocated" and config.apart:
+            found[mode] = config.apart
+            continue
+        there = placed(config, mode)
+        wanted = demands(there, prepared, on_gpu)
+        found[mode] = _unbounded_cache(there, wanted) or wanted
+    return found
+
+
+def _unbounded_cache(config: RunConfig, demands: Sequence[Demand]) -> str:
+    """What is wrong where a generator would take all of a GPU that others have a part of."""
+    if config.generator.kv_cache_mb is not None or not config.placement.shared:
+        return ""
+    placement = placement_of(config)
+    on_gpu = {demand.calls[0].role for demand in demands if demand.calls and demand.gpus}
+    beside = {role for slot in placement.slots_of([GENERATE.role]) for role in placement.on(slot)}
+    others = sorted(beside & on_gpu - {GENERATE.role})
+    if not others:
+        return ""
+    return (
+        f"generator.kv_cache_mb=null: must be set where a generator shares a GPU, here with"
+        f" {', '.join(others)}, else the KV cache takes what there is"
+    )
 
 
 def placed(config: RunConfig, mode: str) -> RunConfig:
@@ -246,17 +265,11 @@ def _slots(config: RunConfig, demands: Sequence[Demand]) -> Iterator[Demand]:
 def hybrid_memory(config: RunConfig, *, on_gpu: bool) -> WorkerMemory | None:
     """What a worker of a colocated run holds; None of other runs.
 
-    Raises ConfigError if that is not known, and with the arithmetic if it cannot stay within
-    placement.memory_mb.
+    Raises ConfigError with the arithmetic if it cannot stay within placement.memory_mb.
     """
     budget_mb, generator = config.placement.memory_mb, config.generator
     if not config.placement.is_hybrid:
         return None
-    if on_gpu and generator.kv_cache_mb is None:
-        raise ConfigError(
-            "generator.kv_cache_mb=null: on a GPU that trainer and generator share it must be set,"
-            " else the KV cache takes what there is"
-        )
     held = worker_memory(
         config.model.path,
         config.trainer,

@@ -76,7 +76,8 @@ def test_a_store_too_small_for_a_step_is_refused_with_the_arithmetic(
 def test_on_one_pool_all_that_have_a_model_share_a_gpu(
     run: tuple[RunConfig, Prepared],
 ) -> None:
-    config, prepared = run
+    prepared = run[1]
+    config = replace(run[0], generator=replace(run[0].generator, kv_cache_mb=500))
     # Generator, reference and trainer, apart or together.
     for gpus, mode in ((3, "disaggregated"), (2, "colocated"), (1, "colocated")):
         assert settle(ways(config, prepared, True), Capacity(8, gpus)).mode == mode
@@ -86,6 +87,24 @@ def test_on_one_pool_all_that_have_a_model_share_a_gpu(
     )
     with pytest.raises(ConfigError, match=lacks):
         settle(ways(config, prepared, True), Capacity(8, 0))
+
+
+@pytest.mark.parametrize("mode", ["auto", "shadow"])
+def test_a_generator_that_shares_a_gpu_must_not_take_all_of_it(
+    run: tuple[RunConfig, Prepared], mode: str
+) -> None:
+    config = replace(run[0], placement=replace(run[0].placement, mode=mode))
+    told = (
+        r"generator\.kv_cache_mb=null: must be set where a generator shares a GPU, here with .*ref"
+    )
+    with pytest.raises(ConfigError, match=told):
+        settle(ways(config, run[1], True), Capacity(8, 1))
+    bounded = replace(config, generator=replace(config.generator, kv_cache_mb=500))
+    gpus = 1 if mode == "auto" else 2
+    assert settle(ways(bounded, run[1], True), Capacity(8, gpus)).mode in ("colocated", mode)
+    # Where it has a GPU of its own, and on a CPU, it may.
+    settle(ways(run[0], run[1], True), Capacity(8, 3))
+    settle(ways(config, run[1], False), Capacity(8, 0))
 
 
 def test_a_rule_on_slots_of_its_own_asks_for_no_gpu(run: tuple[RunConfig, Prepared]) -> None:

@@ -138,6 +138,11 @@ class Residence:
         if self._sampler is not None:
             await self._sampler.suspend(UPDATE)
 
+    @property
+    def is_changing(self) -> bool:
+        """Whether the weights are no version that may be sampled with."""
+        return self._version < 0
+
     def publish(self, trainer: HostedRank, version: int) -> WeightManifest:
         """The weights are `version` as they lie. The manifest has nothing to fetch.
 

@@ -168,7 +168,9 @@ class TrainerActor:
         `readers` are those who follow them now, for a transport that has to know; `probes` is
         whether the version gets a probe.
         """
-        async with self._computing():
+        # What changes stands still, everywhere: else a generator may sample meanwhile.
+        changes = self._residence is not None and self._residence.is_changing
+        async with self._computing(may_release_kv=changes):
             with self._stage.spans.span("publish", version=version):
                 return await self._publish(version, readers, probes)
 

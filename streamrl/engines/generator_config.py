@@ -100,6 +100,10 @@ def generation_env(device: str, *, threads: int = 1) -> dict[str, str]:
     return env
 
 
+NEXT_TO_NOTHING = 0.01
+"""A part of a GPU."""
+
+
 def engine_arguments(
     model_path: str, config: GeneratorConfig, *, seed: int, max_length: int, on_cpu: bool
 ) -> dict[str, Any]:
@@ -143,4 +147,8 @@ def engine_arguments(
         arguments["gpu_memory_utilization"] = config.gpu_memory_utilization
     else:
         arguments["kv_cache_memory_bytes"] = kv_cache_mb << 20
+        if not on_cpu:
+            # vLLM would not start unless this part of the GPU were free, which it then has no use
+            # for.
+            arguments["gpu_memory_utilization"] = NEXT_TO_NOTHING
     return arguments

@@ -7,8 +7,10 @@ each rank says it keeps and serves, and run at every version. Where the generato
 each rank casts what it keeps first.
 """
 
+import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 import torch
 import torch.distributed as dist
@@ -36,11 +38,13 @@ Placed = Iterable[tuple[str, Tensor, Shard]]
 
 @dataclass(frozen=True)
 class _Held:
-    """What a rank says of itself: what it keeps, what its generator serves, and in what types."""
+    """What a rank says of itself: what it keeps, what its generator serves, in what types, and on
+    which node it is."""
 
     kept: Mapping[str, Shard]
     served: Mapping[str, Shard]
     types: Mapping[str, torch.dtype]
+    node: str = ""
 
 
 class Switch:
@@ -84,8 +88,7 @@ def plan_switch(placed: Placed, served: Storage | None, *, timeout_s: float) -> 
     executor = least_moving(
         Layout(model, {rank: each.kept for rank, each in enumerate(ranks)}),
         Layout(model, {rank: each.served for rank, each in enumerate(ranks)}),
-        # All are as near as any: only the number of bytes counts here.
-        cluster=Cluster(len(ranks)),
+        cluster=_cluster(ranks),
         bucket_bytes=BUCKET_BYTES,
         timeout_s=timeout_s,
     )
@@ -120,7 +123,14 @@ def _held(kept: Mapping[str, tuple[Tensor, Shard]], served: Storage | None) -> _
             name: Shard(name, box.shape, ((box, (0,) * len(box.shape)),)) for name, box, _ in served
         },
         types={name: view.dtype for name, _, view in served},
+        node=socket.gethostname(),
     )
+
+
+def _cluster(ranks: Sequence[_Held]) -> Cluster:
+    """Who is near whom. All as near as any where nodes do not have as many ranks each."""
+    sizes = [len(list(each)) for _, each in groupby(rank.node for rank in ranks)]
+    return Cluster(sizes[0] if len(set(sizes)) == 1 else len(ranks))
 
 
 def _model(ranks: Sequence[_Held]) -> ModelSpec:

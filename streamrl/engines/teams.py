@@ -2,9 +2,11 @@
 
 Where the generator is split over fewer ranks than each layer is in training, the ranks of a team
 are those of the zero-redundancy grouping (arXiv:2409.19256, section 5.3): what a rank trains lies
-inside what it serves. Elsewhere they are those that together keep the most of what they have.
+inside what it serves. Elsewhere they are neighbours, who talk at every token, each with the part of
+which it trains the most.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,7 +16,6 @@ from streamrl.resharding import (
     Grid,
     Layout,
     ModelSpec,
-    Seating,
     TensorSpec,
     chunked,
     max_overlap,
@@ -69,15 +70,21 @@ def team_of(rank: int, trainer: "TrainerConfig", size: int) -> Team:
 
 def teams_of(trainer: "TrainerConfig", size: int) -> tuple[tuple[int, ...], ...]:
     """The ranks of every generator, in the order of their parts; `size` divides all ranks."""
-    return tuple(tuple(ranks) for ranks in _serving(trainer, size).tensor_groups())
-
-
-def _serving(trainer: "TrainerConfig", size: int) -> Seating:
     train = Grid(1, trainer.tensor_parallel, trainer.num_shares)
     if train.tensor % size == 0:
         sizes = GenerationSizes(1, size, train.tensor // size, train.replicas)
-        return zero_redundancy(train, sizes)
-    return max_overlap(_held(train, trainer, size), GenerationSizes(1, size, 1, train.size // size))
+        return tuple(map(tuple, zero_redundancy(train, sizes).tensor_groups()))
+    held = _held(train, trainer, size)
+    return tuple(
+        _by_parts(held, range(first, first + size)) for first in range(0, train.size, size)
+    )
+
+
+def _by_parts(held: Layout, ranks: Sequence[int]) -> tuple[int, ...]:
+    """Some ranks in an order in which they keep the most of what they have."""
+    there = Layout(held.model, {i: held.shards[rank] for i, rank in enumerate(ranks)})
+    (order,) = max_overlap(there, GenerationSizes(1, len(ranks), 1, 1)).tensor_groups()
+    return tuple(ranks[i] for i in order)
 
 
 def _held(train: Grid, trainer: "TrainerConfig", size: int) -> Layout:

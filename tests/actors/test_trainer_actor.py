@@ -25,6 +25,9 @@ class Rank:
     def __init__(self, told: list[str]) -> None:
         self._told = told
 
+    def full_state(self) -> tuple[()]:
+        return ()
+
     def __getattr__(self, name: str) -> Any:
         return lambda *arguments: self._told.append(name)
 
@@ -45,30 +48,35 @@ class Generator:
         self._told.append(f"resume from {reason}")
 
 
-@pytest.mark.parametrize("leads", [True, False])
-def test_whoever_is_to_put_the_optimizer_aside_has_it_only_while_it_is_needed(leads: bool) -> None:
-    told: list[str] = []
-    memory = WorkerMemory(1, 1, 1, 1, 1, 1, releases_kv=True, offloads_optimizer=True)
+def wiring(told: list[str]) -> Any:
+    """Of a run whose workers have little room."""
     config = RunConfig(
         model=ModelConfig(path="model"),
         data=DataConfig(train="rows.jsonl"),
         rewards=[RewardConfig("exact")],
     )
     stage = SimpleNamespace(spans=SpanRecorder("trainer-0"))
-    wiring: Any = SimpleNamespace(
+    return SimpleNamespace(
         config=config,
         stages=lambda calls, name: (stage,),
         train_columns=(),
-        memory=memory,
+        memory=WorkerMemory(1, 1, 1, 1, 1, 1, releases_kv=True, offloads_optimizer=True),
         max_length=8,
         engines=SimpleNamespace(trainer=lambda config, rank, role: Rank(told)),
     )
 
+
+MEETING = Meeting(Call("train", POLICY, Kind.TRAIN, (), ()), "trainer", "localhost", 1)
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_whoever_is_to_put_the_optimizer_aside_has_it_only_while_it_is_needed(leads: bool) -> None:
+    told: list[str] = []
+
     async def main() -> None:
         residence = Residence()
         actor = TrainerActor(residence)
-        meeting = Meeting(Call("train", POLICY, Kind.TRAIN, (), ()), "trainer", "localhost", 1)
-        starting = asyncio.create_task(actor.start(wiring, 1, meeting, Path("checkpoint")))
+        starting = asyncio.create_task(actor.start(wiring(told), 1, MEETING, Path("checkpoint")))
         await residence.wait_for_trainer(10.0)
         # A generator begins to take its memory now.
         told.append("generator comes")
@@ -83,3 +91,22 @@ def test_whoever_is_to_put_the_optimizer_aside_has_it_only_while_it_is_needed(le
     if leads:
         saves = ["suspend for save", "release_kv", *saves, "resume from save"]
     assert told == [*begins, *saves]
+
+
+def test_keys_and_values_are_not_taken_from_a_generator_that_may_sample() -> None:
+    told: list[str] = []
+
+    async def main() -> None:
+        residence = Residence()
+        actor = TrainerActor(residence)
+        await actor.start(wiring(told), 1, MEETING, None)
+        await residence.let_in(Generator(told), fills=False)  # type: ignore[arg-type]
+        await residence.about_to_change()
+        for what in ("changed", "sent again"):
+            told.append(what)
+            await actor.publish(3, (), False)
+
+    asyncio.run(main())
+    changed, again = told.index("changed"), told.index("sent again")
+    assert "release_kv" in told[changed:again]
+    assert "release_kv" not in told[again:]

@@ -51,6 +51,8 @@ def test_on_a_gpu_vllm_decides_but_for_the_memory() -> None:
     assert "enable_sleep_mode" not in found
     shared = arguments(GeneratorConfig(kv_cache_mb=5), on_cpu=False)
     assert shared["kv_cache_memory_bytes"] == 5 << 20
+    # vLLM starts only where so much of the GPU is free, whatever it then takes.
+    assert shared["gpu_memory_utilization"] <= 0.01
     assert shared["enable_sleep_mode"] is True
     assert "enable_sleep_mode" not in arguments(GeneratorConfig(kv_cache_mb=5), on_cpu=True)
 

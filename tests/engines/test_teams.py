@@ -31,8 +31,8 @@ CASES = [(run, mesh) for run, (_, _, meshes) in RUNS.items() for mesh in meshes]
         ({"world_size": 4, "tensor_parallel": 2}, 2, [(0, 1), (2, 3)]),
         # More parts than in training: ranks 0 and 2 train the first half, and serve a quarter each.
         ({"world_size": 4, "tensor_parallel": 2}, 4, [(0, 2, 1, 3)]),
-        # Rows 0 and 1 of four are the first half of what is cut by rows.
-        ({"world_size": 4, "zero_stage": 3}, 2, [(0, 2), (1, 3)]),
+        # Neighbours, whose traffic stays in a node: ranks 2 and 3 both train of the second half.
+        ({"world_size": 4, "zero_stage": 3}, 2, [(0, 1), (3, 2)]),
         # All train the same: neighbours.
         ({"world_size": 4}, 2, [(0, 1), (2, 3)]),
         ({"world_size": 3}, 1, [(0,), (1,), (2,)]),
@@ -42,6 +42,17 @@ def test_who_shares_a_generator_trains_what_it_serves_as_far_as_can_be(
     settings: dict[str, int], size: int, teams: list[tuple[int, ...]]
 ) -> None:
     assert list(teams_of(TrainerConfig(backend="torch", **settings), size)) == teams
+
+
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+def test_no_team_is_larger_than_a_node_that_has_room_for_it(tensor_parallel: int) -> None:
+    shape = {"world_size": 32, "zero_stage": 3, "tensor_parallel": tensor_parallel}
+    trainer = TrainerConfig(backend="torch", **shape)
+    teams = teams_of(trainer, 8)
+    assert {frozenset(rank // 8 for rank in team) for team in teams} == {
+        frozenset([node]) for node in range(4)
+    }
+    assert sorted(rank for team in teams for rank in team) == list(range(32))
 
 
 def test_a_rank_knows_its_place_and_who_leads() -> None:
