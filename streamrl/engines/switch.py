@@ -88,7 +88,7 @@ def plan_switch(placed: Placed, served: Storage | None, *, timeout_s: float) -> 
     executor = least_moving(
         Layout(model, {rank: each.kept for rank, each in enumerate(ranks)}),
         Layout(model, {rank: each.served for rank, each in enumerate(ranks)}),
-        cluster=_cluster(ranks),
+        cluster=cluster_of([each.node for each in ranks]),
         bucket_bytes=BUCKET_BYTES,
         timeout_s=timeout_s,
     )
@@ -127,10 +127,14 @@ def _held(kept: Mapping[str, tuple[Tensor, Shard]], served: Storage | None) -> _
     )
 
 
-def _cluster(ranks: Sequence[_Held]) -> Cluster:
-    """Who is near whom. All as near as any where nodes do not have as many ranks each."""
-    sizes = [len(list(each)) for _, each in groupby(rank.node for rank in ranks)]
-    return Cluster(sizes[0] if len(set(sizes)) == 1 else len(ranks))
+def cluster_of(nodes: Sequence[str]) -> Cluster:
+    """Which ranks are near each other, by the node of each.
+
+    All are as near as any where nodes do not have as many neighbours each: then only the number of
+    bytes counts.
+    """
+    sizes = [len(list(each)) for _, each in groupby(nodes)]
+    return Cluster(sizes[0] if len(set(sizes)) == 1 else len(nodes))
 
 
 def _model(ranks: Sequence[_Held]) -> ModelSpec:

@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from streamrl.engines.switch import cluster_of
 from streamrl.engines.teams import Team, team_of, teams_of
 from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.resharding import Cluster
 from tests.engines.team_ranks import UPDATES, make
 from tests.engines.tiny_qwen import save, tiny_model
 
@@ -53,6 +55,13 @@ def test_no_team_is_larger_than_a_node_that_has_room_for_it(tensor_parallel: int
         frozenset([node]) for node in range(4)
     }
     assert sorted(rank for team in teams for rank in team) == list(range(32))
+
+
+@pytest.mark.parametrize(
+    ("nodes", "per_node"), [("aaaabbbb", 4), ("aaaa", 4), ("abab", 1), ("aaab", 4)]
+)
+def test_who_is_on_one_node_is_near(nodes: str, per_node: int) -> None:
+    assert cluster_of(list(nodes)) == Cluster(per_node)
 
 
 def test_a_rank_knows_its_place_and_who_leads() -> None:
