@@ -6,7 +6,12 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from streamrl.errors import ConfigError
@@ -42,6 +47,26 @@ def reserve(
         remove_placement_group(group)
         raise
     return group
+
+
+def bundle_order(group: PlacementGroup, bundles: Sequence[Bundle]) -> list[int]:
+    """Which bundle is each slot, see `neighbours`."""
+    nodes = placement_group_table(group)["bundles_to_node_id"]
+    return neighbours(bundles, [nodes[i] for i in range(len(bundles))])
+
+
+def neighbours(bundles: Sequence[Bundle], nodes: Sequence[str]) -> list[int]:
+    """For every slot a bundle that has what it is to have, those of a node one after the other.
+
+    `nodes` are where the bundles lie. Ray does not lay neighbouring bundles on one node.
+    """
+    # In the order in which nodes first come, so that what is on one node stays as it is.
+    by_node = sorted(range(len(nodes)), key=lambda i: (nodes.index(nodes[i]), i))
+    found: list[int] = []
+    for bundle in bundles:
+        found.append(next(i for i in by_node if bundles[i] == bundle))
+        by_node.remove(found[-1])
+    return found
 
 
 def _no_room(bundles: Sequence[Bundle], timeout_s: float) -> ConfigError:
@@ -80,6 +105,7 @@ class Seats:
             for slot in range(placement.size)
         ]
         self._group = reserve(bundles, waiting=waiting)
+        self._bundles = bundle_order(self._group, bundles)
 
     def options(self, role: str, index: int) -> dict[str, Any]:
         """What Ray needs to be told to make the actor of this number in its slot."""
@@ -90,7 +116,9 @@ class Seats:
             "num_gpus": 1 / self._processes(set(there) & set(self._on_gpu))
             if role in self._on_gpu
             else 0,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group, slot),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(
+                self._group, self._bundles[slot]
+            ),
         }
 
     def _processes(self, roles: Iterable[str]) -> int:

@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from streamrl.actors.calls import fetch, innermost
 from streamrl.actors.meeting_place import meeting_place
-from streamrl.actors.seats import reserve
+from streamrl.actors.seats import bundle_order, reserve
 from streamrl.controller.answers import Answers, Given, given_by
 from streamrl.controller.batches import Batch, BatchRef, Part, concatenate, cut, is_batch, num_rows
 from streamrl.controller.protocols import PROTOCOLS, Mesh, Protocol
@@ -67,7 +67,9 @@ class ResourcePool:
         self._groups = groups
         self._held = [0] * slots
         bundle = {name: each for name, each in (("CPU", cpus), ("GPU", gpus)) if each}
-        self._placement = reserve([bundle] * slots, strategy=strategy, timeout_s=timeout_s)
+        bundles = [bundle] * slots
+        self._placement = reserve(bundles, strategy=strategy, timeout_s=timeout_s)
+        self._bundles = bundle_order(self._placement, bundles)
         self.is_closed = False
 
     def options(self, slot: int) -> dict[str, Any]:
@@ -80,7 +82,7 @@ class ResourcePool:
         if self._held[slot] == self._groups:
             raise ConfigError(f"slot {slot} of the pool has its {self._groups} groups already")
         self._held[slot] += 1
-        where = PlacementGroupSchedulingStrategy(self._placement, slot)
+        where = PlacementGroupSchedulingStrategy(self._placement, self._bundles[slot])
         return {**self._share, "scheduling_strategy": where}
 
     def give_back(self, slot: int) -> None:

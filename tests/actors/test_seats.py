@@ -1,5 +1,6 @@
 """Slots that actors share: reserved together, and told of when there is no room."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table, remove_placement_group
 
-from streamrl.actors.seats import Seats, reserve
+from streamrl.actors.seats import Seats, neighbours, reserve
 from streamrl.errors import ConfigError
 from streamrl.placement import lay_out
 
@@ -19,6 +20,8 @@ POOLS = [{"policy": 1.0, "generator": 1.0, "reference": 0.5, "reward": 0.5}]
 
 @pytest.fixture(scope="module", autouse=True)
 def three_slots() -> Iterator[None]:
+    # As any local instance of ours.
+    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     # Ray takes our word for what there is.
     ray.init(address="local", num_cpus=3, num_gpus=1, include_dashboard=False, log_to_driver=False)
     yield
@@ -67,6 +70,15 @@ def test_only_a_slot_where_somebody_computes_on_a_gpu_is_one_and_only_they_have_
     with pytest.raises(ConfigError, match=both):
         reserve([{"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0}], timeout_s=1.0)
     seats.close()
+
+
+def test_neighbouring_slots_are_on_one_node_as_far_as_can_be() -> None:
+    gpu, cpu = {"CPU": 1.0, "GPU": 1.0}, {"CPU": 1.0}
+    assert neighbours([gpu] * 6, ["a", "b", "a", "b", "a", "b"]) == [0, 2, 4, 1, 3, 5]
+    assert neighbours([gpu] * 3, ["a", "a", "a"]) == [0, 1, 2]
+    # What is to be a GPU is one.
+    assert neighbours([gpu, gpu, gpu, cpu], ["a", "b", "a", "a"]) == [0, 2, 1, 3]
+    assert neighbours([gpu, cpu, gpu], ["b", "a", "b"]) == [0, 1, 2]
 
 
 def shares(options: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
