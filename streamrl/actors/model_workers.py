@@ -151,6 +151,11 @@ class PolicyWorker(TrainedWorker):
                 f"generator.tensor_parallel={config.generator.tensor_parallel}: each of these"
                 " workers has a whole generator"
             )
+        if torch.cuda.is_available() and config.generator.kv_cache_mb is None:
+            raise ConfigError(
+                "generator.kv_cache_mb=null: must be set where a generator shares a GPU, here with"
+                " its trainer, else the KV cache takes what there is"
+            )
         super().__init__(place, config, POLICY)
         self._settings = self._config.settings
         self._dials = Dials(config.algorithm.row, self._settings)

@@ -21,7 +21,7 @@ from streamrl.actors.cluster import cluster, nothing
 from streamrl.actors.model_workers import CriticWorker, PolicyWorker
 from streamrl.actors.worker_group import ResourcePool, WorkerGroup
 from streamrl.config import RunConfig, load_config
-from streamrl.controller import Mesh, protocols
+from streamrl.controller import Mesh, Place, protocols
 from streamrl.errors import ConfigError
 from streamrl.placement import PlacementConfig
 from streamrl.preflight import prepare
@@ -221,12 +221,24 @@ def test_bad_input_is_one_line(
 
 @pytest.mark.slow
 def test_settings_a_worker_cannot_have_are_refused(pool: ResourcePool) -> None:
-    for override, told in (("weights.publish_every=2", "weights.publish_every=2: "),):
+    for override, told in (
+        ("weights.publish_every=2", "weights.publish_every=2: "),
+        ("generator.tensor_parallel=2", "generator.tensor_parallel=2: "),
+    ):
         there = Stage(load_config(PPO, [override]), Narrow(pool, 1), None, 64)  # type: ignore[arg-type]
         group = there.group(PolicyWorker, 64)
         with pytest.raises(ConfigError, match=told):
             group.ready()
         group.close()
+
+
+def test_on_a_gpu_a_worker_must_know_what_its_generator_may_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    place = Place(0, Mesh(Grid(1, 1, 1).seating()), "localhost", 1, 0)
+    with pytest.raises(ConfigError, match=r"generator\.kv_cache_mb=null: must be set"):
+        PolicyWorker(place, load_config(PPO), 64)
 
 
 def test_a_line_has_what_a_step_has() -> None:
