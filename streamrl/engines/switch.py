@@ -44,7 +44,7 @@ class _Held:
     kept: Mapping[str, Shard]
     served: Mapping[str, Shard]
     types: Mapping[str, torch.dtype]
-    node: str = ""
+    node: str
 
 
 class Switch:
