@@ -36,6 +36,12 @@ def local_device() -> torch.device:
     return torch.device("cpu")
 
 
+def wait_for_device() -> None:
+    """Until a GPU has done what it was given, for whoever goes on with it on another stream."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
 def resolve_dtype(name: str) -> torch.dtype:
     """The dtype of that name; auto is bfloat16 on a GPU and float32 on the CPU."""
     if name == "auto":

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from streamrl.engines import vllm_engine
-from streamrl.engines.forward import local_device
+from streamrl.engines.forward import local_device, wait_for_device
 from streamrl.engines.part_weights import PartWeights
 from streamrl.engines.vllm_engine import EngineSpec
 from streamrl.engines.vllm_kv import release_caches
@@ -76,6 +76,8 @@ class GeneratorPart:
         )
         with self._worker.lock:
             self._weights.put(full)
+            # The worker computes on a stream of its own.
+            wait_for_device()
 
     async def release_kv(self) -> None:
         """Free the memory of keys and values, on a CPU; the leader's next step has it again."""

@@ -7,6 +7,7 @@ it is so, others may fill them where they lie; every other model goes through `r
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -33,19 +34,19 @@ class PartWeights:
     def __init__(
         self, worker: Worker, parameters: ParameterSet, model_path: str, team: Team
     ) -> None:
-        """Find out which parts of the checkpoint's parameters these are.
+        """`parameters` and `model_path` are of the directory the worker has read.
 
-        `parameters` and `model_path` are of the directory the worker has read.
+        Which parts of the parameters these are is found out at the first `storage`, which has to
+        come before the first `put`.
         """
         self._worker = worker
         self._model: torch.nn.Module = worker.get_model()
         self._on_cpu = all(p.device.type == "cpu" for p in self._model.parameters())
         self._parameters = parameters
-        self._pieces: list[Piece] = []
+        self._model_path = model_path
+        self._team = team
         if self._on_cpu:
             use_onednn(self._model)
-        if self._on_cpu and worker.model_config.quantization is None:
-            self._pieces = find_pieces(self._model, parameters, model_path, team)
 
     def put(self, tensors: Mapping[str, Tensor]) -> int:
         """Serve a full set of parameters, of which the worker reads its own; all their bytes.
@@ -64,6 +65,12 @@ class PartWeights:
         for name, box, view in self._pieces:
             views.setdefault(self._parameters.first_name(name), []).append((box, view))
         return Storage(views) if views else None
+
+    @cached_property
+    def _pieces(self) -> list[Piece]:
+        if self._worker.model_config.quantization is not None:
+            return []
+        return find_pieces(self._model, self._parameters, self._model_path, self._team)
 
 
 def find_pieces(
@@ -160,6 +167,7 @@ def _are_held(pieces: Sequence[Piece], parameters: ParameterSet, model_path: str
         full = parameters.complete({n: t for n, t in stored.items() if n in parameters.shapes})
     except WeightsError:
         return False
+    # On the CPU: a GPU need not have room for any of it twice.
     return all(
-        torch.equal(view, full[name][box.slices].to(view.dtype)) for name, box, view in pieces
+        torch.equal(view.cpu(), full[name][box.slices].to(view.dtype)) for name, box, view in pieces
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from streamrl.engines.batching import build_batch, derive_columns
 from streamrl.engines.deepspeed_backend import DeepSpeedBackend
-from streamrl.engines.forward import local_device, token_logprobs
+from streamrl.engines.forward import local_device, token_logprobs, wait_for_device
 from streamrl.engines.lora import add_adapters
 from streamrl.engines.mesh_backend import MeshBackend
 from streamrl.engines.model_files import write_model
@@ -249,6 +249,8 @@ class ModelTrainer:
             yield from self._backend.full_state()
             if self._config.lora_rank:
                 yield LORA_SCALE, torch.tensor(self._config.lora_alpha / self._config.lora_rank)
+            # A generator that is given these copies them on a stream of its own.
+            wait_for_device()
 
     def switch(self, served: Storage | None, version: int) -> Moved | None:
         """Fill the parameters of this rank's generator with these, as `version`. Collective.
@@ -261,7 +263,10 @@ class ModelTrainer:
             return None
         with self._in_time("resharding the parameters"):
             try:
-                return self._switch.run(self._backend.placed, served, version)
+                moved = self._switch.run(self._backend.placed, served, version)
+                # The generator computes on a stream of its own.
+                wait_for_device()
+                return moved
             except WeightsError as error:
                 # Ranks that have lost each other cannot try again.
                 raise DeadlineError(str(error)) from error

@@ -5,7 +5,8 @@ anew. Where the parameters of vLLM's model are those of the checkpoint, laid end
 are one parameter there, gate and up another), none of this is needed: a parameter becomes a view of
 the tensors it was given, or, where they do not lie next to each other, a copy of them. Whether that
 is so is not taken on trust but tried once, on the weights vLLM itself has read from the model
-directory. Every other model (quantised, on a GPU, of several ranks) goes through `reload_weights`.
+directory. On a GPU, parameters that are so may be filled where they lie; every other model
+(quantised, of several processes, with what is loaded on a GPU) goes through `reload_weights`.
 
 On a CPU the engine is built without packing, and its large linear layers multiply with oneDNN's
 plain kernel: nearly as fast as the packed one, which would need a second copy of every weight.
@@ -88,11 +89,13 @@ class ServedWeights:
         self._model = _model_of(engine)
         self._on_cpu = all(p.device.type == "cpu" for p in self._model.parameters())
         self._parameters = parameters
+        self._model_path = model_path
+        self._is_plain = _is_one_plain_rank(engine)
         self._bound: list[BoundParameter] = []
         self._undertaker = ThreadPoolExecutor(1, "old-weights")
         if self._on_cpu:
             use_onednn(self._model)
-        if self._on_cpu and _is_one_plain_rank(engine):
+        if self._on_cpu and self._is_plain:
             self._bound = bind(self._model, parameters, model_path)
 
     def put(self, tensors: Mapping[str, Tensor]) -> int:
@@ -112,12 +115,17 @@ class ServedWeights:
     def storage(self) -> Storage | None:
         """Where every parameter lies, by the first of its names, for others to fill there.
 
-        It is to be filled while nothing is computed, and `put` is not to be called any more. None
-        if the model's parameters are not those of the checkpoint.
+        To be asked for before the first `put`. It is to be filled while nothing is computed, and
+        `put` is not to be called any more. None if the model's parameters are not those of the
+        checkpoint.
         """
+        bound = self._bound
+        if self._is_plain and not self._on_cpu:
+            # Only for this: captured graphs read the parameters where they are, never as views.
+            bound = bind(self._model, self._parameters, self._model_path)
         views: dict[str, list[tuple[Box, Tensor]]] = {}
-        for bound in self._bound:
-            for name, rows in bound.places(self._parameters.shapes):
+        for each in bound:
+            for name, rows in each.places(self._parameters.shapes):
                 whole = Box.whole(self._parameters.shapes[name])
                 views.setdefault(self._parameters.first_name(name), []).append((whole, rows))
         return Storage(views) if views else None
@@ -174,7 +182,8 @@ class BoundParameter:
         start = 0
         for part in parts:
             rows = self._parameter.data[start : start + len(part)]
-            if not torch.equal(rows, part.to(rows.dtype)):
+            # On the CPU: a GPU need not have room for any of it twice.
+            if not torch.equal(rows.cpu(), part.to(rows.dtype)):
                 return False
             start += len(part)
         return True

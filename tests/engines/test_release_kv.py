@@ -8,6 +8,7 @@ import psutil
 import pytest
 import torch
 
+from streamrl.engines.forward import wait_for_device
 from streamrl.engines.generation import GenerationEngine, GeneratorConfig, generation_env
 from streamrl.messages import Rollout
 from tests.engines.flight import Flight, flying
@@ -78,6 +79,27 @@ async def test_on_a_gpu_others_have_their_memory_meanwhile(tmp_path: Path) -> No
         assert after - before > 0.9 * KV_MB * MB
         await engine.resume("lease")
         assert worst_error(await running, {0: model}) < 1e-2
+        await engine.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.asyncio
+async def test_on_a_gpu_weights_are_filled_where_they_lie(tmp_path: Path) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in generation_env("cuda").items():
+            patch.setenv(name, value)
+        path = save(endless_model(seed=3), tmp_path)
+        engine = await GenerationEngine.start(path, CONFIG, seed=0, max_length=MAX_LENGTH)
+        served = await engine.storage()
+        assert served is not None and served.device.type == "cuda"
+        model = endless_model(seed=4)
+        trained = weights_of(model)
+        for name, box, view in served:
+            view.copy_(torch.as_tensor(trained[name])[box.slices])
+        wait_for_device()
+        assert not (await engine.take_up(1)).copied_bytes
+        rollouts = await engine.generate(prompt(5, 14, 6, 18), seeds=SEEDS)
+        assert worst_error(rollouts, {1: model}) < 1e-2
         await engine.close()
 
 
