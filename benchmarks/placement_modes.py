@@ -1,10 +1,13 @@
 """What sharing a pool costs: `python -m benchmarks.placement_modes` prints one JSON object.
 
-The same GRPO run in every placement on the same cores, with max_staleness 0 and 1. A random model
-of 1 M parameters that knows 32 tokens samples, and each may be the last: lengths are geometric,
-most are short, and in every step one is several times the mean. Over the steps after the first
-ones: step_s is their mean, as steps come in bursts where the pool changes hands, with quartiles
-beside it; over_disaggregated is the ratio of these means; idle fractions are means, too.
+The same GRPO run in every placement on two cores, with max_staleness 0 and 1. Disaggregated has one
+of them for the generator and one for the trainer; colocated and sequential take turns on both, with
+two generators and two ranks; one_slot is colocated on one. Every engine computes with one thread.
+
+A random model of 1 M parameters that knows 32 tokens samples, and each may be the last: lengths are
+geometric, most are short, and in every step one is several times the mean. Over the steps after the
+first ones: step_s is their mean, as steps come in bursts where the pool changes hands, with
+quartiles beside it; over_disaggregated is the ratio of these means; idle fractions are means, too.
 """
 
 import argparse
@@ -25,7 +28,13 @@ from streamrl.actors.real_engines import RealEngines
 from streamrl.cli.train import train
 from streamrl.config import load_config
 
-MODES = ("disaggregated", "colocated", "sequential")
+RUNS: Mapping[str, Sequence[str]] = {
+    "disaggregated": ("placement.mode=disaggregated",),
+    "colocated": ("placement.mode=colocated", "trainer.world_size=2"),
+    "sequential": ("placement.mode=sequential", "trainer.world_size=2", "generator.replicas=2"),
+    "one_slot": ("placement.mode=colocated",),
+}
+"""Settings of the placements, by name."""
 BOUNDS = (0, 1)
 STAGES = ("generate", "reward", "train")
 WARM_UP_STEPS = 2
@@ -59,21 +68,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as folder:
         recipe = prepare(Path(folder))
         runs = [
-            {key: measure(recipe, *key, arguments.steps) for key in product(BOUNDS, MODES)}
+            {key: measure(recipe, *key, arguments.steps) for key in product(BOUNDS, RUNS)}
             for _ in range(arguments.repeats)
         ]
     print(json.dumps(compared(runs), indent=None if arguments.json else 1))
 
 
 def compared(runs: Sequence[Mapping[tuple[int, str], dict[str, Any]]]) -> dict[str, Any]:
-    """By bound and mode, the run of the median step time, and that over disaggregated."""
+    """By bound and placement, the run of the median step time, and that over disaggregated."""
     found: dict[str, Any] = {}
-    for bound, mode in runs[0]:
-        own = sorted((run[bound, mode] for run in runs), key=itemgetter("step_s"))
-        found.setdefault(f"max_staleness_{bound}", {})[mode] = own[len(own) // 2]
-    for modes in found.values():
-        for figures in modes.values():
-            figures["over_disaggregated"] = figures["step_s"] / modes["disaggregated"]["step_s"]
+    for bound, placement in runs[0]:
+        own = sorted((run[bound, placement] for run in runs), key=itemgetter("step_s"))
+        found.setdefault(f"max_staleness_{bound}", {})[placement] = own[len(own) // 2]
+    for runs_of in found.values():
+        for figures in runs_of.values():
+            figures["over_disaggregated"] = figures["step_s"] / runs_of["disaggregated"]["step_s"]
     return found
 
 
@@ -95,10 +104,10 @@ def prepare(folder: Path) -> Path:
     return recipe
 
 
-def measure(recipe: Path, bound: int, mode: str, steps: int) -> dict[str, Any]:
+def measure(recipe: Path, bound: int, placement: str, steps: int) -> dict[str, Any]:
     """Figures of one run."""
     settings = [
-        f"placement.mode={mode}",
+        *RUNS[placement],
         f"pipeline.max_staleness={bound}",
         f"run.steps={steps + WARM_UP_STEPS}",
     ]
