@@ -262,8 +262,9 @@ class ModelTrainer:
         """Fill the parameters of this rank's generator with these, as `version`. Collective.
 
         `served` is where they lie, the same at every call; nothing is computed there meanwhile, nor
-        from a step on until the switch after it: what the rank keeps may lie there, too. None if they cannot be filled from what the ranks keep; `full_state` has
-        them then. Raises DeadlineError if a rank does not answer in time.
+        from a step on until the switch after it: what the rank keeps may lie there, too. None if
+        they cannot be filled from what the ranks keep; `full_state` has them then. Raises
+        DeadlineError if a rank does not answer in time.
         """
         if self._config.lora_rank:
             return None

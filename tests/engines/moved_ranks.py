@@ -6,12 +6,13 @@ torch.distributed belongs in no process of pytest's.
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor
 
 from streamrl.engines.mesh_backend import MeshBackend
 from streamrl.engines.optimizer_memory import OptimizerMemory
@@ -118,7 +119,7 @@ def train(
         aside.restore()
     seen["parameters"] = whole(backend)
     if served is not None:
-        seen["there"] = there(backend, served)
+        seen["there"] = in_one_memory((view for _, _, view in served), backend)
         seen["held_bytes"] = held_bytes(backend, served)
     backend.load(folder)
     step(backend, ids)
@@ -142,16 +143,16 @@ def is_served(backend: MeshBackend, served: Storage) -> bool:
     return all(view.equal(trained[name][box.slices]) for name, box, view in served)
 
 
-def there(backend: MeshBackend, served: Storage) -> list[str]:
-    """Whose part is in the memory that is served, for the optimizer and the model alike."""
-    held = {view.untyped_storage().data_ptr() for _, _, view in served}
-    local = {n: p.detach() for n, p in backend.module.named_parameters()}
-    found = []
+def in_one_memory(others: Iterable[torch.Tensor], backend: Any) -> dict[str, int]:
+    """What the model and the optimizer both have in the memory of others: bytes by name."""
+    held = {tensor.untyped_storage().data_ptr() for tensor in others}
+    of_model = dict(backend.module.named_parameters())
+    found = {}
     for name, kept, _ in backend.placed():
-        used = local[name].to_local() if hasattr(local[name], "to_local") else local[name]
-        if kept.untyped_storage().data_ptr() in held:
-            assert used.data_ptr() == kept.data_ptr(), name
-            found.append(name)
+        used = of_model[name].detach()
+        used = used.to_local() if isinstance(used, DTensor) else used
+        if kept.untyped_storage().data_ptr() in held and used.data_ptr() == kept.data_ptr():
+            found[name] = kept.nbytes
     return found
 
 
