@@ -8,7 +8,7 @@ import asyncio
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.vllm_engine import EngineSpec
 from streamrl.resharding import Moved, Storage
 from streamrl.resharding.boxes import remainder, total
+from tests.engines.moved_ranks import in_one_memory
 from tests.engines.tiny_qwen import fill, save
 
 UPDATES = 2
@@ -126,7 +127,7 @@ async def all_meshes(folder: Path, team: Team, meshes: list[str]) -> dict[str, A
             seen[mesh]["updates"].append(found)
             version += 1
             await asyncio.to_thread(update, backend)
-        seen[mesh]["one memory"] = in_one_memory(engine, backend)
+        seen[mesh]["one memory"] = in_one_memory(parameters_of(engine), backend)
         last = {name: tensor.clone() for name, tensor in backend.full_state()}
     await asyncio.to_thread(switch, version)
     await asyncio.to_thread(dist.barrier)
@@ -151,12 +152,10 @@ def lacking(backend: Any, storage: Storage) -> int:
     )
 
 
-def in_one_memory(engine: GenerationEngine | GeneratorPart, backend: Any) -> dict[str, int]:
-    """What the trainer keeps in memory of a parameter of vLLM's: bytes by name."""
+def parameters_of(engine: GenerationEngine | GeneratorPart) -> Iterator[torch.Tensor]:
+    """Those of vLLM's model on this rank."""
     weights = engine._thread._weights if isinstance(engine, GenerationEngine) else engine._weights
-    of_vllm = {p.untyped_storage().data_ptr() for p in weights._model.parameters()}
-    kept = {name: tensor for name, tensor, _ in backend.placed()}
-    return {n: t.nbytes for n, t in kept.items() if t.untyped_storage().data_ptr() in of_vllm}
+    return weights._model.parameters()
 
 
 async def without_kv(engine: GenerationEngine | GeneratorPart) -> tuple[int, int]:
