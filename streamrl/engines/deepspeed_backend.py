@@ -30,7 +30,7 @@ from streamrl.engines.optimizer_memory import tensors_of
 from streamrl.engines.ranks import bound_collectives
 from streamrl.engines.resident import lay_side_by_side
 from streamrl.errors import CheckpointError
-from streamrl.resharding import Shard, whole_shard
+from streamrl.resharding import Shard, Storage, whole_shard
 from streamrl.weights.parameters import side_by_side
 
 if TYPE_CHECKING:
@@ -138,6 +138,9 @@ class DeepSpeedBackend:
             run = whole_shard(name, tuple(parameter.ds_shape)).flat_part(rank, world_size)
             if run is not None:
                 yield name, parameter.ds_tensor, run
+
+    def move_into(self, served: Storage) -> None:
+        """Nothing: DeepSpeed keeps blocks of its own, which its reductions and updates work on."""
 
     def optimizer_state(self) -> Iterable[Tensor]:
         """Of this rank's part, with the master weights from stage 1 on."""

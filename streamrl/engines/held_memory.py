@@ -7,7 +7,7 @@ import torch
 from streamrl.engines.forward import DTYPES, load_skeleton
 from streamrl.engines.generator_config import KV_CACHE_MB_ON_CPU, GeneratorConfig
 from streamrl.engines.lora import num_trained
-from streamrl.engines.tensor_parallel import layers_of, matrices_of
+from streamrl.engines.tensor_parallel import CUT_BY_INPUTS, CUT_BY_OUTPUTS, layers_of, matrices_of
 from streamrl.engines.trainer_config import SHARDS_PARAMETERS, TrainerConfig
 from streamrl.placement.memory import MB, WorkerMemory
 
@@ -42,8 +42,10 @@ def worker_memory(
     served = 0
     if not shares_weights(trainer, generator, on_gpu=on_gpu):
         # Norms are whole on every rank; they count for nothing.
-        served = elements * _served_type(generator, on_gpu=on_gpu).itemsize
-        served //= generator.tensor_parallel
+        served = elements // generator.tensor_parallel
+        if not on_gpu:
+            served -= _trained_there(module, trainer, generator)
+        served *= _served_type(generator, on_gpu=on_gpu).itemsize
     if trainer.backend == "torch":
         # The optimizer works on what a rank keeps.
         trained = trained * kept // total
@@ -59,6 +61,26 @@ def shares_weights(trainer: TrainerConfig, generator: GeneratorConfig, *, on_gpu
     of_one_type = trainer.torch_dtype is _served_type(generator, on_gpu=on_gpu)
     in_parts = trainer.gathers or generator.tensor_parallel > 1
     return of_one_type and not (in_parts or trainer.lora_rank or on_gpu)
+
+
+def _trained_there(
+    module: "PreTrainedModel", trainer: TrainerConfig, generator: GeneratorConfig
+) -> int:
+    """Elements of what a rank's generator serves, on a CPU, that are those the rank trains."""
+    size, parts = trainer.tensor_parallel, generator.tensor_parallel
+    is_sharded = trainer.zero_stage == SHARDS_PARAMETERS and trainer.num_shares > 1
+    of_one_type = trainer.torch_dtype is _served_type(generator, on_gpu=False)
+    if size == 1 or size % parts or is_sharded or not of_one_type:
+        return 0
+    # Columns of a matrix that is served whole, or in larger parts, are not in one piece there.
+    cut = (*CUT_BY_OUTPUTS, *CUT_BY_INPUTS) if size == parts else CUT_BY_OUTPUTS
+    layers = list(layers_of(module))
+    there = sum(p.numel() for layer in layers for p in matrices_of(layer, cut)) // size
+    if parts > 1:
+        return there
+    # What training does not cut is served whole, too.
+    matrices = sum(p.numel() for layer in layers for p in matrices_of(layer))
+    return there + sum(p.numel() for p in module.parameters()) - matrices
 
 
 def _kept(module: "PreTrainedModel", trainer: TrainerConfig, elements: int) -> tuple[int, int]:

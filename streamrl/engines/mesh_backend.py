@@ -26,9 +26,10 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedCut
 from streamrl.engines.forward import local_device
 from streamrl.engines.optimizer_memory import tensors_of
 from streamrl.engines.ranks import bound_collectives, leave_ranks
+from streamrl.engines.resident import place_in
 from streamrl.engines.tensor_parallel import layers_of, split_layers
 from streamrl.engines.trainer_config import SHARDS_PARAMETERS
-from streamrl.resharding import Shard, TensorSpec, tensor_shard
+from streamrl.resharding import Shard, Storage, TensorSpec, tensor_shard
 from streamrl.weights.parameters import side_by_side
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ class MeshBackend:
         """Update with the gradient over all shares of the data divided by `divisor`; its norm
         before clipping.
 
-        Collective. A norm that is not finite leaves the parameters as they are.
+        Collective. A norm that is not finite leaves the parameters as they are. No rank changes
+        its own before all have come here.
         """
         for name, parameter in self._trained.items():
             gradient = parameter.grad
@@ -145,6 +147,22 @@ class MeshBackend:
             if shard is not None:
                 yield name, self._kept[name], shard
 
+    def move_into(self, served: Storage) -> None:
+        """Keep there what lies there in one piece; the rest, and what FSDP2 has, stays.
+
+        FSDP2 has memory of its own, which it gathers from.
+        """
+        if self._is_sharded:
+            return
+        for name, kept, shard in self.placed():
+            place = place_in(served, name, kept, shard)
+            if place is not None:
+                place.copy_(kept)
+                # Whoever holds one of them holds it still: the model the one, the optimizer the
+                # other.
+                _local(self._trained[name]).data = place
+                kept.data = place
+
     def optimizer_state(self) -> Iterable[Tensor]:
         """Of what this rank keeps."""
         return tensors_of(self._optimizer)
@@ -178,6 +196,11 @@ def _kept(tensor: Tensor) -> Tensor:
     """What of a tensor is on this rank, in the same memory."""
     tensor = tensor.detach()
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """The tensor a parameter has on this rank; `to_local` gives a view of it."""
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
 """Parameters laid in memory so that the trainer and the generator of one process can share them."""
 
 import torch
+from torch import Tensor
 
+from streamrl.resharding import Shard, Storage
 from streamrl.weights.parameters import sisters
 
 
@@ -20,3 +22,18 @@ def lay_side_by_side(module: torch.nn.Module) -> None:
         parts = torch.split(block, [p.numel() for p in parameters])
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.data = part.view(parameter.shape)
+
+
+def place_in(served: Storage, name: str, kept: Tensor, shard: Shard) -> Tensor | None:
+    """Where in what a generator serves a rank may keep its part of a parameter, of one type.
+
+    None where that does not lie in one piece there, as columns of a matrix that is served whole.
+    """
+    if len(shard.boxes) != 1:
+        return None
+    try:
+        place = served.view(name, shard.boxes[0])
+    except KeyError:
+        return None
+    is_alike = (place.dtype, place.device) == (kept.dtype, kept.device)
+    return place if is_alike and place.is_contiguous() else None

@@ -3,14 +3,16 @@
 Where a rank trains another part of the parameters than its generator serves, or several ranks share
 a generator, what is served is filled from all ranks, in buckets: what a rank has lies where it is,
 what it lacks comes once, and nothing is laid down in between. What moves is planned once, from what
-each rank says it keeps and serves, and run at every version. Where the generator has another type,
-each rank casts what it keeps first.
+each rank says it keeps and serves, and run at every version. Once it is planned, ranks keep in the
+memory of their generator what can lie there: that is not copied. Where the generator has another
+type, each rank casts what it keeps first.
 """
 
 import socket
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -34,6 +36,14 @@ BUCKET_BYTES = 16 * 2**20
 
 Placed = Iterable[tuple[str, Tensor, Shard]]
 """What a rank keeps of what is trained: by name, where it lies and which part that is."""
+
+
+class Keeper(Protocol):
+    """What keeps a rank's part of what is trained; see `TrainingBackend`."""
+
+    def placed(self) -> Iterator[tuple[str, Tensor, Shard]]: ...
+
+    def move_into(self, served: Storage) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -103,14 +113,14 @@ class PlannedOnce:
         self._is_planned = False
         self._switch: Switch | None = None
 
-    def run(
-        self, placed: Callable[[], Placed], served: Storage | None, version: int
-    ) -> Moved | None:
+    def run(self, keeper: Keeper, served: Storage | None, version: int) -> Moved | None:
         """See `Switch.run`; None where there is no switch. `served` is the same at every call."""
         if not self._is_planned:
-            self._switch = plan_switch(placed(), served, timeout_s=self._timeout_s)
+            self._switch = plan_switch(keeper.placed(), served, timeout_s=self._timeout_s)
             self._is_planned = True
-        return self._switch.run(placed(), version) if self._switch else None
+            if self._switch is not None and served is not None:
+                keeper.move_into(served)
+        return self._switch.run(keeper.placed(), version) if self._switch else None
 
 
 def _held(kept: Mapping[str, tuple[Tensor, Shard]], served: Storage | None) -> _Held | None:

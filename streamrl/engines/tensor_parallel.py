@@ -9,7 +9,7 @@ DTensor is imported where layers are split: it takes longer than all else that i
 which matrices those are.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -38,9 +38,11 @@ def split_layers(module: "PreTrainedModel", mesh: "DeviceMesh") -> None:
         parallelize_module(layer, mesh, _plan())
 
 
-def matrices_of(layer: nn.Module) -> Iterator[nn.Parameter]:
+def matrices_of(
+    layer: nn.Module, cut: Sequence[str] = (*CUT_BY_OUTPUTS, *CUT_BY_INPUTS)
+) -> Iterator[nn.Parameter]:
     """What of a layer is cut; a few biases that stay whole are counted with it."""
-    for name in (*CUT_BY_OUTPUTS, *CUT_BY_INPUTS):
+    for name in cut:
         yield from layer.get_submodule(name).parameters()
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from streamrl.engines.optimizer_memory import tensors_of
 from streamrl.engines.ranks import leave_ranks
 from streamrl.engines.resident import lay_side_by_side
-from streamrl.resharding import Shard, whole_shard
+from streamrl.resharding import Shard, Storage, whole_shard
 from streamrl.weights.parameters import side_by_side
 
 if TYPE_CHECKING:
@@ -78,6 +78,10 @@ class TorchBackend:
         """All of it, on every rank."""
         for name, tensor in self.full_state():
             yield name, tensor, whole_shard(name, tuple(tensor.shape))
+
+    def move_into(self, served: Storage) -> None:
+        """Nothing: a generator that serves all of it takes it where it lies, and the parts of one
+        that is split do not hold all."""
 
     def optimizer_state(self) -> Iterable[Tensor]:
         """Of all parameters, on every rank."""

@@ -81,6 +81,14 @@ class TrainingBackend(Protocol):
         """
         ...
 
+    def move_into(self, served: Storage) -> None:
+        """Keep in the memory of this rank's generator what can lie there, from now on.
+
+        It holds the same values; a step changes them there. The generator stands still from the
+        step on until it takes the next version up.
+        """
+        ...
+
     def optimizer_state(self) -> Iterable[Tensor]:
         """What this rank's optimizer keeps from step to step; parameters may be among it."""
         ...
@@ -255,15 +263,16 @@ class ModelTrainer:
     def switch(self, served: Storage | None, version: int) -> Moved | None:
         """Fill the parameters of this rank's generator with these, as `version`. Collective.
 
-        `served` is where they lie, the same at every call; nothing is computed there meanwhile.
-        None if they cannot be filled from what the ranks keep; `full_state` has them then. Raises
+        `served` is where they lie, the same at every call; nothing is computed there meanwhile, nor
+        from a step on until the switch after it: what the rank keeps may lie there, too. None if
+        they cannot be filled from what the ranks keep; `full_state` has them then. Raises
         DeadlineError if a rank does not answer in time.
         """
         if self._config.lora_rank:
             return None
         with self._in_time("resharding the parameters"):
             try:
-                moved = self._switch.run(self._backend.placed, served, version)
+                moved = self._switch.run(self._backend, served, version)
                 # The generator computes on a stream of its own.
                 wait_for_device()
                 return moved

@@ -16,15 +16,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from streamrl.engines.deepspeed_backend import DeepSpeedBackend
 from streamrl.engines.generation import GenerationEngine, GeneratorConfig, generation_env
+from streamrl.engines.mesh_backend import MeshBackend
 from streamrl.engines.ranks import join_ranks
-from streamrl.engines.switch import Switch, plan_switch
+from streamrl.engines.switch import PlannedOnce, Switch, plan_switch
 from streamrl.engines.torch_backend import TorchBackend
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.resharding import Storage
+from tests.engines.moved_ranks import in_one_memory
 from tests.engines.tiny_qwen import save, tiny_model
 
 WORLD = 2
@@ -37,6 +39,7 @@ BACKENDS = {
     "deepspeed 1": {"zero_stage": 1},
     "deepspeed 2": {"zero_stage": 2},
     "deepspeed 3": {"zero_stage": 3},
+    "torch, split": {"backend": "torch", "tensor_parallel": WORLD},
 }
 SEQUENCE = np.array([3, 14, 15, 9, 26, 5, 35, 8, 9, 7], np.int32)
 LR = 1e-2
@@ -45,7 +48,7 @@ LR = 1e-2
 def main(folder: Path) -> None:
     """Write a model, run the ranks, and have what each saw in the folder."""
     os.environ.update(generation_env("cpu"), DS_ACCELERATOR="cpu")
-    model = tiny_model(tied=True, seed=1)
+    model = tiny_model(tied=True, seed=1, kv_heads=WORLD)
     model.resize_token_embeddings(ODD_VOCABULARY)
     save(model, folder / "model")
     mp.spawn(one_rank, args=(folder,), nprocs=WORLD)
@@ -68,7 +71,6 @@ async def all_backends(path: str) -> dict[str, list[dict[str, Any]]]:
     for name, settings in BACKENDS.items():
         config = TrainerConfig(world_size=WORLD, **settings)
         module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        make = TorchBackend if config.backend == "torch" else DeepSpeedBackend
         backend = make(module, config)
         seen[name] = []
         fill = await filler(engine, backend) if backend.gathers else None
@@ -83,10 +85,16 @@ async def all_backends(path: str) -> dict[str, list[dict[str, Any]]]:
             version += 1
             seen[name].append({**figures, **await look(engine, backend)})
             await engine.suspend("update")
-            await asyncio.to_thread(update, backend)
+            await asyncio.to_thread(update, backend, config)
             await engine.resume("update")
     dist.barrier()
     return seen
+
+
+def make(module: PreTrainedModel, config: TrainerConfig) -> Any:
+    if config.backend == "deepspeed":
+        return DeepSpeedBackend(module, config)
+    return (MeshBackend if config.gathers else TorchBackend)(module, config)
 
 
 async def unplanned(engine: GenerationEngine, backend: Any) -> bool:
@@ -116,6 +124,8 @@ async def filler(engine: GenerationEngine, backend: Any) -> Callable[[int], dict
     refused, rounded = await unplanned(engine, backend), await cast(engine, backend)
     served = await engine.storage()
     assert served is not None
+    if isinstance(backend, MeshBackend):
+        return in_place(PlannedOnce(60.0), engine, backend, served)
     switch = await plan(backend.placed(), served)
     assert switch is not None
     kept = sum(tensor.nbytes for _, tensor, _ in backend.placed())
@@ -136,11 +146,29 @@ async def filler(engine: GenerationEngine, backend: Any) -> Callable[[int], dict
     return fill
 
 
-def update(backend: Any) -> None:
-    """A step that changes every parameter, of other tokens on each rank."""
-    ids = torch.from_numpy(SEQUENCE).long().roll(dist.get_rank())[None]
+def in_place(
+    switch: PlannedOnce, engine: GenerationEngine, backend: MeshBackend, served: Storage
+) -> Callable[[int], dict[str, Any]]:
+    """The same where the trainer moves into the engine's memory."""
+
+    def fill(version: int) -> dict[str, Any]:
+        moved = switch.run(backend, served, version)
+        assert moved is not None
+        return {
+            "copied_bytes": moved.copied_bytes,
+            "received_bytes": moved.received_bytes,
+            "one memory": in_one_memory(engine._thread._weights._model.parameters(), backend),
+            "sizes": {name: view.nbytes for name, _, view in served},
+        }
+
+    return fill
+
+
+def update(backend: Any, config: TrainerConfig) -> None:
+    """A step that changes every parameter, of other tokens for each share of the data."""
+    ids = torch.from_numpy(SEQUENCE).long().roll(config.share_of(dist.get_rank()))[None]
     backend.backward(backend.forward(ids).logits.square().mean())
-    backend.step(divisor=float(WORLD), lr=LR)
+    backend.step(divisor=float(config.num_shares), lr=LR)
 
 
 async def look(engine: GenerationEngine, backend: Any) -> dict[str, Any]:

@@ -8,6 +8,8 @@ import asyncio
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,14 @@ from streamrl.engines.generation import GenerationEngine, GeneratorConfig, gener
 from streamrl.engines.generator_part import GeneratorPart
 from streamrl.engines.mesh_backend import MeshBackend
 from streamrl.engines.ranks import join_ranks
-from streamrl.engines.switch import Switch, plan_switch
+from streamrl.engines.switch import PlannedOnce
 from streamrl.engines.teams import Team, team_of
 from streamrl.engines.torch_backend import TorchBackend
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.vllm_engine import EngineSpec
-from streamrl.resharding import Storage
+from streamrl.resharding import Moved, Storage
 from streamrl.resharding.boxes import remainder, total
+from tests.engines.moved_ranks import in_one_memory
 from tests.engines.tiny_qwen import fill, save
 
 UPDATES = 2
@@ -111,8 +114,8 @@ async def all_meshes(folder: Path, team: Team, meshes: list[str]) -> dict[str, A
         config = trainer_config(mesh, world)
         backend = (MeshBackend if config.gathers else TorchBackend)(module, config)
         storage = await engine.storage()
-        switch = await asyncio.to_thread(plan_switch, backend.placed(), storage, timeout_s=60.0)
-        assert switch is not None and storage is not None
+        assert storage is not None
+        switch = partial(PlannedOnce(60.0).run, backend, storage)
         seen[mesh] = {
             "updates": [],
             "model_bytes": sum(tensor.nbytes for _, tensor in backend.full_state()),
@@ -124,8 +127,9 @@ async def all_meshes(folder: Path, team: Team, meshes: list[str]) -> dict[str, A
             seen[mesh]["updates"].append(found)
             version += 1
             await asyncio.to_thread(update, backend)
+        seen[mesh]["one memory"] = in_one_memory(parameters_of(engine), backend)
         last = {name: tensor.clone() for name, tensor in backend.full_state()}
-    await asyncio.to_thread(switch.run, backend.placed(), version)
+    await asyncio.to_thread(switch, version)
     await asyncio.to_thread(dist.barrier)
     if isinstance(engine, GenerationEngine):
         await engine.take_up(version)
@@ -146,6 +150,12 @@ def lacking(backend: Any, storage: Storage) -> int:
         total(remainder([box], trained.get(name, []))) * view.itemsize
         for name, box, view in storage
     )
+
+
+def parameters_of(engine: GenerationEngine | GeneratorPart) -> Iterator[torch.Tensor]:
+    """Those of vLLM's model on this rank."""
+    weights = engine._thread._weights if isinstance(engine, GenerationEngine) else engine._weights
+    return weights._model.parameters()
 
 
 async def without_kv(engine: GenerationEngine | GeneratorPart) -> tuple[int, int]:
@@ -171,16 +181,23 @@ def kv_bytes(engine: GenerationEngine | GeneratorPart) -> int:
 
 
 async def look(
-    engine: GenerationEngine | GeneratorPart, backend: Any, switch: Switch, version: int
+    engine: GenerationEngine | GeneratorPart,
+    backend: Any,
+    switch: Callable[[int], Moved | None],
+    version: int,
 ) -> dict[str, Any]:
     """What comes for a version, and what trainer and generator say of a sequence."""
-    moved = await asyncio.to_thread(switch.run, backend.placed(), version)
+    moved = await asyncio.to_thread(switch, version)
+    assert moved is not None
     ids = torch.from_numpy(SEQUENCE).long()
     logits = await asyncio.to_thread(lambda: backend.forward(ids[None]).logits[0, :-1].float())
     trained = torch.log_softmax(logits.detach(), -1).gather(1, ids[1:, None])[:, 0].numpy()
     # All ranks have filled their part before any is computed with.
     await asyncio.to_thread(dist.barrier)
-    seen: dict[str, Any] = {"received_bytes": moved.received_bytes}
+    seen: dict[str, Any] = {
+        "received_bytes": moved.received_bytes,
+        "copied_bytes": moved.copied_bytes,
+    }
     if isinstance(engine, GenerationEngine):
         await engine.take_up(version)
         _, (served,) = await engine.probe([SEQUENCE])

@@ -72,8 +72,37 @@ def test_what_a_rank_of_a_mesh_holds(
     )
     found = of(path, trainer)
     assert (found.weights, found.optimizer, found.gradients) == (kept, 2 * kept, kept)
-    assert found.served == sum(sizes.values())
     assert bool(found.activations) is sharded
+    columns = sum(size for name, size in sizes.items() if "o_proj" in name or "down_proj" in name)
+    # What FSDP2 has is not where it is served; of the rest, all but columns.
+    there = 0 if sharded else kept - columns // tensor_parallel
+    assert found.served == sum(sizes.values()) - there
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4])
+def test_what_a_rank_trains_where_it_is_served_counts_once(path: str, parts: int) -> None:
+    sizes = {name: p.nbytes for name, p in tiny_model(tied=True, seed=0).named_parameters()}
+    whole = sum(sizes.values())
+    cut = sum(size for name, size in sizes.items() if "_proj" in name)
+    columns = sum(size for name, size in sizes.items() if "o_proj" in name or "down_proj" in name)
+    trained = {
+        # A quarter of every layer, but columns, and all the rest.
+        1: (cut - columns) // 4 + whole - cut,
+        # Embeddings are not whole where they are served.
+        2: (cut - columns) // 4,
+        # All that is served of a layer.
+        4: cut // 4,
+    }[parts]
+    trainer = TrainerConfig(backend="torch", world_size=4, tensor_parallel=4)
+
+    def served(dtype: str, *, on_gpu: bool = False) -> int:
+        generator = GeneratorConfig(kv_cache_mb=3, tensor_parallel=parts, dtype=dtype)
+        return worker_memory(path, trainer, generator, micro_batch_tokens=0, on_gpu=on_gpu).served
+
+    assert served("auto") == whole // parts - trained
+    # Of another type, and where they are not to be found, all are its own.
+    assert served("bfloat16") == whole // parts // 2
+    assert served("float32", on_gpu=True) == whole // parts
 
 
 def test_a_model_of_any_kind_that_is_not_split_is_summed_up(

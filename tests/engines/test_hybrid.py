@@ -11,7 +11,8 @@ import pytest
 from tests.engines.hybrid_ranks import BACKENDS, UPDATES, WORLD
 
 pytestmark = pytest.mark.slow
-SHARING = [name for name in BACKENDS if name != "deepspeed 3"]
+SPLIT = "torch, split"
+SHARING = [name for name in BACKENDS if name not in ("deepspeed 3", SPLIT)]
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +66,21 @@ def test_what_a_rank_has_only_a_part_of_comes_once_and_is_laid_down_nowhere_else
             assert version["copied_bytes"] == model // WORLD
             # A parcel of its own, and those of both ranks.
             assert version["under_way"] == model + model // WORLD
+
+
+def test_a_rank_trains_its_part_where_it_is_served_and_copies_only_columns(
+    ranks: list[dict[str, Any]],
+) -> None:
+    for seen in ranks:
+        assert len(seen[SPLIT]) == UPDATES + 1
+        for version in seen[SPLIT]:
+            of = version["sizes"]
+            cut = {name for name in of if "_proj" in name}
+            columns = {name for name in cut if "o_proj" in name or "down_proj" in name}
+            there = {n: of[n] // (WORLD if n in cut else 1) for n in of.keys() - columns}
+            assert version["one memory"] == there
+            assert version["copied_bytes"] == sum(of[name] for name in columns) // WORLD
+            assert version["received_bytes"] == sum(of[name] for name in cut) // WORLD
 
 
 def test_where_one_rank_cannot_be_filled_none_is(ranks: list[dict[str, Any]]) -> None:

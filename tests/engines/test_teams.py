@@ -13,14 +13,16 @@ from streamrl.engines.switch import cluster_of
 from streamrl.engines.teams import Team, team_of, teams_of
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.resharding import Cluster
-from tests.engines.team_ranks import UPDATES, make
+from tests.engines.team_ranks import ODD_VOCABULARY, UPDATES, make
 from tests.engines.tiny_qwen import save, tiny_model
 
 RUNS = {
     # World, heads of keys and values, meshes; the teams are those of the first.
     "four": (4, 4, ("tensor", "sharded")),
     "two, sharing a head": (2, 1, ("whole", "sharded")),
+    "two": (2, 4, ("tensor",)),
 }
+WITH_ALL = [("two, sharing a head", "whole"), ("two", "tensor")]
 CASES = [(run, mesh) for run, (_, _, meshes) in RUNS.items() for mesh in meshes]
 
 
@@ -128,7 +130,8 @@ def test_what_a_rank_lacks_of_its_part_comes_once_and_nothing_else(
         assert found["served_bytes"] < 0.6 * found["model_bytes"]
         for update in found["updates"]:
             assert update["received_bytes"] == found["lacking_bytes"]
-        assert bool(found["lacking_bytes"]) is (mesh != "whole")
+        # Each half is trained where it is served, or by both.
+        assert bool(found["lacking_bytes"]) is ((name, mesh) not in WITH_ALL)
 
 
 @pytest.mark.slow
@@ -141,6 +144,26 @@ def test_of_four_tensor_ranks_two_that_are_not_neighbours_share_a_generator(
     for rank in ranks:
         # (d_g - 1) / (t p) of it, the least there can be.
         assert rank["meshes"]["tensor"]["updates"][0]["received_bytes"] == cut // 4
+
+
+@pytest.mark.slow
+def test_ranks_train_where_they_serve_and_only_what_lies_otherwise_there_is_copied(
+    seen: dict[str, list[dict[str, Any]]],
+) -> None:
+    of = {name: parameter.nbytes for name, parameter in make(4).named_parameters()}
+    # Those are cut for the generator and not for the trainer.
+    ends = sum(of.pop(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
+    cut = {name for name in of if "_proj" in name}
+    columns = {name for name in cut if "o_proj" in name or "down_proj" in name}
+    for name, apart in (("two", set()), ("four", columns)):
+        *ranks, _ = seen[name]
+        for number, rank in enumerate(ranks):
+            found = rank["meshes"]["tensor"]
+            there = {n: of[n] // (len(ranks) if n in cut else 1) for n in of.keys() - apart}
+            assert found["one memory"] == there
+            rows = 64 if number == rank["team"][0] else ODD_VOCABULARY - 64
+            own = sum(of[n] for n in apart) // len(ranks) + ends * rows // ODD_VOCABULARY
+            assert [update["copied_bytes"] for update in found["updates"]] == [own] * (UPDATES + 1)
 
 
 @pytest.mark.slow

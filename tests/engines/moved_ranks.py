@@ -1,0 +1,167 @@
+"""Two tensor-parallel ranks, once by themselves and once in the memory of a generator, as vLLM lays
+it out; what each saw goes into a file.
+
+torch.distributed belongs in no process of pytest's.
+"""
+
+import os
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch.distributed.tensor import DTensor
+
+from streamrl.engines.mesh_backend import MeshBackend
+from streamrl.engines.optimizer_memory import OptimizerMemory
+from streamrl.engines.ranks import join_ranks, leave_ranks
+from streamrl.engines.switch import PlannedOnce
+from streamrl.engines.tensor_parallel import CUT_BY_INPUTS, CUT_BY_OUTPUTS
+from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.resharding import Box, Storage
+from streamrl.weights import ParameterSet
+from tests.engines.mesh_ranks import make
+
+WORLD = 2
+UPDATES = 4
+LR = 1e-2
+SPLIT = {"tensor_parallel": WORLD}
+CASES: dict[str, tuple[str, dict[str, Any], int]] = {
+    # Model, trainer, and into how many parts the generator is split.
+    "served in the same parts": ("qwen2", SPLIT, WORLD),
+    "served whole": ("qwen2 tied", SPLIT, 1),
+    "sharded by FSDP2": ("qwen2", {"zero_stage": 3}, 1),
+}
+FUSED = {
+    **{f"{name}_proj": "qkv_proj" for name in "qkv"},
+    **{f"{name}_proj": "gate_up_proj" for name in ("gate", "up")},
+}
+
+
+def main(folder: Path, port: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    mp.spawn(one_rank, args=(folder,), nprocs=WORLD)
+
+
+def one_rank(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    join_ranks(rank=rank, world_size=WORLD, timeout_s=60.0)
+    seen = {}
+    for case, (model, settings, parts) in CASES.items():
+        config = TrainerConfig(backend="torch", world_size=WORLD, **settings)
+        served = laid_out(ParameterSet.of(make(model)), parts, rank if parts > 1 else 0)
+        files = folder / case
+        files.mkdir(exist_ok=True)
+        by_itself = train(model, config, files, None)
+        seen[case] = {"by itself": by_itself, "moved": train(model, config, files, served)}
+    torch.save(seen, folder / f"{rank}.pt")
+    leave_ranks()
+
+
+def laid_out(parameters: ParameterSet, parts: int, place: int) -> Storage:
+    """Memory for part `place` of a generator: q, k and v in one buffer, gate and up in another."""
+    boxes = {name: box_of(name, parameters.shapes[name], parts, place) for name in parameters.once}
+    fused: dict[str, list[str]] = {}
+    for name in boxes:
+        path, _, kind = name.rpartition(".")
+        parent, _, module = path.rpartition(".")
+        fused.setdefault(f"{parent}.{FUSED.get(module, module)}.{kind}", []).append(name)
+    views = {}
+    for names in fused.values():
+        rows = [boxes[name].shape[0] for name in names]
+        # An embedding has rows beside those of the vocabulary.
+        padding = 3 * ("embed" in names[0])
+        buffer = torch.full((sum(rows) + padding, *boxes[names[0]].shape[1:]), torch.nan)
+        for name, view in zip(names, buffer[: sum(rows)].split(rows), strict=True):
+            views[name] = [(boxes[name], view)]
+    return Storage(views)
+
+
+def box_of(name: str, shape: tuple[int, ...], parts: int, place: int) -> Box:
+    path, _, kind = name.rpartition(".")
+    by_rows = path.endswith((*CUT_BY_OUTPUTS, "embed_tokens", "lm_head"))
+    by_columns = path.endswith(CUT_BY_INPUTS) and kind == "weight"
+    if not (by_rows or by_columns):
+        return Box.whole(shape)
+    dim = 0 if by_rows else 1
+    size = shape[dim] // parts
+    return Box.whole(shape).narrow(dim, place * size, (place + 1) * size)
+
+
+def train(
+    model: str, config: TrainerConfig, folder: Path, served: Storage | None
+) -> dict[str, Any]:
+    """Updates with a version after each; last an update again, from what was saved before it.
+
+    The optimizer has a state when the parameters come to lie elsewhere, and gives it up between
+    updates.
+    """
+    backend = MeshBackend(make(model), config)
+    aside = OptimizerMemory(
+        backend.optimizer_state, not_of=lambda: (kept for _, kept, _ in backend.placed())
+    )
+    switch = PlannedOnce(60.0)
+    drawn = torch.Generator().manual_seed(1)
+    seen: dict[str, Any] = {"norms": [], "moved": [], "served": []}
+    for update in range(UPDATES):
+        if update == UPDATES - 1:
+            backend.save(folder)
+        ids = torch.randint(0, 64, (4, 12), generator=drawn)
+        seen["norms"].append(step(backend, ids))
+        aside.release()
+        if served is not None:
+            moved = switch.run(backend, served, update)
+            assert moved is not None
+            seen["moved"].append((moved.copied_bytes, moved.received_bytes))
+            seen["served"].append(is_served(backend, served))
+        aside.restore()
+    seen["parameters"] = whole(backend)
+    if served is not None:
+        seen["there"] = in_one_memory((view for _, _, view in served), backend)
+        seen["held_bytes"] = held_bytes(backend, served)
+    backend.load(folder)
+    step(backend, ids)
+    seen["again"] = whole(backend)
+    return seen
+
+
+def step(backend: MeshBackend, ids: torch.Tensor) -> float:
+    loss = backend.forward(ids, use_cache=False).logits.log_softmax(-1).square().sum()
+    backend.backward(loss)
+    return backend.step(divisor=4.0, lr=LR)
+
+
+def whole(backend: MeshBackend) -> Mapping[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in backend.full_state()}
+
+
+def is_served(backend: MeshBackend, served: Storage) -> bool:
+    """Whether what lies there is what the trainer has."""
+    trained = whole(backend)
+    return all(view.equal(trained[name][box.slices]) for name, box, view in served)
+
+
+def in_one_memory(others: Iterable[torch.Tensor], backend: Any) -> dict[str, int]:
+    """What the model and the optimizer both have in the memory of others: bytes by name."""
+    held = {tensor.untyped_storage().data_ptr() for tensor in others}
+    of_model = dict(backend.module.named_parameters())
+    found = {}
+    for name, kept, _ in backend.placed():
+        used = of_model[name].detach()
+        used = used.to_local() if isinstance(used, DTensor) else used
+        if kept.untyped_storage().data_ptr() in held and used.data_ptr() == kept.data_ptr():
+            found[name] = kept.nbytes
+    return found
+
+
+def held_bytes(backend: MeshBackend, served: Storage) -> int:
+    """Of all memory behind what is trained and what is served, each once."""
+    tensors = [view for _, _, view in served] + [kept for _, kept, _ in backend.placed()]
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
+    return sum(storage.nbytes() for storage in storages.values())
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])

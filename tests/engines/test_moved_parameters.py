@@ -1,0 +1,97 @@
+"""Tensor-parallel ranks that train in the memory of their generator: what lies there, and what
+comes of it."""
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engines.mesh_ranks import make
+from tests.engines.moved_ranks import CASES, UPDATES, WORLD
+from tests.engines.trainer_ranks import free_ports
+
+pytestmark = pytest.mark.slow
+SAME, WHOLE, SHARDED = CASES
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank saw, by case."""
+    folder = tmp_path_factory.mktemp("moved")
+    (port,) = free_ports(1)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engines.moved_ranks", str(folder), str(port)],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+
+
+def sizes(case: str) -> dict[str, int]:
+    """Bytes of each parameter of a case's model."""
+    return {name: parameter.nbytes for name, parameter in make(CASES[case][0]).named_parameters()}
+
+
+def columns(case: str) -> set[str]:
+    return {name for name in sizes(case) if name.endswith(("o_proj.weight", "down_proj.weight"))}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_updates_are_to_the_last_bit_those_of_ranks_with_memory_of_their_own(
+    ranks: list[dict[str, Any]], case: str
+) -> None:
+    for seen in ranks:
+        alone, moved = seen[case]["by itself"], seen[case]["moved"]
+        assert moved["norms"] == alone["norms"]
+        for name, expected in alone["parameters"].items():
+            assert moved["parameters"][name].equal(expected), name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_served_is_what_is_trained(ranks: list[dict[str, Any]], case: str) -> None:
+    for seen in ranks:
+        assert seen[case]["moved"]["served"] == [True] * UPDATES
+
+
+def test_where_training_is_split_as_generation_is_a_version_moves_no_byte_of_a_layer(
+    ranks: list[dict[str, Any]],
+) -> None:
+    # Embedding and head are whole for the trainer, and half of each is served.
+    apart = {"model.embed_tokens.weight", "lm_head.weight"}
+    of = sizes(SAME)
+    for seen in ranks:
+        moved = seen[SAME]["moved"]
+        assert set(moved["there"]) == of.keys() - apart
+        halves = sum(of[name] for name in apart) // 2
+        assert moved["moved"] == [(halves, 0)] * UPDATES
+
+
+def test_a_generator_that_is_whole_has_all_but_columns_and_only_these_are_copied(
+    ranks: list[dict[str, Any]],
+) -> None:
+    of, apart = sizes(WHOLE), columns(WHOLE)
+    for seen in ranks:
+        moved = seen[WHOLE]["moved"]
+        assert set(moved["there"]) == of.keys() - apart
+        own = sum(of[name] for name in apart) // 2
+        assert [copied for copied, _ in moved["moved"]] == [own] * UPDATES
+        padding = 3 * of["model.embed_tokens.weight"] // 64
+        assert moved["held_bytes"] == sum(of.values()) + padding + own
+
+
+def test_what_fsdp2_shards_stays_where_it_is(ranks: list[dict[str, Any]]) -> None:
+    for seen in ranks:
+        assert seen[SHARDED]["moved"]["there"] == {}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_was_saved_is_loaded_where_it_lies(ranks: list[dict[str, Any]], case: str) -> None:
+    for seen in ranks:
+        for found in seen[case].values():
+            for name, expected in found["parameters"].items():
+                assert found["again"][name].equal(expected), name
