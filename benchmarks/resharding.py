@@ -176,9 +176,10 @@ def even_model(train: Grid, generate: GenerationSizes) -> ModelSpec:
 
 def transformer(train: Grid, generate: GenerationSizes) -> ModelSpec:
     """Grouped heads, fused matrices, norms that every rank holds, a tied embedding."""
-    heads = 2 * math.lcm(train.tensor, generate.tensor)
+    sizes = (train.tensor, generate.tensor)
+    heads, kv_heads = 2 * math.lcm(*sizes), fewest_shared(*sizes)
     layers = max(2, train.stages, generate.stages)
-    head, kv_heads, words, last = 16, 2, 64 * heads, layers + 1
+    head, words, last = 16, 64 * heads, layers + 1
     width, inner = heads * head, 4 * heads * head
     q, kv = Component(width, heads), Component(kv_heads * head, kv_heads)
     tensors = [TensorSpec("embed", (words, width), (0, last), 0)]
@@ -192,6 +193,19 @@ def transformer(train: Grid, generate: GenerationSizes) -> ModelSpec:
             TensorSpec(f"{place}.down", (width, inner), (place,), 1),
         ]
     return ModelSpec((*tensors, TensorSpec("norm", (width,), (last,))), last + 1)
+
+
+def fewest_shared(*sizes: int) -> int:
+    """Heads, two or more, of which each of so many ranks has as many, or each head as many ranks.
+
+    Twice the sizes' common multiple is a multiple of it.
+    """
+    most = 2 * math.lcm(*sizes)
+    return next(
+        count
+        for count in range(2, most + 1)
+        if most % count == 0 and all(count % size == 0 or size % count == 0 for size in sizes)
+    )
 
 
 MODELS: dict[str, Callable[[Grid, GenerationSizes], ModelSpec]] = {

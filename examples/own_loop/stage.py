@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from streamrl.actors.cluster import cluster, nothing
-from streamrl.actors.model_workers import TrainedWorker, engine_env
+from streamrl.actors.model_workers import TrainedWorker, engine_env, in_loop, loop_memory
 from streamrl.actors.worker_group import Reply, ResourcePool, WorkerGroup, put
 from streamrl.cli.interrupts import interrupt_on_signals
 from streamrl.config import RunConfig, load_config
@@ -48,9 +48,7 @@ class Stage:
         Those that train are tensor parallel as `trainer` has it; each generates by itself.
         """
         ranks = ranks or self.pool.slots
-        split = self.config.trainer.tensor_parallel if issubclass(worker, TrainedWorker) else 1
-        if ranks % split:
-            raise ConfigError(f"trainer.tensor_parallel={split}: must divide --workers={ranks}")
+        split = tensor_parallel(self.config, ranks) if issubclass(worker, TrainedWorker) else 1
         env = engine_env(self.config, on_gpu=self.on_gpu)
         mesh = Mesh(Grid(1, split, ranks // split).seating(), Grid(1, 1, ranks).seating())
         group = WorkerGroup(self.pool, worker, self.config, *arguments, mesh=mesh, env=env)
@@ -67,6 +65,14 @@ class Stage:
             yield put({"prompt": self.prompts.draw(self.config.pipeline.groups_per_step)})
 
 
+def tensor_parallel(config: RunConfig, ranks: int) -> int:
+    """How many of so many ranks share a model. Raises ConfigError if some were left over."""
+    split = config.trainer.tensor_parallel
+    if ranks % split:
+        raise ConfigError(f"trainer.tensor_parallel={split}: must divide --workers={ranks}")
+    return split
+
+
 Loop = Callable[[Stage], Iterator[Step]]
 
 
@@ -76,7 +82,8 @@ def stage(config: RunConfig, workers: int) -> Iterator[Stage]:
 
     Raises ConfigError for settings, data or a cluster that will not do.
     """
-    prepared = prepare(config)
+    tensor_parallel(config, workers)
+    prepared = prepare(in_loop(config, workers))
     placement = replace(config.placement, cpus=config.placement.cpus or workers)
     with cluster(placement, nothing) as site:
         pool = ResourcePool(workers, gpus=float(site.on_gpu), groups=MOST_GROUPS)
@@ -121,6 +128,7 @@ def run(loop: Loop, config: RunConfig, workers: int) -> None:
         raise ConfigError(f"--workers={workers}: must be at least 1")
     with stage(config, workers) as there:
         interrupt_on_signals()
+        print(loop_memory(in_loop(config, workers), on_gpu=there.on_gpu).line)
         print(f"{config.algorithm.name}: starting {workers} workers of each kind", flush=True)
         for number, figures in enumerate(steps_of(loop, there), 1):
             print(line(number, figures), flush=True)
@@ -129,14 +137,20 @@ def run(loop: Loop, config: RunConfig, workers: int) -> None:
 def line(number: int, figures: Mapping[str, float]) -> str:
     """A step in one line."""
     shown = {
-        "reward": "reward/mean",
-        "cost": "cost/mean",
-        "loss": "loss/policy",
-        "value loss": "loss/value",
-        "lagrange": "dial/lagrange",
-        "s": "time/step_s",
+        "reward": ("reward/mean", 3),
+        "cost": ("cost/mean", 3),
+        "loss": ("loss/policy", 3),
+        "value loss": ("loss/value", 3),
+        "lagrange": ("dial/lagrange", 3),
+        "MB to generate": ("memory/generate_mb", 0),
+        "MB to train": ("memory/train_mb", 0),
+        "s": ("time/step_s", 3),
     }
-    told = (f"{word} {figures[name]:.3f}" for word, name in shown.items() if name in figures)
+    told = (
+        f"{word} {figures[name]:.{digits}f}"
+        for word, (name, digits) in shown.items()
+        if name in figures
+    )
     return f"step {number:3d}  " + "  ".join(told)
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from streamrl.actors.crew import STAGE_ENV
 from streamrl.actors.real_engines import RealEngines
+from streamrl.actors.residence import Residence
 from streamrl.algorithms import step_normaliser, summarise
 from streamrl.algorithms.critic import summarise_critic
 from streamrl.algorithms.dials import Dials
@@ -42,12 +43,15 @@ from streamrl.engines.batching import derive_columns
 from streamrl.engines.forward import local_device, token_values
 from streamrl.engines.generator_config import generation_env
 from streamrl.engines.packing import Pick, pack
+from streamrl.engines.peak_memory import give_back_freed
 from streamrl.engines.ranks import deadline
 from streamrl.engines.rollout_sums import rollout_sums
 from streamrl.engines.schedule import Pace, Schedule
 from streamrl.engines.scoring import LogprobScorer, per_token
 from streamrl.errors import ConfigError, StreamError
 from streamrl.messages import SCHEMA, Array, Columns, Experience, Lease, Prompt, is_component
+from streamrl.placement import WorkerMemory
+from streamrl.preflight import hybrid_memory, placed
 from streamrl.step import add_sums
 
 PROMPT = "prompt"
@@ -57,6 +61,8 @@ TOGETHER = add_protocol(
     "TO_ALL_FROM_FIRST", PROTOCOLS["ONE_TO_ALL"].distribute, PROTOCOLS["RANK_ZERO"].collect
 ).name
 Figures = dict[str, float]
+Trained = tuple[dict[str, float], Figures]
+"""What a step told: sums over all ranks, and the mean of what its updates told."""
 
 
 def engine_env(config: RunConfig, *, on_gpu: bool) -> dict[str, str]:
@@ -67,7 +73,44 @@ def engine_env(config: RunConfig, *, on_gpu: bool) -> dict[str, str]:
 
 def with_ranks(config: RunConfig, ranks: int) -> RunConfig:
     """The settings for so many ranks: a group has as many as its mesh."""
-    return replace(config, trainer=replace(config.trainer, world_size=ranks))
+    trainer, critic = replace(config.trainer, world_size=ranks), config.critic
+    if "world_size" in critic.trainer:
+        critic = replace(critic, trainer={**critic.trainer, "world_size": ranks})
+    return replace(config, trainer=trainer, critic=critic)
+
+
+def in_loop(config: RunConfig, ranks: int) -> RunConfig:
+    """The settings of a policy that so many workers here both train and sample from.
+
+    Raises ConfigError for a setting that would have no effect there, or cannot be had.
+    """
+    mode, splits = config.placement.mode, config.generator.tensor_parallel
+    every, probes = config.reference.every, config.weights.probe_every
+    refused = (
+        ("filter.kind", config.filter.kind, "none", "takes no group out"),
+        ("reference.every", every, 0, "has a reference that stays where it began"),
+        ("weights.probe_every", probes, 0, "probes no version"),
+        ("generator.tensor_parallel", splits, 1, "has a whole generator in each worker"),
+    )
+    for key, value, only, reason in refused:
+        if value != only:
+            raise ConfigError(f"{key}={value}: a loop of one's own {reason}; must be {only}")
+    if mode not in ("auto", "colocated"):
+        raise ConfigError(
+            f"placement.mode={mode}: in a loop of one's own the policy's workers both train and"
+            " generate; must be auto or colocated"
+        )
+    return placed(with_ranks(config, ranks), "colocated")
+
+
+def loop_memory(config: RunConfig, *, on_gpu: bool) -> WorkerMemory:
+    """What one of these workers holds, of the settings `in_loop` gives.
+
+    Raises ConfigError with the arithmetic if it cannot stay within placement.memory_mb.
+    """
+    memory = hybrid_memory(config, on_gpu=on_gpu)
+    assert memory is not None
+    return memory
 
 
 class TrainedWorker:
@@ -88,8 +131,8 @@ class TrainedWorker:
         self._trainer = RealEngines().trainer(config, place.rank, role)
         self._version = 0
 
-    def _train(self, batch: Batch) -> tuple[dict[str, float], Figures]:
-        """The updates of a step: sums over all ranks, and the mean of what the updates told."""
+    def _train(self, batch: Batch) -> Trained:
+        """The updates of a step."""
         groups = groups_of(batch)
         self._trainer.plan(groups, dict(zip(groups, batch[DERIVED], strict=True)))
         settings, share = self._config.settings, self._layout.share_of(self._place.rank)
@@ -113,7 +156,6 @@ class TrainedWorker:
                 updates.append(self._trainer.step(self._trainer.normaliser(since)))
                 add_sums(total, since)
                 since = {}
-        self._version += 1
         return total, _mean(updates)
 
     def _look(self, groups: Mapping[str, Columns], works: Sequence[Sequence[Pick]]) -> None:
@@ -144,29 +186,19 @@ class PolicyWorker(TrainedWorker):
     """
 
     def __init__(self, place: Place, config: RunConfig, max_length: int) -> None:
-        if reason := with_ranks(config, place.size).apart:
-            raise ConfigError(reason)
-        if config.generator.tensor_parallel > 1:
-            raise ConfigError(
-                f"generator.tensor_parallel={config.generator.tensor_parallel}: each of these"
-                " workers has a whole generator"
-            )
-        if torch.cuda.is_available() and config.generator.kv_cache_mb is None:
+        config, on_gpu = in_loop(config, place.size), torch.cuda.is_available()
+        if on_gpu and config.generator.kv_cache_mb is None:
             raise ConfigError(
                 "generator.kv_cache_mb=null: must be set where a generator shares a GPU, here with"
                 " its trainer, else the KV cache takes what there is"
             )
+        self._memory = loop_memory(config, on_gpu=on_gpu)
+        self._residence = Residence()
         super().__init__(place, config, POLICY)
         self._settings = self._config.settings
         self._dials = Dials(config.algorithm.row, self._settings)
         self._loop = asyncio.Runner()
-        starting = RealEngines().generator(self._config, max_length, place.rank)
-        self._generator = self._loop.run(starting)
-        # Where no rank has them whole, the generator's parameters are filled from all ranks.
-        fills = self._trainer.gathers
-        self._storage = self._loop.run(self._generator.storage()) if fills else None
-        self._served = -1
-        self._take_up()
+        self._loop.run(self._start(max_length))
 
     @transfers("P3D_ALL_MICRO_DP")
     def generate_sequences(self, batch: Batch) -> dict[str, list[Array]]:
@@ -194,30 +226,59 @@ class PolicyWorker(TrainedWorker):
         groups, dials = groups_of(batch), dict(self._dials.values)
         told = rollout_sums(groups, all_picks(groups))
         figures = _scored(told)
-        if self._served >= self._config.critic.warmup_alone:
-            self._trainer.adopt(dials)
-            sums, updates = self._train(batch)
+        self._trainer.adopt(dials)
+        trains = self._version >= self._config.critic.warmup_alone
+        trained, moved_bytes = self._loop.run(self._next_version(batch if trains else None))
+        if trained:
+            sums, updates = trained
             self._dials.after({**told, **sums}, num_rollouts=int(told["rollouts"]))
             figures |= summarise(sums, step_normaliser(self._settings, sums)) | updates
         figures |= {f"dial/{name}": value for name, value in dials.items()}
-        return {**figures, "weights/bytes": float(self._take_up())}
+        return {**figures, "weights/bytes": float(moved_bytes), **self._peaks()}
 
     @transfers(TOGETHER)
     def save_model(self, folder: Path) -> None:
         """Write the model as a Hugging Face directory, on rank 0's node."""
         self._trainer.save_model(folder)
 
-    def _take_up(self) -> int:
-        """Sample from the weights as they are; the bytes that had to be moved for it."""
-        self._served += 1
-        if self._trainer.gathers:
-            moved = self._trainer.switch(self._storage, self._served)
-            if moved is not None:
-                self._loop.run(self._generator.take_up(self._served))
-                return moved.received_bytes
-        tensors = dict(self._trainer.full_state())
-        loaded = self._loop.run(self._generator.load_weights(tensors, self._served))
-        return loaded.copied_bytes
+    async def _start(self, max_length: int) -> None:
+        """Have the generator beside the trainer, with its weights."""
+        if self._memory.offloads_optimizer:
+            self._trainer.offload_optimizer()
+        starting = RealEngines().generator(self._config, max_length, self._place.rank)
+        self._generator = await starting
+        await self._residence.let_in(self._generator, fills=self._config.fills_generators)
+        self._residence.publish(self._trainer, self._version)
+        await self._residence.take_up(self._generator, self._version)
+
+    async def _next_version(self, batch: Batch | None) -> tuple[Trained | None, int]:
+        """Train a step, if there is one, and sample from the weights as they are then.
+
+        What the step told, and the bytes that had to be moved for the weights.
+        """
+        trained = None
+        await self._residence.about_to_change()
+        releases_kv = self._memory.releases_kv and batch is not None
+        async with self._residence.training(releases_kv=releases_kv):
+            if batch is not None:
+                trained = self._train(batch)
+            self._version += 1
+            self._residence.publish(self._trainer, self._version)
+            if self._memory.offloads_optimizer:
+                self._trainer.offload_optimizer()
+            give_back_freed()
+        moved_bytes = self._residence.fetched(self._version).num_bytes
+        await self._residence.take_up(self._generator, self._version)
+        return trained, moved_bytes
+
+    def _peaks(self) -> Figures:
+        """The most any rank held in each phase since the last call."""
+        peaks: Figures = {}
+        for part in self._said_by_all(self._residence.memory.drain(), "peaks of memory"):
+            for phase, peak_mb in part.items():
+                name = f"memory/{phase}_mb"
+                peaks[name] = max(peaks.get(name, 0.0), peak_mb)
+        return peaks
 
     def _sample(self, stage: str, prompts: Sequence[Prompt]) -> dict[str, list[Array]]:
         sample = self._generator.stages[stage]
@@ -273,6 +334,7 @@ class CriticWorker(TrainedWorker):
     def update_critic(self, batch: Batch) -> Figures:
         """Train a step on the returns: figures by their names in the metrics."""
         sums, updates = self._train(batch)
+        self._version += 1
         return summarise_critic(sums, self._role) | updates
 
 

@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,18 @@ from examples.own_loop.safe_rlhf import safe_rlhf
 from examples.own_loop.stage import Loop, Stage, Step, line, steps_of
 from streamrl.actors import worker_group
 from streamrl.actors.cluster import cluster, nothing
-from streamrl.actors.model_workers import CriticWorker, PolicyWorker
+from streamrl.actors.model_workers import (
+    TOGETHER,
+    CriticWorker,
+    PolicyWorker,
+    in_loop,
+    loop_memory,
+    with_ranks,
+)
 from streamrl.actors.worker_group import ResourcePool, WorkerGroup
 from streamrl.config import RunConfig, load_config
-from streamrl.controller import Mesh, Place, protocols
+from streamrl.controller import Batch, Mesh, Place, protocols, transfers
+from streamrl.dataflow import CRITIC
 from streamrl.errors import ConfigError
 from streamrl.placement import PlacementConfig
 from streamrl.preflight import prepare
@@ -30,6 +39,8 @@ from tests.e2e.launched import Launched, rows
 
 CONFIGS = Path("configs")
 SLOTS = 2
+KV_MB = 256
+MB = 1 << 20
 PAGE = Path("examples/own_loop/README.md")
 PPO = CONFIGS / "ppo_arithmetic.yaml"
 #: Two workers cannot share such a step evenly, nor one of its updates.
@@ -63,6 +74,37 @@ def play(loop: Loop, config: RunConfig, pool: Any) -> list[Mapping[str, float]]:
     return list(steps_of(loop, Stage(config, pool, prepared.prompts, prepared.max_length)))
 
 
+class Watched(PolicyWorker):
+    """Tells what it holds of its optimizer while it does not train."""
+
+    @transfers(TOGETHER)
+    def update_policy(self, batch: Batch) -> dict[str, float]:
+        figures = super().update_policy(batch)
+        backend = self._trainer._backend
+        state = [tensor.untyped_storage() for tensor in backend.optimizer_state() if tensor.dim()]
+        # Nobody can have the memory of parameters that are among it.
+        kept = {tensor.untyped_storage().data_ptr() for _, tensor, _ in backend.placed()}
+        held = sum(storage.nbytes() for storage in state if storage.data_ptr() not in kept)
+        return {**figures, "optimizer_bytes": float(held)}
+
+
+def on_a_budget(overrides: list[str], *, workers: int) -> RunConfig:
+    """PPO's settings, within the least that its workers can do with."""
+    config = load_config(PPO, [*overrides, f"generator.kv_cache_mb={KV_MB}"])
+    held = loop_memory(in_loop(config, workers), on_gpu=False)
+    budget_mb = -(-(held.generate - held.optimizer) // MB)
+    return replace(config, placement=replace(config.placement, memory_mb=budget_mb))
+
+
+def assert_kept(steps: list[Mapping[str, float]]) -> None:
+    """The KV cache is gone while a step is trained, and the optimizer's state while none is."""
+    trained = [step for step in steps if "loss/policy" in step]
+    assert trained
+    for step in trained:
+        assert step["memory/generate_mb"] - step["memory/train_mb"] > KV_MB / 2
+        assert step["optimizer_bytes"] == 0
+
+
 def assert_alike(found: Mapping[str, float], wanted: Mapping[str, float]) -> None:
     assert found["reward/mean"] == pytest.approx(wanted["reward/mean"], abs=1e-9)
     learned = [name for name in LEARNED if name in found]
@@ -84,13 +126,17 @@ def test_ppo_learns_what_a_run_learns_with_one_worker_and_with_two(
     original = worker_group.fetch
     monkeypatch.setattr(worker_group, "fetch", fetch)
     config = load_config(PPO, ODD)
+    monkeypatch.setattr("examples.own_loop.ppo.PolicyWorker", Watched)
     both = play(ppo, config, pool)
     # What came to the controller are numbers of rows and figures.
     assert len(fetched) > 30
     assert {type(value) for value in fetched} <= {int, type(None), dict}
     assert {type(v) for one in fetched if isinstance(one, dict) for v in one.values()} == {float}
 
-    alone = play(ppo, config, Narrow(pool, 1))
+    alone = play(ppo, on_a_budget(ODD, workers=1), Narrow(pool, 1))
+    assert_kept(alone)
+    assert both[-1]["optimizer_bytes"] > MB
+    assert both[-1]["memory/train_mb"] > both[-1]["memory/generate_mb"] - KV_MB / 2
     for one, other in zip(alone, both, strict=True):
         assert_alike(one, other)
         assert one["weights/bytes"] == other["weights/bytes"] == 0
@@ -107,7 +153,7 @@ def test_ppo_learns_what_a_run_learns_with_one_worker_and_with_two(
 SPLIT = {
     "tensor parallel": ["trainer.backend=torch", "trainer.tensor_parallel=2"],
     "sharded by torch": ["trainer.backend=torch", "trainer.zero_stage=3"],
-    "sharded by deepspeed": ["trainer.zero_stage=3"],
+    "sharded by deepspeed, on a budget": ["trainer.zero_stage=3"],
 }
 
 
@@ -138,12 +184,22 @@ def whole(
 @pytest.mark.slow
 @pytest.mark.parametrize("split", SPLIT)
 def test_workers_that_hold_a_model_together_learn_the_same(
-    pool: ResourcePool, whole: tuple[list[Mapping[str, float]], Path], split: str, tmp_path: Path
+    pool: ResourcePool,
+    whole: tuple[list[Mapping[str, float]], Path],
+    split: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("examples.own_loop.ppo.PolicyWorker", Watched)
     # Small micro-batches: the ranks have not as many of them, and go through the model in step.
     small = "pipeline.micro_batch_tokens=128"
-    config = load_config(PPO, [*ODD, "run.steps=2", small, "trainer.world_size=2", *SPLIT[split]])
-    for one, other in zip(play(ppo_saved(tmp_path), config, pool), whole[0], strict=True):
+    overrides = [*ODD, "run.steps=2", small, "trainer.world_size=2", *SPLIT[split]]
+    is_bound = "on a budget" in split
+    config = on_a_budget(overrides, workers=2) if is_bound else load_config(PPO, overrides)
+    steps = play(ppo_saved(tmp_path), config, pool)
+    if is_bound:
+        assert_kept(steps)
+    for one, other in zip(steps, whole[0], strict=True):
         assert_alike(one, other)
         assert one["weights/bytes"] > 0
     found, wanted = saved(tmp_path), saved(whole[1])
@@ -195,6 +251,9 @@ def test_safe_rlhf_turns_its_multiplier_by_the_costs(pool: ResourcePool) -> None
         assert {"loss/policy", "loss/value", "loss/cost_value", "loss/ptx"} <= step.keys()
 
 
+TENSOR_PARALLEL = ["trainer.tensor_parallel=2", "trainer.world_size=2", "--workers", "1"]
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -203,6 +262,14 @@ def test_safe_rlhf_turns_its_multiplier_by_the_costs(pool: ResourcePool) -> None
         (["trainer.lrr=1"], "the nearest key is trainer.lr"),
         (["model.path=nowhere"], "nowhere"),
         (["--config", "nowhere.yaml"], "config nowhere.yaml: No such file"),
+        (["trainer.backend=torch", *TENSOR_PARALLEL], "trainer.tensor_parallel=2: must divide --w"),
+        (["placement.memory_mb=20"], "placement.memory_mb=20: to train, a worker holds "),
+        (["filter.kind=mean_outside"], "filter.kind=mean_outside: a loop of one's own takes no"),
+        (["reference.every=2"], "reference.every=2: a loop of one's own has a reference that"),
+        (["weights.probe_every=1"], "weights.probe_every=1: a loop of one's own probes no version"),
+        (["generator.tensor_parallel=2"], "generator.tensor_parallel=2: a loop of one's own has"),
+        (["placement.mode=split"], "placement.mode=split: in a loop of one's own the policy's"),
+        (["weights.publish_every=2"], "weights.publish_every=2: in a colocated run"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -220,16 +287,19 @@ def test_bad_input_is_one_line(
 
 
 @pytest.mark.slow
-def test_settings_a_worker_cannot_have_are_refused(pool: ResourcePool) -> None:
-    for override, told in (
-        ("weights.publish_every=2", "weights.publish_every=2: "),
-        ("generator.tensor_parallel=2", "generator.tensor_parallel=2: "),
-    ):
-        there = Stage(load_config(PPO, [override]), Narrow(pool, 1), None, 64)  # type: ignore[arg-type]
-        group = there.group(PolicyWorker, 64)
-        with pytest.raises(ConfigError, match=told):
-            group.ready()
-        group.close()
+def test_a_worker_refuses_what_it_cannot_do_to_who_starts_it_without_a_stage(
+    pool: ResourcePool,
+) -> None:
+    there = Stage(load_config(PPO, ["reference.every=2"]), Narrow(pool, 1), None, 64)  # type: ignore[arg-type]
+    group = there.group(PolicyWorker, 64)
+    with pytest.raises(ConfigError, match=r"reference\.every=2: "):
+        group.ready()
+    group.close()
+
+
+def test_a_critic_has_as_many_ranks_as_its_group() -> None:
+    config = load_config(PPO, ["critic.trainer.world_size=4"])
+    assert with_ranks(config, 2).trainer_of(CRITIC).world_size == 2
 
 
 def test_on_a_gpu_a_worker_must_know_what_its_generator_may_take(
@@ -244,6 +314,7 @@ def test_on_a_gpu_a_worker_must_know_what_its_generator_may_take(
 def test_a_line_has_what_a_step_has() -> None:
     figures = {"reward/mean": 0.5, "loss/policy": -0.25, "time/step_s": 1.5}
     assert line(7, figures) == "step   7  reward 0.500  loss -0.250  s 1.500"
+    assert line(7, {"memory/train_mb": 901.7}) == "step   7  MB to train 902"
 
 
 def test_the_page_has_every_protocol() -> None:

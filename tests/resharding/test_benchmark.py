@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import math
 import subprocess
 import sys
 
 import pytest
 
 from benchmarks import resharding
+from streamrl.resharding import seated_layout
 
 
 def asked(train: str, generate: str, **more: object) -> list[str]:
@@ -42,6 +44,20 @@ def test_zero_redundancy_is_planned_for_all_sizes_that_divide(order: str) -> Non
             assert not any(report.redundant(rank) for rank in report.ranks), (train, generate, way)
 
 
+def test_a_transformer_is_cut_for_any_two_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Planning starts no processes, of which there would be too many.
+    monkeypatch.setattr(resharding, "MOST_RANKS", 35)
+    for trained, served in itertools.product((1, 2, 3, 4, 5, 7), repeat=2):
+        ranks = math.lcm(trained, served)
+        pair = (f"1-{trained}-{ranks // trained}", f"1-{served}-1-{ranks // served}")
+        arguments = asked(*pair, grouping="overlap", model="transformer")
+        switch = resharding.make_switch(resharding.make_parser().parse_args(arguments))
+        report = switch.plans()["point_to_point"].bytes_report()
+        target = seated_layout(switch.model, switch.serving)
+        for rank, counts in report.ranks.items():
+            assert sum(counts.received.values()) == target.num_bytes(rank), pair
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "benchmarks.resharding", *arguments],
@@ -52,19 +68,26 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_a_switch_of_unequal_stages_is_carried_out() -> None:
-    arguments = asked("4-1-1", "2-1-2-1", model="transformer", rounds=1, bucket_mb=0.01)
+@pytest.mark.parametrize(
+    ("train", "generate", "groups"),
+    [("4-1-1", "2-1-2-1", [[0, 1], [2, 3]]), ("1-3-1", "1-1-3-1", [[0, 1, 2]])],
+)
+def test_a_switch_of_unequal_stages_or_odd_sizes_is_carried_out(
+    train: str, generate: str, groups: list[list[int]]
+) -> None:
+    arguments = asked(train, generate, model="transformer", rounds=1, bucket_mb=0.01)
     done = run(*arguments, "--json")
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout)
-    assert found["groups"]["micro_data"] == [[0, 1], [2, 3]]
+    assert found["groups"]["micro_data"] == groups
     assert set(found["ways"]) == {"in_groups", "point_to_point", "full_gather"}
+    ranks = sum(map(len, groups))
     for way, figures in found["ways"].items():
         assert figures["bit_exact"], way
         assert figures["received_of_M"] == figures["planned_of_M"], way
         assert figures["peak_of_M"] == figures["planned_peak_of_M"], way
         if way != "full_gather":
-            assert figures["redundant_of_M"] == ["0"] * 4
+            assert figures["redundant_of_M"] == ["0"] * ranks
 
 
 def test_what_is_served_lies_in_what_is_trained_where_that_is_more() -> None:
