@@ -1,4 +1,4 @@
-"""Runs whose generators are split over the ranks of the trainer, which fill their parts."""
+"""Runs whose trainer splits layers over its ranks, which fill their generators, or parts of one."""
 
 import json
 import os
@@ -17,14 +17,19 @@ pytestmark = pytest.mark.slow
 STEPS = 3
 MESH = ["trainer.backend=torch", "trainer.world_size=2", "trainer.tensor_parallel=2"]
 SHARED = ["placement.mode=colocated", "generator.tensor_parallel=2"]
-MODES = {"sequential": ["placement.mode=sequential"], "shared": SHARED}
+MODES = {
+    "sequential": ["placement.mode=sequential"],
+    "shared": SHARED,
+    # A generator for each rank, which is sent the other's half of every layer.
+    "whole": ["placement.mode=colocated"],
+}
 # Keys and values make room for training, on both ranks, and are there again to generate.
 TIGHT = [
     *("generator.kv_cache_mb=56", "placement.memory_mb=60", "pipeline.micro_batch_tokens=512"),
 ]
 
 
-def test_a_shared_generator_samples_the_same_tokens_and_the_losses_are_the_same(
+def test_generators_of_ranks_that_split_layers_sample_the_same_tokens_and_the_losses_are_the_same(
     tmp_path: Path,
 ) -> None:
     folder = write_toy(tmp_path)
@@ -43,13 +48,15 @@ def test_a_shared_generator_samples_the_same_tokens_and_the_losses_are_the_same(
     run = Launched(words, folder, module="tests.e2e.recorded")
     assert run.wait() == 0, run.output
     assert run.orphans() == []
-    alone, shared = (trained(folder, mode) for mode in MODES)
+    alone, *others = (trained(folder, mode) for mode in MODES)
     assert {version for version, _, _ in alone} == set(range(STEPS))
-    assert alone == shared
-    found = [rows(folder / "runs" / mode) for mode in MODES]
-    check_same(*found)
+    assert others == [alone, alone]
+    first, shared, whole = (rows(folder / "runs" / mode) for mode in MODES)
+    check_same(first, shared)
+    check_same(first, whole)
     # Each rank serves what it trains.
-    assert [row["weights/bytes"] for row in found[1]] == [0] * STEPS
+    assert [row["weights/bytes"] for row in shared] == [0] * STEPS
+    assert min(row["weights/bytes"] for row in whole) > 0
 
 
 def test_where_a_rank_that_shares_a_generator_is_killed_the_run_ends_and_says_so(
