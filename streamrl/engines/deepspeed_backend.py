@@ -29,6 +29,7 @@ from streamrl.engines.forward import local_device
 from streamrl.engines.optimizer_memory import tensors_of
 from streamrl.engines.ranks import bound_collectives
 from streamrl.engines.resident import lay_side_by_side
+from streamrl.engines.trainer_config import BUCKET_ELEMENTS
 from streamrl.errors import CheckpointError
 from streamrl.resharding import Shard, Storage, whole_shard
 from streamrl.weights.parameters import side_by_side
@@ -39,8 +40,6 @@ if TYPE_CHECKING:
     from streamrl.engines.trainer_config import TrainerConfig
 
 TAG = "zero"
-BUCKET_ELEMENTS = 50_000_000
-"""Elements in one reduction; DeepSpeed allocates that much, and its own default is ten times it."""
 
 
 class DeepSpeedBackend:
@@ -144,7 +143,10 @@ class DeepSpeedBackend:
 
     def optimizer_state(self) -> Iterable[Tensor]:
         """Of this rank's part, with the master weights from stage 1 on."""
-        return tensors_of(self._engine.basic_optimizer)
+        yield from tensors_of(self._engine.basic_optimizer)
+        if self.gathers:
+            # Stage 3 shows them to its optimizer during a step alone.
+            yield from self._engine.optimizer.fp32_partitioned_groups_flat
 
     def save(self, directory: Path) -> None:
         """Write every rank's part of what is trained and of the optimizer. Collective."""

@@ -9,12 +9,12 @@ from streamrl.engines.generator_config import KV_CACHE_MB_ON_CPU, GeneratorConfi
 from streamrl.engines.lora import num_trained
 from streamrl.engines.tensor_parallel import CUT_BY_INPUTS, CUT_BY_OUTPUTS, layers_of, matrices_of
 from streamrl.engines.trainer_config import SHARDS_PARAMETERS, TrainerConfig
+from streamrl.engines.update_memory import FLOAT, passing_memory
 from streamrl.placement.memory import MB, WorkerMemory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-FLOAT = 4
 MOMENTS = 2 * FLOAT
 """AdamW's, bytes of a trained element."""
 LAYER_VALUES = 17
@@ -50,10 +50,19 @@ def worker_memory(
         # The optimizer works on what a rank keeps.
         trained = trained * kept // total
     optimizer, gradients = _states(trainer, trained)
+    largest = min(trained, _largest(module, trainer))
+    passing = passing_memory(trainer, trained=trained, largest=largest, on_gpu=on_gpu)
     kv_mb = generator.kv_cache_mb or (0 if on_gpu else KV_CACHE_MB_ON_CPU)
     tokens = micro_batch_tokens * _token_bytes(module, trainer)
-    activations = tokens + gathered * itemsize
-    return WorkerMemory(kept * itemsize, served, optimizer, gradients, activations, kv_mb * MB)
+    return WorkerMemory(
+        weights=kept * itemsize,
+        served=served,
+        optimizer=optimizer,
+        gradients=gradients + passing.held,
+        activations=tokens + gathered * itemsize + passing.backward,
+        update=passing.update,
+        kv=kv_mb * MB,
+    )
 
 
 def shares_weights(trainer: TrainerConfig, generator: GeneratorConfig, *, on_gpu: bool) -> bool:
@@ -96,10 +105,18 @@ def _kept(module: "PreTrainedModel", trainer: TrainerConfig, elements: int) -> t
         kept += matrices // trainer.tensor_parallel - matrices
     if trainer.zero_stage != SHARDS_PARAMETERS or trainer.num_shares == 1:
         return kept, 0
-    # The outermost stays for a whole pass, layers come one by one, each while the last computes.
+    # The outermost stays for a whole pass, layers come one by one, each while the last computes;
+    # a layer's gradient is reduced in a copy.
     outermost = elements - sum(layers)
-    two_layers = 2 * max(layers, default=0) // trainer.tensor_parallel
-    return kept // trainer.num_shares, outermost + two_layers
+    four_layers = 4 * max(layers, default=0) // trainer.tensor_parallel
+    return kept // trainer.num_shares, outermost + four_layers
+
+
+def _largest(module: "PreTrainedModel", trainer: TrainerConfig) -> int:
+    """Elements of the largest parameter that a rank of backend torch keeps."""
+    of_all = max(parameter.numel() for parameter in module.parameters())
+    is_sharded = trainer.gathers and trainer.zero_stage == SHARDS_PARAMETERS
+    return -(-of_all // trainer.num_shares) if is_sharded else of_all
 
 
 def _served_type(generator: GeneratorConfig, *, on_gpu: bool) -> torch.dtype:

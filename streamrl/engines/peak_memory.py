@@ -10,6 +10,18 @@ MB = 1 << 20
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 RESET_PEAK = "5"
 """What has the kernel begin a new peak of resident memory."""
+MMAP_THRESHOLD = -3
+"""The C library's M_MMAP_THRESHOLD: blocks from this size on are mapped apart."""
+LARGE = 1 << 20
+
+
+def give_back_large_at_once() -> None:
+    """From now on give the system what is large as soon as it is freed.
+
+    Otherwise the allocator learns to keep tensors of up to 32 MB for the next ones: of gradients
+    that are freed before an update most would still count while it is made.
+    """
+    ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, LARGE)
 
 
 def give_back_freed() -> None:

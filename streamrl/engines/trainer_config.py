@@ -9,6 +9,9 @@ from streamrl.engines.forward import DTYPES, resolve_dtype
 from streamrl.errors import ConfigError
 
 BACKENDS = ("deepspeed", "torch")
+BUCKET_ELEMENTS = 50_000_000
+"""Elements in one of DeepSpeed's reductions, for which it allocates that much; its own default is
+ten times it."""
 
 SHARDS_PARAMETERS = 3
 """The ZeRO stage in which a rank holds only its part of the parameters."""

@@ -32,9 +32,9 @@ class PlacementConfig:
     address: an existing Ray cluster; empty starts a local instance for the run.
     cpus: CPU slots of the local instance; null takes as many as the run asks for.
     memory_mb: what the engines of a worker that both trains and generates may hold together, MiB:
-        weights, optimizer, gradients, activations, KV cache; where they do not fit, the KV cache is
-        released while it trains, and the optimizer's state put aside while it does not. null is no
-        bound.
+        weights, optimizer, gradients, activations or what an update takes, KV cache; where they do
+        not fit, the KV cache is released while it trains, and the optimizer's state put aside while
+        it does not. null is no bound.
     object_store_mb: size of the local instance's object store, MiB.
     """
 

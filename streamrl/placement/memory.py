@@ -12,8 +12,10 @@ class WorkerMemory:
     """What the engines of one hybrid worker hold, in bytes; libraries come on top.
 
     weights: the trainer's. served: the generator's own, where it cannot use those. optimizer: with
-    master weights, if there are any. gradients: kept from micro-batch to micro-batch. activations:
-    of one micro-batch, about, with what is gathered for it. kv: keys and values.
+    master weights, if there are any. gradients: kept from micro-batch to micro-batch, with what
+    they are reduced in, if that stays. activations: of one micro-batch, about, with what is
+    gathered and reduced for it. update: what an update takes on top, when there are no activations.
+    kv: keys and values.
     """
 
     weights: int
@@ -21,6 +23,7 @@ class WorkerMemory:
     optimizer: int
     gradients: int
     activations: int
+    update: int
     kv: int
     releases_kv: bool = False
     offloads_optimizer: bool = False
@@ -32,9 +35,9 @@ class WorkerMemory:
 
     @property
     def train(self) -> int:
-        """While it trains."""
+        """While it trains: in a micro-batch or in an update, whichever takes more."""
         kv = 0 if self.releases_kv else self.kv
-        return self._always + self.optimizer + self.activations + kv
+        return self._always + self.optimizer + max(self.activations, self.update) + kv
 
     def within(self, budget_mb: int | None) -> "WorkerMemory":
         """With the KV cache released while it trains, and the optimizer's state offloaded while it
@@ -68,7 +71,9 @@ class WorkerMemory:
         if phase == "generate" and self.offloads_optimizer:
             del parts["optimizer"]
         if phase == "train":
-            parts["activations"] = self.activations
+            updates = self.update > self.activations
+            most = max(self.activations, self.update)
+            parts["for the update" if updates else "activations"] = most
         if phase == "generate" or not self.releases_kv:
             parts["KV cache"] = self.kv
         return " + ".join(f"{_mb(size)} {what}" for what, size in parts.items() if size)

@@ -1,14 +1,22 @@
 """What a rank and its generator hold, against models that exist."""
 
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.held_memory import worker_memory
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.placement import WorkerMemory
+from tests.engines.memory_ranks import CASES, TOKENS, Case
 from tests.engines.tiny_qwen import VOCABULARY, save, tiny_model
+from tests.engines.trainer_ranks import free_ports
 
 MB = 1 << 20
 
@@ -35,23 +43,36 @@ def test_plain_torch_has_one_copy_of_the_weights_two_moments_and_gradients(path:
     assert found.gradients == sum(p.grad.nbytes for p in model.parameters() if p.grad is not None)
     assert found.optimizer == sum(moment.nbytes for moment in moments)
     assert (found.served, found.activations, found.kv) == (0, 0, 3 * MB)
+    # Roots of second moments, and what they are divided into.
+    assert found.update == 2 * max(p.nbytes for p in model.parameters())
 
 
 @pytest.mark.parametrize(
-    ("stage", "weights", "served", "optimizer", "gradients"),
-    [(0, 4, 0, 8, 4), (1, 4, 0, 6, 4), (2, 4, 0, 6, 2), (3, 2, 4, 6, 2)],
+    ("stage", "weights", "served", "optimizer", "gradients", "activations", "update"),
+    [
+        (0, 4, 0, 8, 4, 0, 4),
+        (1, 4, 0, 6, 4, 0, 4),
+        # A bucket as large as the model, and its copy.
+        (2, 4, 0, 6, 2, 8, 4),
+        # That bucket stays; whole parameters come for a forward pass.
+        (3, 2, 4, 6, 6, 8, 6),
+    ],
 )
 def test_what_two_ranks_of_each_zero_stage_hold_of_an_element(
-    path: str, stage: int, weights: int, served: int, optimizer: int, gradients: int
+    path: str,
+    stage: int,
+    weights: int,
+    served: int,
+    optimizer: int,
+    gradients: int,
+    activations: int,
+    update: int,
 ) -> None:
     num = sum(p.numel() for p in tiny_model(tied=True, seed=0).parameters())
     found = of(path, TrainerConfig(world_size=2, zero_stage=stage))
-    assert found.weights == weights * num
-    assert found.served == served * num
-    assert found.optimizer == optimizer * num
-    assert found.gradients == gradients * num
-    # Whole parameters come for a forward pass.
-    assert found.activations == (4 * num if stage == 3 else 0)
+    assert (found.weights, found.served) == (weights * num, served * num)
+    assert (found.optimizer, found.gradients) == (optimizer * num, gradients * num)
+    assert (found.activations, found.update) == (activations * num, update * num)
 
 
 @pytest.mark.parametrize(
@@ -144,3 +165,42 @@ def test_activations_grow_with_the_micro_batch_and_are_less_with_checkpoints(pat
     assert found.activations == 10 * 4 * (layers * 17 * hidden + 3 * VOCABULARY)
     less = of(path, TrainerConfig(gradient_checkpointing=True), tokens=10)
     assert less.activations == 10 * 4 * ((layers + 17) * hidden + 3 * VOCABULARY)
+
+
+SLACK = 1.2
+"""Libraries that come with the first step, and what the allocator keeps."""
+
+
+@pytest.fixture(scope="module")
+def grown(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Mapping[str, Any]]:
+    """A model of 64 M parameters, and what ranks that trained it saw, by case."""
+    folder = tmp_path_factory.mktemp("grown")
+    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": VOCABULARY}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    config = Qwen2Config(**sizes, **heads, num_hidden_layers=5, tie_word_embeddings=True)
+    path = save(Qwen2ForCausalLM(config), folder / "model")
+    ports = [str(port) for port in free_ports(len(CASES))]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.engines.memory_ranks", str(folder), path, *ports],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    seen: dict[str, Any] = {}
+    for rank in range(2):
+        seen |= torch.load(folder / f"{rank}.pt")
+    return path, seen
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.label)
+def test_trainers_have_in_memory_what_is_stated(
+    grown: tuple[str, Mapping[str, Any]], case: Case
+) -> None:
+    path, seen = grown
+    stated = replace(of(path, case.config, tokens=TOKENS), kv=0, served=0)
+    measured = seen[case.label]
+    assert stated.train / MB / SLACK < measured["peak"] < stated.train / MB * SLACK
+    assert 0.9 < measured["offloaded"] / (stated.optimizer / MB) < 1.1

@@ -1,16 +1,24 @@
 """What a hybrid worker holds, as sums a person can check, and budgets."""
 
+from dataclasses import replace
+
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from streamrl.errors import ConfigError
 from streamrl.placement import WorkerMemory
 
 MB = 1 << 20
+SIZES = ("weights", "served", "optimizer", "gradients", "activations", "update", "kv")
 
 
 def held(**other: int) -> WorkerMemory:
-    """4 of weights, 8 of optimizer, 4 of gradients, 30 of activations, 64 of KV cache."""
-    sizes = {"weights": 4, "served": 0, "optimizer": 8, "gradients": 4, "activations": 30, "kv": 64}
+    """4 of weights, 8 of optimizer, 4 of gradients, 30 of activations, 64 of KV cache; 12 for the
+    update, which is less than activations.
+    """
+    sizes = {"weights": 4, "served": 0, "optimizer": 8, "gradients": 4, "activations": 30}
+    sizes |= {"update": 12, "kv": 64}
     return WorkerMemory(**{name: size * MB for name, size in {**sizes, **other}.items()})
 
 
@@ -54,3 +62,34 @@ def test_a_budget_that_can_never_be_kept_is_refused_with_the_sum() -> None:
     )
     with pytest.raises(ConfigError, match=r"to train, a worker holds 116 MB = .* 100 activations"):
         held(activations=100).within(90)
+
+
+def test_an_update_that_takes_more_than_a_micro_batch_is_the_peak() -> None:
+    found = held(update=40)
+    assert found.train == (4 + 8 + 4 + 40 + 64) * MB
+    assert found.generate == held().generate
+    assert found.sum("train") == (
+        "4 weights + 8 optimizer + 4 gradients + 40 for the update + 64 KV cache"
+    )
+    assert (held().within(110).releases_kv, found.within(110).releases_kv) == (False, True)
+    with pytest.raises(ConfigError, match=r"to train, a worker holds 106 MB = .* 90 for the upd"):
+        held(update=90).within(105)
+
+
+@given(st.fixed_dictionaries({name: st.integers(0, 50) for name in SIZES}), st.integers(1, 400))
+def test_a_budget_is_kept_or_refused_and_nothing_is_given_up_in_vain(
+    sizes: dict[str, int], budget_mb: int
+) -> None:
+    every = held(**sizes)
+    try:
+        found = every.within(budget_mb)
+    except ConfigError:
+        least = replace(every, releases_kv=True, offloads_optimizer=True)
+        assert max(least.train, least.generate) > budget_mb * MB
+        return
+    assert max(found.train, found.generate) <= budget_mb * MB
+    assert found.releases_kv is (every.train > budget_mb * MB)
+    assert found.offloads_optimizer is (every.generate > budget_mb * MB)
+    spoken = [found.sum("train"), found.sum("generate")]
+    sums = [sum(int(part.split()[0]) for part in text.split(" + ") if part) for text in spoken]
+    assert sums == [found.train // MB, found.generate // MB]

@@ -1,0 +1,113 @@
+"""What ranks of real trainers have in memory, in two processes: each alone, and both together.
+
+What a process reports is above what it had before there was a model.
+"""
+
+import gc
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+
+from streamrl.algorithms import AlgorithmConfig
+from streamrl.engines.peak_memory import (
+    STATUS,
+    PeakMemory,
+    give_back_freed,
+    give_back_large_at_once,
+)
+from streamrl.engines.trainer_config import TrainerConfig
+from tests.engines.tiny_groups import made_up_groups
+
+MB = 1 << 20
+WORLD = 2
+UPDATES = 2
+MICRO_BATCHES = 2
+#: Tokens of a micro-batch at most: four rollouts.
+TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """A kind of trainer, by its backend and stage, and on how many ranks."""
+
+    backend: str
+    zero_stage: int
+    world_size: int = 1
+
+    @property
+    def label(self) -> str:
+        return f"{self.backend}-{self.zero_stage}-{self.world_size}"
+
+    @property
+    def config(self) -> TrainerConfig:
+        return TrainerConfig(
+            backend=self.backend,
+            zero_stage=self.zero_stage,
+            world_size=self.world_size,
+            dtype="float32",
+        )
+
+
+ALONE = (Case("torch", 1), Case("deepspeed", 1))
+# DeepSpeed comes last: it leaves functions of its own behind, which know nothing of FSDP.
+TOGETHER = (Case("torch", 3, WORLD), Case("deepspeed", 2, WORLD), Case("deepspeed", 3, WORLD))
+CASES = (*ALONE, *TOGETHER)
+
+
+def main(folder: Path, model_path: str, ports: list[str]) -> None:
+    mp.spawn(one_rank, args=(folder, model_path, ports), nprocs=WORLD)
+
+
+def one_rank(rank: int, folder: Path, model_path: str, ports: list[str]) -> None:
+    from streamrl.engines.deepspeed_backend import _import_deepspeed
+
+    give_back_large_at_once()  # as a worker does
+    _import_deepspeed()
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    seen = {}
+    sharded, *others = TOGETHER
+    for case in (sharded, ALONE[rank], *others):
+        if case.world_size > 1:
+            os.environ["MASTER_PORT"] = ports.pop()
+        seen[case.label] = train(case, rank, model_path)
+    torch.save(seen, folder / f"{rank}.pt")
+
+
+def train(case: Case, rank: int, model_path: str) -> dict[str, float]:
+    """The peak of some steps, and what the optimizer's state gave back, MB."""
+    from streamrl.engines.tasks import PolicyTask
+    from streamrl.engines.training import ModelTrainer
+
+    algorithm, groups = AlgorithmConfig(), made_up_groups()
+    settings = algorithm.settings(max_length=8, reward_weights={})
+    task = PolicyTask(model_path, algorithm.row, settings, 1.0)
+    picks = [("0:0:0", i) for i in range(4)]
+    gc.collect()
+    give_back_freed()
+    before = resident_mb()
+    trainer = ModelTrainer(task, config=case.config, rank=rank if case.world_size > 1 else 0)
+    memory = PeakMemory()
+    for _ in range(UPDATES):
+        for _ in range(MICRO_BATCHES):
+            trainer.train_micro_batch(groups, picks)
+        trainer.step(4.0)
+    memory.ends("train")
+    give_back_freed()
+    held = resident_mb()
+    trainer.offload_optimizer()
+    offloaded = held - resident_mb()
+    trainer.close()
+    return {"peak": memory.drain()["train"] - before, "offloaded": offloaded}
+
+
+def resident_mb() -> float:
+    lines = STATUS.read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1024
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])
