@@ -6,7 +6,6 @@ from typing import Any
 from streamrl.actors.generator import GeneratorActor, PartActor
 from streamrl.actors.residence import Residence
 from streamrl.actors.trainer import TrainerActor
-from streamrl.engines.peak_memory import give_back_large_at_once
 
 
 class HybridActor:
@@ -14,7 +13,6 @@ class HybridActor:
 
     def __init__(self, leads: bool = True) -> None:
         """`leads` is whether the generator samples here, and not only computes along."""
-        give_back_large_at_once()
         residence = Residence()
         generator = GeneratorActor(residence) if leads else PartActor(residence)
         self._parts = {"trainer": TrainerActor(residence), "generator": generator}

@@ -43,7 +43,7 @@ from streamrl.engines.batching import derive_columns
 from streamrl.engines.forward import local_device, token_values
 from streamrl.engines.generator_config import generation_env
 from streamrl.engines.packing import Pick, pack
-from streamrl.engines.peak_memory import give_back_freed
+from streamrl.engines.peak_memory import give_back_freed, give_back_large_at_once
 from streamrl.engines.ranks import deadline
 from streamrl.engines.rollout_sums import rollout_sums
 from streamrl.engines.schedule import Pace, Schedule
@@ -193,6 +193,8 @@ class PolicyWorker(TrainedWorker):
                 " its trainer, else the KV cache takes what there is"
             )
         self._memory = loop_memory(config, on_gpu=on_gpu)
+        if config.placement.memory_mb is not None:
+            give_back_large_at_once()
         self._residence = Residence()
         super().__init__(place, config, POLICY)
         self._settings = self._config.settings

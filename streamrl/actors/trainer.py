@@ -24,7 +24,7 @@ from streamrl.checkpoint import CheckpointWriter
 from streamrl.dataflow import MOVED, POLICY, Call
 from streamrl.engines.moving_reference import MovingReference
 from streamrl.engines.packing import MicroBatch, Pick, Round
-from streamrl.engines.peak_memory import give_back_freed
+from streamrl.engines.peak_memory import give_back_freed, give_back_large_at_once
 from streamrl.engines.rollout_sums import rollout_sums
 from streamrl.engines.schedule import Pace, Turn
 from streamrl.engines.trainer_config import TrainerConfig
@@ -76,6 +76,8 @@ class TrainerActor:
         memory = wiring.memory
         self._releases_kv = memory is not None and memory.releases_kv
         self._offloads = memory is not None and memory.offloads_optimizer
+        if self._residence is not None and self._config.placement.memory_mb is not None:
+            give_back_large_at_once()
         self._max_length = wiring.max_length
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting.address, str(meeting.port)
         make = wiring.engines.trainer

@@ -19,7 +19,8 @@ def give_back_large_at_once() -> None:
     """From now on give the system what is large as soon as it is freed.
 
     Otherwise the allocator learns to keep tensors of up to 32 MB for the next ones: of gradients
-    that are freed before an update most would still count while it is made.
+    that are freed before an update most would still count while it is made. Memory that is new
+    each time costs time.
     """
     ctypes.CDLL(None).mallopt(MMAP_THRESHOLD, LARGE)
 

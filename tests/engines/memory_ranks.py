@@ -65,7 +65,7 @@ def main(folder: Path, model_path: str, ports: list[str]) -> None:
 def one_rank(rank: int, folder: Path, model_path: str, ports: list[str]) -> None:
     from streamrl.engines.deepspeed_backend import _import_deepspeed
 
-    give_back_large_at_once()  # as a worker does
+    give_back_large_at_once()  # as a worker with a budget does
     _import_deepspeed()
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     seen = {}
