@@ -1,6 +1,10 @@
 """Peaks of memory by phase, of the test's own process."""
 
+import subprocess
+import sys
+
 import numpy as np
+import pytest
 
 from streamrl.engines.peak_memory import PeakMemory
 
@@ -28,3 +32,28 @@ def test_of_two_stretches_of_a_phase_the_larger_counts() -> None:
         memory.ends("train")
     peaks = memory.drain()
     assert peaks["train"] >= peaks["between"] + 50
+
+
+FREED = """
+import sys
+import torch
+from streamrl.engines.peak_memory import STATUS, give_back_large_at_once
+
+if sys.argv[1] == "at once":
+    give_back_large_at_once()
+for _ in range(2):
+    # The second time the allocator has learnt of the first.
+    held = [torch.ones(8 << 18) for _ in range(20)]
+    last = [torch.ones(1 << 10) for _ in range(100)]
+    del held
+print(next(line for line in STATUS.read_text().splitlines() if line.startswith("VmRSS")).split()[1])
+"""
+
+
+@pytest.mark.slow
+def test_what_is_large_goes_back_when_it_is_freed() -> None:
+    kept, back = (
+        subprocess.run([sys.executable, "-c", FREED, how], capture_output=True, check=True)
+        for how in ("later", "at once")
+    )
+    assert int(kept.stdout) - int(back.stdout) > 100 * 1024
