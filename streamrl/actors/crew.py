@@ -18,7 +18,7 @@ from streamrl.actors.generator import GeneratorActor
 from streamrl.actors.hybrid import HybridActor, Part
 from streamrl.actors.reporting import RoleActors
 from streamrl.actors.scorer import ScorerActor
-from streamrl.actors.seats import Seats
+from streamrl.actors.seats import OwnSeats, Seats
 from streamrl.actors.trainer import Meeting, TrainerActor
 from streamrl.actors.wiring import Wiring
 from streamrl.checkpoint import Checkpoint
@@ -54,7 +54,7 @@ class Crew:
         self._config = config
         self._on_gpu = on_gpu
         self._demands = {d.calls[0].role: d for d in demands(config, prepared, on_gpu) if d.calls}
-        self._seats: Seats | None = None
+        self._seats: Seats | OwnSeats | None = None
         self._node = ""
         self._starts: dict[str, Callable[[], Any]] = {}
         self._wiring: Wiring | None = None
@@ -83,16 +83,13 @@ class Crew:
     def fill(self, node: str, waiting: Callable[[str], None]) -> None:
         """Make the actors of all roles; where weights travel, only on `node` if one is named.
 
-        `waiting` is told what is waited for. Raises ConfigError if slots to share are not free.
+        `waiting` is told what is waited for. Raises ConfigError if slots to share, or those of the
+        ranks of a model, are not free.
         """
         self._node = node
-        config = self._config
-        is_hybrid = config.placement.is_hybrid
-        if config.placement.shared:
-            on_gpu = {role for role, demand in self._demands.items() if demand.gpus}
-            self._seats = Seats(
-                placement_of(config), is_hybrid=is_hybrid, on_gpu=on_gpu, waiting=waiting
-            )
+        is_hybrid = self._config.placement.is_hybrid
+        # Before all others: who comes one by one could leave the ranks of a model no room together.
+        self._seats = self._reserve(waiting)
         together = (GENERATE.role, POLICY) if is_hybrid else ()
         hosts = self._hybrids(together)
         for role, demand in self._demands.items():
@@ -105,6 +102,19 @@ class Crew:
                     self._hire(name, demand, self._seat(demand, i)) for i, name in enumerate(names)
                 ]
             self.roles[role] = RoleActors(demand.calls, names, actors)
+
+    def _reserve(self, waiting: Callable[[str], None]) -> Seats | OwnSeats:
+        """The slots that are had together, or not at all."""
+        config = self._config
+        if not config.placement.shared:
+            trained = {role: self._demands[role] for role in config.dataflow.trained}
+            return OwnSeats(trained, node=self._node, waiting=waiting)
+        return Seats(
+            placement_of(config),
+            is_hybrid=config.placement.is_hybrid,
+            on_gpu={role for role, demand in self._demands.items() if demand.gpus},
+            waiting=waiting,
+        )
 
     def _hybrids(self, roles: Sequence[str]) -> list[Any]:
         """The processes that host these roles together, one for each rank of the trainer."""
@@ -139,12 +149,13 @@ class Crew:
 
     def _seat(self, demand: Demand, index: int) -> dict[str, Any]:
         """What Ray is asked for, for one of the actors a run begins with."""
-        if self._seats is None:
-            return self._place(demand)
-        return self._seats.options(demand.calls[0].role, index)
+        role = demand.calls[0].role
+        if self._seats is not None and role in self._seats:
+            return self._seats.options(role, index)
+        return self._place(demand)
 
     def _place(self, demand: Demand) -> dict[str, Any]:
-        """What Ray is asked for, for an actor that shares nothing."""
+        """What Ray is asked for, for an actor that takes a place by itself."""
         found: dict[str, Any] = {"num_cpus": demand.cpus, "num_gpus": demand.gpus}
         if self._stays(demand):
             # Also when it is started again, or hired once there are other nodes.

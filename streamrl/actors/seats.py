@@ -1,12 +1,16 @@
-"""Devices that several actors share: slots of a Ray placement group, and a part of one for each."""
+"""Slots of Ray placement groups: for actors that share devices, and for the ranks of a model."""
 
+import contextlib
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
 from ray.util.placement_group import (
+    NODE_ID_LABEL_KEY,
     PlacementGroup,
     placement_group,
     placement_group_table,
@@ -15,10 +19,12 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from streamrl.errors import ConfigError
-from streamrl.placement import Placement
+from streamrl.placement import Demand, Placement
 
 ROOM_S = 60.0
 """Longest wait until a cluster has room for all slots, s."""
+GIVE_BACK_S = 5.0
+"""Longest wait until a cluster has taken slots back, s: one that is lost never does."""
 
 #: What a slot has, by Ray's name of the resource.
 Bundle = Mapping[str, float]
@@ -28,25 +34,47 @@ def reserve(
     bundles: Sequence[Bundle],
     *,
     strategy: str = "PACK",
+    node: str = "",
     timeout_s: float = ROOM_S,
     waiting: Callable[[str], None] = lambda text: None,
 ) -> PlacementGroup:
-    """A slot for each of the bundles, all of them or none.
+    """A slot for each of the bundles, all of them or none; only on `node` if one is named.
 
     `waiting` is told every second what is waited for. Raises ConfigError if the cluster has no room
     for them in time.
     """
-    group = placement_group([dict(bundle) for bundle in bundles], strategy=strategy)
+    group = placement_group(
+        [dict(bundle) for bundle in bundles],
+        strategy=strategy,
+        bundle_label_selector=[{NODE_ID_LABEL_KEY: node}] * len(bundles) if node else None,
+    )
     deadline = time.monotonic() + timeout_s
     try:
         while not group.wait(max(0.0, min(1.0, deadline - time.monotonic()))):
             if time.monotonic() > deadline:
-                raise _no_room(bundles, timeout_s)
+                raise _no_room(bundles, node, timeout_s)
             waiting(f"waiting for room for {len(bundles)} slots")
     except BaseException:
-        remove_placement_group(group)
+        give_back(group)
         raise
     return group
+
+
+def give_back(*groups: PlacementGroup) -> None:
+    """Free the slots of these; what runs there is ended. Of no effect on a cluster that is lost."""
+
+    def remove() -> None:
+        for group in groups:
+            with contextlib.suppress(RayError):
+                remove_placement_group(group)
+
+    # Without a connection Ray would look for a cluster to connect to.
+    if not groups or not ray.is_initialized():
+        return
+    # The call has no deadline of its own.
+    removal = threading.Thread(target=remove, daemon=True)
+    removal.start()
+    removal.join(GIVE_BACK_S)
 
 
 def bundle_order(group: PlacementGroup, bundles: Sequence[Bundle]) -> list[int]:
@@ -69,7 +97,7 @@ def neighbours(bundles: Sequence[Bundle], nodes: Sequence[str]) -> list[int]:
     return found
 
 
-def _no_room(bundles: Sequence[Bundle], timeout_s: float) -> ConfigError:
+def _no_room(bundles: Sequence[Bundle], node: str, timeout_s: float) -> ConfigError:
     free, have = ray.available_resources(), ray.cluster_resources()
     names = dict.fromkeys(name for bundle in bundles for name in bundle)
     told = ", ".join(f"{free.get(k, 0):g} of {have.get(k, 0):g} {k}" for k in names)
@@ -77,7 +105,9 @@ def _no_room(bundles: Sequence[Bundle], timeout_s: float) -> ConfigError:
         " and ".join(f"{amount:g} {name}" for name, amount in bundle.items()) for bundle in bundles
     )
     slots = " and ".join(f"{count} slots of {each} each" for each, count in kinds.items())
-    return ConfigError(f"{slots} found no room in {timeout_s:g} s; free are {told}")
+    where = f" on the node {node}" if node else ""
+    free_in = "free in all" if node else "free"
+    return ConfigError(f"{slots} found no room{where} in {timeout_s:g} s; {free_in} are {told}")
 
 
 class Seats:
@@ -125,6 +155,69 @@ class Seats:
         """How many an actor of each of these roles is."""
         return len({self._within.get(role, role) for role in roles})
 
+    def __contains__(self, role: str) -> bool:
+        """Whether the actors of a role have their places here; in such a run all do."""
+        return role in self._placement.slots
+
     def close(self) -> None:
         """Give the slots back; what runs there is ended."""
-        remove_placement_group(self._group)
+        give_back(self._group)
+
+
+class OwnSeats:
+    """The places of the ranks of trained models which have slots of their own.
+
+    The ranks of a model get all their slots or none, neighbours on one node as far as can be. One
+    rank alone needs nothing of this, and is not in here. For `node` and `waiting` see `reserve`.
+    Raises ConfigError if a model finds no room; then none keeps any.
+    """
+
+    def __init__(
+        self,
+        demands: Mapping[str, Demand],
+        *,
+        node: str,
+        waiting: Callable[[str], None],
+    ) -> None:
+        self._groups: dict[str, PlacementGroup] = {}
+        self._bundles: dict[str, list[int]] = {}
+        self._shares: dict[str, dict[str, Any]] = {}
+        try:
+            for role, demand in demands.items():
+                # Ray refuses slots of nothing.
+                if demand.count > 1 and (demand.cpus or demand.gpus):
+                    self._reserve(role, demand, node, waiting)
+        except BaseException:
+            self.close()
+            raise
+
+    def _reserve(
+        self, role: str, demand: Demand, node: str, waiting: Callable[[str], None]
+    ) -> None:
+        amounts = {"CPU": float(demand.cpus), "GPU": float(demand.gpus)}
+        bundles = [{name: amount for name, amount in amounts.items() if amount}] * demand.count
+        try:
+            group = reserve(
+                bundles,
+                node=node,
+                timeout_s=ROOM_S,
+                waiting=lambda text: waiting(f"{demand.role}: {text}"),
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{demand.key}={demand.count}: {error}") from None
+        self._groups[role] = group
+        self._bundles[role] = bundle_order(group, bundles)
+        self._shares[role] = {"num_cpus": demand.cpus, "num_gpus": demand.gpus}
+
+    def __contains__(self, role: str) -> bool:
+        """Whether the ranks of a role have their places here."""
+        return role in self._groups
+
+    def options(self, role: str, index: int) -> dict[str, Any]:
+        """What Ray needs to be told to make the rank of this number in its slot."""
+        where = PlacementGroupSchedulingStrategy(self._groups[role], self._bundles[role][index])
+        return {**self._shares[role], "scheduling_strategy": where}
+
+    def close(self) -> None:
+        """Give the slots back; what runs there is ended."""
+        give_back(*self._groups.values())

@@ -1,6 +1,7 @@
-"""Slots that actors share: reserved together, and told of when there is no room."""
+"""Slots that are reserved together, and told of when there is no room."""
 
 import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -8,9 +9,10 @@ import pytest
 import ray
 from ray.util.placement_group import placement_group_table, remove_placement_group
 
-from streamrl.actors.seats import Seats, neighbours, reserve
+from streamrl.actors import seats as seats_module
+from streamrl.actors.seats import OwnSeats, Seats, give_back, neighbours, reserve
 from streamrl.errors import ConfigError
-from streamrl.placement import lay_out
+from streamrl.placement import Demand, lay_out
 
 pytestmark = pytest.mark.slow
 
@@ -96,3 +98,71 @@ def test_a_wait_for_room_can_be_broken_off_and_leaves_nothing() -> None:
         reserve([{"CPU": 1.0}] * 4, waiting=stop)
     left = [group["state"] for group in placement_group_table().values()]
     assert set(left) == {"REMOVED"}
+
+
+def ranks(count: int, *, cpus: int = 1, gpus: int = 0) -> Demand:
+    """What so many ranks of the policy ask for."""
+    key = "trainer.world_size"
+    return Demand((), role="trainer", key=key, count=count, cpus=cpus, gpus=gpus)
+
+
+def test_ranks_of_a_model_have_slots_of_their_own_which_are_given_back() -> None:
+    said: list[str] = []
+    # A rank alone takes a place as any actor does, and what asks for nothing has no slot.
+    demands = {"policy": ranks(3), "critic": ranks(1), "cost_critic": ranks(2, cpus=0)}
+    here = ray.get_runtime_context().get_node_id()
+    seats = OwnSeats(demands, node=here, waiting=said.append)
+    assert [role for role in demands if role in seats] == ["policy"]
+    options = [seats.options("policy", rank) for rank in range(3)]
+    indices = [each["scheduling_strategy"].placement_group_bundle_index for each in options]
+    assert indices == [0, 1, 2]
+    assert shares(options) == [{"CPU": 1.0}] * 3
+    assert not said
+    seats.close()
+    remove_placement_group(reserve([{"CPU": 1.0}] * 3, timeout_s=60.0))
+
+
+def test_a_model_whose_ranks_find_no_room_is_named_and_no_other_keeps_its_slots(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(seats_module, "ROOM_S", 2.0)
+    said: list[str] = []
+    words = (
+        r"trainer.world_size=2: 2 slots of 1 CPU each found no room in 2 s; free are \S+ of 3 CPU"
+    )
+    with pytest.raises(ConfigError, match=words):
+        OwnSeats({"critic": ranks(2), "policy": ranks(2)}, node="", waiting=said.append)
+    assert set(said) == {"trainer: waiting for room for 2 slots"}
+    remove_placement_group(reserve([{"CPU": 1.0}] * 3, timeout_s=60.0))
+
+    # A core that nobody asks for is no part of a slot.
+    with pytest.raises(ConfigError, match=r"2 slots of 1 GPU each .* free are \S+ of 1 GPU$"):
+        OwnSeats({"policy": ranks(2, cpus=0, gpus=1)}, node="", waiting=said.append)
+
+
+def test_slots_of_a_cluster_that_is_lost_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    group, asked = reserve([{"CPU": 1.0}]), threading.Event()
+
+    def unanswered(group: Any) -> None:
+        asked.set()
+        threading.Event().wait()
+
+    def refused(group: Any) -> None:
+        raise ray.exceptions.RaySystemError("lost")
+
+    monkeypatch.setattr(seats_module, "GIVE_BACK_S", 0.1)
+    with monkeypatch.context() as patch:
+        patch.setattr(seats_module, "remove_placement_group", unanswered)
+        give_back(group)
+        assert asked.is_set()
+        # Without a connection, Ray is asked nothing: it would look for a cluster.
+        asked.clear()
+        patch.setattr(ray, "is_initialized", lambda: False)
+        give_back(group)
+        assert not asked.is_set()
+    with monkeypatch.context() as patch:
+        patch.setattr(seats_module, "remove_placement_group", refused)
+        patch.setattr(threading, "excepthook", lambda arguments: asked.set())
+        give_back(group)
+        assert not asked.is_set()
+    remove_placement_group(group)

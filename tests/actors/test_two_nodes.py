@@ -18,8 +18,10 @@ import torch
 from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from streamrl.actors import seats
 from streamrl.actors.crew import Crew
 from streamrl.actors.remote_shard import RemoteShard
+from streamrl.actors.seats import give_back, reserve
 from streamrl.actors.shard import create_shards
 from streamrl.actors.weight_travel import WeightTravel
 from streamrl.algorithms import AlgorithmConfig
@@ -27,6 +29,8 @@ from streamrl.buffer import Bounds, ExperienceQueue, Files, Ports, QueueConfig, 
 from streamrl.config import ModelConfig, RunConfig
 from streamrl.data import DataConfig
 from streamrl.dataflow import POLICY
+from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS, Array, Columns, Prompt
 from streamrl.placement import PlacementConfig
 from streamrl.preflight import Prepared
@@ -156,30 +160,21 @@ def two_nodes(patch: pytest.MonkeyPatch) -> Iterator[Nodes]:
 
 
 def node_of(actor: Any) -> str:
-    return str(
-        ray.get(actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id()))
-    )
+    reply = actor.__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())
+    return str(ray.get(reply, timeout=120.0))
 
 
 def test_who_publishes_or_follows_stays_on_one_node_also_when_hired_or_started_again(
     nodes: Nodes,
 ) -> None:
     here, there = nodes.ids
-    config = RunConfig(
-        model=ModelConfig(path="model"),
-        data=DataConfig(train="rows.jsonl"),
-        rewards=[RewardConfig(kind="exact")],
-        algorithm=AlgorithmConfig(name="ppo"),
-        placement=PlacementConfig(address="local"),
-    )
-    nothing: Any = None
-    prepared = Prepared(config.dataflow, nothing, {}, (), 8, 0, ())
-    crew = Crew(config, prepared, on_gpu=False)
+    crew = crew_of(ranks=2)
     crew.fill(there, print)
     try:
         generator, _ = crew.hire("generator")
         bound = {name for name in crew.actors if not name.startswith("reward")}
-        assert bound == {"generator-0", "generator-1", "value-0", "trainer-0", "critic-0"}
+        trained = {"trainer-0", "trainer-1", "critic-0", "critic-1"}
+        assert bound == {"generator-0", "generator-1", "value-0", *trained}
         assert {name: node_of(crew.actors[name]) for name in bound} == dict.fromkeys(bound, there)
 
         place = "on the node whose memory weights travel through"
@@ -195,6 +190,52 @@ def test_who_publishes_or_follows_stays_on_one_node_also_when_hired_or_started_a
         assert node_of(crew.actors["reward-0"]) in (here, there)
     finally:
         crew.close()
+
+
+def crew_of(*, ranks: int) -> Crew:
+    """The actors of a run with PPO, none of which is made; each model has so many ranks."""
+    config = RunConfig(
+        model=ModelConfig(path="model"),
+        data=DataConfig(train="rows.jsonl"),
+        rewards=[RewardConfig(kind="exact")],
+        algorithm=AlgorithmConfig(name="ppo"),
+        placement=PlacementConfig(address="local"),
+        trainer=TrainerConfig(world_size=ranks),
+    )
+    nothing: Any = None
+    return Crew(config, Prepared(config.dataflow, nothing, {}, (), 8, 0, ()), on_gpu=False)
+
+
+def test_ranks_of_a_model_are_on_one_node_if_that_has_room_and_come_before_others(
+    nodes: Nodes,
+) -> None:
+    taken = reserve([{"CPU": 3.0}] * 2, strategy="STRICT_SPREAD", timeout_s=60.0)
+    crew = crew_of(ranks=3)
+    try:
+        # Five slots are free on each: who else there is would leave neither of them three.
+        crew.fill("", print)
+        for role in ("trainer", "critic"):
+            names = [f"{role}-{rank}" for rank in range(3)]
+            assert len({node_of(crew.actors[name]) for name in names}) == 1
+    finally:
+        crew.close()
+        give_back(taken)
+
+
+def test_where_one_model_finds_no_room_on_the_named_node_nothing_is_left(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, there = nodes.ids
+    monkeypatch.setattr(seats, "ROOM_S", 2.0)
+    # The other model gets two of the three slots that are free.
+    taken, crew = reserve([{"CPU": 5.0}], node=there, timeout_s=60.0), crew_of(ranks=2)
+    words = f"trainer.world_size=2: 2 slots of 1 CPU each found no room on the node {there} in 2 s"
+    with pytest.raises(ConfigError, match=words + r"; free in all are \S+ of 16 CPU$"):
+        crew.fill(there, print)
+    crew.close()
+    give_back(taken)
+    assert not crew.actors
+    give_back(reserve([{"CPU": 8.0}], node=there, timeout_s=60.0))
 
 
 def node_of_again(actor: Any) -> str:
