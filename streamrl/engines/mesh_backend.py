@@ -56,6 +56,8 @@ class MeshBackend:
         self._is_sharded = config.zero_stage == SHARDS_PARAMETERS and self._data.size() > 1
         if self._tensor.size() > 1:
             split_layers(module, self._tensor)
+            for parameter in module.parameters():
+                _lay_apart(_local(parameter))
         if self._is_sharded:
             self._shard()
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -201,6 +203,12 @@ def _kept(tensor: Tensor) -> Tensor:
 def _local(parameter: Tensor) -> Tensor:
     """The tensor a parameter has on this rank; `to_local` gives a view of it."""
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+
+
+def _lay_apart(local: Tensor) -> None:
+    """Give a part memory of its own: as a view it would keep that of the whole."""
+    if local.untyped_storage().nbytes() > local.nbytes:
+        local.data = local.clone()
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -114,9 +114,17 @@ def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str
         "unchanged": all(whole[name].equal(before[name]) for name in before),
         "parameters": whole,
         "misplaced": misplaced(backend, whole),
+        "kept_bytes": sum(tensor.nbytes for _, tensor, _ in backend.placed()),
+        "memory_bytes": memory_bytes(backend),
     }
     backend.close()
     return seen
+
+
+def memory_bytes(backend: MeshBackend | TorchBackend) -> int:
+    """Of what the parameters that are kept lie in, each block once."""
+    blocks = [tensor.untyped_storage() for _, tensor, _ in backend.placed()]
+    return sum({block.data_ptr(): block.nbytes() for block in blocks}.values())
 
 
 def misplaced(backend: MeshBackend | TorchBackend, whole: dict[str, torch.Tensor]) -> list[str]:

@@ -64,6 +64,13 @@ def test_what_a_rank_keeps_is_where_it_says(ranks: list[dict[str, Any]], case: s
         assert seen[case]["misplaced"] == []
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [case for case in LABELS if "sharded" not in case])
+def test_a_rank_holds_nothing_of_what_others_train(ranks: list[dict[str, Any]], case: str) -> None:
+    for seen in ranks:
+        assert seen[case]["memory_bytes"] == seen[case]["kept_bytes"]
+
+
 @pytest.mark.parametrize(
     ("settings", "count", "message"),
     [
