@@ -18,7 +18,7 @@ from streamrl.actors.generator import GeneratorActor
 from streamrl.actors.hybrid import HybridActor, Part
 from streamrl.actors.reporting import RoleActors
 from streamrl.actors.scorer import ScorerActor
-from streamrl.actors.seats import OwnSeats, Seats
+from streamrl.actors.seats import OwnSeats, Seats, room_for_large
 from streamrl.actors.trainer import Meeting, TrainerActor
 from streamrl.actors.wiring import Wiring
 from streamrl.checkpoint import Checkpoint
@@ -108,7 +108,9 @@ class Crew:
         config = self._config
         if not config.placement.shared:
             trained = {role: self._demands[role] for role in config.dataflow.trained}
-            return OwnSeats(trained, node=self._node, waiting=waiting)
+            others = [demand for role, demand in self._demands.items() if role not in trained]
+            with room_for_large(others, node=self._node, waiting=waiting):
+                return OwnSeats(trained, node=self._node, waiting=waiting)
         return Seats(
             placement_of(config),
             is_hybrid=config.placement.is_hybrid,

@@ -4,7 +4,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -75,6 +75,30 @@ def give_back(*groups: PlacementGroup) -> None:
     removal = threading.Thread(target=remove, daemon=True)
     removal.start()
     removal.join(GIVE_BACK_S)
+
+
+@contextlib.contextmanager
+def room_for_large(
+    demands: Iterable[Demand], *, node: str, waiting: Callable[[str], None]
+) -> Iterator[None]:
+    """Inside, every actor that asks for several devices has room on a node, which it takes later.
+
+    Who took single devices first could leave no node with as many. For the rest see `reserve`.
+    """
+    large = [demand for demand in demands if max(demand.cpus, demand.gpus) > 1]
+    bundles = [_bundle(demand) for demand in large for _ in range(demand.count)]
+    group = reserve(bundles, node=node, waiting=waiting) if bundles else None
+    try:
+        yield
+    finally:
+        if group is not None:
+            give_back(group)
+
+
+def _bundle(demand: Demand) -> Bundle:
+    """The slot of one of these actors; Ray refuses amounts of nothing."""
+    amounts = {"CPU": float(demand.cpus), "GPU": float(demand.gpus)}
+    return {name: amount for name, amount in amounts.items() if amount}
 
 
 def bundle_order(group: PlacementGroup, bundles: Sequence[Bundle]) -> list[int]:
@@ -194,8 +218,7 @@ class OwnSeats:
     def _reserve(
         self, role: str, demand: Demand, node: str, waiting: Callable[[str], None]
     ) -> None:
-        amounts = {"CPU": float(demand.cpus), "GPU": float(demand.gpus)}
-        bundles = [{name: amount for name, amount in amounts.items() if amount}] * demand.count
+        bundles = [_bundle(demand)] * demand.count
         try:
             group = reserve(
                 bundles,

@@ -213,8 +213,8 @@ class GenerationEngine(EngineCalls):
     async def storage(self) -> Storage | None:
         """Where the parameters lie, for others to fill while it stands still; `take_up` then.
 
-        Nothing is to be given to `load_weights` any more. None if they have to be given to it: a
-        model on a GPU, or one whose parameters are not the checkpoint's, lies otherwise. Raises
+        To be asked for before the first version; none is to be given to `load_weights` then. None
+        if they have to be given to it, as vLLM does not keep them as the checkpoint does. Raises
         GenerationError if the engine dies, or ends no step within `request_timeout_s`.
         """
         self._calls.check_alive()

@@ -61,9 +61,24 @@ class GeneratorPart:
         await asyncio.shield(self._ended)
 
     async def storage(self) -> Storage | None:
-        """Where what is here lies; see `GenerationEngine.storage`."""
-        assert self._weights is not None
-        return self._weights.storage()
+        """Where what is here lies; see `GenerationEngine.storage`.
+
+        Raises DeadlineError if the model directory is not read in time.
+        """
+        timeout_s = self._spec.config.start_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.to_thread(self._storage)
+        except TimeoutError as error:
+            raise DeadlineError(
+                f"{self._spec.model_path} was not compared with vLLM's part of it within"
+                f" {timeout_s:g} s"
+            ) from error
+
+    def _storage(self) -> Storage | None:
+        assert self._worker is not None and self._weights is not None
+        with self._worker.lock:
+            return self._weights.storage()
 
     def put(self, tensors: Mapping[str, torch.Tensor | Array]) -> None:
         """Serve what is here of a full set of parameters; see `GenerationEngine.load_weights`.

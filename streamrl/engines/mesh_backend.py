@@ -56,8 +56,7 @@ class MeshBackend:
         self._is_sharded = config.zero_stage == SHARDS_PARAMETERS and self._data.size() > 1
         if self._tensor.size() > 1:
             split_layers(module, self._tensor)
-            for parameter in module.parameters():
-                _lay_apart(_local(parameter))
+            _lay_apart(module)
         if self._is_sharded:
             self._shard()
         named = {name: p for name, p in module.named_parameters() if p.requires_grad}
@@ -205,10 +204,14 @@ def _local(parameter: Tensor) -> Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
 
 
-def _lay_apart(local: Tensor) -> None:
-    """Give a part memory of its own: as a view it would keep that of the whole."""
-    if local.untyped_storage().nbytes() > local.nbytes:
-        local.data = local.clone()
+def _lay_apart(module: "PreTrainedModel") -> None:
+    """Give what is not cut memory of its own.
+
+    It lies in the file of the model, of which the cut parameters would stay mapped, too.
+    """
+    for parameter in module.parameters():
+        if not isinstance(parameter, DTensor):
+            parameter.data = parameter.detach().clone()
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import hashlib
 import sys
+import time
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from streamrl.buffer import Bounds, ExperienceQueue, Files, Ports, QueueConfig, 
 from streamrl.config import ModelConfig, RunConfig
 from streamrl.data import DataConfig
 from streamrl.dataflow import POLICY
+from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS, Array, Columns, Prompt
@@ -192,7 +194,26 @@ def test_who_publishes_or_follows_stays_on_one_node_also_when_hired_or_started_a
         crew.close()
 
 
-def crew_of(*, ranks: int) -> Crew:
+def test_ranks_leave_room_for_a_generator_of_many_devices(nodes: Nodes) -> None:
+    wait_until_free()
+    # Two models of two ranks on a node each would leave no node with seven.
+    crew = crew_of(ranks=2, tensor_parallel=7)
+    try:
+        crew.fill("", print)
+        assert {node_of(actor) for actor in crew.actors.values()} == set(nodes.ids)
+    finally:
+        crew.close()
+
+
+def wait_until_free() -> None:
+    """Until nothing of an earlier test has a slot."""
+    deadline = time.monotonic() + 60.0
+    while ray.available_resources().get("CPU", 0) < ray.cluster_resources()["CPU"]:
+        assert time.monotonic() < deadline, "slots of an earlier test are taken"
+        time.sleep(0.1)
+
+
+def crew_of(*, ranks: int, tensor_parallel: int = 1) -> Crew:
     """The actors of a run with PPO, none of which is made; each model has so many ranks."""
     config = RunConfig(
         model=ModelConfig(path="model"),
@@ -201,6 +222,7 @@ def crew_of(*, ranks: int) -> Crew:
         algorithm=AlgorithmConfig(name="ppo"),
         placement=PlacementConfig(address="local"),
         trainer=TrainerConfig(world_size=ranks),
+        generator=GeneratorConfig(tensor_parallel=tensor_parallel),
     )
     nothing: Any = None
     return Crew(config, Prepared(config.dataflow, nothing, {}, (), 8, 0, ()), on_gpu=False)
@@ -209,6 +231,7 @@ def crew_of(*, ranks: int) -> Crew:
 def test_ranks_of_a_model_are_on_one_node_if_that_has_room_and_come_before_others(
     nodes: Nodes,
 ) -> None:
+    wait_until_free()
     taken = reserve([{"CPU": 3.0}] * 2, strategy="STRICT_SPREAD", timeout_s=60.0)
     crew = crew_of(ranks=3)
     try:
@@ -227,9 +250,11 @@ def test_where_one_model_finds_no_room_on_the_named_node_nothing_is_left(
 ) -> None:
     _, there = nodes.ids
     monkeypatch.setattr(seats, "ROOM_S", 2.0)
+    wait_until_free()
     # The other model gets two of the three slots that are free.
     taken, crew = reserve([{"CPU": 5.0}], node=there, timeout_s=60.0), crew_of(ranks=2)
-    words = f"trainer.world_size=2: 2 slots of 1 CPU each found no room on the node {there} in 2 s"
+    lacking = f"2 slots of 1 CPU each found no room on the node {there} in 2 s"
+    words = f"^critic.trainer.world_size=2: {lacking}"
     with pytest.raises(ConfigError, match=words + r"; free in all are \S+ of 16 CPU$"):
         crew.fill(there, print)
     crew.close()

@@ -37,10 +37,12 @@ class Case:
     backend: str
     zero_stage: int
     world_size: int = 1
+    tensor_parallel: int = 1
 
     @property
     def label(self) -> str:
-        return f"{self.backend}-{self.zero_stage}-{self.world_size}"
+        split = f"-tensor-{self.tensor_parallel}" if self.tensor_parallel > 1 else ""
+        return f"{self.backend}-{self.zero_stage}-{self.world_size}{split}"
 
     @property
     def config(self) -> TrainerConfig:
@@ -48,13 +50,19 @@ class Case:
             backend=self.backend,
             zero_stage=self.zero_stage,
             world_size=self.world_size,
+            tensor_parallel=self.tensor_parallel,
             dtype="float32",
         )
 
 
 ALONE = (Case("torch", 1), Case("deepspeed", 1))
 # DeepSpeed comes last: it leaves functions of its own behind, which know nothing of FSDP.
-TOGETHER = (Case("torch", 3, WORLD), Case("deepspeed", 2, WORLD), Case("deepspeed", 3, WORLD))
+TOGETHER = (
+    Case("torch", 1, WORLD, tensor_parallel=WORLD),
+    Case("torch", 3, WORLD),
+    Case("deepspeed", 2, WORLD),
+    Case("deepspeed", 3, WORLD),
+)
 CASES = (*ALONE, *TOGETHER)
 
 
@@ -69,8 +77,8 @@ def one_rank(rank: int, folder: Path, model_path: str, ports: list[str]) -> None
     _import_deepspeed()
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     seen = {}
-    sharded, *others = TOGETHER
-    for case in (sharded, ALONE[rank], *others):
+    split, sharded, *others = TOGETHER
+    for case in (split, sharded, ALONE[rank], *others):
         if case.world_size > 1:
             os.environ["MASTER_PORT"] = ports.pop()
         seen[case.label] = train(case, rank, model_path)

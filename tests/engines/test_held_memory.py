@@ -167,7 +167,7 @@ def test_activations_grow_with_the_micro_batch_and_are_less_with_checkpoints(pat
     assert less.activations == 10 * 4 * ((layers + 17) * hidden + 3 * VOCABULARY)
 
 
-SLACK = 1.2
+SLACK = 1.25
 """Libraries that come with the first step, and what the allocator keeps."""
 
 
@@ -184,7 +184,7 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Mapping[str, A
         [sys.executable, "-m", "tests.engines.memory_ranks", str(folder), path, *ports],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
@@ -203,4 +203,4 @@ def test_trainers_have_in_memory_what_is_stated(
     stated = replace(of(path, case.config, tokens=TOKENS), kv=0, served=0)
     measured = seen[case.label]
     assert stated.train / MB / SLACK < measured["peak"] < stated.train / MB * SLACK
-    assert 0.9 < measured["offloaded"] / (stated.optimizer / MB) < 1.1
+    assert 0.8 < measured["offloaded"] / (stated.optimizer / MB) < 1.2

@@ -44,7 +44,7 @@ if sys.argv[1] == "at once":
 for _ in range(2):
     # The second time the allocator has learnt of the first.
     held = [torch.ones(8 << 18) for _ in range(20)]
-    last = [torch.ones(1 << 10) for _ in range(100)]
+    last = [torch.ones(1 << 10) for _ in range(2000)]
     del held
 print(next(line for line in STATUS.read_text().splitlines() if line.startswith("VmRSS")).split()[1])
 """
