@@ -284,10 +284,8 @@ class PolicyWorker(TrainedWorker):
 
     def _sample(self, stage: str, prompts: Sequence[Prompt]) -> dict[str, list[Array]]:
         if self._residence.is_changing:
-            # An update has failed half-way: the generator would stand still for ever.
-            raise StreamError(
-                f"version {self._version} has not come about: there are no weights to sample with"
-            )
+            # The generator would stand still for ever.
+            raise StreamError("an update failed half-way: there are no weights to sample with")
         sample = self._generator.stages[stage]
 
         async def all_groups() -> list[Columns]:

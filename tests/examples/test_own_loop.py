@@ -31,7 +31,7 @@ from streamrl.actors.worker_group import ResourcePool, WorkerGroup
 from streamrl.config import RunConfig, load_config
 from streamrl.controller import Batch, Mesh, Place, protocols, transfers
 from streamrl.dataflow import CRITIC
-from streamrl.errors import ConfigError
+from streamrl.errors import ConfigError, StreamError
 from streamrl.placement import PlacementConfig
 from streamrl.preflight import prepare
 from streamrl.resharding import Grid
@@ -86,6 +86,17 @@ class Watched(PolicyWorker):
         kept = {tensor.untyped_storage().data_ptr() for _, tensor, _ in backend.placed()}
         held = sum(storage.nbytes() for storage in state if storage.data_ptr() not in kept)
         return {**figures, "optimizer_bytes": float(held)}
+
+
+class Failing(PolicyWorker):
+    """Whose updates fail half-way."""
+
+    @transfers(TOGETHER)
+    def fail(self, batch: Batch) -> None:
+        self._loop.run(self._next_version(batch))
+
+    def _train(self, batch: Batch) -> Any:
+        raise StreamError("no gradient")
 
 
 def on_a_budget(overrides: list[str], *, workers: int) -> RunConfig:
@@ -222,6 +233,21 @@ def test_a_mesh_that_is_not_the_trainers_is_refused(pool: ResourcePool) -> None:
     with pytest.raises(ConfigError, match=told):
         group.ready()
     group.close()
+
+
+@pytest.mark.slow
+def test_who_samples_after_an_update_that_failed_is_told(pool: ResourcePool) -> None:
+    config = load_config(PPO, ["run.steps=1", "pipeline.groups_per_step=2"])
+    prepared = prepare(config)
+    there = Stage(config, Narrow(pool, 1), prepared.prompts, prepared.max_length)  # type: ignore[arg-type]
+    policy = there.group(Failing, there.max_length)
+    (batch,) = there.batches
+    sampled = policy.generate_sequences(batch)
+    with pytest.raises(StreamError, match="no gradient"):
+        policy.fail(sampled).get()
+    with pytest.raises(StreamError, match="an update failed half-way: there are no weights"):
+        policy.fail(policy.generate_sequences(batch)).get()
+    policy.close()
 
 
 @pytest.mark.slow
