@@ -326,7 +326,9 @@ class ModelTrainer:
         self._optimizer_memory.restore()
         with self._in_time("saving"):
             self._backend.save(directory)
-        _write_progress(_progress_file(directory, self.rank), self._layout, self.num_updates)
+        _write_progress(
+            _progress_file(directory, self.rank), _layout_of(self._config), self.num_updates
+        )
 
     def load(self, directory: Path) -> None:
         """Go on from what `save` wrote. Raises CheckpointError if other ranks or stages wrote it.
@@ -337,8 +339,9 @@ class ModelTrainer:
         if not path.is_file():
             raise CheckpointError(f"{directory} holds no trainer state of rank {self.rank}")
         progress = torch.load(path, weights_only=True)
-        if (written := progress["layout"]) != self._layout:
-            raise CheckpointError(f"{directory} was written with {written}, not {self._layout}")
+        written, layout = progress["layout"], _layout_of(self._config)
+        if written != layout:
+            raise CheckpointError(f"{directory} was written with {written}, not {layout}")
         self._optimizer_memory.restore()
         with self._in_time("loading"):
             self._backend.load(directory)
@@ -393,18 +396,6 @@ class ModelTrainer:
         """Release the engine and leave the ranks."""
         self._backend.close()
 
-    @property
-    def _layout(self) -> str:
-        config = self._config
-        has_stages = config.backend == "deepspeed" or config.gathers
-        stage = f" zero_stage={config.zero_stage}" if has_stages else ""
-        tensor = f" tensor_parallel={config.tensor_parallel}" if config.tensor_parallel > 1 else ""
-        lora = ""
-        if config.lora_rank:
-            settings = ("lora_rank", "lora_alpha", "lora_targets")
-            lora = "".join(f" {name}={vars(config)[name]}" for name in settings)
-        return f"backend={config.backend}{stage} world_size={config.world_size}{tensor}{lora}"
-
     def _in_time(self, doing: str) -> AbstractContextManager[None]:
         timeout_s = self._config.collective_timeout_s
         return deadline(
@@ -417,6 +408,18 @@ def _backend_of(module: "PreTrainedModel", config: TrainerConfig) -> TrainingBac
     if config.backend == "deepspeed":
         return DeepSpeedBackend(module, config)
     return MeshBackend(module, config) if config.gathers else TorchBackend(module, config)
+
+
+def _layout_of(config: TrainerConfig) -> str:
+    """What a saved state can be taken up by."""
+    has_stages = config.backend == "deepspeed" or config.gathers
+    stage = f" zero_stage={config.zero_stage}" if has_stages else ""
+    tensor = f" tensor_parallel={config.tensor_parallel}" if config.tensor_parallel > 1 else ""
+    lora = ""
+    if config.lora_rank:
+        settings = ("lora_rank", "lora_alpha", "lora_targets")
+        lora = "".join(f" {name}={vars(config)[name]}" for name in settings)
+    return f"backend={config.backend}{stage} world_size={config.world_size}{tensor}{lora}"
 
 
 def _write_progress(path: Path, layout: str, num_updates: int) -> None:
