@@ -66,6 +66,10 @@ from streamrl.resharding import (
 )
 
 MOST_RANKS = 16
+MOST_BYTES = 64 << 20
+"""Of the even model where that can be: every process has all of it, to compare with."""
+EDGES = (128, 64, 32, 16, 8, 4, 2)
+"""Of the smallest piece of a matrix, the largest that does."""
 DEADLINE_S = 300.0
 VERSION = 1
 
@@ -163,7 +167,10 @@ def make_switch(arguments: argparse.Namespace) -> Switch:
 def even_model(train: Grid, generate: GenerationSizes) -> ModelSpec:
     """Matrices that divide evenly however they are split: Table 2 holds exactly."""
     places = math.lcm(train.stages, generate.stages)
-    width = 128 * math.lcm(train.tensor, generate.tensor) * train.replicas
+    pieces = math.lcm(train.tensor, generate.tensor) * train.replicas
+    # Two square matrices of four bytes in each place.
+    fits = (edge for edge in EDGES if 8 * places * (edge * pieces) ** 2 <= MOST_BYTES)
+    width = next(fits, 1) * pieces
     return ModelSpec(
         tuple(
             TensorSpec(f"{place}.{kind}", (width, width), (place,), dim)

@@ -300,10 +300,14 @@ class SharedLease:
             yield
         finally:
             self._users -= 1
+            watching = self._watching
             if not self._users and self._has and not self._gives_way:
                 await self._release()
             else:
                 self.progress()
+        if watching is not None and watching.done() and not watching.cancelled():
+            # What giving way has failed of is the failure of the work that was to give way.
+            watching.result()
 
     def progress(self) -> None:
         """A piece of work is done, and others wait for all of it."""
@@ -321,7 +325,12 @@ class SharedLease:
         if self._suspendable is None:
             return
         if self._stands_still:
-            await self._suspendable.resume()
+            try:
+                await self._suspendable.resume()
+            except BaseException:
+                self._has = False
+                await self._arbiter.release(self._holder)
+                raise
             self._stands_still = False
         if self._watching is None or self._watching.done():
             self._watching = asyncio.create_task(self._watch(self._suspendable))
@@ -343,11 +352,14 @@ class SharedLease:
                 if not self._has or not self._users:
                     return
                 self._gives_way = True
-                await work.suspend()
-                self._has, self._stands_still = False, True
-                await self._arbiter.release(self._holder)
-                await self._come_back()
-                self._gives_way = False
+                try:
+                    await work.suspend()
+                    self._has, self._stands_still = False, True
+                    await self._arbiter.release(self._holder)
+                    await self._come_back()
+                finally:
+                    # Also if it fails: the pool goes back with the last of the work.
+                    self._gives_way = False
 
     async def _come_back(self) -> None:
         """Take the pool again, if there still is what it was taken for.

@@ -160,8 +160,20 @@ def ways(config: RunConfig, prepared: Prepared, on_gpu: bool) -> dict[str, Way]:
             continue
         there = placed(config, mode)
         wanted = demands(there, prepared, on_gpu)
-        found[mode] = _unbounded_cache(there, wanted) or wanted
+        found[mode] = _unbounded_cache(there, wanted) or _over_budget(there, on_gpu) or wanted
     return found
+
+
+def _over_budget(config: RunConfig, on_gpu: bool) -> str:
+    """What is wrong where workers cannot stay within their budget."""
+    if config.placement.memory_mb is None:
+        return ""
+    try:
+        # Before Ray is started it has told of no GPU.
+        hybrid_memory(config, on_gpu=on_gpu or torch.cuda.is_available())
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _unbounded_cache(config: RunConfig, demands: Sequence[Demand]) -> str:

@@ -161,6 +161,19 @@ def test_a_budget_for_workers_is_one_only_where_auto_has_workers(
         assert (found, placed(config, found).placement.memory_mb) == (mode, budget_mb)
 
 
+def test_a_budget_that_no_worker_can_keep_is_no_way_out_for_auto(
+    run: tuple[RunConfig, Prepared],
+) -> None:
+    config = replace(run[0], placement=replace(run[0].placement, mode="auto", memory_mb=1))
+    assert settle(ways(config, run[1], False), Capacity(8, 0)).mode == "disaggregated"
+    told = (
+        r"^the run needs 4 CPU slots = .*; the cluster has 1; colocated is no way out:"
+        r" placement\.memory_mb=1: to train, a worker holds"
+    )
+    with pytest.raises(ConfigError, match=told):
+        settle(ways(config, run[1], False), Capacity(1, 0))
+
+
 def test_a_policy_that_is_never_trained_is_noted(run: tuple[RunConfig, Prepared], tmp_path) -> None:
     overrides = ["algorithm.name=ppo", "critic.warmup_alone=3"]
     config = load_config(write_toy(tmp_path) / "recipe.yaml", overrides)

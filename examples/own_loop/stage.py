@@ -113,13 +113,25 @@ def main(loop: Loop, recipe: str, *overrides: str) -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     try:
-        run(loop, load_config(Path(given.config), settings), given.workers)
+        config = load_config(Path(given.config), settings)
+        check_algorithm(config, recipe)
+        run(loop, config, given.workers)
     except ConfigError as error:
         end(str(error), BAD_INPUT)
     except StreamError as error:
         end(str(error), FAILED)
     except KeyboardInterrupt:
         end("interrupted", INTERRUPTED)
+
+
+def check_algorithm(config: RunConfig, recipe: str) -> None:
+    """Raise ConfigError unless the config's algorithm is that of the recipe a loop is made for."""
+    own = load_config(Path(recipe)).algorithm.name
+    if config.algorithm.name != own:
+        raise ConfigError(
+            f"algorithm.name={config.algorithm.name}: this is a loop of {own}, whose columns others"
+            " do not have; write one of your own"
+        )
 
 
 def run(loop: Loop, config: RunConfig, workers: int) -> None:

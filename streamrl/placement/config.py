@@ -69,7 +69,7 @@ class PlacementConfig:
             )
 
     def _check_pools(self) -> None:
-        if self.mode == MIXED and not self.pools:
+        if self.mode == MIXED and not any(self.pools):
             raise ConfigError(f"placement.mode={MIXED}: needs placement.pools, and there are none")
         if self.pools and self.mode != MIXED:
             raise ConfigError(

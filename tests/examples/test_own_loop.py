@@ -277,6 +277,7 @@ def test_safe_rlhf_turns_its_multiplier_by_the_costs(pool: ResourcePool) -> None
         assert {"loss/policy", "loss/value", "loss/cost_value", "loss/ptx"} <= step.keys()
 
 
+NO_WARMUP = ["critic.warmup_alone=0"]
 TENSOR_PARALLEL = ["trainer.tensor_parallel=2", "trainer.world_size=2", "--workers", "1"]
 
 
@@ -290,6 +291,7 @@ TENSOR_PARALLEL = ["trainer.tensor_parallel=2", "trainer.world_size=2", "--worke
         (["--config", "nowhere.yaml"], "config nowhere.yaml: No such file"),
         (["trainer.backend=torch", *TENSOR_PARALLEL], "trainer.tensor_parallel=2: must divide --w"),
         (["placement.memory_mb=20"], "placement.memory_mb=20: to train, a worker holds "),
+        (["--config", "configs/grpo_arithmetic.yaml", *NO_WARMUP], "grpo: this is a loop of ppo"),
         (["filter.kind=mean_outside"], "filter.kind=mean_outside: a loop of one's own takes no"),
         (["reference.every=2"], "reference.every=2: a loop of one's own has a reference that"),
         (["weights.probe_every=1"], "weights.probe_every=1: a loop of one's own probes no version"),

@@ -162,6 +162,7 @@ def test_a_run_of_one_process_per_rank_has_as_many_generators_as_ranks() -> None
     ("placement", "message"),
     [
         ({"mode": "mixed"}, r"placement.mode=mixed: needs placement.pools"),
+        ({"mode": "mixed", "pools": [{}]}, r"placement.mode=mixed: needs placement.pools"),
         ({"pools": [{"policy": 1}]}, "goes with placement.mode=mixed, not auto"),
         (
             {"mode": "mixed", "pools": [{"actor": 1}]},

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from benchmarks import resharding
-from streamrl.resharding import seated_layout
+from streamrl.resharding import GenerationSizes, Grid, seated_layout
 
 
 def asked(train: str, generate: str, **more: object) -> list[str]:
@@ -88,6 +88,14 @@ def test_a_switch_of_unequal_stages_or_odd_sizes_is_carried_out(
         assert figures["peak_of_M"] == figures["planned_peak_of_M"], way
         if way != "full_gather":
             assert figures["redundant_of_M"] == ["0"] * ranks
+
+
+def test_every_process_has_room_for_the_model() -> None:
+    for tensor, part in itertools.product(range(1, 17), repeat=2):
+        for replicas in range(1, 16 // tensor + 1):
+            sizes = GenerationSizes.parse(f"1-{part}-1-1")
+            model = resharding.even_model(Grid.parse(f"1-{tensor}-{replicas}", "hf"), sizes)
+            assert sum(spec.num_bytes for spec in model.tensors) <= resharding.MOST_BYTES
 
 
 def test_what_is_served_lies_in_what_is_trained_where_that_is_more() -> None:
