@@ -109,7 +109,9 @@ def main(loop: Loop, recipe: str, *overrides: str) -> None:
     parser.add_argument("--workers", type=int, default=2, help="data-parallel workers (2)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the config")
     given = parser.parse_intermixed_args()
-    settings = (*overrides, f"run.steps={given.steps}", *given.overrides)
+    # Tensor parallelism is checked against them.
+    ranks = f"trainer.world_size={max(1, given.workers)}"
+    settings = (*overrides, ranks, f"run.steps={given.steps}", *given.overrides)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     try:

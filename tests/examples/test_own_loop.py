@@ -290,6 +290,10 @@ TENSOR_PARALLEL = ["trainer.tensor_parallel=2", "trainer.world_size=2", "--worke
         (["model.path=nowhere"], "nowhere"),
         (["--config", "nowhere.yaml"], "config nowhere.yaml: No such file"),
         (["trainer.backend=torch", *TENSOR_PARALLEL], "trainer.tensor_parallel=2: must divide --w"),
+        (
+            ["trainer.backend=torch", "trainer.tensor_parallel=2", "--workers", "3"],
+            "trainer.tensor_parallel=2: must divide trainer.world_size=3",
+        ),
         (["placement.memory_mb=20"], "placement.memory_mb=20: to train, a worker holds "),
         (["--config", "configs/grpo_arithmetic.yaml", *NO_WARMUP], "grpo: this is a loop of ppo"),
         (["filter.kind=mean_outside"], "filter.kind=mean_outside: a loop of one's own takes no"),
