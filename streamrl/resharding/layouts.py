@@ -218,6 +218,8 @@ def _divided(
     for group in groups:
         for index, rank in enumerate(group):
             held = layout.shards[rank]
+            if rank in shards:
+                raise ValueError(f"rank {rank} is in the groups more than once")
             if held != layout.shards[group[0]]:
                 raise ValueError(f"ranks {group[0]} and {rank} of one group hold different shards")
             parts = (part(shard, index, len(group)) for shard in held.values())

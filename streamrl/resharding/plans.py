@@ -150,10 +150,14 @@ def plan_gather(
 ) -> GatherPlan:
     """The ranks of each group give each other all they hold.
 
-    Raises ValueError if a rank needs what its group does not hold.
+    Raises ValueError if a rank needs what its group does not hold, or is in no group or in several.
     """
     sizes = _sizes(target)
     found = patterns(source, target)
+    times = Counter(rank for group in groups for rank in group)
+    wrong = [rank for rank in {*times, *target.shards} if times[rank] != 1]
+    if wrong:
+        raise ValueError(f"rank {min(wrong)}: is {times[min(wrong)]} times in the groups, not once")
     gives: dict[int, list[Gift]] = {rank: [] for group in groups for rank in group}
     given: Counter[int] = Counter()
     for group in groups:

@@ -12,6 +12,9 @@ from itertools import pairwise
 
 from streamrl.resharding.boxes import Box
 
+ITEMSIZES = (1, 2, 4, 8, 16)
+"""Bytes of an element."""
+
 
 @dataclass(frozen=True)
 class Component:
@@ -25,7 +28,8 @@ class Component:
     units: int | None = None
 
     def __post_init__(self) -> None:
-        if self.size < 1 or (self.units is not None and self.size % self.units):
+        units = 1 if self.units is None else self.units
+        if self.size < 1 or units < 1 or self.size % units:
             raise ValueError(f"component of size {self.size}: must be a multiple of {self.units}")
 
     def part(self, index: int, count: int) -> tuple[int, int]:
@@ -63,6 +67,8 @@ class TensorSpec:
     def __post_init__(self) -> None:
         if any(size < 1 for size in self.shape):
             raise ValueError(f"{self.name}: shape {self.shape} has no elements")
+        if self.itemsize not in ITEMSIZES:
+            raise ValueError(f"{self.name}: itemsize {self.itemsize} is none of {ITEMSIZES}")
         if self.split_dim is None:
             if self.components:
                 raise ValueError(f"{self.name}: components need a split_dim")

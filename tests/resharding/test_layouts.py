@@ -166,6 +166,8 @@ def test_groups_must_hold_the_same_and_be_everybody() -> None:
         chunked(layout, [[0, 1], [2, 3]])
     with pytest.raises(ValueError, match="must have every rank"):
         zero_partitioned(layout, [[0, 2]])
+    with pytest.raises(ValueError, match="rank 0 is in the groups more than once"):
+        zero_partitioned(layout, [[0, 2, 0], [1, 3]])
 
 
 def test_a_smaller_shard_lies_inside_a_larger_one_and_shares_its_memory() -> None:

@@ -21,7 +21,7 @@ from streamrl.resharding.grouping import (
 from streamrl.resharding.layouts import Layout, chunked, seated_layout, zero_partitioned
 from streamrl.resharding.plans import CopyPlan, plan_copies, plan_gather
 from streamrl.resharding.reports import Cluster, table_2
-from streamrl.resharding.tensors import ModelSpec, TensorSpec
+from streamrl.resharding.tensors import Component, ModelSpec, TensorSpec
 from tests.resharding.models import GRIDS, even, transformer
 
 CLUSTER = Cluster(4)
@@ -259,6 +259,30 @@ def test_what_nobody_holds_is_named() -> None:
         plan_copies(half, whole, CLUSTER)
     with pytest.raises(ValueError, match=r"needed by rank 0: no rank of its group \[0\] holds it"):
         plan_gather(train, whole, CLUSTER, [[0], [1]])
+
+
+@pytest.mark.parametrize(
+    ("groups", "told"),
+    [
+        ([[0]], "rank 1: is 0 times in the groups"),
+        ([[0, 1], [1]], "rank 1: is 2 times in the groups"),
+    ],
+)
+def test_every_rank_is_in_one_group(groups: list[list[int]], told: str) -> None:
+    whole = seated_layout(even(2), Grid.parse("1-1-2").seating())
+    with pytest.raises(ValueError, match=told):
+        plan_gather(whole, whole, CLUSTER, groups)
+
+
+@pytest.mark.parametrize("units", [-2, 0, 3])
+def test_a_component_is_made_of_whole_units(units: int) -> None:
+    with pytest.raises(ValueError, match=f"component of size 4: must be a multiple of {units}"):
+        Component(4, units)
+
+
+def test_an_element_has_some_bytes() -> None:
+    with pytest.raises(ValueError, match="w: itemsize 3 is none of"):
+        TensorSpec("w", (4,), (0,), itemsize=3)
 
 
 def test_a_switch_between_equal_layouts_moves_nothing() -> None:
