@@ -40,7 +40,6 @@ from streamrl.resharding import (
     GROUPINGS,
     ORDERS,
     BytesReport,
-    Cluster,
     Component,
     CopyPlan,
     Executor,
@@ -50,6 +49,7 @@ from streamrl.resharding import (
     Grid,
     Layout,
     ModelSpec,
+    Nodes,
     PointToPoint,
     Seating,
     Storage,
@@ -84,7 +84,7 @@ class Switch:
     model: ModelSpec
     held: Layout
     serving: Seating
-    cluster: Cluster
+    cluster: Nodes
 
     def plans(self) -> dict[str, CopyPlan | GatherPlan]:
         """Every way to make this switch, by name."""
@@ -160,7 +160,7 @@ def make_switch(arguments: argparse.Namespace) -> Switch:
         )
     held = seated_layout(model, train.seating())
     serving = seat(arguments.grouping, train, generate, held)
-    cluster = Cluster(arguments.ranks_per_node)
+    cluster = Nodes(arguments.ranks_per_node)
     return Switch(train, generate, arguments.grouping, model, held, serving, cluster)
 
 

@@ -30,7 +30,7 @@ from streamrl.engines.lora import check_targets
 from streamrl.engines.split_models import check_split_generator, check_tensor_parallel
 from streamrl.errors import ConfigError
 from streamrl.messages import Per, Prompt, column_spec
-from streamrl.placement import SLOTS, Demand, Placement, Way, WorkerMemory, lay_out
+from streamrl.placement import SLOTS, Demand, SlotMap, Way, WorkerMemory, lay_out
 from streamrl.rewards import COSTS, Surroundings, build_rewards
 from streamrl.rewards.filtering import build_filter
 
@@ -221,7 +221,7 @@ def counts(config: RunConfig) -> dict[str, tuple[str, int]]:
     return {role: known[role] for role in config.dataflow.roles}
 
 
-def placement_of(config: RunConfig) -> Placement:
+def placement_of(config: RunConfig) -> SlotMap:
     """The slots of every actor of a run, by role."""
     numbers = {role: count for role, (_, count) in counts(config).items()}
     return lay_out(config.placement.shared, numbers)

@@ -19,7 +19,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from streamrl.errors import ConfigError
-from streamrl.placement import Demand, Placement
+from streamrl.placement import Demand, SlotMap
 
 ROOM_S = 60.0
 """Longest wait until a cluster has room for all slots, s."""
@@ -144,7 +144,7 @@ class Seats:
 
     def __init__(
         self,
-        placement: Placement,
+        placement: SlotMap,
         *,
         is_hybrid: bool,
         on_gpu: Collection[str],

@@ -19,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamrl.resharding import (
-    Cluster,
     Executor,
     Layout,
     ModelSpec,
     Moved,
+    Nodes,
     Shard,
     Storage,
     TensorSpec,
@@ -137,14 +137,14 @@ def _held(kept: Mapping[str, tuple[Tensor, Shard]], served: Storage | None) -> _
     )
 
 
-def cluster_of(nodes: Sequence[str]) -> Cluster:
+def cluster_of(nodes: Sequence[str]) -> Nodes:
     """Which ranks are near each other, by the node of each.
 
     All are as near as any where nodes do not have as many neighbours each: then only the number of
     bytes counts.
     """
     sizes = [len(list(each)) for _, each in groupby(nodes)]
-    return Cluster(sizes[0] if len(set(sizes)) == 1 else len(nodes))
+    return Nodes(sizes[0] if len(set(sizes)) == 1 else len(nodes))
 
 
 def _model(ranks: Sequence[_Held]) -> ModelSpec:

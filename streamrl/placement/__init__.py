@@ -12,16 +12,16 @@ from streamrl.placement.demand import (
     total_cpus,
 )
 from streamrl.placement.memory import WorkerMemory
-from streamrl.placement.pools import STRATEGIES, Placement, lay_out
+from streamrl.placement.pools import STRATEGIES, SlotMap, lay_out
 
 __all__ = [
     "SLOTS",
     "STRATEGIES",
     "Capacity",
     "Demand",
-    "Placement",
     "PlacementConfig",
     "Settled",
+    "SlotMap",
     "Way",
     "WorkerMemory",
     "check_fits",

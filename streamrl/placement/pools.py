@@ -46,7 +46,7 @@ STRATEGIES: dict[str, tuple[Pool, ...]] = {
 
 
 @dataclass(frozen=True)
-class Placement:
+class SlotMap:
     """The slots of each role, one for each of its actors, in order."""
 
     slots: Mapping[str, tuple[int, ...]]
@@ -81,7 +81,7 @@ def hosts_actor(pools: Sequence[Pool]) -> bool:
     return any("policy" in pool and pool["policy"] == pool.get("generator") for pool in pools)
 
 
-def lay_out(pools: Sequence[Pool], counts: Mapping[str, int]) -> Placement:
+def lay_out(pools: Sequence[Pool], counts: Mapping[str, int]) -> SlotMap:
     """The slots of so many actors of each role; one that is in no pool has slots of its own."""
     held = {role for pool in pools for role in pool}
     alone = [{role: 1.0} for role in counts if role not in held]
@@ -94,7 +94,7 @@ def lay_out(pools: Sequence[Pool], counts: Mapping[str, int]) -> Placement:
         used = sorted({slot for each in found.values() for slot in each})
         slots |= {role: tuple(size + used.index(s) for s in each) for role, each in found.items()}
         size += len(used)
-    return Placement({role: slots[role] for role in counts})
+    return SlotMap({role: slots[role] for role in counts})
 
 
 def _size(pool: Pool, counts: Mapping[str, int]) -> int:

@@ -29,7 +29,7 @@ from streamrl.resharding.layouts import (
     zero_partitioned,
 )
 from streamrl.resharding.plans import Copy, CopyPlan, GatherPlan, plan_copies, plan_gather
-from streamrl.resharding.reports import BytesReport, Cluster, RankBytes, table_2
+from streamrl.resharding.reports import BytesReport, Nodes, RankBytes, table_2
 from streamrl.resharding.storage import Storage, allocate, allocate_both, inside, lying_in
 from streamrl.resharding.tensors import Component, ModelSpec, TensorSpec, merged_stages
 
@@ -38,7 +38,6 @@ __all__ = [
     "ORDERS",
     "Box",
     "BytesReport",
-    "Cluster",
     "Component",
     "Coordinates",
     "Copy",
@@ -51,6 +50,7 @@ __all__ = [
     "Layout",
     "ModelSpec",
     "Moved",
+    "Nodes",
     "PointToPoint",
     "RankBytes",
     "Seating",

@@ -20,7 +20,7 @@ from streamrl.resharding.buckets import UNBOUNDED, GatherRound, copy_rounds, gat
 from streamrl.resharding.layouts import Layout
 from streamrl.resharding.parcels import Packer
 from streamrl.resharding.plans import CopyPlan, GatherPlan, Gift, plan_copies, plan_gather
-from streamrl.resharding.reports import Cluster
+from streamrl.resharding.reports import Nodes
 from streamrl.resharding.storage import Storage, memory_bytes, part
 
 NO_VERSION = -1
@@ -254,7 +254,7 @@ class GatherInGroups(Executor):
 
 
 def least_moving(
-    source: Layout, target: Layout, *, cluster: Cluster, bucket_bytes: int, timeout_s: float
+    source: Layout, target: Layout, *, cluster: Nodes, bucket_bytes: int, timeout_s: float
 ) -> Executor:
     """One that moves the fewest bytes: a gather of all ranks where that moves no more than copies.
 

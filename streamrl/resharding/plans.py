@@ -13,7 +13,7 @@ from typing import TypeVar
 from streamrl.resharding.boxes import Box, nested, remainder, total
 from streamrl.resharding.layouts import Layout
 from streamrl.resharding.patterns import Fragment, Fragments, Pattern, patterns
-from streamrl.resharding.reports import BytesReport, Cluster, RankBytes, count
+from streamrl.resharding.reports import BytesReport, Nodes, RankBytes, count
 
 Key = TypeVar("Key", bound=Hashable)
 Value = TypeVar("Value")
@@ -46,7 +46,7 @@ class CopyPlan:
 
     source: Layout
     target: Layout
-    cluster: Cluster
+    cluster: Nodes
     moves: Mapping[str, Moves]
 
     @property
@@ -83,7 +83,7 @@ class GatherPlan:
 
     source: Layout
     target: Layout
-    cluster: Cluster
+    cluster: Nodes
     groups: tuple[tuple[int, ...], ...]
     gives: Mapping[int, tuple[Gift, ...]]
     keeps_copy: bool = False
@@ -113,7 +113,7 @@ class GatherPlan:
         return BytesReport(self.target.model.num_bytes, ranks)
 
 
-def plan_copies(source: Layout, target: Layout, cluster: Cluster) -> CopyPlan:
+def plan_copies(source: Layout, target: Layout, cluster: Nodes) -> CopyPlan:
     """The fewest bytes that turn `source` into `target`; the layouts may be of other ranks.
 
     What a rank holds already stays. The rest comes from a rank of the same node where one has it,
@@ -143,7 +143,7 @@ def plan_copies(source: Layout, target: Layout, cluster: Cluster) -> CopyPlan:
 def plan_gather(
     source: Layout,
     target: Layout,
-    cluster: Cluster,
+    cluster: Nodes,
     groups: Sequence[Sequence[int]],
     *,
     keeps_copy: bool = False,
@@ -207,7 +207,7 @@ def _has_choice(wants: Mapping[int, list[Fragment]]) -> bool:
 
 
 def _moves(
-    wants: Mapping[int, list[Fragment]], itemsize: int, cluster: Cluster, sent: Counter[int]
+    wants: Mapping[int, list[Fragment]], itemsize: int, cluster: Nodes, sent: Counter[int]
 ) -> Moves:
     """Who gives what; `sent`, the bytes that each rank has sent so far, goes up."""
     made: dict[tuple[int, tuple[int, ...]], Gifts] = {}
@@ -227,7 +227,7 @@ def _moves(
     return moves
 
 
-def _giver(holders: Sequence[int], rank: int, cluster: Cluster, sent: Mapping[int, int]) -> int:
+def _giver(holders: Sequence[int], rank: int, cluster: Nodes, sent: Mapping[int, int]) -> int:
     if rank in holders:
         return rank
     if len(holders) == 1:

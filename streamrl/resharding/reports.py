@@ -10,7 +10,7 @@ LINKS = ("local", "node", "network")
 
 
 @dataclass(frozen=True)
-class Cluster:
+class Nodes:
     """Consecutive ranks share a node, so many on each."""
 
     ranks_per_node: int = 8
@@ -84,7 +84,7 @@ class BytesReport:
 
 def count(
     ranks: Mapping[int, RankBytes],
-    cluster: Cluster,
+    cluster: Nodes,
     amounts: Mapping[int, int],
     takers: Collection[int],
 ) -> None:

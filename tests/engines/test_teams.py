@@ -12,7 +12,7 @@ import pytest
 from streamrl.engines.switch import cluster_of
 from streamrl.engines.teams import Team, team_of, teams_of
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.resharding import Cluster
+from streamrl.resharding import Nodes
 from tests.engines.team_ranks import ODD_VOCABULARY, UPDATES, make
 from tests.engines.tiny_qwen import save, tiny_model
 
@@ -63,7 +63,7 @@ def test_no_team_is_larger_than_a_node_that_has_room_for_it(tensor_parallel: int
     ("nodes", "per_node"), [("aaaabbbb", 4), ("aaaa", 4), ("abab", 1), ("aaab", 4)]
 )
 def test_who_is_on_one_node_is_near(nodes: str, per_node: int) -> None:
-    assert cluster_of(list(nodes)) == Cluster(per_node)
+    assert cluster_of(list(nodes)) == Nodes(per_node)
 
 
 def test_a_rank_knows_its_place_and_who_leads() -> None:

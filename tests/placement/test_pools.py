@@ -7,7 +7,7 @@ from omegaconf import OmegaConf
 
 from streamrl.config import RunConfig, resolve
 from streamrl.errors import ConfigError
-from streamrl.placement import STRATEGIES, Placement, lay_out
+from streamrl.placement import STRATEGIES, SlotMap, lay_out
 from streamrl.placement.pools import PARTNERS, ROLES, hosts_actor
 from streamrl.preflight import placement_of
 
@@ -111,7 +111,7 @@ def test_every_actor_has_one_slot_of_its_roles_pool(drawn, counts) -> None:
     _no_two_parts_overlap_before_the_pool_is_full(pools, placement)
 
 
-def _no_two_parts_overlap_before_the_pool_is_full(pools, placement: Placement) -> None:
+def _no_two_parts_overlap_before_the_pool_is_full(pools, placement: SlotMap) -> None:
     for pool in pools:
         # Partners have one part together.
         parts: dict[tuple[str, float], set[int]] = {}

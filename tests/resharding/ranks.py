@@ -20,12 +20,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from streamrl.errors import WeightsError
 from streamrl.resharding import (
-    Cluster,
     Executor,
     GatherInGroups,
     Grid,
     Layout,
     ModelSpec,
+    Nodes,
     PointToPoint,
     Seating,
     Storage,
@@ -101,7 +101,7 @@ def switch(executor: Executor, source: Layout, target: Layout) -> dict[str, Any]
     }
 
 
-CLUSTER = Cluster(2)
+CLUSTER = Nodes(2)
 
 
 def pairs() -> dict[str, tuple[Layout, Layout]]:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Sequence
 from streamrl.resharding.boxes import Box, remainder, total, union_numel
 from streamrl.resharding.layouts import Layout
 from streamrl.resharding.plans import Copy, Gift
-from streamrl.resharding.reports import LINKS, Cluster
+from streamrl.resharding.reports import LINKS, Nodes
 
 
-def copies(source: Layout, target: Layout, cluster: Cluster) -> list[Copy]:
+def copies(source: Layout, target: Layout, cluster: Nodes) -> list[Copy]:
     """Where no two ranks hold boxes that overlap without being equal."""
     sent: Counter[int] = Counter()
     made = []
@@ -49,7 +49,7 @@ def gives(source: Layout, groups: Sequence[Sequence[int]]) -> dict[int, tuple[Gi
 
 
 def report(
-    source: Layout, target: Layout, cluster: Cluster, made: Iterable[Copy], *, keeps_copy: bool
+    source: Layout, target: Layout, cluster: Nodes, made: Iterable[Copy], *, keeps_copy: bool
 ) -> dict[int, tuple[dict[str, int], dict[str, int], int, int]]:
     """Of every rank what it receives and sends by link, its peak and what it keeps twice."""
     sizes = {spec.name: spec.itemsize for spec in target.model.tensors}

@@ -17,7 +17,7 @@ from streamrl.resharding.grouping import (
 )
 from streamrl.resharding.layouts import seated_layout
 from streamrl.resharding.plans import plan_copies, plan_gather
-from streamrl.resharding.reports import Cluster
+from streamrl.resharding.reports import Nodes
 from streamrl.resharding.tensors import merged_stages
 from tests.resharding.models import even, transformer
 
@@ -130,7 +130,7 @@ def test_vanilla_leaves_ranks_nothing_of_what_they_had(
     grid = Grid.parse(train)
     held = seated_layout(even(4), grid.seating())
     serving = vanilla(grid, GenerationSizes.parse(generate))
-    report = plan_copies(held, seated_layout(even(4), serving), Cluster()).bytes_report()
+    report = plan_copies(held, seated_layout(even(4), serving), Nodes()).bytes_report()
     assert [rank for rank in report.ranks if not report.ranks[rank].received["local"]] == without
 
 
@@ -147,12 +147,12 @@ def test_zero_redundancy_holds_for_all_sizes_that_divide_and_overlap_keeps_as_mu
     model = even(grid.stages, size=840)
     held = seated_layout(model, grid.seating())
     served = seated_layout(model, zero_redundancy(grid, sizes))
-    report = plan_copies(held, served, Cluster()).bytes_report()
+    report = plan_copies(held, served, Nodes()).bytes_report()
     expected = (sizes.micro - 1) / grid.model_ranks
     assert all(report.received(rank) == pytest.approx(expected) for rank in report.ranks)
     assert all(report.redundant(rank) == 0 for rank in report.ranks)
     other = seated_layout(model, max_overlap(held, sizes))
-    best = plan_copies(held, other, Cluster()).bytes_report()
+    best = plan_copies(held, other, Nodes()).bytes_report()
     assert sum(best.received(rank) for rank in best.ranks) == sum(
         report.received(rank) for rank in report.ranks
     )
@@ -176,8 +176,8 @@ def test_zero_redundancy_holds_where_the_stages_have_unequal_layers(
     merged = merged_stages(listed, stages) if listed else None
     served = seated_layout(model, serving, stages=merged)
     for plan in (
-        plan_copies(held, served, Cluster()),
-        plan_gather(held, served, Cluster(), micro_groups(grid, serving)),
+        plan_copies(held, served, Nodes()),
+        plan_gather(held, served, Nodes(), micro_groups(grid, serving)),
     ):
         report = plan.bytes_report()
         for rank in report.ranks:
@@ -197,7 +197,7 @@ def test_overlap_keeps_at_least_what_any_other_seating_keeps(
     held = seated_layout(model, Grid(stages, tensor, replicas).seating())
 
     def kept(seating) -> int:
-        report = plan_copies(held, seated_layout(model, seating), Cluster()).bytes_report()
+        report = plan_copies(held, seated_layout(model, seating), Nodes()).bytes_report()
         return sum(counts.received["local"] for counts in report.ranks.values())
 
     best = max_overlap(held, sizes)
@@ -211,7 +211,7 @@ def test_more_tensor_ranks_than_in_training_keep_their_neighbours() -> None:
     grid = Grid.parse("1-2-4")
     held = seated_layout(even(2), grid.seating())
     serving = max_overlap(held, GenerationSizes(1, 4, 2, 1))
-    report = plan_copies(held, seated_layout(even(2), serving), Cluster()).bytes_report()
+    report = plan_copies(held, seated_layout(even(2), serving), Nodes()).bytes_report()
     assert all(report.received(rank) == 0 for rank in report.ranks)
     assert [sorted(group) for group in serving.tensor_groups()] == [[0, 1, 2, 3], [4, 5, 6, 7]]
 

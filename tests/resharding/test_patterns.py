@@ -11,7 +11,7 @@ from streamrl.resharding.grids import Grid, Seating
 from streamrl.resharding.layouts import chunked, seated_layout, zero_partitioned
 from streamrl.resharding.patterns import patterns
 from streamrl.resharding.plans import Copy, CopyPlan, GatherPlan, plan_copies, plan_gather
-from streamrl.resharding.reports import Cluster
+from streamrl.resharding.reports import Nodes
 from streamrl.resharding.tensors import ModelSpec, TensorSpec
 from tests.resharding import slow_plans
 from tests.resharding.models import GRIDS, transformer
@@ -61,7 +61,7 @@ def test_copies_are_those_of_the_plain_way_to_the_last_byte(
     seating = other.seating()
     moved = Seating(seating.stages, seating.tensor, seating.replicas, seating.seats, first)
     target = SHARING[wanted](seated_layout(model, moved), moved.data_groups())
-    cluster = Cluster(per_node)
+    cluster = Nodes(per_node)
     plan = plan_copies(source, target, cluster)
     made = slow_plans.copies(source, target, cluster)
     assert list(plan.copies) == made
@@ -78,7 +78,7 @@ def test_gathers_are_those_of_the_plain_way_to_the_last_byte(
     ranks = list(range(grid.size))
     groups = [ranks] if everyone else grid.seating().data_groups()
     for keeps_copy in (False, True):
-        plan = plan_gather(source, plain, Cluster(per_node), groups, keeps_copy=keeps_copy)
+        plan = plan_gather(source, plain, Nodes(per_node), groups, keeps_copy=keeps_copy)
         assert plan.gives == slow_plans.gives(source, groups)
         check_report(plan, plan.copies, keeps_copy=keeps_copy)
 
@@ -106,8 +106,8 @@ def test_planning_grows_with_the_ranks_and_not_with_the_layers(
         whole = seated_layout(transformer(layers=layers), Grid(1, 1, ranks).seating())
         parts = zero_partitioned(whole, [list(range(ranks))])
         met.clear()
-        plan_copies(parts, whole, Cluster()).bytes_report()
-        plan_gather(parts, whole, Cluster(), [list(range(ranks))]).bytes_report()
+        plan_copies(parts, whole, Nodes()).bytes_report()
+        plan_gather(parts, whole, Nodes(), [list(range(ranks))]).bytes_report()
         return len(met)
 
     assert meetings(4, 8) == meetings(40, 8) > 0

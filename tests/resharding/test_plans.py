@@ -20,11 +20,11 @@ from streamrl.resharding.grouping import (
 )
 from streamrl.resharding.layouts import Layout, chunked, seated_layout, zero_partitioned
 from streamrl.resharding.plans import CopyPlan, plan_copies, plan_gather
-from streamrl.resharding.reports import Cluster, table_2
+from streamrl.resharding.reports import Nodes, table_2
 from streamrl.resharding.tensors import Component, ModelSpec, TensorSpec
 from tests.resharding.models import GRIDS, even, transformer
 
-CLUSTER = Cluster(4)
+CLUSTER = Nodes(4)
 PAPER = [("1-4-2", "1-2-2-2"), ("1-2-2", "1-1-2-2"), ("2-4-1", "1-2-4-1"), ("4-2-1", "2-1-4-1")]
 LARGER = [("1-8-2", "1-2-4-2"), ("4-4-1", "2-2-4-1"), ("8-1-2", "2-1-4-2"), ("2-8-4", "1-8-2-4")]
 
@@ -90,7 +90,7 @@ def test_reals_example_on_eight_devices_moves_what_is_needed_from_balanced_sende
         seated_layout(model, mesh(2, 2)),
         seated_layout(model, mesh(2, 4)),
     )
-    plan = plan_copies(train, generate, Cluster(8))
+    plan = plan_copies(train, generate, Nodes(8))
     report = plan.bytes_report()
     assert sum(report.received(rank) for rank in range(8)) == 3
     assert report.received(0) == report.received(1) == 0
@@ -120,10 +120,10 @@ def test_a_holder_of_a_smaller_box_on_the_same_node_is_asked_first() -> None:
     halves = seated_layout(model, Grid.parse("1-2-1").seating()).shards
     # Rank 0 of the first node has all of it, rank 2 of the second one half.
     source = Layout(model, {0: whole, 2: halves[0]})
-    near = plan_copies(source, Layout(model, {3: halves[0]}), Cluster(2))
+    near = plan_copies(source, Layout(model, {3: halves[0]}), Nodes(2))
     assert [(c.source, c.destination) for c in near.copies] == [(2, 3)]
     assert near.bytes_report().link_bytes("network") == 0
-    both = plan_copies(source, Layout(model, {3: whole}), Cluster(2))
+    both = plan_copies(source, Layout(model, {3: whole}), Nodes(2))
     check_complete(both)
     report = both.bytes_report()
     assert (report.link_bytes("node"), report.link_bytes("network")) == (64, 64)
@@ -150,7 +150,7 @@ def test_no_byte_crosses_the_network_that_a_rank_of_the_node_holds(
     model = transformer(heads=4, kv_heads=4)
     (whole,) = seated_layout(model, Grid.parse("1-1-1").seating()).shards.values()
     source = Layout(model, {**mixed(model, data).shards, 8: whole})
-    target, cluster = mixed(model, data), Cluster(per_node)
+    target, cluster = mixed(model, data), Nodes(per_node)
     plan = plan_copies(source, target, cluster)
     check_complete(plan)
     for copy in plan.copies:

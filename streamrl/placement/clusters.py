@@ -1,0 +1,278 @@
+"""What a cluster is made of: devices, nodes that hold them, and the links between them.
+
+Devices are numbered from 0, node by node, in the order in which the nodes are listed.
+"""
+
+import re
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+from streamrl.errors import ConfigError
+from streamrl.settings import nearest, read_settings
+
+GIB = 1 << 30
+GB = 1e9
+MOST_DEVICES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Device:
+    """One accelerator, as its maker states it; what a model gets of it is a matter of constants.
+
+    flops_per_s: dense, of bfloat16 (float16 where there is none; float32 on a CPU). memory_bytes
+    and memory_bytes_per_s: its own memory. link_bytes_per_s: to others of its node, each way.
+    network_bytes_per_s: of a whole node of them, each way, as such nodes usually come.
+    """
+
+    name: str
+    flops_per_s: float
+    memory_bytes: float
+    memory_bytes_per_s: float
+    link_bytes_per_s: float
+    network_bytes_per_s: float
+    per_node: int = 8
+
+
+def _device(
+    name: str, teraflops: float, gigabytes: float, *, memory: float, link: float, network: float
+) -> Device:
+    """Of FLOP/s in 1e12, and bytes and bytes/s in 1e9; a node has eight."""
+    return Device(name, teraflops * 1e12, gigabytes * GB, memory * GB, link * GB, network * GB)
+
+
+DEVICES = {
+    device.name: device
+    for device in (
+        _device("V100", 125, 32, memory=900, link=150, network=12.5),
+        _device("A100-40GB", 312, 40, memory=1555, link=300, network=200),
+        _device("A100", 312, 80, memory=2039, link=300, network=200),
+        _device("A800", 312, 80, memory=2039, link=200, network=200),
+        _device("H20", 148, 96, memory=4000, link=450, network=400),
+        _device("H100", 989, 80, memory=3350, link=450, network=400),
+        _device("H800", 989, 80, memory=3350, link=200, network=400),
+        _device("H200", 989, 141, memory=4800, link=450, network=400),
+        _device("B200", 2250, 180, memory=8000, link=900, network=400),
+        # Four of them share a tray; seventy-two are one NVLink domain.
+        replace(_device("GB200", 2500, 186, memory=8000, link=900, network=3600), per_node=4),
+        # One core of a server.
+        replace(_device("CPU", 0.1, 4, memory=10, link=5, network=1.25), per_node=1 << 10),
+    )
+}
+"""The makers' figures, of the SXM form of each."""
+
+
+@dataclass(frozen=True)
+class NodeGroup:
+    """`count` nodes that are alike, each with `devices` of one kind.
+
+    network_bytes_per_s: of a node, each way; its devices share it.
+    """
+
+    device: Device
+    devices: int
+    count: int = 1
+    network_bytes_per_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.devices < 1 or self.count < 1:
+            raise ConfigError(
+                f"cluster: {self.count} nodes of {self.devices} {self.device.name}:"
+                " must be at least 1 of each"
+            )
+        if self.network_bytes_per_s < 0:
+            raise ConfigError(
+                f"cluster: network of {self.network_bytes_per_s:g} bytes/s: must be 0 or more"
+            )
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return self.devices * self.count
+
+    @property
+    def network(self) -> float:
+        """Bytes/s of a node, each way; as such nodes usually come if nothing is said."""
+        return self.network_bytes_per_s or self.device.network_bytes_per_s
+
+    def __str__(self) -> str:
+        nodes = f"{self.count}x" if self.count > 1 else ""
+        gigabits = f"@{self.network_bytes_per_s * 8 / GB:g}Gb" if self.network_bytes_per_s else ""
+        return f"{nodes}{self.devices}x{self.device.name}{gigabits}"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes, group by group. `str` and `parse` write it as 16x8xA100@200Gb,8xV100."""
+
+    groups: tuple[NodeGroup, ...]
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise ConfigError("cluster: it has no nodes")
+        if self.size > MOST_DEVICES:
+            raise ConfigError(f"cluster: {self.size} devices: must be at most {MOST_DEVICES}")
+
+    @classmethod
+    def parse(cls, text: str) -> "Cluster":
+        """Of NxDEVICE or NODESxNxDEVICE, with @GIGABITSGb of a node, separated by commas.
+
+        Without NODES, N devices fill nodes of the usual size. Raises ConfigError.
+        """
+        return cls(tuple(_parse_group(part.strip(), text) for part in text.split(",")))
+
+    @classmethod
+    def of_dict(cls, loose: Mapping[str, Any], *, place: str) -> "Cluster":
+        """Of {nodes: [{device: NAME or a mapping, devices: N, count: N, network_gbps: X}]}.
+
+        A device that is not in the table is a mapping of name, tflops, memory_gb, memory_gbps (GB
+        a second) and link_gbps (GB a second). `place` is where it was read. Raises ConfigError.
+        """
+        nodes = loose.get("nodes") if isinstance(loose, Mapping) else None
+        if not isinstance(nodes, Sequence) or isinstance(nodes, str) or set(loose) != {"nodes"}:
+            raise ConfigError(f"{place}: must be a mapping with `nodes`, a list, and nothing else")
+        return cls(tuple(_group_of(entry, f"{place}: nodes[{i}]") for i, entry in enumerate(nodes)))
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return sum(group.size for group in self.groups)
+
+    @property
+    def num_nodes(self) -> int:
+        """Number of nodes."""
+        return sum(group.count for group in self.groups)
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all nodes are alike."""
+        return len(set(self._kinds)) == 1
+
+    @property
+    def starts(self) -> list[int]:
+        """The first device of each group."""
+        return [0, *accumulate(group.size for group in self.groups)][:-1]
+
+    def group_of(self, device: int) -> NodeGroup:
+        """The group a device is in. Raises IndexError if there is no such device."""
+        if not 0 <= device < self.size:
+            raise IndexError(f"device {device} of {self.size}")
+        return self.groups[bisect_right(self.starts, device) - 1]
+
+    def node_of(self, device: int) -> int:
+        """The number of the node a device is on, counted over all groups."""
+        at = bisect_right(self.starts, device) - 1
+        before = sum(group.count for group in self.groups[:at])
+        return before + (device - self.starts[at]) // self.groups[at].devices
+
+    def first(self, size: int) -> "Cluster":
+        """The first `size` devices: whole nodes, or a part of one node.
+
+        Raises ConfigError if there are not so many, or they end within a later node.
+        """
+        groups: list[NodeGroup] = []
+        left = size
+        for group in self.groups:
+            if left <= 0:
+                break
+            whole, rest = divmod(min(left, group.size), group.devices)
+            if rest and (whole or groups):
+                raise ConfigError(
+                    f"--gpus {size}: must be whole nodes of {group.devices}, or a part of one"
+                )
+            groups.append(
+                replace(group, devices=rest, count=1) if rest else replace(group, count=whole)
+            )
+            left -= min(left, group.size)
+        if left or size < 1:
+            raise ConfigError(f"--gpus {size}: must be from 1 to the cluster's {self.size}")
+        return Cluster(tuple(groups))
+
+    @property
+    def _kinds(self) -> list[NodeGroup]:
+        return [replace(group, count=1) for group in self.groups]
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self.groups))
+
+
+_GROUP = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)(?:@(\d+(?:\.\d+)?)Gb)?")
+
+
+def device_named(name: str, place: str) -> Device:
+    """A device of the table. Raises ConfigError with the nearest one."""
+    known = {key.lower(): device for key, device in DEVICES.items()}
+    if name.lower() in known:
+        return known[name.lower()]
+    raise ConfigError(f"{place}: device {name}: not in the table; {nearest(name, DEVICES)}")
+
+
+def _parse_group(part: str, text: str) -> NodeGroup:
+    place = f"cluster {text}"
+    found = _GROUP.fullmatch(part)
+    if found is None:
+        raise ConfigError(f"{place}: {part!r} is not written like 8xH100 or 16x8xA100@200Gb")
+    nodes, devices, name, gigabits = found.groups()
+    device, count = device_named(name, place), int(devices)
+    network = float(gigabits) * GB / 8 if gigabits else 0.0
+    if nodes is not None:
+        return NodeGroup(device, count, int(nodes), network)
+    if count <= device.per_node:
+        return NodeGroup(device, count, 1, network)
+    if count % device.per_node:
+        raise ConfigError(
+            f"{place}: {count} {name} do not fill nodes of {device.per_node}; say how many nodes,"
+            f" as in 2x{count // 2}x{name}"
+        )
+    return NodeGroup(device, device.per_node, count // device.per_node, network)
+
+
+@dataclass
+class _DeviceEntry:
+    """A device as a file has it."""
+
+    name: str
+    tflops: float
+    memory_gb: float
+    memory_gbps: float
+    link_gbps: float
+
+    def device(self, place: str) -> Device:
+        """The device. Raises ConfigError for what is not above 0."""
+        for key in ("tflops", "memory_gb", "memory_gbps", "link_gbps"):
+            if vars(self)[key] <= 0:
+                raise ConfigError(f"{place}.{key}={vars(self)[key]:g}: must be above 0")
+        return _device(
+            self.name,
+            self.tflops,
+            self.memory_gb,
+            memory=self.memory_gbps,
+            link=self.link_gbps,
+            network=self.link_gbps,
+        )
+
+
+@dataclass
+class _GroupEntry:
+    """Nodes as a file has them; network_gbps are gigabits."""
+
+    devices: int
+    count: int = 1
+    network_gbps: float = 0.0
+
+
+def _group_of(entry: Any, place: str) -> NodeGroup:
+    if not isinstance(entry, Mapping) or "device" not in entry:
+        raise ConfigError(f"{place}: must be a mapping with device and devices")
+    named = entry["device"]
+    if isinstance(named, Mapping):
+        device = read_settings(_DeviceEntry, named, section=f"{place}.device").device(
+            f"{place}.device"
+        )
+    else:
+        device = device_named(str(named), f"{place}.device")
+    rest = {key: value for key, value in entry.items() if key != "device"}
+    group = read_settings(_GroupEntry, rest, section=place)
+    return NodeGroup(device, group.devices, group.count, group.network_gbps * GB / 8)

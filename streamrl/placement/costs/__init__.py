@@ -1,0 +1,1 @@
+"""What calls cost: seconds and bytes, from shapes, devices and constants. Pure."""

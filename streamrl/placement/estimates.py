@@ -1,0 +1,90 @@
+"""What is asked of the planner, and what it says of one placement."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from streamrl.dataflow import Dataflow, Kind
+from streamrl.errors import ConfigError
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.shapes import ModelShape
+from streamrl.placement.workload import Workload
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A run to be placed: its calls, its models, a step's work, and where it is to run.
+
+    models: by role, of those that have one; a reward that is a rule has none, and takes no devices.
+    """
+
+    dataflow: Dataflow
+    models: Mapping[str, ModelShape]
+    workload: Workload
+    cluster: Cluster
+
+    def __post_init__(self) -> None:
+        for call in self.dataflow.calls:
+            needed = call.role if call.kind is Kind.TRAIN else call.follows
+            if needed and needed not in self.models:
+                raise ConfigError(f"model of {needed}: missing; {call.stage} computes with it")
+
+    def model_of(self, stage: str) -> ModelShape | None:
+        """The model a call computes with; None for one without."""
+        call = next(call for call in self.dataflow.calls if call.stage == stage)
+        return self.models.get(call.role) or self.models.get(call.follows)
+
+    @property
+    def stages(self) -> list[str]:
+        """The calls that need devices, in flow order."""
+        return [call.stage for call in self.dataflow.ordered if self.model_of(call.stage)]
+
+
+@dataclass(frozen=True)
+class CallMemory:
+    """Bytes of one device that a call holds: always, and on top while it computes."""
+
+    kept: float
+    active: float
+
+    @property
+    def most(self) -> float:
+        """While it computes."""
+        return self.kept + self.active
+
+
+@dataclass(frozen=True)
+class Interval:
+    """When a call of a step had its devices, s; for a picture of devices and time."""
+
+    stage: str
+    step: int
+    start_s: float
+    end_s: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a placement would do, in its steady state.
+
+    step_s: from one update to the next. tokens_per_s: sampled tokens that are trained, of the whole
+    cluster. idle: by stage, the part of a step it does not compute. device_idle: of all devices of
+    the cluster, used or not. memory_bytes: of the fullest device; free_bytes: what that has left.
+    staleness_mean: of a trained token, in versions. unfit: why it cannot be, empty if it can; the
+    other figures are then infinite or NaN.
+    """
+
+    step_s: float
+    tokens_per_s: float = math.nan
+    idle: Mapping[str, float] = field(default_factory=dict)
+    device_idle: float = math.nan
+    memory_bytes: float = math.nan
+    free_bytes: float = math.nan
+    staleness_mean: float = math.nan
+    timeline: Sequence[Interval] = ()
+    unfit: str = ""
+
+    @classmethod
+    def infeasible(cls, why: str) -> "Estimate":
+        """Of what cannot be."""
+        return cls(math.inf, unfit=why)

@@ -1,0 +1,117 @@
+"""Which devices a call may run on: runs of consecutive ones, parts of a node or whole nodes.
+
+The rules are ReaL's device meshes (arXiv:2406.14088): a mesh smaller than a node divides it and
+begins at a multiple of its size; a larger one is made of whole nodes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from streamrl.errors import ConfigError
+from streamrl.placement.clusters import Cluster, Device, NodeGroup
+
+
+@dataclass(frozen=True, order=True)
+class Mesh:
+    """Devices `first` to `first + size - 1` of a cluster. `str` writes it as 0-7, or 3."""
+
+    first: int
+    size: int
+
+    def __post_init__(self) -> None:
+        if self.first < 0 or self.size < 1:
+            raise ConfigError(f"mesh of {self.size} devices from {self.first}: there is none")
+
+    @classmethod
+    def parse(cls, text: str) -> "Mesh":
+        """The mesh of "0-7" or "3". Raises ConfigError."""
+        first, _, last = text.partition("-")
+        numbers = (first, last or first)
+        if not all(number.isdecimal() for number in numbers) or int(first) > int(last or first):
+            raise ConfigError(f"mesh {text!r}: must be a first and a last device, as in 0-7")
+        return cls(int(first), int(numbers[1]) - int(first) + 1)
+
+    @property
+    def devices(self) -> range:
+        """The devices, in order."""
+        return range(self.first, self.first + self.size)
+
+    def overlaps(self, other: "Mesh") -> bool:
+        """Whether both have a device in common."""
+        return self.first < other.first + other.size and other.first < self.first + self.size
+
+    def check(self, cluster: Cluster, place: str) -> None:
+        """Raise ConfigError, naming `place`, unless the cluster has it and the rules hold."""
+        if self.first + self.size > cluster.size:
+            raise ConfigError(f"{place}: devices {self}; the cluster has {cluster.size}")
+        at = self.first
+        while at < self.first + self.size:
+            group = cluster.group_of(at)
+            start = _start_of(cluster, at)
+            inside = (at - start) % group.devices
+            left = self.first + self.size - at
+            if self.size < group.devices:
+                fits = group.devices % self.size == 0 and inside % self.size == 0
+                if not fits:
+                    raise ConfigError(
+                        f"{place}: devices {self}: a part of a node of {group.devices} must divide"
+                        " it, and begin at a multiple of its size"
+                    )
+                return
+            if inside or left < group.devices:
+                raise ConfigError(
+                    f"{place}: devices {self}: more than a part of a node must be whole nodes of"
+                    f" {group.devices}"
+                )
+            at += min(left - left % group.devices, start + group.size - at)
+
+    def num_nodes(self, cluster: Cluster) -> int:
+        """How many nodes it has devices on."""
+        return cluster.node_of(self.first + self.size - 1) - cluster.node_of(self.first) + 1
+
+    def groups(self, cluster: Cluster) -> list[NodeGroup]:
+        """The kinds of nodes it has devices on, in order."""
+        ends = (self.first, self.first + self.size)
+        return [
+            group
+            for group, start in zip(cluster.groups, cluster.starts, strict=True)
+            if start < ends[1] and ends[0] < start + group.size
+        ]
+
+    def per_node(self, cluster: Cluster) -> int:
+        """Its devices on one node, where all its nodes are alike."""
+        return min(self.size, min(group.devices for group in self.groups(cluster)))
+
+    def slowest(self, cluster: Cluster) -> Device:
+        """Of its devices the one with the fewest FLOP/s: work in step goes at its pace."""
+        return min(
+            (group.device for group in self.groups(cluster)), key=lambda kind: kind.flops_per_s
+        )
+
+    def __str__(self) -> str:
+        last = self.first + self.size - 1
+        return f"{self.first}-{last}" if last > self.first else f"{self.first}"
+
+
+def _start_of(cluster: Cluster, device: int) -> int:
+    return max(start for start in cluster.starts if start <= device)
+
+
+def meshes(cluster: Cluster, *, uniform: bool = True) -> Iterator[Mesh]:
+    """Every mesh of a cluster, the small ones first; with `uniform`, none of unlike nodes."""
+    for group, start in zip(cluster.groups, cluster.starts, strict=True):
+        for size in range(1, group.devices):
+            if group.devices % size == 0:
+                yield from (Mesh(start + at, size) for at in range(0, group.size, size))
+    runs = node_runs(cluster)
+    for mesh in sorted(runs, key=lambda mesh: (mesh.size, mesh.first)):
+        if not uniform or len({group.device.name for group in mesh.groups(cluster)}) == 1:
+            yield mesh
+
+
+def node_runs(cluster: Cluster) -> list[Mesh]:
+    """Every run of whole nodes."""
+    edges = [0]
+    for group in cluster.groups:
+        edges += [edges[-1] + group.devices * (i + 1) for i in range(group.count)]
+    return [Mesh(first, last - first) for i, first in enumerate(edges) for last in edges[i + 1 :]]

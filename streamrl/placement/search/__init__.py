@@ -1,0 +1,1 @@
+"""Which placement is best: exact and random search, rules, and an oracle. Pure."""

@@ -1,0 +1,183 @@
+"""What a step of a run is made of: how many rollouts, how long, and how often it updates."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Protocol
+
+import numpy as np
+
+from streamrl.errors import ConfigError
+from streamrl.messages import Array
+
+
+class Lengths(Protocol):
+    """How many tokens completions have, and what the longest may have."""
+
+    @property
+    def mean(self) -> float:
+        """The mean."""
+        ...
+
+    @property
+    def most(self) -> int:
+        """The most a completion has."""
+        ...
+
+    def sample(self, count: int, rng: np.random.Generator) -> Array:
+        """So many lengths, int64 [count], each at least 1."""
+        ...
+
+    def expected_longest(self, count: int) -> float:
+        """About what the longest of so many has."""
+        ...
+
+
+@dataclass(frozen=True)
+class FixedLength:
+    """All have the same length."""
+
+    tokens: int
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ConfigError(f"lengths: fixed:{self.tokens}: must be at least 1")
+
+    @property
+    def mean(self) -> float:
+        """The mean."""
+        return float(self.tokens)
+
+    @property
+    def most(self) -> int:
+        """The most."""
+        return self.tokens
+
+    def sample(self, count: int, rng: np.random.Generator) -> Array:
+        """As many as asked for, all the same."""
+        return np.full(count, self.tokens, np.int64)
+
+    def expected_longest(self, count: int) -> float:
+        """The same."""
+        return float(self.tokens)
+
+
+@dataclass(frozen=True)
+class LognormalLengths:
+    """Lognormal with this median and sigma of the logarithm, cut off at `limit`."""
+
+    median: float
+    sigma: float
+    limit: int
+
+    def __post_init__(self) -> None:
+        if self.median < 1 or self.sigma <= 0 or self.limit < 1:
+            raise ConfigError(
+                f"lengths: lognormal:{self.median:g}:{self.sigma:g}: the median must be at least 1,"
+                f" sigma above 0, the limit {self.limit} at least 1"
+            )
+
+    @property
+    def mean(self) -> float:
+        """The mean of what is cut off at the limit, in closed form."""
+        edge = (math.log(self.limit) - math.log(self.median)) / self.sigma
+        below = math.exp(math.log(self.median) + self.sigma**2 / 2) * _NORMAL.cdf(edge - self.sigma)
+        return below + self.limit * (1 - _NORMAL.cdf(edge))
+
+    @property
+    def most(self) -> int:
+        """The limit."""
+        return self.limit
+
+    def sample(self, count: int, rng: np.random.Generator) -> Array:
+        """Independent ones."""
+        drawn = rng.lognormal(math.log(self.median), self.sigma, count)
+        return np.clip(np.rint(drawn), 1, self.limit).astype(np.int64)
+
+    def expected_longest(self, count: int) -> float:
+        """The quantile that one of so many is beyond, on average."""
+        quantile = _NORMAL.inv_cdf(1 - 1 / (count + 1))
+        return min(float(self.limit), self.median * math.exp(self.sigma * quantile))
+
+
+@dataclass(frozen=True)
+class EmpiricalLengths:
+    """Drawn, with repetition, from lengths that were seen."""
+
+    seen: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if not self.seen or min(self.seen) < 1:
+            raise ConfigError("lengths: must be one length or more, each at least 1")
+
+    @classmethod
+    def of(cls, seen: Sequence[int]) -> "EmpiricalLengths":
+        """Of these."""
+        return cls(tuple(sorted(int(length) for length in seen)))
+
+    @property
+    def mean(self) -> float:
+        """The mean."""
+        return float(np.mean(self.seen))
+
+    @property
+    def most(self) -> int:
+        """The most."""
+        return max(self.seen)
+
+    def sample(self, count: int, rng: np.random.Generator) -> Array:
+        """Independent ones."""
+        return rng.choice(np.asarray(self.seen, np.int64), count)
+
+    def expected_longest(self, count: int) -> float:
+        """The quantile that one of so many is beyond, on average."""
+        return float(np.quantile(self.seen, 1 - 1 / (count + 1)))
+
+
+_NORMAL = NormalDist()
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One step's work.
+
+    groups_per_step, group_size: as in a run's config. prompt_tokens: mean of a prompt. lengths: of
+    a completion. epochs, mini_batches: how often each rollout is trained, and updates per epoch.
+    micro_batch_tokens: most tokens in one forward and backward of a rank.
+    """
+
+    groups_per_step: int
+    group_size: int
+    prompt_tokens: float
+    lengths: Lengths
+    epochs: int = 1
+    mini_batches: int = 1
+    micro_batch_tokens: int = 16384
+
+    def __post_init__(self) -> None:
+        for key in ("groups_per_step", "group_size", "epochs", "mini_batches"):
+            if vars(self)[key] < 1:
+                raise ConfigError(f"workload: {key}={vars(self)[key]}: must be at least 1")
+        if self.prompt_tokens <= 0 or self.micro_batch_tokens <= 0:
+            raise ConfigError("workload: prompt_tokens and micro_batch_tokens must be above 0")
+
+    @property
+    def rollouts(self) -> int:
+        """Rollouts in a step."""
+        return self.groups_per_step * self.group_size
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates in a step."""
+        return self.epochs * self.mini_batches
+
+    @property
+    def rollout_tokens(self) -> float:
+        """Mean tokens of a rollout, its prompt included."""
+        return self.prompt_tokens + self.lengths.mean
+
+    @property
+    def tokens(self) -> float:
+        """Mean tokens of all rollouts of a step, prompts included."""
+        return self.rollouts * self.rollout_tokens
