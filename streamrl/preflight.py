@@ -211,7 +211,7 @@ def counts(config: RunConfig) -> dict[str, tuple[str, int]]:
         "generator": policy if config.placement.is_hybrid else generators,
         "reward": judges,
         "cost": judges,
-        "reference": ("algorithm.kl_coef", 1),
+        "reference": ("reference.replicas", config.reference.replicas),
         "value": shadows,
         "cost_value": shadows,
         POLICY: policy,

@@ -44,7 +44,7 @@ LEVELS = (
         "durable",
         "mailbox",
     },
-    {"config", "agreement", "preflight", "actors"},
+    {"config", "agreement", "preflight", "planning", "actors"},
     {"cli"},
 )
 

@@ -20,14 +20,18 @@ STATE_FILE = "reference.pt"
 
 @dataclass
 class ReferenceConfig:
-    """Whether the reference follows the policy."""
+    """The reference: how many, and whether it follows the policy."""
 
     #: Steps after which the reference moves; 0 leaves it where the run started.
     every: int = 0
     #: How much of the reference stays when it moves: 0 makes it a copy of the policy.
     decay: float = 0.0
+    #: Processes that compute reference logprobs, each with the whole model.
+    replicas: int = 1
 
     def __post_init__(self) -> None:
+        if self.replicas < 1:
+            raise ConfigError(f"reference.replicas={self.replicas}: must be at least 1")
         if self.every < 0:
             raise ConfigError(f"reference.every={self.every}: must be 0 or more")
         if not 0 <= self.decay < 1:

@@ -111,6 +111,9 @@ class Placement:
         """The same with another bound."""
         return replace(self, max_staleness=max_staleness)
 
+    def __str__(self) -> str:
+        return "; ".join(f"{stage} {each}" for stage, each in self.calls.items())
+
     def to_dict(self) -> dict[str, Any]:
         """As plain values for JSON or YAML; `of_dict` is the inverse."""
         calls = {

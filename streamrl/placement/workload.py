@@ -34,6 +34,15 @@ class Lengths(Protocol):
         ...
 
 
+_NORMAL = NormalDist()
+_POINTS = 64
+
+
+def _ranks_of_longest(count: int) -> list[float]:
+    """At which parts of all lengths, in order, the longest of so many is, each as likely."""
+    return [((i + 0.5) / _POINTS) ** (1 / count) for i in range(_POINTS)]
+
+
 @dataclass(frozen=True)
 class FixedLength:
     """All have the same length."""
@@ -96,20 +105,24 @@ class LognormalLengths:
         return np.clip(np.rint(drawn), 1, self.limit).astype(np.int64)
 
     def expected_longest(self, count: int) -> float:
-        """The quantile that one of so many is beyond, on average."""
-        quantile = _NORMAL.inv_cdf(1 - 1 / (count + 1))
-        return min(float(self.limit), self.median * math.exp(self.sigma * quantile))
+        """About the mean of the longest."""
+        found = [
+            self.median * math.exp(self.sigma * _NORMAL.inv_cdf(rank))
+            for rank in _ranks_of_longest(count)
+        ]
+        return float(np.minimum(found, self.limit).mean())
 
 
 @dataclass(frozen=True)
 class EmpiricalLengths:
-    """Drawn, with repetition, from lengths that were seen."""
+    """Drawn, with repetition, from lengths that were seen, in ascending order."""
 
     seen: tuple[int, ...]
 
     def __post_init__(self) -> None:
         if not self.seen or min(self.seen) < 1:
             raise ConfigError("lengths: must be one length or more, each at least 1")
+        assert list(self.seen) == sorted(self.seen)
 
     @classmethod
     def of(cls, seen: Sequence[int]) -> "EmpiricalLengths":
@@ -131,11 +144,9 @@ class EmpiricalLengths:
         return rng.choice(np.asarray(self.seen, np.int64), count)
 
     def expected_longest(self, count: int) -> float:
-        """The quantile that one of so many is beyond, on average."""
-        return float(np.quantile(self.seen, 1 - 1 / (count + 1)))
-
-
-_NORMAL = NormalDist()
+        """About the mean of the longest."""
+        at = np.multiply(_ranks_of_longest(count), len(self.seen)).astype(int)
+        return float(np.asarray(self.seen)[at].mean())
 
 
 @dataclass(frozen=True)
@@ -144,7 +155,8 @@ class Workload:
 
     groups_per_step, group_size: as in a run's config. prompt_tokens: mean of a prompt. lengths: of
     a completion. epochs, mini_batches: how often each rollout is trained, and updates per epoch.
-    micro_batch_tokens: most tokens in one forward and backward of a rank.
+    micro_batch_tokens: most tokens in one forward and backward of a rank. whole_steps: whether the
+    algorithm trains nothing before all groups of a step are there.
     """
 
     groups_per_step: int
@@ -154,6 +166,7 @@ class Workload:
     epochs: int = 1
     mini_batches: int = 1
     micro_batch_tokens: int = 16384
+    whole_steps: bool = False
 
     def __post_init__(self) -> None:
         for key in ("groups_per_step", "group_size", "epochs", "mini_batches"):

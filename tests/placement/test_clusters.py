@@ -1,0 +1,112 @@
+"""Clusters as they are written, and where their devices are."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.errors import ConfigError
+from streamrl.placement import DEVICES, Cluster, NodeGroup
+
+
+def test_devices_fill_nodes_of_the_usual_size() -> None:
+    cluster = Cluster.parse("64xH100")
+    assert (cluster.size, cluster.num_nodes) == (64, 8)
+    assert [cluster.node_of(device) for device in (0, 7, 8, 63)] == [0, 0, 1, 7]
+    assert Cluster.parse("4xH100").num_nodes == 1
+
+
+def test_nodes_of_several_kinds_lie_one_behind_the_other() -> None:
+    cluster = Cluster.parse("2x8xA100@200Gb,8xV100")
+    assert cluster.size == 24
+    assert [cluster.group_of(device).device.name for device in (0, 15, 16)] == [
+        *("A100", "A100", "V100")
+    ]
+    assert cluster.group_of(0).network == 25e9
+    assert cluster.group_of(16).network == DEVICES["V100"].network_bytes_per_s
+    assert [cluster.node_of(device) for device in (8, 15, 16, 23)] == [1, 1, 2, 2]
+    assert not cluster.is_uniform
+
+
+@given(
+    st.lists(
+        st.builds(
+            NodeGroup,
+            st.sampled_from(list(DEVICES.values())),
+            st.integers(1, 16),
+            st.integers(1, 5),
+            st.sampled_from([0.0, 25e9, 12.5e9]),
+        ),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_what_is_written_is_read_again_and_every_device_is_on_one_node(
+    groups: list[NodeGroup],
+) -> None:
+    cluster = Cluster(tuple(groups))
+    devices = [device for group in groups for device in [group.device] * group.size]
+    assert [cluster.group_of(i).device for i in range(cluster.size)] == devices
+    nodes = [cluster.node_of(i) for i in range(cluster.size)]
+    assert nodes == sorted(nodes)
+    assert set(nodes) == set(range(cluster.num_nodes))
+    # Without how many nodes there are, devices fill nodes of the usual size.
+    usual = all(group.count > 1 or group.devices <= group.device.per_node for group in groups)
+    if usual:
+        assert Cluster.parse(str(cluster)) == cluster
+
+
+def test_a_part_of_a_cluster_is_whole_nodes_or_a_part_of_one() -> None:
+    cluster = Cluster.parse("2x8xH100,8xA100")
+    assert str(cluster.first(16)) == "2x8xH100"
+    assert str(cluster.first(24)) == "2x8xH100,8xA100"
+    assert str(cluster.first(4)) == "4xH100"
+    for size in (12, 20, 0, 25):
+        with pytest.raises(ConfigError, match=f"--gpus {size}"):
+            cluster.first(size)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("8xH1000", "device H1000: not in the table; the nearest key is H100"),
+        ("H100", "'H100' is not written like 8xH100"),
+        ("", "'' is not written like"),
+        ("0xH100", "must be at least 1 of each"),
+        ("12xH100", "do not fill nodes of 8; say how many nodes, as in 2x6xH100"),
+        ("8xH100@fastGb", "is not written like"),
+        ("9999999x8xH100", "must be at most"),
+    ],
+)
+def test_what_is_no_cluster_is_refused_in_one_line(text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=r".*") as refused:
+        Cluster.parse(text)
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_file_may_have_devices_of_its_own() -> None:
+    own = {"name": "X1", "tflops": 500, "memory_gb": 96, "memory_gbps": 2000, "link_gbps": 100}
+    nodes = [{"device": own, "devices": 4, "count": 3, "network_gbps": 400}]
+    cluster = Cluster.of_dict({"nodes": [*nodes, {"device": "h100", "devices": 8}]}, place="c.yaml")
+    assert cluster.size == 20
+    first = cluster.group_of(0)
+    assert first.device.flops_per_s == 500e12
+    assert first.network == 50e9
+
+
+@pytest.mark.parametrize(
+    ("loose", "said"),
+    [
+        ({}, "c.yaml: must be a mapping with `nodes`"),
+        ({"nodes": 3}, "c.yaml: must be a mapping with `nodes`"),
+        ({"nodes": []}, "it has no nodes"),
+        ({"nodes": [{"devices": 8}]}, "c.yaml: nodes[0]: must be a mapping with device"),
+        ({"nodes": [{"device": "H100"}]}, "c.yaml: nodes[0].devices: missing"),
+        ({"nodes": [{"device": "H100", "device_count": 8}]}, "nearest key is"),
+        ({"nodes": [{"device": {"name": "X"}, "devices": 1}]}, "nodes[0].device.tflops: missing"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_by_its_key(loose: dict, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        Cluster.of_dict(loose, place="c.yaml")
+    assert said in str(refused.value)

@@ -1,0 +1,121 @@
+"""Sizes of models against what is published of them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
+
+from streamrl.errors import ConfigError
+from streamrl.placement import SHAPES, shape_of
+from streamrl.resharding import Grid, Nodes, plan_copies, seated_layout
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("llama-7b", 6.738),
+        ("llama-13b", 13.016),
+        ("llama-34b", 33.744),
+        ("llama-65b", 65.286),
+        ("llama-70b", 68.977),
+        ("qwen2.5-0.5b", 0.494),
+        ("qwen2.5-7b", 7.616),
+        ("qwen2.5-32b", 32.764),
+        ("qwen2.5-72b", 72.706),
+        ("qwen3-30b-a3b", 30.532),
+    ],
+)
+def test_parameters_are_as_many_as_the_published_models_have(name: str, billions: float) -> None:
+    assert shape_of(name).params / 1e9 == pytest.approx(billions, abs=0.0006)
+
+
+@pytest.mark.parametrize(
+    ("name", "num_bytes"),
+    [
+        ("llama-7b", 524_288),
+        ("llama-13b", 819_200),
+        ("llama-70b", 327_680),
+        ("llama-34b", 196_608),
+    ],
+)
+def test_keys_and_values_of_a_token(name: str, num_bytes: int) -> None:
+    assert shape_of(name).kv_bytes_per_token() == num_bytes
+
+
+def test_of_many_experts_a_token_passes_few() -> None:
+    shape = shape_of("qwen3-30b-a3b")
+    assert shape.active_matmul_params / 1e9 == pytest.approx(3.0, abs=0.1)
+    assert shape_of("deepseek-v3").active_matmul_params / 1e9 == pytest.approx(37.5, abs=4)
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_tensors_that_resharding_moves_are_all_parameters(name: str) -> None:
+    shape = shape_of(name)
+    if not shape.experts:
+        assert shape.tensors(1).num_bytes == shape.params
+    assert shape.tensors(2).num_bytes == pytest.approx(2 * shape.params, rel=1e-9)
+
+
+@pytest.mark.parametrize("name", ["llama-7b", "qwen2.5-0.5b", "llama-70b"])
+def test_a_critic_has_a_scalar_head(name: str) -> None:
+    shape = shape_of(name)
+    critic = shape.critic()
+    head = 0 if shape.tied else shape.vocab * shape.hidden
+    assert critic.params == shape.params - head + shape.hidden
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        LlamaConfig(
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=100,
+        ),
+        Qwen2Config(
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=1,
+            vocab_size=64,
+            tie_word_embeddings=True,
+        ),
+    ],
+)
+def test_the_shape_of_a_directory_is_that_of_the_model_transformers_builds(
+    settings: AutoConfig, tmp_path: Path
+) -> None:
+    settings.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_config(settings)
+    assert shape_of(str(tmp_path)).params == model.num_parameters()
+    assert shape_of(str(tmp_path / "config.json")).params == model.num_parameters()
+
+
+def test_a_split_model_divides_among_its_ranks() -> None:
+    model = shape_of("qwen2.5-0.5b").tensors()
+    held = seated_layout(model, Grid(1, 2, 1).seating())
+    served = seated_layout(model, Grid(1, 1, 2).seating())
+    report = plan_copies(held, served, Nodes(8)).bytes_report()
+    # What is split is halved; norms are whole everywhere.
+    norms = sum(s.num_bytes for s in model.tensors if s.split_dim is None)
+    assert report.ranks[0].received_bytes == (model.num_bytes - norms) // 2
+
+
+def test_what_is_no_model_is_refused_with_the_nearest_name(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"llama-7c: no size of that name.*llama-7b"):
+        shape_of("llama-7c")
+    broken = tmp_path / "config.json"
+    broken.write_text("{")
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        shape_of(str(tmp_path))
+    broken.write_text(json.dumps({"hidden_size": 8}))
+    with pytest.raises(ConfigError, match="num_attention_heads is missing"):
+        shape_of(str(tmp_path))
+    broken.write_text("[]")
+    with pytest.raises(ConfigError, match="must be a JSON object"):
+        shape_of(str(tmp_path))

@@ -1,0 +1,51 @@
+"""Lengths of completions: what is said of them is what is drawn."""
+
+import numpy as np
+import pytest
+
+from streamrl.errors import ConfigError
+from streamrl.placement import EmpiricalLengths, FixedLength, Lengths, LognormalLengths, Workload
+
+KINDS = [
+    FixedLength(100),
+    LognormalLengths(300, 0.8, 4096),
+    LognormalLengths(1500, 1.2, 2048),
+    EmpiricalLengths.of([3, 90, 40, 40, 1000]),
+]
+
+
+@pytest.mark.parametrize("lengths", KINDS, ids=str)
+def test_mean_longest_and_limit_are_those_of_what_is_drawn(lengths: Lengths) -> None:
+    rng = np.random.default_rng(0)
+    drawn = lengths.sample(200_000, rng)
+    assert drawn.min() >= 1
+    assert drawn.max() <= lengths.most
+    assert drawn.mean() == pytest.approx(lengths.mean, rel=0.01)
+    longest = lengths.sample(64_000, rng).reshape(1000, 64).max(axis=1).mean()
+    assert lengths.expected_longest(64) == pytest.approx(longest, rel=0.1)
+
+
+@pytest.mark.parametrize("lengths", KINDS, ids=str)
+def test_the_same_seed_draws_the_same(lengths: Lengths) -> None:
+    one, other = (lengths.sample(50, np.random.default_rng(3)) for _ in range(2))
+    assert one.tolist() == other.tolist()
+
+
+def test_a_step_is_groups_of_rollouts_of_prompt_and_completion() -> None:
+    workload = Workload(32, 8, 100.0, FixedLength(50), epochs=2, mini_batches=4)
+    assert workload.rollouts == 256
+    assert workload.updates == 8
+    assert workload.tokens == 256 * 150
+
+
+def test_what_is_no_workload_is_refused() -> None:
+    with pytest.raises(ConfigError, match="groups_per_step=0"):
+        Workload(0, 8, 100.0, FixedLength(50))
+    with pytest.raises(ConfigError, match="prompt_tokens"):
+        Workload(1, 8, 0.0, FixedLength(50))
+    with pytest.raises(ConfigError, match="fixed:0"):
+        FixedLength(0)
+    with pytest.raises(ConfigError, match="sigma above 0"):
+        LognormalLengths(10, 0, 100)
+    with pytest.raises(ConfigError, match="one length or more"):
+        EmpiricalLengths.of([])

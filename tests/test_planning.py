@@ -1,0 +1,118 @@
+"""Between a run's config and the planner: what is planned is what runs."""
+
+from pathlib import Path
+
+import pytest
+
+from streamrl.config import RunConfig, load_config
+from streamrl.errors import ConfigError
+from streamrl.placement import Cluster, FixedLength, Placement, of_meshes, of_ratios
+from streamrl.planning import Asked, placed_run, problem_of, run_placement
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+SIZES = {"policy": "llama-7b", "critic": "llama-7b", "reference": "llama-7b"}
+
+
+def recipe(name: str, *overrides: str) -> RunConfig:
+    return load_config(CONFIGS / f"{name}_arithmetic.yaml", overrides)
+
+
+def test_a_problem_has_the_work_of_a_step_and_the_models_that_are_named() -> None:
+    cluster = Cluster.parse("8xA100")
+    problem = problem_of(recipe("ppo"), cluster, Asked(20, SIZES))
+    assert problem.workload.rollouts == 256
+    assert problem.workload.updates == 4
+    assert problem.workload.whole_steps
+    assert problem.workload.lengths == FixedLength(12)
+    # The reward is a rule: it has no model and needs no devices.
+    assert problem.stages == ["generate", "reference", "value", "train", "train_critic"]
+    assert problem.models["critic"].scalar_head
+    judged = problem_of(recipe("ppo"), cluster, Asked(20, {**SIZES, "reward": "qwen2.5-0.5b"}))
+    assert "reward" in judged.stages
+
+
+def test_a_model_that_nobody_can_size_is_refused() -> None:
+    cluster = Cluster.parse("8xA100")
+    with pytest.raises(ConfigError, match="--model critic=llama-7b: the run has models of"):
+        problem_of(recipe("grpo"), cluster, Asked(20, SIZES))
+    nowhere = recipe("grpo", "model.path=no/where")
+    with pytest.raises(ConfigError, match="--model policy=NAME says another"):
+        problem_of(nowhere, cluster, Asked(20))
+
+
+ROLES = ("policy", "critic", "reference")
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides"),
+    [
+        ("grpo", ()),
+        ("grpo", ("generator.replicas=3", "trainer.world_size=2", "trainer.zero_stage=2")),
+        ("grpo", ("generator.tensor_parallel=2", "generator.replicas=2")),
+        ("grpo", ("placement.mode=colocated", "trainer.world_size=2")),
+        (
+            "grpo",
+            (
+                *("placement.mode=colocated", "trainer.world_size=4", "trainer.backend=torch"),
+                *("trainer.tensor_parallel=4", "generator.tensor_parallel=2"),
+                "trainer.zero_stage=3",
+            ),
+        ),
+        ("ppo", ()),
+        ("ppo", ("placement.mode=split", "trainer.world_size=2", "critic.trainer.world_size=2")),
+        ("ppo", ("placement.mode=shadow", "reference.replicas=2", "critic.replicas=2")),
+        ("ppo", ("placement.mode=colocated", "trainer.world_size=2", "pipeline.max_staleness=3")),
+        ("ppo", ("placement.mode=interleaving", "trainer.world_size=2")),
+        (
+            "ppo",
+            (
+                "placement.mode=mixed",
+                "placement.pools=[{policy: 1, generator: 1}, {reference: 0.5, value: 0.5}]",
+                "trainer.world_size=2",
+            ),
+        ),
+    ],
+)
+def test_a_run_is_placed_as_its_own_placement_says(name: str, overrides: tuple[str, ...]) -> None:
+    config = recipe(name, *overrides)
+    placement = run_placement(config, ROLES)
+    again = placed_run(recipe(name), placement)
+    assert again.trainer.world_size == config.trainer.world_size
+    assert again.generator.tensor_parallel == config.generator.tensor_parallel
+    assert again.placement.is_hybrid == config.placement.is_hybrid
+    assert run_placement(again, ROLES) == placement
+
+
+def test_ratios_become_pools_of_roles() -> None:
+    pools = [{"policy": 1.0, "generator": 1.0}, {"critic": 1.0, "reference": 0.5, "value": 0.5}]
+    placement = of_ratios(recipe("ppo").dataflow, pools, [4, 2])
+    config = placed_run(recipe("ppo"), placement)
+    assert config.placement.mode == "mixed"
+    assert config.placement.pools == pools
+    assert config.critic.trainer["world_size"] == 2
+    # What a name says needs no pools: reference replicas are on the first of the actor's devices.
+    named = of_ratios(
+        recipe("ppo").dataflow,
+        [{**pools[0], "reference": 0.5}, {"critic": 1.0, "value": 1.0}],
+        [4, 2],
+    )
+    assert placed_run(recipe("ppo"), named).placement.mode == "split"
+
+
+def _grpo(generate: tuple[str, str], train: tuple[str, str]) -> Placement:
+    return of_meshes({"generate": generate, "train": train})
+
+
+@pytest.mark.parametrize(
+    ("placement", "said"),
+    [
+        (_grpo(("0-3", "1-1-4"), ("4-7", "2-1-2")), "without pipeline stages"),
+        (_grpo(("0-3", "1-1-4"), ("4-7", "1-2-2")), "ZeRO 1 does not go with tensor parallelism"),
+        # A generator that shares devices is split over ranks of the trainer, or not at all.
+        (_grpo(("0-3", "1-2-2"), ("0-1", "1-1-2")), "no pools of roles are"),
+    ],
+)
+def test_what_streamrl_does_not_run_is_refused_by_name(placement: Placement, said: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        placed_run(recipe("grpo"), placement)
+    assert said in str(refused.value)
