@@ -3,9 +3,10 @@
 Pure: executors (the pipelined run, others later) read this declaration; nothing here runs anything.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from enum import Enum
+from enum import Enum, StrEnum
 
 import networkx as nx
 
@@ -18,6 +19,18 @@ class Kind(Enum):
     GENERATE = "generate"
     SCORE = "score"
     TRAIN = "train"
+
+
+class Wait(StrEnum):
+    """Why a stage at a step waits for one at that step or an earlier one: the kind of an edge."""
+
+    DATA = "data"
+    VERSION = "version"
+    ORDER = "order"
+
+
+Node = tuple[int, str]
+"""A step, counted from 0, and a stage at it."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +79,9 @@ class Dataflow:
 
     def __init__(self, calls: Iterable[Call]) -> None:
         self.calls = tuple(calls)
+        for stage, count in Counter(call.stage for call in self.calls).items():
+            if count > 1:
+                raise ValueError(f"stage {stage} is declared {count} times")
         self._producer: dict[str, Call] = {}
         for call in self.calls:
             for column in call.produces:
@@ -73,20 +89,28 @@ class Dataflow:
                     rivals = f"{self._producer[column].stage} and {call.stage}"
                     raise ValueError(f"column {column} is produced twice: by {rivals}")
                 self._producer[column] = call
-        self._check()
+        self._trainer: dict[str, Call] = {}
+        for call in (call for call in self.calls if call.kind is Kind.TRAIN):
+            if call.role in self._trainer:
+                rivals = f"{self._trainer[call.role].stage} and {call.stage}"
+                raise ValueError(f"role {call.role} is trained twice: by {rivals}")
+            self._trainer[call.role] = call
+        self._check_waits()
 
-    def _check(self) -> None:
-        stages = [call.stage for call in self.calls]
-        for stage in stages:
-            if stages.count(stage) > 1:
-                raise ValueError(f"stage {stage} is declared {stages.count(stage)} times")
+    def _check_waits(self) -> None:
         for call in self.calls:
             for column in call.needs:
                 if column not in self._producer:
                     raise ValueError(f"stage {call.stage} needs column {column}: nobody makes it")
-        if not nx.is_directed_acyclic_graph(self.graph):
-            cycle = nx.find_cycle(self.graph)
-            raise ValueError(f"the calls wait for each other in a circle: {cycle}")
+            if call.follows and _publisher(call.follows) not in self._trainer:
+                raise ValueError(f"stage {call.stage} follows {call.follows}: nobody trains it")
+        graph = self.graph
+        if not nx.is_directed_acyclic_graph(graph):
+            links = [
+                f"{source} makes {', '.join(graph.edges[source, target]['columns'])} for {target}"
+                for source, target in nx.find_cycle(graph)
+            ]
+            raise ValueError(f"the stages wait for each other in a circle: {'; '.join(links)}")
 
     @property
     def takers(self) -> list[Call]:
@@ -137,6 +161,65 @@ class Dataflow:
     def of_kind(self, kind: Kind) -> list[Call]:
         """The calls of one kind, in flow order."""
         return [call for call in self.ordered if call.kind is kind]
+
+    @property
+    def unconsumed(self) -> list[tuple[str, str]]:
+        """The (stage, column) pairs that no stage needs: made, stored, and read by none.
+
+        That is no error: a row may train on a part of what a stage makes anyway.
+        """
+        needed = {column for call in self.calls for column in call.needs}
+        return [
+            (c.stage, column) for c in self.ordered for column in c.produces if column not in needed
+        ]
+
+    @property
+    def version_edges(self) -> list[tuple[Call, Call]]:
+        """Who trains what whom follows: (training call, call), for the first calls of each role.
+
+        First is a call that no other of its role comes before: whoever comes after has waited.
+        """
+        graph, holds = self.graph, {c.stage: (c.role, c.follows) for c in self.calls}
+        return [
+            (self._trainer[_publisher(call.follows)], call)
+            for call in self.ordered
+            if call.follows
+            and all(holds[s] != holds[call.stage] for s in nx.ancestors(graph, call.stage))
+        ]
+
+    def unroll(self, steps: int, max_staleness: int) -> "nx.DiGraph[Node]":
+        """The stages at each step, as nodes (step, stage) with a `call`, and what each waits for.
+
+        An edge's `kind` is a Wait. DATA, within a step, has `columns`. VERSION has a `role`: the
+        first call of a role that follows that one waits until it is trained at step
+        i - 1 - max_staleness. ORDER: a role is trained at one step after the other. So what works
+        at step i has version i - max_staleness or a newer one, if every version is published.
+
+        Raises ValueError for no steps, or a bound below 0.
+        """
+        if steps < 1:
+            raise ValueError(f"steps={steps}: must be at least 1")
+        if max_staleness < 0:
+            raise ValueError(f"max_staleness={max_staleness}: must be 0 or more")
+        graph: nx.DiGraph[Node] = nx.DiGraph()
+        calls, flow, versions = self.ordered, self.graph, self.version_edges
+        for step in range(steps):
+            graph.add_nodes_from(((step, call.stage), {"call": call}) for call in calls)
+            for a, b in flow.edges:
+                columns = flow.edges[a, b]["columns"]
+                graph.add_edge((step, a), (step, b), kind=Wait.DATA, columns=columns)
+            for call in self._trainer.values() if step else ():
+                graph.add_edge((step - 1, call.stage), (step, call.stage), kind=Wait.ORDER)
+            made = step - 1 - max_staleness
+            for source, call in versions if made >= 0 else ():
+                nodes = (made, source.stage), (step, call.stage)
+                graph.add_edge(*nodes, kind=Wait.VERSION, role=call.follows)
+        return graph
+
+
+def _publisher(followed: str) -> str:
+    """The trained role whose trainer publishes the versions of what is followed."""
+    return POLICY if followed == MOVED else followed
 
 
 def dataflow_for(

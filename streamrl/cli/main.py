@@ -24,6 +24,7 @@ COMMANDS = {
     "rewards": "every kind of reward: what it is and its options",
     "data": "what files of prompts hold, and which rows a run could not use",
     "algorithms": "every algorithm: what it reads, its functions, its defaults, its paper",
+    "graph": "the model calls of a config and what flows between them: text, DOT or a picture",
     "report": "where every prompt of a run is, and the history of one",
     "doctor": "what this machine has and what would run on it",
 }

@@ -1,0 +1,83 @@
+"""`streamrl graph`: the model calls of a config, and what each waits for, as text, DOT or SVG.
+
+Only the config is read: its model and its data need not be there.
+"""
+
+import argparse
+import os
+from pathlib import Path
+
+from streamrl.cli.graph_picture import Picture
+from streamrl.cli.graph_svg import svg
+from streamrl.cli.graph_words import dot, text
+from streamrl.config import RunConfig, load_config
+from streamrl.durable import write_whole
+from streamrl.errors import ConfigError
+
+MOST_STEPS = 100
+"""More steps make a picture that nobody can look at."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `streamrl graph`."""
+    parser.usage = "streamrl graph CONFIG [key=value ...] [--text | --dot | --svg FILE] [--steps N]"
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file, or a run")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that override it"
+    )
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--text", action="store_true", help="print it as text; this is the default")
+    form.add_argument("--dot", action="store_true", help="print it in Graphviz's language")
+    form.add_argument("--svg", metavar="FILE", help="draw it into a file; - prints the drawing")
+    parser.add_argument(
+        "--steps", type=int, default=1, metavar="N", help="so many optimizer steps of it (1)"
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; returns its exit code."""
+    if not 1 <= arguments.steps <= MOST_STEPS:
+        raise ConfigError(f"--steps {arguments.steps}: must be from 1 to {MOST_STEPS}")
+    path: Path = arguments.config
+    source = path / "config.yaml" if os.path.isdir(path) else path
+    config = load_config(source, arguments.overrides)
+    picture = Picture.of(
+        config.dataflow,
+        name=config.algorithm.name,
+        steps=arguments.steps,
+        max_staleness=min(config.pipeline.lead, config.pipeline.max_staleness),
+    )
+    if arguments.svg is None:
+        shown = dot(picture) if arguments.dot else text(picture, _notes(config))
+        print(shown, end="")
+    elif arguments.svg == "-":
+        print(svg(picture), end="")
+    else:
+        _write(Path(arguments.svg), svg(picture))
+        print(f"{arguments.svg}: {picture.title}")
+    return 0
+
+
+def _notes(config: RunConfig) -> list[str]:
+    """What the graph cannot show, or shows and may be a slip."""
+    notes = [
+        f"{stage} produces {column}, which no stage needs"
+        for stage, column in config.dataflow.unconsumed
+    ]
+    if (every := config.weights.publish_every) > 1:
+        notes.append(f"weights.publish_every={every}: only one in {every} versions is published")
+    if (every := config.reference.every) > 1:
+        notes.append(f"reference.every={every}: it only moves at one in {every} versions")
+    return notes
+
+
+def _write(path: Path, content: str) -> None:
+    """Raises ConfigError where no file can be, or something else than a file is."""
+    # What a link names is replaced, and not the link; a device must never be.
+    place = Path(os.path.realpath(path))
+    if os.path.exists(place) and not place.is_file():
+        raise ConfigError(f"--svg {path}: not a file")
+    try:
+        write_whole(place, content)
+    except OSError as error:
+        raise ConfigError(f"--svg {path}: {error.strerror or error}") from None

@@ -1,0 +1,292 @@
+"""The one graph: what is refused, who waits for whom, and the same over several steps."""
+
+import re
+from pathlib import Path
+
+import networkx as nx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.config import load_config
+from streamrl.dataflow import (
+    GENERATE,
+    MOVED,
+    POLICY,
+    REWARD,
+    Call,
+    Dataflow,
+    Kind,
+    Wait,
+    dataflow_for,
+)
+from streamrl.messages import ROLLOUT_COLUMNS
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+ROLLOUT = [
+    "token_ids",
+    "loss_mask",
+    "generator_logprobs",
+    "policy_version",
+    "lengths",
+    "finish_reason",
+]
+SEQUENCES = ["token_ids", "loss_mask", "lengths"]
+GRPO = {
+    ("generate", "reward"): ROLLOUT,
+    ("generate", "train"): ROLLOUT,
+    ("reward", "train"): ["scores"],
+}
+PPO = GRPO | {
+    ("generate", "reference"): SEQUENCES,
+    ("generate", "value"): SEQUENCES,
+    ("generate", "train_critic"): ROLLOUT,
+    ("reward", "train_critic"): ["scores"],
+    ("reference", "train"): ["ref_logprobs"],
+    ("reference", "train_critic"): ["ref_logprobs"],
+    ("value", "train"): ["values"],
+    ("value", "train_critic"): ["values"],
+}
+REMAX = GRPO | {
+    ("generate", "baseline"): ["lengths"],
+    ("greedy", "baseline"): ["greedy_ids"],
+    ("baseline", "train"): ["baseline_scores"],
+}
+SAFE_RLHF = PPO | {
+    ("generate", "cost"): ROLLOUT,
+    ("generate", "cost_value"): SEQUENCES,
+    ("cost", "train"): ["costs"],
+    ("cost", "train_critic"): ["costs"],
+    ("cost_value", "train"): ["cost_values"],
+    ("cost_value", "train_critic"): ["cost_values"],
+    ("generate", "train_cost_critic"): ROLLOUT,
+    ("reward", "train_cost_critic"): ["scores"],
+    ("cost", "train_cost_critic"): ["costs"],
+    ("reference", "train_cost_critic"): ["ref_logprobs"],
+    ("value", "train_cost_critic"): ["values"],
+    ("cost_value", "train_cost_critic"): ["cost_values"],
+}
+GOLDEN = {
+    "grpo_arithmetic": (GRPO, {("train", "generate")}),
+    "dapo_arithmetic": (GRPO, {("train", "generate")}),
+    "ppo_arithmetic": (PPO, {("train", "generate"), ("train_critic", "value")}),
+    "remax_arithmetic": (REMAX, {("train", "generate"), ("train", "greedy")}),
+    "safe_rlhf_toy": (
+        SAFE_RLHF,
+        {("train", "generate"), ("train_critic", "value"), ("train_cost_critic", "cost_value")},
+    ),
+}
+
+
+def score(stage: str, needs: tuple[str, ...], produces: tuple[str, ...], **more: str) -> Call:
+    return Call(stage, more.pop("role", stage), Kind.SCORE, needs, produces, **more)
+
+
+def train(*needs: str, stage: str = "train", role: str = POLICY) -> Call:
+    return Call(stage, role, Kind.TRAIN, needs, ())
+
+
+def flow_of(recipe: str) -> Dataflow:
+    return load_config(CONFIGS / f"{recipe}.yaml").dataflow
+
+
+def edges(flow: Dataflow) -> dict[tuple[str, str], list[str]]:
+    return {(a, b): columns for a, b, columns in flow.graph.edges(data="columns")}
+
+
+@pytest.mark.parametrize("recipe", GOLDEN)
+def test_the_edges_of_an_algorithm_are_known(recipe: str) -> None:
+    flow = flow_of(recipe)
+    data, versions = GOLDEN[recipe]
+    assert edges(flow) == data
+    assert {(a.stage, b.stage) for a, b in flow.version_edges} == versions
+
+
+def test_ppo_with_a_reference_has_the_eleven_edges_of_its_paper() -> None:
+    # In the vocabulary of ReaL (arXiv:2406.14088), whose packed prompts come from the data set.
+    sampled = ("seq_no_eos_mask", "packed_input_ids", "packed_logprobs", "prompt_mask")
+    seen = (*sampled, "packed_ref_logprobs", "rewards", "values")
+    flow = Dataflow(
+        [
+            Call("actor_gen", "actor", Kind.GENERATE, (), sampled),
+            score("rew_inf", ("packed_input_ids",), ("rewards",)),
+            score("ref_inf", ("packed_input_ids",), ("packed_ref_logprobs",)),
+            score("critic_inf", ("packed_input_ids", "seq_no_eos_mask"), ("values",)),
+            train(*seen, stage="actor_train", role="actor"),
+            train(*seen, stage="critic_train", role="critic"),
+        ]
+    )
+    assert len(flow.graph.edges) == 11 == len(edges(flow_of("ppo_arithmetic")))
+    assert [n for n, degree in flow.graph.in_degree if not degree] == ["actor_gen"]
+    assert {n for n, degree in flow.graph.out_degree if not degree} == set(flow.stages[-2:])
+
+
+@pytest.mark.parametrize(
+    ("calls", "line"),
+    [
+        (
+            [GENERATE, REWARD, score("judge", (), ("scores",)), train()],
+            "column scores is produced twice: by reward and judge",
+        ),
+        ([GENERATE, GENERATE, train()], "stage generate is declared 2 times"),
+        (
+            [GENERATE, train(), train(stage="train_again")],
+            "role policy is trained twice: by train and train_again",
+        ),
+        ([GENERATE, train("scores")], "stage train needs column scores: nobody makes it"),
+        ([GENERATE, REWARD], "stage generate follows policy: nobody trains it"),
+        (
+            [score("reference", (), (), follows=MOVED), train(role="critic")],
+            "stage reference follows reference: nobody trains it",
+        ),
+        (
+            [score("a", ("y",), ("x",)), score("b", ("x",), ("y", "z")), score("c", ("z",), ())],
+            "the stages wait for each other in a circle: a makes x for b; b makes y for a",
+        ),
+        (
+            [score("a", ("x",), ("x",))],
+            "the stages wait for each other in a circle: a makes x for a",
+        ),
+    ],
+)
+def test_a_wrong_graph_is_refused_with_its_stage(calls: list[Call], line: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(line)}$"):
+        Dataflow(calls)
+
+
+def test_what_nobody_reads_is_told_and_is_no_error() -> None:
+    flow = dataflow_for(("token_ids", "scores"))
+    # The reward reads all of a rollout; without one most of it is left.
+    assert flow.unconsumed == []
+    alone = dataflow_for(("token_ids",))
+    assert alone.unconsumed == [("generate", c) for c in ROLLOUT_COLUMNS if c != "token_ids"]
+
+
+@pytest.mark.parametrize("recipe", sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+def test_no_recipe_makes_what_it_does_not_read(recipe: str) -> None:
+    assert flow_of(recipe).unconsumed == []
+
+
+def test_a_shared_critic_and_a_moving_reference_follow_the_policy() -> None:
+    columns = (*ROLLOUT, "scores", "values", "ref_logprobs")
+    flow = dataflow_for(columns, shares_critic=True, moves_reference=True)
+    found = {(a.stage, b.stage, b.follows) for a, b in flow.version_edges}
+    assert found == {
+        ("train", "generate", POLICY),
+        ("train", "reference", MOVED),
+        ("train", "value", POLICY),
+    }
+
+
+def test_of_a_roles_calls_the_first_waits_for_the_version() -> None:
+    first = score("draft", (), ("x",), role="writer", follows=POLICY)
+    later = score("final", ("x",), ("y",), role="writer", follows=POLICY)
+    beside = score("other", (), ("z",), role="writer", follows=POLICY)
+    flow = Dataflow([first, later, beside, train("y", "z")])
+    assert [call for _, call in flow.version_edges] == [first, beside]
+
+
+def test_three_steps_of_grpo_one_version_behind() -> None:
+    graph = flow_of("grpo_arithmetic").unroll(3, 1)
+    assert set(graph) == {(i, s) for i in range(3) for s in ("generate", "reward", "train")}
+    found: dict[Wait, set[object]] = {kind: set() for kind in Wait}
+    for a, b, kind in graph.edges(data="kind"):
+        found[kind].add((a, b))
+    assert found[Wait.DATA] == {((i, a), (i, b)) for i in range(3) for a, b in GRPO}
+    assert found[Wait.ORDER] == {((i, "train"), (i + 1, "train")) for i in range(2)}
+    assert found[Wait.VERSION] == {((0, "train"), (2, "generate"))}
+    assert graph.edges[(0, "train"), (2, "generate")]["role"] == POLICY
+    assert graph.edges[(2, "reward"), (2, "train")] == {"kind": "data", "columns": ["scores"]}
+    assert graph.nodes[2, "generate"]["call"] == GENERATE
+
+
+@pytest.mark.parametrize(
+    ("steps", "max_staleness", "line"),
+    [
+        (0, 0, "steps=0: must be at least 1"),
+        (1, -1, "max_staleness=-1: must be 0 or more"),
+    ],
+)
+def test_no_steps_and_a_bound_below_zero_are_refused(
+    steps: int, max_staleness: int, line: str
+) -> None:
+    with pytest.raises(ValueError, match=f"^{line}$"):
+        flow_of("grpo_arithmetic").unroll(steps, max_staleness)
+
+
+RECIPES = {recipe: flow_of(recipe) for recipe in GOLDEN}
+
+
+@given(st.sampled_from(sorted(GOLDEN)), st.integers(1, 12), st.integers(0, 14))
+def test_the_longest_chain_is_what_the_bound_leaves(
+    recipe: str, steps: int, max_staleness: int
+) -> None:
+    # A step is a chain of three stages: it ends one after the step before, or three after the one
+    # whose version it waits for.
+    ends: list[int] = []
+    for i in range(steps):
+        waited = ends[i - 1 - max_staleness] if i > max_staleness else 0
+        ends.append(max(waited + 3, ends[-1] + 1 if ends else 0))
+    graph = RECIPES[recipe].unroll(steps, max_staleness)
+    assert nx.dag_longest_path_length(graph) + 1 == ends[-1]
+    if max_staleness == 0:
+        assert ends[-1] == 3 * steps
+    if max_staleness >= steps:
+        assert ends[-1] == 3 + steps - 1
+
+
+@st.composite
+def dataflows(draw: st.DrawFn) -> Dataflow:
+    """Stages that need what some before them make; some follow what some train."""
+    trained = draw(st.lists(st.sampled_from(["p", "q"]), min_size=1, max_size=2, unique=True))
+    follows = {role: draw(st.sampled_from(["", *trained])) for role in "abc"}
+    calls: list[Call] = []
+    for i in range(draw(st.integers(1, 6))):
+        needs = (
+            draw(st.lists(st.sampled_from([f"x{k}" for k in range(i)]), unique=True)) if i else []
+        )
+        role = draw(st.sampled_from("abc"))
+        call = score(f"s{i}", tuple(needs), (f"x{i}",), role=role, follows=follows[role])
+        calls.append(call)
+    made = [f"x{i}" for i in range(len(calls))]
+    for role in trained:
+        needs = draw(st.lists(st.sampled_from(made), unique=True))
+        calls.append(train(*needs, stage=f"train_{role}", role=role))
+    return Dataflow(draw(st.permutations(calls)))
+
+
+@given(dataflows(), st.integers(1, 7), st.integers(0, 8))
+def test_nothing_is_made_of_versions_beyond_the_bound(
+    flow: Dataflow, steps: int, max_staleness: int
+) -> None:
+    graph = flow.unroll(steps, max_staleness)
+    assert nx.is_directed_acyclic_graph(graph)
+    for step, stage in graph:
+        call = graph.nodes[step, stage]["call"]
+        before = nx.ancestors(graph, (step, stage))
+        if call.follows:
+            # Version v + 1 is what the role has become by its training at step v.
+            trained = [i for i, name in before if name == f"train_{call.follows}"]
+            version = max(trained, default=-1) + 1
+            assert step - version <= max_staleness
+        if call.kind is Kind.TRAIN and step:
+            assert (step - 1, stage) in before
+        assert all(earlier <= step for earlier, _ in before)
+
+
+@given(dataflows(), st.integers(1, 5), st.integers(0, 5))
+def test_one_step_is_the_flow_and_a_looser_bound_only_takes_waits_away(
+    flow: Dataflow, steps: int, max_staleness: int
+) -> None:
+    one = flow.unroll(1, max_staleness)
+    assert {(a, b) for (_, a), (_, b) in one.edges} == set(flow.graph.edges)
+    tight, loose = (flow.unroll(steps, bound) for bound in (max_staleness, max_staleness + 1))
+    kept = [set(g.edges) - _of_kind(g, Wait.VERSION) for g in (tight, loose)]
+    assert kept[0] == kept[1]
+    assert len(_of_kind(loose, Wait.VERSION)) <= len(_of_kind(tight, Wait.VERSION))
+    for node in tight:
+        assert nx.ancestors(loose, node) <= nx.ancestors(tight, node)
+
+
+def _of_kind(graph: "nx.DiGraph[tuple[int, str]]", kind: Wait) -> set[object]:
+    return {(a, b) for a, b, found in graph.edges(data="kind") if found == kind}
