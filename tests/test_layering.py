@@ -44,7 +44,7 @@ LEVELS = (
         "durable",
         "mailbox",
     },
-    {"config", "agreement", "preflight", "planning", "actors"},
+    {"config", "agreement", "preflight", "planning", "pictures", "actors"},
     {"cli"},
 )
 

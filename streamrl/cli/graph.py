@@ -7,12 +7,12 @@ import argparse
 import os
 from pathlib import Path
 
-from streamrl.cli.graph_picture import Picture
-from streamrl.cli.graph_svg import svg
-from streamrl.cli.graph_words import dot, text
 from streamrl.config import RunConfig, load_config
 from streamrl.durable import write_whole
 from streamrl.errors import ConfigError
+from streamrl.pictures.graph_picture import Picture
+from streamrl.pictures.graph_svg import svg
+from streamrl.pictures.graph_words import dot, text
 
 MOST_STEPS = 100
 """More steps make a picture that nobody can look at."""
