@@ -3,6 +3,7 @@
 import math
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
+from itertools import pairwise
 
 from streamrl.dataflow import Dataflow
 from streamrl.pictures.graph_picture import BORDER, FILL
@@ -64,7 +65,7 @@ def device_rows(placement: Placement) -> list[Mesh]:
     """The runs of devices in which all have the same calls; none of devices that nobody has."""
     meshes = [each.mesh for each in placement.calls.values()]
     edges = sorted({edge for mesh in meshes for edge in (mesh.first, mesh.first + mesh.size)})
-    runs = [Mesh(a, b - a) for a, b in zip(edges, edges[1:], strict=False)]
+    runs = [Mesh(a, b - a) for a, b in pairwise(edges)]
     return [run for run in runs if any(run.overlaps(mesh) for mesh in meshes)]
 
 
