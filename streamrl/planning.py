@@ -25,7 +25,7 @@ from streamrl.placement import (
 )
 from streamrl.placement.config import MIXED
 from streamrl.placement.workload import FixedLength, Lengths
-from streamrl.preflight import counts
+from streamrl.preflight import counts, load_files, model_length
 from streamrl.resharding import Grid
 
 CRITICS = (CRITIC, COST_CRITIC)
@@ -255,3 +255,17 @@ def _relations(placement: Placement) -> dict[Any, Any]:
     }
     zero = {("zero", s): calls[s].zero_stage for s in calls if s.startswith("train")}
     return {**sizes, **shifts, **zero}
+
+
+def mean_prompt_tokens(config: RunConfig) -> float:
+    """Of data.train, as the model of the run reads it. Raises ConfigError if that cannot be had."""
+    try:
+        limit = config.data.prompt_limit(
+            model_tokens=model_length(config.model.path, limit=config.model.max_length),
+            max_new_tokens=config.generator.max_new_tokens,
+        )
+        loaded = load_files(config, config.data.train_files, limit)
+    except ConfigError as error:
+        raise ConfigError(f"{error}; --prompt-tokens N says how long prompts are") from None
+    sizes = [len(prompt.token_ids) for prompt in loaded.prompts]
+    return sum(sizes) / len(sizes)
