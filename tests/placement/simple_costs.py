@@ -132,4 +132,4 @@ class SimpleCosts:
             return training(self.train(stage, assignment), workload).total_s
         if call.kind is Kind.SCORE:
             return score_s(self.score(stage, assignment), workload, workload.group_size)
-        return self._generation.completion(self.generator(assignment, free), 1)[-1]
+        return self._generation.completion(self.generator(assignment, free), (1.0,))[-1]
