@@ -21,7 +21,7 @@ class Sized(NamedTuple):
 
     minus_length: int
     uid: str
-    index: int
+    place: int
 
 
 def pack(
@@ -121,7 +121,7 @@ def _deal(bins: list[list[Sized]], loads: list[int]) -> list[Round]:
         dealt: list[MicroBatch] = [()] * len(loads)
         ranks = sorted(range(len(loads)), key=loads.__getitem__)
         for rank, rows in zip(ranks, bins[start : start + len(loads)], strict=False):
-            dealt[rank] = tuple((rollout.uid, rollout.index) for rollout in rows)
+            dealt[rank] = tuple((rollout.uid, rollout.place) for rollout in rows)
             loads[rank] += _padded(rows)
         rounds.append(tuple(dealt))
     return rounds
