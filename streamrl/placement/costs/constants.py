@@ -74,18 +74,18 @@ class Constants:
     half_width: float = 256.0
     recompute: bool = True
 
-    decode_memory_fraction: float = 0.8
+    decode_memory_fraction: float = 0.7
     optimizer_memory_fraction: float = 0.7
     link_fraction: float = 0.7
     network_fraction: float = 0.8
-    collective_s: float = 10e-6
-    link_hop_s: float = 2e-6
-    network_hop_s: float = 10e-6
+    collective_s: float = 5e-6
+    link_hop_s: float = 20e-6
+    network_hop_s: float = 30e-6
 
     max_running: int = 256
     decode_step_s: float = 4e-3
     decode_layer_s: float = 0.0
-    decode_rollout_s: float = 120e-6
+    decode_rollout_s: float = 100e-6
     begin_s: float = 10e-3
 
     micro_batch_s: float = 20e-3
@@ -117,7 +117,7 @@ class Constants:
     logit_bytes: float = 8.0
     served_bytes: int = 2
     kv_bytes: int = 2
-    memory_reserve_fraction: float = 0.1
+    memory_reserve_fraction: float = 0.15
 
     def __post_init__(self) -> None:
         for field in fields(self):
