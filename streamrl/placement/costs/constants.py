@@ -50,6 +50,8 @@ class Constants:
 
     Training. micro_batch_s, update_s, train_step_s: on top of each micro-batch, update and step.
     zero_exposed_fraction: of ZeRO's traffic in a micro-batch, what no computation hides.
+    stage_micro_batches: into how many micro-batches, for each of its stages, a pipeline divides
+    what it is given, if rollouts are that many; it is more where they would be too large.
 
     Scoring. score_batch_s, score_rollout_s: on top of a batch, and of each rollout. score_tokens:
     most tokens in a batch. rule_group_s, rule_rollout_s: of a reward that is a rule.
@@ -92,6 +94,7 @@ class Constants:
     update_s: float = 50e-3
     train_step_s: float = 0.2
     zero_exposed_fraction: float = 0.5
+    stage_micro_batches: int = 2
 
     score_batch_s: float = 20e-3
     score_rollout_s: float = 100e-6
@@ -127,7 +130,7 @@ class Constants:
                 raise ConfigError(f"{field.name}={value}: must be {least}")
             if field.name in PARTS and value > 1:
                 raise ConfigError(f"{field.name}={value}: must be at most 1")
-        for name in ("max_running", "score_tokens"):
+        for name in ("max_running", "score_tokens", "stage_micro_batches"):
             if vars(self)[name] < 1:
                 raise ConfigError(f"{name}={vars(self)[name]}: must be at least 1")
 

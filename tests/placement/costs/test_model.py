@@ -108,10 +108,26 @@ def test_zero_and_pipelines_cost_what_they_add() -> None:
         return model.call_s("train", assigned(text, zero_stage=zero_stage))
 
     assert train_s("1-8-2", 3) > train_s("1-8-2", 1)
-    few = replace(WORK, micro_batch_tokens=1 << 20)
-    coarse = CostModel(grpo("llama-7b", A100, few))
-    bubbles = coarse.call_s("train", assigned("4-4-1")) / coarse.call_s("train", assigned("1-4-4"))
-    assert bubbles > 2
+
+
+def test_a_pipeline_is_filled_by_two_micro_batches_a_stage() -> None:
+    # 32 rollouts an update of one replica: 8 micro-batches in 4 stages take 11 / 8 of the time.
+    large = replace(WORK, micro_batch_tokens=1 << 20)
+    free = Constants(half_width=0.0)
+    device = replace(DEVICES["A100"], link_bytes_per_s=1e30, network_bytes_per_s=1e30)
+    model = CostModel(grpo("llama-7b", Cluster((NodeGroup(device, 8, 2),)), large), free)
+
+    def token_s(text: str) -> float:
+        placement = Placement({"train": assigned(text), "generate": assigned("1-4-2", 8)})
+        return model.timings(placement).train["policy"].token_s
+
+    assert token_s("4-2-1") / token_s("1-8-1") == pytest.approx(11 / 8)
+    # One micro-batch of 4 rollouts cannot be divided into 8.
+    few = CostModel(
+        replace(model.problem, workload=replace(large, groups_per_step=32)), model.constants
+    )
+    placement = Placement({"train": assigned("4-2-1"), "generate": assigned("1-4-2", 8)})
+    assert few.timings(placement).train["policy"].token_s / token_s("1-8-1") == pytest.approx(7 / 4)
 
 
 def test_epochs_repeat_passes_and_updates() -> None:
