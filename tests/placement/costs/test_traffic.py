@@ -27,38 +27,36 @@ def traffic(cluster: str = "16x8xA100@200Gb") -> Traffic:
 
 
 @pytest.mark.parametrize(
-    ("train", "follow"),
-    [
-        ("1-8-2", "1-2-8"),
-        ("1-8-2", "1-4-4"),
-        ("2-4-2", "1-2-8"),
-        ("2-8-1", "2-2-4"),
-        ("4-2-1", "2-1-4"),
-    ],
+    ("train", "follow"), [("1-8-2", "1-2-8"), ("1-8-2", "1-4-4"), ("1-4-4", "1-1-16")]
 )
 def test_on_the_same_devices_a_rank_receives_what_table_2_says(train: str, follow: str) -> None:
     source, target = assigned(train), assigned(follow)
-    grid, serving = source.grid, target.grid
-    # Norms are on all ranks; without them the model divides evenly.
     report = traffic().plan(SMALL, source, target).bytes_report()
-    norms = 13 * 64 * 2
-    even = report.model_bytes - norms
     expected = table_2(
-        grid.stages,
-        grid.tensor,
-        grid.replicas,
-        serving_stages=serving.stages,
-        serving_tensor=serving.tensor,
+        *(source.grid.stages, source.grid.tensor, source.grid.replicas),
+        serving_stages=target.grid.stages,
+        serving_tensor=target.grid.tensor,
     )["zero"]
-    of_stages = Fraction(grid.stages - serving.stages, grid.stages * serving.stages)
+    # Norms are on all ranks whole; the rest of the model divides evenly.
+    norms = (2 * 6 + 1) * 64 * 2
+    even = report.model_bytes - norms
     for counts in report.ranks.values():
-        # Stages are of 4 places of 8, with 3 layers in each: norms divide but for the last one.
-        least = expected.received * even + of_stages * (norms - 64 * 2)
-        if grid.stages == serving.stages:
-            assert counts.received_bytes == least
-        else:
-            assert abs(counts.received_bytes - least) <= Fraction(256 * 64 * 2 + 64 * 2)
+        assert Fraction(counts.received_bytes) == expected.received * even
+        assert Fraction(counts.peak) == expected.peak * even + norms
         assert counts.redundant == expected.redundant
+
+
+@pytest.mark.parametrize(
+    ("train", "follow"), [("2-4-2", "1-2-8"), ("2-8-1", "2-2-4"), ("4-2-1", "2-1-4")]
+)
+def test_stages_that_are_not_even_receive_what_they_lack_and_no_more(
+    train: str, follow: str
+) -> None:
+    plan = traffic().plan(SMALL, assigned(train), assigned(follow))
+    for rank, counts in plan.bytes_report().ranks.items():
+        lacking = plan.target.num_bytes(rank) - plan.source.num_bytes(rank)
+        assert counts.received_bytes == lacking
+        assert counts.redundant == 0
 
 
 def test_a_layout_that_stays_moves_nothing_and_takes_no_memory() -> None:
