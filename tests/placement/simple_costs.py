@@ -29,6 +29,10 @@ class SimpleCosts:
         self._memory: dict[tuple[str, Assignment], CallMemory] = {}
         self._generation = Generation(problem.workload)
 
+    @property
+    def rough(self) -> "SimpleCosts":
+        return self
+
     def rate(self, stage: str, assignment: Assignment) -> tuple[float, float]:
         """Parameters, and FLOP/s of one replica."""
         model = self.problem.model_of(stage)

@@ -14,7 +14,9 @@ def generate_s(timing: GeneratorTiming, workload: Workload) -> float:
     """
     mean, rollouts = workload.lengths.mean, workload.rollouts / timing.replicas
     middle = workload.prompt_tokens + mean / 2
-    slots = max(1.0, min(rollouts, timing.max_running, timing.kv_tokens / middle))
+    # Those that begin together are at their longest together, too.
+    slots = timing.kv_tokens / (workload.prompt_tokens + mean)
+    slots = max(1.0, min(rollouts, timing.max_running, slots))
     longest = max(mean, workload.lengths.expected_longest(workload.rollouts))
     steps = (rollouts / slots - 1) * mean + longest
     running = rollouts * mean / steps

@@ -42,8 +42,9 @@ def train_memory(work: Work) -> CallMemory:
 def _activations(work: Work) -> float:
     """Of as many micro-batches as are in the first of the pipeline's stages, and one's logits."""
     constants, shape = work.constants, work.shape
-    tokens = min(work.workload.micro_batch_tokens, replica_tokens(work))
-    layers = shape.layers / work.stages * min(work.stages, micro_batches(work))
+    each = micro_batches(work)
+    tokens = replica_tokens(work) / each
+    layers = shape.layers / work.stages * min(work.stages, each)
     width = tokens * shape.hidden
     layer = width * constants.activation_bytes / work.tensor
     if constants.recompute:

@@ -5,7 +5,7 @@ and values get the rest; they give way to training, but not to scoring.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from streamrl.dataflow import Kind
@@ -67,13 +67,19 @@ class Holdings:
         return min(self._left(stretch) for stretch in self._stretches if stage in stretch.stages)
 
     def memory(self) -> dict[str, CallMemory]:
-        """Of each call, on a device; of one that samples, with the KV cache it has use of."""
-        found = {}
+        """Of each call, on a device; of one that samples, with the KV cache it has use of.
+
+        Weights that several calls compute with are the first one's.
+        """
+        found: dict[str, CallMemory] = {}
+        seen: set[str] = set()
         for stage, holder in self.holders.items():
-            found[stage] = holder.memory
+            kept = 0.0 if holder.weights in seen else holder.memory.kept
+            active = holder.memory.active
             if holder.kind is Kind.GENERATE:
-                kv = max(0.0, min(self.kv_room(stage), holder.most_kv))
-                found[stage] = replace(holder.memory, active=kv)
+                active = max(0.0, min(self.kv_room(stage), holder.most_kv))
+            found[stage] = CallMemory(kept, active)
+            seen.add(holder.weights)
         return found
 
     def unfit(self) -> str:

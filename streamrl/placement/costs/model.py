@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 
 from streamrl.dataflow import MOVED, POLICY, Call, Kind
 from streamrl.placement.clusters import Device
@@ -17,6 +18,7 @@ from streamrl.placement.costs.held import (
     usable,
 )
 from streamrl.placement.costs.holdings import Holder, Holdings
+from streamrl.placement.costs.rough import RoughTraffic
 from streamrl.placement.costs.score import rule_timing, score_timing
 from streamrl.placement.costs.tensors import stage_params
 from streamrl.placement.costs.traffic import Moved, Traffic
@@ -32,10 +34,16 @@ from streamrl.placement.workload import Workload
 class CostModel:
     """Of one problem; keeps what it found for each call on each devices."""
 
-    def __init__(self, problem: Problem, constants: Constants | None = None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        constants: Constants | None = None,
+        *,
+        traffic: type[Traffic] = Traffic,
+    ) -> None:
         self.problem = problem
         self.constants = constants or Constants.of(problem.cluster)
-        self.traffic = Traffic(problem.cluster, self.constants)
+        self.traffic = traffic(problem.cluster, self.constants)
         self._calls = {call.stage: call for call in problem.dataflow.ordered}
         self._trainers = {call.role: call.stage for call in problem.dataflow.of_kind(Kind.TRAIN)}
         self._shapes = {stage: problem.model_of(stage) for stage in self._calls}
@@ -45,6 +53,11 @@ class CostModel:
         self._alone: dict[tuple[str, Assignment], float] = {}
         self._held: dict[tuple[str, Assignment, Assignment | None], Holder] = {}
         self._wrong: dict[tuple[str, Assignment], str] = {}
+
+    @cached_property
+    def rough(self) -> "CostModel":
+        """The same but for weights on their way, which are worked out by formula."""
+        return CostModel(self.problem, self.constants, traffic=RoughTraffic)
 
     def timings(self, placement: Placement) -> Timings:
         """How long everything takes. What `unfit` refuses has none: ValueError, or nonsense."""
