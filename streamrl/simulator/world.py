@@ -29,7 +29,7 @@ from streamrl.simulator.failures import Crash, Failures
 from streamrl.simulator.following import Versions
 from streamrl.simulator.generators import GeneratorReplica
 from streamrl.simulator.leases import TRAINERS, Leases
-from streamrl.simulator.machine import make_machine
+from streamrl.simulator.machine import Machine
 from streamrl.simulator.prompts import Completions, Prompts
 from streamrl.simulator.queue import StreamQueue
 from streamrl.simulator.recording import Recording
@@ -127,7 +127,7 @@ class World:
         )
         self.site = Site(
             timings,
-            make_machine(timings.cores),
+            Machine(timings.cores),
             self.queue,
             Leases(dataflow, scenario.placement, slice_s=scenario.manner.slice_s),
             Completions(scenario.workload, scenario.seed),
