@@ -45,7 +45,7 @@ LEVELS = (
         "mailbox",
         "simulator",
     },
-    {"config", "agreement", "preflight", "planning", "pictures", "actors"},
+    {"config", "agreement", "preflight", "planning", "placing", "pictures", "actors"},
     {"cli"},
 )
 

@@ -25,6 +25,8 @@ COMMANDS = {
     "data": "what files of prompts hold, and which rows a run could not use",
     "algorithms": "every algorithm: what it reads, its functions, its defaults, its paper",
     "graph": "the model calls of a config and what flows between them: text, DOT or a picture",
+    "plan": "which placement is best for a run on a cluster, and why the others lost",
+    "simulate": "a run's placement on a cluster, played in virtual time",
     "report": "where every prompt of a run is, and the history of one",
     "doctor": "what this machine has and what would run on it",
 }

@@ -19,8 +19,16 @@ from streamrl.errors import ConfigError
 from streamrl.pictures.timeline import timeline_svg
 from streamrl.placement import Estimate, Problem
 from streamrl.placement.costs import CostModel
-from streamrl.placement.search import ANY, PROPOSALS, Candidate, FrontPoint, Planned, plan
-from streamrl.planning import RUNS, manner_of, placed_run
+from streamrl.placement.search import (
+    PROPOSALS,
+    Candidate,
+    FrontPoint,
+    Planned,
+    anything,
+    plan,
+)
+from streamrl.placing import RunCosts, placed_run, run_rules
+from streamrl.planning import manner_of
 from streamrl.simulator import Simulated, simulate
 
 BOUNDS = (0, 1, 2, 4)
@@ -51,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         *("-o", "--output"),
         type=Path,
         metavar="FILE",
-        help="write the best: to .yaml the config of a run that is so placed, to .json the placement",
+        help="write the best: .yaml is the config of a run that is so placed, .json the placement",
     )
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw its devices over time")
 
@@ -67,10 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
     costs = CostModel(problem, constants)
     planned = plan(
         problem,
-        costs,
+        costs if arguments.pipeline else RunCosts(costs, problem.dataflow, apart=config.apart),
         max_staleness=bounds,
         seed=arguments.seed,
-        rules=ANY if arguments.pipeline else RUNS,
+        rules=anything if arguments.pipeline else run_rules,
         proposals=arguments.proposals,
     )
     report = Report(config, problem, planned, _played(config, problem, planned, costs, arguments))

@@ -50,13 +50,18 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
         " config's; with a role only that one's",
     )
     parser.add_argument(
-        "--prompt-tokens", type=float, metavar="N", help="mean of a prompt; by default of data.train"
+        "--prompt-tokens",
+        type=float,
+        metavar="N",
+        help="mean of a prompt; by default of data.train",
     )
     parser.add_argument("--lengths", metavar="SPEC", help=LENGTHS_HELP)
     parser.add_argument(
-        "--constants", type=Path, metavar="FILE", help="of the cost model, as calibrate writes them"
+        "--constants", type=Path, metavar="FILE", help="of the costs, as calibrate writes them"
     )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of all that is random (0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="of what is random (0)"
+    )
 
 
 def read_problem(arguments: argparse.Namespace) -> tuple[RunConfig, Problem, Constants]:
@@ -118,7 +123,7 @@ def read_lengths(text: str, limit: int) -> Lengths:
         if kind == "fixed" and len(values) == 1:
             return FixedLength(int(values[0]))
         if kind == "lognormal" and len(values) == len(("median", "sigma")):
-            return LognormalLengths(*values, limit)
+            return LognormalLengths(values[0], values[1], limit)
         raise ConfigError(
             f"--lengths {text}: must be fixed:TOKENS or lognormal:MEDIAN:SIGMA, in numbers"
         )
@@ -139,3 +144,15 @@ def _yaml(path: Path, what: str) -> Any:
         return yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{what} {path}: {' '.join(str(error).split())}") from None
+
+
+def problem_line(config: RunConfig, problem: Problem) -> str:
+    """What is placed on what, for a person."""
+    workload = problem.workload
+    models = ", ".join(f"{role} {shape.name}" for role, shape in problem.models.items())
+    return (
+        f"{config.algorithm.name} on {problem.cluster} ({problem.cluster.size} devices): {models}\n"
+        f"a step: {workload.groups_per_step} groups of {workload.group_size}, prompts of"
+        f" {workload.prompt_tokens:.0f} tokens, completions of {workload.lengths.mean:.0f} (at most"
+        f" {workload.lengths.most}), {workload.updates} updates"
+    )

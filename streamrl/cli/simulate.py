@@ -11,7 +11,8 @@ from streamrl.config import RunConfig
 from streamrl.errors import ConfigError
 from streamrl.placement import Placement, Problem
 from streamrl.placement.costs import CostModel
-from streamrl.planning import manner_of, run_placement
+from streamrl.placing import run_placement
+from streamrl.planning import manner_of
 from streamrl.simulator import Failures, Simulated, simulate
 
 HOUR_S = 3600.0
@@ -72,9 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _placement(
-    arguments: argparse.Namespace, config: RunConfig, problem: Problem
-) -> Placement:
+def _placement(arguments: argparse.Namespace, config: RunConfig, problem: Problem) -> Placement:
     """Of the file, or the config's own; checked against the cluster."""
     path: Path | None = arguments.placement
     if path is None:

@@ -15,11 +15,10 @@ from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import MOST_TENSOR, Assignment, Placement
 from streamrl.placement.schedule import Estimator
 from streamrl.placement.search.partitions import placed_roles
+from streamrl.placement.search.rules import Rules
 from streamrl.placement.shapes import ModelShape
 from streamrl.resharding import Grid
 
-ZERO_STAGES = (1, 3)
-"""Of trained models: the optimizer's state sharded over replicas, or all of it."""
 FIXES = 64
 """So many changes are tried to make models fit that share devices."""
 
@@ -27,10 +26,10 @@ Roles = Mapping[str, Assignment]
 """Devices and parallelism by role: its calls share them."""
 
 
-def grids(mesh: Mesh, cluster: Cluster, shape: ModelShape, *, pipeline: bool) -> list[Grid]:
-    """Every p-t-d of a model on a mesh; with `pipeline`, also those of several stages."""
+def grids(mesh: Mesh, cluster: Cluster, shape: ModelShape) -> list[Grid]:
+    """Every p-t-d of a model on a mesh."""
     within = min(MOST_TENSOR, mesh.per_node(cluster))
-    stages = max(1, mesh.size // mesh.per_node(cluster)) if pipeline else 1
+    stages = max(1, mesh.size // mesh.per_node(cluster))
     return [
         Grid(p, t, mesh.size // (p * t))
         for t in range(1, within + 1)
@@ -42,10 +41,10 @@ def grids(mesh: Mesh, cluster: Cluster, shape: ModelShape, *, pipeline: bool) ->
 class Choices:
     """What roles may choose of, the fastest alone first; remembered by role and mesh."""
 
-    def __init__(self, estimator: Estimator, *, pipeline: bool) -> None:
+    def __init__(self, estimator: Estimator, *, rules: Rules) -> None:
         self.problem: Problem = estimator.problem
         self.estimator = estimator
-        self.pipeline = pipeline
+        self._rules = rules
         self.roles = placed_roles(self.problem)
         self.stages = {
             role: [call.stage for call in self.problem.dataflow.roles[role]] for role in self.roles
@@ -117,11 +116,11 @@ class Choices:
     def _every(self, role: str, mesh: Mesh) -> list[Assignment]:
         shape = self.problem.model_of(self.stages[role][0])
         assert shape is not None
-        zero_stages = ZERO_STAGES if role in self.trained else ZERO_STAGES[:1]
+        call = self.problem.dataflow.roles[role][0]
         return [
             Assignment(mesh, grid, zero)
-            for grid in grids(mesh, self.problem.cluster, shape, pipeline=self.pipeline)
-            for zero in (zero_stages if grid.replicas > 1 else ZERO_STAGES[:1])
+            for grid in grids(mesh, self.problem.cluster, shape)
+            for zero in self._rules(call, grid)
         ]
 
     def placement(self, roles: Roles, ahead: int = 0, *, streamed: bool = True) -> Placement:

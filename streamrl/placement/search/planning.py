@@ -16,6 +16,7 @@ from streamrl.placement.search.guideline import guideline
 from streamrl.placement.search.mapping import Mapping
 from streamrl.placement.search.parallel import Choices, Roles
 from streamrl.placement.search.partitions import models, node_edges
+from streamrl.placement.search.rules import Rules, anything
 
 PROPOSALS = 1500
 APART = 24
@@ -32,15 +33,15 @@ def plan(
     *,
     max_staleness: Sequence[int] = (0,),
     seed: int = 0,
-    pipeline: bool = True,
+    rules: Rules = anything,
     proposals: int = PROPOSALS,
 ) -> Planned:
     """The best placement under each bound of staleness, what else there was, and why it lost.
 
-    pipeline: whether a model may have several pipeline stages. proposals: of the random search, for
-    each bound. The same seed gives the same plan.
+    rules: how calls may be split. proposals: of the random search, for each bound. The same seed
+    gives the same plan.
     """
-    return Planner(problem, costs, pipeline=pipeline).plan(
+    return Planner(problem, costs, rules=rules).plan(
         sorted(set(max_staleness)), seed=seed, proposals=proposals
     )
 
@@ -48,10 +49,10 @@ def plan(
 class Planner:
     """Plans one problem; what it has worked out once is kept."""
 
-    def __init__(self, problem: Problem, costs: Costs, *, pipeline: bool = True) -> None:
+    def __init__(self, problem: Problem, costs: Costs, *, rules: Rules = anything) -> None:
         self.estimator = Estimator(problem, costs.rough)
         self.exact = Estimator(problem, costs)
-        self.choices = Choices(self.estimator, pipeline=pipeline)
+        self.choices = Choices(self.estimator, rules=rules)
         self.by_model = Mapping(self.choices, models(problem))
         self.by_role = Mapping(self.choices, [(role,) for role in self.choices.roles])
         self._problem = problem
