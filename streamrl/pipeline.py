@@ -59,10 +59,10 @@ class Serving:
 # The loops, in the order in which data flows.
 
 
-async def admit(control: Control, queue: ExperienceQueue) -> None:
+async def admit(control: Control, queue: ExperienceQueue, *, wait_s: float = WAIT_S) -> None:
     """Waits for: credits. Produces: prompts in the queue, with the version they are admitted at."""
     while not control.stopping.is_set():
-        if control.returning or await control.admission.wait_credit(WAIT_S) or control.returning:
+        if control.returning or await control.admission.wait_credit(wait_s) or control.returning:
             await control.admit_new(queue)
 
 

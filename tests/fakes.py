@@ -1,6 +1,6 @@
 """Engines, prompts and trainers of a stream that only take time.
 
-Times are virtual seconds (tests/virtual_clock.py). What each fake did is kept to be asserted on.
+Times are virtual seconds (streamrl/simulator/clock.py). What each fake did is kept to be asserted.
 """
 
 import asyncio

@@ -26,12 +26,12 @@ from streamrl.dataflow import POLICY
 from streamrl.errors import ConfigError, DropError, FilterError
 from streamrl.messages import Ended, Prompt
 from streamrl.pipeline import admit
+from streamrl.simulator.clock import run_virtual
 from streamrl.weights.registry import WeightRegistry
 from tests.buffer.shards import STAGES
 from tests.fake_shards import LocalShard, MemoryLog
 from tests.fake_stream import Stream, run_stream
 from tests.fakes import FakePrompts, Plan
-from tests.virtual_clock import run_virtual
 
 FAILED = Ended("reward_error", "the verifier is down")
 STALE = Ended("stale", "tokens beyond pipeline.max_staleness")

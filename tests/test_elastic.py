@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from streamrl.messages import GroupInfo
 from streamrl.serving import PROGRESS_S
+from streamrl.simulator.clock import run_virtual
 from tests.fake_stream import Disturb, Stream, let_leave, run_stream
 from tests.fakes import Plan, Sampled
 from tests.test_stream_faults import check_accounts, check_conservation, harm, plans
-from tests.virtual_clock import run_virtual
 
 CALLS_S = 0.05
 """What a note is under way, with some to spare."""

@@ -16,13 +16,13 @@ from streamrl.lease import Arbiter, FreeLease, SharedLease
 from streamrl.messages import Array
 from streamrl.pipeline import PULL_ATTEMPTS, follow_weights, newest_version, verified
 from streamrl.publishing import Publishing
+from streamrl.simulator.clock import run_virtual
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import HeldVersion, Loaded, WeightManifest
 from streamrl.weights.figures import weight_metrics
 from streamrl.weights.probe import Probe
 from streamrl.weights.registry import REFUSED, Fault, ReaderState, WeightRegistry
 from tests.test_publishing import Source
-from tests.virtual_clock import run_virtual
 
 SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 

@@ -6,7 +6,7 @@ import pytest
 
 from streamrl.errors import GenerationError
 from streamrl.lease import Arbiter, SharedLease
-from tests.virtual_clock import run_virtual
+from streamrl.simulator.clock import run_virtual
 
 
 class Stuck:

@@ -43,6 +43,7 @@ LEVELS = (
         "checkpoint",
         "durable",
         "mailbox",
+        "simulator",
     },
     {"config", "agreement", "preflight", "planning", "actors"},
     {"cli"},

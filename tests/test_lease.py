@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from streamrl.errors import DeadlineError
 from streamrl.lease import Arbiter, SharedLease
-from tests.virtual_clock import run_virtual
+from streamrl.simulator.clock import run_virtual
 
 
 def test_holders_take_turns_and_never_overlap() -> None:

@@ -19,11 +19,11 @@ from streamrl.errors import DeadlineError, DropError, ProbeError
 from streamrl.messages import Columns, Experience, Lease
 from streamrl.pipeline import newest_version, sampled_lengths
 from streamrl.serving import Desk
+from streamrl.simulator.clock import run_virtual
 from streamrl.step import add_sums
 from streamrl.telemetry.spans import busy_s
 from tests.fake_stream import Stream, run_stream
 from tests.fakes import Plan
-from tests.virtual_clock import run_virtual
 
 plans = st.builds(
     Plan,

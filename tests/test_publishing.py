@@ -9,9 +9,9 @@ import pytest
 from streamrl.dataflow import MOVED
 from streamrl.errors import WeightsError
 from streamrl.publishing import PUBLISH_ATTEMPTS, Publishing
+from streamrl.simulator.clock import run_virtual
 from streamrl.weights import WeightManifest
 from streamrl.weights.registry import Fault, WeightRegistry
-from tests.virtual_clock import run_virtual
 
 SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 

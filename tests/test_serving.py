@@ -11,10 +11,10 @@ from streamrl.faces import Stage
 from streamrl.lease import FreeLease
 from streamrl.messages import Experience, Filtered, Lease
 from streamrl.serving import Desk, Result, chunks, serve
+from streamrl.simulator.clock import run_virtual
 from streamrl.telemetry.spans import SpanRecorder
 from tests.buffer.shards import STAGES, prompt, rollouts
 from tests.fake_shards import LocalShard, MemoryLog
-from tests.virtual_clock import run_virtual
 
 UIDS = [f"0:{i}:0" for i in range(6)]
 

@@ -15,10 +15,10 @@ from streamrl.engines.schedule import Pace
 from streamrl.errors import DeadlineError
 from streamrl.messages import parse_uid
 from streamrl.serving import WAIT_S
+from streamrl.simulator.clock import run_virtual
 from streamrl.step import add_sums, replay
 from tests.fake_stream import Disk, Stream, build_stream, run_loops, run_stream
 from tests.fakes import Plan
-from tests.virtual_clock import run_virtual
 
 
 def trained(stream: Stream) -> list[list[str]]:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from streamrl.engines.schedule import Pace
 from streamrl.errors import DeadlineError, FilterError
 from streamrl.messages import parse_uid
+from streamrl.simulator.clock import run_virtual
 from tests.fake_stream import Disk, Disturb, Stream, build_stream, run_loops, run_stream
 from tests.fakes import Plan
-from tests.virtual_clock import run_virtual
 
 plans = st.builds(
     Plan,

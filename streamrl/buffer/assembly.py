@@ -1,7 +1,8 @@
 """Step assembly: which ready groups enter the step of a version. Pure bookkeeping, no waiting."""
 
+import bisect
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from streamrl.buffer.books import TrainedGroup
 from streamrl.errors import StaleGroupError
@@ -29,21 +30,31 @@ class StepAssembler:
         self._drops_stale = drops_stale
         self._pending: dict[str, int] = {}
         self._ready: dict[str, Experience] = {}
+        # Kept up to date, not made anew: a step of a thousand groups looks a thousand times.
+        self._line: list[Experience] = []
+        """What is ready, the earliest deadline first."""
+        self._waiting: Counter[int] = Counter()
+        """Groups, ready or not, by the version they were admitted at."""
         self._entered: list[Experience] = []
 
     def admit(self, uid: str, version: int) -> None:
         """A prompt was admitted at `version`; its group will be ready some day."""
         self._pending[uid] = version
+        self._waiting[version] += 1
 
     def drop(self, uid: str) -> None:
         """The group will never be trained."""
-        self._pending.pop(uid, None)
+        if uid in self._pending:
+            self._waiting[self._pending.pop(uid)] -= 1
 
     def offer(self, experiences: Iterable[Experience]) -> None:
         """Groups that are ready to be trained. One that was offered before is passed over."""
         for experience in experiences:
-            if self._pending.pop(experience.uid, None) is not None:
+            if experience.uid in self._pending:
+                self._waiting[self._pending.pop(experience.uid)] -= 1
+                self._waiting[experience.admitted_version] += 1
                 self._ready[experience.uid] = experience
+                bisect.insort(self._line, experience, key=_admitted)
 
     def take_stale(self, version: int) -> list[Experience]:
         """With `drops_stale`, the ready groups with a token beyond the bound at `version`."""
@@ -52,9 +63,15 @@ class StepAssembler:
         stale = [
             e for e in self._ready.values() if self._staleness(e, version) > self._max_staleness
         ]
-        for experience in stale:
-            del self._ready[experience.uid]
+        self._remove(stale)
         return stale
+
+    def _remove(self, chosen: Iterable[Experience]) -> None:
+        for experience in chosen:
+            del self._ready[experience.uid]
+            self._waiting[experience.admitted_version] -= 1
+        self._line = [experience for experience in self._line if experience.uid in self._ready]
+        self._waiting = +self._waiting
 
     @property
     def complete(self) -> bool:
@@ -72,26 +89,27 @@ class StepAssembler:
         if self._drops_stale:
             oldest = sorted(self._ready.values(), key=lambda e: -self._staleness(e, version))
             return oldest[:places]
-        waiting = Counter(self._pending.values())
-        waiting.update(experience.admitted_version for experience in self._ready.values())
         chosen: list[Experience] = []
-        for experience in sorted(self._ready.values(), key=lambda e: e.admitted_version):
-            if places and self._others_fit(experience, version, places - 1, waiting):
-                chosen.append(experience)
-                waiting[experience.admitted_version] -= 1
-                places -= 1
+        taken: Counter[int] = Counter()
+        for experience in self._line:
+            left = places - 1 - len(chosen)
+            # Where one does not fit, those with the same deadline or a later one do not, either.
+            if left < 0 or not self._others_fit(experience, version, left, taken):
+                break
+            chosen.append(experience)
+            taken[experience.admitted_version] += 1
         return chosen
 
     def _others_fit(
-        self, chosen: Experience, version: int, places: int, waiting: Mapping[int, int]
+        self, chosen: Experience, version: int, places: int, taken: Counter[int]
     ) -> bool:
         """Whether all groups with a deadline before `chosen`'s fit if it takes a place now.
 
-        `waiting` counts groups by the version they were admitted at.
+        `taken` counts those that have a place already by the version they were admitted at.
         """
         first = version - self._max_staleness
         for admitted in range(first, chosen.admitted_version):
-            due = sum(count for at, count in waiting.items() if at <= admitted)
+            due = sum(n - taken[at] for at, n in self._waiting.items() if at <= admitted)
             if due > places + (admitted - first) * self._groups_per_step:
                 return False
         return True
@@ -104,7 +122,7 @@ class StepAssembler:
         drawn = self.drawable(version)
         for experience in drawn:
             self._check(experience, version)
-            del self._ready[experience.uid]
+        self._remove(drawn)
         self._entered += drawn
         return drawn
 
@@ -127,6 +145,10 @@ class StepAssembler:
         assert self.complete
         entered, self._entered = self._entered, []
         return tuple(_as_trained(experience) for experience in entered)
+
+
+def _admitted(experience: Experience) -> int:
+    return experience.admitted_version
 
 
 def _as_trained(experience: Experience) -> TrainedGroup:

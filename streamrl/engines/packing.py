@@ -6,7 +6,8 @@ because their collectives pair up; one for which nothing is left gets an empty m
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 Pick = tuple[str, int]
 """A rollout: the uid of its group and its index in it."""
@@ -15,13 +16,12 @@ Round = tuple[MicroBatch, ...]
 """One micro-batch per rank."""
 
 
-@dataclass(frozen=True)
-class Sized:
-    """A rollout and its tokens, prompt included."""
+class Sized(NamedTuple):
+    """A rollout and its tokens, prompt included, as a negative number: the longest comes first."""
 
+    minus_length: int
     uid: str
-    index: int
-    length: int
+    place: int
 
 
 def pack(
@@ -35,7 +35,7 @@ def pack(
     """
     packer = Packer(world_size=world_size, micro_batch_tokens=micro_batch_tokens)
     for uid, index, length in rollouts:
-        packer.add_rollout(Sized(uid, index, length))
+        packer.add_rollout(uid, index, length)
     return packer.rounds(final=True)
 
 
@@ -51,16 +51,15 @@ class Packer:
     def add(self, uid: str, lengths: Sequence[int]) -> None:
         """A group is ready; `lengths` are the tokens of its rollouts. Raises as `pack` does."""
         for index, length in enumerate(lengths):
-            self.add_rollout(Sized(uid, index, length))
+            self.add_rollout(uid, index, length)
 
-    def add_rollout(self, rollout: Sized) -> None:
+    def add_rollout(self, uid: str, index: int, length: int) -> None:
         """One rollout is ready."""
-        if rollout.length > self._budget:
+        if length > self._budget:
             raise ValueError(
-                f"rollout {rollout.index} of {rollout.uid} has {rollout.length} tokens; a"
-                f" micro-batch holds {self._budget}"
+                f"rollout {index} of {uid} has {length} tokens; a micro-batch holds {self._budget}"
             )
-        self._waiting.append(rollout)
+        self._waiting.append(Sized(-length, uid, index))
 
     def rounds(self, *, final: bool) -> list[Round]:
         """Rounds to run now, which are then out of the packer.
@@ -69,32 +68,34 @@ class Packer:
         its longest one's length, which leaves each more than half full. With `final` all that is
         left.
         """
-        bins = _fill(sorted(self._waiting, key=_longest_first), self._budget)
-        if final:
-            bins = _spread(bins, self._world_size)
-        else:
-            full = [rows for rows in bins if (len(rows) + 1) * rows[0].length > self._budget]
-            bins = full[: len(full) // self._world_size * self._world_size]
-        taken = {rollout for rows in bins for rollout in rows}
-        self._waiting = [rollout for rollout in self._waiting if rollout not in taken]
-        rounds = _deal(bins, self._loads)
+        # Most were in order before, which costs next to nothing.
+        self._waiting.sort()
+        cuts = _cuts(self._waiting, self._budget)
+        if not final:
+            last = self._waiting[cuts[-2] : cuts[-1]] if len(cuts) > 1 else []
+            num_full = len(cuts) - 1 - bool(last and not _is_full(last, self._budget))
+            cuts = cuts[: num_full // self._world_size * self._world_size + 1]
+        bins = [self._waiting[start:end] for start, end in pairwise(cuts)]
+        self._waiting = self._waiting[cuts[-1] :]
+        rounds = _deal(_spread(bins, self._world_size) if final else bins, self._loads)
         if final:
             self._loads = [0] * self._world_size
         return rounds
 
 
-def _longest_first(rollout: Sized) -> tuple[int, str, int]:
-    return -rollout.length, rollout.uid, rollout.index
+def _cuts(rollouts: Sequence[Sized], budget: int) -> list[int]:
+    """Where to cut rollouts, longest first, into runs that fit when padded to their first."""
+    cuts = [0]
+    while cuts[-1] < len(rollouts):
+        length = -rollouts[cuts[-1]].minus_length
+        rows = budget // length if length else len(rollouts)
+        cuts.append(min(cuts[-1] + rows, len(rollouts)))
+    return cuts
 
 
-def _fill(rollouts: Sequence[Sized], budget: int) -> list[list[Sized]]:
-    """Rollouts, longest first, cut into runs that fit when padded to their first."""
-    bins: list[list[Sized]] = []
-    for rollout in rollouts:
-        if not bins or (len(bins[-1]) + 1) * bins[-1][0].length > budget:
-            bins.append([])
-        bins[-1].append(rollout)
-    return bins
+def _is_full(rows: Sequence[Sized], budget: int) -> bool:
+    """Whether another one as long as the longest would be too much."""
+    return (len(rows) + 1) * -rows[0].minus_length > budget
 
 
 def _spread(bins: list[list[Sized]], world_size: int) -> list[list[Sized]]:
@@ -120,11 +121,11 @@ def _deal(bins: list[list[Sized]], loads: list[int]) -> list[Round]:
         dealt: list[MicroBatch] = [()] * len(loads)
         ranks = sorted(range(len(loads)), key=loads.__getitem__)
         for rank, rows in zip(ranks, bins[start : start + len(loads)], strict=False):
-            dealt[rank] = tuple((rollout.uid, rollout.index) for rollout in rows)
+            dealt[rank] = tuple((rollout.uid, rollout.place) for rollout in rows)
             loads[rank] += _padded(rows)
         rounds.append(tuple(dealt))
     return rounds
 
 
 def _padded(rows: Sequence[Sized]) -> int:
-    return len(rows) * max(rollout.length for rollout in rows)
+    return len(rows) * -rows[0].minus_length

@@ -18,7 +18,7 @@ from streamrl.errors import DeadlineError, GenerationError
 from streamrl.lease import Pulse
 from streamrl.messages import Array, Experience, FinishReason, Prompt, Rollout
 from streamrl.rewards.config import RewardConfig
-from tests.virtual_clock import run_virtual
+from streamrl.simulator.clock import run_virtual
 
 
 def test_each_replica_has_its_turn_and_none_that_has_left() -> None:

@@ -25,8 +25,8 @@ from streamrl.dataflow import dataflow_for
 from streamrl.errors import DeadlineError
 from streamrl.faces import Made, StepOutcome
 from streamrl.messages import ROLLOUT_COLUMNS, GroupInfo
+from streamrl.simulator.clock import run_virtual
 from streamrl.telemetry.spans import SpanRecorder
-from tests.virtual_clock import run_virtual
 
 RECIPE = Path(__file__).parents[2] / "configs" / "grpo_arithmetic.yaml"
 SUMS = {

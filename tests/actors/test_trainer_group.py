@@ -12,8 +12,8 @@ from streamrl.dataflow import dataflow_for
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import WeightsError
 from streamrl.messages import ROLLOUT_COLUMNS
+from streamrl.simulator.clock import run_virtual
 from streamrl.weights import WeightManifest
-from tests.virtual_clock import run_virtual
 
 
 class Method:

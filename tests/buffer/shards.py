@@ -24,7 +24,7 @@ from streamrl.messages import (
     column_sizes,
     group_columns,
 )
-from tests.virtual_clock import run_virtual
+from streamrl.simulator.clock import run_virtual
 
 STAGES = {
     "generate": Ports((), ROLLOUT_COLUMNS),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from streamrl.buffer import Admission, Ledger
 from streamrl.buffer.admission import check_bytes, check_capacity, credit_limit
 from streamrl.errors import ConfigError
-from tests.virtual_clock import run_virtual
+from streamrl.simulator.clock import run_virtual
 
 
 def make(ledger: Ledger, *, depth: int = 1, steps: int = 10, capacity: int = 8) -> Admission:

@@ -23,8 +23,8 @@ from streamrl.buffer.segment import Record, segment_path
 from streamrl.engines.schedule import Program
 from streamrl.errors import JournalError, LedgerError
 from streamrl.messages import Ended, GroupInfo, make_uid, parse_uid
+from streamrl.simulator.clock import run_virtual
 from tests.fake_shards import MemoryLog
-from tests.virtual_clock import run_virtual
 
 FILTERED = Ended("filtered", "all 2 rewards are 1", filtered=True)
 DROPPED = Ended("deadline", "the verifier is down")

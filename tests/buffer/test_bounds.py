@@ -10,6 +10,7 @@ from streamrl.buffer import Bounds, Shard, group
 from streamrl.buffer.blob import encode
 from streamrl.errors import ConfigError, DeadlineError
 from streamrl.messages import Lease
+from streamrl.simulator.clock import run_virtual
 from tests.buffer.shards import (
     STAGES,
     WORK,
@@ -23,7 +24,6 @@ from tests.buffer.shards import (
     take,
 )
 from tests.fake_shards import MemoryLog, recover
-from tests.virtual_clock import run_virtual
 
 WHOLE_BYTES = sum(len(encode(columns)) for columns in WORK.values())
 """What the columns of a finished group take."""

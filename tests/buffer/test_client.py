@@ -12,9 +12,9 @@ from streamrl.buffer.blob import LARGE_BYTES
 from streamrl.buffer.leases import Overdue
 from streamrl.errors import ContractError, DeadlineError
 from streamrl.messages import Columns, Ended, Filtered
+from streamrl.simulator.clock import run_virtual
 from tests.buffer.clients import UIDS, do, finish, local_shards, queue_of, take_all
 from tests.buffer.shards import prompt, rollouts
-from tests.virtual_clock import run_virtual
 
 
 def large(value: int) -> Columns:

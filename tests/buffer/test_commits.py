@@ -14,6 +14,7 @@ from streamrl.buffer.exchange import Commit
 from streamrl.buffer.group import GroupBook
 from streamrl.errors import ContractError, DeadlineError, JournalError
 from streamrl.messages import Columns, Ended, Lease, column_sizes
+from streamrl.simulator.clock import run_virtual
 from tests.buffer.shards import (
     REFERENCE,
     SCORES,
@@ -29,7 +30,6 @@ from tests.buffer.shards import (
     take,
 )
 from tests.fake_shards import MemoryLog
-from tests.virtual_clock import run_virtual
 
 # Commits.
 

@@ -10,6 +10,7 @@ from streamrl.buffer import Bounds, Shard
 from streamrl.buffer.leases import TIDY_AT, Overdue
 from streamrl.errors import DeadlineError
 from streamrl.messages import Ended
+from streamrl.simulator.clock import run_virtual
 from tests.buffer.shards import (
     SCORES,
     STAGES,
@@ -22,7 +23,6 @@ from tests.buffer.shards import (
     take,
 )
 from tests.fake_shards import MemoryLog, recover
-from tests.virtual_clock import run_virtual
 
 
 def now() -> float:

@@ -17,6 +17,7 @@ from streamrl.buffer.recovery import Base, load, payload, recover, snapshot
 from streamrl.buffer.segment import Corrupt, segment_path, segments
 from streamrl.errors import JournalError
 from streamrl.messages import Ended
+from streamrl.simulator.clock import run_virtual
 from tests import fake_shards
 from tests.buffer.schedules import Life, facts, moves
 from tests.buffer.shards import (
@@ -31,7 +32,6 @@ from tests.buffer.shards import (
     take,
 )
 from tests.fake_shards import MemoryLog
-from tests.virtual_clock import run_virtual
 
 TIGHT: dict[str, Any] = {"hedge_s": 5.0, "bounds": Bounds(1000)}
 

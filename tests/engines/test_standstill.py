@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from streamrl.engines.standstill import Standstill
-from tests.virtual_clock import run_virtual
+from streamrl.simulator.clock import run_virtual
 
 
 def test_a_deadline_does_not_run_while_the_engine_stands_still() -> None:

@@ -14,8 +14,8 @@ from streamrl.messages import Prompt
 from streamrl.rewards import RewardConfig, ScorerConfig, Surroundings, Verdict, build_rewards
 from streamrl.rewards import endpoint as endpoint_module
 from streamrl.rewards.endpoint import Pace, retry_after
+from streamrl.simulator.clock import run_virtual
 from tests.rewards.chat_server import MODEL, ChatServer
-from tests.virtual_clock import run_virtual
 
 CHAT = ({"role": "user", "content": "2+3"},)
 PROMPT = Prompt("0:4:0", np.array([1], np.int32), messages=CHAT, ground_truth="5")

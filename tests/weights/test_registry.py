@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from streamrl.errors import WeightsError
+from streamrl.simulator.clock import run_virtual
 from streamrl.weights import WeightManifest
 from streamrl.weights.figures import Pull, Traffic, weight_metrics
 from streamrl.weights.registry import DETOUR, Fault, ReaderState, WeightRegistry
 from streamrl.weights.spread import Spread
-from tests.virtual_clock import run_virtual
 
 SEQUENCES = [np.array([3, 1, 4], np.int32), np.array([1, 5], np.int32)]
 

@@ -1,0 +1,183 @@
+"""A generator replica: takes prompts, samples their groups together, follows the policy."""
+
+import asyncio
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from streamrl.dataflow import GREEDY, Call
+from streamrl.lease import FreeLease
+from streamrl.messages import GroupInfo
+from streamrl.placement.timings import WeightsTiming
+from streamrl.simulator.engine import Engine, Sampling
+from streamrl.simulator.following import Following
+from streamrl.simulator.holding import Holding
+from streamrl.simulator.machine import Timer
+from streamrl.simulator.queue import Group
+from streamrl.simulator.site import Site
+
+
+@dataclass(eq=False, slots=True)
+class Work:
+    """A group that is sampled for a stage, and the lane of its span once it is."""
+
+    group: Group
+    stage: str
+    lane: int = -1
+
+
+class GeneratorReplica:
+    """Serves all stages that generate, each with as many groups at once as there are places for.
+
+    A group begins once the version it was admitted at is held, and the replica has its devices.
+    """
+
+    def __init__(self, process: str, calls: Sequence[Call], site: Site, *, holder: str) -> None:
+        """`holder` is its name among those who share devices, unlike any before."""
+        self.process = process
+        self._site = site
+        self._recorder = site.recording.of(process)
+        timing = site.timings.generator
+        rollouts = site.completions.group_size + len(calls) - 1
+        self._room = {call.stage: max(1, timing.max_running // rollouts) for call in calls}
+        self._begin_s = timing.begin_s
+        self._engine: Engine[Work] = Engine(timing)
+        lease = site.leases.of(calls[0].role, holder, suspendable=self)
+        self._holding = Holding(calls[0].stage, lease, self._granted)
+        self._following = Following(
+            self,
+            site.timings.weights.get(calls[0].stage, WeightsTiming()),
+            site.versions[calls[0].follows],
+            lease or FreeLease(),
+            self._recorder,
+        )
+        self._early: list[Work] = []
+        self._begun: list[Work] = []
+        self._timer: Timer | None = None
+        self._rings_at = math.inf
+        self._is_busy = self._is_dead = False
+
+    def start(self) -> None:
+        """Take groups once there is a version to sample them from."""
+        self._following.start()
+
+    def die(self) -> int:
+        """What it was at is lost, and handed out again; returns the tokens that were sampled."""
+        lost = self._engine.sampled()
+        self._is_dead = True
+        self._holding.close()
+        self._following.close()
+        self._engine = Engine(self._site.timings.generator)
+        self._update()
+        self._recorder.close()
+        self._site.queue.release(self)
+        return lost
+
+    # What the queue asks for.
+
+    def room(self, stage: str) -> int:
+        """How many groups more it may be given."""
+        return 0 if self._is_dead else self._room[stage]
+
+    def give(self, stage: str, groups: Sequence[Group]) -> None:
+        """It has these from now on."""
+        self._room[stage] -= len(groups)
+        works = [Work(group, stage) for group in groups]
+        if self._begin_s:
+            asyncio.get_running_loop().call_later(self._begin_s, self._enter, works)
+        else:
+            self._enter(works)
+
+    def _enter(self, works: Sequence[Work]) -> None:
+        held = self._following.held
+        self._early += [work for work in works if work.group.admitted_version > held]
+        ready = [work for work in works if work.group.admitted_version <= held]
+        if ready and not self._is_dead:
+            self._begun += ready
+            self._holding.begin(len(ready))
+
+    def _granted(self) -> None:
+        """It has its devices: whatever is begun is sampled."""
+        completions, now = self._site.completions, self._site.machine.now
+        begun, self._begun = self._begun, []
+        for work in begun:
+            uid = work.group.uid
+            work.lane = self._recorder.begin(work.stage)
+            greedy = work.stage == GREEDY.stage
+            lengths = [completions.greedy(uid)] if greedy else completions.of(uid)
+            self._engine.add(work, completions.prompt_tokens, lengths, now)
+        self._update()
+
+    # What the weights ask for.
+
+    async def load(self, version: int, pause_s: float) -> None:
+        """Sample from this version from the next step on."""
+        machine = self._site.machine
+        until = self._engine.load(version, pause_s, machine.now)
+        self._update()
+        await machine.until(until)
+
+    def arrived(self) -> None:
+        """A version is held: what was admitted at it can begin."""
+        early, self._early = self._early, []
+        self._enter(early)
+        for stage, room in self._room.items():
+            if room:
+                self._site.queue.wait(stage, self)
+
+    # What those ask for who share its devices.
+
+    async def suspend(self) -> None:
+        """Sample nothing from the end of this step on."""
+        machine = self._site.machine
+        until = self._engine.halt(machine.now)
+        self._update()
+        await machine.until(until)
+        self._recorder.rest(self._room)
+
+    async def resume(self) -> None:
+        """Go on."""
+        self._engine.go_on(self._site.machine.now)
+        self._recorder.go_on()
+        self._update()
+
+    # How it goes on.
+
+    def _update(self) -> None:
+        """Ring when something is to happen next."""
+        machine, engine = self._site.machine, self._engine
+        at = engine.next_s
+        if at != self._rings_at:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._rings_at = at
+            self._timer = machine.call_at(at, self._ring) if at < math.inf else None
+        if engine.is_busy != self._is_busy:
+            self._is_busy = engine.is_busy
+            machine.occupy(1 if self._is_busy else -1)
+
+    def _ring(self) -> None:
+        # Not the machine's time, which may be less by a rounding error.
+        at, self._rings_at = self._rings_at, math.inf
+        done = self._engine.advance(at)
+        self._update()
+        self._finish(done)
+
+    def _finish(self, done: Sequence[Sampling[Work]]) -> None:
+        queue, completions = self._site.queue, self._site.completions
+        for sampling in done:
+            work = sampling.key
+            group, stage = work.group, work.stage
+            self._recorder.end(work.lane)
+            prompt_tokens = completions.prompt_tokens
+            if stage == GREEDY.stage:
+                group.extra_tokens = prompt_tokens + completions.greedy(group.uid)
+            else:
+                lengths = completions.of(group.uid)
+                versions = tuple(sorted(sampling.versions.items()))
+                whole = tuple(prompt_tokens + tokens for tokens in lengths)
+                group.info = GroupInfo(whole, sum(lengths), versions)
+            self._room[stage] += 1
+            self._holding.end()
+            queue.commit(stage, [group])
+            queue.wait(stage, self)

@@ -1,0 +1,259 @@
+"""The experience queue as the loops see it, without experiences: what each group has, who waits.
+
+The order is that of the real one: a stage takes the groups that were admitted first, no more than
+its share of those that are ready while others of the stage wait, too.
+"""
+
+import asyncio
+import heapq
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from streamrl.buffer import ShardStats
+from streamrl.buffer.depth import DepthMeter
+from streamrl.dataflow import Dataflow, Kind
+from streamrl.messages import Experience, GroupInfo, Lease, Prompt
+
+
+@dataclass(eq=False, slots=True)
+class Group:
+    """One group: which stages have committed, who has taken it, and what is known of it.
+
+    `order` is its number, `extra_tokens` are those of its greedy completion, its prompt included.
+    """
+
+    uid: str
+    order: int
+    admitted_version: int
+    admitted_s: float
+    done: set[str] = field(default_factory=set)
+    takers: dict[str, "Taker"] = field(default_factory=dict)
+    info: GroupInfo | None = None
+    extra_tokens: int = 0
+    ready_version: int | None = None
+
+
+class Taker(Protocol):
+    """A replica that works on groups."""
+
+    def room(self, stage: str) -> int:
+        """How many groups of a stage more it may be given."""
+        ...
+
+    def give(self, stage: str, groups: Sequence[Group]) -> None:
+        """It has these from now on."""
+        ...
+
+
+class Line:
+    """Groups that are ready for a stage, and the replicas that wait for some."""
+
+    def __init__(self, stage: str, needs: frozenset[str]) -> None:
+        self.stage = stage
+        self.needs = needs
+        self.ready: list[tuple[int, Group]] = []
+        self.waiting: deque[Taker] = deque()
+        self.depths: list[tuple[float, int]] = []
+        self.held_back: dict[int, list[Group]] = {}
+
+    def add(self, group: Group) -> None:
+        """A group is ready."""
+        heapq.heappush(self.ready, (group.order, group))
+
+    def match(self) -> None:
+        """Give what is ready to those that wait, to each its share."""
+        while self.ready and self.waiting:
+            for left in range(len(self.waiting), 0, -1):
+                taker = self.waiting.popleft()
+                share = -(-len(self.ready) // left)
+                count = min(share, taker.room(self.stage))
+                chosen = [heapq.heappop(self.ready)[1] for _ in range(count)]
+                for group in chosen:
+                    group.takers[self.stage] = taker
+                if chosen:
+                    taker.give(self.stage, chosen)
+                if taker.room(self.stage):
+                    self.waiting.append(taker)
+                if not self.ready:
+                    break
+
+
+class StreamQueue:
+    """What `Control` and `train_step` ask of an ExperienceQueue, and what replicas do.
+
+    hop_s: from a commit until the group is ready for others. Unless it is `streamed`, a stage that
+    scores gets the groups of a step together, once all of them are ready for it.
+    """
+
+    def __init__(
+        self, dataflow: Dataflow, *, hop_s: float, streamed: bool, groups_per_step: int
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._hop_s = hop_s
+        self._groups_per_step = groups_per_step
+        makers = {name: call.stage for call in dataflow.calls for name in call.produces}
+        self._lines = {
+            call.stage: Line(call.stage, frozenset(makers[name] for name in call.needs))
+            for call in dataflow.takers
+        }
+        self._whole = {call.stage for call in dataflow.of_kind(Kind.SCORE) if not streamed}
+        self._last = next(call.stage for call in dataflow.takers if call.kind is Kind.TRAIN)
+        self.groups: dict[str, Group] = {}
+        self.version = 0
+        self._num_admitted = 0
+        self._redelivered = 0
+        self._arrived: asyncio.Future[None] | None = None
+        self._trainable: list[Group] = []
+        self._depth = DepthMeter(self._lines, self._loop.time())
+
+    @property
+    def depths(self) -> Mapping[str, Sequence[tuple[float, int]]]:
+        """By stage, how many groups wait for it, each time that changes: s, groups."""
+        return {stage: line.depths for stage, line in self._lines.items()}
+
+    # What the replicas do.
+
+    def wait(self, stage: str, taker: Taker) -> None:
+        """A replica has room."""
+        line = self._lines[stage]
+        if taker not in line.waiting:
+            line.waiting.append(taker)
+        self._match(line)
+
+    def commit(self, stage: str, groups: Iterable[Group]) -> None:
+        """A stage is done with groups; others hear of it after a hop."""
+        batch = list(groups)
+        for group in batch:
+            del group.takers[stage]
+        if self._hop_s:
+            self._loop.call_later(self._hop_s, self._put, stage, batch)
+        else:
+            self._put(stage, batch)
+
+    def release(self, taker: Taker) -> int:
+        """A replica is no more: what it had is handed out again; returns how many groups."""
+        count = 0
+        for line in self._lines.values():
+            if taker in line.waiting:
+                line.waiting.remove(taker)
+            for group in self.groups.values():
+                if group.takers.get(line.stage) is taker and line.stage not in group.done:
+                    del group.takers[line.stage]
+                    line.add(group)
+                    count += 1
+            self._match(line)
+        self._redelivered += count
+        return count
+
+    def _put(self, stage: str, groups: Sequence[Group]) -> None:
+        groups = [group for group in groups if group.uid in self.groups]
+        for group in groups:
+            group.done.add(stage)
+        for line in self._lines.values():
+            if stage in line.needs:
+                for group in groups:
+                    if line.needs <= group.done:
+                        self._ready(line, group)
+                self._match(line)
+
+    def _ready(self, line: Line, group: Group) -> None:
+        if line.stage == self._last:
+            group.ready_version = self.version
+            self._trainable.append(group)
+        elif line.stage in self._whole:
+            step = group.order // self._groups_per_step
+            batch = line.held_back.setdefault(step, [])
+            batch.append(group)
+            if len(batch) == self._groups_per_step:
+                for one in line.held_back.pop(step):
+                    line.add(one)
+        else:
+            line.add(group)
+
+    def _match(self, line: Line) -> None:
+        if line.stage == self._last:
+            if self._trainable and self._arrived is not None and not self._arrived.done():
+                self._arrived.set_result(None)
+            self._observe(line, len(self._trainable))
+        else:
+            line.match()
+            self._observe(line, len(line.ready))
+
+    def _observe(self, line: Line, level: int) -> None:
+        now = self._loop.time()
+        if not line.depths or line.depths[-1][1] != level:
+            line.depths.append((now, level))
+            self._depth.observe(line.stage, level, now)
+
+    # What the loops ask for.
+
+    async def admit(
+        self, prompts: Sequence[Prompt], version: int, *, wait_s: float = math.inf
+    ) -> None:
+        """Prompts come in."""
+        now, lines = self._loop.time(), [one for one in self._lines.values() if not one.needs]
+        for prompt in prompts:
+            group = Group(prompt.uid, self._num_admitted, version, now)
+            self._num_admitted += 1
+            self.groups[prompt.uid] = group
+            for line in lines:
+                line.add(group)
+        for line in lines:
+            self._match(line)
+
+    async def take(
+        self, stage: str, *, max_groups: int, columns: Sequence[str], wait_s: float
+    ) -> list[Experience]:
+        """All groups that are ready to be trained and were not taken yet; waits for one."""
+        if not self._trainable:
+            self._arrived = self._loop.create_future()
+            await self._arrived
+        taken, self._trainable = self._trainable, []
+        self._observe(self._lines[stage], 0)
+        return [
+            Experience(
+                lease=Lease(group.order, group.uid, stage, 1, math.inf),
+                admitted_version=group.admitted_version,
+                info=group.info,
+                ready_version=group.ready_version,
+            )
+            for group in taken
+        ]
+
+    def offer_again(self) -> None:
+        """Whoever trained is no more: all that is ready is there for the next one."""
+        needs = self._lines[self._last].needs
+        self._trainable = [group for group in self.groups.values() if needs <= group.done]
+
+    async def leave(self, uids: Sequence[str], version: int) -> None:
+        """These groups are trained or ended."""
+        self.version = max(self.version, version)
+        for uid in uids:
+            self.groups.pop(uid, None)
+
+    async def end_step(self, uids: Sequence[str], version: int) -> ShardStats:
+        """As `leave`; the figures of the step that has ended."""
+        await self.leave(uids, version)
+        stats = await self.stats()
+        self._depth.restart(self._loop.time())
+        self._redelivered = 0
+        return stats
+
+    async def stats(self) -> ShardStats:
+        """The figures of the step under way."""
+        now = self._loop.time()
+        oldest_s = next((group.admitted_s for group in self.groups.values()), now)
+        return ShardStats(
+            depth=self._depth.means(now),
+            num_bytes=0,
+            oldest_age_s=now - oldest_s,
+            uids=tuple(self.groups),
+            counts={"redelivered": self._redelivered, "hedged": 0, "refused": 0},
+        )
+
+    async def whereabouts(self, uids: Sequence[str]) -> dict[str, str]:
+        """What each of them has."""
+        return {uid: f"done: {sorted(self.groups[uid].done)}" for uid in uids if uid in self.groups}

@@ -1,0 +1,79 @@
+"""A placement's run in virtual time."""
+
+from streamrl.dataflow import Dataflow, Kind
+from streamrl.errors import ConfigError
+from streamrl.placement.placements import Placement
+from streamrl.placement.timings import Timings
+from streamrl.placement.workload import Workload
+from streamrl.simulator.clock import run_virtual
+from streamrl.simulator.failures import Failures
+from streamrl.simulator.results import Simulated
+from streamrl.simulator.world import Manner, Scenario, World
+
+
+def simulate(  # noqa: PLR0913
+    dataflow: Dataflow,
+    placement: Placement,
+    timings: Timings,
+    workload: Workload,
+    *,
+    steps: int,
+    seed: int,
+    failures: Failures | None = None,
+    manner: Manner | None = None,
+) -> Simulated:
+    """What a run of so many steps would do; the same for the same seed.
+
+    Raises ConfigError for what no run could be: stages without timings, completions that fit no
+    micro-batch or no generator.
+    """
+    check_timings(dataflow, timings)
+    check_workload(workload, timings, steps)
+    scenario = Scenario(
+        dataflow, placement, timings, workload, steps, seed, manner or Manner(), failures
+    )
+    return run_virtual(_run(scenario), polls=False)
+
+
+def check_timings(dataflow: Dataflow, timings: Timings) -> None:
+    """Raise ConfigError if a stage that scores or a role that is trained has none."""
+    for call in dataflow.of_kind(Kind.SCORE):
+        if call.stage not in timings.score:
+            raise ConfigError(f"timings.score.{call.stage}: missing")
+    for role in dataflow.trained:
+        if role not in timings.train:
+            raise ConfigError(f"timings.train.{role}: missing")
+
+
+def check_workload(workload: Workload, timings: Timings, steps: int) -> None:
+    """Raise ConfigError if it is none, or its longest rollout has no room."""
+    if steps < 1:
+        raise ConfigError(f"steps={steps}: must be at least 1")
+    longest = max(1, round(workload.prompt_tokens)) + workload.lengths.most
+    rooms = {
+        "workload.micro_batch_tokens": workload.micro_batch_tokens,
+        "timings.generator.kv_tokens": timings.generator.kv_tokens,
+    }
+    for name, room in rooms.items():
+        if room < longest:
+            raise ConfigError(
+                f"{name}={room:g}: must be at least {longest}, the tokens of a prompt and its"
+                " longest completion"
+            )
+
+
+async def _run(scenario: Scenario) -> Simulated:
+    world = World(scenario)
+    await world.run()
+    return Simulated(
+        dataflow=scenario.dataflow,
+        workload=scenario.workload,
+        max_staleness=scenario.placement.max_staleness,
+        outcomes=world.outcomes,
+        step_ends=world.step_ends,
+        depths=world.queue.depths,
+        by_process=world.site.recording.spans,
+        processes=world.processes,
+        crashes=world.crashes,
+        warm_up=min(scenario.steps - 1, scenario.pipeline.lead + 1 + scenario.steps // 10),
+    )

@@ -1,0 +1,98 @@
+"""A trained model: every round, update and publish takes its time, and nothing else."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+
+from streamrl.engines.packing import Round
+from streamrl.engines.schedule import Pace, Turn
+from streamrl.placement.timings import TrainTiming
+from streamrl.simulator.machine import Machine
+from streamrl.simulator.prompts import Completions
+from streamrl.simulator.recording import Recorder
+from streamrl.weights import WeightManifest
+
+
+class TimedTrainer:
+    """A Trainer. A round takes as long as its largest micro-batch; `devices` is held meanwhile.
+
+    publish_s: until a version is on its way.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        stage: str,
+        timing: TrainTiming,
+        pace: Pace,
+        *,
+        publish_s: float,
+        machine: Machine,
+        completions: Completions,
+        recorder: Recorder,
+        devices: asyncio.Lock | None = None,
+    ) -> None:
+        self.num_shares = timing.shares
+        self.pace = pace
+        self._stage = stage
+        self._timing = timing
+        self._publish_s = publish_s
+        self._machine = machine
+        self._completions = completions
+        self._recorder = recorder
+        self._devices = devices
+
+    def adopt(self, version: int, dials: Mapping[str, float]) -> None:
+        """Nothing depends on either."""
+
+    def rests(self, version: int) -> bool:
+        """Never."""
+        return False
+
+    async def plan(self, uids: Sequence[str], turns: Sequence[Turn]) -> None:
+        """Takes step_s."""
+        await self._work(self._timing.step_s)
+
+    async def train_round(self, work: Round, *, epoch: int) -> Mapping[str, float]:
+        """Takes what the share with the largest micro-batch needs."""
+        most, shares, rollouts = 0.0, 0, 0
+        prompt_tokens, completions = self._completions.prompt_tokens, self._completions
+        for picks in work:
+            if picks:
+                tokens = sum([completions.of(uid)[index] for uid, index in picks])
+                tokens += prompt_tokens * len(picks)
+                most = max(most, self._timing.micro_batch_s + self._timing.token_s * tokens)
+                shares += 1
+                rollouts += len(picks)
+        await self._work(most, shares)
+        return {"rollouts": float(rollouts)}
+
+    async def update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+        """Takes update_s."""
+        await self._work(self._timing.update_s, self.num_shares)
+        return {}
+
+    async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest:
+        """Takes publish_s, beside everything else."""
+        await asyncio.sleep(self._publish_s)
+        return WeightManifest(version, (), ())
+
+    async def _work(self, seconds: float, processes: int = 1) -> None:
+        devices: AbstractAsyncContextManager[object] = self._devices or nullcontext()
+        async with devices:
+            lane = self._recorder.begin(self._stage)
+            try:
+                await self._machine.work(seconds, processes=processes)
+            finally:
+                self._recorder.end(lane)
+
+
+class MovedReference:
+    """What a reference follows that is moved after the policy: its trainer publishes it."""
+
+    def __init__(self, publish_s: float) -> None:
+        self._publish_s = publish_s
+
+    async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest:
+        """Takes publish_s."""
+        await asyncio.sleep(self._publish_s)
+        return WeightManifest(version, (), ())

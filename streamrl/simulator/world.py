@@ -1,0 +1,277 @@
+"""Everything that is there while a simulation's clock runs: replicas, trainers, control, queue.
+
+Real: the loops that admit and train, `Control` with its admission, ledger, step assembly and
+publishing, the schedule of micro-batches, and the arbiter of devices. What takes time is timed.
+"""
+
+import asyncio
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import cast
+
+from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
+from streamrl.algorithms.dials import Dials
+from streamrl.buffer import Admission, ExperienceQueue, Ledger, StepAssembler
+from streamrl.control import Control, PipelineConfig
+from streamrl.dataflow import GENERATE, MOVED, POLICY, Dataflow, Kind
+from streamrl.engines.schedule import Pace
+from streamrl.faces import DeviceLease, Stage, StepOutcome
+from streamrl.lease import FreeLease
+from streamrl.pipeline import admit, train
+from streamrl.placement.placements import Placement
+from streamrl.placement.timings import Timings
+from streamrl.placement.workload import Workload
+from streamrl.publishing import Publishing, Source
+from streamrl.simulator.books import TimedBooks
+from streamrl.simulator.failures import Crash, Failures
+from streamrl.simulator.following import Versions
+from streamrl.simulator.generators import GeneratorReplica
+from streamrl.simulator.leases import TRAINERS, Leases
+from streamrl.simulator.machine import make_machine
+from streamrl.simulator.prompts import Completions, Prompts
+from streamrl.simulator.queue import StreamQueue
+from streamrl.simulator.recording import Recording
+from streamrl.simulator.results import process_names
+from streamrl.simulator.scorers import ScorerReplica
+from streamrl.simulator.site import Site
+from streamrl.simulator.trainers import MovedReference, TimedTrainer
+from streamrl.telemetry.spans import SpanRecorder
+from streamrl.weights import WeightManifest
+
+Replica = GeneratorReplica | ScorerReplica
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How a run is done, beside its placement; as in a run's config, but for `whole_steps`.
+
+    whole_steps: the algorithm trains nothing of a step before all of it is there.
+    """
+
+    whole_steps: bool = False
+    depth: int | None = None
+    on_stale: str = "wait"
+    slice_s: float = 1.0
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """All that a simulation depends on."""
+
+    dataflow: Dataflow
+    placement: Placement
+    timings: Timings
+    workload: Workload
+    steps: int
+    seed: int
+    manner: Manner
+    failures: Failures | None
+
+    @property
+    def pace(self) -> Pace:
+        """How trainers take a step: whole where calls wait, or it is updated several times."""
+        workload = self.workload
+        several = workload.updates > 1
+        whole = several or self.manner.whole_steps or not self.placement.streamed
+        return Pace(whole, workload.epochs, min(workload.mini_batches, workload.groups_per_step))
+
+    @property
+    def pipeline(self) -> PipelineConfig:
+        """How its stages are coupled."""
+        return PipelineConfig(
+            max_staleness=self.placement.max_staleness,
+            depth=self.manner.depth,
+            on_stale=self.manner.on_stale,
+            groups_per_step=self.workload.groups_per_step,
+            micro_batch_tokens=self.workload.micro_batch_tokens,
+            stall_s=math.inf,
+        )
+
+    @property
+    def replicas(self) -> dict[str, int]:
+        """How many of each role that is not trained."""
+        timings = self.timings
+        found = {}
+        for role, calls in self.dataflow.roles.items():
+            if calls[0].kind is Kind.GENERATE:
+                found[role] = timings.generator.replicas
+            elif calls[0].kind is Kind.SCORE:
+                found[role] = timings.score[calls[0].stage].replicas
+        return found
+
+    def publish_s(self, role: str) -> float:
+        """Until a version of a role is on its way to all who follow it."""
+        followers = [call.stage for call in self.dataflow.calls if call.follows == role]
+        weights = self.timings.weights
+        return max((weights[s].publish_s for s in followers if s in weights), default=0.0)
+
+
+class World:
+    """A run, and what becomes of it when something dies."""
+
+    def __init__(self, scenario: Scenario) -> None:
+        """Needs a running loop."""
+        self.scenario = scenario
+        self.outcomes: list[StepOutcome] = []
+        self.step_ends: list[float] = []
+        self.crashes: list[Crash] = []
+        dataflow, timings = scenario.dataflow, scenario.timings
+        self.processes = process_names(dataflow, scenario.replicas)
+        self.queue = StreamQueue(
+            dataflow,
+            hop_s=timings.hop_s,
+            streamed=scenario.placement.streamed,
+            groups_per_step=scenario.workload.groups_per_step,
+        )
+        self.site = Site(
+            timings,
+            make_machine(timings.cores),
+            self.queue,
+            Leases(dataflow, scenario.placement, slice_s=scenario.manner.slice_s),
+            Completions(scenario.workload, scenario.seed),
+            Recording(),
+            {},
+        )
+        self._books = TimedBooks(
+            Ledger(), step_s=timings.step_s, keeps=scenario.failures is not None
+        )
+        self._prompts = Prompts()
+        self._clock = asyncio.get_running_loop()
+        self._checkpoint = 0
+        self._replicas: dict[str, Replica] = {}
+        self._incarnations = count()
+        self._training: asyncio.Task[None] | None = None
+        self._end: asyncio.Future[None] = self._clock.create_future()
+
+    async def run(self) -> None:
+        """To the end of the last step."""
+        self._begin()
+        try:
+            await self._end
+        finally:
+            if self._training is not None:
+                self._training.cancel()
+
+    # What a run begins with, or begins again.
+
+    def _begin(self) -> None:
+        """Everybody starts at the last checkpoint."""
+        version, scenario = self._checkpoint, self.scenario
+        lease = self._lease(POLICY, TRAINERS)
+        trainers = self._make_trainers()
+        sources: dict[str, Source] = {**trainers}
+        if any(call.follows == MOVED for call in scenario.dataflow.calls):
+            sources[MOVED] = MovedReference(scenario.publish_s(MOVED))
+        versions = {role: Versions() for role in sources}
+        self.site.versions = versions
+        # In one process, weights are where they are sampled from.
+        hosts = scenario.placement.calls[GENERATE.stage].mesh
+        resides = any(
+            scenario.placement.calls[call.stage].mesh == hosts
+            for call in scenario.dataflow.of_kind(Kind.TRAIN)
+            if call.role == POLICY
+        )
+        publishing = Publishing(sources, versions, lease=None if resides else lease)
+        self._control = self._make_control(publishing, version)
+        for one in versions.values():
+            one.offer(WeightManifest(version, (), ()))
+        for role, names in self.processes.items():
+            if role not in trainers:
+                for index in range(len(names)):
+                    self._start(role, index)
+        self._training = asyncio.create_task(self._train(trainers, lease))
+        self._training.add_done_callback(self._trained)
+
+    def _trained(self, training: "asyncio.Task[None]") -> None:
+        """The run has ended, unless it was a trainer that died."""
+        if not training.cancelled() and not self._end.done():
+            error = training.exception()
+            if error is None:
+                self._end.set_result(None)
+            else:
+                self._end.set_exception(error)
+
+    def _make_control(self, publishing: Publishing, version: int) -> Control:
+        scenario = self.scenario
+        config, per_step = scenario.pipeline, scenario.workload.groups_per_step
+        admission = Admission(
+            self._books.ledger,
+            depth=config.lead,
+            groups_per_step=per_step,
+            capacity_groups=(config.lead + 1) * per_step,
+            total_groups=scenario.steps * per_step,
+            version=version,
+        )
+        assembler = StepAssembler(
+            max_staleness=config.max_staleness,
+            groups_per_step=per_step,
+            drops_stale=config.on_stale == "drop",
+        )
+        self._books.steps = {v: step for v, step in self._books.made.items() if v >= version}
+        settings = AlgorithmConfig().settings(max_length=1, reward_weights={})
+        dials = Dials(ALGORITHMS["grpo"], settings)
+        return Control(admission, assembler, self._books, publishing, dials, self._prompts)
+
+    def _make_trainers(self) -> dict[str, TimedTrainer]:
+        scenario, site = self.scenario, self.site
+        locks = self._locks()
+        return {
+            call.role: TimedTrainer(
+                call.stage,
+                scenario.timings.train[call.role],
+                scenario.pace,
+                publish_s=scenario.publish_s(call.role),
+                machine=site.machine,
+                completions=site.completions,
+                recorder=site.recording.of(call.role),
+                devices=locks.get(call.role),
+            )
+            for call in scenario.dataflow.of_kind(Kind.TRAIN)
+        }
+
+    def _locks(self) -> Mapping[str, asyncio.Lock]:
+        """Of trained models that have a device in common, unless they share its cores."""
+        calls, placement = self.scenario.dataflow.of_kind(Kind.TRAIN), self.scenario.placement
+        locks: dict[str, asyncio.Lock] = {}
+        for i, call in enumerate(calls if not self.scenario.timings.cores else ()):
+            mine = locks.setdefault(call.role, asyncio.Lock())
+            for other in calls[:i]:
+                if placement.overlaps(call.stage, other.stage):
+                    theirs = locks[other.role]
+                    locks = {role: mine if one is theirs else one for role, one in locks.items()}
+        return locks
+
+    def _lease(self, role: str, name: str) -> DeviceLease:
+        holder = f"{name}/{next(self._incarnations)}"
+        return self.site.leases.of(role, holder) or FreeLease()
+
+    def _start(self, role: str, index: int) -> None:
+        calls, name = self.scenario.dataflow.roles[role], self.processes[role][index]
+        made = GeneratorReplica if calls[0].kind is Kind.GENERATE else ScorerReplica
+        replica = made(name, calls, self.site, holder=f"{name}/{next(self._incarnations)}")
+        self._replicas[name] = replica
+        replica.start()
+
+    async def _train(self, trainers: Mapping[str, TimedTrainer], lease: DeviceLease) -> None:
+        control, queue = self._control, cast(ExperienceQueue, self.queue)
+        stage = next(c.stage for c in self.scenario.dataflow.takers if c.kind is Kind.TRAIN)
+        place = Stage(stage, queue, lease, SpanRecorder("train-loop", self._clock.time))
+        await control.reconcile(queue)
+        self.queue.offer_again()
+        admitting = asyncio.create_task(admit(control, queue, wait_s=math.inf))
+        try:
+            config = self.scenario.pipeline
+            await train(place, control, trainers, config, report=self._report)
+        finally:
+            admitting.cancel()
+
+    async def _report(self, outcome: StepOutcome) -> None:
+        self.outcomes.append(outcome)
+        self.step_ends.append(self._clock.time())
+        failures, version = self.scenario.failures, outcome.version + 1
+        due = failures is not None and version % failures.checkpoint_every == 0
+        if due and not self._books.steps:
+            self._checkpoint = version
+            self._books.made.clear()
