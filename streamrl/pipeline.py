@@ -133,6 +133,18 @@ def sampled_lengths(columns: Columns) -> list[int]:
     return [int(count) for count in np.add.reduceat(columns["loss_mask"].astype(int), firsts)]
 
 
+def size_of(experiences: Sequence[Experience]) -> tuple[int, int]:
+    """How many completions there are to be scored, and their tokens.
+
+    Prompts are counted, but for those of greedy completions.
+    """
+    greedy = [e.columns["greedy_ids"] for e in experiences if "greedy_ids" in e.columns]
+    if greedy:
+        return len(greedy), sum(map(len, greedy))
+    infos = [experience.info for experience in experiences if experience.info is not None]
+    return sum(len(info.lengths) for info in infos), sum(info.num_tokens for info in infos)
+
+
 async def score(
     stage: Stage,
     judge: Compute,
@@ -147,9 +159,7 @@ async def score(
     async def compute(experiences: Sequence[Experience]) -> Sequence[Result]:
         if held is not None:
             await held.at_least(max(experience.admitted_version for experience in experiences))
-        infos = [experience.info for experience in experiences if experience.info is not None]
-        rollouts = sum(len(info.lengths) for info in infos)
-        tokens = sum(info.num_tokens for info in infos)
+        rollouts, tokens = size_of(experiences)
         async with stage.computing(groups=len(experiences), rollouts=rollouts, tokens=tokens):
             return await judge(experiences)
 

@@ -45,7 +45,7 @@ LEVELS = (
         "mailbox",
         "simulator",
     },
-    {"config", "agreement", "preflight", "planning", "actors"},
+    {"config", "agreement", "preflight", "planning", "calibration", "actors"},
     {"cli"},
 )
 

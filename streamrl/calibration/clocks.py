@@ -54,21 +54,21 @@ class WorkClock:
         return float(last - first)
 
 
-class BusyClock:
-    """The same of one process, that stands still while this process is not busy."""
+class RestingClock:
+    """The same, but it stands still in these intervals."""
 
-    def __init__(self, busy: Iterable[Interval], clock: WorkClock) -> None:
-        intervals = union(busy)
-        edges = np.array([edge for interval in intervals for edge in interval], np.float64)
-        shown = clock.at(edges)
-        worked = np.diff(shown)
-        worked[1::2] = 0.0
-        self._at = edges
-        self._worked = np.concatenate([[0.0], np.cumsum(worked)])
+    def __init__(self, rests: Iterable[Interval], clock: WorkClock) -> None:
         self._clock = clock
+        edges = clock.at(np.array([edge for rest in union(rests) for edge in rest], np.float64))
+        lasts = np.diff(edges)
+        lasts[1::2] = 0.0
+        self._edges = edges
+        self._rested = np.concatenate([[0.0], np.cumsum(lasts)])
 
     def at(self, times: Array) -> Array:
         """What it shows at these times."""
-        shown: Array = self._clock.at(self._at)
-        found: Array = np.interp(self._clock.at(times), shown, self._worked)
-        return found
+        shown = self._clock.at(times)
+        if not len(self._edges):
+            return shown
+        rested: Array = np.interp(shown, self._edges, self._rested)
+        return shown - rested

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -10,9 +11,9 @@ from streamrl.messages import Array
 
 ODD = 0.1
 """A measurement that is off by more than this part of the median counts less."""
-PULL = 0.03
-"""How strongly parts are drawn to be alike, in measurements. Where all of them are of one size
-nothing else says which part is whose."""
+NOISE = 0.1
+"""How far measurements are taken to be off before anything is known, as a part of the median."""
+LEAST_NOISE = 1e-3
 
 
 @dataclass(frozen=True)
@@ -39,25 +40,14 @@ def fit_parts(predict: Callable[[Array], Array], measured: Array, sizes: Array) 
     """As `fit_line`, of any prediction of the parts, seconds each; a coefficient is a part over
     its size."""
     scale = max(float(np.median(measured)), 1e-12)
-    start = np.full(len(sizes), scale / len(sizes))
-
-    def off(parts: Array) -> Array:
-        drawn = np.sqrt(PULL) * (parts - start / scale)
-        return np.concatenate([(predict(parts * scale) - measured) / scale, drawn])
-
-    found = least_squares(
-        off,
-        start / scale,
-        bounds=(0.0, np.inf),
-        loss="soft_l1",
-        f_scale=ODD,
-        diff_step=1e-3,
-        max_nfev=60,
-    )
-    parts = found.x * scale
-    away = predict(parts) - measured
-    spread = max(float(np.median(np.abs(away))), 0.0)
-    jacobian = found.jac
+    start = np.full(len(sizes), 1 / len(sizes))
+    parts, noise = start, NOISE
+    for _ in range(3):
+        found = _solve(lambda x: (predict(x * scale) - measured) / scale, parts, start, noise)
+        parts = found.x
+        away = np.abs(predict(parts * scale) - measured)
+        noise = min(NOISE, max(LEAST_NOISE, 1.4826 * float(np.median(away)) / scale))
+    parts, spread, jacobian = parts * scale, float(np.median(away)), found.jac
     covariance = np.linalg.pinv(jacobian.T @ jacobian)
     errors = 1.4826 * spread * np.sqrt(np.maximum(np.diag(covariance), 0.0))
     return Fit(
@@ -65,6 +55,24 @@ def fit_parts(predict: Callable[[Array], Array], measured: Array, sizes: Array) 
         tuple(float(error) for error in errors / sizes),
         len(measured),
         spread / scale,
+    )
+
+
+def _solve(off: Callable[[Array], Array], start: Array, alike: Array, noise: float) -> Any:
+    """The parts that are least off, drawn to be alike as strongly as there is noise.
+
+    Where all measurements are of one size nothing else says which part is whose.
+    """
+    return least_squares(
+        lambda parts: np.concatenate([off(parts), noise * len(alike) * (parts - alike)]),
+        np.maximum(start, 1e-6),
+        bounds=(0.0, np.inf),
+        loss="soft_l1",
+        f_scale=ODD,
+        diff_step=1e-3,
+        xtol=1e-6,
+        ftol=1e-9,
+        max_nfev=12,
     )
 
 

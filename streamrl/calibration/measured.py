@@ -187,8 +187,9 @@ def read_run(run_dir: Path) -> Measured:
         )
     sampled = _sampled(spans, books.admitted_s, since=steps[0].start_s)
     if not sampled:
-        raise ConfigError(f"{place}: {TRACE_FILE} has no generate spans with lengths: made by an"
-                          " older streamrl")
+        raise ConfigError(
+            f"{place}: {TRACE_FILE} has no generate spans with lengths: made by an older streamrl"
+        )
     machine = _machine(run_dir)
     return Measured(run_dir, config, machine, steps, left_out, spans, sampled)
 
@@ -219,7 +220,9 @@ def _spans(run_dir: Path, place: str) -> list[Span]:
     except (KeyError, TypeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{place}: {TRACE_FILE} is not a run's: {error!r}") from None
     if not spans:
-        raise ConfigError(f"{place}: no spans in {TRACE_FILE}: telemetry.trace=false, or no step yet")
+        raise ConfigError(
+            f"{place}: no spans in {TRACE_FILE}: telemetry.trace=false, or no step yet"
+        )
     return sorted(spans, key=lambda span: (span.start_s, span.end_s))
 
 
@@ -263,7 +266,9 @@ def _books(run_dir: Path, place: str) -> _Books:
                 admitted_s.update(dict.fromkeys(meta["uids"], float(meta["time"])))
             elif meta["kind"] == "step":
                 trained[meta["version"]] = (
-                    TrainedStep.from_record(record), float(meta["time"]), since_start
+                    TrainedStep.from_record(record),
+                    float(meta["time"]),
+                    since_start,
                 )
                 since_start += 1
     except (OSError, JournalError) as error:
@@ -300,13 +305,13 @@ def _sampled(
     spans: Sequence[Span], admitted_s: Mapping[str, float], *, since: float
 ) -> list[Sampled]:
     """Groups whose last piece says how long they became."""
-    pieces = defaultdict(list)
+    pieces: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
     found = []
     for span in sorted(spans, key=lambda span: span.end_s):
         uid = span.args.get("uid")
         if uid is None or "prompt" not in span.args:
             continue
-        own = pieces[span.process, span.name, uid]
+        own = pieces[span.process, span.name, str(uid)]
         own.append((span.start_s, span.end_s))
         lengths = span.args.get("lengths")
         if lengths and own[0][0] >= since:

@@ -102,9 +102,11 @@ class GeneratorReplica:
         begun, self._begun = self._begun, []
         for work in begun:
             uid = work.group.uid
-            work.lane = self._recorder.begin(work.stage)
             greedy = work.stage == GREEDY.stage
             lengths = [completions.greedy(uid)] if greedy else completions.of(uid)
+            told = " ".join(map(str, lengths))
+            facts = {"uid": uid, "prompt": completions.prompt_tokens, "lengths": told}
+            work.lane = self._recorder.begin(work.stage, facts)
             self._engine.add(work, completions.prompt_tokens, lengths, now)
         self._update()
 
