@@ -81,6 +81,8 @@ class Turn:
 
     since: float
     holders: Counter[str] = field(default_factory=Counter)
+    is_wanted: bool = False
+    """Whether others wait for it."""
 
 
 class Arbiter:
@@ -103,8 +105,12 @@ class Arbiter:
         self._slice_s = slice_s
         self._slots = {phase: frozenset(each) for phase, each in (slots or {}).items()}
         self._turns: dict[str, Turn] = {}
-        self._waiting: list[Waiter] = []
-        self._changed = asyncio.Event()
+        self._waiting: dict[Waiter, None] = {}
+        self._wanting: Counter[str] = Counter()
+        """How many wait, by phase."""
+        self._rivals: dict[tuple[str, str], bool] = {}
+        self._asked: dict[str, asyncio.Event] = {}
+        """Set for a holder that asks whether it is to give way, once it should look again."""
         self._pulse = pulse or Pulse()
 
     async def acquire(self, holder: str, phase: str = "") -> None:
@@ -114,13 +120,13 @@ class Arbiter:
         meanwhile: then without the pool, which nobody would give back.
         """
         waiter = Waiter(holder, phase or holder, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiter)
+        self._waiting[waiter] = None
+        self._wanting[waiter.phase] += 1
         self._next()
         try:
             await self._granted(waiter)
         finally:
-            if waiter in self._waiting:
-                self._waiting.remove(waiter)
+            self._leave(waiter)
 
     async def _granted(self, waiter: Waiter) -> None:
         now = asyncio.get_running_loop().time
@@ -140,7 +146,7 @@ class Arbiter:
         """Give the pool back."""
         phase = self._phase_of(holder)
         assert phase is not None, (holder, self._turns)
-        self._give_back(phase, Counter([holder]))
+        self._give_back(phase, holder, 1)
         self._next()
 
     def progress(self, holder: str) -> None:
@@ -150,10 +156,10 @@ class Arbiter:
     def forget(self, holder: str) -> None:
         """A holder has died: if it had the pool or is about to, the next in line has it."""
         for waiter in [waiter for waiter in self._waiting if waiter.holder == holder]:
-            self._waiting.remove(waiter)
+            self._leave(waiter)
             waiter.granted.set_result(None)
         while phase := self._phase_of(holder):
-            self._give_back(phase, Counter({holder: self._turns[phase].holders[holder]}))
+            self._give_back(phase, holder, self._turns[phase].holders[holder])
         self._next()
 
     async def wanted(self, holder: str, wait_s: float = WANTED_S) -> bool:
@@ -173,55 +179,80 @@ class Arbiter:
                 return False
             # Never so short that the clock does not move on.
             wait = max(LEAST_WAIT_S, min(until - now, left_s if others else until - now))
-            changed = self._changed
+            asked = self._asked.setdefault(holder, asyncio.Event())
             try:
-                await asyncio.wait_for(changed.wait(), wait)
+                await asyncio.wait_for(asked.wait(), wait)
             except TimeoutError:
                 continue
         return False
 
     def _phase_of(self, holder: str) -> str | None:
-        return next((phase for phase, turn in self._turns.items() if turn.holders[holder]), None)
+        return next((phase for phase, turn in self._turns.items() if holder in turn.holders), None)
 
     def _are_rivals(self, phase: str, other: str) -> bool:
         """Whether two phases cannot go on side by side."""
-        if phase == other:
-            return False
-        mine, theirs = self._slots.get(phase), self._slots.get(other)
-        return mine is None or theirs is None or bool(mine & theirs)
+        if (phase, other) not in self._rivals:
+            mine, theirs = self._slots.get(phase), self._slots.get(other)
+            shares = mine is None or theirs is None or bool(mine & theirs)
+            self._rivals[phase, other] = phase != other and shares
+        return self._rivals[phase, other]
 
     def _rivals_wait(self, phase: str) -> bool:
-        return any(self._are_rivals(phase, waiter.phase) for waiter in self._waiting)
+        return any(self._are_rivals(phase, other) for other in self._wanting)
 
-    def _give_back(self, phase: str, holders: Counter[str]) -> None:
+    def _leave(self, waiter: Waiter) -> None:
+        """It does not wait any more."""
+        if waiter in self._waiting:
+            del self._waiting[waiter]
+            self._wanting[waiter.phase] -= 1
+            if not self._wanting[waiter.phase]:
+                del self._wanting[waiter.phase]
+
+    def _give_back(self, phase: str, holder: str, times: int) -> None:
         self._pulse.beat()
-        self._turns[phase].holders -= holders
-        if not self._turns[phase].holders:
+        holders = self._turns[phase].holders
+        holders[holder] -= times
+        if not holders[holder]:
+            del holders[holder]
+            self._look(holder)
+        if not holders:
             del self._turns[phase]
+
+    def _look(self, holder: str) -> None:
+        """Whoever asks for this holder looks again."""
+        if holder in self._asked:
+            self._asked.pop(holder).set()
 
     def _next(self) -> None:
         self._grant()
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
+        for phase, turn in self._turns.items():
+            is_wanted = self._rivals_wait(phase)
+            if is_wanted and not turn.is_wanted:
+                for holder in turn.holders:
+                    self._look(holder)
+            turn.is_wanted = is_wanted
 
     def _grant(self) -> None:
         """Let in whom no phase stands against, neither one that has the pool nor one that waited
         longer, and those who may join a phase that has it."""
         now = asyncio.get_running_loop().time()
-        before: list[str] = []
+        before: set[str] = set()
         for waiter in list(self._waiting):
             phase = waiter.phase
+            # What kept out one of its phase keeps out all who came later.
+            if phase in before:
+                continue
             joins = phase in self._turns and not self._is_over(phase, now)
             # Who joins late must not keep out one who has waited longer, so those count as well.
             if joins or not any(
                 self._are_rivals(phase, other) for other in (*self._turns, *before)
             ):
                 turn = self._turns.setdefault(phase, Turn(now))
-                self._waiting.remove(waiter)
+                self._leave(waiter)
                 turn.holders[waiter.holder] += 1
                 waiter.granted.set_result(None)
             else:
-                before.append(phase)
+                before.add(phase)
 
     def _is_over(self, phase: str, now: float) -> bool:
         """Whether nobody may join a phase any more: it had its slice, and others wait."""

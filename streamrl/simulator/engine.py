@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from streamrl.placement.timings import GeneratorTiming
 
@@ -20,21 +20,35 @@ K = TypeVar("K")
 
 @dataclass(eq=False, slots=True)
 class Sampling(Generic[K]):
-    """A group under way: how many of its rollouts are left, and its tokens by version."""
+    """A group under way: its tokens by version.
+
+    `waiting` are rollouts without a place; of the others `last` has the place that ends last, after
+    step `end`.
+    """
 
     key: K
-    left: int
+    waiting: int
     versions: dict[int, int] = field(default_factory=dict)
+    last: int = -1
+    end: int = -1
 
 
-@dataclass(eq=False, slots=True)
-class _Rollout(Generic[K]):
-    """`tokens` are to be sampled behind `context`; it runs since step `start`."""
+class _Running(NamedTuple, Generic[K]):
+    """A rollout that has place number `place`: from step `start`, behind `context` tokens."""
+
+    end: int
+    place: int
+    group: Sampling[K]
+    start: int
+    context: float
+
+
+class _Waiting(NamedTuple, Generic[K]):
+    """One that waits for a place: `tokens` are to be sampled behind `context`."""
 
     group: Sampling[K]
     context: float
     tokens: int
-    start: int = 0
 
 
 class Engine(Generic[K]):
@@ -55,8 +69,8 @@ class Engine(Generic[K]):
         """Tokens in memory."""
         self.preempted = 0
         """How often a rollout has lost its place."""
-        self._running: list[tuple[int, int, _Rollout[K]]] = []
-        self._waiting: deque[_Rollout[K]] = deque()
+        self._running: list[_Running[K]] = []
+        self._waiting: deque[_Waiting[K]] = deque()
         self._done: deque[tuple[float, Sampling[K]]] = deque()
         self._places = 0
         self._marks = [(0, -1)]
@@ -94,7 +108,7 @@ class Engine(Generic[K]):
         """A group comes: sample completions of these lengths behind its prompt."""
         self._reach(now)
         group, self._plan = Sampling(key, len(lengths)), None
-        self._waiting.extend(_Rollout(group, prompt_tokens, tokens) for tokens in lengths)
+        self._waiting.extend([_Waiting(group, prompt_tokens, tokens) for tokens in lengths])
         self._fill()
 
     def advance(self, now: float) -> list[Sampling[K]]:
@@ -130,11 +144,11 @@ class Engine(Generic[K]):
         self._fill()
 
     def sampled(self) -> int:
-        """Tokens of groups that are not done, of rollouts that are done or run: lost if it dies."""
-        groups = {id(one.group): one.group for _, _, one in self._running}
+        """Tokens of groups that are not done: what is lost if it dies."""
+        groups = {id(one.group): one.group for one in self._running}
         groups |= {id(one.group): one.group for one in self._waiting}
         booked = sum(sum(group.versions.values()) for group in groups.values())
-        return booked + sum(self.step - one.start for _, _, one in self._running)
+        return booked + sum(self.step - one.start for one in self._running)
 
     def _reach(self, now: float) -> None:
         """Come to the end of the step that is under way at `now`."""
@@ -148,13 +162,13 @@ class Engine(Generic[K]):
         plan = self._planned()
         self._commit(bisect_right(plan.times, now, hi=len(plan.times) - 1))
         if self.now < now:
-            steps = self._running[0][0] - self.step
-            pace = _Pace(self._timing, len(self._running), self.resident)
-            made = pace.steps_until(now - self.now, at_most=steps)
-            self.now += pace.seconds(made)
+            steps = self._running[0].end - self.step
+            rest = self._timing, len(self._running), self.resident
+            made = _steps_until(*rest, now - self.now, at_most=steps)
+            self.now += _seconds(*rest, made)
             self.step += made
             self.resident += made * len(self._running)
-            self._end(sum(end == self.step for end, _, _ in self._running))
+            self._end(sum(one.end == self.step for one in self._running))
             self._make_room()
             self._fill()
             self._plan = None
@@ -166,31 +180,31 @@ class Engine(Generic[K]):
 
     def _look_ahead(self) -> "_Plan":
         """The ends of rollouts, in order, up to the first after which something else happens."""
-        timing, running = self._timing, self._running
-        now, step, resident, count = self.now, self.step, self.resident, len(running)
-        left: dict[int, int] = {}
-        plan, is_event = _Plan(), False
-        for end, _, rollout in running:
-            if is_event and end > step:
-                break
-            pace = _Pace(timing, count, resident)
-            steps, room = end - step, timing.kv_tokens - resident
-            if steps * count > room and int(room // count) < steps:
-                steps = max(0, int(room // count))
-                plan.add(now + pace.seconds(steps), step + steps, resident + steps * count)
-                plan.ends_with_preemption = True
-                break
-            if steps:
-                now += pace.seconds(steps)
-                resident += steps * count
+        timing, waiting = self._timing, self._waiting
+        now, step, resident, count = self.now, self.step, self.resident, len(self._running)
+        plan, is_event = _Plan([], []), False
+        for end, place, group, start, context in self._running:
+            if end > step:
+                if is_event:
+                    break
+                steps, room = end - step, timing.kv_tokens - resident
+                grown = steps * count
+                if grown > room and room // count < steps:
+                    steps = max(0, int(room // count))
+                    plan.times.append(now + _seconds(timing, count, resident, steps))
+                    plan.residents.append(resident + steps * count)
+                    plan.preempts_after = step + steps
+                    break
+                now += _seconds(timing, count, resident, steps)
+                resident += grown
                 step = end
-            resident -= rollout.context + rollout.tokens
+            resident -= context + end - start
             count -= 1
-            plan.add(now, step, resident)
-            group = rollout.group
-            remaining = left.get(id(group), group.left) - 1
-            left[id(group)] = remaining
-            is_event |= not remaining or bool(self._waiting and self._fits(count, resident))
+            plan.times.append(now)
+            plan.residents.append(resident)
+            is_event |= place == group.last and not group.waiting
+            if waiting and not is_event:
+                is_event = self._fits(count, resident)
         return plan
 
     def _commit(self, count: int) -> None:
@@ -198,35 +212,45 @@ class Engine(Generic[K]):
         if not count:
             return
         plan = self._planned()
-        self.now, self.step, resident = plan.at(count - 1)
+        self.now, resident = plan.times[count - 1], plan.residents[count - 1]
         is_last = count == len(plan.times)
-        self._end(count - (is_last and plan.ends_with_preemption))
+        if is_last and plan.preempts_after is not None:
+            self.step = plan.preempts_after
+            self._end(count - 1)
+        else:
+            self.step = self._running[count - 1].end
+            self._end(count)
         self.resident = resident
         if is_last:
             self._plan = None
         else:
-            plan.drop(count)
+            del plan.times[:count]
+            del plan.residents[:count]
 
     def _end(self, count: int) -> None:
         """The first so many are at their end."""
-        for _, _, rollout in self._running[:count]:
-            self._book(rollout, rollout.start + rollout.tokens)
-            self.resident -= rollout.context + rollout.tokens
-            rollout.group.left -= 1
-            if not rollout.group.left:
-                self._done.append((self.now, rollout.group))
+        newest, version = self._marks[-1]
+        for end, place, group, start, context in self._running[:count]:
+            if start >= newest:
+                versions = group.versions
+                versions[version] = versions.get(version, 0) + end - start
+            else:
+                self._book(group, start, end)
+            self.resident -= context + end - start
+            if place == group.last and not group.waiting:
+                self._done.append((self.now, group))
         del self._running[:count]
 
-    def _book(self, rollout: _Rollout[K], end: int) -> None:
-        """Count its tokens of the steps until `end` by the version that sampled them."""
-        versions = rollout.group.versions
+    def _book(self, group: Sampling[K], start: int, end: int) -> None:
+        """Count the tokens of these steps by the version that sampled them."""
+        versions = group.versions
         for since, version in reversed(self._marks):
-            if since < end:
-                first = max(since, rollout.start)
+            first = max(since, start)
+            if first < end:
                 versions[version] = versions.get(version, 0) + end - first
                 end = first
-                if end == rollout.start:
-                    break
+            if since <= start:
+                break
 
     def _fits(self, count: int, resident: float) -> bool:
         """Whether the first that waits has a place beside so many."""
@@ -237,90 +261,71 @@ class Engine(Generic[K]):
         """Give places to those that wait, first come, first served."""
         if self._halted:
             return
-        context, before = 0.0, len(self._running)
+        before, computed = len(self._running), 0.0
         while self._waiting and self._fits(len(self._running), self.resident):
-            rollout = self._waiting.popleft()
-            rollout.start = self.step
+            group, context, tokens = self._waiting.popleft()
             self._places += 1
-            self._running.append((self.step + rollout.tokens, self._places, rollout))
-            self.resident += rollout.context
-            context += rollout.context
+            end = self.step + tokens
+            group.waiting -= 1
+            if end >= group.end:
+                group.end, group.last = end, self._places
+            self._running.append(_Running(end, self._places, group, self.step, context))
+            self.resident += context
+            computed += context
         if len(self._running) > before:
-            self._running.sort(key=_order)
-            self.now += self._timing.prefill_token_s * context
+            self._running.sort()
+            self.now += self._timing.prefill_token_s * computed
             self._plan = None
 
     def _make_room(self) -> None:
         """Take the places of the newest until there is room for a token of everybody."""
         while self._running and self.resident + len(self._running) > self._timing.kv_tokens:
-            newest = max(range(len(self._running)), key=lambda i: self._running[i][1])
-            _, _, rollout = self._running.pop(newest)
-            self._book(rollout, self.step)
-            made = self.step - rollout.start
-            rollout.context += made
-            rollout.tokens -= made
-            self.resident -= rollout.context
-            self._waiting.appendleft(rollout)
+            newest = max(range(len(self._running)), key=lambda i: self._running[i].place)
+            end, _, group, start, context = self._running.pop(newest)
+            self._book(group, start, self.step)
+            context += self.step - start
+            self.resident -= context
+            group.waiting += 1
+            self._waiting.appendleft(_Waiting(group, context, end - self.step))
             self.preempted += 1
             self._plan = None
 
 
+@dataclass(slots=True)
 class _Plan:
-    """Planned ends of rollouts: when, after which step, and the tokens in memory then."""
+    """When the next rollouts end, and the tokens in memory then.
 
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self._rest: list[tuple[int, float]] = []
-        self.ends_with_preemption = False
+    The last event is that room runs out if it `preempts_after` a step.
+    """
 
-    def add(self, time: float, step: int, resident: float) -> None:
-        self.times.append(time)
-        self._rest.append((step, resident))
-
-    def at(self, index: int) -> tuple[float, int, float]:
-        return self.times[index], *self._rest[index]
-
-    def drop(self, count: int) -> None:
-        del self.times[:count]
-        del self._rest[:count]
+    times: list[float]
+    residents: list[float]
+    preempts_after: int | None = None
 
 
-class _Pace:
+def _seconds(timing: GeneratorTiming, count: int, resident: float, steps: int) -> float:
     """How long steps take of so many rollouts, which have so many tokens at the beginning."""
-
-    __slots__ = ("_bound", "_each", "_first", "_grows", "_level")
-
-    def __init__(self, timing: GeneratorTiming, count: int, resident: float) -> None:
-        each = timing.step_s + timing.rollout_s * count
-        level = timing.compute_rollout_s * count
-        first = timing.weights_s + timing.kv_token_s * resident
-        grows = timing.kv_token_s * count
-        self._level, self._first, self._grows, self._each = level, first, grows, each
-        # So many steps are bound by computing; those that follow, by what is to be read.
-        self._bound = 0.0 if first >= level else math.inf
-        if first < level and grows:
-            self._bound = math.ceil((level - first) / grows)
-
-    def seconds(self, steps: int) -> float:
-        """Of so many steps."""
-        bound = min(steps, self._bound)
-        rest = steps - bound
-        first = self._first + self._grows * bound
-        return (
-            steps * self._each + bound * self._level + rest * (first + self._grows * (rest - 1) / 2)
-        )
-
-    def steps_until(self, seconds: float, *, at_most: int) -> int:
-        """The fewest steps that take so long, or `at_most`."""
-        low, high = 0, at_most
-        while low < high:
-            middle = (low + high) // 2
-            if self.seconds(middle) >= seconds:
-                high = middle
-            else:
-                low = middle + 1
-        return low
+    first = timing.weights_s + timing.kv_token_s * resident
+    grows = timing.kv_token_s * count
+    computing = timing.compute_rollout_s * count
+    # So many steps are bound by computing; those that follow, by what is to be read.
+    bound = 0
+    if first < computing:
+        bound = min(steps, math.ceil((computing - first) / grows)) if grows else steps
+    rest = steps - bound
+    reading = rest * (first + grows * (bound + (rest - 1) / 2))
+    return steps * (timing.step_s + timing.rollout_s * count) + bound * computing + reading
 
 
-def _order(entry: tuple[int, int, object]) -> tuple[int, int]:
-    return entry[:2]
+def _steps_until(
+    timing: GeneratorTiming, count: int, resident: float, seconds: float, *, at_most: int
+) -> int:
+    """The fewest steps that take so long, or `at_most`."""
+    low, high = 0, at_most
+    while low < high:
+        middle = (low + high) // 2
+        if _seconds(timing, count, resident, middle) >= seconds:
+            high = middle
+        else:
+            low = middle + 1
+    return low

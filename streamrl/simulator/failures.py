@@ -1,8 +1,7 @@
 """Nodes that die, and what that costs."""
 
-import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from streamrl.errors import ConfigError
@@ -43,11 +42,8 @@ class Crash:
     is_restart: bool = False
 
 
-async def strike(
-    node: int, failures: Failures, seed: int, die: Callable[[int], Awaitable[None]]
-) -> None:
-    """Let a node die now and then, without end."""
+def times_of(node: int, failures: Failures, seed: int) -> Iterator[float]:
+    """Seconds from each of a node's deaths, or the beginning, to the next, without end."""
     rng = random.Random(f"{seed}/{node}")
     while True:
-        await asyncio.sleep(rng.expovariate(1 / failures.mttf_s))
-        await die(node)
+        yield rng.expovariate(1 / failures.mttf_s)

@@ -3,48 +3,64 @@
 import asyncio
 import heapq
 import itertools
+import math
 from collections.abc import Callable
 from functools import partial
+
+_ROUNDING_S = 1e-9
+"""What is this close is now, s."""
 
 
 class Timer:
     """Something that is to happen at a time of a machine."""
 
+    __slots__ = ("happen",)
+
     def __init__(self, happen: Callable[[], object]) -> None:
-        self._happen: Callable[[], object] | None = happen
-        self.handle: asyncio.TimerHandle | None = None
+        self.happen: Callable[[], object] | None = happen
 
     def cancel(self) -> None:
         """It will not."""
-        self._happen = None
-        if self.handle is not None:
-            self.handle.cancel()
-
-    def ring(self) -> None:
-        """It happens."""
-        if self._happen is not None:
-            self._happen()
+        self.happen = None
 
 
 class Machine:
-    """Every process has devices, or a core, of its own: work takes its seconds."""
+    """So many cores that all processes share: each is as fast as all others; 0: one for each.
 
-    def __init__(self) -> None:
+    Where more are busy than there are cores each has its part of a core, and all time goes slower.
+    """
+
+    def __init__(self, cores: int = 0) -> None:
         self._clock = asyncio.get_running_loop()
+        self._cores = cores or math.inf
+        self._busy = 0
+        self._speed = 1.0
+        self._since = self._worked = self._clock.time()
+        self._timers: list[tuple[float, int, Timer]] = []
+        self._ids = itertools.count()
+        self._next: asyncio.TimerHandle | None = None
 
     @property
     def now(self) -> float:
         """Seconds that a process which was busy throughout has worked."""
-        return self._clock.time()
+        return self._worked + (self._clock.time() - self._since) * self._speed
 
     def call_at(self, when: float, happen: Callable[[], object]) -> Timer:
         """Let something happen once `now` is `when`."""
         timer = Timer(happen)
-        timer.handle = self._clock.call_at(when, timer.ring)
+        heapq.heappush(self._timers, (when, next(self._ids), timer))
+        if self._timers[0][2] is timer:
+            self._set()
         return timer
 
     def occupy(self, processes: int) -> None:
         """So many processes more are busy, or less if negative."""
+        self._busy += processes
+        speed = min(1.0, self._cores / max(1, self._busy))
+        if speed != self._speed:
+            self._worked, self._since = self.now, self._clock.time()
+            self._speed = speed
+            self._set()
 
     async def until(self, when: float) -> None:
         """Wait until `now` is `when`."""
@@ -64,68 +80,29 @@ class Machine:
         finally:
             self.occupy(-processes)
 
-
-class SharedCores(Machine):
-    """So many cores that all processes share: each is as fast as all others.
-
-    Where more are busy than there are cores, each has its part of a core; `now` goes slower by as
-    much.
-    """
-
-    def __init__(self, cores: int) -> None:
-        super().__init__()
-        self._cores = cores
-        self._busy = 0
-        self._since = self._clock.time()
-        self._worked = self._since
-        self._timers: list[tuple[float, int, Timer]] = []
-        self._ids = itertools.count()
-        self._next: asyncio.TimerHandle | None = None
-
-    @property
-    def _speed(self) -> float:
-        return min(1.0, self._cores / self._busy) if self._busy else 1.0
-
-    @property
-    def now(self) -> float:
-        """As of any machine."""
-        return self._worked + (self._clock.time() - self._since) * self._speed
-
-    def call_at(self, when: float, happen: Callable[[], object]) -> Timer:
-        """As of any machine."""
-        timer = Timer(happen)
-        heapq.heappush(self._timers, (when, next(self._ids), timer))
-        self._set()
-        return timer
-
-    def occupy(self, processes: int) -> None:
-        """As of any machine; all others become slower, or faster."""
-        self._worked, self._since = self.now, self._clock.time()
-        self._busy += processes
-        self._set()
-
     def _set(self) -> None:
         """Ring at the first timer, at the speed of now."""
         if self._next is not None:
             self._next.cancel()
-        if self._timers:
-            wait_s = max(0.0, self._timers[0][0] - self.now) / self._speed
-            self._next = self._clock.call_later(wait_s, self._ring)
+            self._next = None
+        timers = self._timers
+        while timers and timers[0][2].happen is None:
+            heapq.heappop(timers)
+        if timers:
+            wait_s = (timers[0][0] - self._worked) / self._speed
+            self._next = self._clock.call_at(self._since + wait_s, self._ring)
 
     def _ring(self) -> None:
-        self._next = None
-        # What was to be now, to rounding.
-        now = self.now + 1e-9
-        while self._timers and self._timers[0][0] <= now:
-            heapq.heappop(self._timers)[2].ring()
-        self._set()
+        self._next, timers = None, self._timers
+        now = self.now + _ROUNDING_S
+        while timers and timers[0][0] <= now:
+            happen = heapq.heappop(timers)[2].happen
+            if happen is not None:
+                happen()
+        if self._next is None:
+            self._set()
 
 
 def _wake(waiting: "asyncio.Future[None]") -> None:
     if not waiting.done():
         waiting.set_result(None)
-
-
-def make_machine(cores: int) -> Machine:
-    """With so many cores for all; 0 for one of each process's own."""
-    return SharedCores(cores) if cores else Machine()

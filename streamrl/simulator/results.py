@@ -25,7 +25,8 @@ _UNKNOWN = ("queue/bytes", "journal/bytes", "journal/fsync_s")
 """Metrics of the real queue that a step's row would have as 0."""
 
 
-@dataclass(frozen=True)
+# Not shown: whoever does, as asyncio of what a coroutine returns, would show every span.
+@dataclass(frozen=True, repr=False)
 class Simulated:
     """A run as it would be. Times are s since its beginning; means leave out `warm_up` steps.
 

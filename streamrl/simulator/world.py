@@ -6,7 +6,7 @@ publishing, the schedule of micro-batches, and the arbiter of devices. What take
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import cast
@@ -25,11 +25,11 @@ from streamrl.placement.timings import Timings
 from streamrl.placement.workload import Workload
 from streamrl.publishing import Publishing, Source
 from streamrl.simulator.books import TimedBooks
-from streamrl.simulator.failures import Crash, Failures
+from streamrl.simulator.failures import Crash, Failures, times_of
 from streamrl.simulator.following import Versions
 from streamrl.simulator.generators import GeneratorReplica
 from streamrl.simulator.leases import TRAINERS, Leases
-from streamrl.simulator.machine import make_machine
+from streamrl.simulator.machine import Machine
 from streamrl.simulator.prompts import Completions, Prompts
 from streamrl.simulator.queue import StreamQueue
 from streamrl.simulator.recording import Recording
@@ -127,7 +127,7 @@ class World:
         )
         self.site = Site(
             timings,
-            make_machine(timings.cores),
+            Machine(timings.cores),
             self.queue,
             Leases(dataflow, scenario.placement, slice_s=scenario.manner.slice_s),
             Completions(scenario.workload, scenario.seed),
@@ -141,18 +141,22 @@ class World:
         self._clock = asyncio.get_running_loop()
         self._checkpoint = 0
         self._replicas: dict[str, Replica] = {}
+        self._devices = devices_of(scenario, self.processes)
         self._incarnations = count()
+        self._session = 0
         self._training: asyncio.Task[None] | None = None
         self._end: asyncio.Future[None] = self._clock.create_future()
 
     async def run(self) -> None:
         """To the end of the last step."""
         self._begin()
+        nodes = [asyncio.create_task(self._live(node)) for node in self._nodes()]
         try:
             await self._end
         finally:
-            if self._training is not None:
-                self._training.cancel()
+            for task in (*nodes, self._training):
+                if task is not None:
+                    task.cancel()
 
     # What a run begins with, or begins again.
 
@@ -274,3 +278,78 @@ class World:
         if due and not self._books.steps:
             self._checkpoint = version
             self._books.made.clear()
+
+    # What dies.
+
+    def _nodes(self) -> range:
+        """The nodes that may die."""
+        failures, calls = self.scenario.failures, self.scenario.placement.calls
+        if failures is None:
+            return range(0)
+        size = max(one.mesh.first + one.mesh.size for one in calls.values())
+        return range(-(-size // failures.node_devices))
+
+    async def _live(self, node: int) -> None:
+        """A node dies now and then."""
+        failures = self.scenario.failures
+        assert failures is not None
+        for seconds in times_of(node, failures, self.scenario.seed):
+            await asyncio.sleep(seconds)
+            devices = range(node * failures.node_devices, (node + 1) * failures.node_devices)
+            dead = [name for name in self._replicas if _meet(self._devices[name], devices)]
+            if any(_meet(self._devices[role], devices) for role in self.scenario.dataflow.trained):
+                await self._restart(failures)
+            elif dead:
+                lost = sum(self._kill(name) for name in dead)
+                self.crashes.append(Crash(self._clock.time(), tuple(dead), lost))
+                self._clock.call_later(failures.restart_s, self._revive, dead, self._session)
+
+    def _kill(self, name: str) -> int:
+        return self._replicas.pop(name).die()
+
+    def _revive(self, names: Sequence[str], session: int) -> None:
+        """They come back, unless the whole run began again meanwhile."""
+        if session == self._session:
+            for name in names:
+                role, _, index = name.rpartition("-")
+                self._start(role, int(index))
+
+    async def _restart(self, failures: Failures) -> None:
+        """A trainer died: the run ends, and begins again from its last checkpoint."""
+        if self._training is None or self._training.done():
+            return
+        self._session += 1
+        self._training.cancel()
+        names = tuple(self._replicas)
+        lost = sum(self._kill(name) for name in names)
+        again = len(self.outcomes) - self._checkpoint
+        crash = Crash(self._clock.time(), names, lost, again, is_restart=True)
+        self.crashes.append(crash)
+        del self.outcomes[self._checkpoint :], self.step_ends[self._checkpoint :]
+        await asyncio.sleep(failures.restart_s)
+        self._begin()
+
+
+def _meet(one: range, other: range) -> bool:
+    return one.start < other.stop and other.start < one.stop
+
+
+def devices_of(scenario: Scenario, processes: Mapping[str, Sequence[str]]) -> dict[str, range]:
+    """The devices of each process: of a replica its part of the mesh of its role."""
+    found = {}
+    for role, calls in scenario.dataflow.roles.items():
+        mesh = next(
+            (
+                scenario.placement.calls[c.stage].mesh
+                for c in calls
+                if c.stage in scenario.placement.calls
+            ),
+            None,
+        )
+        for i, name in enumerate(processes[role]):
+            size = mesh.size if mesh else 0
+            first = mesh.first if mesh else 0
+            count = len(processes[role])
+            start = first + i * size // count
+            found[name] = range(start, max(first + (i + 1) * size // count, start + bool(size)))
+    return found

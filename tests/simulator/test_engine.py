@@ -1,7 +1,7 @@
 """Continuous batching without looking at every token: against hand and token by token."""
 
 import math
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 
 import pytest
@@ -134,6 +134,7 @@ class Slow:
     running: list[list[int]] = field(default_factory=list)
     waiting: deque[list[int]] = field(default_factory=deque)
     groups: dict[int, Sampling[int]] = field(default_factory=dict)
+    left: Counter[int] = field(default_factory=Counter)
     ends: dict[int, float] = field(default_factory=dict)
 
     def fill(self) -> None:
@@ -157,8 +158,8 @@ class Slow:
             versions[self.version] = versions.get(self.version, 0) + 1
         for one in [one for one in self.running if not one[2]]:
             self.running.remove(one)
-            self.groups[one[0]].left -= 1
-            if not self.groups[one[0]].left:
+            self.left[one[0]] -= 1
+            if not self.left[one[0]]:
                 self.ends[one[0]] = self.now
         while self.running and self.resident + len(self.running) > self.timing.kv_tokens:
             self.waiting.appendleft(self.running.pop())
@@ -200,7 +201,8 @@ def test_it_is_as_fast_and_as_slow_as_token_by_token(
         slow.now = max(slow.now, time)
         if lengths:
             engine.add(i, 4, lengths, time)
-            slow.groups[i] = Sampling(i, len(lengths))
+            slow.groups[i] = Sampling(i, 0)
+            slow.left[i] = len(lengths)
             slow.waiting.extend([i, 4, tokens] for tokens in lengths)
             slow.fill()
         else:
