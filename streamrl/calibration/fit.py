@@ -1,18 +1,18 @@
 """From what was measured to `Timings`: how long everything takes in the placement of a run.
 
-Of what a run was made on, one machine with few cores, its busy processes slow one another down: what
-is fitted is what each would take alone, and `Timings.cores` says how many cores there are.
+Where a run was made on one machine's few cores its busy processes slow one another down: what is
+fitted is what each would take alone, and `Timings.cores` says how many cores there are.
 """
 
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from streamrl.calibration.clocks import WorkClock
 from streamrl.calibration.lines import Fit, fit_line, fit_median
-from streamrl.calibration.measured import Measured, MeasuredStep
+from streamrl.calibration.measured import Measured
 from streamrl.calibration.sampling import Asked, fit_sampling
 from streamrl.dataflow import GENERATE, POLICY, Call, Kind
 from streamrl.placement import (
@@ -58,7 +58,11 @@ class Fitted:
 
 
 def fit(measured: Measured, base: Timings) -> Fitted:
-    """What a run's spans say; `base` is what it would be by a cost model, for what they do not."""
+    """What a run's spans say.
+
+    base: its timings by a cost model. Of the generators what a decode step takes to read and to
+    compute is kept, and what it takes on top of that is fitted; so are all other coefficients.
+    """
     return _Fitting(measured, base).run()
 
 
@@ -122,50 +126,33 @@ class _Fitting:
         for one in self._run.sampled:
             by_process[one.process].append(one)
         asked = [Asked.of(own, self._clock) for own in by_process.values()]
-        start = self._start()
-        sampling = fit_sampling(asked, start)
-        names = ("step_s", "rollout_s", "prefill_token_s")
-        values = [self._note(f"generator.{n}", sampling, i) for i, n in enumerate(names)]
-        begin_s = self._note("generator.begin_s", fit_median(self._begins()))
-        found = dict(zip(names, values, strict=True))
-        return replace(start, begin_s=begin_s, **found)
-
-    def _start(self) -> GeneratorTiming:
-        """What is known before; where computing and reading alone would take longer than it took,
-        nothing is taken of them."""
-        config, base = self._config.generator, self._base.generator
-        kv_tokens = base.kv_tokens
-        replicas = self._counts[GENERATE.role] // config.tensor_parallel
-        if not self._config.placement.is_hybrid:
-            replicas = config.replicas
-        start = replace(
-            base,
-            replicas=replicas,
-            max_running=config.max_concurrent_rollouts,
-            kv_tokens=kv_tokens,
+        sampling = fit_sampling(asked, self._base.generator)
+        step_s, rollout_s, prefill_token_s = (
+            self._note(f"generator.{name}", sampling, index)
+            for index, name in enumerate(("step_s", "rollout_s", "prefill_token_s"))
         )
-        if self._cores:
-            # A core's FLOP/s and bandwidth are no figures that a small model would reach or keep.
-            return replace(start, weights_s=0.0, kv_token_s=0.0, compute_rollout_s=0.0)
-        return start
+        return replace(
+            self._base.generator,
+            step_s=step_s,
+            rollout_s=rollout_s,
+            prefill_token_s=prefill_token_s,
+            begin_s=self._note("generator.begin_s", fit_median(self._begins())),
+        )
 
     def _begins(self) -> list[float]:
         """From a prompt that may be sampled to when it is, where neither room nor version lack."""
-        pulls = {
-            (span.process, span.args["version"]): span.end_s
-            for span in self._spans(GENERATE.role, "pull")
-        }
-        slots = self._config.generator.max_concurrent_rollouts
-        own = [one for one in self._run.sampled if one.stage == GENERATE.stage]
-        found = []
-        for one in own:
-            held = [end for (process, _), end in pulls.items() if process == one.process]
-            since = max([one.admitted_s, *(end for end in held if end <= one.start_s)])
-            if since > one.admitted_s:
-                continue
-            found.append(max(0.0, one.start_s - one.admitted_s))
-        del slots
-        return self._least(found)
+        pulls = sorted(self._spans(GENERATE.role, "pull"), key=lambda span: span.end_s)
+        found, free = [], []
+        for one in self._run.sampled:
+            if one.stage == GENERATE.stage:
+                found.append(max(0.0, one.start_s - one.admitted_s))
+                version = one.admitted_version
+                held = (s for s in pulls if s.process == one.process and _version(s) >= version)
+                if next((s.end_s for s in held), 0.0) <= one.admitted_s:
+                    free.append(found[-1])
+        if len(free) >= EASY * len(found):
+            return self._least(free)
+        return sorted(found)[: max(1, round(EASY * len(found)))] if found else []
 
     def _least(self, seconds: Sequence[float]) -> list[float]:
         """Those that nothing stood in the way of: where devices are shared, only a part did not."""
@@ -238,16 +225,16 @@ class _Fitting:
 
     def _weights(self, call: Call) -> WeightsTiming:
         followed = call.follows if call.follows in self._config.dataflow.trained else POLICY
-        published = {s.args["version"]: s for s in self._spans(followed, "publish")}
+        published = {_version(s): s for s in self._spans(followed, "publish")}
         pulled = self._spans(call.role, "pull")
         ends = {step.version + 1: step.end_s for step in self._run.steps}
         shares = bool(self._config.placement.shared)
         publish, pull = [], []
         for version, span in published.items():
-            since = span.start_s if shares else ends.get(int(version), span.start_s)
+            since = span.start_s if shares else ends.get(version, span.start_s)
             publish.append(max(0.0, span.end_s - since))
         for span in pulled:
-            source = published.get(span.args["version"])
+            source = published.get(_version(span))
             since = span.start_s
             if source is not None and not shares:
                 since = min(since, source.end_s)
@@ -311,6 +298,10 @@ class _Fitting:
         return found
 
 
+def _version(span: Span) -> int:
+    return int(span.args["version"])
+
+
 def _episodes(spans: Iterable[Span]) -> Iterable[list[Span]]:
     """Spans of a process that overlap, together: it had them all at once."""
     by_process = defaultdict(list)
@@ -327,6 +318,3 @@ def _episodes(spans: Iterable[Span]) -> Iterable[list[Span]]:
             until = max(until, span.end_s)
         if together:
             yield together
-
-
-Chosen = Callable[[MeasuredStep], bool]

@@ -15,7 +15,7 @@ from typing import Any
 from streamrl.buffer.books import TrainedGroup, TrainedStep, read_log
 from streamrl.checkpoint import BOOKS, journal_dir
 from streamrl.config import RunConfig, load_config
-from streamrl.dataflow import GENERATE, Kind
+from streamrl.dataflow import GENERATE
 from streamrl.engines.packing import Round
 from streamrl.errors import ConfigError, JournalError
 from streamrl.placement import EmpiricalLengths
@@ -65,7 +65,8 @@ class MeasuredStep:
 class Sampled:
     """A group that was generated: when, in one piece or in several, and how long it became.
 
-    lengths: tokens of each completion. admitted_s: when the books let its prompt in.
+    lengths: tokens of each completion. admitted_s, admitted_version: when the books let its prompt
+    in, and the oldest version it may be sampled from.
     """
 
     process: str
@@ -75,6 +76,7 @@ class Sampled:
     prompt_tokens: int
     lengths: tuple[int, ...]
     admitted_s: float
+    admitted_version: int
 
     @property
     def start_s(self) -> float:
@@ -164,10 +166,6 @@ class Measured:
         found = [step.row[name] for step in self.steps if step.row.get(name) is not None]
         return statistics.median(found) if found else None
 
-    def trainer(self, role: str) -> str:
-        """What the processes of a trained role are called, but for the rank."""
-        return "trainer" if role == self.config.dataflow.trained[0] else f"{role}-trainer"
-
 
 def read_run(run_dir: Path) -> Measured:
     """What a run directory says. Raises ConfigError, in one line, for one that says too little."""
@@ -185,7 +183,7 @@ def read_run(run_dir: Path) -> Measured:
             f"{place}: too short: {len(steps)} steps to go by, must be at least {LEAST_STEPS}"
             + (f"; left out: {out}" if out else "")
         )
-    sampled = _sampled(spans, books.admitted_s, since=steps[0].start_s)
+    sampled = _sampled(spans, books.admitted, since=steps[0].start_s)
     if not sampled:
         raise ConfigError(
             f"{place}: {TRACE_FILE} has no generate spans with lengths: made by an older streamrl"
@@ -237,7 +235,7 @@ class _Books:
     """When each step was booked and how many had been since a start; when prompts came in."""
 
     trained: Mapping[int, tuple[TrainedStep, float, int]]
-    admitted_s: Mapping[str, float]
+    admitted: Mapping[str, tuple[float, int]]
 
     def steps(self, rows: Mapping[int, Mapping[str, Any]]) -> Iterator[tuple[MeasuredStep, int]]:
         """Each step that has a row, and how many the process had made before it."""
@@ -255,7 +253,7 @@ class _Books:
 
 def _books(run_dir: Path, place: str) -> _Books:
     trained: dict[int, tuple[TrainedStep, float, int]] = {}
-    admitted_s: dict[str, float] = {}
+    admitted: dict[str, tuple[float, int]] = {}
     since_start = 0
     try:
         for record in read_log(journal_dir(run_dir, BOOKS)):
@@ -263,7 +261,8 @@ def _books(run_dir: Path, place: str) -> _Books:
             if meta["kind"] == "open":
                 since_start = 0
             elif meta["kind"] == "admit":
-                admitted_s.update(dict.fromkeys(meta["uids"], float(meta["time"])))
+                entry = float(meta["time"]), int(meta["version"])
+                admitted.update(dict.fromkeys(meta["uids"], entry))
             elif meta["kind"] == "step":
                 trained[meta["version"]] = (
                     TrainedStep.from_record(record),
@@ -273,7 +272,7 @@ def _books(run_dir: Path, place: str) -> _Books:
                 since_start += 1
     except (OSError, JournalError) as error:
         raise ConfigError(f"{place}: the books cannot be read: {error}") from None
-    return _Books(trained, admitted_s)
+    return _Books(trained, admitted)
 
 
 def _steady(
@@ -302,7 +301,7 @@ def _steady(
 
 
 def _sampled(
-    spans: Sequence[Span], admitted_s: Mapping[str, float], *, since: float
+    spans: Sequence[Span], admitted: Mapping[str, tuple[float, int]], *, since: float
 ) -> list[Sampled]:
     """Groups whose last piece says how long they became."""
     pieces: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
@@ -323,12 +322,7 @@ def _sampled(
                     tuple(own),
                     int(span.args["prompt"]),
                     tuple(int(tokens) for tokens in str(lengths).split()),
-                    admitted_s.get(str(uid), own[0][0]),
+                    *admitted.get(str(uid), (own[0][0], 0)),
                 )
             )
     return sorted(found, key=lambda one: one.start_s)
-
-
-def scored(config: RunConfig) -> dict[str, str]:
-    """The stages that score, and the role of each."""
-    return {call.stage: call.role for call in config.dataflow.of_kind(Kind.SCORE)}

@@ -25,7 +25,8 @@ COMMANDS = {
     "data": "what files of prompts hold, and which rows a run could not use",
     "algorithms": "every algorithm: what it reads, its functions, its defaults, its paper",
     "graph": "the model calls of a config and what flows between them: text, DOT or a picture",
-    "report": "where every prompt of a run is, and the history of one",
+    "calibrate": "how long things took in a run, as constants for the planner",
+    "report": "what bounds a run and what would help; where every prompt of it is",
     "doctor": "what this machine has and what would run on it",
 }
 
