@@ -7,7 +7,6 @@ its share of those that are ready while others of the stage wait, too.
 import asyncio
 import heapq
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -49,13 +48,16 @@ class Taker(Protocol):
 
 
 class Line:
-    """Groups that are ready for a stage, and the replicas that wait for some."""
+    """Groups that are ready for a stage, and the replicas that ask for some.
+
+    A replica asks for as many as it has room for then; more room comes with its next request.
+    """
 
     def __init__(self, stage: str, needs: frozenset[str]) -> None:
         self.stage = stage
         self.needs = needs
         self.ready: list[tuple[int, Group]] = []
-        self.waiting: deque[Taker] = deque()
+        self.requests: dict[Taker, int] = {}
         self.depths: list[tuple[float, int]] = []
         self.held_back: dict[int, list[Group]] = {}
 
@@ -63,22 +65,31 @@ class Line:
         """A group is ready."""
         heapq.heappush(self.ready, (group.order, group))
 
+    def ask(self, taker: Taker) -> None:
+        """A replica has room: it asks, unless it has done so already."""
+        if taker not in self.requests and (room := taker.room(self.stage)):
+            self.requests[taker] = room
+
     def match(self) -> None:
-        """Give what is ready to those that wait, to each its share."""
-        while self.ready and self.waiting:
-            for left in range(len(self.waiting), 0, -1):
-                taker = self.waiting.popleft()
-                share = -(-len(self.ready) // left)
-                count = min(share, taker.room(self.stage))
-                chosen = [heapq.heappop(self.ready)[1] for _ in range(count)]
-                for group in chosen:
-                    group.takers[self.stage] = taker
-                if chosen:
-                    taker.give(self.stage, chosen)
-                if taker.room(self.stage):
-                    self.waiting.append(taker)
-                if not self.ready:
-                    break
+        """Give what is ready to those that ask: to each its share, then to whoever asks again."""
+        while self.ready and self.requests:
+            requests, self.requests = self.requests, {}
+            asking = len(requests)
+            for taker, room in requests.items():
+                self._give(taker, room, -(-len(self.ready) // asking))
+                asking -= 1
+            for taker in requests:
+                if self.ready:
+                    self._give(taker, taker.room(self.stage), len(self.ready))
+                self.ask(taker)
+
+    def _give(self, taker: Taker, room: int, share: int) -> None:
+        count = min(room, share)
+        chosen = [heapq.heappop(self.ready)[1] for _ in range(count)]
+        for group in chosen:
+            group.takers[self.stage] = taker
+        if chosen:
+            taker.give(self.stage, chosen)
 
 
 class StreamQueue:
@@ -119,8 +130,7 @@ class StreamQueue:
     def wait(self, stage: str, taker: Taker) -> None:
         """A replica has room."""
         line = self._lines[stage]
-        if taker not in line.waiting:
-            line.waiting.append(taker)
+        line.ask(taker)
         self._match(line)
 
     def commit(self, stage: str, groups: Iterable[Group]) -> None:
@@ -137,8 +147,7 @@ class StreamQueue:
         """A replica is no more: what it had is handed out again; returns how many groups."""
         count = 0
         for line in self._lines.values():
-            if taker in line.waiting:
-                line.waiting.remove(taker)
+            line.requests.pop(taker, None)
             for group in self.groups.values():
                 if group.takers.get(line.stage) is taker and line.stage not in group.done:
                     del group.takers[line.stage]

@@ -1,0 +1,259 @@
+"""The real loops, queue and books on the virtual clock, with engines as fast as a simulation's."""
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+
+from streamrl.dataflow import CRITIC, POLICY, Dataflow
+from streamrl.engines.packing import Round
+from streamrl.engines.schedule import Pace, Turn
+from streamrl.faces import Sample, Stage
+from streamrl.lease import FreeLease
+from streamrl.messages import (
+    Array,
+    Columns,
+    Experience,
+    FinishReason,
+    Prompt,
+    Rollout,
+    group_columns,
+)
+from streamrl.placement.placements import Placement
+from streamrl.placement.timings import Timings, WeightsTiming
+from streamrl.placement.workload import Workload
+from streamrl.serving import Result
+from streamrl.simulator.clock import run_virtual
+from streamrl.simulator.engine import Engine
+from streamrl.simulator.leases import Leases
+from streamrl.simulator.prompts import Completions
+from streamrl.weights import Loaded, WeightManifest
+from tests import fake_stream
+from tests.fake_stream import Stream, dataflow_of, run_stream
+from tests.fakes import Plan
+
+PROMPT_TOKENS = 3
+"""As the prompts of fakes have."""
+SLOTS, BATCH = 3, 2
+"""Groups at once of a generator, and in a batch of a scorer, in the streams of fakes."""
+
+
+@dataclass
+class Case:
+    """The same run for both: how long its parts take, and where they are."""
+
+    plan: Plan
+    placement: Placement
+    timings: Timings
+    workload: Workload
+    seed: int = 7
+    pace: Pace = field(default_factory=Pace)
+
+    @property
+    def dataflow(self) -> Dataflow:
+        return dataflow_of(self.plan)
+
+    def weights(self, stage: str) -> WeightsTiming:
+        return self.timings.weights.get(stage, WeightsTiming())
+
+
+def run_real(case: Case, monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """The stream of a case, once it has made all its steps."""
+    completions = Completions(case.workload, case.seed)
+
+    def generator(plan: Plan, rng: random.Random, generated: Counter[str]) -> "TimedGenerator":
+        return TimedGenerator(case, completions)
+
+    def scorer(plan: Plan, rng: random.Random, stage: str) -> "TimedScorer":
+        return TimedScorer(case, stage)
+
+    def trainers(plan: Plan) -> dict[str, "Rank"]:
+        roles = [POLICY, *([CRITIC] if plan.critic else [])]
+        return {role: Rank(case, role, completions) for role in roles}
+
+    monkeypatch.setattr(fake_stream, "FakeGenerator", generator)
+    monkeypatch.setattr(fake_stream, "FakeScorer", scorer)
+    monkeypatch.setattr(fake_stream, "make_trainers", trainers)
+    monkeypatch.setattr(fake_stream, "StageMaker", lambda stream: Stages(case, stream))
+    return run_virtual(run_stream(case.plan))
+
+
+class Stages:
+    """Gives every process its places, under the leases of its role."""
+
+    def __init__(self, case: Case, stream: Stream) -> None:
+        self._make = MAKER(stream)
+        self._stream = stream
+        self._leases = Leases(case.dataflow, case.placement, slice_s=1.0)
+        self._held: dict[str, Any] = {}
+
+    def __call__(self, name: str, process: str) -> Stage:
+        place = self._make(name, process)
+        role = process.rpartition("-")[0] or POLICY
+        if process not in self._held:
+            suspendable = Sleeper(self._stream, process) if role == "generator" else None
+            lease = self._leases.of(role, process, suspendable=suspendable)
+            self._held[process] = lease or FreeLease()
+        return Stage(name, place.queue, self._held[process], place.spans, place.leaving)
+
+
+MAKER = fake_stream.StageMaker
+
+
+@dataclass
+class Sleeper:
+    """A generator that is there once it is asked to give way."""
+
+    stream: Stream
+    process: str
+
+    @property
+    def _generator(self) -> "TimedGenerator":
+        found = self.stream.samplers[int(self.process.rpartition("-")[2])]
+        assert isinstance(found, TimedGenerator)
+        return found
+
+    async def suspend(self) -> None:
+        await self._generator.suspend()
+
+    async def resume(self) -> None:
+        self._generator.resume()
+
+
+class TimedGenerator:
+    """The engine of simulations behind the face of a real one."""
+
+    def __init__(self, case: Case, completions: Completions) -> None:
+        self._engine: Engine[asyncio.Future[Mapping[int, int]]] = Engine(case.timings.generator)
+        self._timing = case.weights("generate")
+        self._completions = completions
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def stages(self) -> Mapping[str, Sample]:
+        return {"generate": self._group}
+
+    async def begun(self) -> Mapping[str, Columns]:
+        return {}
+
+    async def _group(self, prompt: Prompt, begun: Columns | None) -> Columns:
+        lengths = self._completions.of(prompt.uid)
+        done: asyncio.Future[Mapping[int, int]] = self._loop.create_future()
+        self._engine.add(done, PROMPT_TOKENS, lengths, self._loop.time())
+        self._set()
+        versions = [v for v, count in sorted((await done).items()) for _ in range(count)]
+        rollouts, at = [], 0
+        for length in lengths:
+            part, at = versions[at : at + length], at + length
+            rollouts.append(
+                Rollout.single_turn(
+                    prompt.token_ids,
+                    [5] * length,
+                    logprobs=[-1.0] * length,
+                    versions=part,
+                    finish_reason=FinishReason.STOP,
+                )
+            )
+        return group_columns(rollouts)
+
+    def _set(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        at = self._engine.next_s
+        self._timer = self._loop.call_at(at, self._ring, at)
+
+    def _ring(self, at: float) -> None:
+        for group in self._engine.advance(at):
+            group.key.set_result(group.versions)
+        self._set()
+
+    async def suspend(self) -> None:
+        until = self._engine.halt(self._loop.time())
+        self._set()
+        await asyncio.sleep(until - self._loop.time())
+
+    def resume(self) -> None:
+        self._engine.go_on(self._loop.time())
+        self._set()
+
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded:
+        until = self._engine.load(version, self._timing.pause_s, self._loop.time())
+        self._set()
+        await asyncio.sleep(until - self._loop.time())
+        return Loaded()
+
+    async def probe(self, sequences: Sequence[Array]) -> None:
+        pass
+
+
+class TimedScorer:
+    """One batch after the other."""
+
+    def __init__(self, case: Case, stage: str) -> None:
+        self._case = case
+        self._stage = stage
+        self._alone = asyncio.Lock()
+
+    async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded:
+        await asyncio.sleep(self._case.weights(self._stage).pause_s)
+        return Loaded()
+
+    async def probe(self, sequences: Sequence[Array]) -> None:
+        pass
+
+    async def score(self, experiences: Sequence[Experience]) -> Sequence[Result]:
+        lengths = [int(n) for e in experiences for n in e.columns["lengths"]]
+        async with self._alone:
+            timing = self._case.timings.score[self._stage]
+            await asyncio.sleep(timing.batch_of(len(lengths), sum(lengths)))
+        names = {"reward": "scores", "reference": "ref_logprobs", "value": "values"}
+        per = "lengths" if self._stage == "reward" else "token_ids"
+        return [
+            {names[self._stage]: np.zeros(len(e.columns[per]), np.float32)} for e in experiences
+        ]
+
+
+class Rank:
+    """A trainer whose rounds take as long as their largest micro-batch."""
+
+    def __init__(self, case: Case, role: str, completions: Completions) -> None:
+        self._timing = case.timings.train[role]
+        self._case = case
+        self._role = role
+        self._completions = completions
+        self.num_shares = self._timing.shares
+        self.pace = case.pace
+        self.version = self.weights = 0
+
+    def adopt(self, version: int, dials: Mapping[str, float]) -> None:
+        self.version = version
+
+    def rests(self, version: int) -> bool:
+        return False
+
+    async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest:
+        stage = "generate" if self._role == POLICY else "value"
+        await asyncio.sleep(self._case.weights(stage).publish_s)
+        return WeightManifest(version, (), ())
+
+    async def plan(self, uids: Sequence[str], turns: Sequence[Turn]) -> None:
+        await asyncio.sleep(self._timing.step_s)
+
+    async def train_round(self, work: Round, *, epoch: int) -> Mapping[str, float]:
+        tokens = [
+            sum(PROMPT_TOKENS + self._completions.of(uid)[i] for uid, i in picks) for picks in work
+        ]
+        await asyncio.sleep(
+            max(self._timing.micro_batch_s + self._timing.token_s * n for n in tokens if n)
+        )
+        return {}
+
+    async def update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
+        await asyncio.sleep(self._timing.update_s)
+        return {}

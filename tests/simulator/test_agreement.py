@@ -1,0 +1,122 @@
+"""A simulation makes its steps when the real loops do, on engines as fast as those it is told of."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+from streamrl.engines.schedule import Pace
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import Assignment, Placement
+from streamrl.placement.timings import (
+    GeneratorTiming,
+    ScoreTiming,
+    Timings,
+    TrainTiming,
+    WeightsTiming,
+)
+from streamrl.placement.workload import LognormalLengths, Workload
+from streamrl.resharding import Grid
+from streamrl.simulator.simulation import simulate
+from streamrl.simulator.world import Manner
+from tests.fakes import Plan
+from tests.simulator.real_loops import BATCH, PROMPT_TOKENS, SLOTS, Case, run_real
+
+GROUP_SIZE = 2
+TIMINGS = Timings(
+    generator=GeneratorTiming(
+        replicas=2,
+        max_running=SLOTS * GROUP_SIZE,
+        kv_tokens=400,
+        weights_s=0.1,
+        kv_token_s=0.001,
+        compute_rollout_s=0.02,
+        step_s=0.01,
+        rollout_s=0.002,
+        prefill_token_s=0.005,
+        begin_s=0.004,
+    ),
+    score={
+        "reward": ScoreTiming(1, BATCH, batch_s=0.1, rollout_s=0.05, token_s=0.001),
+        "reference": ScoreTiming(1, BATCH, batch_s=0.2, rollout_s=0.0, token_s=0.003),
+        "value": ScoreTiming(1, BATCH, batch_s=0.2, rollout_s=0.0, token_s=0.002),
+    },
+    train={
+        "policy": TrainTiming(2, micro_batch_s=0.2, token_s=0.004, update_s=0.5),
+        "critic": TrainTiming(1, micro_batch_s=0.1, token_s=0.003, update_s=0.3),
+    },
+    weights={"generate": WeightsTiming(publish_s=0.4, pull_s=0.25, pause_s=0.25)},
+    hop_s=0.008,
+    step_s=0.004,
+)
+WORKLOAD = Workload(8, GROUP_SIZE, PROMPT_TOKENS, LognormalLengths(20, 0.6, 60), 1, 1, 150)
+PLAN = Plan(
+    steps=8, groups_per_step=8, group_size=GROUP_SIZE, shards=1, micro_batch_tokens=150, scorers=1
+)
+
+
+def assignment(first: int, size: int) -> Assignment:
+    return Assignment(Mesh(first, size), Grid.parse(f"1-1-{size}"))
+
+
+def placed(staleness: int, **first: int) -> Placement:
+    """Every call on two devices from these on."""
+    calls = {stage: assignment(at, 2) for stage, at in first.items()}
+    return Placement(calls, max_staleness=staleness)
+
+
+APART = {"generate": 0, "reference": 2, "value": 4, "train": 6, "train_critic": 8}
+TOGETHER = dict.fromkeys(APART, 0)
+SPLIT = {"generate": 0, "reference": 2, "value": 2, "train": 0, "train_critic": 2}
+
+
+def case(staleness: int, first: dict[str, int], **plan: object) -> Case:
+    known = replace(PLAN, max_staleness=staleness, **plan)
+    stages = [call.stage for call in Case(known, Placement({}), TIMINGS, WORKLOAD).dataflow.calls]
+    chosen = {stage: at for stage, at in first.items() if stage in stages}
+    return Case(known, placed(staleness, **chosen), TIMINGS, WORKLOAD)
+
+
+CASES = {
+    "on policy": case(0, APART),
+    "one step ahead": case(1, APART),
+    "two steps ahead": case(2, APART),
+    "with a reference": case(1, APART, reference=True),
+    "two models trained": case(1, APART, critic=True),
+    "one after the other": case(0, TOGETHER),
+    "one after the other, a reference": case(0, TOGETHER, reference=True),
+    "in turn and ahead": case(1, TOGETHER),
+    "split": case(1, SPLIT, reference=True),
+    "several updates": replace(
+        case(1, APART),
+        pace=Pace(True, 2, 2),
+        workload=replace(WORKLOAD, epochs=2, mini_batches=2),
+    ),
+    "whole steps": replace(case(0, APART, reference=True), pace=Pace(whole_steps=True)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_steps_end_when_those_of_the_real_loops_do(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = CASES[name]
+    found = simulate(
+        case.dataflow,
+        case.placement,
+        case.timings,
+        case.workload,
+        steps=case.plan.steps,
+        seed=case.seed,
+        manner=Manner(whole_steps=case.pace.whole_steps),
+    )
+    real = run_real(case, monkeypatch)
+    assert found.step_ends == pytest.approx(real.step_ends, rel=0.01)
+    ages: Counter[int] = Counter()
+    for outcome in real.outcomes:
+        for group in outcome.groups:
+            for version, tokens in group.info.version_tokens:
+                ages[outcome.version - version] += tokens
+    mean = sum(age * tokens for age, tokens in ages.items()) / ages.total()
+    assert found.without(0).staleness.total() == ages.total()
+    assert found.without(0).staleness_mean == pytest.approx(mean, abs=0.02)
