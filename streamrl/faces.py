@@ -12,7 +12,7 @@ from streamrl.buffer.ledger import LedgerCounts
 from streamrl.engines.packing import Round
 from streamrl.engines.schedule import Pace, Turn
 from streamrl.messages import Array, Columns, Prompt
-from streamrl.telemetry.spans import SpanRecorder
+from streamrl.telemetry.spans import ArgValue, SpanRecorder
 from streamrl.weights import Loaded, WeightManifest
 from streamrl.weights.registry import ReaderState
 
@@ -164,8 +164,11 @@ class Stage:
     """Set once the stage is to take nothing more and to leave the run."""
 
     @asynccontextmanager
-    async def computing(self, **facts: float | str) -> AsyncIterator[None]:
-        """Hold the pool and record a span: what a stage does inside counts as busy."""
+    async def computing(self, **facts: ArgValue) -> AsyncIterator[dict[str, ArgValue]]:
+        """Hold the pool and record a span: what a stage does inside counts as busy.
+
+        Gives the span's facts, for more to be added.
+        """
         async with self.lease.hold(self.name):
-            with self.spans.span(self.name, **facts):
-                yield
+            with self.spans.span(self.name, **facts) as known:
+                yield known

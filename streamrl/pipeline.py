@@ -20,6 +20,8 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from streamrl.buffer import ExperienceQueue
 from streamrl.control import Control, PipelineConfig
 from streamrl.errors import SupersededError, WeightsError
@@ -78,9 +80,11 @@ async def generate(
         (experience,) = experiences
         assert experience.prompt is not None
         await held.at_least(experience.admitted_version)
-        async with stage.computing(uid=experience.uid):
+        prompt_tokens = len(experience.prompt.token_ids)
+        async with stage.computing(uid=experience.uid, prompt=prompt_tokens) as known:
             with notes.of(experience.lease):
                 columns = await sample(experience.prompt, experience.begun)
+            known["lengths"] = " ".join(map(str, sampled_lengths(columns)))
         # Nothing leaves that was sampled by a version which is not verified yet.
         await held.at_least(newest_version(columns))
         return [columns]
@@ -119,6 +123,28 @@ def newest_version(columns: Columns) -> int:
     return -1 if versions is None else int(versions.max(initial=-1))
 
 
+def sampled_lengths(columns: Columns) -> list[int]:
+    """How many tokens were sampled of each completion."""
+    if "greedy_ids" in columns:
+        return [len(columns["greedy_ids"])]
+    if "loss_mask" not in columns or "lengths" not in columns:
+        return []
+    firsts = np.cumsum(columns["lengths"]) - columns["lengths"]
+    return [int(count) for count in np.add.reduceat(columns["loss_mask"].astype(int), firsts)]
+
+
+def size_of(experiences: Sequence[Experience]) -> tuple[int, int]:
+    """How many completions there are to be scored, and their tokens.
+
+    Prompts are counted, but for those of greedy completions.
+    """
+    greedy = [e.columns["greedy_ids"] for e in experiences if "greedy_ids" in e.columns]
+    if greedy:
+        return len(greedy), sum(map(len, greedy))
+    infos = [experience.info for experience in experiences if experience.info is not None]
+    return sum(len(info.lengths) for info in infos), sum(info.num_tokens for info in infos)
+
+
 async def score(
     stage: Stage,
     judge: Compute,
@@ -133,7 +159,8 @@ async def score(
     async def compute(experiences: Sequence[Experience]) -> Sequence[Result]:
         if held is not None:
             await held.at_least(max(experience.admitted_version for experience in experiences))
-        async with stage.computing(groups=len(experiences)):
+        rollouts, tokens = size_of(experiences)
+        async with stage.computing(groups=len(experiences), rollouts=rollouts, tokens=tokens):
             return await judge(experiences)
 
     columns, slots, batch = serving.columns, serving.slots, serving.batch

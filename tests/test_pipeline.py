@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,7 @@ from streamrl.dataflow import CRITIC
 from streamrl.engines.schedule import Pace
 from streamrl.errors import DeadlineError, DropError, ProbeError
 from streamrl.messages import Columns, Experience, Lease
-from streamrl.pipeline import newest_version
+from streamrl.pipeline import newest_version, sampled_lengths
 from streamrl.serving import Desk
 from streamrl.simulator.clock import run_virtual
 from streamrl.step import add_sums
@@ -313,3 +314,28 @@ def test_nothing_leaves_a_generator_that_a_version_made_which_was_not_proved(
     with pytest.raises(ProbeError, match=r"generator-[01], with version 3, gives"):
         run_virtual(run_stream(plan))
     assert max(left) == 2
+
+
+def test_the_tokens_that_were_sampled_are_counted_by_completion() -> None:
+    mask = np.array([0, 0, 1, 1, 1, 0, 0, 1], np.bool_)
+    two: Columns = {"lengths": np.array([5, 3], np.int32), "loss_mask": mask}
+    assert sampled_lengths(two) == [3, 1]
+    assert sampled_lengths({"greedy_ids": np.zeros(4, np.int32)}) == [4]
+    assert sampled_lengths({"scores": np.zeros(2, np.float32)}) == []
+
+
+def test_spans_say_how_much_was_worked_on() -> None:
+    stream = run_virtual(run_stream(Plan(steps=2, groups_per_step=3, group_size=2)))
+    spans = [span for one in stream.recorders.values() for span in one.drain()]
+    by_uid = {group.uid: group.info for step in stream.outcomes for group in step.groups}
+    generated = [span.args for span in spans if span.name == "generate"]
+    assert len(generated) == 6
+    for args in generated:
+        info = by_uid[str(args["uid"])]
+        lengths = [int(tokens) for tokens in str(args["lengths"]).split()]
+        assert sum(lengths) == info.num_loss_tokens
+        assert [tokens + int(args["prompt"]) for tokens in lengths] == list(info.lengths)
+    scored = [span.args for span in spans if span.name == "reward"]
+    assert sum(int(args["tokens"]) for args in scored) == sum(
+        info.num_tokens for info in by_uid.values()
+    )

@@ -37,6 +37,12 @@ class Site:
     on_gpu: bool
     placed: Settled
 
+    @property
+    def machine(self) -> dict[str, int | bool]:
+        """What it runs on: whether there are GPUs, how many nodes, and this one's cores."""
+        nodes = sum(bool(node["Alive"]) for node in ray.nodes())
+        return {"on_gpu": self.on_gpu, "nodes": nodes, "cores": len(os.sched_getaffinity(0))}
+
 
 def nothing(on_gpu: bool) -> Mapping[str, Way]:
     """For who takes no actors of a run."""

@@ -47,6 +47,12 @@ class Meeting:
     port: int
 
 
+def sizes(groups: Mapping[str, Columns], picks: Sequence[Pick]) -> dict[str, int]:
+    """Of a micro-batch, for its span: its rollouts, their tokens, and those of the longest."""
+    lengths = [int(groups[uid]["lengths"][index]) for uid, index in picks]
+    return {"rollouts": len(picks), "tokens": sum(lengths), "longest": max(lengths, default=0)}
+
+
 class TrainerActor:
     """One rank. What touches the model runs in one thread; the queue is read beside it."""
 
@@ -130,7 +136,7 @@ class TrainerActor:
             await self._in_thread(self._trainer.plan, groups)
         for picks in micro_batches:
             looked_at = await self._read(picks)
-            with self._stage.spans.span("look", rollouts=len(picks)):
+            with self._stage.spans.span("look", **sizes(looked_at, picks)):
                 await self._in_thread(self._trainer.look, looked_at, picks)
         if micro_batches:
             await self._in_thread(self._trainer.settle)
@@ -142,7 +148,7 @@ class TrainerActor:
         self._trainer.adopt(dials)
         groups = await self._read(picks)
         async with self._computing(is_piece=True):
-            with self._stage.spans.span("train", rollouts=len(picks)):
+            with self._stage.spans.span("train", **sizes(groups, picks)):
                 sums = await self._in_thread(
                     self._trainer.train_micro_batch, groups, picks, version
                 )

@@ -27,7 +27,8 @@ COMMANDS = {
     "graph": "the model calls of a config and what flows between them: text, DOT or a picture",
     "plan": "which placement is best for a run on a cluster, and why the others lost",
     "simulate": "a run's placement on a cluster, played in virtual time",
-    "report": "where every prompt of a run is, and the history of one",
+    "calibrate": "how long things took in a run, as constants for the planner",
+    "report": "what bounds a run and what would help; where every prompt of it is",
     "doctor": "what this machine has and what would run on it",
 }
 

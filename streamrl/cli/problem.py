@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from streamrl.calibration import measured_lengths
+from streamrl.calibration.measured import lengths_of_run
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
 from streamrl.placement import (
@@ -129,7 +129,7 @@ def read_lengths(text: str, limit: int) -> Lengths:
         )
     path = Path(text)
     if path.is_dir():
-        return measured_lengths(path)
+        return lengths_of_run(path)
     try:
         words = path.read_text()
         loaded = json.loads(words) if words.lstrip().startswith("[") else words.split()

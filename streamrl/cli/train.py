@@ -109,6 +109,7 @@ def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory)
         end.callback(session.close)
         try:
             memory_line = memory.line if memory else ""
+            sinks.event("machine", site.machine)
             notes = (*prepared.notes, site.placed.note, sharing(there), memory_line)
             for note in filter(None, notes):
                 sinks.event("note", {"text": note})

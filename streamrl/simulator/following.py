@@ -74,7 +74,7 @@ class Following:
     async def _pull(self) -> None:
         timing = self._timing
         while (version := self._versions.version) > self.held:
-            lane = self._recorder.begin("pull")
+            lane = self._recorder.begin("pull", {"version": version})
             await asyncio.sleep(max(0.0, timing.pull_s - timing.pause_s))
             async with self._lease.hold("load"):
                 await self._follower.load(version, timing.pause_s)

@@ -15,6 +15,7 @@ from streamrl.simulator.holding import Holding
 from streamrl.simulator.machine import Timer
 from streamrl.simulator.queue import Group
 from streamrl.simulator.site import Site
+from streamrl.telemetry.spans import ArgValue
 
 
 @dataclass(eq=False, slots=True)
@@ -102,10 +103,13 @@ class GeneratorReplica:
         begun, self._begun = self._begun, []
         for work in begun:
             uid = work.group.uid
-            work.lane = self._recorder.begin(work.stage)
             greedy = work.stage == GREEDY.stage
             lengths = [completions.greedy(uid)] if greedy else completions.of(uid)
-            self._engine.add(work, completions.prompt_tokens, lengths, now)
+            told = " ".join(map(str, lengths))
+            tokens = completions.prompt_tokens
+            facts: dict[str, ArgValue] = {"uid": uid, "prompt": tokens, "lengths": told}
+            work.lane = self._recorder.begin(work.stage, facts)
+            self._engine.add(work, tokens, lengths, now)
         self._update()
 
     # What the weights ask for.

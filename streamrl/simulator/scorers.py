@@ -107,21 +107,21 @@ class ScorerReplica:
         if self._is_busy or not self._ready or not self._holding.has:
             return
         batch, machine = self._ready.popleft(), self._site.machine
-        lane = self._recorder.begin(batch.stage)
+        rollouts, tokens = self._size(batch)
+        facts = {"groups": len(batch.groups), "rollouts": rollouts, "tokens": tokens}
+        lane = self._recorder.begin(batch.stage, facts)
         self._is_busy = True
         machine.occupy(1)
-        at = machine.now + self._seconds(batch)
+        at = machine.now + self._site.timings.score[batch.stage].batch_of(rollouts, tokens)
         self._timer = machine.call_at(at, lambda: self._finish(batch, lane))
 
-    def _seconds(self, batch: Batch) -> float:
+    def _size(self, batch: Batch) -> tuple[int, int]:
+        """Rollouts, and their tokens."""
         groups = batch.groups
         if "greedy_ids" in self._calls[batch.stage].needs:
-            rollouts, tokens = len(groups), sum(group.extra_tokens for group in groups)
-        else:
-            infos = [group.info for group in groups if group.info is not None]
-            rollouts = sum(len(info.lengths) for info in infos)
-            tokens = sum(info.num_tokens for info in infos)
-        return self._site.timings.score[batch.stage].batch_of(rollouts, tokens)
+            return len(groups), sum(group.extra_tokens for group in groups)
+        infos = [group.info for group in groups if group.info is not None]
+        return sum(len(info.lengths) for info in infos), sum(info.num_tokens for info in infos)
 
     def _finish(self, batch: Batch, lane: int) -> None:
         self._is_busy = False

@@ -9,7 +9,7 @@ from streamrl.engines.schedule import Pace, Turn
 from streamrl.placement.timings import TrainTiming
 from streamrl.simulator.machine import Machine
 from streamrl.simulator.prompts import Completions
-from streamrl.simulator.recording import Recorder
+from streamrl.simulator.recording import NO_FACTS, Facts, Recorder
 from streamrl.weights import WeightManifest
 
 
@@ -21,7 +21,6 @@ class TimedTrainer:
 
     def __init__(  # noqa: PLR0913
         self,
-        stage: str,
         timing: TrainTiming,
         pace: Pace,
         *,
@@ -33,7 +32,6 @@ class TimedTrainer:
     ) -> None:
         self.num_shares = timing.shares
         self.pace = pace
-        self._stage = stage
         self._timing = timing
         self._publish_s = publish_s
         self._machine = machine
@@ -50,36 +48,42 @@ class TimedTrainer:
 
     async def plan(self, uids: Sequence[str], turns: Sequence[Turn]) -> None:
         """Takes step_s."""
-        await self._work(self._timing.step_s)
+        await self._work("plan", self._timing.step_s)
 
     async def train_round(self, work: Round, *, epoch: int) -> Mapping[str, float]:
         """Takes what the share with the largest micro-batch needs."""
-        most, shares, rollouts = 0.0, 0, 0
+        shares, rollouts, most, largest = 0, 0, 0.0, NO_FACTS
         prompt_tokens, completions = self._completions.prompt_tokens, self._completions
         for picks in work:
             if picks:
                 tokens = sum([completions.of(uid)[index] for uid, index in picks])
                 tokens += prompt_tokens * len(picks)
-                most = max(most, self._timing.micro_batch_s + self._timing.token_s * tokens)
+                seconds = self._timing.micro_batch_s + self._timing.token_s * tokens
+                if seconds > most:
+                    most, largest = seconds, {"rollouts": len(picks), "tokens": tokens}
                 shares += 1
                 rollouts += len(picks)
-        await self._work(most, shares)
+        await self._work("train", most, shares, largest)
         return {"rollouts": float(rollouts)}
 
     async def update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
         """Takes update_s."""
-        await self._work(self._timing.update_s, self.num_shares)
+        await self._work("update", self._timing.update_s, self.num_shares)
         return {}
 
     async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest:
         """Takes publish_s, beside everything else."""
+        lane = self._recorder.begin("publish", {"version": version})
         await asyncio.sleep(self._publish_s)
+        self._recorder.end(lane)
         return WeightManifest(version, (), ())
 
-    async def _work(self, seconds: float, processes: int = 1) -> None:
+    async def _work(
+        self, name: str, seconds: float, processes: int = 1, facts: Facts = NO_FACTS
+    ) -> None:
         devices: AbstractAsyncContextManager[object] = self._devices or nullcontext()
         async with devices:
-            lane = self._recorder.begin(self._stage)
+            lane = self._recorder.begin(name, facts)
             try:
                 await self._machine.work(seconds, processes=processes)
             finally:

@@ -223,7 +223,6 @@ class World:
         locks = self._locks()
         return {
             call.role: TimedTrainer(
-                call.stage,
                 scenario.timings.train[call.role],
                 scenario.pace,
                 publish_s=scenario.publish_s(call.role),

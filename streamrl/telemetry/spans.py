@@ -44,14 +44,17 @@ class SpanRecorder:
         self._resting: frozenset[str] = frozenset()
 
     @contextmanager
-    def span(self, name: str, **args: ArgValue) -> Iterator[None]:
-        """Record the block as one span, also if it raises; `args` are a few small facts."""
+    def span(self, name: str, **args: ArgValue) -> Iterator[dict[str, ArgValue]]:
+        """Record the block as one span, also if it raises; `args` are a few small facts.
+
+        Gives them, for the block to add what it has found out.
+        """
         with self._lock:
             lane = next(lane for lane in itertools.count() if lane not in self._open)
             start_s = self._clock()
             self._open[lane] = Span(self.process, name, lane, start_s, start_s, args)
         try:
-            yield
+            yield args
         finally:
             with self._lock:
                 span = self._open.pop(lane)
@@ -91,7 +94,8 @@ class SpanRecorder:
     @staticmethod
     def _ended(span: Span, end_s: float) -> Span:
         # A wall clock may be set back while a span is open; its length is then 0, not negative.
-        return replace(span, end_s=max(end_s, span.start_s))
+        # Facts may still be added to those of an open one.
+        return replace(span, end_s=max(end_s, span.start_s), args=dict(span.args))
 
 
 def busy_s(spans: Iterable[Span], *, start: float, end: float) -> float:

@@ -137,6 +137,27 @@ def _us(seconds: float) -> int:
     return round(seconds * 1e6)
 
 
+def read_spans(path: Path) -> list[Span]:
+    """The spans of a trace, in the order of the file; [] if there is none.
+
+    What a crash tore off its end is left out.
+    """
+    events = _complete_events(path)
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    return [
+        Span(
+            processes[event["pid"]],
+            event["name"],
+            event["tid"] % _LANES_PER_PROCESS,
+            event["ts"] / 1e6,
+            (event["ts"] + event["dur"]) / 1e6,
+            event["args"],
+        )
+        for event in events
+        if event["ph"] == "X"
+    ]
+
+
 def _complete_events(path: Path) -> list[dict[str, Any]]:
     """The events of a trace, without a last line that a crash tore."""
     if not path.exists():

@@ -23,6 +23,16 @@ def test_a_span_is_recorded_when_its_block_ends():
     assert recorder.drain() == []
 
 
+def test_a_block_adds_what_it_finds_out_and_what_was_drained_before_stays_as_it_was():
+    recorder = SpanRecorder("p", Clock())
+    with recorder.span("generate", uid="0:1:0") as facts:
+        (still_open,) = recorder.drain()
+        facts["lengths"] = "3 4"
+    (whole,) = recorder.drain()
+    assert still_open.args == {"uid": "0:1:0"}
+    assert whole.args == {"uid": "0:1:0", "lengths": "3 4"}
+
+
 def test_a_block_that_raises_is_recorded():
     recorder = SpanRecorder("p", Clock())
     with pytest.raises(RuntimeError), recorder.span("work"):

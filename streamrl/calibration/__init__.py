@@ -1,0 +1,1 @@
+"""What a run that was made says of how long things take, and how near a simulation comes to it."""

@@ -1,0 +1,320 @@
+"""From what was measured to `Timings`: how long everything takes in the placement of a run.
+
+Where a run was made on one machine's few cores its busy processes slow one another down: what is
+fitted is what each would take alone, and `Timings.cores` says how many cores there are.
+"""
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from streamrl.calibration.clocks import WorkClock
+from streamrl.calibration.lines import Fit, fit_line, fit_median
+from streamrl.calibration.measured import Measured
+from streamrl.calibration.sampling import Asked, fit_sampling
+from streamrl.dataflow import GENERATE, POLICY, Call, Kind
+from streamrl.placement import (
+    GeneratorTiming,
+    ScoreTiming,
+    Timings,
+    TrainTiming,
+    WeightsTiming,
+)
+from streamrl.preflight import counts
+from streamrl.telemetry.spans import Span
+
+WAITING = ("pull", "publish", "publish_reference", "save")
+"""Spans in which a process mostly waits for others, or for a disk."""
+PLANNING = ("plan", "look")
+EASY = 0.1
+"""Which part of what was measured nothing stood in the way of, where devices are shared."""
+TOLD_APART = 0.3
+"""A coefficient is known if its standard error is a smaller part of it than this."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A coefficient: its standard error, of how many measurements, and how far they are off it."""
+
+    value: float
+    error: float
+    count: int
+    residual: float
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the measurements say what it is: else they only say what it makes with others."""
+        return self.count > 0 and self.error <= TOLD_APART * self.value
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The timings of a run, and what each coefficient rests on, by its dotted name."""
+
+    timings: Timings
+    found: Mapping[str, Found]
+
+
+def fit(measured: Measured, base: Timings) -> Fitted:
+    """What a run's spans say.
+
+    base: its timings by a cost model. Of the generators what a decode step takes to read and to
+    compute is kept, and what it takes on top of that is fitted; so are all other coefficients.
+    """
+    return _Fitting(measured, base).run()
+
+
+class _Fitting:
+    """One fit; `found` grows."""
+
+    def __init__(self, measured: Measured, base: Timings) -> None:
+        self._run = measured
+        self._base = base
+        self._config = measured.config
+        self._cores = measured.machine.cores
+        self._found: dict[str, Found] = {}
+        busy = [
+            [(span.start_s, span.end_s) for span in own if span.name not in WAITING]
+            for own in measured.by_process.values()
+        ]
+        self._clock = WorkClock(busy, cores=self._cores)
+        self._counts = {role: count for role, (_, count) in counts(self._config).items()}
+
+    def run(self) -> Fitted:
+        """All of it."""
+        dataflow = self._config.dataflow
+        train = {role: self._train(role) for role in dataflow.trained}
+        timings = Timings(
+            self._generator(),
+            {call.stage: self._score(call) for call in dataflow.of_kind(Kind.SCORE)},
+            train,
+            weights={
+                call.stage: self._weights(call)
+                for call in dataflow.ordered
+                if call.follows and call.stage in self._base.weights
+            },
+            hop_s=self._hop(),
+            step_s=self._note("step_s", fit_median(self._between_steps())),
+            cores=self._cores,
+        )
+        return Fitted(timings, self._found)
+
+    def _note(self, name: str, fit: Fit, index: int = 0) -> float:
+        value = fit.values[index]
+        self._found[name] = Found(value, fit.errors[index], fit.count, fit.residual)
+        return value
+
+    def _worked(self, span: Span) -> float:
+        return self._clock.between(span.start_s, span.end_s)
+
+    def _spans(self, role: str, *names: str) -> list[Span]:
+        """Of the processes of a role, since the first of the steps."""
+        prefix = "trainer" if role == POLICY else role
+        return [
+            span
+            for process, own in self._run.by_process.items()
+            for span in own
+            if process.rpartition("-")[0] == prefix and span.name in names
+        ]
+
+    # Generators.
+
+    def _generator(self) -> GeneratorTiming:
+        by_process = defaultdict(list)
+        for one in self._run.sampled:
+            by_process[one.process].append(one)
+        asked = [Asked.of(own, self._clock) for own in by_process.values()]
+        sampling = fit_sampling(asked, self._base.generator)
+        step_s, rollout_s, prefill_token_s = (
+            self._note(f"generator.{name}", sampling, index)
+            for index, name in enumerate(("step_s", "rollout_s", "prefill_token_s"))
+        )
+        return replace(
+            self._base.generator,
+            step_s=step_s,
+            rollout_s=rollout_s,
+            prefill_token_s=prefill_token_s,
+            begin_s=self._note("generator.begin_s", fit_median(self._begins())),
+        )
+
+    def _begins(self) -> list[float]:
+        """From a prompt that may be sampled to when it is, where neither room nor version lack."""
+        pulls = sorted(self._spans(GENERATE.role, "pull"), key=lambda span: span.end_s)
+        found, free = [], []
+        for one in self._run.sampled:
+            if one.stage == GENERATE.stage:
+                found.append(max(0.0, one.start_s - one.admitted_s))
+                version = one.admitted_version
+                held = (s for s in pulls if s.process == one.process and _version(s) >= version)
+                if next((s.end_s for s in held), 0.0) <= one.admitted_s:
+                    free.append(found[-1])
+        if len(free) >= EASY * len(found):
+            return self._least(free)
+        return sorted(found)[: max(1, round(EASY * len(found)))] if found else []
+
+    def _least(self, seconds: Sequence[float]) -> list[float]:
+        """Those that nothing stood in the way of: where devices are shared, only a part did not."""
+        if not self._config.placement.shared:
+            return list(seconds)
+        return sorted(seconds)[: max(1, round(EASY * len(seconds)))] if seconds else []
+
+    # Scorers.
+
+    def _score(self, call: Call) -> ScoreTiming:
+        base = self._base.score[call.stage]
+        episodes = list(_episodes(self._spans(call.role, call.stage)))
+        rows, seconds = [], []
+        for spans in episodes:
+            rollouts = sum(float(span.args["rollouts"]) for span in spans)
+            tokens = sum(float(span.args["tokens"]) for span in spans)
+            rows.append((float(len(spans)), rollouts, tokens))
+            last = max(span.end_s for span in spans)
+            seconds.append(self._clock.between(spans[0].start_s, last))
+        has_model = base.token_s > 0
+        features = rows if has_model else [row[:2] for row in rows]
+        found = fit_line(features, seconds)
+        place = f"score.{call.stage}"
+        return ScoreTiming(
+            replicas=self._counts[call.role],
+            batch=self._config.scorer.max_groups,
+            batch_s=self._note(f"{place}.batch_s", found, 0),
+            rollout_s=self._note(f"{place}.rollout_s", found, 1),
+            token_s=self._note(f"{place}.token_s", found, 2) if has_model else 0.0,
+        )
+
+    # Trainers.
+
+    def _train(self, role: str) -> TrainTiming:
+        trainer = self._config.trainer_of(role)
+        spans, gap_s = self._spans(role, "train"), self._round_gap(role)
+        spans = [span for span in spans if span.args.get("tokens")]
+        rows = [(1.0, float(span.args["tokens"])) for span in spans]
+        found = fit_line(rows, [self._worked(span) + gap_s for span in spans])
+        updates = fit_median([self._worked(span) for span in self._spans(role, "update")])
+        place = f"train.{role}"
+        return TrainTiming(
+            shares=trainer.num_shares,
+            micro_batch_s=self._note(f"{place}.micro_batch_s", found, 0),
+            token_s=self._note(f"{place}.token_s", found, 1),
+            update_s=self._note(f"{place}.update_s", updates),
+            step_s=self._note(f"{place}.step_s", fit_median(self._planning(role))),
+        )
+
+    def _round_gap(self, role: str) -> float:
+        """From one round to the next that is there: to ask for it, and to read its groups."""
+        names = ("train", "update", *PLANNING)
+        first = [s for s in self._spans(role, *names) if s.process.endswith("-0")]
+        gaps = [
+            behind.start_s - before.end_s
+            for before, behind in pairwise(first)
+            if before.name != "update" and behind.name in ("train", "update")
+        ]
+        return max(0.0, statistics.quantiles(gaps, n=4)[0]) if len(gaps) > 1 else 0.0
+
+    def _planning(self, role: str) -> list[float]:
+        """Of each step, on the first rank."""
+        spans = [s for s in self._spans(role, *PLANNING) if s.process.endswith("-0")]
+        return [
+            sum(self._worked(span) for span in spans if step.start_s <= span.start_s < step.end_s)
+            for step in self._run.steps
+        ]
+
+    # Versions, and what is between the stages.
+
+    def _weights(self, call: Call) -> WeightsTiming:
+        followed = call.follows if call.follows in self._config.dataflow.trained else POLICY
+        published = {_version(s): s for s in self._spans(followed, "publish")}
+        pulled = self._spans(call.role, "pull")
+        ends = {step.version + 1: step.end_s for step in self._run.steps}
+        shares = bool(self._config.placement.shared)
+        publish, pull = [], []
+        for version, span in published.items():
+            since = span.start_s if shares else ends.get(version, span.start_s)
+            publish.append(max(0.0, span.end_s - since))
+        for span in pulled:
+            source = published.get(_version(span))
+            since = span.start_s
+            if source is not None and not shares:
+                since = min(since, source.end_s)
+            pull.append(span.end_s - since)
+        place = f"weights.{call.stage}"
+        publish_s = self._note(f"{place}.publish_s", fit_median(self._least(publish)))
+        pull_s = self._note(f"{place}.pull_s", fit_median(self._least(pull)))
+        paused = [s.row["weights/pause_s"] for s in self._run.steps if s.row.get("weights/pause_s")]
+        pause_s = min(pull_s, self._note(f"{place}.pause_s", fit_median(self._least(paused))))
+        return WeightsTiming(publish_s, pull_s, pause_s)
+
+    def _hop(self) -> float:
+        """From a stage to the next, where that one waits for it: the mean of both kinds of hops."""
+        makers = [span for span in self._run.spans if span.name == GENERATE.stage]
+        scoring = [
+            self._gaps(makers, self._spans(call.role, call.stage))
+            for call in self._config.dataflow.of_kind(Kind.SCORE)
+        ]
+        scored = [
+            span
+            for call in self._config.dataflow.of_kind(Kind.SCORE)
+            for span in self._spans(call.role, call.stage)
+        ]
+        firsts = self._spans(POLICY, "train", "update", *PLANNING)
+        gap_s = self._round_gap(POLICY)
+        training = [gap - gap_s for gap in self._gaps(scored, firsts)]
+        kinds = [self._least([g for g in gaps if g >= 0]) for gaps in (*scoring, training)]
+        kinds = [gaps for gaps in kinds if gaps]
+        if not kinds:
+            self._found["hop_s"] = Found(0.0, 0.0, 0, 0.0)
+            return 0.0
+        fits = [fit_median(gaps) for gaps in kinds]
+        value = statistics.fmean(fit.values[0] for fit in fits)
+        error = max(fit.errors[0] for fit in fits)
+        residual = max(fit.residual for fit in fits)
+        self._found["hop_s"] = Found(value, error, sum(fit.count for fit in fits), residual)
+        return value
+
+    def _gaps(self, before: Sequence[Span], behind: Sequence[Span]) -> list[float]:
+        """From the last end of the ones to a beginning of the others, who had nothing to do."""
+        ends = sorted(span.end_s for span in before)
+        found = []
+        busy_until = float("-inf")
+        for span in sorted(behind, key=lambda span: span.start_s):
+            done = [end for end in ends if end <= span.start_s]
+            if done and done[-1] > busy_until and busy_until < span.start_s:
+                found.append(span.start_s - done[-1])
+            busy_until = max(busy_until, span.end_s)
+        return found
+
+    def _between_steps(self) -> list[float]:
+        """From the last update to when prompts come in again."""
+        admitted = sorted({one.admitted_s for one in self._run.sampled})
+        updates = [span.end_s for span in self._spans(POLICY, "update")]
+        found = []
+        for step in self._run.steps:
+            last = max((end for end in updates if end <= step.end_s), default=None)
+            again = [at for at in admitted if step.end_s <= at < step.end_s + step.step_s]
+            if last is not None:
+                found.append((min(again) if again else step.end_s) - last)
+        return found
+
+
+def _version(span: Span) -> int:
+    return int(span.args["version"])
+
+
+def _episodes(spans: Iterable[Span]) -> Iterable[list[Span]]:
+    """Spans of a process that overlap, together: it had them all at once."""
+    by_process = defaultdict(list)
+    for span in spans:
+        by_process[span.process].append(span)
+    for own in by_process.values():
+        together: list[Span] = []
+        until = float("-inf")
+        for span in sorted(own, key=lambda span: span.start_s):
+            if together and span.start_s >= until:
+                yield together
+                together = []
+            together.append(span)
+            until = max(until, span.end_s)
+        if together:
+            yield together

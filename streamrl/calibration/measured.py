@@ -1,0 +1,328 @@
+"""A run that was made, as plain data: its steps, what each process did, how long things were.
+
+Read from its directory: config.yaml, metrics.jsonl, events.jsonl, trace.json and the books.
+"""
+
+import os
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from streamrl.buffer.books import TrainedGroup, TrainedStep, read_log
+from streamrl.checkpoint import BOOKS, journal_dir
+from streamrl.config import RunConfig, load_config
+from streamrl.dataflow import GENERATE
+from streamrl.engines.packing import Round
+from streamrl.errors import ConfigError, JournalError
+from streamrl.placement import EmpiricalLengths
+from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE, read_jsonl
+from streamrl.telemetry.spans import Span
+from streamrl.telemetry.trace import TRACE_FILE, read_spans
+
+SETTLING_STEPS = 2
+"""Steps in which engines still warm up, once the stream is full."""
+LEAST_STEPS = 6
+"""Fewer say nothing that can be relied on."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run was made on: `cores` of its one node, where all computes on them; 0 elsewhere."""
+
+    cores: int
+
+    @classmethod
+    def of(cls, event: Mapping[str, Any]) -> "Machine":
+        """As a run noted it."""
+        return cls(0 if event["on_gpu"] or event["nodes"] > 1 else int(event["cores"]))
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step: [start_s, end_s] of the epoch, what was trained, and its row of the metrics.
+
+    rounds: by the role that is trained, of all its updates, each as often as it was trained.
+    """
+
+    version: int
+    start_s: float
+    end_s: float
+    groups: tuple[TrainedGroup, ...]
+    rounds: Mapping[str, Sequence[Round]]
+    row: Mapping[str, Any]
+
+    @property
+    def step_s(self) -> float:
+        """How long it took."""
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """A group that was generated: when, in one piece or in several, and how long it became.
+
+    lengths: tokens of each completion. admitted_s, admitted_version: when the books let its prompt
+    in, and the oldest version it may be sampled from.
+    """
+
+    process: str
+    stage: str
+    uid: str
+    pieces: tuple[tuple[float, float], ...]
+    prompt_tokens: int
+    lengths: tuple[int, ...]
+    admitted_s: float
+    admitted_version: int
+
+    @property
+    def start_s(self) -> float:
+        """When it began."""
+        return self.pieces[0][0]
+
+    @property
+    def end_s(self) -> float:
+        """When it was done."""
+        return self.pieces[-1][1]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The steady part of a run.
+
+    steps: without those that are no rule: `left_out` says why each of the others is. spans: of all
+    the run, in order of time. sampled: groups that were generated from the first of the steps on.
+    """
+
+    run_dir: Path
+    config: RunConfig
+    machine: Machine
+    steps: Sequence[MeasuredStep]
+    left_out: Mapping[str, int]
+    spans: Sequence[Span]
+    sampled: Sequence[Sampled]
+
+    @cached_property
+    def by_process(self) -> Mapping[str, Sequence[Span]]:
+        """The spans that end after the first of the steps has begun."""
+        found = defaultdict(list)
+        for span in self.spans:
+            if span.end_s >= self.steps[0].start_s:
+                found[span.process].append(span)
+        return found
+
+    @cached_property
+    def lengths(self) -> EmpiricalLengths:
+        """How many tokens the completions of the steps have."""
+        return EmpiricalLengths.of([tokens for one in self._trained for tokens in one.lengths])
+
+    @cached_property
+    def prompt_tokens(self) -> float:
+        """Mean of a prompt."""
+        return statistics.fmean(one.prompt_tokens for one in self._trained)
+
+    @property
+    def _trained(self) -> Sequence[Sampled]:
+        return [one for one in self.sampled if one.stage == GENERATE.stage]
+
+    @property
+    def step_s(self) -> float:
+        """Median length of a step."""
+        return statistics.median(step.step_s for step in self.steps)
+
+    @property
+    def mean_step_s(self) -> float:
+        """Mean length of a step."""
+        return statistics.fmean(step.step_s for step in self.steps)
+
+    @property
+    def staleness_mean(self) -> float:
+        """Of a trained token, in versions."""
+        return self._mean("staleness/mean", lambda step: sum(g.info.num_loss_tokens for g in step))
+
+    @property
+    def idle(self) -> dict[str, float]:
+        """By stage, the part of the steps' time that its processes computed nothing."""
+        seconds = [step.step_s for step in self.steps]
+        return {
+            call.stage: sum(
+                step.row[f"idle/{call.stage}"] * own
+                for step, own in zip(self.steps, seconds, strict=True)
+            )
+            / sum(seconds)
+            for call in self.config.dataflow.ordered
+        }
+
+    def _mean(self, name: str, weight: Callable[[Sequence[TrainedGroup]], float]) -> float:
+        weights = [weight(step.groups) for step in self.steps]
+        values = [float(step.row[name]) for step in self.steps]
+        return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+
+    def median(self, name: str) -> float | None:
+        """Of a metric, over the steps that have it."""
+        found = [step.row[name] for step in self.steps if step.row.get(name) is not None]
+        return statistics.median(found) if found else None
+
+
+def read_run(run_dir: Path) -> Measured:
+    """What a run directory says. Raises ConfigError, in one line, for one that says too little."""
+    place = str(run_dir)
+    config = _config(run_dir, place)
+    if not config.queue.journal.enabled:
+        raise ConfigError(f"{place}: has no books: queue.journal.enabled=false")
+    spans = _spans(run_dir, place)
+    rows = {int(row["step"]): row for row in _lines(run_dir / METRICS_FILE)}
+    books = _books(run_dir, place)
+    steps, left_out = _steady(config, list(books.steps(rows)), spans)
+    if len(steps) < LEAST_STEPS:
+        out = ", ".join(f"{count} {why}" for why, count in left_out.items() if count)
+        raise ConfigError(
+            f"{place}: too short: {len(steps)} steps to go by, must be at least {LEAST_STEPS}"
+            + (f"; left out: {out}" if out else "")
+        )
+    sampled = _sampled(spans, books.admitted, since=steps[0].start_s)
+    if not sampled:
+        raise ConfigError(
+            f"{place}: {TRACE_FILE} has no generate spans with lengths: made by an older streamrl"
+        )
+    machine = _machine(run_dir)
+    return Measured(run_dir, config, machine, steps, left_out, spans, sampled)
+
+
+def lengths_of_run(run_dir: Path) -> EmpiricalLengths:
+    """How many tokens the completions of a run have, as `--lengths RUN` asks."""
+    return read_run(run_dir).lengths
+
+
+def _config(run_dir: Path, place: str) -> RunConfig:
+    path = run_dir / "config.yaml"
+    if not path.is_file():
+        rule = "holds no config.yaml" if run_dir.is_dir() else "no such directory"
+        raise ConfigError(f"{place}: no run: {rule}")
+    return load_config(path)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        return read_jsonl(path)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _spans(run_dir: Path, place: str) -> list[Span]:
+    try:
+        spans = read_spans(run_dir / TRACE_FILE)
+    except (KeyError, TypeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{place}: {TRACE_FILE} is not a run's: {error!r}") from None
+    if not spans:
+        raise ConfigError(
+            f"{place}: no spans in {TRACE_FILE}: telemetry.trace=false, or no step yet"
+        )
+    return sorted(spans, key=lambda span: (span.start_s, span.end_s))
+
+
+def _machine(run_dir: Path) -> Machine:
+    """As the run noted it last; else it is taken for this one, without a GPU."""
+    noted = [e for e in _lines(run_dir / EVENTS_FILE) if e.get("event") == "machine"]
+    return Machine.of(noted[-1]) if noted else Machine(len(os.sched_getaffinity(0)))
+
+
+@dataclass(frozen=True)
+class _Books:
+    """When each step was booked and how many had been since a start; when prompts came in."""
+
+    trained: Mapping[int, tuple[TrainedStep, float, int]]
+    admitted: Mapping[str, tuple[float, int]]
+
+    def steps(self, rows: Mapping[int, Mapping[str, Any]]) -> Iterator[tuple[MeasuredStep, int]]:
+        """Each step that has a row, and how many the process had made before it."""
+        for version, (step, end_s, since_start) in sorted(self.trained.items()):
+            row = rows.get(version + 1)
+            if row is None:
+                continue
+            rounds = {
+                role: [turn.work for turn in program.turns()]
+                for role, program in step.programs.items()
+            }
+            start_s = end_s - float(row["time/step_s"])
+            yield MeasuredStep(version, start_s, end_s, step.groups, rounds, row), since_start
+
+
+def _books(run_dir: Path, place: str) -> _Books:
+    trained: dict[int, tuple[TrainedStep, float, int]] = {}
+    admitted: dict[str, tuple[float, int]] = {}
+    since_start = 0
+    try:
+        for record in read_log(journal_dir(run_dir, BOOKS)):
+            meta = record.meta
+            if meta["kind"] == "open":
+                since_start = 0
+            elif meta["kind"] == "admit":
+                entry = float(meta["time"]), int(meta["version"])
+                admitted.update(dict.fromkeys(meta["uids"], entry))
+            elif meta["kind"] == "step":
+                trained[meta["version"]] = (
+                    TrainedStep.from_record(record),
+                    float(meta["time"]),
+                    since_start,
+                )
+                since_start += 1
+    except (OSError, JournalError) as error:
+        raise ConfigError(f"{place}: the books cannot be read: {error}") from None
+    return _Books(trained, admitted)
+
+
+def _steady(
+    config: RunConfig, steps: Sequence[tuple[MeasuredStep, int]], spans: Sequence[Span]
+) -> tuple[list[MeasuredStep], dict[str, int]]:
+    """The steps that are as all others would be, and why the rest is not."""
+    lead, found = config.pipeline.lead, []
+    warm_up = max(lead + SETTLING_STEPS, config.critic.warmup_alone)
+    saves = [span for span in spans if span.name == "save"]
+    left_out = {"to warm up": 0, "after the last prompt": 0, "evaluated or saved": 0}
+    evaluated = False
+    for step, since_start in steps:
+        disturbed = evaluated or any(
+            save.start_s < step.end_s and step.start_s < save.end_s for save in saves
+        )
+        evaluated = any(name.startswith("eval/") for name in step.row)
+        if since_start < warm_up:
+            left_out["to warm up"] += 1
+        elif step.version > config.run.steps - 1 - lead:
+            left_out["after the last prompt"] += 1
+        elif disturbed:
+            left_out["evaluated or saved"] += 1
+        else:
+            found.append(step)
+    return found, left_out
+
+
+def _sampled(
+    spans: Sequence[Span], admitted: Mapping[str, tuple[float, int]], *, since: float
+) -> list[Sampled]:
+    """Groups whose last piece says how long they became."""
+    pieces: dict[tuple[str, str, str], list[tuple[float, float]]] = defaultdict(list)
+    found = []
+    for span in sorted(spans, key=lambda span: span.end_s):
+        uid = span.args.get("uid")
+        if uid is None or "prompt" not in span.args:
+            continue
+        own = pieces[span.process, span.name, str(uid)]
+        own.append((span.start_s, span.end_s))
+        lengths = span.args.get("lengths")
+        if lengths and own[0][0] >= since:
+            found.append(
+                Sampled(
+                    span.process,
+                    span.name,
+                    str(uid),
+                    tuple(own),
+                    int(span.args["prompt"]),
+                    tuple(int(tokens) for tokens in str(lengths).split()),
+                    *admitted.get(str(uid), (own[0][0], 0)),
+                )
+            )
+    return sorted(found, key=lambda one: one.start_s)
