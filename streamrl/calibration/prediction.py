@@ -11,7 +11,8 @@ from streamrl.engines.generator_config import KV_CACHE_MB_ON_CPU
 from streamrl.errors import ConfigError
 from streamrl.placement import Cluster, GeneratorTiming, Placement, Problem, Timings
 from streamrl.placement.costs import Constants, CostModel
-from streamrl.planning import Asked, problem_of, run_placement
+from streamrl.placing import run_placement
+from streamrl.planning import Asked, problem_of
 from streamrl.preflight import counts
 from streamrl.simulator.simulation import simulate
 from streamrl.simulator.world import Manner

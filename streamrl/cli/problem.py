@@ -59,9 +59,7 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--constants", type=Path, metavar="FILE", help="of the costs, as calibrate writes them"
     )
-    parser.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="of what is random (0)"
-    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is random (0)")
 
 
 def read_problem(arguments: argparse.Namespace) -> tuple[RunConfig, Problem, Constants]:
