@@ -154,8 +154,8 @@ class Jobs:
             seconds = score_s(timing, self.workload, self.flow.per_group(call, self.workload))
         return Job(call.stage, self.mesh(call.stage), spread(seconds, self.group_cuts), needs)
 
-    def _sources(self, call: Call) -> list[Need]:
-        hop_s, whole = self.timings.hop_s, not self.in_parts
+    def _sources(self, call: Call, *, whole: bool = False) -> list[Need]:
+        hop_s, whole = self.timings.hop_s, whole or not self.in_parts
         return [
             Need(self.by_stage[source], whole=whole, delay_s=hop_s)
             for source in self.flow.sources[call.stage]
@@ -165,7 +165,7 @@ class Jobs:
         work = training(self.timings.train[call.role], self.workload)
         before = [Need(each, 1, True, delay_s=self.timings.step_s) for each in self.updates]
         parts = spread(work.passes_s, self.cuts(work.micro_batches))
-        needs = [*self._sources(call), *before]
+        needs = [*self._sources(call, whole=self.workload.trains_whole), *before]
         return Job(call.stage, self.mesh(call.stage), parts, needs)
 
     def _update(self, call: Call) -> Job:

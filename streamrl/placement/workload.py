@@ -199,6 +199,11 @@ class Workload:
         return self.groups_per_step * self.group_size
 
     @property
+    def trains_whole(self) -> bool:
+        """Whether nothing of a step is trained before all of it is there: so it is with updates."""
+        return self.whole_steps or self.updates > 1
+
+    @property
     def updates(self) -> int:
         """Optimizer updates in a step."""
         return self.epochs * self.mini_batches

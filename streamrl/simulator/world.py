@@ -45,12 +45,8 @@ Replica = GeneratorReplica | ScorerReplica
 
 @dataclass(frozen=True)
 class Manner:
-    """How a run is done, beside its placement; as in a run's config, but for `whole_steps`.
+    """How a run is done, beside its placement; as in a run's config."""
 
-    whole_steps: the algorithm trains nothing of a step before all of it is there.
-    """
-
-    whole_steps: bool = False
     depth: int | None = None
     on_stale: str = "wait"
     slice_s: float = 1.0
@@ -73,8 +69,7 @@ class Scenario:
     def pace(self) -> Pace:
         """How trainers take a step: whole where calls wait, or it is updated several times."""
         workload = self.workload
-        several = workload.updates > 1
-        whole = several or self.manner.whole_steps or not self.placement.streamed
+        whole = workload.trains_whole or not self.placement.streamed
         return Pace(whole, workload.epochs, min(workload.mini_batches, workload.groups_per_step))
 
     @property
