@@ -67,7 +67,9 @@ class Constants:
     token, for each layer and each element of the hidden width; checkpoint_bytes: likewise, where
     the rest is computed again. logit_bytes: of a token, for each entry of the vocabulary.
     served_bytes: of a weight that only computes forward. kv_bytes: of an element of keys and
-    values. memory_reserve_fraction: of a device, what libraries and fragments take.
+    values. keeps_served: whether weights that follow those of a trainer on the same devices stay
+    while it trains; if not, each version fills them anew. memory_reserve_fraction: of a device,
+    what libraries and fragments take.
     """
 
     train_flops_fraction: float = 0.6
@@ -120,6 +122,7 @@ class Constants:
     logit_bytes: float = 8.0
     served_bytes: int = 2
     kv_bytes: int = 2
+    keeps_served: bool = False
     memory_reserve_fraction: float = 0.15
 
     def __post_init__(self) -> None:
@@ -179,5 +182,6 @@ CPU = Constants(
     reduced_bytes=4,
     served_bytes=4,
     kv_bytes=4,
+    keeps_served=True,
 )
 """A core's: slower to begin anything, and float32 throughout."""

@@ -11,7 +11,7 @@ from streamrl.placement.costs.constants import Constants
 from streamrl.placement.costs.generate import generator_timing
 from streamrl.placement.costs.held import (
     rollout_kv_bytes,
-    score_memory,
+    score_active,
     served_bytes,
     train_memory,
     usable,
@@ -235,17 +235,20 @@ class CostModel:
         weights = f"{call.role} {assignment}"
         if call.kind is Kind.TRAIN:
             return Holder(call.kind, train_memory(work), f"{weights} trained")
-        kept = served_bytes(shape, work)
+        memory = CallMemory(served_bytes(shape, work), 0.0)
         if beside is not None:
-            kept = self.traffic.moved(shape, beside, assignment).beside_bytes
+            filled = float(self.traffic.moved(shape, beside, assignment).beside_bytes)
+            keeps = self.constants.keeps_served
+            memory = CallMemory(filled, 0.0) if keeps else CallMemory(0.0, filled)
         if call.kind is Kind.SCORE:
-            return Holder(call.kind, score_memory(work, kept), weights)
+            active = memory.active + score_active(work)
+            return Holder(call.kind, CallMemory(memory.kept, active), weights)
         workload = work.workload
         most = workload.prompt_tokens + workload.lengths.most
         here = math.ceil(workload.rollouts / work.replicas)
         return Holder(
             call.kind,
-            CallMemory(kept, 0.0),
+            memory,
             weights,
             rollout_kv_bytes(work, most),
             rollout_kv_bytes(work, most * min(here, self.constants.max_running)),
