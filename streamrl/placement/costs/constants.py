@@ -30,7 +30,8 @@ PARTS = (*ABOVE_ZERO, "zero_exposed_fraction", "pause_fraction", "memory_reserve
 
 @dataclass(frozen=True)
 class Constants:
-    """Calibratable; the defaults are of engines of today on data-centre GPUs.
+    """Calibratable. The defaults of generation show what arXiv:2409.19256 published of A100s in
+    2024 (its Figure 15); engines since then have hosts that do less for each rollout.
 
     Matrix products. A device reaches part of its FLOP/s, less where tensor parallelism or a small
     model leaves it narrow matrices: with a width w = hidden / t the part is fraction * w /
