@@ -30,7 +30,8 @@ PARTS = (*ABOVE_ZERO, "zero_exposed_fraction", "pause_fraction", "memory_reserve
 
 @dataclass(frozen=True)
 class Constants:
-    """Calibratable; the defaults are of engines of today on data-centre GPUs.
+    """Calibratable. The defaults of generation show what arXiv:2409.19256 published of A100s in
+    2024 (its Figure 15); engines since then have hosts that do less for each rollout.
 
     Matrix products. A device reaches part of its FLOP/s, less where tensor parallelism or a small
     model leaves it narrow matrices: with a width w = hidden / t the part is fraction * w /
@@ -67,7 +68,9 @@ class Constants:
     token, for each layer and each element of the hidden width; checkpoint_bytes: likewise, where
     the rest is computed again. logit_bytes: of a token, for each entry of the vocabulary.
     served_bytes: of a weight that only computes forward. kv_bytes: of an element of keys and
-    values. memory_reserve_fraction: of a device, what libraries and fragments take.
+    values. keeps_served: whether weights that follow those of a trainer on the same devices stay
+    while it trains; if not, each version fills them anew. memory_reserve_fraction: of a device,
+    what libraries and fragments take.
     """
 
     train_flops_fraction: float = 0.6
@@ -120,6 +123,7 @@ class Constants:
     logit_bytes: float = 8.0
     served_bytes: int = 2
     kv_bytes: int = 2
+    keeps_served: bool = False
     memory_reserve_fraction: float = 0.15
 
     def __post_init__(self) -> None:
@@ -179,5 +183,6 @@ CPU = Constants(
     reduced_bytes=4,
     served_bytes=4,
     kv_bytes=4,
+    keeps_served=True,
 )
 """A core's: slower to begin anything, and float32 throughout."""

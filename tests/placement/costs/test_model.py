@@ -177,9 +177,21 @@ def test_what_fits_holds_no_more_than_devices_have() -> None:
     assert all(kept + each.active <= 68e9 * (1 + 1e-9) for each in memory.values())
     # 2 bytes and 4, and 12 shared out over two replicas, of an eighth of the parameters.
     assert memory["train"].kept == pytest.approx(6.74e9 / 8 * 12, rel=0.01)
-    # What is served lies in what is trained where it can: half of a quarter is there already.
-    assert memory["generate"].kept == pytest.approx(13.48e9 * (1 / 2 - 1 / 8), rel=0.01)
-    assert memory["value"].kept == 0.0
+    assert memory["generate"].kept == memory["value"].kept == 0.0
+
+
+def test_what_is_served_lies_in_what_is_trained_where_it_can() -> None:
+    # Of half of the model an eighth is there already. It comes with each version, or it stays.
+    beside = 13.48e9 * (1 / 2 - 1 / 8)
+    problem = ppo("llama-7b", A100)
+    placement = colocated(problem, "1-8-2", "1-2-8")
+    kept, room = [], []
+    for keeps in (False, True):
+        model = CostModel(problem, Constants(keeps_served=keeps))
+        kept.append(model.memory(placement)["generate"].kept)
+        room.append(model.timings(placement).generator.kv_tokens)
+    assert kept == [0.0, pytest.approx(beside, rel=0.01)]
+    assert room[0] == pytest.approx(room[1])
 
 
 def test_keys_and_values_get_what_the_others_leave() -> None:

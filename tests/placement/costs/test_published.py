@@ -7,7 +7,7 @@ import pytest
 from streamrl.dataflow import dataflow_for
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs import Constants, CostModel
-from streamrl.placement.costs.alone import generate_s
+from streamrl.placement.durations import Generation
 from streamrl.placement.estimates import Problem
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Assignment, Placement
@@ -43,7 +43,8 @@ def figure_15(model: str) -> dict[int, float]:
         placement = Placement(calls)
         found[size] = math.inf
         if not costs.unfit(placement):
-            found[size] = generate_s(costs.timings(placement).generator, workload)
+            timing = costs.timings(placement).generator
+            found[size] = Generation(workload).completion(timing, (1.0,))[-1]
     return found
 
 
