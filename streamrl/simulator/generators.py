@@ -63,6 +63,7 @@ class GeneratorReplica:
 
     def die(self) -> int:
         """What it was at is lost, and handed out again; returns the tokens that were sampled."""
+        self._engine.halt(self._site.machine.now)
         lost = self._engine.sampled()
         self._is_dead = True
         self._holding.close()
