@@ -73,12 +73,13 @@ class Line:
     def match(self) -> None:
         """Give what is ready to those that ask: to each its share, then to whoever asks again."""
         while self.ready and self.requests:
-            requests, self.requests = self.requests, {}
-            asking = len(requests)
-            for taker, room in requests.items():
-                self._give(taker, room, -(-len(self.ready) // asking))
-                asking -= 1
-            for taker in requests:
+            served = []
+            while self.ready and self.requests:
+                share = -(-len(self.ready) // len(self.requests))
+                taker = next(iter(self.requests))
+                self._give(taker, self.requests.pop(taker), share)
+                served.append(taker)
+            for taker in served:
                 if self.ready:
                     self._give(taker, taker.room(self.stage), len(self.ready))
                 self.ask(taker)
@@ -193,7 +194,7 @@ class StreamQueue:
 
     def _observe(self, line: Line, level: int) -> None:
         now = self._loop.time()
-        if not line.depths or line.depths[-1][1] != level:
+        if level != (line.depths[-1][1] if line.depths else 0):
             line.depths.append((now, level))
             self._depth.observe(line.stage, level, now)
 
