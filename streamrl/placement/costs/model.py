@@ -7,12 +7,11 @@ from functools import cached_property
 
 from streamrl.dataflow import MOVED, POLICY, Call, Kind
 from streamrl.placement.clusters import Device
-from streamrl.placement.costs.alone import generate_s, score_s, train_s
 from streamrl.placement.costs.constants import Constants
 from streamrl.placement.costs.generate import generator_timing
 from streamrl.placement.costs.held import (
     rollout_kv_bytes,
-    score_memory,
+    score_active,
     served_bytes,
     train_memory,
     usable,
@@ -24,6 +23,7 @@ from streamrl.placement.costs.tensors import stage_params
 from streamrl.placement.costs.traffic import Moved, Traffic
 from streamrl.placement.costs.train import train_timing
 from streamrl.placement.costs.works import Work
+from streamrl.placement.durations import Generation, score_s, training
 from streamrl.placement.estimates import CallMemory, Problem
 from streamrl.placement.placements import Assignment, Placement
 from streamrl.placement.shapes import ModelShape
@@ -51,6 +51,7 @@ class CostModel:
         self._scored: dict[tuple[str, Assignment], ScoreTiming] = {}
         self._trained: dict[tuple[str, Assignment], TrainTiming] = {}
         self._alone: dict[tuple[str, Assignment], float] = {}
+        self._generations: dict[str, Generation] = {}
         self._held: dict[tuple[str, Assignment, Assignment | None], Holder] = {}
         self._wrong: dict[tuple[str, Assignment], str] = {}
 
@@ -120,10 +121,15 @@ class CostModel:
         if left < max(holder.memory.active, holder.least_kv):
             return math.inf
         if call.kind is Kind.GENERATE:
-            return generate_s(generator_timing(work, left), work.workload)
+            if stage not in self._generations:
+                self._generations[stage] = Generation(work.workload)
+            timing = generator_timing(work, left)
+            return self._generations[stage].completion(timing, (1.0,))[-1]
         if call.kind is Kind.SCORE:
-            return score_s(self._score(stage, assignment), work.workload)
-        return train_s(self._train(stage, assignment), work.workload)
+            scored = self._score(stage, assignment)
+            return score_s(scored, work.workload, work.workload.group_size)
+        trained = self._train(stage, assignment)
+        return training(trained, work.workload).total_s + trained.step_s
 
     def _smallest(self, assignment: Assignment) -> float:
         devices: list[Device] = [
@@ -229,17 +235,20 @@ class CostModel:
         weights = f"{call.role} {assignment}"
         if call.kind is Kind.TRAIN:
             return Holder(call.kind, train_memory(work), f"{weights} trained")
-        kept = served_bytes(shape, work)
+        memory = CallMemory(served_bytes(shape, work), 0.0)
         if beside is not None:
-            kept = self.traffic.moved(shape, beside, assignment).beside_bytes
+            filled = float(self.traffic.moved(shape, beside, assignment).beside_bytes)
+            keeps = self.constants.keeps_served
+            memory = CallMemory(filled, 0.0) if keeps else CallMemory(0.0, filled)
         if call.kind is Kind.SCORE:
-            return Holder(call.kind, score_memory(work, kept), weights)
+            active = memory.active + score_active(work)
+            return Holder(call.kind, CallMemory(memory.kept, active), weights)
         workload = work.workload
         most = workload.prompt_tokens + workload.lengths.most
         here = math.ceil(workload.rollouts / work.replicas)
         return Holder(
             call.kind,
-            CallMemory(kept, 0.0),
+            memory,
             weights,
             rollout_kv_bytes(work, most),
             rollout_kv_bytes(work, most * min(here, self.constants.max_running)),
