@@ -20,6 +20,7 @@ from streamrl.pictures.timeline import timeline_svg
 from streamrl.placement import Estimate, Problem
 from streamrl.placement.costs import CostModel
 from streamrl.placement.search import (
+    BY_WHOLE_STEPS,
     PROPOSALS,
     Candidate,
     FrontPoint,
@@ -143,7 +144,7 @@ class Report:
         """For a person."""
         lines = [problem_line(self.config, self.problem), ""]
         if self.planned.best is None:
-            return "\n".join([*lines, "nothing fits:", *self._others()])
+            return "\n".join([*lines, "nothing fits", *self._others()[1:]])
         lines += table([HEADING, *map(self._row, range(len(self.played)))])
         lines += ["", f"best: {self.point.candidate.label}"]
         lines += [
@@ -162,7 +163,7 @@ class Report:
             seconds(estimate.step_s),
             seconds(played.step_s),
             count(played.tokens_per_s),
-            f"{estimate.memory_bytes / GB:.1f}",
+            f"{estimate.memory_bytes / GB:.3g}",
             percent(estimate.device_idle),
             f"{played.staleness_mean:.2f}",
         ]
@@ -170,14 +171,24 @@ class Report:
     def _others(self) -> list[str]:
         """The best of every other kind, and what it lost by."""
         lines = ["the best of every kind, by step time:"]
-        for each in self.planned.candidates:
+        for each in self._kinds():
             if each.estimate.unfit:
-                lines.append(f"  {each.label}: cannot be: {each.why}")
+                lines.append(f"  {each.label}: cannot be: {each.estimate.unfit}")
             else:
                 lost = f"; {each.why}" if each.why else ""
                 lines.append(f"  {each.label}: {seconds(each.step_s)} s a step{lost}")
                 lines.append(f"    {each.placement}")
         return lines
+
+    def _kinds(self) -> list[Candidate]:
+        """Without those that wait for whole steps and gain nothing by it."""
+        streamed = {each.label for each in self.planned.candidates if each.placement.streamed}
+        kept = []
+        for each in self.planned.candidates:
+            twin = each.label.removesuffix(BY_WHOLE_STEPS)
+            if each.placement.streamed or twin not in streamed or each is self.planned.best:
+                kept.append(each)
+        return kept
 
     def as_json(self) -> dict[str, Any]:
         """For scripts."""

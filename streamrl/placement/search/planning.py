@@ -18,6 +18,8 @@ from streamrl.placement.search.parallel import Choices, Roles
 from streamrl.placement.search.partitions import models, node_edges
 from streamrl.placement.search.rules import Rules, anything
 
+BY_WHOLE_STEPS = ", by whole steps"
+"""Of a kind, whose calls wait for all of a step though they have other devices."""
 PROPOSALS = 1500
 APART = 24
 """Allocations with every role apart that are scheduled to begin with: those of the least bound."""
@@ -160,7 +162,7 @@ class Planner:
             mode = Mode.COLOCATED if len(meshes) == 1 else Mode.SPLIT
         steps = f", {placement.max_staleness} ahead" if placement.max_staleness else ""
         whole = not placement.streamed and mode is not Mode.COLOCATED
-        return f"{mode.value}{steps}{', by whole steps' if whole else ''}"
+        return f"{mode.value}{steps}{BY_WHOLE_STEPS if whole else ''}"
 
     def _misfits(self, known: Set[str]) -> Iterator[Candidate]:
         """Of kinds of which nothing fits, the plainest, which says why."""
