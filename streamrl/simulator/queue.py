@@ -132,7 +132,8 @@ class StreamQueue:
         """A replica has room."""
         line = self._lines[stage]
         line.ask(taker)
-        self._match(line)
+        if line.ready:
+            self._match(line)
 
     def commit(self, stage: str, groups: Iterable[Group]) -> None:
         """A stage is done with groups; others hear of it after a hop."""
