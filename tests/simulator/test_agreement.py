@@ -17,8 +17,8 @@ from streamrl.placement.timings import (
 )
 from streamrl.placement.workload import LognormalLengths, Workload
 from streamrl.resharding import Grid
+from streamrl.simulator.scenario import Manner
 from streamrl.simulator.simulation import simulate
-from streamrl.simulator.world import Manner
 from tests.fakes import Plan
 from tests.simulator.real_loops import BATCH, PROMPT_TOKENS, SLOTS, Case, run_real
 

@@ -19,8 +19,8 @@ from streamrl.placement.timings import (
 from streamrl.placement.workload import FixedLength, Workload
 from streamrl.resharding import Grid
 from streamrl.simulator.results import Simulated
+from streamrl.simulator.scenario import Manner
 from streamrl.simulator.simulation import simulate
-from streamrl.simulator.world import Manner
 
 FLOW = dataflow_for((*ROLLOUT_COLUMNS, "scores"))
 GENERATOR = GeneratorTiming(
