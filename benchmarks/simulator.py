@@ -60,7 +60,7 @@ def timings(placement: Placement) -> Timings:
     calls = placement.calls
     return Timings(
         generator=GeneratorTiming(
-            replicas=calls["generate"].grid.data,
+            replicas=calls["generate"].grid.replicas,
             max_running=256,
             kv_tokens=1_000_000,
             weights_s=0.008,
@@ -73,9 +73,9 @@ def timings(placement: Placement) -> Timings:
         ),
         score={
             "reward": ScoreTiming(16, 8, 0.01, 0.001, 0.0),
-            "reference": ScoreTiming(calls["reference"].grid.data, 8, 0.02, 0.0, 1e-5),
+            "reference": ScoreTiming(calls["reference"].grid.replicas, 8, 0.02, 0.0, 1e-5),
         },
-        train={"policy": TrainTiming(calls["train"].grid.data, 0.05, 1e-4, 0.5)},
+        train={"policy": TrainTiming(calls["train"].grid.replicas, 0.05, 1e-4, 0.5)},
         weights={"generate": WeightsTiming(1.0, 2.0, 0.3)},
         hop_s=0.005,
         step_s=0.1,

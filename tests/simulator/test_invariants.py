@@ -20,8 +20,8 @@ from streamrl.placement.workload import LognormalLengths, Workload
 from streamrl.simulator.failures import Failures
 from streamrl.simulator.prompts import Completions
 from streamrl.simulator.results import Simulated
+from streamrl.simulator.scenario import Manner
 from streamrl.simulator.simulation import simulate
-from streamrl.simulator.world import Manner
 from tests.simulator.test_simulation import on
 
 STAGES = ("generate", "greedy", "reference", "value", "train", "train_critic")
