@@ -326,6 +326,7 @@ def shard_bytes(config: RunConfig, prepared: Prepared, *, node_stores: Sequence[
 
 
 def load_files(config: RunConfig, files: Sequence[DataFile], limit: int) -> LoadedPrompts:
+    """The prompts of files as the model of a run reads them, of at most `limit` tokens each."""
     limits = Limits(limit, load_vocab_size(config.model.path), config.data.on_long_prompt)
     return load_prompts(files, load_tokenizer(config.model.path), limits)
 
