@@ -24,8 +24,13 @@ MOST_ROLLOUTS = 256
 FEWEST_GROUPS = 24
 """Shares are made until they have so many groups together, or there are no more replicas."""
 MOST_SHARES = 6
-ROUNDS = 4
-"""Of finding out how much steps that overlap slow one another down."""
+FEWEST_EDGES = 33
+"""Of a share: its decode steps are looked at in so many stretches and one less."""
+ROUNDS = 20
+CLOSE = 0.003
+"""Of finding out how much steps that overlap slow one another down: at most so many rounds, until
+they differ by less, relatively.
+"""
 
 
 @dataclass(frozen=True)
@@ -33,9 +38,9 @@ class Share:
     """One replica's rollouts of a step, all asked for at once, in decode steps.
 
     group_ends [groups]: at which one each group is complete. edges [m + 1]: at which ones the
-    number of running rollouts changes, from 0 on; running [m]: how many run between them; resident
-    [m]: the tokens they have together halfway, prompts included; begun [m]: groups' prompts that
-    have begun. scale: rollouts that each of them stands for; it is in `running` and `resident`.
+    number of running rollouts may change, from 0 on; running [m]: how many run between them;
+    resident [m]: the tokens they have together halfway, prompts included; begun [m]: groups whose
+    prompts have begun there. slots: most that run at once.
     """
 
     group_ends: Array
@@ -66,7 +71,9 @@ class Share:
             running, resident = self._beside_others(clock, period_s)
             # Each period takes in one share's prompts.
             slower = 1 + prompts[-1] / period_s
-            clock = self._clock_of(timing, running, resident) * slower
+            before, clock = clock[-1], self._clock_of(timing, running, resident) * slower
+            if abs(clock[-1] - before) <= CLOSE * before:
+                break
         return timing.begin_s + clock
 
     def _clock_of(self, timing: GeneratorTiming, running: Array, resident: Array) -> Array:
@@ -77,12 +84,11 @@ class Share:
         """What runs at `middles` when shares come period_s apart."""
         at = (clock[1:] + clock[:-1]) / 2
         others = np.arange(1, math.ceil(clock[-1] / period_s) + 1) * period_s
-        moments = (at[:, None] + np.concatenate((-others, others))).ravel()
-        shape = (len(at), 2 * len(others))
-        sums = []
-        for own in (self.running, self.resident):
-            beside = np.interp(moments, at, own, left=0.0, right=0.0).reshape(shape)
-            sums.append(own + beside.sum(axis=1))
+        moments = at[:, None] + np.concatenate((-others, others))
+        stretch = np.searchsorted(clock, moments, side="right") - 1
+        there = (stretch >= 0) & (stretch < len(at))
+        stretch = np.where(there, stretch, 0)
+        sums = [own + (own[stretch] * there).sum(axis=1) for own in (self.running, self.resident)]
         # More than the room there is wait.
         held = np.minimum(1.0, self.slots / np.maximum(sums[0], 1e-9))
         return sums[0] * held, sums[1] * held
@@ -182,10 +188,13 @@ def _share(lengths: Array, slots: float, scale: float, prompt_tokens: float) -> 
     at = np.concatenate((begins, ends))
     change = np.repeat([1.0, -1.0], len(flat))
     order = np.argsort(at, kind="stable")
-    edges, first = np.unique(at[order], return_index=True)
-    running = np.cumsum(np.add.reduceat(change[order], first))[:-1]
+    changes, first = np.unique(at[order], return_index=True)
+    # Between changes, too: what runs beside them, and what they have, does not stand still.
+    edges = np.union1d(changes, np.linspace(0.0, changes[-1], FEWEST_EDGES))
+    since = np.searchsorted(changes, edges[:-1], side="right") - 1
+    running = np.cumsum(np.add.reduceat(change[order], first))[since]
     begun_at = np.concatenate((begins, -begins))
-    sums = np.cumsum(np.add.reduceat(begun_at[order], first))[:-1]
+    sums = np.cumsum(np.add.reduceat(begun_at[order], first))[since]
     middles = (edges[1:] + edges[:-1]) / 2
     resident = running * (prompt_tokens + middles) - sums
     firsts = begins.reshape(lengths.shape).min(axis=1)

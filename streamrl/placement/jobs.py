@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from streamrl.dataflow import MOVED, POLICY, Call, Dataflow, Kind
 from streamrl.placement.durations import Generation, cuts_of, score_s, spread, training
+from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Placement
 from streamrl.placement.timings import Timings, WeightsTiming
 from streamrl.placement.unrolling import NOWHERE, Job, Need
@@ -68,7 +69,7 @@ class Jobs:
     workload: Workload
     placement: Placement
     timings: Timings
-    meshes: list[int] = field(default_factory=list)
+    devices: list[Mesh] = field(default_factory=list)
     overlaps: list[list[int]] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
     by_stage: dict[str, int] = field(default_factory=dict)
@@ -76,6 +77,7 @@ class Jobs:
 
     def __post_init__(self) -> None:
         used = list(dict.fromkeys(each.mesh for each in self.placement.calls.values()))
+        self.devices = used
         self.overlaps = [[m for m, b in enumerate(used) if a.overlaps(b)] for a in used]
         number = {mesh: m for m, mesh in enumerate(used)}
         self._mesh = {stage: number[each.mesh] for stage, each in self.placement.calls.items()}
@@ -215,14 +217,11 @@ class Ahead:
         self._generation = generation
         self._timing = jobs.timings.generator
         self._steps = jobs.placement.max_staleness + 1
+        every, busy_s = busy(jobs, generation)
         stage = jobs.flow.generate.stage
-        busy_s = generation.saturated_s(self._timing, jobs.placement.max_staleness)
-        every = jobs.build(Job(stage, jobs.mesh(stage), (busy_s,)))
-        wants = [
-            sum(sum(job.parts) for job in every if job.mesh in beside) for beside in jobs.overlaps
-        ]
-        self.others_s = wants[jobs.mesh(stage)] - busy_s
-        self._least_s = max(wants)
+        mesh = jobs.devices[jobs.mesh(stage)]
+        self.others_s = busiest_s(jobs, every, mesh) - busy_s
+        self._least_s = busiest_s(jobs, every)
         self._after_s = _last_parts_s(every, jobs.by_stage[stage])
 
     def period_s(self) -> float:
@@ -251,6 +250,38 @@ class Ahead:
         own_s = max(period_s - self.others_s, 1e-9)
         longest = self._generation.completion(self._timing, (1.0,), own_s)[-1]
         return longest * max(period_s, own_s) / own_s
+
+
+def busy(jobs: Jobs, generation: Generation) -> tuple[list[Job], float]:
+    """All jobs of a step, generation as one part; and how long that has its devices."""
+    stage, timing = jobs.flow.generate.stage, jobs.timings.generator
+    if jobs.placement.max_staleness:
+        busy_s = generation.saturated_s(timing, jobs.placement.max_staleness)
+    else:
+        (busy_s,) = generation.completion(timing, (1.0,))
+    return jobs.build(Job(stage, jobs.mesh(stage), (busy_s,))), busy_s
+
+
+def busiest_s(jobs: Jobs, every: Sequence[Job], within: Mesh | None = None) -> float:
+    """What the device has to do that has most, of all or of a mesh: no step is shorter.
+
+    Of devices between two meshes' beginnings all have to do the same, or less than the first.
+    """
+    work = [0.0] * len(jobs.devices)
+    for job in every:
+        if job.mesh != NOWHERE:
+            work[job.mesh] += sum(job.parts)
+    firsts = {mesh.first for mesh in jobs.devices}
+    if within is not None:
+        firsts = {first for first in firsts if first in within.devices} | {within.first}
+    return max(
+        sum(
+            seconds
+            for mesh, seconds in zip(jobs.devices, work, strict=True)
+            if first in mesh.devices
+        )
+        for first in firsts
+    )
 
 
 def _last_parts_s(every: Sequence[Job], generate: int) -> float:

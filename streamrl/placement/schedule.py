@@ -13,7 +13,7 @@ from streamrl.dataflow import Kind
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.durations import Generation, score_s, training
 from streamrl.placement.estimates import CallMemory, Costs, Estimate, Problem
-from streamrl.placement.jobs import Ahead, Flow, Jobs, burst, standing
+from streamrl.placement.jobs import Ahead, Flow, Jobs, burst, busiest_s, busy, standing
 from streamrl.placement.occupancy import Steady
 from streamrl.placement.placements import Assignment, Placement
 from streamrl.placement.unrolling import Job, Unrolled, Unroller
@@ -46,16 +46,26 @@ class Estimator:
         for (calls, ahead, streamed), seconds in self._step_s.items():
             yield Placement(dict(calls), ahead, streamed), seconds
 
-    def step_s(self, placement: Placement) -> float:
-        """Seconds from one update to the next; infinite where it cannot be."""
+    def step_s(self, placement: Placement, limit_s: float = math.inf) -> float:
+        """Seconds from one update to the next; infinite where it cannot be.
+
+        So it may be where that is not below the limit: what is known to be is not scheduled.
+        """
         key = key_of(placement)
         if key not in self._step_s:
             seconds = math.inf
             if not self.costs.unfit(placement):
+                if limit_s < math.inf and self._busiest_s(placement) >= limit_s:
+                    return math.inf
                 jobs, run = self.schedule(placement)
                 seconds = self._period_s(jobs, run)
             self._step_s[key] = seconds
         return self._step_s[key]
+
+    def _busiest_s(self, placement: Placement) -> float:
+        """The work of the mesh that has most, with those that overlap it: no step is shorter."""
+        jobs = Jobs(self.flow, self.problem.workload, placement, self.costs.timings(placement))
+        return busiest_s(jobs, busy(jobs, self.generation)[0])
 
     def estimate(self, placement: Placement) -> Estimate:
         """All there is to say of it."""

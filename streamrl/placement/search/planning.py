@@ -57,6 +57,7 @@ class Planner:
         self.choices = Choices(self.estimator, rules=rules)
         self.by_model = Mapping(self.choices, models(problem))
         self.by_role = Mapping(self.choices, [(role,) for role in self.choices.roles])
+        self.generating = Mapping(self.choices, models(problem), everywhere=True)
         self._problem = problem
 
     def plan(self, bounds: Sequence[int], *, seed: int, proposals: int) -> Planned:
@@ -69,9 +70,11 @@ class Planner:
         return self._said(bounds)
 
     def starts(self) -> list[State]:
-        """On policy: Algorithm 1's, everything on all devices, and the guideline's."""
+        """On policy: Algorithm 1's, with models together, roles apart, and generation on all
+        devices; everything on all devices; and the guideline's.
+        """
         found = [self._state(self.by_model.best()[0])]
-        found.append(self._state(self.by_role.best(most=APART)[0]))
+        found += [self._state(each.best(most=APART)[0]) for each in (self.by_role, self.generating)]
         for roles in (self._colocated(), guideline(self.choices)):
             found.append(None if roles is None else State(dict(roles)))
         return [state for state in found if state is not None]
