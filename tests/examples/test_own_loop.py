@@ -277,7 +277,6 @@ def test_safe_rlhf_turns_its_multiplier_by_the_costs(pool: ResourcePool) -> None
         assert {"loss/policy", "loss/value", "loss/cost_value", "loss/ptx"} <= step.keys()
 
 
-NO_WARMUP = ["critic.warmup_alone=0"]
 TENSOR_PARALLEL = ["trainer.tensor_parallel=2", "trainer.world_size=2", "--workers", "1"]
 
 
@@ -295,7 +294,10 @@ TENSOR_PARALLEL = ["trainer.tensor_parallel=2", "trainer.world_size=2", "--worke
             "trainer.tensor_parallel=2: must divide trainer.world_size=3",
         ),
         (["placement.memory_mb=20"], "placement.memory_mb=20: to train, a worker holds "),
-        (["--config", "configs/grpo_arithmetic.yaml", *NO_WARMUP], "grpo: this is a loop of ppo"),
+        (
+            ["--config", "configs/grpo_arithmetic.yaml"],
+            "algorithm.name=grpo: this is a loop of ppo",
+        ),
         (["filter.kind=mean_outside"], "filter.kind=mean_outside: a loop of one's own takes no"),
         (["reference.every=2"], "reference.every=2: a loop of one's own has a reference that"),
         (["weights.probe_every=1"], "weights.probe_every=1: a loop of one's own probes no version"),
@@ -312,7 +314,7 @@ def test_bad_input_is_one_line(
 ) -> None:
     monkeypatch.setattr("sys.argv", ["ppo", *words])
     with pytest.raises(SystemExit) as left:
-        own_loop.main(ppo, str(PPO))
+        own_loop.main(ppo, str(PPO), "critic.warmup_alone=2")
     assert left.value.code == own_loop.BAD_INPUT
     (said,) = capsys.readouterr().err.splitlines()
     assert told in said
