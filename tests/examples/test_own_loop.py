@@ -150,7 +150,8 @@ def test_ppo_learns_what_a_run_learns_with_one_worker_and_with_two(
     assert both[-1]["memory/train_mb"] > both[-1]["memory/generate_mb"] - KV_MB / 2
     for one, other in zip(alone, both, strict=True):
         assert_alike(one, other)
-        assert one["weights/bytes"] == other["weights/bytes"] == 0
+        for name in ("weights/bytes", "weights/copied_bytes"):
+            assert one[name] == other[name] == 0
     assert ["loss/policy" in step for step in both] == [False, True, True]
 
     run = Launched(
