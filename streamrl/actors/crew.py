@@ -172,6 +172,20 @@ class Crew:
         parts = {n: own for n, own in self.actors.items() if isinstance(own, Part)}
         return " and ".join(n for n, own in parts.items() if own.actor is actor.actor)
 
+    @property
+    def processes(self) -> dict[str, Any]:
+        """An actor in each process of the run, by what `process_of` calls it.
+
+        Those that join or leave are not among them: they may have no process.
+        """
+        served = {demand.role for demand in self._demands.values()}
+        there = {name for role in self.roles.values() for name in role.names}
+        return {
+            self.process_of(name): actor.actor if isinstance(actor, Part) else actor
+            for name, actor in self.actors.items()
+            if name in there or name.rpartition("-")[0] not in served
+        }
+
     def start(self, wiring: Wiring, checkpoint: Checkpoint | None) -> dict[Any, str]:
         """Let the actors of all roles start: their replies, and whose each is."""
         self._wiring = wiring
