@@ -107,7 +107,7 @@ class Jobs:
         followers = [call for call in self.flow.calls if self._pulls(call)]
         trains = [call for call in self.flow.calls if call.kind is Kind.TRAIN]
         scores = [call for call in self.flow.calls if call.kind is Kind.SCORE]
-        count = len(followers) + 1 + len(scores) + len(trains)
+        count = len(followers) + 1 + len(scores)
         self.updates = list(range(count, count + len(trains)))
         pulls = {}
         for call in followers:
@@ -118,9 +118,7 @@ class Jobs:
         for call in scores:
             self.by_stage[call.stage] = self._add(self._score(call, pulls.get(call.stage)))
         for call in trains:
-            self.by_stage[call.stage] = self._add(self._passes(call))
-        for call in trains:
-            self._add(self._update(call))
+            self.by_stage[call.stage] = self._add(self._train(call, len(self.jobs)))
         return self.jobs
 
     def _add(self, job: Job) -> int:
@@ -163,22 +161,17 @@ class Jobs:
             for source in self.flow.sources[call.stage]
         ]
 
-    def _passes(self, call: Call) -> Job:
-        work = training(self.timings.train[call.role], self.workload)
-        before = [Need(each, 1, True, delay_s=self.timings.step_s) for each in self.updates]
-        parts = spread(work.passes_s, self.cuts(work.micro_batches))
-        needs = [*self._sources(call), *before]
-        return Job(call.stage, self.mesh(call.stage), parts, needs)
-
-    def _update(self, call: Call) -> Job:
-        """The rest of a step, which waits until the version before is out of the way."""
+    def _train(self, call: Call, j: int) -> Job:
+        """Passes as groups come, then the rest, which waits for the version before to be gone."""
         timing = self.timings.train[call.role]
         work = training(timing, self.workload)
-        needs = [Need(self.by_stage[call.stage], whole=True)]
         publish_s = max((self.weights(stage).publish_s for stage in self._led(call)), default=0.0)
-        needs.append(Need(len(self.jobs), 1, True, delay_s=publish_s))
-        seconds = (work.last_s + timing.step_s,)
-        return Job(call.stage, self.mesh(call.stage), seconds, needs)
+        needs = self._sources(call)
+        needs += [Need(each, 1, True, delay_s=self.timings.step_s) for each in self.updates]
+        needs.append(Need(j, 1, True, last=True, delay_s=publish_s))
+        parts = spread(work.passes_s, self.cuts(work.micro_batches))
+        parts = [*parts, work.last_s + timing.step_s]
+        return Job(call.stage, self.mesh(call.stage), parts, needs, glued=True)
 
     def _led(self, call: Call) -> Sequence[str]:
         return [c.stage for c in self.flow.calls if self.flow.leader(c) == call.role]
@@ -221,14 +214,14 @@ class Ahead:
         stage = jobs.flow.generate.stage
         mesh = jobs.devices[jobs.mesh(stage)]
         self.others_s = busiest_s(jobs, every, mesh) - busy_s
-        self._least_s = busiest_s(jobs, every)
+        self.least_s = busiest_s(jobs, every)
         self._after_s = _last_parts_s(every, jobs.by_stage[stage])
 
     def period_s(self) -> float:
         """The shortest, by bisection."""
-        if self._asked_s(self._least_s) <= self._least_s:
-            return self._least_s
-        low = high = self._least_s
+        if self._asked_s(self.least_s) <= self.least_s:
+            return self.least_s
+        low = high = self.least_s
         while self._asked_s(high) > high:
             low, high = high, 2 * high
         while high - low > CLOSE * low:
@@ -290,6 +283,7 @@ def _last_parts_s(every: Sequence[Job], generate: int) -> float:
     for j, job in enumerate(every):
         if j > generate:
             before = (last[need.job] for need in job.needs if not need.lag)
-            last[j] = max(before, default=0.0) + job.parts[-1]
+            own = job.parts[-2:] if job.glued else job.parts[-1:]
+            last[j] = max(before, default=0.0) + sum(own)
     pull = every[every[generate].needs[0].job]
     return max(last) + pull.parts[0] + max(need.delay_s for need in pull.needs)

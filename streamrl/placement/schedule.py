@@ -106,6 +106,8 @@ class Estimator:
             if abs(run.period_s - period_s) <= CLOSE * period_s:
                 break
             ahead.seen(period_s, run.period_s)
+        # Steps that never come to be alike are a mean of some.
+        run.period_s = max(run.period_s, ahead.least_s)
         return jobs, run
 
     def _unrolled(self, jobs: Jobs, generate: Job) -> Unrolled:
