@@ -11,7 +11,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 
@@ -251,14 +251,37 @@ class Training:
 
 
 def training(timing: TrainTiming, workload: Workload) -> Training:
-    """The first epoch can begin before all groups are there; the last update ends the step."""
-    share = workload.tokens / workload.mini_batches / timing.shares
-    micro_batches = workload.mini_batches * math.ceil(share / workload.micro_batch_tokens)
-    epoch_s = timing.passes_s(micro_batches * timing.shares, workload.tokens)
+    """The first epoch can begin before all groups are there; the last update ends the step.
+
+    Ranks go from round to round together, as long as the one that has most takes.
+    """
+    rollouts = math.ceil(workload.rollouts / workload.mini_batches)
+    rows = max(1, int(workload.micro_batch_tokens / workload.rollout_tokens))
+    rounds, slowest = rounds_of(rollouts, min(rows, rollouts), timing.shares)
+    micro_batches, shares = rounds * workload.mini_batches, timing.shares
+    tokens = slowest * workload.mini_batches * workload.rollout_tokens
+    epoch_s = timing.passes_s(micro_batches * shares, tokens * shares)
     first_s = epoch_s + (workload.mini_batches - 1) * timing.update_s
     rest_s = (workload.epochs - 1) * epoch_s
     updates = workload.updates - workload.mini_batches + 1
     return Training(first_s, rest_s + updates * timing.update_s, micro_batches)
+
+
+@cache
+def rounds_of(rollouts: int, rows: int, shares: int) -> tuple[int, int]:
+    """Rounds of one micro-batch a share, and the rollouts of the largest of each, added up.
+
+    As `engines/packing.py` packs rollouts of one length, so many rows to a micro-batch: the largest
+    are halved until each share has one in every round, or there is none left to halve.
+    """
+    sizes = [-rows] * (rollouts // rows) + ([-(rollouts % rows)] if rollouts % rows else [])
+    heapq.heapify(sizes)
+    while len(sizes) % shares and -sizes[0] > 1:
+        largest = -heapq.heappop(sizes)
+        heapq.heappush(sizes, -((largest + 1) // 2))
+        heapq.heappush(sizes, -(largest // 2))
+    ordered = sorted(sizes)[::shares]
+    return len(ordered), -sum(ordered)
 
 
 PARTS = {1: (1.0,), 2: (0.5, 1.0), 4: (0.125, 0.375, 0.625, 0.875, 1.0)}

@@ -76,12 +76,16 @@ class Jobs:
     updates: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        used = list(dict.fromkeys(each.mesh for each in self.placement.calls.values()))
-        self.devices = used
-        self.overlaps = [[m for m, b in enumerate(used) if a.overlaps(b)] for a in used]
-        number = {mesh: m for m, mesh in enumerate(used)}
-        self._mesh = {stage: number[each.mesh] for stage, each in self.placement.calls.items()}
-        apart = any(len(each) < len(used) for each in self.overlaps)
+        trains = {call.stage for call in self.flow.calls if call.kind is Kind.TRAIN}
+        held = {stage: (each.mesh, stage in trains) for stage, each in self.placement.calls.items()}
+        used = list(dict.fromkeys(held.values()))
+        self.devices = [mesh for mesh, _ in used]
+        # All trainers work as one: who shares devices with any of them waits for the step of all.
+        trained = [mesh for mesh, is_trained in used if is_trained]
+        self.overlaps = [[m for m, b in enumerate(used) if _exclude(a, b, trained)] for a in used]
+        self._mesh = {stage: used.index(each) for stage, each in held.items()}
+        meshes = set(self.devices)
+        apart = any(not a.overlaps(b) for a in meshes for b in meshes)
         self.in_parts = apart and self.placement.streamed
 
     def mesh(self, stage: str) -> int:
@@ -107,7 +111,7 @@ class Jobs:
         followers = [call for call in self.flow.calls if self._pulls(call)]
         trains = [call for call in self.flow.calls if call.kind is Kind.TRAIN]
         scores = [call for call in self.flow.calls if call.kind is Kind.SCORE]
-        count = len(followers) + 1 + len(scores) + len(trains)
+        count = len(followers) + 1 + len(scores)
         self.updates = list(range(count, count + len(trains)))
         pulls = {}
         for call in followers:
@@ -118,9 +122,7 @@ class Jobs:
         for call in scores:
             self.by_stage[call.stage] = self._add(self._score(call, pulls.get(call.stage)))
         for call in trains:
-            self.by_stage[call.stage] = self._add(self._passes(call))
-        for call in trains:
-            self._add(self._update(call))
+            self.by_stage[call.stage] = self._add(self._train(call, len(self.jobs)))
         return self.jobs
 
     def _add(self, job: Job) -> int:
@@ -163,25 +165,29 @@ class Jobs:
             for source in self.flow.sources[call.stage]
         ]
 
-    def _passes(self, call: Call) -> Job:
-        work = training(self.timings.train[call.role], self.workload)
-        before = [Need(each, 1, True, delay_s=self.timings.step_s) for each in self.updates]
-        parts = spread(work.passes_s, self.cuts(work.micro_batches))
-        needs = [*self._sources(call, whole=self.workload.trains_whole), *before]
-        return Job(call.stage, self.mesh(call.stage), parts, needs)
-
-    def _update(self, call: Call) -> Job:
-        """The rest of a step, which waits until the version before is out of the way."""
+    def _train(self, call: Call, j: int) -> Job:
+        """Passes as groups come, then the rest, which waits for the version before to be gone."""
         timing = self.timings.train[call.role]
         work = training(timing, self.workload)
-        needs = [Need(self.by_stage[call.stage], whole=True)]
         publish_s = max((self.weights(stage).publish_s for stage in self._led(call)), default=0.0)
-        needs.append(Need(len(self.jobs), 1, True, delay_s=publish_s))
-        seconds = (work.last_s + timing.step_s,)
-        return Job(call.stage, self.mesh(call.stage), seconds, needs)
+        needs = self._sources(call, whole=self.workload.trains_whole)
+        needs += [Need(each, 1, True, delay_s=self.timings.step_s) for each in self.updates]
+        needs.append(Need(j, 1, True, last=True, delay_s=publish_s))
+        parts = spread(work.passes_s, self.cuts(work.micro_batches))
+        parts = [*parts, work.last_s + timing.step_s]
+        return Job(call.stage, self.mesh(call.stage), parts, needs, glued=True)
 
     def _led(self, call: Call) -> Sequence[str]:
         return [c.stage for c in self.flow.calls if self.flow.leader(c) == call.role]
+
+
+def _exclude(one: tuple[Mesh, bool], other: tuple[Mesh, bool], trained: Sequence[Mesh]) -> bool:
+    """Whether work on two meshes takes turns; of each, whether a model is trained there."""
+    (mesh, trains), (another, others) = one, other
+    if trains == others:
+        return mesh.overlaps(another)
+    apart = another if trains else mesh
+    return any(each.overlaps(apart) for each in trained)
 
 
 def burst(jobs: Jobs, generation: Generation) -> Job:
@@ -221,14 +227,14 @@ class Ahead:
         stage = jobs.flow.generate.stage
         mesh = jobs.devices[jobs.mesh(stage)]
         self.others_s = busiest_s(jobs, every, mesh) - busy_s
-        self._least_s = busiest_s(jobs, every)
+        self.least_s = busiest_s(jobs, every)
         self._after_s = _last_parts_s(every, jobs.by_stage[stage])
 
     def period_s(self) -> float:
         """The shortest, by bisection."""
-        if self._asked_s(self._least_s) <= self._least_s:
-            return self._least_s
-        low = high = self._least_s
+        if self._asked_s(self.least_s) <= self.least_s:
+            return self.least_s
+        low = high = self.least_s
         while self._asked_s(high) > high:
             low, high = high, 2 * high
         while high - low > CLOSE * low:
@@ -290,6 +296,7 @@ def _last_parts_s(every: Sequence[Job], generate: int) -> float:
     for j, job in enumerate(every):
         if j > generate:
             before = (last[need.job] for need in job.needs if not need.lag)
-            last[j] = max(before, default=0.0) + job.parts[-1]
+            own = job.parts[-2:] if job.glued else job.parts[-1:]
+            last[j] = max(before, default=0.0) + sum(own)
     pull = every[every[generate].needs[0].job]
     return max(last) + pull.parts[0] + max(need.delay_s for need in pull.needs)

@@ -74,9 +74,10 @@ class Estimator:
             return Estimate.infeasible(why)
         jobs, run = self.schedule(placement)
         step_s = self._period_s(jobs, run)
-        used = list(dict.fromkeys(each.mesh for each in placement.calls.values()))
         generate = jobs.by_stage[self.flow.generate.stage]
-        steady = Steady(jobs.jobs, generate, used, jobs.overlaps, run, placement.max_staleness)
+        steady = Steady(
+            jobs.jobs, generate, jobs.devices, jobs.overlaps, run, placement.max_staleness
+        )
         timeline = steady.timeline()
         cluster, workload = self.problem.cluster, self.problem.workload
         held, left = fullest(self.costs.memory(placement), placement, cluster)
@@ -106,6 +107,8 @@ class Estimator:
             if abs(run.period_s - period_s) <= CLOSE * period_s:
                 break
             ahead.seen(period_s, run.period_s)
+        # Steps that never come to be alike are a mean of some.
+        run.period_s = max(run.period_s, ahead.least_s)
         return jobs, run
 
     def _unrolled(self, jobs: Jobs, generate: Job) -> Unrolled:

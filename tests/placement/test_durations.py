@@ -8,9 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from streamrl.engines.packing import pack
 from streamrl.placement.durations import (
     Generation,
     cuts_of,
+    rounds_of,
     score_s,
     spread,
     training,
@@ -165,13 +167,29 @@ def test_scoring_counts_batches_of_groups() -> None:
 def test_training_is_what_may_begin_early_and_what_cannot() -> None:
     timing = TrainTiming(shares=2, micro_batch_s=0.5, token_s=1e-3, update_s=4.0)
     workload = Workload(20, 2, 100, FixedLength(50), epochs=3, mini_batches=2)
-    # 6000 tokens: of 3000 in a mini-batch each share makes one micro-batch.
+    # 20 rollouts of 150 tokens in a mini-batch: each share makes one micro-batch of 10.
     work = training(timing, workload)
-    epoch = (0.5 * 4 + 6.0) / 2
+    epoch = 2 * (0.5 + 1.5)
     assert work.passes_s == pytest.approx(epoch + 4.0)
     assert work.last_s == pytest.approx(2 * epoch + 5 * 4.0)
     assert work.micro_batches == 2
     assert work.total_s == pytest.approx(3 * epoch + 6 * 4.0)
+
+
+def test_a_round_takes_as_long_as_the_share_that_has_most() -> None:
+    timing = TrainTiming(shares=3, micro_batch_s=0.0, token_s=1.0, update_s=0.0)
+    workload = Workload(4, 1, 5, FixedLength(5), micro_batch_tokens=20)
+    # Four rollouts, two to a micro-batch; one of the two is halved, and 2, 1, 1 are one round.
+    assert training(timing, workload).total_s == pytest.approx(20)
+
+
+@given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 9))
+def test_rounds_are_those_of_the_packer(rollouts: int, rows: int, shares: int) -> None:
+    packed = pack(
+        [("0", i, 7) for i in range(rollouts)], world_size=shares, micro_batch_tokens=7 * rows
+    )
+    slowest = sum(max(map(len, each)) for each in packed)
+    assert rounds_of(rollouts, rows, shares) == (len(packed), slowest)
 
 
 @given(st.integers(1, 100), st.floats(0.0, 1e6))
