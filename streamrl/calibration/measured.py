@@ -16,7 +16,6 @@ from streamrl.buffer.books import TrainedGroup, TrainedStep, read_log
 from streamrl.checkpoint import BOOKS, journal_dir
 from streamrl.config import RunConfig, load_config
 from streamrl.dataflow import GENERATE
-from streamrl.engines.packing import Round
 from streamrl.errors import ConfigError, JournalError
 from streamrl.placement import EmpiricalLengths
 from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE, read_jsonl
@@ -43,16 +42,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step: [start_s, end_s] of the epoch, what was trained, and its row of the metrics.
-
-    rounds: by the role that is trained, of all its updates, each as often as it was trained.
-    """
+    """A step: [start_s, end_s] of the epoch, what was trained, and its row of the metrics."""
 
     version: int
     start_s: float
     end_s: float
     groups: tuple[TrainedGroup, ...]
-    rounds: Mapping[str, Sequence[Round]]
     row: Mapping[str, Any]
 
     @property
@@ -243,12 +238,8 @@ class _Books:
             row = rows.get(version + 1)
             if row is None:
                 continue
-            rounds = {
-                role: [turn.work for turn in program.turns()]
-                for role, program in step.programs.items()
-            }
             start_s = end_s - float(row["time/step_s"])
-            yield MeasuredStep(version, start_s, end_s, step.groups, rounds, row), since_start
+            yield MeasuredStep(version, start_s, end_s, step.groups, row), since_start
 
 
 def _books(run_dir: Path, place: str) -> _Books:
