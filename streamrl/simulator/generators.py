@@ -168,12 +168,14 @@ class GeneratorReplica:
         self._finish(done)
 
     def _finish(self, done: Sequence[Sampling[Work]]) -> None:
+        """Groups that are done at the same time are committed together, as an outbox has it."""
         queue, completions = self._site.queue, self._site.completions
+        prompt_tokens = completions.prompt_tokens
+        by_stage: dict[str, list[Group]] = {}
         for sampling in done:
             work = sampling.key
             group, stage = work.group, work.stage
             self._recorder.end(work.lane)
-            prompt_tokens = completions.prompt_tokens
             if stage == GREEDY.stage:
                 group.extra_tokens = prompt_tokens + completions.greedy(group.uid)
             else:
@@ -183,5 +185,7 @@ class GeneratorReplica:
                 group.info = GroupInfo(whole, sum(lengths), versions)
             self._room[stage] += 1
             self._holding.end()
-            queue.commit(stage, [group])
+            by_stage.setdefault(stage, []).append(group)
+        for stage, groups in by_stage.items():
+            queue.commit(stage, groups)
             queue.wait(stage, self)

@@ -1,12 +1,13 @@
 """Work takes longer where more processes are busy than there are cores."""
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.calibration.clocks import RestingClock, WorkClock, union
-import itertools
 
 spans = st.lists(
     st.tuples(st.floats(0, 50), st.floats(0.01, 20)).map(lambda p: (p[0], p[0] + p[1])), max_size=6
