@@ -125,7 +125,7 @@ class _Fitting:
         by_process = defaultdict(list)
         for one in self._run.sampled:
             by_process[one.process].append(one)
-        asked = [Asked.of(own, self._clock) for own in by_process.values()]
+        asked = [part for own in by_process.values() for part in Asked.parts(own, self._clock)]
         sampling = fit_sampling(asked, self._base.generator)
         step_s, rollout_s, prefill_token_s = (
             self._note(f"generator.{name}", sampling, index)

@@ -44,8 +44,8 @@ def describe(measured: Measured, advice: Advice) -> list[str]:
         f" {real.staleness_mean:.2g}" + (f"; left out: {out}" if out else ""),
         f"bound by    {_bound(advice)}",
         *_loads(advice),
-        f"simulated   a step of {simulated.step_s:.3g} s, {advice.error:+.0%}: the rest is no better"
-        " than that",
+        f"simulated   a step of {simulated.step_s:.3g} s, {advice.error:+.0%}: what follows may be"
+        " as far off",
         f"{'instead':<50}{'step':>8}{'change':>8}{'staleness':>11}",
         *_options(advice.options, advice.least_change),
     ]

@@ -2,7 +2,7 @@
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from streamrl.dataflow import GREEDY, Call
@@ -64,6 +64,7 @@ class GeneratorReplica:
 
     def die(self) -> int:
         """What it was at is lost, and handed out again; returns the tokens that were sampled."""
+        self._engine.halt(self._site.machine.now)
         lost = self._engine.sampled()
         self._is_dead = True
         self._holding.close()
@@ -168,24 +169,25 @@ class GeneratorReplica:
         self._finish(done)
 
     def _finish(self, done: Sequence[Sampling[Work]]) -> None:
-        """Groups that are done at the same time are committed together, as an outbox has it."""
-        queue, completions = self._site.queue, self._site.completions
-        prompt_tokens = completions.prompt_tokens
-        by_stage: dict[str, list[Group]] = {}
+        finished: dict[str, list[Group]] = {}
         for sampling in done:
             work = sampling.key
-            group, stage = work.group, work.stage
             self._recorder.end(work.lane)
-            if stage == GREEDY.stage:
-                group.extra_tokens = prompt_tokens + completions.greedy(group.uid)
-            else:
-                lengths = completions.of(group.uid)
-                versions = tuple(sorted(sampling.versions.items()))
-                whole = tuple(prompt_tokens + tokens for tokens in lengths)
-                group.info = GroupInfo(whole, sum(lengths), versions)
-            self._room[stage] += 1
+            self._tell(work, sampling.versions)
+            self._room[work.stage] += 1
             self._holding.end()
-            by_stage.setdefault(stage, []).append(group)
-        for stage, groups in by_stage.items():
-            queue.commit(stage, groups)
-            queue.wait(stage, self)
+            finished.setdefault(work.stage, []).append(work.group)
+        for stage, groups in finished.items():
+            self._site.queue.commit(stage, groups)
+            self._site.queue.wait(stage, self)
+
+    def _tell(self, work: Work, versions: Mapping[int, int]) -> None:
+        """What is known of a group from now on."""
+        completions, group = self._site.completions, work.group
+        prompt_tokens = completions.prompt_tokens
+        if work.stage == GREEDY.stage:
+            group.extra_tokens = prompt_tokens + completions.greedy(group.uid)
+        else:
+            lengths = completions.of(group.uid)
+            whole = tuple([prompt_tokens + tokens for tokens in lengths])
+            group.info = GroupInfo(whole, sum(lengths), tuple(sorted(versions.items())))

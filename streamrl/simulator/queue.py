@@ -193,7 +193,7 @@ class StreamQueue:
 
     def _observe(self, line: Line, level: int) -> None:
         now = self._loop.time()
-        if not line.depths or line.depths[-1][1] != level:
+        if level != (line.depths[-1][1] if line.depths else 0):
             line.depths.append((now, level))
             self._depth.observe(line.stage, level, now)
 

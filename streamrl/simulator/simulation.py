@@ -31,11 +31,14 @@ def simulate(  # noqa: PLR0913
     Raises ConfigError for what no run could be: stages without timings, completions that fit no
     micro-batch or no generator.
     """
+    manner = manner or Manner()
     check_timings(dataflow, timings)
     check_workload(workload, timings, steps)
-    scenario = Scenario(
-        dataflow, placement, timings, workload, steps, seed, manner or Manner(), failures
-    )
+    if manner.on_stale == "drop" and not placement.streamed:
+        raise ConfigError(
+            "on_stale=drop: not with a placement that is not streamed: steps are whole"
+        )
+    scenario = Scenario(dataflow, placement, timings, workload, steps, seed, manner, failures)
     with _no_garbage():
         return run_virtual(_run(scenario), polls=False)
 

@@ -1,0 +1,40 @@
+"""A loop whose time is a number."""
+
+import asyncio
+import math
+
+import pytest
+
+from streamrl.simulator.clock import run_virtual
+
+
+@pytest.mark.parametrize("polls", [True, False])
+def test_time_jumps_to_the_next_timer(polls: bool) -> None:
+    async def main() -> float:
+        await asyncio.sleep(1e6)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main(), polls=polls) == 1e6
+
+
+@pytest.mark.parametrize("polls", [True, False])
+def test_who_waits_for_ever_is_woken_or_it_is_a_deadlock(polls: bool) -> None:
+    async def woken() -> None:
+        event = asyncio.Event()
+        asyncio.get_running_loop().call_later(5.0, event.set)
+        await asyncio.wait_for(event.wait(), math.inf)
+
+    async def forgotten() -> None:
+        await asyncio.wait_for(asyncio.Event().wait(), math.inf)
+
+    run_virtual(woken(), polls=polls)
+    with pytest.raises(RuntimeError, match="deadlock"):
+        run_virtual(forgotten(), polls=polls)
+
+
+def test_what_other_threads_do_is_seen_by_a_loop_that_polls() -> None:
+    async def main() -> int:
+        return await asyncio.wait_for(asyncio.to_thread(lambda: 3), math.inf)
+
+    with pytest.raises(RuntimeError, match="deadlock"):
+        run_virtual(main(), polls=False)

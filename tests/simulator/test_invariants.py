@@ -1,0 +1,176 @@
+"""What holds of every simulation, whatever it is of."""
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass, replace
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.dataflow import dataflow_for
+from streamrl.messages import ROLLOUT_COLUMNS
+from streamrl.placement.placements import Placement
+from streamrl.placement.timings import (
+    GeneratorTiming,
+    ScoreTiming,
+    Timings,
+    TrainTiming,
+    WeightsTiming,
+)
+from streamrl.placement.workload import LognormalLengths, Workload
+from streamrl.simulator.failures import Failures
+from streamrl.simulator.prompts import Completions
+from streamrl.simulator.results import Simulated
+from streamrl.simulator.simulation import simulate
+from streamrl.simulator.world import Manner
+from tests.simulator.test_simulation import on
+
+STAGES = ("generate", "greedy", "reference", "value", "train", "train_critic")
+SCORED = ("reward", "reference", "value", "baseline")
+COLUMNS = ("ref_logprobs", "values", "baseline_scores")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What was drawn."""
+
+    columns: tuple[str, ...]
+    devices: tuple[int, ...]
+    staleness: int
+    streamed: bool
+    workload: Workload
+    timings: Timings
+    manner: Manner
+    failures: Failures | None
+
+    def run(self) -> Simulated:
+        flow = dataflow_for((*ROLLOUT_COLUMNS, "scores", *self.columns))
+        known = {call.stage for call in flow.calls}
+        places = dict(zip(STAGES, self.devices, strict=True))
+        # Both stages of the generators are on the same devices.
+        places["greedy"] = places["generate"]
+        calls = {stage: on(at) for stage, at in places.items() if stage in known}
+        placement = Placement(calls, self.staleness, self.streamed)
+        return simulate(
+            flow,
+            placement,
+            self.timings,
+            self.workload,
+            steps=4,
+            seed=3,
+            manner=self.manner,
+            failures=self.failures,
+        )
+
+
+seconds = st.sampled_from([0.0, 0.3, 1.1])
+workloads = st.builds(
+    Workload,
+    groups_per_step=st.integers(1, 5),
+    group_size=st.integers(1, 3),
+    prompt_tokens=st.just(3),
+    lengths=st.builds(LognormalLengths, st.just(8.0), st.sampled_from([0.2, 1.0]), st.just(30)),
+    epochs=st.integers(1, 2),
+    mini_batches=st.integers(1, 2),
+    micro_batch_tokens=st.sampled_from([33, 80]),
+)
+generators = st.builds(
+    GeneratorTiming,
+    replicas=st.integers(1, 3),
+    max_running=st.integers(1, 6),
+    kv_tokens=st.sampled_from([40, 1000]),
+    weights_s=st.just(0.05),
+    kv_token_s=st.sampled_from([0.0, 0.001]),
+    compute_rollout_s=st.just(0.01),
+    step_s=st.just(0.01),
+    rollout_s=st.just(0.001),
+    prefill_token_s=st.sampled_from([0.0, 0.01]),
+    begin_s=st.sampled_from([0.0, 0.1]),
+)
+scores = st.builds(
+    ScoreTiming, st.integers(1, 2), st.integers(1, 3), seconds, seconds, st.just(0.001)
+)
+trains = st.builds(TrainTiming, st.integers(1, 2), seconds, st.just(0.002), seconds, seconds)
+weights = st.builds(WeightsTiming, seconds, st.just(0.5), st.sampled_from([0.0, 0.5]))
+timings = st.builds(
+    Timings,
+    generator=generators,
+    score=st.fixed_dictionaries(
+        dict.fromkeys(("reward", "reference", "value", "baseline"), scores)
+    ),
+    train=st.fixed_dictionaries({"policy": trains, "critic": trains}),
+    weights=st.fixed_dictionaries({"generate": weights, "value": weights}),
+    hop_s=st.sampled_from([0.0, 0.01]),
+    step_s=st.sampled_from([0.0, 0.1]),
+    cores=st.sampled_from([0, 0, 2]),
+)
+cases = st.builds(
+    Chosen,
+    columns=st.lists(st.sampled_from(COLUMNS), unique=True).map(tuple),
+    devices=st.tuples(*[st.integers(0, 2)] * len(STAGES)),
+    staleness=st.integers(0, 3),
+    streamed=st.booleans(),
+    workload=workloads,
+    timings=timings,
+    manner=st.builds(
+        Manner, st.booleans(), st.none(), st.just("wait"), st.sampled_from([0.1, 1.0])
+    ),
+    failures=st.none(),
+)
+
+
+def check_books(case: Chosen, found: Simulated) -> None:
+    groups = 4 * case.workload.groups_per_step
+    assert found.ledger.admitted == found.ledger.trained == groups
+    assert found.ledger.in_flight == 0
+    trained = Counter(group.uid for outcome in found.outcomes for group in outcome.groups)
+    assert len(trained) == groups
+    assert set(trained.values()) == {1}
+    completions = Completions(case.workload, 3)
+    assert found.without(0).staleness.total() == sum(sum(completions.of(uid)) for uid in trained)
+    assert found.without(0).staleness_max <= case.staleness
+    assert list(found.step_ends) == sorted(found.step_ends)
+    assert [outcome.version for outcome in found.outcomes] == [0, 1, 2, 3]
+
+
+def check_devices(case: Chosen, found: Simulated) -> None:
+    """Nobody computes where another phase does; all trained models are one."""
+    trained = found.dataflow.trained
+    places = dict(zip(STAGES, case.devices, strict=True))
+    works = defaultdict(list)
+    for call in found.dataflow.calls:
+        phase = "trainer" if call.role in trained else call.role
+        for name in found.processes[call.role]:
+            for span in found.by_process.get(name, ()):
+                if span.name == call.stage and call.stage in places:
+                    stage = "generate" if call.stage == "greedy" else call.stage
+                    works[places[stage]].append((span.start_s, span.end_s, phase))
+    for own in works.values():
+        ends: dict[str, float] = {}
+        for start, end, phase in sorted(own):
+            assert all(until <= start + 1e-6 for other, until in ends.items() if other != phase)
+            ends[phase] = max(end, ends.get(phase, 0.0))
+
+
+@settings(max_examples=60, deadline=None)
+@given(cases)
+def test_books_balance_tokens_are_fresh_and_devices_are_in_one_phase(case: Chosen) -> None:
+    found = case.run()
+    check_books(case, found)
+    check_devices(case, found)
+
+
+@settings(max_examples=10, deadline=None)
+@given(cases)
+def test_the_same_seed_is_the_same_run(case: Chosen) -> None:
+    first, second = case.run(), case.run()
+    assert first.step_ends == second.step_ends
+    assert first.spans == second.spans
+
+
+@settings(max_examples=30, deadline=None)
+@given(cases, st.sampled_from([40.0, 300.0]), st.integers(1, 3))
+def test_crashes_lose_nothing_and_train_nothing_twice(
+    case: Chosen, mttf_s: float, checkpoint_every: int
+) -> None:
+    failures = Failures(mttf_s, 2.0, checkpoint_every, node_devices=1)
+    check_books(case, replace(case, failures=failures).run())

@@ -1,0 +1,73 @@
+"""Cores that processes share."""
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamrl.simulator.clock import run_virtual
+from streamrl.simulator.machine import Machine
+
+
+async def ends(cores: int, works: list[tuple[float, float]]) -> list[float]:
+    """When each work is done: (begins at, takes), s."""
+    machine, clock = Machine(cores), asyncio.get_running_loop()
+    found = [0.0] * len(works)
+
+    async def one(index: int, at: float, seconds: float) -> None:
+        await asyncio.sleep(at)
+        await machine.work(seconds)
+        found[index] = clock.time()
+
+    await asyncio.gather(*(one(i, *work) for i, work in enumerate(works)))
+    return [round(end, 6) for end in found]
+
+
+def test_with_a_core_each_work_takes_its_time() -> None:
+    assert run_virtual(ends(0, [(0, 1), (0, 3), (2, 2)])) == [1, 3, 4]
+
+
+def test_two_on_one_core_take_twice_as_long() -> None:
+    # Until 2 both have half of it; then one is done, and the other has it alone for its last two.
+    assert run_virtual(ends(1, [(0, 1), (0, 3)])) == [2, 4]
+
+
+def test_who_comes_later_slows_those_down_who_are_there() -> None:
+    # One alone until 1, both until 3, when the second is done with its 1; then 1 is left of 3.
+    assert run_virtual(ends(1, [(0, 3), (1, 1)])) == [4, 3]
+
+
+def test_two_cores_are_enough_for_two() -> None:
+    assert run_virtual(ends(2, [(0, 1), (0, 3), (2, 2)])) == [1, 3, 4]
+
+
+def test_a_work_of_several_processes_is_as_fast_as_each_of_them() -> None:
+    async def main() -> float:
+        machine = Machine(2)
+        await machine.work(3.0, processes=4)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == 6.0
+
+
+works = st.lists(st.tuples(st.floats(0, 5), st.floats(0.1, 5)), min_size=1, max_size=6)
+
+
+@given(works, st.integers(1, 3))
+def test_no_more_is_done_than_the_cores_can(works: list[tuple[float, float]], cores: int) -> None:
+    found = run_virtual(ends(cores, works))
+    alone = [at + seconds for at, seconds in works]
+    assert all(end >= least - 1e-5 for end, least in zip(found, alone, strict=True))
+    assert max(found) >= sum(seconds for _, seconds in works) / cores - 1e-5
+    assert max(found) <= max(at for at, _ in works) + sum(s for _, s in works) + 1e-5
+
+
+def test_what_is_cancelled_does_not_happen() -> None:
+    async def main() -> list[str]:
+        machine, rung = Machine(), list[str]()
+        machine.call_at(1.0, lambda: rung.append("first")).cancel()
+        machine.call_at(2.0, lambda: rung.append("second"))
+        await asyncio.sleep(3.0)
+        return rung
+
+    assert run_virtual(main()) == ["second"]

@@ -1,0 +1,111 @@
+"""Who is given which groups."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from streamrl.dataflow import GENERATE, REWARD, dataflow_for
+from streamrl.messages import ROLLOUT_COLUMNS, GroupInfo
+from streamrl.simulator.clock import run_virtual
+from streamrl.simulator.prompts import Prompts
+from streamrl.simulator.queue import Group, StreamQueue
+
+FLOW = dataflow_for((*ROLLOUT_COLUMNS, "scores"))
+
+
+@dataclass(eq=False)
+class Replica:
+    """Keeps what it is given."""
+
+    places: int
+    groups: list[Group] = field(default_factory=list)
+
+    def room(self, stage: str) -> int:
+        return self.places - len(self.groups)
+
+    def give(self, stage: str, groups: Sequence[Group]) -> None:
+        self.groups += groups
+
+    @property
+    def orders(self) -> list[int]:
+        return [group.order for group in self.groups]
+
+
+def make(*, streamed: bool = True, hop_s: float = 0.0) -> StreamQueue:
+    return StreamQueue(FLOW, hop_s=hop_s, streamed=streamed, groups_per_step=2)
+
+
+async def filled(queue: StreamQueue, count: int) -> None:
+    await queue.admit(Prompts().draw(count), 0)
+
+
+def test_each_of_those_who_wait_gets_its_share_in_the_order_of_admission() -> None:
+    async def main() -> list[list[int]]:
+        queue, replicas = make(), [Replica(4), Replica(4)]
+        for replica in replicas:
+            queue.wait(GENERATE.stage, replica)
+        await filled(queue, 5)
+        return [replica.orders for replica in replicas]
+
+    assert run_virtual(main()) == [[0, 1, 2], [3, 4]]
+
+
+def test_a_request_is_for_as_much_room_as_there_was_when_it_was_made() -> None:
+    async def main() -> list[list[int]]:
+        queue, replicas = make(), [Replica(1), Replica(1)]
+        for replica in replicas:
+            queue.wait(GENERATE.stage, replica)
+            replica.places = 3
+        await filled(queue, 5)
+        return [replica.orders for replica in replicas]
+
+    # One each, as they had asked for; then the first asks anew, and is alone.
+    assert run_virtual(main()) == [[0, 2, 3], [1, 4]]
+
+
+def test_what_a_dead_replica_had_is_given_to_another_unless_it_is_done() -> None:
+    async def main() -> tuple[list[int], int]:
+        queue, first, second = make(hop_s=1.0), Replica(3), Replica(3)
+        queue.wait(GENERATE.stage, first)
+        await filled(queue, 3)
+        queue.commit(GENERATE.stage, [first.groups[1]])
+        queue.wait(GENERATE.stage, second)
+        first.places = 0
+        count = queue.release(first)
+        return second.orders, count
+
+    assert run_virtual(main()) == ([0, 2], 2)
+
+
+def test_a_group_is_ready_for_the_next_stage_after_a_hop_and_then_for_training() -> None:
+    async def main() -> tuple[float, list[int], str, int | None]:
+        queue, generator, scorer = make(hop_s=0.5), Replica(2), Replica(2)
+        clock = asyncio.get_running_loop()
+        queue.wait(GENERATE.stage, generator)
+        queue.wait(REWARD.stage, scorer)
+        await filled(queue, 1)
+        generator.groups[0].info = GroupInfo((4,), 3, ((0, 3),))
+        queue.commit(GENERATE.stage, generator.groups)
+        await asyncio.sleep(0.75)
+        given = scorer.orders
+        queue.commit(REWARD.stage, scorer.groups)
+        queue.version = 2
+        (one,) = await queue.take("train", max_groups=9, columns=(), wait_s=1.0)
+        return clock.time(), given, one.uid, one.ready_version
+
+    assert run_virtual(main()) == (1.25, [0], "0:0:0", 2)
+
+
+def test_a_stage_gets_the_groups_of_a_step_together_where_nothing_is_streamed() -> None:
+    async def main() -> list[list[int]]:
+        queue, generator, scorer = make(streamed=False), Replica(4), Replica(9)
+        queue.wait(GENERATE.stage, generator)
+        queue.wait(REWARD.stage, scorer)
+        await filled(queue, 4)
+        seen = []
+        for index in (0, 2, 3):
+            queue.commit(GENERATE.stage, [generator.groups[index]])
+            seen.append(scorer.orders)
+        return seen
+
+    assert run_virtual(main()) == [[], [], [2, 3]]

@@ -1,0 +1,57 @@
+"""What a simulation leaves behind is what a run does."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+from streamrl.placement.workload import LognormalLengths
+from streamrl.telemetry.contract import Histogram, check_row, missing_names
+from tests.simulator.test_simulation import APART, TIMINGS, TOGETHER, WORKLOAD, run
+
+
+def test_rows_are_those_of_the_contract() -> None:
+    found = run(placement=APART.with_staleness(1))
+    for row in found.rows:
+        check_row(row)
+        assert missing_names(row) == []
+    last = found.rows[-1]
+    assert last["time/step_s"] == 38.0 - 21.5
+    assert last["staleness/mean"] == 0.4
+    assert last["staleness/histogram"] == Histogram((0, 1, 2), (12, 8))
+    assert last["throughput/tokens_per_s"] == 22 / 16.5
+    assert (last["ledger/admitted"], last["ledger/trained"]) == (6, 6)
+    assert last["rollout/truncated_frac"] == 1.0
+    # From 21.5 on it pulls until 28.5, and samples from 24.5 to 34.5.
+    assert last["idle/generate"] == 1 - 13 / 16.5
+    assert math.isnan(last["reward/mean"])
+
+
+def test_the_trace_is_that_of_a_run(tmp_path: Path) -> None:
+    found = run(placement=TOGETHER.with_staleness(1))
+    found.write_trace(tmp_path)
+    events = json.loads((tmp_path / "trace.json").read_text())
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert names == {"run", "generator-0", "reward-0", "policy"}
+    whole = [event for event in events if event["ph"] == "X"]
+    assert len(whole) == len(found.spans)
+    marks = [event["ts"] for event in events if event["ph"] == "i"]
+    assert marks == [round(end * 1e6) for end in found.step_ends]
+    lanes: dict[int, float] = {}
+    for event in sorted(whole, key=lambda event: event["ts"]):
+        assert event["ts"] >= lanes.get(event["tid"], 0.0), "spans of a lane overlap"
+        lanes[event["tid"]] = event["ts"] + event["dur"]
+
+
+def test_a_prompt_has_the_same_completions_wherever_and_whenever_it_is_sampled() -> None:
+    workload = replace(WORKLOAD, lengths=LognormalLengths(10, 0.5, 30))
+    lengths = [
+        {
+            group.uid: group.info.lengths
+            for outcome in run(TIMINGS, placement, workload=workload).outcomes
+            for group in outcome.groups
+        }
+        for placement in (APART, TOGETHER, APART.with_staleness(1))
+    ]
+    assert lengths[0] == lengths[1] == lengths[2]
+    assert len(set(lengths[0].values())) > 1

@@ -1,0 +1,192 @@
+"""Runs that can be followed by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from streamrl.dataflow import Dataflow, dataflow_for
+from streamrl.errors import ConfigError
+from streamrl.messages import ROLLOUT_COLUMNS
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import Assignment, Placement
+from streamrl.placement.timings import (
+    GeneratorTiming,
+    ScoreTiming,
+    Timings,
+    TrainTiming,
+    WeightsTiming,
+)
+from streamrl.placement.workload import FixedLength, Workload
+from streamrl.resharding import Grid
+from streamrl.simulator.results import Simulated
+from streamrl.simulator.simulation import simulate
+from streamrl.simulator.world import Manner
+
+FLOW = dataflow_for((*ROLLOUT_COLUMNS, "scores"))
+GENERATOR = GeneratorTiming(
+    replicas=1,
+    max_running=8,
+    kv_tokens=1000,
+    weights_s=1.0,
+    kv_token_s=0.0,
+    compute_rollout_s=0.0,
+    step_s=0.0,
+    rollout_s=0.0,
+    prefill_token_s=0.0,
+)
+TIMINGS = Timings(
+    generator=GENERATOR,
+    score={"reward": ScoreTiming(1, 2, batch_s=0.5, rollout_s=0.0, token_s=0.0)},
+    train={"policy": TrainTiming(1, micro_batch_s=2.0, token_s=0.0, update_s=1.0)},
+    weights={"generate": WeightsTiming(publish_s=3.0, pull_s=4.0)},
+)
+"""A token takes a second, a score half of one, a micro-batch two, an update one."""
+WORKLOAD = Workload(2, 1, 1, FixedLength(10), micro_batch_tokens=100)
+
+
+def on(first: int) -> Assignment:
+    return Assignment(Mesh(first, 1), Grid.parse("1-1-1"))
+
+
+APART = Placement({"generate": on(0), "train": on(1)})
+TOGETHER = Placement({"generate": on(0), "reward": on(0), "train": on(0)})
+
+
+def run(
+    timings: Timings = TIMINGS,
+    placement: Placement = APART,
+    *,
+    workload: Workload = WORKLOAD,
+    flow: Dataflow = FLOW,
+    manner: Manner | None = None,
+    steps: int = 3,
+) -> Simulated:
+    found = simulate(flow, placement, timings, workload, steps=steps, seed=1, manner=manner)
+    return found.without(0)
+
+
+def test_on_policy_every_step_waits_for_the_version_of_the_one_before() -> None:
+    # 4 to pull, 10 to sample, 0.5 to score, 2 and 1 to train; then 3 to publish, and again.
+    found = run()
+    assert found.step_ends == [17.5, 38.0, 58.5]
+    assert found.staleness == {0: 60}
+    assert found.without(1).step_s == 20.5
+    assert found.without(1).tokens_per_s == 20 / 20.5
+
+
+def test_one_step_ahead_samples_while_it_trains() -> None:
+    # Four groups are there at 14. The second step has its gradients at 19.5, and updates once the
+    # first version is out, at 20.5. That is held from 24.5 on, the second one from 28.5 on: in the
+    # middle of the groups of the third step, which are there at 34.5.
+    found = run(placement=APART.with_staleness(1))
+    assert found.step_ends == [17.5, 21.5, 38.0]
+    assert [o.groups[0].info.version_tokens for o in found.outcomes] == [
+        ((0, 10),),
+        ((0, 10),),
+        ((1, 4), (2, 6)),
+    ]
+    assert found.staleness == {0: 20 + 12, 1: 20 + 8}
+
+
+def test_a_pause_for_weights_is_felt_by_what_is_under_way() -> None:
+    # The groups of the third step stand still from 24.5 to 28.5.
+    weights = {"generate": WeightsTiming(publish_s=3.0, pull_s=4.0, pause_s=4.0)}
+    found = run(replace(TIMINGS, weights=weights), APART.with_staleness(1))
+    assert found.step_ends == [17.5, 21.5, 42.0]
+
+
+def test_those_who_share_devices_take_turns() -> None:
+    # Each group is trained by itself, as soon as it is scored, where the trainer has its own.
+    workload = replace(WORKLOAD, lengths=FixedLength(10), micro_batch_tokens=11)
+    timings = replace(
+        TIMINGS,
+        generator=replace(GENERATOR, max_running=1),
+        weights={},
+    )
+    # 10 and 20 to sample, trained from 10.5 and from 20.5 on.
+    assert run(timings, workload=workload, steps=1).step_ends == [20.5 + 2 + 1]
+    # Nothing is scored before 20, one by one as they came; nothing is trained before both are.
+    assert run(timings, TOGETHER, workload=workload, steps=1).step_ends == [20 + 1 + 2 + 2 + 1]
+
+
+def test_what_is_not_streamed_is_trained_once_all_of_the_step_is_there() -> None:
+    workload = replace(WORKLOAD, micro_batch_tokens=11)
+    timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=1), weights={})
+    whole = run(timings, replace(APART, streamed=False), workload=workload, steps=1)
+    assert whole.step_ends == [20 + 0.5 + 2 + 2 + 1]
+    manner = Manner(whole_steps=True)
+    assert run(timings, workload=workload, manner=manner, steps=1).step_ends == [20.5 + 2 + 2 + 1]
+
+
+def test_groups_beyond_the_room_of_a_generator_come_in_waves() -> None:
+    workload = replace(WORKLOAD, prompt_tokens=8, lengths=FixedLength(2))
+    timings = replace(TIMINGS, generator=replace(GENERATOR, kv_tokens=12), weights={})
+    # Scored at 2.5 and 4.5, trained together.
+    assert run(timings, workload=workload, steps=1).step_ends == [4.5 + 2 + 1]
+
+
+def test_a_group_that_loses_its_room_goes_on_later() -> None:
+    # After five steps there are 12 tokens: the second group makes its other five from 10 to 15.
+    timings = replace(TIMINGS, generator=replace(GENERATOR, kv_tokens=12), weights={})
+    assert run(timings, steps=1).step_ends == [15.5 + 2 + 1]
+
+
+def test_every_update_waits_for_its_own_rounds() -> None:
+    # Two epochs of two updates, a group each.
+    workload = replace(WORKLOAD, epochs=2, mini_batches=2)
+    timings = replace(TIMINGS, weights={})
+    assert run(timings, workload=workload, steps=1).step_ends == [10.5 + 4 * (2 + 1)]
+
+
+def test_hops_and_books_take_their_time() -> None:
+    # Into the engine 0.25; a hop behind each stage; a step is booked in 0.5.
+    generator = replace(GENERATOR, begin_s=0.25)
+    timings = replace(TIMINGS, generator=generator, weights={}, hop_s=0.125, step_s=0.5)
+    end = 0.25 + 10 + 0.125 + 0.5 + 0.125 + 3 + 0.5
+    assert run(timings, steps=2).step_ends == [end, 2 * end]
+
+
+def test_one_core_is_shared_by_all_who_are_busy() -> None:
+    # Two generators with a group each take twice as long, as they have half of the core. What they
+    # have made is scored one by one, as it came.
+    generator = replace(GENERATOR, replicas=2, max_running=1)
+    timings = replace(TIMINGS, generator=generator, weights={}, cores=1)
+    assert run(timings, steps=1).step_ends == [20 + 1 + 2 + 1]
+    assert run(replace(timings, cores=2), steps=1).step_ends == [10 + 1 + 2 + 1]
+
+
+def test_two_trained_models_are_trained_side_by_side_unless_they_share_devices() -> None:
+    flow = dataflow_for((*ROLLOUT_COLUMNS, "scores", "values"))
+    score = {**TIMINGS.score, "value": ScoreTiming(1, 2, 0.5, 0.0, 0.0)}
+    train = {**TIMINGS.train, "critic": TrainTiming(1, 4.0, 0.0, 1.0)}
+    timings = replace(TIMINGS, score=score, train=train, weights={})
+    apart = {"generate": on(0), "value": on(1), "train": on(2), "train_critic": on(3)}
+    found = run(timings, Placement(apart), flow=flow, steps=1)
+    assert found.step_ends == [10.5 + 4 + 1]
+    found = run(timings, Placement(apart | {"train_critic": on(2)}), flow=flow, steps=1)
+    assert found.step_ends == [10.5 + 4 + 1 + 2 + 1]
+
+
+def test_idle_time_is_that_of_a_run_and_a_pull_is_work() -> None:
+    found = run().without(1)
+    assert found.idle["generate"] == pytest.approx(1 - 14 / 20.5)
+    assert found.idle["reward"] == pytest.approx(1 - 0.5 / 20.5)
+    assert found.idle["train"] == pytest.approx(1 - 3 / 20.5)
+
+
+def test_how_many_groups_wait_is_known_at_any_time() -> None:
+    timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=1), weights={})
+    assert run(timings, steps=1).depths["generate"] == [(0.0, 1), (10.0, 0)]
+
+
+def test_what_no_run_could_be_is_refused_with_its_reason() -> None:
+    with pytest.raises(ConfigError, match=r"timings\.score\.reward: missing"):
+        run(replace(TIMINGS, score={}))
+    with pytest.raises(ConfigError, match=r"timings\.train\.policy: missing"):
+        run(replace(TIMINGS, train={}))
+    with pytest.raises(ConfigError, match="micro_batch_tokens=10: must be at least 11"):
+        run(workload=replace(WORKLOAD, micro_batch_tokens=10))
+    with pytest.raises(ConfigError, match="kv_tokens=10: must be at least 11"):
+        run(replace(TIMINGS, generator=replace(GENERATOR, kv_tokens=10)))
+    with pytest.raises(ConfigError, match="steps=0"):
+        run(steps=0)
