@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.buffer.books import TrainedGroup, TrainedStep, read_log
+from streamrl.calibration.lengths import GroupedLengths
 from streamrl.checkpoint import BOOKS, journal_dir
 from streamrl.config import RunConfig, load_config
 from streamrl.dataflow import GENERATE
@@ -113,6 +114,11 @@ class Measured:
     def lengths(self) -> EmpiricalLengths:
         """How many tokens the completions of the steps have."""
         return EmpiricalLengths.of([tokens for one in self._trained for tokens in one.lengths])
+
+    @cached_property
+    def grouped_lengths(self) -> GroupedLengths:
+        """The same, those of one prompt together."""
+        return GroupedLengths.of((one.uid, one.stage, one.lengths) for one in self.sampled)
 
     @cached_property
     def prompt_tokens(self) -> float:

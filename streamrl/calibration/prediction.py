@@ -73,7 +73,7 @@ class Planned:
 
         Raises ConfigError for a cluster that is too small, or a model that cannot be sized.
         """
-        asked = Asked(measured.prompt_tokens, lengths=measured.lengths)
+        asked = Asked(measured.prompt_tokens, lengths=measured.grouped_lengths)
         roles = problem_of(config, cluster or Cluster.parse("1xCPU"), asked).models
         placement = run_placement(config, roles)
         size = max(one.mesh.first + one.mesh.size for one in placement.calls.values())
