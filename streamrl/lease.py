@@ -42,7 +42,11 @@ class Pulse:
 
     @asynccontextmanager
     async def patience(self, timeout_s: float) -> AsyncIterator[asyncio.Timeout]:
-        """As asyncio.timeout, of the time in which nothing moves."""
+        """As asyncio.timeout, of the time in which nothing moves; none if that is infinite."""
+        if timeout_s == math.inf:
+            async with asyncio.timeout(None) as deadline:
+                yield deadline
+            return
         async with asyncio.timeout(timeout_s) as deadline:
             self._deadlines[deadline] = timeout_s
             try:

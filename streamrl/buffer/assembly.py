@@ -2,7 +2,7 @@
 
 import bisect
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from streamrl.buffer.books import TrainedGroup
 from streamrl.errors import StaleGroupError
@@ -66,11 +66,15 @@ class StepAssembler:
         self._remove(stale)
         return stale
 
-    def _remove(self, chosen: Iterable[Experience]) -> None:
+    def _remove(self, chosen: Sequence[Experience]) -> None:
+        """Of those that are ready; where none are dropped they are the first in the line."""
         for experience in chosen:
             del self._ready[experience.uid]
             self._waiting[experience.admitted_version] -= 1
-        self._line = [experience for experience in self._line if experience.uid in self._ready]
+        if self._drops_stale:
+            self._line = [experience for experience in self._line if experience.uid in self._ready]
+        else:
+            del self._line[: len(chosen)]
         self._waiting = +self._waiting
 
     @property

@@ -7,7 +7,7 @@ because their collectives pair up; one for which nothing is left gets an empty m
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from operator import itemgetter
 
 Pick = tuple[str, int]
 """A rollout: the uid of its group and its index in it."""
@@ -16,12 +16,10 @@ Round = tuple[MicroBatch, ...]
 """One micro-batch per rank."""
 
 
-class Sized(NamedTuple):
-    """A rollout and its tokens, prompt included, as a negative number: the longest comes first."""
-
-    minus_length: int
-    uid: str
-    place: int
+_Sized = tuple[int, str, int]
+"""A rollout by its tokens, prompt included, as a negative number, its group's uid and its index in
+it: in order, the longest come first. A plain tuple, as they are sorted by the thousand.
+"""
 
 
 def pack(
@@ -45,21 +43,25 @@ class Packer:
     def __init__(self, *, world_size: int, micro_batch_tokens: int) -> None:
         self._world_size = world_size
         self._budget = micro_batch_tokens
-        self._waiting: list[Sized] = []
+        self._waiting: list[_Sized] = []
         self._loads = [0] * world_size
 
     def add(self, uid: str, lengths: Sequence[int]) -> None:
         """A group is ready; `lengths` are the tokens of its rollouts. Raises as `pack` does."""
-        for index, length in enumerate(lengths):
-            self.add_rollout(uid, index, length)
+        if max(lengths, default=0) > self._budget:
+            self._check(uid, *max(enumerate(lengths), key=itemgetter(1)))
+        self._waiting += [(-length, uid, index) for index, length in enumerate(lengths)]
 
     def add_rollout(self, uid: str, index: int, length: int) -> None:
         """One rollout is ready."""
+        self._check(uid, index, length)
+        self._waiting.append((-length, uid, index))
+
+    def _check(self, uid: str, index: int, length: int) -> None:
         if length > self._budget:
             raise ValueError(
                 f"rollout {index} of {uid} has {length} tokens; a micro-batch holds {self._budget}"
             )
-        self._waiting.append(Sized(-length, uid, index))
 
     def rounds(self, *, final: bool) -> list[Round]:
         """Rounds to run now, which are then out of the packer.
@@ -83,22 +85,22 @@ class Packer:
         return rounds
 
 
-def _cuts(rollouts: Sequence[Sized], budget: int) -> list[int]:
+def _cuts(rollouts: Sequence[_Sized], budget: int) -> list[int]:
     """Where to cut rollouts, longest first, into runs that fit when padded to their first."""
     cuts = [0]
     while cuts[-1] < len(rollouts):
-        length = -rollouts[cuts[-1]].minus_length
+        length = -rollouts[cuts[-1]][0]
         rows = budget // length if length else len(rollouts)
         cuts.append(min(cuts[-1] + rows, len(rollouts)))
     return cuts
 
 
-def _is_full(rows: Sequence[Sized], budget: int) -> bool:
+def _is_full(rows: Sequence[_Sized], budget: int) -> bool:
     """Whether another one as long as the longest would be too much."""
-    return (len(rows) + 1) * -rows[0].minus_length > budget
+    return (len(rows) + 1) * -rows[0][0] > budget
 
 
-def _spread(bins: list[list[Sized]], world_size: int) -> list[list[Sized]]:
+def _spread(bins: list[list[_Sized]], world_size: int) -> list[list[_Sized]]:
     """Halve the largest micro-batches until every rank has one in every round, or none is left."""
     bins = list(bins)
     while len(bins) % world_size:
@@ -110,7 +112,7 @@ def _spread(bins: list[list[Sized]], world_size: int) -> list[list[Sized]]:
     return bins
 
 
-def _deal(bins: list[list[Sized]], loads: list[int]) -> list[Round]:
+def _deal(bins: list[list[_Sized]], loads: list[int]) -> list[Round]:
     """One micro-batch to each rank in turn, the largest to the rank that has had least.
 
     `loads` are the padded tokens of the ranks so far; they are brought up to date.
@@ -121,11 +123,11 @@ def _deal(bins: list[list[Sized]], loads: list[int]) -> list[Round]:
         dealt: list[MicroBatch] = [()] * len(loads)
         ranks = sorted(range(len(loads)), key=loads.__getitem__)
         for rank, rows in zip(ranks, bins[start : start + len(loads)], strict=False):
-            dealt[rank] = tuple((rollout.uid, rollout.place) for rollout in rows)
+            dealt[rank] = tuple([(uid, index) for _, uid, index in rows])
             loads[rank] += _padded(rows)
         rounds.append(tuple(dealt))
     return rounds
 
 
-def _padded(rows: Sequence[Sized]) -> int:
-    return len(rows) * -rows[0].minus_length
+def _padded(rows: Sequence[_Sized]) -> int:
+    return len(rows) * -rows[0][0]

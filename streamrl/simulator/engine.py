@@ -11,7 +11,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 from streamrl.placement.timings import GeneratorTiming
 
@@ -33,22 +33,12 @@ class Sampling(Generic[K]):
     end: int = -1
 
 
-class _Running(NamedTuple, Generic[K]):
-    """A rollout that has place number `place`: from step `start`, behind `context` tokens."""
-
-    end: int
-    place: int
-    group: Sampling[K]
-    start: int
-    context: float
-
-
-class _Waiting(NamedTuple, Generic[K]):
-    """One that waits for a place: `tokens` are to be sampled behind `context`."""
-
-    group: Sampling[K]
-    context: float
-    tokens: int
+_Running = tuple[int, int, Sampling[K], int, float]
+"""A rollout with a place: its last step, the number of the place, its group, the step it runs since
+and the tokens it had then. Plain tuples: there are millions of them, and they sort by themselves.
+"""
+_Waiting = tuple[Sampling[K], float, int]
+"""One without: its group, the tokens it has, and those that are to be sampled behind them."""
 
 
 class Engine(Generic[K]):
@@ -108,7 +98,7 @@ class Engine(Generic[K]):
         """A group comes: sample completions of these lengths behind its prompt."""
         self._reach(now)
         group, self._plan = Sampling(key, len(lengths)), None
-        self._waiting.extend([_Waiting(group, prompt_tokens, tokens) for tokens in lengths])
+        self._waiting.extend([(group, prompt_tokens, tokens) for tokens in lengths])
         self._fill()
 
     def advance(self, now: float) -> list[Sampling[K]]:
@@ -145,10 +135,10 @@ class Engine(Generic[K]):
 
     def sampled(self) -> int:
         """Tokens of groups that are not done: what is lost if it dies."""
-        groups = {id(one.group): one.group for one in self._running}
-        groups |= {id(one.group): one.group for one in self._waiting}
+        groups = {id(group): group for _, _, group, _, _ in self._running}
+        groups |= {id(group): group for group, _, _ in self._waiting}
         booked = sum(sum(group.versions.values()) for group in groups.values())
-        return booked + sum(self.step - one.start for one in self._running)
+        return booked + sum(self.step - start for _, _, _, start, _ in self._running)
 
     def _reach(self, now: float) -> None:
         """Come to the end of the step that is under way at `now`."""
@@ -162,13 +152,13 @@ class Engine(Generic[K]):
         plan = self._planned()
         self._commit(bisect_right(plan.times, now, hi=len(plan.times) - 1))
         if self.now < now:
-            steps = self._running[0].end - self.step
+            steps = self._running[0][0] - self.step
             rest = self._timing, len(self._running), self.resident
             made = _steps_until(*rest, now - self.now, at_most=steps)
             self.now += _seconds(*rest, made)
             self.step += made
             self.resident += made * len(self._running)
-            self._end(sum(one.end == self.step for one in self._running))
+            self._end(sum(one[0] == self.step for one in self._running))
             self._make_room()
             self._fill()
             self._plan = None
@@ -218,7 +208,7 @@ class Engine(Generic[K]):
             self.step = plan.preempts_after
             self._end(count - 1)
         else:
-            self.step = self._running[count - 1].end
+            self.step = self._running[count - 1][0]
             self._end(count)
         self.resident = resident
         if is_last:
@@ -254,39 +244,40 @@ class Engine(Generic[K]):
 
     def _fits(self, count: int, resident: float) -> bool:
         """Whether the first that waits has a place beside so many."""
-        timing, context = self._timing, self._waiting[0].context
+        timing, context = self._timing, self._waiting[0][1]
         return count < timing.max_running and resident + context + count + 1 <= timing.kv_tokens
 
     def _fill(self) -> None:
         """Give places to those that wait, first come, first served."""
         if self._halted:
             return
-        before, computed = len(self._running), 0.0
-        while self._waiting and self._fits(len(self._running), self.resident):
-            group, context, tokens = self._waiting.popleft()
+        waiting, running, step = self._waiting, self._running, self.step
+        before, computed = len(running), 0.0
+        while waiting and self._fits(len(running), self.resident):
+            group, context, tokens = waiting.popleft()
             self._places += 1
-            end = self.step + tokens
+            end = step + tokens
             group.waiting -= 1
             if end >= group.end:
                 group.end, group.last = end, self._places
-            self._running.append(_Running(end, self._places, group, self.step, context))
+            running.append((end, self._places, group, step, context))
             self.resident += context
             computed += context
-        if len(self._running) > before:
-            self._running.sort()
+        if len(running) > before:
+            running.sort()
             self.now += self._timing.prefill_token_s * computed
             self._plan = None
 
     def _make_room(self) -> None:
         """Take the places of the newest until there is room for a token of everybody."""
         while self._running and self.resident + len(self._running) > self._timing.kv_tokens:
-            newest = max(range(len(self._running)), key=lambda i: self._running[i].place)
+            newest = max(range(len(self._running)), key=lambda i: self._running[i][1])
             end, _, group, start, context = self._running.pop(newest)
             self._book(group, start, self.step)
             context += self.step - start
             self.resident -= context
             group.waiting += 1
-            self._waiting.appendleft(_Waiting(group, context, end - self.step))
+            self._waiting.appendleft((group, context, end - self.step))
             self.preempted += 1
             self._plan = None
 

@@ -33,8 +33,8 @@ class GeneratorReplica:
     A group begins once the version it was admitted at is held, and the replica has its devices.
     """
 
-    def __init__(self, process: str, calls: Sequence[Call], site: Site, *, holder: str) -> None:
-        """`holder` is its name among those who share devices, unlike any before."""
+    def __init__(self, process: str, calls: Sequence[Call], site: Site, fleet: "Fleet") -> None:
+        """`fleet` are all of its role."""
         self.process = process
         self._site = site
         self._recorder = site.recording.of(process)
@@ -43,7 +43,7 @@ class GeneratorReplica:
         self._room = {call.stage: max(1, timing.max_running // rollouts) for call in calls}
         self._begin_s = timing.begin_s
         self._engine: Engine[Work] = Engine(timing)
-        lease = site.leases.of(calls[0].role, holder, suspendable=self)
+        self._fleet, lease = fleet, fleet.lease
         self._holding = Holding(calls[0].stage, lease, self._granted)
         self._following = Following(
             self,
@@ -60,6 +60,7 @@ class GeneratorReplica:
 
     def start(self) -> None:
         """Take groups once there is a version to sample them from."""
+        self._fleet.replicas.append(self)
         self._following.start()
 
     def die(self) -> int:
@@ -67,6 +68,7 @@ class GeneratorReplica:
         self._engine.halt(self._site.machine.now)
         lost = self._engine.sampled()
         self._is_dead = True
+        self._fleet.replicas.remove(self)
         self._holding.close()
         self._following.close()
         self._engine = Engine(self._site.timings.generator)
@@ -132,16 +134,18 @@ class GeneratorReplica:
 
     # What those ask for who share its devices.
 
-    async def suspend(self) -> None:
-        """Sample nothing from the end of this step on."""
-        machine = self._site.machine
-        until = self._engine.halt(machine.now)
+    def halt(self) -> float:
+        """Sample nothing from the end of this step on, which is returned."""
+        until = self._engine.halt(self._site.machine.now)
         self._update()
-        await machine.until(until)
+        return until
+
+    def rest(self) -> None:
+        """The step has ended: it does nothing."""
         self._recorder.rest(self._room)
 
-    async def resume(self) -> None:
-        """Go on."""
+    def go_on(self) -> None:
+        """Sample again."""
         self._engine.go_on(self._site.machine.now)
         self._recorder.go_on()
         self._update()
@@ -191,3 +195,24 @@ class GeneratorReplica:
             lengths = completions.of(group.uid)
             whole = tuple([prompt_tokens + tokens for tokens in lengths])
             group.info = GroupInfo(whole, sum(lengths), tuple(sorted(versions.items())))
+
+
+class Fleet:
+    """All generators that are there. They have their devices together, and give way together."""
+
+    def __init__(self, role: str, site: Site, *, holder: str) -> None:
+        """`holder` is their name among those who share devices, unlike any before."""
+        self.replicas: list[GeneratorReplica] = []
+        self.lease = site.leases.of(role, holder, suspendable=self)
+        self._machine = site.machine
+
+    async def suspend(self) -> None:
+        """All stand still, each from the end of its step on."""
+        await self._machine.until(max((one.halt() for one in self.replicas), default=0.0))
+        for one in self.replicas:
+            one.rest()
+
+    async def resume(self) -> None:
+        """All go on."""
+        for one in self.replicas:
+            one.go_on()

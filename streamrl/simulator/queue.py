@@ -73,12 +73,13 @@ class Line:
     def match(self) -> None:
         """Give what is ready to those that ask: to each its share, then to whoever asks again."""
         while self.ready and self.requests:
-            requests, self.requests = self.requests, {}
-            asking = len(requests)
-            for taker, room in requests.items():
-                self._give(taker, room, -(-len(self.ready) // asking))
-                asking -= 1
-            for taker in requests:
+            served = []
+            while self.ready and self.requests:
+                share = -(-len(self.ready) // len(self.requests))
+                taker = next(iter(self.requests))
+                self._give(taker, self.requests.pop(taker), share)
+                served.append(taker)
+            for taker in served:
                 if self.ready:
                     self._give(taker, taker.room(self.stage), len(self.ready))
                 self.ask(taker)
@@ -131,7 +132,8 @@ class StreamQueue:
         """A replica has room."""
         line = self._lines[stage]
         line.ask(taker)
-        self._match(line)
+        if line.ready:
+            self._match(line)
 
     def commit(self, stage: str, groups: Iterable[Group]) -> None:
         """A stage is done with groups; others hear of it after a hop."""

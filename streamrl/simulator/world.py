@@ -27,7 +27,7 @@ from streamrl.publishing import Publishing, Source
 from streamrl.simulator.books import TimedBooks
 from streamrl.simulator.failures import Crash, Failures, times_of
 from streamrl.simulator.following import Versions
-from streamrl.simulator.generators import GeneratorReplica
+from streamrl.simulator.generators import Fleet, GeneratorReplica
 from streamrl.simulator.leases import TRAINERS, Leases
 from streamrl.simulator.machine import Machine
 from streamrl.simulator.prompts import Completions, Prompts
@@ -181,6 +181,8 @@ class World:
         self._control = self._make_control(publishing, version)
         for one in versions.values():
             one.offer(WeightManifest(version, (), ()))
+        role = GENERATE.role
+        self._fleet = Fleet(role, self.site, holder=self._holder(role))
         for role, names in self.processes.items():
             if role not in trainers:
                 for index in range(len(names)):
@@ -247,13 +249,19 @@ class World:
         return locks
 
     def _lease(self, role: str, name: str) -> DeviceLease:
-        holder = f"{name}/{next(self._incarnations)}"
-        return self.site.leases.of(role, holder) or FreeLease()
+        return self.site.leases.of(role, self._holder(name)) or FreeLease()
+
+    def _holder(self, name: str) -> str:
+        """A name among those who share devices: who comes back is another one."""
+        return f"{name}/{next(self._incarnations)}"
 
     def _start(self, role: str, index: int) -> None:
         calls, name = self.scenario.dataflow.roles[role], self.processes[role][index]
-        made = GeneratorReplica if calls[0].kind is Kind.GENERATE else ScorerReplica
-        replica = made(name, calls, self.site, holder=f"{name}/{next(self._incarnations)}")
+        replica: Replica
+        if calls[0].kind is Kind.GENERATE:
+            replica = GeneratorReplica(name, calls, self.site, self._fleet)
+        else:
+            replica = ScorerReplica(name, calls, self.site, holder=self._holder(name))
         self._replicas[name] = replica
         replica.start()
 

@@ -30,11 +30,3 @@ def test_who_waits_for_ever_is_woken_or_it_is_a_deadlock(polls: bool) -> None:
     run_virtual(woken(), polls=polls)
     with pytest.raises(RuntimeError, match="deadlock"):
         run_virtual(forgotten(), polls=polls)
-
-
-def test_what_other_threads_do_is_seen_by_a_loop_that_polls() -> None:
-    async def main() -> int:
-        return await asyncio.wait_for(asyncio.to_thread(lambda: 3), math.inf)
-
-    with pytest.raises(RuntimeError, match="deadlock"):
-        run_virtual(main(), polls=False)

@@ -159,6 +159,17 @@ def test_books_balance_tokens_are_fresh_and_devices_are_in_one_phase(case: Chose
     check_devices(case, found)
 
 
+@settings(max_examples=20, deadline=None)
+@given(cases, st.integers(0, 1))
+def test_what_is_dropped_as_stale_comes_again(case: Chosen, staleness: int) -> None:
+    manner = replace(case.manner, depth=staleness + 2, on_stale="drop")
+    found = replace(case, manner=manner, staleness=staleness, streamed=True).run()
+    counts = found.ledger
+    assert counts.trained == 4 * case.workload.groups_per_step
+    assert counts.admitted == counts.trained + counts.dropped + counts.in_flight
+    assert found.without(0).staleness_max <= staleness
+
+
 @settings(max_examples=10, deadline=None)
 @given(cases)
 def test_the_same_seed_is_the_same_run(case: Chosen) -> None:

@@ -1,0 +1,110 @@
+"""How fast the simulator is: `python -m benchmarks.simulator` prints one JSON object.
+
+GRPO with a reference on 1,024 devices: 128 generators of four, 512 groups of 16 rollouts in a step,
+lognormal lengths, two steps ahead; and the same on all devices in turn, on policy. seconds: of the
+wall; cpu_s: of the core. An event is the end of a rollout or of a piece of work.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from streamrl.dataflow import dataflow_for
+from streamrl.messages import ROLLOUT_COLUMNS
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import Assignment, Placement
+from streamrl.placement.timings import (
+    GeneratorTiming,
+    ScoreTiming,
+    Timings,
+    TrainTiming,
+    WeightsTiming,
+)
+from streamrl.placement.workload import LognormalLengths, Workload
+from streamrl.resharding import Grid
+from streamrl.simulator.simulation import simulate
+
+FLOW = dataflow_for((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
+WORKLOAD = Workload(512, 16, 512, LognormalLengths(2000, 0.8, 12000))
+
+
+def on(first: int, grid: str) -> Assignment:
+    """Devices from this one on."""
+    parsed = Grid.parse(grid)
+    return Assignment(Mesh(first, parsed.size), parsed)
+
+
+PLACEMENTS = {
+    "apart": Placement(
+        {
+            "generate": on(0, "1-4-128"),
+            "reference": on(512, "1-4-16"),
+            "train": on(576, "1-8-56"),
+        },
+        max_staleness=2,
+    ),
+    "in_turn": Placement(
+        {
+            "generate": on(0, "1-4-256"),
+            "reference": on(0, "1-4-256"),
+            "train": on(0, "1-8-128"),
+        }
+    ),
+}
+
+
+def timings(placement: Placement) -> Timings:
+    """About those of a model of 7 billion parameters on H100s."""
+    calls = placement.calls
+    return Timings(
+        generator=GeneratorTiming(
+            replicas=calls["generate"].grid.replicas,
+            max_running=256,
+            kv_tokens=1_000_000,
+            weights_s=0.008,
+            kv_token_s=2e-8,
+            compute_rollout_s=4e-5,
+            step_s=0.002,
+            rollout_s=1e-5,
+            prefill_token_s=2e-6,
+            begin_s=0.01,
+        ),
+        score={
+            "reward": ScoreTiming(16, 8, 0.01, 0.001, 0.0),
+            "reference": ScoreTiming(calls["reference"].grid.replicas, 8, 0.02, 0.0, 1e-5),
+        },
+        train={"policy": TrainTiming(calls["train"].grid.replicas, 0.05, 1e-4, 0.5)},
+        weights={"generate": WeightsTiming(1.0, 2.0, 0.3)},
+        hop_s=0.005,
+        step_s=0.1,
+    )
+
+
+def measure(placement: Placement, steps: int) -> dict[str, Any]:
+    """Simulate once."""
+    wall, cpu = time.perf_counter(), time.process_time()
+    found = simulate(FLOW, placement, timings(placement), WORKLOAD, steps=steps, seed=1)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    events = steps * WORKLOAD.rollouts + len(found.spans)
+    return {
+        "seconds": wall,
+        "cpu_s": cpu,
+        "events_per_s": events / cpu,
+        "simulated_step_s": found.step_s,
+        "simulated_tokens_per_s": found.tokens_per_s,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--steps", type=int, default=100, help="steps of each run")
+    arguments = parser.parse_args(argv)
+    figures = {name: measure(one, arguments.steps) for name, one in PLACEMENTS.items()}
+    print(json.dumps({"devices": 1024, "steps": arguments.steps, **figures}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
