@@ -13,7 +13,7 @@ from itertools import pairwise
 from streamrl.calibration.clocks import WorkClock
 from streamrl.calibration.lines import Fit, fit_line, fit_median
 from streamrl.calibration.measured import Measured
-from streamrl.calibration.sampling import Asked, fit_sampling
+from streamrl.calibration.sampling import Asked, fit_sampling, sampled_with
 from streamrl.dataflow import GENERATE, GREEDY, POLICY, Call, Kind
 from streamrl.placement import (
     GeneratorTiming,
@@ -125,19 +125,26 @@ class _Fitting:
         by_process = defaultdict(list)
         for one in self._run.sampled:
             by_process[one.process].append(one)
-        asked = [part for own in by_process.values() for part in Asked.parts(own, self._clock)]
-        sampling = fit_sampling(asked, self._base.generator)
+        pulls = self._spans(GENERATE.role, "pull")
+        asked = [
+            part
+            for process, own in by_process.items()
+            for part in Asked.parts(
+                own, [s.end_s for s in pulls if s.process == process], self._clock
+            )
+        ]
+        base, pause_s = self._base.generator, self._pause_s()
+        sampling = fit_sampling(asked, base, pause_s=pause_s)
         step_s, rollout_s, prefill_token_s = (
             self._note(f"generator.{name}", sampling, index)
             for index, name in enumerate(("step_s", "rollout_s", "prefill_token_s"))
         )
-        return replace(
-            self._base.generator,
-            step_s=step_s,
-            rollout_s=rollout_s,
-            prefill_token_s=prefill_token_s,
-            begin_s=self._note("generator.begin_s", fit_median(self._begins())),
-        )
+        begin_s = self._note("generator.begin_s", fit_median(self._begins()))
+        return replace(sampled_with(base, step_s, rollout_s, prefill_token_s), begin_s=begin_s)
+
+    def _pause_s(self) -> float:
+        """How long a generator samples nothing as it takes up a version."""
+        return self._run.median("weights/pause_s") or 0.0
 
     def _begins(self) -> list[float]:
         """From a prompt that may be sampled to when it is, where neither room nor version lack."""

@@ -29,7 +29,7 @@ from streamrl.telemetry.trace import TraceSink
 EPOCH_S = 1e9
 LENGTHS = EmpiricalLengths.of([*range(2, 12), 20, 31])
 TRUE = Timings(
-    GeneratorTiming(1, 64, 1e6, 2e-4, 1e-7, 1.5e-5, 4e-3, 2e-4, 5e-5, 0.012),
+    GeneratorTiming(1, 64, 1e6, 2e-4, 1e-7, 1.5e-5, 4e-3, 2e-4, 5e-5, 0.012, 5e-5),
     {"reward": ScoreTiming(1, 32, 3e-3, 2e-4, 0.0)},
     {POLICY: TrainTiming(1, 0.03, 3e-4, 0.02, 0.0)},
     {"generate": WeightsTiming(0.004, 0.006, 0.002)},
