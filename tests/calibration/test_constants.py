@@ -23,8 +23,9 @@ def test_a_cost_model_gives_the_fitted_timings_back(tmp_path: Path) -> None:
     cut = {name for name, one in found.determined.items() if one.is_cut}
     assert not cut
     wanted = fitted.timings
-    # How much room there is for keys and values is a matter of the run's settings.
-    mine = replace(again.generator, kv_tokens=wanted.generator.kv_tokens)
+    # Room for keys and values, and whether they are kept, is a matter of the run's settings.
+    settings = ("kv_tokens", "recompute_token_s")
+    mine = replace(again.generator, **{k: vars(wanted.generator)[k] for k in settings})
     for field in fields(mine):
         value = vars(wanted.generator)[field.name]
         assert vars(mine)[field.name] == pytest.approx(value, rel=1e-6), field.name
