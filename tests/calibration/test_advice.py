@@ -25,16 +25,21 @@ def change(advice: Advice, what: str) -> float:
     return next(option.change for option in advice.options if option.what == what)
 
 
+@pytest.fixture(scope="module")
+def trains_slowly(tmp_path_factory: pytest.TempPathFactory) -> Advice:
+    return advice_of(tmp_path_factory.mktemp("run"), SLOW_TRAINING, "generator.replicas=2")
+
+
 def test_where_training_is_slow_another_trainer_helps_and_another_generator_does_not(
-    tmp_path: Path,
+    trains_slowly: Advice,
 ) -> None:
-    advice = advice_of(tmp_path, SLOW_TRAINING)
+    advice = trains_slowly
     assert advice.bound_by.stage == "train"
     assert advice.bound_by.busy > 0.9
     assert abs(advice.error) < 0.1
     assert change(advice, "one more trainer replica") < -0.3
     assert change(advice, "one more generator") == pytest.approx(0, abs=0.05)
-    assert advice.options[0].settings == ("trainer.world_size=2",)
+    assert "trainer.world_size=2" in advice.options[0].settings
 
 
 def test_where_sampling_is_slow_it_is_generation_that_bounds_the_run(tmp_path: Path) -> None:
@@ -44,9 +49,8 @@ def test_where_sampling_is_slow_it_is_generation_that_bounds_the_run(tmp_path: P
     assert change(advice, "staleness up to 0") > 0.05
 
 
-def test_a_split_keeps_the_number_of_devices(tmp_path: Path) -> None:
-    advice = advice_of(tmp_path, SLOW_TRAINING, "generator.replicas=2")
-    found = {option.what: option.settings for option in advice.options}
+def test_a_split_keeps_the_number_of_devices(trains_slowly: Advice) -> None:
+    found = {option.what: option.settings for option in trains_slowly.options}
     assert found["a device from the generators to the policy"] == (
         "generator.replicas=1",
         "trainer.world_size=2",
@@ -54,7 +58,7 @@ def test_a_split_keeps_the_number_of_devices(tmp_path: Path) -> None:
     assert "a device from the policy to the generators" not in found
 
 
-def test_options_come_with_the_shortest_step_first(tmp_path: Path) -> None:
-    steps = [option.figures.step_s for option in advice_of(tmp_path, TRUE).options]
+def test_options_come_with_the_shortest_step_first(trains_slowly: Advice) -> None:
+    steps = [option.figures.step_s for option in trains_slowly.options]
     assert steps == sorted(steps)
     assert len(steps) >= 5
