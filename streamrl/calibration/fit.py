@@ -5,7 +5,7 @@ fitted is what each would take alone, and `Timings.cores` says how many cores th
 """
 
 import statistics
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -13,8 +13,8 @@ from itertools import pairwise
 from streamrl.calibration.clocks import WorkClock
 from streamrl.calibration.lines import Fit, fit_line, fit_median
 from streamrl.calibration.measured import Measured
-from streamrl.calibration.sampling import Asked, fit_sampling
-from streamrl.dataflow import GENERATE, POLICY, Call, Kind
+from streamrl.calibration.sampling import Asked, fit_sampling, sampled_with
+from streamrl.dataflow import GENERATE, GREEDY, POLICY, Call, Kind
 from streamrl.placement import (
     GeneratorTiming,
     ScoreTiming,
@@ -125,19 +125,26 @@ class _Fitting:
         by_process = defaultdict(list)
         for one in self._run.sampled:
             by_process[one.process].append(one)
-        asked = [Asked.of(own, self._clock) for own in by_process.values()]
-        sampling = fit_sampling(asked, self._base.generator)
+        pulls = self._spans(GENERATE.role, "pull")
+        asked = [
+            part
+            for process, own in by_process.items()
+            for part in Asked.parts(
+                own, [s.end_s for s in pulls if s.process == process], self._clock
+            )
+        ]
+        base, pause_s = self._base.generator, self._pause_s()
+        sampling = fit_sampling(asked, base, pause_s=pause_s)
         step_s, rollout_s, prefill_token_s = (
             self._note(f"generator.{name}", sampling, index)
             for index, name in enumerate(("step_s", "rollout_s", "prefill_token_s"))
         )
-        return replace(
-            self._base.generator,
-            step_s=step_s,
-            rollout_s=rollout_s,
-            prefill_token_s=prefill_token_s,
-            begin_s=self._note("generator.begin_s", fit_median(self._begins())),
-        )
+        begin_s = self._note("generator.begin_s", fit_median(self._begins()))
+        return replace(sampled_with(base, step_s, rollout_s, prefill_token_s), begin_s=begin_s)
+
+    def _pause_s(self) -> float:
+        """How long a generator samples nothing as it takes up a version."""
+        return self._run.median("weights/pause_s") or 0.0
 
     def _begins(self) -> list[float]:
         """From a prompt that may be sampled to when it is, where neither room nor version lack."""
@@ -202,16 +209,24 @@ class _Fitting:
             step_s=self._note(f"{place}.step_s", fit_median(self._planning(role))),
         )
 
+    @property
+    def _takes_whole_steps(self) -> bool:
+        """Whether nothing of a step is trained before all of it is there."""
+        return self._config.settings.scope == "step"
+
     def _round_gap(self, role: str) -> float:
-        """From one round to the next that is there: to ask for it, and to read its groups."""
-        names = ("train", "update", *PLANNING)
-        first = [s for s in self._spans(role, *names) if s.process.endswith("-0")]
+        """From a round to what follows it at once: to ask for it, and to read its groups.
+
+        Where rounds are made as groups come, only an update is known to wait for nothing else.
+        """
+        work = [s for s in self._spans(role, "train", "update") if s.process.endswith("-0")]
+        waits = () if self._takes_whole_steps else ("train",)
         gaps = [
             behind.start_s - before.end_s
-            for before, behind in pairwise(first)
-            if before.name != "update" and behind.name in ("train", "update")
+            for before, behind in pairwise(work)
+            if before.name == "train" and behind.name not in waits
         ]
-        return max(0.0, statistics.quantiles(gaps, n=4)[0]) if len(gaps) > 1 else 0.0
+        return max(0.0, statistics.median(gaps)) if gaps else 0.0
 
     def _planning(self, role: str) -> list[float]:
         """Of each step, on the first rank."""
@@ -248,41 +263,48 @@ class _Fitting:
 
     def _hop(self) -> float:
         """From a stage to the next, where that one waits for it: the mean of both kinds of hops."""
-        makers = [span for span in self._run.spans if span.name == GENERATE.stage]
-        scoring = [
-            self._gaps(makers, self._spans(call.role, call.stage))
-            for call in self._config.dataflow.of_kind(Kind.SCORE)
-        ]
-        scored = [
-            span
-            for call in self._config.dataflow.of_kind(Kind.SCORE)
-            for span in self._spans(call.role, call.stage)
-        ]
-        firsts = self._spans(POLICY, "train", "update", *PLANNING)
-        gap_s = self._round_gap(POLICY)
-        training = [gap - gap_s for gap in self._gaps(scored, firsts)]
-        kinds = [self._least([g for g in gaps if g >= 0]) for gaps in (*scoring, training)]
-        kinds = [gaps for gaps in kinds if gaps]
-        if not kinds:
+        kinds = [*(self._to_score(c) for c in self._config.dataflow.of_kind(Kind.SCORE))]
+        if not self._config.pipeline.lead:
+            kinds.append(self._to_train())
+        fits = [fit_median(gaps) for gaps in map(self._least, kinds) if gaps]
+        if not fits:
             self._found["hop_s"] = Found(0.0, 0.0, 0, 0.0)
             return 0.0
-        fits = [fit_median(gaps) for gaps in kinds]
         value = statistics.fmean(fit.values[0] for fit in fits)
         error = max(fit.errors[0] for fit in fits)
         residual = max(fit.residual for fit in fits)
         self._found["hop_s"] = Found(value, error, sum(fit.count for fit in fits), residual)
         return value
 
-    def _gaps(self, before: Sequence[Span], behind: Sequence[Span]) -> list[float]:
-        """From the last end of the ones to a beginning of the others, who had nothing to do."""
-        ends = sorted(span.end_s for span in before)
-        found = []
-        busy_until = float("-inf")
-        for span in sorted(behind, key=lambda span: span.start_s):
-            done = [end for end in ends if end <= span.start_s]
-            if done and done[-1] > busy_until and busy_until < span.start_s:
-                found.append(span.start_s - done[-1])
+    def _to_score(self, call: Call) -> list[float]:
+        """From a group's last token to when it is scored, by who had nothing to do.
+
+        Groups are scored in the order in which they are done, as many at once as a span says.
+        """
+        source = GREEDY.stage if "greedy_ids" in call.needs else GENERATE.stage
+        ends = deque(sorted(o.end_s for o in self._run.sampled if o.stage == source))
+        found, busy_until = [], float("-inf")
+        for span in self._spans(call.role, call.stage):
+            own = [ends.popleft() for _ in range(int(span.args["groups"])) if ends]
+            if own and busy_until <= own[0] <= span.start_s:
+                found.append(span.start_s - own[0])
             busy_until = max(busy_until, span.end_s)
+        return found
+
+    def _to_train(self) -> list[float]:
+        """From a step's last score to its last round, on policy, where nothing else is scored."""
+        calls = self._config.dataflow.of_kind(Kind.SCORE)
+        scored = sorted(s.end_s for c in calls for s in self._spans(c.role, c.stage))
+        work = [s for s in self._spans(POLICY, "train", *PLANNING) if s.process.endswith("-0")]
+        gap_s, found = self._round_gap(POLICY), []
+        for step in self._run.steps:
+            ends = [end for end in scored if step.start_s <= end < step.end_s]
+            behind = [s for s in work if ends and ends[-1] <= s.start_s < step.end_s]
+            running = any(s.start_s < ends[-1] < s.end_s for s in work) if ends else True
+            # One of several may be of groups that were there before.
+            is_last = self._takes_whole_steps or sum(s.name == "train" for s in behind) == 1
+            if behind and is_last and not running:
+                found.append(max(0.0, behind[0].start_s - ends[-1] - gap_s))
         return found
 
     def _between_steps(self) -> list[float]:

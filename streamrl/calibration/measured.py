@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.buffer.books import TrainedGroup, TrainedStep, read_log
+from streamrl.calibration.lengths import GroupedLengths
 from streamrl.checkpoint import BOOKS, journal_dir
 from streamrl.config import RunConfig, load_config
 from streamrl.dataflow import GENERATE
-from streamrl.engines.packing import Round
 from streamrl.errors import ConfigError, JournalError
 from streamrl.placement import EmpiricalLengths
 from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE, read_jsonl
@@ -43,16 +43,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """A step: [start_s, end_s] of the epoch, what was trained, and its row of the metrics.
-
-    rounds: by the role that is trained, of all its updates, each as often as it was trained.
-    """
+    """A step: [start_s, end_s] of the epoch, what was trained, and its row of the metrics."""
 
     version: int
     start_s: float
     end_s: float
     groups: tuple[TrainedGroup, ...]
-    rounds: Mapping[str, Sequence[Round]]
     row: Mapping[str, Any]
 
     @property
@@ -118,6 +114,11 @@ class Measured:
     def lengths(self) -> EmpiricalLengths:
         """How many tokens the completions of the steps have."""
         return EmpiricalLengths.of([tokens for one in self._trained for tokens in one.lengths])
+
+    @cached_property
+    def grouped_lengths(self) -> GroupedLengths:
+        """The same, those of one prompt together."""
+        return GroupedLengths.of((one.uid, one.stage, one.lengths) for one in self.sampled)
 
     @cached_property
     def prompt_tokens(self) -> float:
@@ -243,12 +244,8 @@ class _Books:
             row = rows.get(version + 1)
             if row is None:
                 continue
-            rounds = {
-                role: [turn.work for turn in program.turns()]
-                for role, program in step.programs.items()
-            }
             start_s = end_s - float(row["time/step_s"])
-            yield MeasuredStep(version, start_s, end_s, step.groups, rounds, row), since_start
+            yield MeasuredStep(version, start_s, end_s, step.groups, row), since_start
 
 
 def _books(run_dir: Path, place: str) -> _Books:

@@ -73,7 +73,7 @@ class Planned:
 
         Raises ConfigError for a cluster that is too small, or a model that cannot be sized.
         """
-        asked = Asked(measured.prompt_tokens, lengths=measured.lengths)
+        asked = Asked(measured.prompt_tokens, lengths=measured.grouped_lengths)
         roles = problem_of(config, cluster or Cluster.parse("1xCPU"), asked).models
         placement = run_placement(config, roles)
         size = max(one.mesh.first + one.mesh.size for one in placement.calls.values())
@@ -107,7 +107,11 @@ class Planned:
     def base(self) -> Timings:
         """Its timings before anything is measured."""
         found = CostModel(self.problem, self.start).timings(self.placement)
-        return timed(replace(found, generator=self._with_room(found.generator)), self.config)
+        generator = self._with_room(found.generator)
+        weights = self.config.weights
+        if (weights.on_update, weights.kv) == ("interrupt", "recompute"):
+            generator = replace(generator, recompute_token_s=generator.prefill_token_s)
+        return timed(replace(found, generator=generator), self.config)
 
     @property
     def is_on_cpu(self) -> bool:

@@ -6,7 +6,8 @@ were is the answer.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -19,37 +20,57 @@ from streamrl.messages import Array
 from streamrl.placement import GeneratorTiming
 from streamrl.simulator.engine import Engine
 
-MOST_GROUPS = 800
+MOST_GROUPS = 1600
 """More of one replica say nothing new."""
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A replica's groups in the order they began; times on its own clock."""
+    """A replica's groups in the order they began; times on its own clock.
+
+    counts: whether what lay beside a group is all here. loads: when versions were taken up.
+    """
 
     begins: Array
     ends: Array
     prompt_tokens: Sequence[int]
     lengths: Sequence[Sequence[int]]
+    counts: Array
+    loads: Array
 
     @classmethod
-    def of(cls, sampled: Sequence[Sampled], clock: WorkClock) -> "Asked":
-        """Those of one process."""
-        chosen = sampled[:MOST_GROUPS]
+    def parts(
+        cls, sampled: Sequence[Sampled], loads: Sequence[float], clock: WorkClock
+    ) -> "list[Asked]":
+        """Those of one process, in parts that each begin with nothing to sample."""
+        episodes = list(_episodes(sampled))
+        number = max(1, min(len(episodes), MOST_GROUPS * len(episodes) // len(sampled)))
+        places = np.linspace(0, len(episodes) - 1, number).astype(int)
         # Where one of its groups is in pieces, all of them stood still in between.
         rests: list[Interval] = [
             (before[1], behind[0]) for one in sampled for before, behind in pairwise(one.pieces)
         ]
         own = RestingClock(rests, clock)
+        return [cls.of(episodes[place], loads, own) for place in places]
+
+    @classmethod
+    def of(cls, episode: Sequence[Sampled], loads: Sequence[float], clock: RestingClock) -> "Asked":
+        """The first of an episode, on this clock."""
+        chosen, left_out = episode[:MOST_GROUPS], episode[MOST_GROUPS:]
+        until = max(one.end_s for one in chosen)
+        own = [load for load in loads if chosen[0].start_s < load < until]
         return cls(
-            own.at(np.array([one.start_s for one in chosen])),
-            own.at(np.array([one.end_s for one in chosen])),
+            clock.at(np.array([one.start_s for one in chosen])),
+            clock.at(np.array([one.end_s for one in chosen])),
             [one.prompt_tokens for one in chosen],
             [one.lengths for one in chosen],
+            # Who had others beside them that are left out says nothing.
+            np.array([not left_out or one.end_s <= left_out[0].start_s for one in chosen]),
+            clock.at(np.array(own)),
         )
 
-    def replay(self, timing: GeneratorTiming) -> Array:
-        """When each group would be done."""
+    def replay(self, timing: GeneratorTiming, *, pause_s: float) -> Array:
+        """When each group would be done, if it took so long to take up a version."""
         engine: Engine[int] = Engine(timing)
         done = np.zeros(len(self.begins))
 
@@ -58,9 +79,16 @@ class Asked:
                 for group in engine.advance(at):
                     done[group.key] = at
 
-        for key, begin in enumerate(self.begins):
+        loads = deque(self.loads.tolist())
+        for key, begin in enumerate(self.begins.tolist()):
+            while loads and loads[0] <= begin:
+                advance(loads[0])
+                engine.load(0, pause_s, loads.popleft())
             advance(begin)
-            engine.add(key, self.prompt_tokens[key], self.lengths[key], float(begin))
+            engine.add(key, self.prompt_tokens[key], self.lengths[key], begin)
+        for load in loads:
+            advance(load)
+            engine.load(0, pause_s, load)
         advance(np.inf)
         return done
 
@@ -80,19 +108,47 @@ class Asked:
         return float(np.median(steps)), float(np.median(beside)), float(np.median(prompts))
 
 
-def fit_sampling(asked: Sequence[Asked], start: GeneratorTiming) -> Fit:
-    """step_s, rollout_s and prefill_token_s; what else a step takes is as in `start`."""
+def fit_sampling(asked: Sequence[Asked], start: GeneratorTiming, *, pause_s: float) -> Fit:
+    """step_s, rollout_s and prefill_token_s; what else a step takes is as in `start`.
+
+    If `start` computes running rollouts anew for each version, that is as prompts are computed.
+    """
     sizes = np.array([one.typical() for one in asked]).mean(axis=0)
-    measured = np.concatenate([one.ends - one.begins for one in asked])
+    measured = np.concatenate([(one.ends - one.begins)[one.counts] for one in asked])
 
     def predict(parts: Array) -> Array:
-        step_s, rollout_s, prefill_token_s = parts / sizes
-        timing = replace(
-            start,
-            step_s=float(step_s),
-            rollout_s=float(rollout_s),
-            prefill_token_s=float(prefill_token_s),
+        step_s, rollout_s, prefill_token_s = (float(each) for each in parts / sizes)
+        timing = sampled_with(start, step_s, rollout_s, prefill_token_s)
+        ends = [one.replay(timing, pause_s=pause_s) for one in asked]
+        return np.concatenate(
+            [(end - one.begins)[one.counts] for end, one in zip(ends, asked, strict=True)]
         )
-        return np.concatenate([one.replay(timing) - one.begins for one in asked])
 
     return fit_parts(predict, measured, sizes)
+
+
+def sampled_with(
+    start: GeneratorTiming, step_s: float, rollout_s: float, prefill_token_s: float
+) -> GeneratorTiming:
+    """The same with these coefficients."""
+    return replace(
+        start,
+        step_s=step_s,
+        rollout_s=rollout_s,
+        prefill_token_s=prefill_token_s,
+        recompute_token_s=prefill_token_s if start.recompute_token_s else 0.0,
+    )
+
+
+def _episodes(sampled: Sequence[Sampled]) -> Iterator[list[Sampled]]:
+    """Groups of one process, in order, cut where it had none."""
+    together: list[Sampled] = []
+    until = float("-inf")
+    for one in sampled:
+        if together and one.start_s >= until:
+            yield together
+            together = []
+        together.append(one)
+        until = max(until, one.end_s)
+    if together:
+        yield together

@@ -1,4 +1,4 @@
-"""`streamrl report`: what the books of a run say, and the history of one prompt.
+"""`streamrl report`: what bounds a run and what would help; what its books say of every prompt.
 
 Nothing is written. A run may be under way, or have been killed: a torn last record is left out.
 """
@@ -12,9 +12,13 @@ from typing import Any
 
 from streamrl.buffer.account import Account, take_account
 from streamrl.buffer.books import history
+from streamrl.calibration.advice import advise
+from streamrl.calibration.measured import read_run
 from streamrl.checkpoint import BOOKS, journal_dir
+from streamrl.cli import advice_words
 from streamrl.errors import ConfigError
 from streamrl.messages import parse_uid
+from streamrl.placement import Cluster
 from streamrl.telemetry.sinks import EVENTS_FILE, read_jsonl
 
 Entry = Mapping[str, Any]
@@ -24,10 +28,21 @@ MOST_SHOWN = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `streamrl report`."""
+    parser.usage = "streamrl report RUN [--cluster C] | --ledger RUN [--uid UID] [--json]"
+    parser.add_argument(
+        "run_dir",
+        type=Path,
+        nargs="?",
+        metavar="RUN",
+        help="a run directory: which stage bounds it, and what other settings would make of it",
+    )
+    parser.add_argument(
+        "--cluster",
+        help="what it was made on, as in 8xH100; not needed on one machine's CPU cores",
+    )
     parser.add_argument(
         "--ledger",
         type=Path,
-        required=True,
         metavar="RUN",
         help="the accounts of a run directory: where every admitted prompt is",
     )
@@ -38,7 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the command: 0 if the books balance, 1 if not."""
+    """Run the command: 0; of books 1 if they do not balance."""
+    _check(arguments)
+    if arguments.run_dir is not None:
+        return _advise(arguments)
     run_dir: Path = arguments.ledger
     entries = list(_read_log(run_dir))
     account = take_account(entries)
@@ -54,6 +72,29 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(map(_line, events)))
     return 1 if account.problems else 0
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError unless it is one of the two that is asked for."""
+    if (arguments.run_dir is None) == (arguments.ledger is None):
+        raise ConfigError("report: name a RUN for advice, or --ledger RUN for its books")
+    wrong = "--cluster" if arguments.run_dir is None and arguments.cluster else ""
+    wrong = "--uid" if arguments.run_dir is not None and arguments.uid else wrong
+    if wrong:
+        other = "--ledger RUN" if wrong == "--uid" else "RUN"
+        raise ConfigError(f"report: {wrong} goes with {other}")
+
+
+def _advise(arguments: argparse.Namespace) -> int:
+    """What bounds the run, and what would help."""
+    measured = read_run(arguments.run_dir)
+    cluster = Cluster.parse(arguments.cluster) if arguments.cluster else None
+    advice = advise(measured, cluster)
+    if arguments.json:
+        print(json.dumps(advice_words.as_json(measured, advice)))
+    else:
+        print("\n".join(advice_words.describe(measured, advice)))
+    return 0
 
 
 def trace(uid: str, entries: Iterable[Entry], events: Iterable[Entry]) -> list[Entry]:

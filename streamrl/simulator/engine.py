@@ -114,12 +114,16 @@ class Engine(Generic[K]):
         return done
 
     def load(self, version: int, pause_s: float, now: float) -> float:
-        """Sample from another version, after a pause; returns when it goes on."""
+        """Sample from another version, after a pause; returns when it has taken it up.
+
+        What runs may be computed anew before it goes on.
+        """
         self._reach(now)
         self._marks.append((self.step, version))
-        self.now += pause_s
+        until = self.now + pause_s
+        self.now = until + self._timing.recompute_token_s * self.resident
         self._plan = None
-        return self.now
+        return until
 
     def halt(self, now: float) -> float:
         """Stand still at the end of the step; returns when that is."""

@@ -218,3 +218,16 @@ def test_it_is_as_fast_and_as_slow_as_token_by_token(
     assert ends == pytest.approx(slow.ends)
     assert found == {key: group.versions for key, group in slow.groups.items()}
     assert engine.is_empty and not slow.waiting
+
+
+def test_what_runs_is_computed_anew_for_another_version_unless_it_is_kept() -> None:
+    ends = {}
+    for recompute_token_s in (0.0, 0.1):
+        timing = GeneratorTiming(1, 8, 1e6, 0, 0, 0, 1.0, 0, 0, recompute_token_s=recompute_token_s)
+        engine: Engine[str] = Engine(timing)
+        engine.add("a", 5, [4], 0.0)
+        # Two tokens are there by then, behind a prompt of five.
+        assert engine.load(1, 0.5, 2.0) == 2.5
+        ends[recompute_token_s] = engine.next_s
+    assert ends[0.0] == 4.5
+    assert ends[0.1] == 4.5 + 7 * 0.1

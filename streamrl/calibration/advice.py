@@ -1,0 +1,182 @@
+"""What bounds a run, and what other settings would make of it, by calibrated simulation."""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from streamrl.calibration.fit import fit
+from streamrl.calibration.measured import Measured
+from streamrl.calibration.prediction import Figures, Planned, predict
+from streamrl.config import RunConfig, load_config
+from streamrl.dataflow import COST, CRITIC, MOVED, REWARD
+from streamrl.errors import ConfigError
+from streamrl.placement import Cluster, Timings
+
+LEAST_ERROR = 0.02
+"""What a simulation says is never taken for better than this."""
+
+
+@dataclass(frozen=True)
+class StageLoad:
+    """How busy a stage's processes are, as a part of the time, and how many groups wait for it."""
+
+    stage: str
+    busy: float
+    depth: float | None
+
+
+@dataclass(frozen=True)
+class Option:
+    """Settings instead of the run's, and what a simulation says of them.
+
+    change: of the step's length, as a part of what the simulation says of the run as it is.
+    """
+
+    what: str
+    settings: tuple[str, ...]
+    figures: Figures
+    change: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """measured: the run as it was; simulated: as it would be by what was fitted to it.
+
+    loads: of all stages, the busiest first. options: the shortest step first.
+    """
+
+    measured: Figures
+    simulated: Figures
+    loads: Sequence[StageLoad]
+    options: Sequence[Option]
+
+    @property
+    def bound_by(self) -> StageLoad:
+        """The stage that has least time to spare."""
+        return self.loads[0]
+
+    @property
+    def error(self) -> float:
+        """How far the simulation is off on the run itself, as a part of a step."""
+        return self.simulated.step_s / self.measured.step_s - 1
+
+    @property
+    def least_change(self) -> float:
+        """A smaller change of a step's length says nothing."""
+        return max(abs(self.error), LEAST_ERROR)
+
+
+def advise(measured: Measured, cluster: Cluster | None = None) -> Advice:
+    """Simulate the run, and each other way; on the devices it was made on, or some like them.
+
+    Raises ConfigError if the run says too little.
+    """
+    planned = Planned.of(measured, measured.config, cluster)
+    timings = fit(measured, planned.base).timings
+    simulated = predict(planned, timings)
+    options = []
+    for what, settings in ways(measured.config):
+        figures = _tried(measured, settings, timings, cluster)
+        if figures is not None:
+            change = figures.step_s / simulated.step_s - 1
+            options.append(Option(what, settings, figures, change))
+    options.sort(key=lambda option: option.figures.step_s)
+    return Advice(Figures.of(measured), simulated, loads(measured), options)
+
+
+def loads(measured: Measured) -> list[StageLoad]:
+    """The busiest stage first."""
+    found = []
+    for stage, idle in measured.idle.items():
+        depths = [step.row.get(f"queue/depth/{stage}") for step in measured.steps]
+        known = [float(depth) for depth in depths if depth is not None]
+        found.append(StageLoad(stage, 1 - idle, statistics.fmean(known) if known else None))
+    return sorted(found, key=lambda load: -load.busy)
+
+
+def ways(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """One replica more of each stage, other splits of the same devices, other bounds."""
+    keys = _replicas(config)
+    for what, (key, count, unit) in keys.items():
+        yield f"one more {what}", (f"{key}={count + unit}",)
+    yield from _splits(config)
+    bound = config.pipeline.max_staleness
+    for other in (bound - 1, bound + 1, bound + 2):
+        if other >= 0:
+            settings = (f"pipeline.max_staleness={other}", "pipeline.depth=null")
+            yield f"staleness up to {other}", settings
+
+
+def _replicas(config: RunConfig) -> Mapping[str, tuple[str, int, int]]:
+    """By what there can be one more of: the setting, its value, and how many make one."""
+    roles = config.dataflow.roles
+    found = {}
+    if not config.placement.is_hybrid:
+        found["generator"] = ("generator.replicas", config.generator.replicas, 1)
+    if REWARD.role in roles or COST.role in roles:
+        found["scorer"] = ("scorer.replicas", config.scorer.replicas, 1)
+    if MOVED in roles:
+        found["reference"] = ("reference.replicas", config.reference.replicas, 1)
+    if any(role in roles for role in ("value", "cost_value")):
+        found["value replica"] = ("critic.replicas", config.critic.replicas, 1)
+    trainer = config.trainer
+    found["trainer replica"] = (
+        "trainer.world_size",
+        trainer.world_size,
+        trainer.tensor_parallel,
+    )
+    if CRITIC in roles:
+        own = config.trainer_of(CRITIC)
+        found["critic replica"] = (
+            "critic.trainer.world_size",
+            own.world_size,
+            own.tensor_parallel,
+        )
+    return found
+
+
+def _splits(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """The same devices for generators and policy, shared out otherwise."""
+    generator, trainer = config.generator, config.trainer
+    if config.placement.shared:
+        if config.placement.is_hybrid and trainer.world_size > 1:
+            half = trainer.world_size // 2
+            yield (
+                "devices of their own for generators and policy",
+                (
+                    "placement.mode=disaggregated",
+                    "placement.pools=[]",
+                    "placement.memory_mb=null",
+                    f"generator.replicas={trainer.world_size - half}",
+                    f"trainer.world_size={half}",
+                ),
+            )
+        return
+    if max(generator.tensor_parallel, trainer.tensor_parallel) > 1:
+        return
+    devices = generator.replicas + trainer.world_size
+    for what, replicas in (
+        ("a device from the policy to the generators", generator.replicas + 1),
+        ("a device from the generators to the policy", generator.replicas - 1),
+    ):
+        if 0 < replicas < devices:
+            yield (
+                what,
+                (f"generator.replicas={replicas}", f"trainer.world_size={devices - replicas}"),
+            )
+    yield (
+        "generators and policy on the same devices",
+        ("placement.mode=colocated", f"trainer.world_size={devices}"),
+    )
+
+
+def _tried(
+    measured: Measured, settings: Sequence[str], timings: Timings, cluster: Cluster | None
+) -> Figures | None:
+    """What a simulation says; None of what no run could be, or has no room."""
+    try:
+        config = load_config(measured.run_dir / "config.yaml", settings)
+        planned = Planned.of(measured, config, cluster)
+        return predict(planned, timings)
+    except ConfigError:
+        return None

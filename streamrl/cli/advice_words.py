@@ -1,0 +1,77 @@
+"""What `streamrl report RUN` prints: what bounds a run, and what would help."""
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+from streamrl.calibration.advice import Advice, Option
+from streamrl.calibration.measured import Measured
+
+ALWAYS = 0.9
+"""A stage that is busy for more of the time has next to none to spare."""
+
+
+def as_json(measured: Measured, advice: Advice) -> dict[str, Any]:
+    """The advice for scripts."""
+    return {
+        "steps": len(measured.steps),
+        "left_out": dict(measured.left_out),
+        "cores": measured.machine.cores,
+        "bound_by": advice.bound_by.stage,
+        "stages": {one.stage: {"busy": one.busy, "depth": one.depth} for one in advice.loads},
+        "measured": vars(advice.measured),
+        "simulated": vars(advice.simulated),
+        "error": advice.error,
+        "options": [
+            {
+                "what": option.what,
+                "settings": option.settings,
+                "change": option.change,
+                "counts": abs(option.change) > advice.least_change,
+                **vars(option.figures),
+            }
+            for option in advice.options
+        ],
+    }
+
+
+def describe(measured: Measured, advice: Advice) -> list[str]:
+    """The lines a person reads."""
+    real, simulated = advice.measured, advice.simulated
+    out = ", ".join(f"{count} {why}" for why, count in measured.left_out.items() if count)
+    lines = [
+        f"{measured.run_dir}: {len(measured.steps)} steps of {real.step_s:.3g} s, staleness"
+        f" {real.staleness_mean:.2g}" + (f"; left out: {out}" if out else ""),
+        f"bound by    {_bound(advice)}",
+        *_loads(advice),
+        f"simulated   a step of {simulated.step_s:.3g} s, {advice.error:+.0%}: what follows may be"
+        " as far off",
+        f"{'instead':<50}{'step':>8}{'change':>8}{'staleness':>11}",
+        *_options(advice.options, advice.least_change),
+    ]
+    if measured.machine.cores:
+        lines.append(f"all of it on the {measured.machine.cores} cores that the run was made on")
+    return lines
+
+
+def _bound(advice: Advice) -> str:
+    first = advice.bound_by
+    depth = "" if first.depth is None else f"; {first.depth:.2g} groups wait for it"
+    alone = "" if first.busy > ALWAYS else "; no stage is always busy: they wait for one another"
+    return f"{first.stage}, busy {first.busy:.0%} of the time{depth}{alone}"
+
+
+def _loads(advice: Advice) -> Iterable[str]:
+    for load in advice.loads:
+        depth = math.nan if load.depth is None else load.depth
+        yield f"  {load.stage:<14}busy {load.busy:>4.0%}  waiting {depth:>6.3g} groups"
+
+
+def _options(options: Iterable[Option], least: float) -> Iterable[str]:
+    for option in options:
+        note = "" if abs(option.change) > least else "  (too little to tell)"
+        yield (
+            f"{option.what:<50}{option.figures.step_s:>6.3g} s{option.change:>8.0%}"
+            f"{option.figures.staleness_mean:>11.2g}{note}"
+        )
+        yield f"    {' '.join(option.settings)}"

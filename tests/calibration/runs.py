@@ -1,0 +1,141 @@
+"""Run directories without a run: what a simulation did, written as a run would have."""
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+
+from streamrl.buffer.books import TrainedStep
+from streamrl.buffer.journal import Journal, JournalConfig
+from streamrl.buffer.segment import Record
+from streamrl.checkpoint import BOOKS, journal_dir
+from streamrl.config import RunConfig, dump_config, load_config, to_dict
+from streamrl.dataflow import POLICY
+from streamrl.placement import (
+    EmpiricalLengths,
+    GeneratorTiming,
+    ScoreTiming,
+    Timings,
+    TrainTiming,
+    WeightsTiming,
+    Workload,
+)
+from streamrl.planning import run_placement
+from streamrl.simulator.results import Simulated
+from streamrl.simulator.simulation import simulate
+from streamrl.telemetry.sinks import JsonlSink
+from streamrl.telemetry.trace import TraceSink
+
+EPOCH_S = 1e9
+LENGTHS = EmpiricalLengths.of([*range(2, 12), 20, 31])
+TRUE = Timings(
+    GeneratorTiming(1, 64, 1e6, 2e-4, 1e-7, 1.5e-5, 4e-3, 2e-4, 5e-5, 0.012, 5e-5),
+    {"reward": ScoreTiming(1, 32, 3e-3, 2e-4, 0.0)},
+    {POLICY: TrainTiming(1, 0.03, 3e-4, 0.02, 0.0)},
+    {"generate": WeightsTiming(0.004, 0.006, 0.002)},
+    hop_s=0.008,
+    step_s=0.01,
+    cores=2,
+)
+"""What the runs of this file are made with, unless a test says otherwise."""
+MODEL = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 96,
+    "tie_word_embeddings": True,
+}
+
+
+def recipe(folder: Path, *overrides: str) -> RunConfig:
+    """A small run's config, of a model that has no weights."""
+    model = folder / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(MODEL))
+    path = folder / "recipe.yaml"
+    path.write_text(
+        f"model: {{path: {model}}}\n"
+        "data: {train: rows.jsonl}\n"
+        "algorithm: {name: grpo, group_size: 4}\n"
+        "rewards: [{kind: exact}]\n"
+        "pipeline: {groups_per_step: 8, micro_batch_tokens: 256, max_staleness: 1}\n"
+        "generator: {max_new_tokens: 31, max_concurrent_rollouts: 64}\n"
+    )
+    return load_config(path, overrides)
+
+
+def play(
+    config: RunConfig, timings: Timings = TRUE, *, steps: int = 16, seed: int = 0
+) -> Simulated:
+    """What a run of this config does, if everything takes so long."""
+    workload = Workload(
+        config.pipeline.groups_per_step,
+        config.algorithm.group_size,
+        7,
+        LENGTHS,
+        config.settings.epochs,
+        config.settings.mini_batches,
+        config.pipeline.micro_batch_tokens,
+        config.settings.scope == "step",
+    )
+    placement = run_placement(config, ["policy", "critic"])
+    return simulate(config.dataflow, placement, timings, workload, steps=steps, seed=seed)
+
+
+def write_run(run_dir: Path, config: RunConfig, simulated: Simulated, *, cores: int = 2) -> Path:
+    """The run directory of what a simulation did."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    steps = len(simulated.step_ends)
+    config = replace(config, run=replace(config.run, steps=steps))
+    (run_dir / "config.yaml").write_text(dump_config(config))
+    now = EPOCH_S
+    sinks = [JsonlSink(run_dir, clock=lambda: now), TraceSink(run_dir, clock=lambda: now)]
+    for sink in sinks:
+        sink.start(to_dict(config))
+    sinks[0].event("machine", {"on_gpu": False, "nodes": 1, "cores": cores})
+    sinks[1].spans(
+        replace(
+            span,
+            process=_process(span.process),
+            start_s=span.start_s + EPOCH_S,
+            end_s=span.end_s + EPOCH_S,
+        )
+        for span in simulated.spans
+    )
+    for index, (row, end_s) in enumerate(zip(simulated.rows, simulated.step_ends, strict=True)):
+        now = EPOCH_S + end_s
+        paused = {"weights/pause_s": TRUE.weights["generate"].pause_s}
+        for sink in sinks:
+            sink.step(index + 1, {**row, **paused})
+    for sink in sinks:
+        sink.close({})
+    asyncio.run(_keep_books(run_dir, config, simulated))
+    return run_dir
+
+
+def _process(role: str) -> str:
+    """What a simulation calls a model that is trained, as the first of its ranks is called."""
+    return {"policy": "trainer-0", "critic": "critic-0"}.get(role, role)
+
+
+async def _keep_books(run_dir: Path, config: RunConfig, simulated: Simulated) -> None:
+    """Nothing was filtered or dropped, so prompts come in by their number."""
+    per_step, lead = config.pipeline.groups_per_step, config.pipeline.lead
+    journal = Journal(journal_dir(run_dir, BOOKS), JournalConfig())
+    admitted = 0
+    for version, (outcome, end_s) in enumerate(
+        zip(simulated.outcomes, simulated.step_ends, strict=True)
+    ):
+        limit = min((version + lead + 1) * per_step, len(simulated.step_ends) * per_step)
+        begin_s = simulated.step_ends[version - 1] if version else 0.0
+        uids = [f"0:{index}:0" for index in range(admitted, limit)]
+        admitted = limit
+        entry = {"time": EPOCH_S + begin_s, "version": version}
+        await journal.append([Record({"kind": "admit", "uids": uids, **entry})])
+        step = TrainedStep(version, tuple(outcome.groups), {}).to_record()
+        await journal.append([Record({**step.meta, "time": EPOCH_S + end_s}, step.payload)])
+    await journal.close()

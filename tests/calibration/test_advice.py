@@ -1,0 +1,64 @@
+"""Which stage bounds a run, and what would help: of runs whose bottleneck is known."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from streamrl.calibration.advice import Advice, advise
+from streamrl.calibration.measured import read_run
+from streamrl.placement import Timings, TrainTiming
+from tests.calibration.runs import TRUE, play, recipe, write_run
+
+SLOW_TRAINING = replace(TRUE, train={"policy": TrainTiming(1, 0.2, 3e-3, 0.02)}, cores=0)
+SLOW_SAMPLING = replace(TRUE, generator=replace(TRUE.generator, step_s=0.04), cores=0)
+
+
+def advice_of(folder: Path, timings: Timings, *overrides: str) -> Advice:
+    config = recipe(folder, *overrides)
+    # Cores enough for all, as a machine of one's own for each would have.
+    simulated = play(config, timings, steps=20)
+    return advise(read_run(write_run(folder / "run", config, simulated, cores=64)))
+
+
+def change(advice: Advice, what: str) -> float:
+    return next(option.change for option in advice.options if option.what == what)
+
+
+@pytest.fixture(scope="module")
+def trains_slowly(tmp_path_factory: pytest.TempPathFactory) -> Advice:
+    return advice_of(tmp_path_factory.mktemp("run"), SLOW_TRAINING, "generator.replicas=2")
+
+
+def test_where_training_is_slow_another_trainer_helps_and_another_generator_does_not(
+    trains_slowly: Advice,
+) -> None:
+    advice = trains_slowly
+    assert advice.bound_by.stage == "train"
+    assert advice.bound_by.busy > 0.9
+    assert abs(advice.error) < 0.1
+    assert change(advice, "one more trainer replica") < -0.3
+    assert change(advice, "one more generator") == pytest.approx(0, abs=0.05)
+    assert "trainer.world_size=2" in advice.options[0].settings
+
+
+def test_where_sampling_is_slow_it_is_generation_that_bounds_the_run(tmp_path: Path) -> None:
+    advice = advice_of(tmp_path, SLOW_SAMPLING)
+    assert advice.bound_by.stage == "generate"
+    assert change(advice, "one more trainer replica") == pytest.approx(0, abs=0.05)
+    assert change(advice, "staleness up to 0") > 0.05
+
+
+def test_a_split_keeps_the_number_of_devices(trains_slowly: Advice) -> None:
+    found = {option.what: option.settings for option in trains_slowly.options}
+    assert found["a device from the generators to the policy"] == (
+        "generator.replicas=1",
+        "trainer.world_size=2",
+    )
+    assert "a device from the policy to the generators" not in found
+
+
+def test_options_come_with_the_shortest_step_first(trains_slowly: Advice) -> None:
+    steps = [option.figures.step_s for option in trains_slowly.options]
+    assert steps == sorted(steps)
+    assert len(steps) >= 5

@@ -1,0 +1,91 @@
+"""What is read from run directories, and which are refused."""
+
+from pathlib import Path
+
+import pytest
+
+from streamrl.calibration.measured import lengths_of_run, read_run
+from streamrl.checkpoint import BOOKS, journal_dir
+from streamrl.errors import ConfigError
+from tests.calibration.runs import LENGTHS, TRUE, play, recipe, write_run
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    config = recipe(tmp_path)
+    return write_run(tmp_path / "run", config, play(config))
+
+
+def test_the_steady_part_of_a_run_is_read(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    simulated = play(config)
+    found = read_run(write_run(tmp_path / "run", config, simulated))
+    # Of 16 steps, 2 engines warm up in and 1 the stream fills in, and 1 is after the last prompt.
+    assert [step.version for step in found.steps] == list(range(3, 15))
+    assert found.left_out == {
+        "to warm up": 3,
+        "after the last prompt": 1,
+        "evaluated or saved": 0,
+    }
+    seconds = simulated.steps_s[3:15]
+    assert found.mean_step_s == pytest.approx(sum(seconds) / 12, rel=1e-4)
+    assert 0.5 < found.staleness_mean <= 1
+    assert found.machine.cores == 2
+    assert all(0 < idle < 1 for idle in found.idle.values())
+
+
+def test_lengths_are_those_of_its_completions(run_dir: Path) -> None:
+    found = lengths_of_run(run_dir)
+    assert set(found.seen) == set(LENGTHS.seen)
+    assert read_run(run_dir).prompt_tokens == 7
+
+
+def test_of_what_was_sampled_it_is_known_when_it_came_in(run_dir: Path) -> None:
+    found = read_run(run_dir)
+    for one in found.sampled:
+        assert one.start_s >= one.admitted_s + TRUE.generator.begin_s - 1e-4
+        assert len(one.lengths) == 4
+        assert one.admitted_version >= 0
+
+
+def test_a_torn_trace_is_read_as_far_as_it_is_there(run_dir: Path) -> None:
+    trace = run_dir / "trace.json"
+    trace.write_text(trace.read_text()[:-40])
+    assert len(read_run(run_dir).steps) == 12
+
+
+@pytest.mark.parametrize(
+    ("break_it", "rule"),
+    [
+        (lambda run: (run / "config.yaml").unlink(), "holds no config.yaml"),
+        (lambda run: (run / "trace.json").unlink(), "no spans in trace.json"),
+        (lambda run: (run / "metrics.jsonl").write_text("{}x\n{}\n"), "metrics.jsonl:1"),
+        (lambda run: (run / "metrics.jsonl").unlink(), "too short: 0 steps"),
+        (
+            lambda run: [path.unlink() for path in journal_dir(run, BOOKS).iterdir()],
+            "too short: 0 steps",
+        ),
+    ],
+)
+def test_a_run_that_says_too_little_is_refused_in_one_line(
+    run_dir: Path, break_it: object, rule: str
+) -> None:
+    assert callable(break_it)
+    break_it(run_dir)
+    with pytest.raises(ConfigError, match=rule) as error:
+        read_run(run_dir)
+    assert "\n" not in str(error.value)
+
+
+def test_a_short_run_is_refused(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    run = write_run(tmp_path / "run", config, play(config, steps=8))
+    with pytest.raises(ConfigError, match="too short: 4 steps to go by, must be at least 6"):
+        read_run(run)
+
+
+def test_spans_without_lengths_are_refused(run_dir: Path) -> None:
+    trace = run_dir / "trace.json"
+    trace.write_text(trace.read_text().replace('"lengths"', '"sizes"'))
+    with pytest.raises(ConfigError, match="made by an older streamrl"):
+        read_run(run_dir)

@@ -1,0 +1,50 @@
+"""What is simulated with timings that were fitted comes to what was measured."""
+
+from pathlib import Path
+
+import pytest
+
+from streamrl.calibration.fit import fit
+from streamrl.calibration.measured import read_run
+from streamrl.calibration.prediction import Figures, Planned, predict
+from streamrl.errors import ConfigError
+from streamrl.placement import Cluster
+from tests.calibration.runs import play, recipe, write_run
+
+
+@pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
+@pytest.mark.parametrize(("bound", "other"), [(0, 1), (1, 0)])
+def test_a_run_is_predicted_from_another_with_another_bound(
+    tmp_path: Path, bound: int, other: int, mode: str
+) -> None:
+    runs = []
+    for seed, staleness in enumerate((bound, other)):
+        words = (f"pipeline.max_staleness={staleness}", f"placement.mode={mode}")
+        config = recipe(tmp_path, *words)
+        simulated = play(config, steps=24, seed=seed)
+        runs.append(read_run(write_run(tmp_path / f"run{seed}", config, simulated)))
+    source, target = runs
+    timings = fit(source, Planned.of(source, source.config).base).timings
+    figures = predict(Planned.of(source, target.config), timings)
+    found = figures.against(Figures.of(target))
+    assert abs(found["step_s"]["error"]) < 0.1, found
+    assert figures.staleness_mean == pytest.approx(target.staleness_mean, abs=0.1)
+    for stage, idle in target.idle.items():
+        assert figures.idle[stage] == pytest.approx(idle, abs=0.1), stage
+
+
+def test_a_cluster_must_hold_the_run(tmp_path: Path) -> None:
+    config = recipe(tmp_path, "generator.replicas=3")
+    measured = read_run(write_run(tmp_path / "run", config, play(config)))
+    with pytest.raises(ConfigError, match="the run has 4 devices"):
+        Planned.of(measured, measured.config, Cluster.parse("2xCPU"))
+
+
+def test_a_run_on_gpus_has_to_say_which(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    measured = read_run(write_run(tmp_path / "run", config, play(config)))
+    events = tmp_path / "run" / "events.jsonl"
+    events.write_text(events.read_text().replace('"on_gpu": false', '"on_gpu": true'))
+    assert read_run(tmp_path / "run").machine.cores == 0
+    with pytest.raises(ConfigError, match="--cluster: missing"):
+        Planned.of(read_run(tmp_path / "run"), measured.config)

@@ -1,0 +1,64 @@
+"""`streamrl report RUN`: what bounds a run and what would help, as text and JSON."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli.main import main
+from tests.calibration.runs import play, recipe, write_run
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    config = recipe(tmp_path)
+    return write_run(tmp_path / "run", config, play(config))
+
+
+def test_text_says_what_bounds_it_and_what_each_other_way_would_give(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(run_dir)]) == 0
+    text = capsys.readouterr().out
+    assert "bound by    " in text and "groups wait for it" in text
+    assert "one more generator" in text and "generator.replicas=2" in text
+    assert "staleness up to 2" in text
+    assert "may be as far off" in text and "2 cores" in text
+
+
+def test_json_says_the_same_for_scripts(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(run_dir), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["bound_by"] in found["stages"]
+    assert abs(found["error"]) < 0.1
+    for option in found["options"]:
+        assert option["step_s"] == pytest.approx(
+            found["simulated"]["step_s"] * (1 + option["change"])
+        )
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        ([], "name a RUN for advice, or --ledger RUN"),
+        (["{run}", "--ledger", "{run}"], "name a RUN for advice, or --ledger RUN"),
+        (["{run}", "--uid", "0:1:0"], "--uid goes with --ledger RUN"),
+        (["--ledger", "{run}", "--cluster", "8xH100"], "--cluster goes with RUN"),
+        (["nowhere"], "no such directory"),
+    ],
+)
+def test_wrong_input_is_one_line_and_code_2(
+    run_dir: Path, words: list[str], rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", *(word.format(run=run_dir) for word in words)]) == 2
+    error = capsys.readouterr().err
+    assert rule in error and error.count("\n") == 1
+
+
+def test_a_run_that_is_too_short_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = recipe(tmp_path)
+    run = write_run(tmp_path / "run", config, play(config, steps=7))
+    assert main(["report", str(run)]) == 2
+    assert "too short: 3 steps" in capsys.readouterr().err
