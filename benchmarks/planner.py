@@ -33,7 +33,7 @@ SMALL = (
     ("4xA100", "qwen2.5-1.5b", "grpo"),
     ("4xA100", "llama-7b", "grpo"),
     ("8xA100", "llama-7b", "grpo"),
-    ("8xA100", "qwen3-30b-a3b", "grpo"),
+    ("8xH200", "qwen3-30b-a3b", "grpo"),
     ("2xA100", "qwen2.5-0.5b", "ppo"),
     ("4xA100", "qwen2.5-1.5b", "ppo"),
 )
@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             gap(problem(algorithm, cluster, model, lengths, 128), ahead, arguments)
             for cluster, model, algorithm in SMALL
             for lengths in (FIXED, LONG_TAILED)
-            for ahead in ((0, 1) if algorithm == "grpo" and cluster != "8xA100" else (0,))
+            for ahead in ((0, 1) if algorithm == "grpo" and not cluster.startswith("8x") else (0,))
         ],
     }
     print(json.dumps(found))

@@ -11,8 +11,10 @@ from streamrl.placement.timings import Timings, WeightsTiming
 from streamrl.placement.unrolling import NOWHERE, Job, Need
 from streamrl.placement.workload import Workload
 
-CLOSE = 0.003
+CLOSE = 0.005
 """Periods that differ by less, relatively, are as good as the same."""
+ROUNDS = 12
+"""Of looking for one, at most."""
 
 
 @dataclass(frozen=True)
@@ -231,18 +233,25 @@ class Ahead:
         self._after_s = _last_parts_s(every, jobs.by_stage[stage])
 
     def period_s(self) -> float:
-        """The shortest, by bisection."""
-        if self._asked_s(self.least_s) <= self.least_s:
-            return self.least_s
-        low = high = self.least_s
-        while self._asked_s(high) > high:
-            low, high = high, 2 * high
-        while high - low > CLOSE * low:
-            middle = (low + high) / 2
-            if self._asked_s(middle) > middle:
-                low = middle
+        """The shortest: where a period is what it asks for, by false position.
+
+        The longer it is, the less it asks for; so what the shortest asks for is too long.
+        """
+        low, high = self.least_s, self._asked_s(self.least_s)
+        if high <= low:
+            return low
+        over, under = high - low, self._asked_s(high) - high
+        for _ in range(ROUNDS):
+            if high - low <= CLOSE * low:
+                break
+            middle = low + (high - low) * over / (over - under)
+            found = self._asked_s(middle) - middle
+            if abs(found) <= CLOSE * middle:
+                return middle
+            if found > 0:
+                low, over = middle, found
             else:
-                high = middle
+                high, under = middle, found
         return high
 
     def seen(self, period_s: float, found_s: float) -> None:
