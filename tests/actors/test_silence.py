@@ -6,15 +6,23 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
 from ray.exceptions import RayActorError
 
+from streamrl.actors.crew import Crew
+from streamrl.actors.hybrid import Part
+from streamrl.actors.reporting import RoleActors
 from streamrl.actors.silence import naming_silent, silent
+from streamrl.config import load_config
+from streamrl.dataflow import GENERATE, POLICY, REWARD
 from streamrl.errors import DeadlineError, FilterError
+from streamrl.preflight import Prepared
 
-pytestmark = pytest.mark.slow
+RECIPE = Path(__file__).parents[2] / "configs" / "grpo_arithmetic.yaml"
 
 
 @ray.remote(num_cpus=0)
@@ -46,6 +54,7 @@ def processes() -> Iterator[dict[str, ray.actor.ActorHandle]]:
     ray.shutdown()
 
 
+@pytest.mark.slow
 def test_of_those_that_wait_are_stopped_and_are_dead_only_the_stopped_one_is_silent(
     processes: dict[str, ray.actor.ActorHandle],
 ) -> None:
@@ -56,6 +65,7 @@ def test_of_those_that_wait_are_stopped_and_are_dead_only_the_stopped_one_is_sil
     assert time.monotonic() - began < 2.0, "nobody is waited for who answers"
 
 
+@pytest.mark.slow
 def test_an_error_of_waiting_names_who_is_silent_and_others_stay_as_they_are(
     processes: dict[str, ray.actor.ActorHandle],
 ) -> None:
@@ -69,3 +79,25 @@ def test_an_error_of_waiting_names_who_is_silent_and_others_stay_as_they_are(
     assert found.value is other
     with pytest.raises(DeadlineError, match=rf"^{re.escape(said)}$"), naming_silent(dict):
         raise DeadlineError(said)
+
+
+def test_each_process_is_asked_once_and_not_those_that_have_none_yet() -> None:
+    config = load_config(RECIPE, ["placement.mode=colocated", "trainer.world_size=2"])
+    nothing: Any = None
+    crew = Crew(config, Prepared(config.dataflow, nothing, {}, (), 8, 0, ()), on_gpu=False)
+    calls = {call.role: call for call in config.dataflow.calls}
+    hosts: list[Any] = ["first", "second"]
+    for role, name in ((GENERATE.role, "generator"), (POLICY, "trainer")):
+        parts = {f"{name}-{i}": Part(host, name) for i, host in enumerate(hosts)}
+        crew.actors |= parts
+        crew.roles[role] = RoleActors([calls[role]], list(parts), list(parts.values()))
+    crew.roles[REWARD.role] = RoleActors([calls[REWARD.role]], ["reward-0"], ["scorer"])
+    # One more was hired and waits for a place.
+    crew.actors |= {"coordinator": "c", "shard-0": "s", "reward-0": "scorer", "reward-1": "none"}
+    assert crew.processes == {
+        "generator-0 and trainer-0": "first",
+        "generator-1 and trainer-1": "second",
+        "reward-0": "scorer",
+        "coordinator": "c",
+        "shard-0": "s",
+    }
