@@ -113,6 +113,7 @@ class Generation:
     def __init__(self, workload: Workload, extra: int = 0) -> None:
         self.workload = workload
         self.per_group = workload.group_size + extra
+        self._found: dict[tuple[GeneratorTiming, tuple[float, ...], float], list[float]] = {}
         self._shares: dict[tuple[int, int, float], list[Share]] = {}
         quantiles = workload.lengths.quantiles(np.linspace(0.0005, 0.9995, 1000))
         self._mean = float(np.mean(quantiles))
@@ -130,13 +131,27 @@ class Generation:
         return max(1.0, min(float(timing.max_running), room))
 
     def completion(
-        self, timing: GeneratorTiming, cuts: Sequence[float], period_s: float = math.inf
+        self, timing: GeneratorTiming, cuts: tuple[float, ...], period_s: float = math.inf
     ) -> list[float]:
         """When these parts of a step's groups are complete, s after they are asked for.
 
         1.0 is when all are. With a period, as in Share.ends_s.
         """
-        ends = [share.ends_s(timing, period_s) for share in self.shares(timing)]
+        if period_s < math.inf:
+            # Periods that differ by less than is looked for are the same.
+            period_s = (1 + CLOSE / 2) ** round(math.log(period_s) / math.log(1 + CLOSE / 2))
+        key = (timing, cuts, period_s)
+        if key not in self._found:
+            self._found[key] = self._completion(timing, cuts, period_s)
+        return self._found[key]
+
+    def _completion(
+        self, timing: GeneratorTiming, cuts: tuple[float, ...], period_s: float
+    ) -> list[float]:
+        shares = self.shares(timing)
+        if cuts == (1.0,):
+            shares = [max(shares, key=lambda share: float(share.edges[-1]))]
+        ends = [share.ends_s(timing, period_s) for share in shares]
         ordered = np.sort(np.concatenate(ends))
         return [float(ordered[math.ceil(cut * len(ordered)) - 1]) for cut in cuts]
 
@@ -207,7 +222,9 @@ class _Batch:
     def __post_init__(self) -> None:
         count = len(self.lengths)
         self.ends = np.zeros(count)
-        self.edges, self.running, self.resident, self.computed = [0.0], [], [], [0.0]
+        self.edges, self.computed = [0.0], [0.0]
+        self.running: list[int] = []
+        self.resident: list[float] = []
         self._left = [float(length) for length in self.lengths]
         self._had = [self.prompt_tokens] * count
         self._since = [0.0] * count
@@ -361,7 +378,7 @@ The first and the last are small: with them a pipeline fills, and runs dry.
 """
 
 
-def cuts_of(pieces: int) -> Sequence[float]:
+def cuts_of(pieces: int) -> tuple[float, ...]:
     """The finest that so many pieces allow."""
     return PARTS[max(least for least in PARTS if least <= max(1, pieces))]
 

@@ -94,12 +94,12 @@ class Jobs:
         """The number of a stage's mesh."""
         return self._mesh.get(stage, NOWHERE)
 
-    def cuts(self, pieces: int) -> Sequence[float]:
+    def cuts(self, pieces: int) -> tuple[float, ...]:
         """How work of so many pieces is cut, where calls work on a step as it comes."""
         return cuts_of(pieces if self.in_parts else 1)
 
     @property
-    def group_cuts(self) -> Sequence[float]:
+    def group_cuts(self) -> tuple[float, ...]:
         """Of generation and scoring."""
         return self.cuts(self.workload.groups_per_step)
 

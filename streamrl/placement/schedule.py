@@ -20,7 +20,7 @@ from streamrl.placement.unrolling import Job, Unrolled, Unroller
 
 ROUNDS = 3
 """Of finding how far apart steps are whose generation overlaps; that depends on itself."""
-CLOSE = 0.01
+CLOSE = 0.02
 """Periods that differ by less, relatively, are as good as the same."""
 
 Key = tuple[tuple[tuple[str, Assignment], ...], int, bool]

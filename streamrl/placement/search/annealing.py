@@ -51,6 +51,11 @@ class Annealing:
         self._neighbours = _Neighbours(choices.problem.cluster, self._meshes)
         self.scheduled = 0
 
+    @property
+    def is_small(self) -> bool:
+        """Whether a descent looks at all there is for a role, and at roles in pairs."""
+        return len(self._meshes) <= FEW_MESHES
+
     def cost_s(self, state: State, limit_s: float = math.inf) -> float:
         """Its step time; infinite if it cannot be, or is sure to be above the limit."""
         if self.least_s(state) >= limit_s:
@@ -110,7 +115,7 @@ class Annealing:
     def descend(self, state: State, cost: float) -> tuple[State, float]:
         """Role by role on whatever is better for it, then in pairs, until nothing is."""
         groups: list[tuple[str, ...]] = [(role,) for role in state.roles]
-        if len(self._meshes) <= FEW_MESHES:
+        if self.is_small:
             groups += itertools.combinations(state.roles, 2)
         for _ in range(ROUNDS):
             before = cost
@@ -131,7 +136,7 @@ class Annealing:
 
         Else every grid where it is, and the fastest of each mesh that others have or that is near.
         """
-        if len(self._meshes) <= FEW_MESHES:
+        if self.is_small:
             return [each for mesh in self._meshes for each in self._choices.of(role, mesh)]
         here = state.roles[role].mesh
         near = {each.mesh for each in state.roles.values()} | set(self._neighbours.of(here))

@@ -94,7 +94,7 @@ class Mapping:
                 break
             looked += 1
             for placement in self._placements(each, ahead, streamed=streamed):
-                seconds = self._choices.estimator.step_s(placement)
+                seconds = self._choices.estimator.step_s(placement, best[0])
                 if seconds < best[0]:
                     best = (seconds, placement)
         return best[1], looked
