@@ -1,0 +1,180 @@
+"""What a model gets of its devices and links: every figure that a cost rests on, by name.
+
+Nothing else in the cost model is a number of its own. `streamrl calibrate` fits some of these to a
+run that was measured; a file may set any of them.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from streamrl.errors import ConfigError
+from streamrl.placement.clusters import Cluster
+from streamrl.settings import read_settings
+
+ABOVE_ZERO = (
+    "train_flops_fraction",
+    "forward_flops_fraction",
+    "decode_flops_fraction",
+    "decode_memory_fraction",
+    "optimizer_memory_fraction",
+    "link_fraction",
+    "network_fraction",
+)
+"""Parts of what a maker states; nothing can be divided by 0."""
+PARTS = (*ABOVE_ZERO, "zero_exposed_fraction", "pause_fraction", "memory_reserve_fraction")
+
+
+@dataclass(frozen=True)
+class Constants:
+    """Calibratable; the defaults are of engines of today on data-centre GPUs.
+
+    Matrix products. A device reaches part of its FLOP/s, less where tensor parallelism or a small
+    model leaves it narrow matrices: with a width w = hidden / t the part is fraction * w /
+    (w + half_width).
+    train_flops_fraction: forward and backward, communication and bubbles not counted.
+    forward_flops_fraction: prefill and scoring. decode_flops_fraction: a decode step.
+    recompute: whether a backward pass first computes the forward one again.
+
+    Memory and links. decode_memory_fraction: of a device's bandwidth, to read weights and keys and
+    values. optimizer_memory_fraction: likewise, to update. link_fraction, network_fraction: of
+    bandwidth within a node and between nodes. collective_s: a collective of any size, once;
+    link_hop_s, network_hop_s: for each of its hops.
+
+    Generation. max_running: most rollouts a replica samples at the same time. decode_step_s,
+    decode_layer_s, decode_rollout_s: the host's own work for a decode step, for each layer of it,
+    and for each rollout in it. begin_s: from a prompt in the queue to its place in the engine.
+
+    Training. micro_batch_s, update_s, train_step_s: on top of each micro-batch, update and step.
+    zero_exposed_fraction: of ZeRO's traffic in a micro-batch, what no computation hides.
+
+    Scoring. score_batch_s, score_rollout_s: on top of a batch, and of each rollout. score_tokens:
+    most tokens in a batch. rule_group_s, rule_rollout_s: of a reward that is a rule.
+
+    Versions. publish_s, pull_s: on top of the bytes, for who is elsewhere; switch_s: for who shares
+    devices with the trainer. pause_fraction: of a pull, how much of it stops who pulls.
+
+    The stream. hop_s: from one stage to the next. between_steps_s: for the books. column_bytes: of
+    a rollout's token, all columns.
+
+    Bytes. weight_bytes, gradient_bytes, optimizer_bytes: of a parameter that is trained; master
+    weights belong to the last. reduced_bytes: of a gradient under way. activation_bytes: of a
+    token, for each layer and each element of the hidden width; checkpoint_bytes: likewise, where
+    the rest is computed again. logit_bytes: of a token, for each entry of the vocabulary.
+    served_bytes: of a weight that only computes forward. kv_bytes: of an element of keys and
+    values. memory_reserve_fraction: of a device, what libraries and fragments take.
+    """
+
+    train_flops_fraction: float = 0.6
+    forward_flops_fraction: float = 0.65
+    decode_flops_fraction: float = 0.5
+    half_width: float = 256.0
+    recompute: bool = True
+
+    decode_memory_fraction: float = 0.8
+    optimizer_memory_fraction: float = 0.7
+    link_fraction: float = 0.7
+    network_fraction: float = 0.8
+    collective_s: float = 10e-6
+    link_hop_s: float = 2e-6
+    network_hop_s: float = 10e-6
+
+    max_running: int = 256
+    decode_step_s: float = 4e-3
+    decode_layer_s: float = 0.0
+    decode_rollout_s: float = 120e-6
+    begin_s: float = 10e-3
+
+    micro_batch_s: float = 20e-3
+    update_s: float = 50e-3
+    train_step_s: float = 0.2
+    zero_exposed_fraction: float = 0.5
+
+    score_batch_s: float = 20e-3
+    score_rollout_s: float = 100e-6
+    score_tokens: int = 32768
+    rule_group_s: float = 1e-3
+    rule_rollout_s: float = 1e-3
+
+    publish_s: float = 0.1
+    pull_s: float = 0.2
+    switch_s: float = 0.1
+    pause_fraction: float = 1.0
+
+    hop_s: float = 5e-3
+    between_steps_s: float = 0.05
+    column_bytes: float = 40.0
+
+    weight_bytes: int = 2
+    gradient_bytes: int = 4
+    optimizer_bytes: int = 12
+    reduced_bytes: int = 4
+    activation_bytes: float = 34.0
+    checkpoint_bytes: float = 2.0
+    logit_bytes: float = 8.0
+    served_bytes: int = 2
+    kv_bytes: int = 2
+    memory_reserve_fraction: float = 0.1
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = vars(self)[field.name]
+            if value < 0 or (field.name in ABOVE_ZERO and value == 0):
+                least = "above 0" if field.name in ABOVE_ZERO else "0 or more"
+                raise ConfigError(f"{field.name}={value}: must be {least}")
+            if field.name in PARTS and value > 1:
+                raise ConfigError(f"{field.name}={value}: must be at most 1")
+        for name in ("max_running", "score_tokens"):
+            if vars(self)[name] < 1:
+                raise ConfigError(f"{name}={vars(self)[name]}: must be at least 1")
+
+    @classmethod
+    def of(cls, cluster: Cluster) -> "Constants":
+        """The defaults for the devices of a cluster: CPU's where any of them is one."""
+        return CPU if any(group.device.name == "CPU" for group in cluster.groups) else cls()
+
+    @classmethod
+    def read(cls, path: Path, defaults: "Constants | None" = None) -> "Constants":
+        """Those of a YAML file; what it does not name is as in `defaults`. Raises ConfigError."""
+        try:
+            found = yaml.safe_load(path.read_text())
+        except (OSError, yaml.YAMLError) as error:
+            raise ConfigError(f"constants {path}: {' '.join(str(error).split())}") from None
+        if not isinstance(found, Mapping):
+            raise ConfigError(f"constants {path}: must be a mapping of names to numbers")
+        return cls.of_dict(found, defaults, place=f"constants {path}")
+
+    @classmethod
+    def of_dict(
+        cls, loose: Mapping[str, Any], defaults: "Constants | None" = None, *, place: str
+    ) -> "Constants":
+        """Those of a mapping, likewise. Raises ConfigError with `place` and the nearest name."""
+        return read_settings(cls, asdict(defaults or cls()) | dict(loose), section=place)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain values; `of_dict` is the inverse."""
+        return asdict(self)
+
+    def dump(self, path: Path) -> None:
+        """Write them as YAML; `read` is the inverse."""
+        path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False))
+
+
+CPU = Constants(
+    train_flops_fraction=0.3,
+    forward_flops_fraction=0.3,
+    decode_flops_fraction=0.3,
+    half_width=64.0,
+    recompute=False,
+    collective_s=200e-6,
+    link_hop_s=50e-6,
+    network_hop_s=200e-6,
+    weight_bytes=4,
+    reduced_bytes=4,
+    served_bytes=4,
+    kv_bytes=4,
+)
+"""A core's: slower to begin anything, and float32 throughout."""

@@ -1,0 +1,88 @@
+"""What sampling costs: the roofline of a decode step, and what comes on top of it."""
+
+from streamrl.placement.costs.constants import Constants
+from streamrl.placement.costs.flops import token_flops
+from streamrl.placement.costs.tensors import stage_params
+from streamrl.placement.costs.works import Work
+from streamrl.placement.shapes import ModelShape
+from streamrl.placement.timings import GeneratorTiming
+
+SUMS_PER_LAYER = 2
+"""Forward, tensor-parallel ranks sum once behind attention and once behind the MLP."""
+
+
+def kv_token_bytes(shape: ModelShape, tensor: int, stages: int, constants: Constants) -> float:
+    """Of one device, a token's keys and values.
+
+    Tensor-parallel ranks split the heads; where there are fewer, some hold the same. What is
+    compressed (MLA) all of them hold.
+    """
+    split = 1 if shape.kv_lora else min(tensor, shape.kv_heads)
+    return shape.kv_bytes_per_token(constants.kv_bytes) / split / stages
+
+
+def read_params(shape: ModelShape, tensor: int, stages: int, running: float) -> float:
+    """Of one device, the parameters that a decode step of so many rollouts reads.
+
+    Of experts those that at least one of them passes, if each picks its own at random.
+    """
+    held: float = sum(stage_params(shape, stages, tensor)) / stages
+    if not shape.scalar_head and not shape.tied:
+        # Of the embedding a step looks up a few rows.
+        held -= shape.vocab * shape.hidden / tensor / stages
+    if not shape.experts:
+        return held
+    missed: float = (1 - shape.experts_per_token / shape.experts) ** running
+    expert = 3 * shape.hidden * shape.intermediate
+    unread = shape.moe_layers * shape.experts * missed * expert
+    return held - unread / tensor / stages
+
+
+def running_rollouts(work: Work, kv_tokens: float) -> float:
+    """How many a replica samples at a time, about: as many as there are, and have room.
+
+    Rollouts that are under way together have half their completions on average.
+    """
+    workload = work.workload
+    middle = workload.prompt_tokens + workload.lengths.mean / 2
+    here = workload.rollouts / work.replicas
+    return max(1.0, min(here, work.constants.max_running, kv_tokens / middle))
+
+
+def generator_timing(work: Work, kv_room_bytes: float) -> GeneratorTiming:
+    """Of a replica whose devices have so many bytes each for keys and values.
+
+    With pipeline stages the rollouts fall into as many parts, which follow one another through the
+    stages: each gets a token in the time that all stages take for a part. So weights are read once
+    for each part, and what depends on the rollouts is spread over the stages.
+    """
+    shape, constants, stages = work.shape, work.constants, work.stages
+    kv_bytes = kv_token_bytes(shape, work.tensor, stages, constants)
+    kv_tokens = max(0.0, kv_room_bytes) / kv_bytes
+    running = running_rollouts(work, kv_tokens)
+    memory = work.memory_bytes_per_s * constants.decode_memory_fraction
+    weights = read_params(shape, work.tensor, stages, running / stages) * constants.served_bytes
+    sums = SUMS_PER_LAYER * stages * work.sum_s + stages * work.groups.pipeline.send_s
+    layers = constants.decode_layer_s * shape.layers
+    compute = 2 * shape.active_matmul_params / work.flops_per_s(constants.decode_flops_fraction)
+    return GeneratorTiming(
+        replicas=work.replicas,
+        max_running=constants.max_running,
+        kv_tokens=kv_tokens,
+        weights_s=stages * weights / memory,
+        kv_token_s=kv_bytes / memory,
+        compute_rollout_s=compute,
+        step_s=stages * constants.decode_step_s + layers + sums,
+        rollout_s=constants.decode_rollout_s
+        + SUMS_PER_LAYER * work.sum_token_s
+        + work.pass_token_s,
+        prefill_token_s=_prefill_token_s(work),
+        begin_s=constants.begin_s,
+    )
+
+
+def _prefill_token_s(work: Work) -> float:
+    """Of a prompt's token: the stages follow one another, and each computes its part."""
+    flops = token_flops(work.shape, work.workload.prompt_tokens)
+    compute = flops / work.flops_per_s(work.constants.forward_flops_fraction)
+    return compute + SUMS_PER_LAYER * work.sum_token_s + work.pass_token_s

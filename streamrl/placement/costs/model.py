@@ -1,0 +1,233 @@
+"""The cost model: what a placement takes in seconds and bytes, by shapes, devices and constants."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+from streamrl.dataflow import MOVED, POLICY, Call, Kind
+from streamrl.placement.clusters import Device
+from streamrl.placement.costs.alone import generate_s, score_s, train_s
+from streamrl.placement.costs.constants import Constants
+from streamrl.placement.costs.generate import generator_timing
+from streamrl.placement.costs.held import (
+    rollout_kv_bytes,
+    score_memory,
+    served_bytes,
+    train_memory,
+    usable,
+)
+from streamrl.placement.costs.holdings import Holder, Holdings
+from streamrl.placement.costs.score import rule_timing, score_timing
+from streamrl.placement.costs.tensors import stage_params
+from streamrl.placement.costs.traffic import Moved, Traffic
+from streamrl.placement.costs.train import train_timing
+from streamrl.placement.costs.works import Work
+from streamrl.placement.estimates import CallMemory, Problem
+from streamrl.placement.placements import Assignment, Placement
+from streamrl.placement.shapes import ModelShape
+from streamrl.placement.timings import ScoreTiming, Timings, TrainTiming, WeightsTiming
+from streamrl.placement.workload import Workload
+
+
+class CostModel:
+    """Of one problem; keeps what it found for each call on each devices."""
+
+    def __init__(self, problem: Problem, constants: Constants | None = None) -> None:
+        self.problem = problem
+        self.constants = constants or Constants.of(problem.cluster)
+        self.traffic = Traffic(problem.cluster, self.constants)
+        self._calls = {call.stage: call for call in problem.dataflow.ordered}
+        self._trainers = {call.role: call.stage for call in problem.dataflow.of_kind(Kind.TRAIN)}
+        self._shapes = {stage: problem.model_of(stage) for stage in self._calls}
+        self._works: dict[tuple[str, Assignment], Work] = {}
+        self._scored: dict[tuple[str, Assignment], ScoreTiming] = {}
+        self._trained: dict[tuple[str, Assignment], TrainTiming] = {}
+        self._alone: dict[tuple[str, Assignment], float] = {}
+        self._held: dict[tuple[str, Assignment, Assignment | None], Holder] = {}
+        self._wrong: dict[tuple[str, Assignment], str] = {}
+
+    def timings(self, placement: Placement) -> Timings:
+        """How long everything takes. What `unfit` refuses has none: ValueError, or nonsense."""
+        score: dict[str, ScoreTiming] = {}
+        train: dict[str, TrainTiming] = {}
+        for stage, call in self._calls.items():
+            if call.kind is Kind.SCORE:
+                score[stage] = self._score(stage, placement.calls.get(stage))
+            elif call.kind is Kind.TRAIN:
+                train[call.role] = self._train(stage, placement.calls[stage])
+        sampling = self.problem.dataflow.of_kind(Kind.GENERATE)[0].stage
+        room = self._holdings(placement).kv_room(sampling)
+        return Timings(
+            generator_timing(self._work(sampling, placement.calls[sampling]), room),
+            score,
+            train,
+            weights={
+                stage: self._weights(call, placement)
+                for stage, call in self._calls.items()
+                if stage in placement.calls and self._source(call)
+            },
+            hop_s=self._hop_s(),
+            step_s=self.constants.between_steps_s,
+        )
+
+    def memory(self, placement: Placement) -> Mapping[str, CallMemory]:
+        """What each call holds of one of its devices."""
+        return self._holdings(placement).memory()
+
+    def unfit(self, placement: Placement) -> str:
+        """Why it cannot be, in one line: what does not divide, or does not fit; empty if it can."""
+        for stage, assignment in placement.calls.items():
+            if wrong := self._misfit(stage, assignment):
+                return wrong
+        return self._holdings(placement).unfit()
+
+    def call_s(self, stage: str, assignment: Assignment) -> float:
+        """A whole step's work of a call alone on its devices; infinite if it does not fit."""
+        key = (stage, assignment)
+        if key not in self._alone:
+            self._alone[key] = self._call_s(stage, assignment)
+        return self._alone[key]
+
+    def moved(self, stage: str, placement: Placement) -> Moved | None:
+        """What a version costs on its way to a call; None where it follows nobody."""
+        call = self._calls[stage]
+        source = self._source(call)
+        if not source:
+            return None
+        return self.traffic.moved(
+            self._shape(stage), placement.calls[source], placement.calls[stage]
+        )
+
+    def _call_s(self, stage: str, assignment: Assignment) -> float:
+        if self._misfit(stage, assignment):
+            return math.inf
+        call, work = self._calls[stage], self._work(stage, assignment)
+        holder = self._holder(stage, assignment, None)
+        left = self._smallest(assignment) - holder.memory.kept
+        if left < max(holder.memory.active, holder.least_kv):
+            return math.inf
+        if call.kind is Kind.GENERATE:
+            return generate_s(generator_timing(work, left), work.workload)
+        if call.kind is Kind.SCORE:
+            return score_s(self._score(stage, assignment), work.workload)
+        return train_s(self._train(stage, assignment), work.workload)
+
+    def _smallest(self, assignment: Assignment) -> float:
+        devices: list[Device] = [
+            group.device for group in assignment.mesh.groups(self.problem.cluster)
+        ]
+        return usable(min(device.memory_bytes for device in devices), self.constants)
+
+    def _misfit(self, stage: str, assignment: Assignment) -> str:
+        """What does not divide, or has less work than replicas; empty if all is well."""
+        key = (stage, assignment)
+        if key not in self._wrong:
+            self._wrong[key] = self._misfit_of(stage, assignment)
+        return self._wrong[key]
+
+    def _misfit_of(self, stage: str, assignment: Assignment) -> str:
+        grid, workload = assignment.grid, self._workload(stage)
+        try:
+            stage_params(self._shape(stage), grid.stages, grid.tensor)
+        except ValueError as error:
+            return f"{stage} as {grid}: {error}"
+        rollouts = workload.rollouts
+        if self._calls[stage].kind is Kind.TRAIN:
+            rollouts //= workload.mini_batches
+        if grid.replicas > rollouts:
+            return f"{stage} as {grid}: {grid.replicas} replicas for {rollouts} rollouts"
+        return ""
+
+    def _shape(self, stage: str) -> ModelShape:
+        shape = self._shapes[stage]
+        assert shape is not None, f"{stage} has devices and no model"
+        return shape
+
+    def _workload(self, stage: str) -> Workload:
+        """A step's work of a call: of what is sampled greedily, one rollout for a prompt."""
+        call, workload = self._calls[stage], self.problem.workload
+        if "greedy_ids" in (*call.needs, *call.produces):
+            return replace(workload, group_size=1)
+        return workload
+
+    def _work(self, stage: str, assignment: Assignment) -> Work:
+        key = (stage, assignment)
+        if key not in self._works:
+            self._works[key] = Work(
+                self._shape(stage),
+                assignment,
+                self._workload(stage),
+                self.problem.cluster,
+                self.constants,
+            )
+        return self._works[key]
+
+    def _score(self, stage: str, assignment: Assignment | None) -> ScoreTiming:
+        if assignment is None:
+            return rule_timing(self.constants)
+        key = (stage, assignment)
+        if key not in self._scored:
+            self._scored[key] = score_timing(self._work(stage, assignment))
+        return self._scored[key]
+
+    def _train(self, stage: str, assignment: Assignment) -> TrainTiming:
+        key = (stage, assignment)
+        if key not in self._trained:
+            self._trained[key] = train_timing(self._work(stage, assignment))
+        return self._trained[key]
+
+    def _source(self, call: Call) -> str:
+        """The stage that trains what a call follows; empty if it follows nobody."""
+        return self._trainers.get(POLICY if call.follows == MOVED else call.follows, "")
+
+    def _weights(self, call: Call, placement: Placement) -> WeightsTiming:
+        moved, constants = self.moved(call.stage, placement), self.constants
+        assert moved is not None
+        if placement.overlaps(self._source(call), call.stage):
+            whole = moved.seconds + constants.switch_s
+            return WeightsTiming(0.0, whole, whole)
+        pull_s = moved.seconds + constants.pull_s
+        return WeightsTiming(constants.publish_s, pull_s, pull_s * constants.pause_fraction)
+
+    def _hop_s(self) -> float:
+        """From one stage to the next: a group's columns through a node's network, and the rest."""
+        workload, constants = self.problem.workload, self.constants
+        num_bytes = workload.group_size * workload.rollout_tokens * constants.column_bytes
+        network = min(group.network for group in self.problem.cluster.groups)
+        return constants.hop_s + num_bytes / (network * constants.network_fraction)
+
+    def _holdings(self, placement: Placement) -> Holdings:
+        holders = {}
+        for stage, assignment in placement.calls.items():
+            source = placement.calls.get(self._source(self._calls[stage]))
+            beside = source if source and source.mesh == assignment.mesh else None
+            holders[stage] = self._holder(stage, assignment, beside)
+        return Holdings(placement, holders, self.problem.cluster, self.constants)
+
+    def _holder(self, stage: str, assignment: Assignment, beside: Assignment | None) -> Holder:
+        """A call's; `beside` is who trains what it follows, where it is on the same devices."""
+        key = (stage, assignment, beside)
+        if key not in self._held:
+            self._held[key] = self._holder_of(stage, assignment, beside)
+        return self._held[key]
+
+    def _holder_of(self, stage: str, assignment: Assignment, beside: Assignment | None) -> Holder:
+        call, work, shape = self._calls[stage], self._work(stage, assignment), self._shape(stage)
+        weights = f"{call.role} {assignment}"
+        if call.kind is Kind.TRAIN:
+            return Holder(call.kind, train_memory(work), f"{weights} trained")
+        kept = served_bytes(shape, work)
+        if beside is not None:
+            kept = self.traffic.moved(shape, beside, assignment).beside_bytes
+        if call.kind is Kind.SCORE:
+            return Holder(call.kind, score_memory(work, kept), weights)
+        workload = work.workload
+        most = workload.prompt_tokens + workload.lengths.most
+        here = math.ceil(workload.rollouts / work.replicas)
+        return Holder(
+            call.kind,
+            CallMemory(kept, 0.0),
+            weights,
+            rollout_kv_bytes(work, most),
+            rollout_kv_bytes(work, most * min(here, self.constants.max_running)),
+        )

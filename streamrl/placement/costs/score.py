@@ -1,0 +1,38 @@
+"""What a forward pass over rollouts costs: references, reward models, values."""
+
+from streamrl.placement.costs.constants import Constants
+from streamrl.placement.costs.generate import SUMS_PER_LAYER
+from streamrl.placement.costs.works import Work
+from streamrl.placement.timings import ScoreTiming
+from streamrl.placement.workload import Workload
+
+
+def groups_in_batch(workload: Workload, constants: Constants) -> int:
+    """Groups that are scored at once: as many as have so many tokens together, at least one."""
+    tokens = workload.group_size * workload.rollout_tokens
+    return max(1, min(workload.groups_per_step, int(constants.score_tokens / tokens)))
+
+
+def score_timing(work: Work) -> ScoreTiming:
+    """Of a replica."""
+    constants, workload = work.constants, work.workload
+    batch = groups_in_batch(workload, constants)
+    batches = workload.groups_per_step / batch / work.replicas
+    longer = work.with_bubble(batches)
+    compute = work.forward_token_flops / work.flops_per_s(constants.forward_flops_fraction)
+    token_s = compute + SUMS_PER_LAYER * work.sum_token_s + work.pass_token_s
+    return ScoreTiming(
+        replicas=work.replicas,
+        batch=batch,
+        batch_s=constants.score_batch_s
+        + longer * (SUMS_PER_LAYER * work.sum_s + work.groups.pipeline.send_s),
+        rollout_s=constants.score_rollout_s,
+        token_s=token_s * longer,
+    )
+
+
+def rule_timing(constants: Constants) -> ScoreTiming:
+    """Of a reward that computes without a model and without devices."""
+    return ScoreTiming(
+        1, batch=1, batch_s=constants.rule_group_s, rollout_s=constants.rule_rollout_s, token_s=0.0
+    )

@@ -1,0 +1,87 @@
+"""What training costs: passes with their communication and bubbles, and updates."""
+
+import math
+
+from streamrl.placement.costs.flops import train_passes
+from streamrl.placement.costs.generate import SUMS_PER_LAYER
+from streamrl.placement.costs.tensors import fullest_stage
+from streamrl.placement.costs.traffic import SHARDS_PARAMETERS
+from streamrl.placement.costs.works import Work
+from streamrl.placement.timings import TrainTiming
+
+SHARDS_OPTIMIZER, SHARDS_GRADIENTS = 1, 2
+"""The stages of ZeRO from which on replicas share these out."""
+
+
+def replica_tokens(work: Work) -> float:
+    """Tokens that a replica trains between two updates."""
+    return work.workload.tokens / work.workload.mini_batches / work.replicas
+
+
+def micro_batches(work: Work) -> int:
+    """Micro-batches of a replica between two updates."""
+    return max(1, math.ceil(replica_tokens(work) / work.workload.micro_batch_tokens))
+
+
+def train_timing(work: Work) -> TrainTiming:
+    """Of all replicas of a model that is trained."""
+    constants = work.constants
+    passes = train_passes(constants)
+    longer = work.with_bubble(micro_batches(work))
+    # Backward there are as many sums again as forward, and as many more where that is repeated.
+    sums = SUMS_PER_LAYER * (passes - 1)
+    compute = work.forward_token_flops / work.flops_per_s(constants.train_flops_fraction)
+    token_s = passes * compute + sums * work.sum_token_s + 2 * work.pass_token_s
+    begin_s = sums * work.sum_s + 2 * work.groups.pipeline.send_s
+    return TrainTiming(
+        shares=work.replicas,
+        micro_batch_s=constants.micro_batch_s + longer * begin_s + _exposed_s(work),
+        token_s=token_s * longer,
+        update_s=constants.update_s + _reduce_s(work) + _optimizer_s(work),
+        step_s=constants.train_step_s,
+    )
+
+
+def _params(work: Work) -> int:
+    """Of the fullest device, were nothing shared out among replicas."""
+    return fullest_stage(work.shape, work.stages, work.tensor)
+
+
+def _exposed_s(work: Work) -> float:
+    """ZeRO's traffic in a micro-batch, as far as nothing hides it.
+
+    From stage 2 on gradients are reduced at once; from stage 3 on weights are gathered forward and
+    backward. Micro-batches of a pipeline follow one another, and so does this.
+    """
+    data, constants, stage = work.groups.data, work.constants, work.assignment.zero_stage
+    if data.ranks == 1 or stage < SHARDS_GRADIENTS:
+        return 0.0
+    num_bytes = constants.reduced_bytes
+    if stage >= SHARDS_PARAMETERS:
+        num_bytes += 2 * constants.weight_bytes
+    whole = _params(work) * num_bytes * data.gather_byte_s + work.shape.layers * data.gather_s
+    return constants.zero_exposed_fraction * whole
+
+
+def _reduce_s(work: Work) -> float:
+    """Gradients summed over the replicas; where these share out the optimizer, weights go back."""
+    data, constants, stage = work.groups.data, work.constants, work.assignment.zero_stage
+    if data.ranks == 1:
+        return 0.0
+    if stage < SHARDS_OPTIMIZER:
+        bytes_twice = constants.reduced_bytes
+        return data.all_reduce_s + _params(work) * bytes_twice * data.all_reduce_byte_s
+    num_bytes = constants.reduced_bytes if stage < SHARDS_GRADIENTS else 0
+    if stage < SHARDS_PARAMETERS:
+        num_bytes += constants.weight_bytes
+    return 2 * data.gather_s + _params(work) * num_bytes * data.gather_byte_s
+
+
+def _optimizer_s(work: Work) -> float:
+    """To read and write its state, and read gradients and write weights."""
+    constants = work.constants
+    num_bytes = 2 * constants.optimizer_bytes + constants.gradient_bytes + constants.weight_bytes
+    params = _params(work)
+    if work.assignment.zero_stage >= SHARDS_OPTIMIZER:
+        params = math.ceil(params / work.replicas)
+    return params * num_bytes / (work.memory_bytes_per_s * constants.optimizer_memory_fraction)
