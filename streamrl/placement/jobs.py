@@ -1,0 +1,262 @@
+"""The calls of a placement as jobs to unroll: what waits for what, and for how long it computes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from streamrl.dataflow import MOVED, POLICY, Call, Dataflow, Kind
+from streamrl.placement.durations import Generation, parts_of, score_s, spread, training
+from streamrl.placement.placements import Placement
+from streamrl.placement.timings import Timings, WeightsTiming
+from streamrl.placement.unrolling import NOWHERE, Job, Need
+from streamrl.placement.workload import Workload
+
+MOST_PARTS = 8
+"""Of a step's work, where it is streamed."""
+CLOSE = 0.003
+"""Periods that differ by less, relatively, are as good as the same."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A dataflow as jobs need it: the calls in order, and whose results each of them takes.
+
+    Calls that generate are one job: they share replicas, and begin together.
+    """
+
+    calls: tuple[Call, ...]
+    sources: dict[str, list[str]]
+    trained: list[str]
+
+    @classmethod
+    def of(cls, dataflow: Dataflow) -> "Flow":
+        """Of this."""
+        graph, ordered = dataflow.graph, dataflow.ordered
+        generate = dataflow.of_kind(Kind.GENERATE)[0].stage
+        kinds = {call.stage: call.kind for call in ordered}
+        sources: dict[str, list[str]] = {}
+        for call in ordered:
+            found = (
+                generate if kinds[source] is Kind.GENERATE else source
+                for source in graph.predecessors(call.stage)
+            )
+            sources[call.stage] = list(dict.fromkeys(found))
+        return cls(tuple(ordered), sources, dataflow.trained)
+
+    @property
+    def generate(self) -> Call:
+        """The first call."""
+        return self.calls[0]
+
+    @property
+    def greedy(self) -> int:
+        """Rollouts of each group that are sampled besides."""
+        return sum(call.kind is Kind.GENERATE for call in self.calls) - 1
+
+    def per_group(self, call: Call, workload: Workload) -> int:
+        """Rollouts of a group that a call scores."""
+        return 1 if "greedy_ids" in call.needs else workload.group_size
+
+    def leader(self, call: Call) -> str:
+        """The trained role whose versions a call follows; empty for none."""
+        role = POLICY if call.follows == MOVED else call.follows
+        return role if role in self.trained else ""
+
+
+@dataclass
+class Jobs:
+    """All jobs, in the order in which they are added; whose results are to be had where."""
+
+    flow: Flow
+    workload: Workload
+    placement: Placement
+    timings: Timings
+    meshes: list[int] = field(default_factory=list)
+    overlaps: list[list[int]] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
+    by_stage: dict[str, int] = field(default_factory=dict)
+    updates: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        used = list(dict.fromkeys(each.mesh for each in self.placement.calls.values()))
+        self.overlaps = [[m for m, b in enumerate(used) if a.overlaps(b)] for a in used]
+        number = {mesh: m for m, mesh in enumerate(used)}
+        self._mesh = {stage: number[each.mesh] for stage, each in self.placement.calls.items()}
+        apart = any(len(each) < len(used) for each in self.overlaps)
+        self.most_parts = MOST_PARTS if apart and self.placement.streamed else 1
+
+    def mesh(self, stage: str) -> int:
+        """The number of a stage's mesh."""
+        return self._mesh.get(stage, NOWHERE)
+
+    @property
+    def parts(self) -> int:
+        """Of generation and scoring."""
+        return parts_of(self.workload.groups_per_step, self.most_parts)
+
+    def weights(self, stage: str) -> WeightsTiming:
+        """A version's way to a stage."""
+        return self.timings.weights.get(stage, WeightsTiming())
+
+    def build(self, generate: Job) -> list[Job]:
+        """All jobs of a step, with this one for generation; its needs are added here."""
+        # Numbers first: who is needed may come later in a step, and earlier by a version.
+        followers = [call for call in self.flow.calls if self._pulls(call)]
+        trains = [call for call in self.flow.calls if call.kind is Kind.TRAIN]
+        scores = [call for call in self.flow.calls if call.kind is Kind.SCORE]
+        count = len(followers) + 1 + len(scores) + len(trains)
+        self.updates = list(range(count, count + len(trains)))
+        pulls = {}
+        for call in followers:
+            pulls[call.stage] = self._add(self._pull(call))
+        first = self.flow.generate.stage
+        self.by_stage[first] = len(self.jobs)
+        self.jobs.append(self._generate(generate, pulls.get(first)))
+        for call in scores:
+            self.by_stage[call.stage] = self._add(self._score(call, pulls.get(call.stage)))
+        for call in trains:
+            self.by_stage[call.stage] = self._add(self._passes(call))
+        for call in trains:
+            self._add(self._update(call))
+        return self.jobs
+
+    def _add(self, job: Job) -> int:
+        self.jobs.append(job)
+        return len(self.jobs) - 1
+
+    def _pulls(self, call: Call) -> bool:
+        return call is self.flow.generate or (
+            call.kind is Kind.SCORE and bool(self.flow.leader(call))
+        )
+
+    def _pull(self, call: Call) -> Job:
+        """The version that a step may be generated with, on its way."""
+        weights = self.weights(call.stage)
+        way = weights.publish_s + weights.pull_s - weights.pause_s
+        lag = 1 + self.placement.max_staleness
+        needs = [Need(update, lag, True, delay_s=way) for update in self.updates]
+        return Job(call.stage, self.mesh(call.stage), (weights.pause_s,), needs)
+
+    def _generate(self, job: Job, pull: int | None) -> Job:
+        needs = [] if pull is None else [Need(pull)]
+        if not self.placement.max_staleness:
+            return Job(job.stage, job.mesh, job.parts, needs, job.curve)
+        needs.append(Need(len(self.jobs), 1, served=True))
+        return Job(job.stage, job.mesh, job.parts, needs, job.curve, pull)
+
+    def _score(self, call: Call, pull: int | None) -> Job:
+        needs = self._sources(call)
+        if pull is not None:
+            needs.append(Need(pull))
+        timing, seconds = self.timings.score.get(call.stage), 0.0
+        if timing is not None:
+            seconds = score_s(timing, self.workload, self.flow.per_group(call, self.workload))
+        return Job(call.stage, self.mesh(call.stage), spread(seconds, self.parts), needs)
+
+    def _sources(self, call: Call) -> list[Need]:
+        hop_s, whole = self.timings.hop_s, self.most_parts == 1
+        return [
+            Need(self.by_stage[source], whole=whole, delay_s=hop_s)
+            for source in self.flow.sources[call.stage]
+        ]
+
+    def _passes(self, call: Call) -> Job:
+        work = training(self.timings.train[call.role], self.workload)
+        before = [Need(each, 1, True, delay_s=self.timings.step_s) for each in self.updates]
+        parts = parts_of(work.micro_batches, self.most_parts)
+        needs = [*self._sources(call), *before]
+        return Job(call.stage, self.mesh(call.stage), spread(work.passes_s, parts), needs)
+
+    def _update(self, call: Call) -> Job:
+        """The rest of a step, which waits until the version before is out of the way."""
+        timing = self.timings.train[call.role]
+        work = training(timing, self.workload)
+        needs = [Need(self.by_stage[call.stage], whole=True)]
+        publish_s = max((self.weights(stage).publish_s for stage in self._led(call)), default=0.0)
+        needs.append(Need(len(self.jobs), 1, True, delay_s=publish_s))
+        seconds = (work.last_s + timing.step_s,)
+        return Job(call.stage, self.mesh(call.stage), seconds, needs)
+
+    def _led(self, call: Call) -> Sequence[str]:
+        return [c.stage for c in self.flow.calls if self.flow.leader(c) == call.role]
+
+
+def burst(jobs: Jobs, generation: Generation) -> Job:
+    """Generation on policy: all of a step at once, with nothing before and after it."""
+    curve = generation.completion(jobs.timings.generator, jobs.parts)
+    stage = jobs.flow.generate.stage
+    return Job(stage, jobs.mesh(stage), (curve[-1],), curve=curve)
+
+
+def standing(jobs: Jobs, generation: Generation, *, period_s: float, others_s: float) -> Job:
+    """Generation steps ahead, where one step's rollouts go on beside the next one's.
+
+    period_s: of a step, of which `others_s` have its devices; meanwhile rollouts stand still.
+    """
+    timing, stage = jobs.timings.generator, jobs.flow.generate.stage
+    own_s = max(period_s - others_s, 1e-9)
+    offsets = generation.completion(timing, jobs.parts, own_s)
+    curve = [offset * max(period_s, own_s) / own_s for offset in offsets]
+    busy_s = generation.saturated_s(timing, jobs.placement.max_staleness)
+    return Job(stage, jobs.mesh(stage), spread(busy_s, jobs.parts), curve=curve)
+
+
+class Ahead:
+    """How far apart steps are where generation is ahead, which depends on itself.
+
+    The closer they are, the more rollouts run at the same time, and the longer each takes. With a
+    latency L of a step's rollouts, `after_s` from the last of them to the version that lets others
+    begin, a period P is at least (L(P) + after_s) / (max_staleness + 1), and at least what anyone
+    of the devices has to do.
+    """
+
+    def __init__(self, jobs: Jobs, generation: Generation) -> None:
+        self._generation = generation
+        self._timing = jobs.timings.generator
+        self._steps = jobs.placement.max_staleness + 1
+        stage = jobs.flow.generate.stage
+        busy_s = generation.saturated_s(self._timing, jobs.placement.max_staleness)
+        every = jobs.build(Job(stage, jobs.mesh(stage), (busy_s,)))
+        wants = [
+            sum(sum(job.parts) for job in every if job.mesh in beside) for beside in jobs.overlaps
+        ]
+        self.others_s = wants[jobs.mesh(stage)] - busy_s
+        self._least_s = max(wants)
+        self._after_s = _last_parts_s(every, jobs.by_stage[stage])
+
+    def period_s(self) -> float:
+        """The shortest, by bisection."""
+        if self._asked_s(self._least_s) <= self._least_s:
+            return self._least_s
+        low = high = self._least_s
+        while self._asked_s(high) > high:
+            low, high = high, 2 * high
+        while high - low > CLOSE * low:
+            middle = (low + high) / 2
+            if self._asked_s(middle) > middle:
+                low = middle
+            else:
+                high = middle
+        return high
+
+    def seen(self, period_s: float, found_s: float) -> None:
+        """What a schedule made of the latency at one period: it says how long the rest takes."""
+        self._after_s = found_s * self._steps - self._latency_s(period_s)
+
+    def _asked_s(self, period_s: float) -> float:
+        return (self._latency_s(period_s) + self._after_s) / self._steps
+
+    def _latency_s(self, period_s: float) -> float:
+        own_s = max(period_s - self.others_s, 1e-9)
+        longest = self._generation.completion(self._timing, 1, own_s)[-1]
+        return longest * max(period_s, own_s) / own_s
+
+
+def _last_parts_s(every: Sequence[Job], generate: int) -> float:
+    """From the last rollout to where the next version is: the last part of everyone in between."""
+    last = [0.0] * len(every)
+    for j, job in enumerate(every):
+        if j > generate:
+            before = (last[need.job] for need in job.needs if not need.lag)
+            last[j] = max(before, default=0.0) + job.parts[-1]
+    pull = every[every[generate].needs[0].job]
+    return max(last) + pull.parts[0] + max(need.delay_s for need in pull.needs)
