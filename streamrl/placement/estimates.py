@@ -94,14 +94,17 @@ class Estimate:
 
 
 class Costs(Protocol):
-    """What calls cost in a problem's placements; what is asked twice is to be remembered."""
+    """What calls cost in a problem's placements; what is asked twice is to be remembered.
+
+    `memory` and `unfit` also answer for a placement of some of the calls.
+    """
 
     def timings(self, placement: Placement) -> Timings:
         """How long things take."""
         ...
 
     def memory(self, placement: Placement) -> Mapping[str, CallMemory]:
-        """Bytes of each device, by stage; of one that need not have all calls."""
+        """Bytes that each call holds of one of its devices, by stage."""
         ...
 
     def unfit(self, placement: Placement) -> str:

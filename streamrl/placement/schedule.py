@@ -6,7 +6,7 @@ on devices of their own work on a step's groups as they come, where that is stre
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 
 from streamrl.dataflow import Kind
@@ -41,10 +41,10 @@ class Estimator:
         self.generation = Generation(problem.workload, self.flow.greedy)
         self._step_s: dict[Key, float] = {}
 
-    @property
-    def asked(self) -> int:
-        """How many placements have been looked at."""
-        return len(self._step_s)
+    def seen(self) -> Iterator[tuple[Placement, float]]:
+        """All placements that were looked at, with their step times."""
+        for (calls, ahead, streamed), seconds in self._step_s.items():
+            yield Placement(dict(calls), ahead, streamed), seconds
 
     def step_s(self, placement: Placement) -> float:
         """Seconds from one update to the next; infinite where it cannot be."""

@@ -1,0 +1,139 @@
+"""Which models share devices, and how many: HybridFlow's Algorithm 1 (arXiv:2409.19256).
+
+Every set partition of the models, every allocation of nodes to its sets. What a set's roles do on
+so many nodes is remembered. A placement costs its step time, by schedule; the paper's sum over
+stages of the slowest set (`d_cost`) may be asked for instead.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from streamrl.placement.estimates import Costs, Problem
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import Assignment, Placement
+from streamrl.placement.schedule import d_cost
+from streamrl.placement.search.parallel import Choices, Roles
+from streamrl.placement.search.partitions import allocations, set_partitions
+
+Unit = tuple[str, ...]
+SLACK = 0.95
+"""A bound from calls alone is trusted so far: alone and together they are timed in two ways."""
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """Sets of roles and the mesh of each; `least_s` is the least that a step can take there."""
+
+    sets: tuple[Unit, ...]
+    meshes: tuple[Mesh, ...]
+    least_s: float
+
+
+class Mapping:
+    """Algorithm 1 over units: roles that are never parted, as who trains a model and follows it."""
+
+    def __init__(self, choices: Choices, units: Sequence[Unit]) -> None:
+        self._choices = choices
+        self._units = list(units)
+        self._together: dict[tuple[Unit, Mesh], Roles | None] = {}
+        self._least: dict[tuple[str, Mesh, bool], float] = {}
+
+    def allocations(self, ahead: int) -> Iterator[Allocation]:
+        """All of them, but those where a role fits by itself in nothing of its mesh."""
+        cluster = self._choices.problem.cluster
+        by_count = {
+            count: list(allocations(cluster, count)) for count in range(1, len(self._units) + 1)
+        }
+        for parts in set_partitions(self._units):
+            sets = tuple(tuple(itertools.chain(*part)) for part in parts)
+            for meshes in by_count[len(sets)]:
+                least = max(
+                    sum(self._least_s(role, mesh, ahead) for role in each)
+                    for each, mesh in zip(sets, meshes, strict=True)
+                )
+                if math.isfinite(least):
+                    yield Allocation(sets, meshes, max(least, self._chain_s(sets, meshes, ahead)))
+
+    def _chain_s(self, sets: Sequence[Unit], meshes: Sequence[Mesh], ahead: int) -> float:
+        """On policy the next version comes after generation and an update, whatever overlaps."""
+        if ahead:
+            return 0.0
+        mesh = {role: m for each, m in zip(sets, meshes, strict=True) for role in each}
+        generator = self._choices.generator
+        return self._least_s(generator, mesh[generator], ahead)
+
+    def _least_s(self, role: str, mesh: Mesh, ahead: int) -> float:
+        key = (role, Mesh(0, mesh.size) if self._uniform else mesh, bool(ahead))
+        if key not in self._least:
+            best = self._choices.of(role, mesh)[:1]
+            self._least[key] = self._choices.least_s(role, best[0], ahead) if best else math.inf
+        return self._least[key]
+
+    @property
+    def _uniform(self) -> bool:
+        return self._choices.problem.cluster.is_uniform
+
+    def best(
+        self, ahead: int = 0, *, streamed: bool = True, most: int | None = None
+    ) -> tuple[Placement | None, int]:
+        """The placement with the least step time, and how many allocations were scheduled.
+
+        Those whose bound is not below the best one found are not; `most` ends the search earlier,
+        with those of the lowest bounds seen.
+        """
+        best: tuple[float, Placement | None] = (math.inf, None)
+        looked = 0
+        ordered = sorted(self.allocations(ahead), key=lambda each: each.least_s)
+        for each in ordered:
+            if each.least_s * SLACK >= best[0] or looked == most:
+                break
+            looked += 1
+            for placement in self._placements(each, ahead, streamed=streamed):
+                seconds = self._choices.estimator.step_s(placement)
+                if seconds < best[0]:
+                    best = (seconds, placement)
+        return best[1], looked
+
+    def best_by_stages(self) -> Placement | None:
+        """The one with the least `d_cost`: on policy, with a barrier behind every stage."""
+        problem, costs = self._choices.problem, self._choices.estimator.costs
+        found = (
+            placement
+            for each in self.allocations(0)
+            for placement in self._placements(each, 0, streamed=False)
+            if not costs.unfit(placement)
+        )
+        return min(found, key=lambda each: _staged(problem, each, costs), default=None)
+
+    def _placements(
+        self, allocation: Allocation, ahead: int, *, streamed: bool
+    ) -> Iterator[Placement]:
+        """Its fastest parallelism, with every grid that the generator may have: memory for keys
+        and values is what the others leave, and decides between them.
+        """
+        roles: dict[str, Assignment] = {}
+        for each, mesh in zip(allocation.sets, allocation.meshes, strict=True):
+            found = self._fit(each, mesh)
+            if found is None:
+                return
+            roles |= found
+        generator = self._choices.generator
+        for option in self._choices.of(generator, roles[generator].mesh):
+            yield self._choices.placement(roles | {generator: option}, ahead, streamed=streamed)
+
+    def _fit(self, roles: Unit, mesh: Mesh) -> Roles | None:
+        # The same on nodes that are alike, but for where it is.
+        home = Mesh(0, mesh.size) if self._uniform else mesh
+        key = (roles, home)
+        if key not in self._together:
+            self._together[key] = self._choices.together(list(roles), home)
+        found = self._together[key]
+        if found is None or home == mesh:
+            return found
+        return {role: Assignment(mesh, each.grid, each.zero_stage) for role, each in found.items()}
+
+
+def _staged(problem: Problem, placement: Placement, costs: Costs) -> float:
+    return d_cost(problem, placement, costs)

@@ -1,0 +1,163 @@
+"""The whole search: where to begin, where to go on from there, and what to say in the end."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from streamrl.dataflow import POLICY
+from streamrl.placement.estimates import Costs, Problem
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import Mode, Placement
+from streamrl.placement.schedule import Estimator
+from streamrl.placement.search.annealing import Annealing, State
+from streamrl.placement.search.front import Candidate, FrontPoint, Planned, compared, pareto
+from streamrl.placement.search.guideline import guideline
+from streamrl.placement.search.mapping import Mapping
+from streamrl.placement.search.parallel import Choices, Roles
+from streamrl.placement.search.partitions import models, node_edges
+
+PROPOSALS = 1500
+APART = 24
+"""Allocations with every role apart that are scheduled to begin with: those of the least bound."""
+SEARCHED = 2
+"""Searches begin from so many of the best."""
+
+
+def plan(
+    problem: Problem,
+    costs: Costs,
+    *,
+    max_staleness: Sequence[int] = (0,),
+    seed: int = 0,
+    pipeline: bool = True,
+    proposals: int = PROPOSALS,
+) -> Planned:
+    """The best placement under each bound of staleness, what else there was, and why it lost.
+
+    pipeline: whether a model may have several pipeline stages. proposals: of the random search, for
+    each bound. The same seed gives the same plan.
+    """
+    return Planner(problem, costs, pipeline=pipeline).plan(
+        sorted(set(max_staleness)), seed=seed, proposals=proposals
+    )
+
+
+class Planner:
+    """Plans one problem; what it has worked out once is kept."""
+
+    def __init__(self, problem: Problem, costs: Costs, *, pipeline: bool = True) -> None:
+        self.estimator = Estimator(problem, costs)
+        self.choices = Choices(self.estimator, pipeline=pipeline)
+        self.by_model = Mapping(self.choices, models(problem))
+        self.by_role = Mapping(self.choices, [(role,) for role in self.choices.roles])
+        self._problem = problem
+
+    def plan(self, bounds: Sequence[int], *, seed: int, proposals: int) -> Planned:
+        """See `plan`."""
+        found = self.starts()
+        points: dict[int, State] = {}
+        for bound in bounds:
+            best = self.search(bound, found, seed=seed, proposals=proposals)
+            if best is not None:
+                points[bound] = best
+                found.append(best)
+        return self._said(points)
+
+    def starts(self) -> list[State]:
+        """On policy: Algorithm 1's, everything on all devices, and the guideline's."""
+        found = [self._state(self.by_model.best()[0])]
+        found.append(self._state(self.by_role.best(most=APART)[0]))
+        for roles in (self._colocated(), guideline(self.choices)):
+            found.append(None if roles is None else State(dict(roles)))
+        return [state for state in found if state is not None]
+
+    def _colocated(self) -> Roles | None:
+        whole = Mesh(0, self._problem.cluster.size)
+        return self.choices.together(self.choices.roles, whole)
+
+    def _state(self, placement: Placement | None) -> State | None:
+        if placement is None:
+            return None
+        stages = self.choices.stages
+        roles = {role: placement.calls[stages[role][0]] for role in self.choices.roles}
+        return State(roles, placement.max_staleness, placement.streamed)
+
+    def search(
+        self, bound: int, known: Sequence[State], *, seed: int, proposals: int
+    ) -> State | None:
+        """The best found with generation at most `bound` steps ahead."""
+        aheads = sorted({0, bound} | {each.ahead for each in known if each.ahead <= bound})
+        annealing = Annealing(self.choices, aheads, seed=seed, streamed=(True, False))
+        starts = [each for each in known if each.ahead <= bound]
+        if bound:
+            starts += [replace(each, ahead=bound) for each in starts]
+            apart = self._state(self.by_role.best(bound, most=APART)[0])
+            starts += [apart] if apart is not None else []
+        ranked = sorted(starts, key=annealing.cost_s)[:SEARCHED]
+        best: tuple[float, State | None] = (math.inf, None)
+        for start in ranked:
+            state, cost = annealing.run(start, proposals // len(ranked))
+            state, cost = annealing.descend(state, cost)
+            if cost < best[0]:
+                best = (cost, state)
+        return best[1]
+
+    def placement(self, state: State) -> Placement:
+        """The placement a search stopped at."""
+        return self.choices.placement(state.roles, state.ahead, streamed=state.streamed)
+
+    # What there is to say.
+
+    def _said(self, points: dict[int, State]) -> Planned:
+        under = {bound: self._candidate(self.placement(state)) for bound, state in points.items()}
+        best = min(under.values(), key=lambda each: each.step_s, default=None)
+        kinds = [self._candidate(placement) for placement in self._best_of_kinds()]
+        named = {each.label for each in kinds}
+        kinds += [each for each in self._misfits() if each.label not in named]
+        if best is None:
+            return Planned(None, kinds, ())
+        told = [compared(best, each) for each in kinds if each.placement != best.placement]
+        candidates = sorted([best, *told], key=lambda each: each.step_s)
+        front = pareto(FrontPoint(bound, candidate) for bound, candidate in under.items())
+        return Planned(best, candidates, front)
+
+    def _candidate(self, placement: Placement) -> Candidate:
+        return Candidate(self._kind(placement), placement, self.estimator.estimate(placement))
+
+    def _best_of_kinds(self) -> list[Placement]:
+        """Of all that were looked at, the best of every kind."""
+        best: dict[str, tuple[float, Placement]] = {}
+        for placement, seconds in self.estimator.seen():
+            if math.isfinite(seconds):
+                kind = self._kind(placement)
+                if kind not in best or seconds < best[kind][0]:
+                    best[kind] = (seconds, placement)
+        return [placement for _, placement in best.values()]
+
+    def _kind(self, placement: Placement) -> str:
+        stages = self.choices.stages
+        generate, train = stages[self.choices.generator][0], stages[POLICY][0]
+        if not placement.overlaps(generate, train):
+            mode = Mode.ASYNCHRONOUS if placement.max_staleness else Mode.DISAGGREGATED
+        else:
+            meshes = {each.mesh for each in placement.calls.values()}
+            mode = Mode.COLOCATED if len(meshes) == 1 else Mode.SPLIT
+        steps = f", {placement.max_staleness} ahead" if placement.max_staleness else ""
+        return f"{mode.value}{steps}{'' if placement.streamed else ', by whole steps'}"
+
+    def _misfits(self) -> Iterator[Candidate]:
+        """Of kinds of which nothing fits, the plainest, which says why."""
+        cluster = self._problem.cluster
+        whole = Mesh(0, cluster.size)
+        plain = dict.fromkeys(self.choices.roles, whole)
+        ways = [plain]
+        edges = node_edges(cluster)
+        half = edges[len(edges) // 2] if cluster.num_nodes > 1 else cluster.size // 2
+        if half:
+            halves = (Mesh(0, half), Mesh(half, cluster.size - half))
+            ways.append({role: halves[role in self.choices.trained] for role in plain})
+        for meshes in ways:
+            roles = {role: self.choices.any_of(role, mesh) for role, mesh in meshes.items()}
+            found = self._candidate(self.choices.placement(roles))
+            if found.estimate.unfit:
+                yield found
