@@ -7,6 +7,7 @@ distribution, in an order that is fixed, with the longest that is to be expected
 """
 
 import heapq
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -122,11 +123,11 @@ class Generation:
         return max(1.0, min(float(timing.max_running), room))
 
     def completion(
-        self, timing: GeneratorTiming, parts: int, period_s: float = math.inf
+        self, timing: GeneratorTiming, cuts: Sequence[float], period_s: float = math.inf
     ) -> list[float]:
-        """When each of so many parts of a step's groups is complete, s after they are asked for.
+        """When these parts of a step's groups are complete, s after they are asked for.
 
-        The last is when all are. With a period, as in Share.ends_s.
+        1.0 is when all are. With a period, as in Share.ends_s.
         """
         prompt_s = timing.prefill_token_s * self.workload.prompt_tokens
         ends = [
@@ -134,8 +135,7 @@ class Generation:
             for share in self.shares(timing.replicas, self.slots(timing))
         ]
         ordered = np.sort(np.concatenate(ends))
-        at = -(-np.arange(1, parts + 1) * len(ordered) // parts) - 1
-        return [float(end) for end in ordered[at]]
+        return [float(ordered[math.ceil(cut * len(ordered)) - 1]) for cut in cuts]
 
     def saturated_s(self, timing: GeneratorTiming, steps_ahead: int) -> float:
         """Per step, where the next steps' rollouts fill the places of those that are done.
@@ -252,11 +252,18 @@ def training(timing: TrainTiming, workload: Workload) -> Training:
     return Training(first_s, rest_s + updates * timing.update_s, micro_batches)
 
 
-def parts_of(count: int, most: int) -> int:
-    """The largest power of two that is neither above `count` nor above `most`."""
-    return 1 << (max(1, min(count, most)).bit_length() - 1)
+PARTS = {1: (1.0,), 2: (0.5, 1.0), 4: (0.125, 0.375, 0.625, 0.875, 1.0)}
+"""How a step's work is cut, by the least number of pieces there must be: up to where each goes.
+
+The first and the last are small: with them a pipeline fills, and runs dry.
+"""
 
 
-def spread(total_s: float, parts: int) -> Sequence[float]:
-    """So many equal parts."""
-    return (total_s / parts,) * parts
+def cuts_of(pieces: int) -> Sequence[float]:
+    """The finest that so many pieces allow."""
+    return PARTS[max(least for least in PARTS if least <= max(1, pieces))]
+
+
+def spread(total_s: float, cuts: Sequence[float]) -> Sequence[float]:
+    """The seconds of each part."""
+    return [total_s * (late - early) for early, late in itertools.pairwise((0.0, *cuts))]

@@ -99,6 +99,11 @@ class Costs(Protocol):
     `memory` and `unfit` also answer for a placement of some of the calls.
     """
 
+    @property
+    def rough(self) -> "Costs":
+        """The same for a search: fast for thousands of placements, and off by a few percent."""
+        ...
+
     def timings(self, placement: Placement) -> Timings:
         """How long things take."""
         ...

@@ -4,14 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from streamrl.dataflow import MOVED, POLICY, Call, Dataflow, Kind
-from streamrl.placement.durations import Generation, parts_of, score_s, spread, training
+from streamrl.placement.durations import Generation, cuts_of, score_s, spread, training
 from streamrl.placement.placements import Placement
 from streamrl.placement.timings import Timings, WeightsTiming
 from streamrl.placement.unrolling import NOWHERE, Job, Need
 from streamrl.placement.workload import Workload
 
-MOST_PARTS = 8
-"""Of a step's work, where it is streamed."""
 CLOSE = 0.003
 """Periods that differ by less, relatively, are as good as the same."""
 
@@ -82,16 +80,20 @@ class Jobs:
         number = {mesh: m for m, mesh in enumerate(used)}
         self._mesh = {stage: number[each.mesh] for stage, each in self.placement.calls.items()}
         apart = any(len(each) < len(used) for each in self.overlaps)
-        self.most_parts = MOST_PARTS if apart and self.placement.streamed else 1
+        self.in_parts = apart and self.placement.streamed
 
     def mesh(self, stage: str) -> int:
         """The number of a stage's mesh."""
         return self._mesh.get(stage, NOWHERE)
 
+    def cuts(self, pieces: int) -> Sequence[float]:
+        """How work of so many pieces is cut, where calls work on a step as it comes."""
+        return cuts_of(pieces if self.in_parts else 1)
+
     @property
-    def parts(self) -> int:
+    def group_cuts(self) -> Sequence[float]:
         """Of generation and scoring."""
-        return parts_of(self.workload.groups_per_step, self.most_parts)
+        return self.cuts(self.workload.groups_per_step)
 
     def weights(self, stage: str) -> WeightsTiming:
         """A version's way to a stage."""
@@ -150,10 +152,10 @@ class Jobs:
         timing, seconds = self.timings.score.get(call.stage), 0.0
         if timing is not None:
             seconds = score_s(timing, self.workload, self.flow.per_group(call, self.workload))
-        return Job(call.stage, self.mesh(call.stage), spread(seconds, self.parts), needs)
+        return Job(call.stage, self.mesh(call.stage), spread(seconds, self.group_cuts), needs)
 
     def _sources(self, call: Call) -> list[Need]:
-        hop_s, whole = self.timings.hop_s, self.most_parts == 1
+        hop_s, whole = self.timings.hop_s, not self.in_parts
         return [
             Need(self.by_stage[source], whole=whole, delay_s=hop_s)
             for source in self.flow.sources[call.stage]
@@ -162,9 +164,9 @@ class Jobs:
     def _passes(self, call: Call) -> Job:
         work = training(self.timings.train[call.role], self.workload)
         before = [Need(each, 1, True, delay_s=self.timings.step_s) for each in self.updates]
-        parts = parts_of(work.micro_batches, self.most_parts)
+        parts = spread(work.passes_s, self.cuts(work.micro_batches))
         needs = [*self._sources(call), *before]
-        return Job(call.stage, self.mesh(call.stage), spread(work.passes_s, parts), needs)
+        return Job(call.stage, self.mesh(call.stage), parts, needs)
 
     def _update(self, call: Call) -> Job:
         """The rest of a step, which waits until the version before is out of the way."""
@@ -182,7 +184,7 @@ class Jobs:
 
 def burst(jobs: Jobs, generation: Generation) -> Job:
     """Generation on policy: all of a step at once, with nothing before and after it."""
-    curve = generation.completion(jobs.timings.generator, jobs.parts)
+    curve = generation.completion(jobs.timings.generator, jobs.group_cuts)
     stage = jobs.flow.generate.stage
     return Job(stage, jobs.mesh(stage), (curve[-1],), curve=curve)
 
@@ -194,10 +196,10 @@ def standing(jobs: Jobs, generation: Generation, *, period_s: float, others_s: f
     """
     timing, stage = jobs.timings.generator, jobs.flow.generate.stage
     own_s = max(period_s - others_s, 1e-9)
-    offsets = generation.completion(timing, jobs.parts, own_s)
+    offsets = generation.completion(timing, jobs.group_cuts, own_s)
     curve = [offset * max(period_s, own_s) / own_s for offset in offsets]
     busy_s = generation.saturated_s(timing, jobs.placement.max_staleness)
-    return Job(stage, jobs.mesh(stage), spread(busy_s, jobs.parts), curve=curve)
+    return Job(stage, jobs.mesh(stage), spread(busy_s, jobs.group_cuts), curve=curve)
 
 
 class Ahead:
@@ -247,7 +249,7 @@ class Ahead:
 
     def _latency_s(self, period_s: float) -> float:
         own_s = max(period_s - self.others_s, 1e-9)
-        longest = self._generation.completion(self._timing, 1, own_s)[-1]
+        longest = self._generation.completion(self._timing, (1.0,), own_s)[-1]
         return longest * max(period_s, own_s) / own_s
 
 

@@ -9,6 +9,7 @@ import heapq
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 SETTLED = 1e-6
 """Periods that differ by less, relatively, are the same."""
@@ -51,8 +52,7 @@ class Job:
     since: int | None = None
 
 
-@dataclass(frozen=True)
-class Taken:
+class Taken(NamedTuple):
     """Devices of a job's mesh, from when to when."""
 
     job: int
@@ -95,6 +95,7 @@ class _Program:
                 self._link(j, need)
             for part in range(self.first[j] + 1, self.first[j + 1]):
                 self._add(self.after_part[part - 1], part, Need(j))
+        self.counts = [len(lags) for lags in self.lags]
         self.most_lag = max((max(lags, default=0) for lags in self.lags), default=0)
 
     def _link(self, j: int, need: Need) -> None:
@@ -123,8 +124,8 @@ class Unroller:
 
     def __init__(self, jobs: Sequence[Job], overlaps: Sequence[Sequence[int]]) -> None:
         self._jobs = jobs
-        self._overlaps = [tuple(each) for each in overlaps]
         self._program = _Program(jobs)
+        self._others = [() if job.mesh == NOWHERE else tuple(overlaps[job.mesh]) for job in jobs]
         self._free = [0.0] * len(overlaps)
         self._waits: list[list[int]] = []
         self._ready: list[list[float]] = []
@@ -166,8 +167,12 @@ class Unroller:
 
     def _open(self, step: int) -> None:
         """Count what the parts of a step wait for, and of those before it."""
+        lags = self._program.lags
         for number in range(len(self._waits), step + 1):
-            waits = [sum(lag <= number for lag in lags) for lags in self._program.lags]
+            if number >= self._program.most_lag:
+                waits = self._program.counts.copy()
+            else:
+                waits = [sum(lag <= number for lag in each) for each in lags]
             self._waits.append(waits)
             self._ready.append([0.0] * len(waits))
             self._left.append(len(waits))
@@ -179,19 +184,21 @@ class Unroller:
         """Compute a part; when what comes of it is there."""
         program, found = self._program, self._found
         j, seconds = program.job[part], program.seconds[part]
-        job, start = self._jobs[j], ready
-        if job.mesh != NOWHERE:
-            start = max(ready, *[self._free[mesh] for mesh in self._overlaps[job.mesh]])
-            if seconds:
-                self._free[job.mesh] = start + seconds
-                found.taken.append(Taken(j, step, start, start + seconds))
+        job, start, free = self._jobs[j], ready, self._free
+        for mesh in self._others[j]:
+            start = max(start, free[mesh])
+        end = start + seconds
+        if seconds and job.mesh != NOWHERE:
+            free[job.mesh] = end
+            found.taken.append(Taken(j, step, start, end))
         if part == program.first[j]:
             found.started_s[j, step] = start
-        end = start + seconds
-        self._tell(program.after_part[part], step, end)
+        if program.after_part[part]:
+            self._tell(program.after_part[part], step, end)
         if job.curve:
             end = self._results(job, j, step, (part, start, end))
-        found.done_s[j, step] = end
+        if part + 1 == program.first[j + 1]:
+            found.done_s[j, step] = end
         return end
 
     def _results(self, job: Job, j: int, step: int, taken: tuple[int, float, float]) -> float:

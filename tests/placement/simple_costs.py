@@ -29,6 +29,10 @@ class SimpleCosts:
         self._memory: dict[tuple[str, Assignment], CallMemory] = {}
         self._generation = Generation(problem.workload)
 
+    @property
+    def rough(self) -> "SimpleCosts":
+        return self
+
     def rate(self, stage: str, assignment: Assignment) -> tuple[float, float]:
         """Parameters, and FLOP/s of one replica."""
         model = self.problem.model_of(stage)
@@ -132,4 +136,4 @@ class SimpleCosts:
             return training(self.train(stage, assignment), workload).total_s
         if call.kind is Kind.SCORE:
             return score_s(self.score(stage, assignment), workload, workload.group_size)
-        return self._generation.completion(self.generator(assignment, free), 1)[-1]
+        return self._generation.completion(self.generator(assignment, free), (1.0,))[-1]

@@ -9,7 +9,7 @@ all.
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from math import gcd
+from math import gcd, lcm
 
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs.constants import Constants
@@ -209,7 +209,7 @@ class _Plan:
     def _alike(self) -> int:
         """Into how many parts source and target fall that do the same beside each other.
 
-        On the same devices a replica that is trained serves itself. On others, parts of whole nodes
+        On the same devices as few ranks as are replicas of both. On others, parts of whole nodes
         are served from parts of whole nodes.
         """
         train, follow = self.source.grid, self.target.grid
@@ -217,9 +217,10 @@ class _Plan:
             return 1
         per_node = self.nodes.ranks_per_node
         if self.source.mesh == self.target.mesh:
-            size = train.model_ranks
+            # Blocks of whole replicas of both; all blocks hold and want the same.
+            size = lcm(train.model_ranks, follow.model_ranks)
             whole = size % per_node == 0 or per_node % size == 0
-            return train.replicas if self.nests and whole else 1
+            return train.size // size if whole and train.size % size == 0 else 1
         if self.source.mesh.overlaps(self.target.mesh):
             return 1
         most = gcd(train.replicas, follow.replicas)

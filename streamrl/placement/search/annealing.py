@@ -52,7 +52,9 @@ class Annealing:
         if self.least_s(state) >= limit_s:
             return math.inf
         self.scheduled += 1
-        placement = self._choices.placement(state.roles, state.ahead, streamed=state.streamed)
+        apart = len({each.mesh for each in state.roles.values()}) > 1
+        streamed = state.streamed or not apart
+        placement = self._choices.placement(state.roles, state.ahead, streamed=streamed)
         return self._choices.estimator.step_s(placement)
 
     def least_s(self, state: State) -> float:

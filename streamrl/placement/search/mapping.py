@@ -5,6 +5,7 @@ so many nodes is remembered. A placement costs its step time, by schedule; the p
 stages of the slowest set (`d_cost`) may be asked for instead.
 """
 
+import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -37,43 +38,30 @@ class Mapping:
     def __init__(self, choices: Choices, units: Sequence[Unit]) -> None:
         self._choices = choices
         self._units = list(units)
+        self._uniform = choices.problem.cluster.is_uniform
         self._together: dict[tuple[Unit, Mesh], Roles | None] = {}
-        self._least: dict[tuple[str, Mesh, bool], float] = {}
 
     def allocations(self, ahead: int) -> Iterator[Allocation]:
         """All of them, but those where a role fits by itself in nothing of its mesh."""
         cluster = self._choices.problem.cluster
         by_count = {
-            count: list(allocations(cluster, count)) for count in range(1, len(self._units) + 1)
+            count: [tuple((mesh, self._home(mesh)) for mesh in each) for each in found]
+            for count in range(1, len(self._units) + 1)
+            if (found := list(allocations(cluster, count)))
         }
+        least = _Least(self._choices, ahead)
         for parts in set_partitions(self._units):
             sets = tuple(tuple(itertools.chain(*part)) for part in parts)
-            for meshes in by_count[len(sets)]:
-                least = max(
-                    sum(self._least_s(role, mesh, ahead) for role in each)
-                    for each, mesh in zip(sets, meshes, strict=True)
+            for meshes in by_count.get(len(sets), ()):
+                seconds = max(
+                    least.of(each, home) for each, (_, home) in zip(sets, meshes, strict=True)
                 )
-                if math.isfinite(least):
-                    yield Allocation(sets, meshes, max(least, self._chain_s(sets, meshes, ahead)))
+                if seconds < math.inf:
+                    yield Allocation(sets, tuple(mesh for mesh, _ in meshes), seconds)
 
-    def _chain_s(self, sets: Sequence[Unit], meshes: Sequence[Mesh], ahead: int) -> float:
-        """On policy the next version comes after generation and an update, whatever overlaps."""
-        if ahead:
-            return 0.0
-        mesh = {role: m for each, m in zip(sets, meshes, strict=True) for role in each}
-        generator = self._choices.generator
-        return self._least_s(generator, mesh[generator], ahead)
-
-    def _least_s(self, role: str, mesh: Mesh, ahead: int) -> float:
-        key = (role, Mesh(0, mesh.size) if self._uniform else mesh, bool(ahead))
-        if key not in self._least:
-            best = self._choices.of(role, mesh)[:1]
-            self._least[key] = self._choices.least_s(role, best[0], ahead) if best else math.inf
-        return self._least[key]
-
-    @property
-    def _uniform(self) -> bool:
-        return self._choices.problem.cluster.is_uniform
+    def _home(self, mesh: Mesh) -> Mesh:
+        """The first mesh of its size, where nodes are alike: what is true there is true here."""
+        return Mesh(0, mesh.size) if self._uniform else mesh
 
     def best(
         self, ahead: int = 0, *, streamed: bool = True, most: int | None = None
@@ -85,9 +73,13 @@ class Mapping:
         """
         best: tuple[float, Placement | None] = (math.inf, None)
         looked = 0
-        ordered = sorted(self.allocations(ahead), key=lambda each: each.least_s)
+        found = self.allocations(ahead)
+        if most is None:
+            ordered = sorted(found, key=lambda each: each.least_s)
+        else:
+            ordered = heapq.nsmallest(most, found, key=lambda each: each.least_s)
         for each in ordered:
-            if each.least_s * SLACK >= best[0] or looked == most:
+            if each.least_s * SLACK >= best[0]:
                 break
             looked += 1
             for placement in self._placements(each, ahead, streamed=streamed):
@@ -124,15 +116,33 @@ class Mapping:
             yield self._choices.placement(roles | {generator: option}, ahead, streamed=streamed)
 
     def _fit(self, roles: Unit, mesh: Mesh) -> Roles | None:
-        # The same on nodes that are alike, but for where it is.
-        home = Mesh(0, mesh.size) if self._uniform else mesh
-        key = (roles, home)
-        if key not in self._together:
-            self._together[key] = self._choices.together(list(roles), home)
-        found = self._together[key]
+        home = self._home(mesh)
+        if (roles, home) not in self._together:
+            self._together[roles, home] = self._choices.together(list(roles), home)
+        found = self._together[roles, home]
         if found is None or home == mesh:
             return found
         return {role: Assignment(mesh, each.grid, each.zero_stage) for role, each in found.items()}
+
+
+class _Least:
+    """The least that a set of roles has to do on a mesh in a step; remembered."""
+
+    def __init__(self, choices: Choices, ahead: int) -> None:
+        self._choices = choices
+        self._ahead = ahead
+        self._seconds: dict[tuple[Unit, Mesh], float] = {}
+
+    def of(self, roles: Unit, mesh: Mesh) -> float:
+        """Infinite where one of them fits by itself in nothing."""
+        key = (roles, mesh)
+        if key not in self._seconds:
+            self._seconds[key] = sum(self._one(role, mesh) for role in roles)
+        return self._seconds[key]
+
+    def _one(self, role: str, mesh: Mesh) -> float:
+        found = self._choices.of(role, mesh)[:1]
+        return self._choices.least_s(role, found[0], self._ahead) if found else math.inf
 
 
 def _staged(problem: Problem, placement: Placement, costs: Costs) -> float:

@@ -52,7 +52,7 @@ class Choices:
         }
         self._alone: dict[tuple[str, Assignment], float] = {}
         self._of: dict[tuple[str, Mesh], list[Assignment]] = {}
-        self._alike: dict[tuple[str, Mesh], list[Assignment]] = {}
+        self._uniform = self.problem.cluster.is_uniform
 
     @cached_property
     def dataflow(self) -> Dataflow:
@@ -79,7 +79,7 @@ class Choices:
     def alone_s(self, role: str, assignment: Assignment) -> float:
         """A step's work of all its calls, on devices of their own; infinite if it cannot be."""
         # Nodes that are alike do what the first ones do.
-        if self.problem.cluster.is_uniform:
+        if self._uniform:
             first = Mesh(0, assignment.mesh.size)
             assignment = Assignment(first, assignment.grid, assignment.zero_stage)
         key = (role, assignment)

@@ -1,7 +1,8 @@
 """The whole search: where to begin, where to go on from there, and what to say in the end."""
 
+import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 
 from streamrl.dataflow import POLICY
@@ -19,6 +20,8 @@ from streamrl.placement.search.partitions import models, node_edges
 PROPOSALS = 1500
 APART = 24
 """Allocations with every role apart that are scheduled to begin with: those of the least bound."""
+CONFIRMED = 5
+"""So many of the best are looked at with exact costs until one fits."""
 SEARCHED = 2
 """Searches begin from so many of the best."""
 
@@ -46,7 +49,8 @@ class Planner:
     """Plans one problem; what it has worked out once is kept."""
 
     def __init__(self, problem: Problem, costs: Costs, *, pipeline: bool = True) -> None:
-        self.estimator = Estimator(problem, costs)
+        self.estimator = Estimator(problem, costs.rough)
+        self.exact = Estimator(problem, costs)
         self.choices = Choices(self.estimator, pipeline=pipeline)
         self.by_model = Mapping(self.choices, models(problem))
         self.by_role = Mapping(self.choices, [(role,) for role in self.choices.roles])
@@ -55,13 +59,11 @@ class Planner:
     def plan(self, bounds: Sequence[int], *, seed: int, proposals: int) -> Planned:
         """See `plan`."""
         found = self.starts()
-        points: dict[int, State] = {}
         for bound in bounds:
             best = self.search(bound, found, seed=seed, proposals=proposals)
             if best is not None:
-                points[bound] = best
                 found.append(best)
-        return self._said(points)
+        return self._said(bounds)
 
     def starts(self) -> list[State]:
         """On policy: Algorithm 1's, everything on all devices, and the guideline's."""
@@ -108,21 +110,34 @@ class Planner:
 
     # What there is to say.
 
-    def _said(self, points: dict[int, State]) -> Planned:
-        under = {bound: self._candidate(self.placement(state)) for bound, state in points.items()}
+    def _said(self, bounds: Sequence[int]) -> Planned:
+        under = {bound: best for bound in bounds if (best := self._best(bound)) is not None}
         best = min(under.values(), key=lambda each: each.step_s, default=None)
-        kinds = [self._candidate(placement) for placement in self._best_of_kinds()]
-        named = {each.label for each in kinds}
-        kinds += [each for each in self._misfits() if each.label not in named]
+        # Those that lost are not worth the plans of their weights.
+        kinds = [self._candidate(self.estimator, each) for each in self._best_of_kinds()]
+        kinds += self._misfits({each.label for each in kinds})
         if best is None:
             return Planned(None, kinds, ())
-        told = [compared(best, each) for each in kinds if each.placement != best.placement]
+        told = [compared(best, each) for each in kinds if each.label != best.label]
         candidates = sorted([best, *told], key=lambda each: each.step_s)
         front = pareto(FrontPoint(bound, candidate) for bound, candidate in under.items())
         return Planned(best, candidates, front)
 
-    def _candidate(self, placement: Placement) -> Candidate:
-        return Candidate(self._kind(placement), placement, self.estimator.estimate(placement))
+    def _best(self, bound: int) -> Candidate | None:
+        """Of all that were looked at and keep the bound, the first that exact costs confirm."""
+        fit = (
+            (seconds, i, placement)
+            for i, (placement, seconds) in enumerate(self.estimator.seen())
+            if placement.max_staleness <= bound and math.isfinite(seconds)
+        )
+        for _, _, placement in heapq.nsmallest(CONFIRMED, fit):
+            found = self._candidate(self.exact, placement)
+            if not found.estimate.unfit:
+                return found
+        return None
+
+    def _candidate(self, estimator: Estimator, placement: Placement) -> Candidate:
+        return Candidate(self._kind(placement), placement, estimator.estimate(placement))
 
     def _best_of_kinds(self) -> list[Placement]:
         """Of all that were looked at, the best of every kind."""
@@ -143,9 +158,10 @@ class Planner:
             meshes = {each.mesh for each in placement.calls.values()}
             mode = Mode.COLOCATED if len(meshes) == 1 else Mode.SPLIT
         steps = f", {placement.max_staleness} ahead" if placement.max_staleness else ""
-        return f"{mode.value}{steps}{'' if placement.streamed else ', by whole steps'}"
+        whole = not placement.streamed and mode is not Mode.COLOCATED
+        return f"{mode.value}{steps}{', by whole steps' if whole else ''}"
 
-    def _misfits(self) -> Iterator[Candidate]:
+    def _misfits(self, known: Set[str]) -> Iterator[Candidate]:
         """Of kinds of which nothing fits, the plainest, which says why."""
         cluster = self._problem.cluster
         whole = Mesh(0, cluster.size)
@@ -158,6 +174,8 @@ class Planner:
             ways.append({role: halves[role in self.choices.trained] for role in plain})
         for meshes in ways:
             roles = {role: self.choices.any_of(role, mesh) for role, mesh in meshes.items()}
-            found = self._candidate(self.choices.placement(roles))
-            if found.estimate.unfit:
-                yield found
+            placement = self.choices.placement(roles)
+            if self._kind(placement) not in known:
+                found = self._candidate(self.estimator, placement)
+                if found.estimate.unfit:
+                    yield found
