@@ -128,7 +128,11 @@ def _seconds(step_s: float) -> str:
 
 def transition(point: Transition) -> Iterator[Row]:
     """Bytes of a GPU by Table 2 and by plan, and seconds."""
-    shape, train, generate = SHAPES[point.model], Grid.parse(point.train), Grid.parse(point.generate)
+    shape, train, generate = (
+        SHAPES[point.model],
+        Grid.parse(point.train),
+        Grid.parse(point.generate),
+    )
     by_table = table_2(
         *(train.stages, train.tensor, train.replicas),
         serving_stages=generate.stages,

@@ -69,9 +69,7 @@ def problem(scale: str, length: int, at: int) -> Problem:
     actor = small if scale == "critic" else large
     critic = (small if scale == "actor" else large).critic()
     devices = REAL_DEVICES[at] * (2 if scale == "both" else 1)
-    workload = Workload(
-        LENGTHS[length], 1, 128, FixedLength(length), mini_batches=MINI_BATCHES
-    )
+    workload = Workload(LENGTHS[length], 1, 128, FixedLength(length), mini_batches=MINI_BATCHES)
     roles = {"policy": actor, "reference": actor, "critic": critic, "reward": critic}
     return Problem(PPO, roles, workload, Cluster.parse(f"{devices}xA100@1600Gb"))
 
@@ -118,6 +116,4 @@ def rows() -> Iterator[Row]:
             weighted += gain * devices
             printed_weighted += fast / slow * devices
             total += devices
-    yield Row(
-        "real", "abstract", "all, by GPUs", "mean gain", REAL_MEAN_GAIN, weighted / total
-    )
+    yield Row("real", "abstract", "all, by GPUs", "mean gain", REAL_MEAN_GAIN, weighted / total)

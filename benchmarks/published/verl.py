@@ -23,18 +23,21 @@ from streamrl.placement.workload import LognormalLengths, Workload
 from streamrl.resharding import Grid
 
 CONSTANTS = Constants(
-    train_flops_fraction=0.5,
-    forward_flops_fraction=0.5,
+    train_flops_fraction=0.41,
+    forward_flops_fraction=0.29,
     half_width=64.0,
-    decode_step_s=4e-3,
-    decode_rollout_s=20e-6,
+    recompute=False,
+    decode_step_s=0.0,
+    decode_layer_s=0.5e-3,
+    decode_rollout_s=30e-6,
     link_hop_s=5e-6,
     max_running=1024,
     gradient_bytes=0,
     optimizer_bytes=0,
-    train_step_s=10.0,
+    train_step_s=25.0,
 )
-"""Of vLLM and FSDP2 or Megatron in 2025; states of the optimizer are on the host."""
+"""Of vLLM and FSDP2 or Megatron in 2025, calibrated on the parts of synchronous steps; states of the
+optimizer are on the host."""
 TENSOR = 4
 """Of generators, and ranks that share a sequence in training."""
 
@@ -52,13 +55,13 @@ class Series:
     forwards: tuple[int, int] = (1, 0)
 
 
-SIGMA = 1.0
+SIGMA = 0.7
 """Of the logarithm of lengths: not given."""
 SERIES = {
-    "7b-28k": Series(1500, 28 * 1024, 16),
-    "7b-20k": Series(800, 20 * 1024, 16, (1, 1)),
-    "7b-8k": Series(800, 8 * 1024, 16, (1, 1)),
-    "30b-8k": Series(1500, 8 * 1024, 4, (2, 1)),
+    "7b-28k": Series(780, 28 * 1024, 16),
+    "7b-20k": Series(490, 20 * 1024, 16, (1, 1)),
+    "7b-8k": Series(440, 8 * 1024, 16, (1, 1)),
+    "30b-8k": Series(1640, 8 * 1024, 4, (2, 1)),
 }
 COLUMNS = (
     ("generator_logprobs", "scores"),
