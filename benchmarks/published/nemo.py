@@ -136,7 +136,7 @@ def rows() -> Iterator[Row]:
     """Steps, and at each size whether asynchrony pays."""
     found = {run: step_s(run) for run in NEMO}
     for run, seconds in found.items():
-        mode = f"{run.ahead} steps ahead" if run.ahead else "synchronous"
+        mode = f"{run.ahead} ahead" if run.ahead else "synchronous"
         setting = f"{run.model}, {run.gpus} {run.device}, {mode}"
         yield Row("nemo", "v0.6", setting, "step, s", run.step_s, seconds, fitted=not run.ahead)
     for run, seconds in found.items():
