@@ -5,13 +5,16 @@ from dataclasses import dataclass, field
 
 from streamrl.dataflow import MOVED, POLICY, Call, Dataflow, Kind
 from streamrl.placement.durations import Generation, cuts_of, score_s, spread, training
+from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Placement
 from streamrl.placement.timings import Timings, WeightsTiming
 from streamrl.placement.unrolling import NOWHERE, Job, Need
 from streamrl.placement.workload import Workload
 
-CLOSE = 0.003
+CLOSE = 0.005
 """Periods that differ by less, relatively, are as good as the same."""
+ROUNDS = 12
+"""Of looking for one, at most."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +71,7 @@ class Jobs:
     workload: Workload
     placement: Placement
     timings: Timings
-    meshes: list[int] = field(default_factory=list)
+    devices: list[Mesh] = field(default_factory=list)
     overlaps: list[list[int]] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
     by_stage: dict[str, int] = field(default_factory=dict)
@@ -76,6 +79,7 @@ class Jobs:
 
     def __post_init__(self) -> None:
         used = list(dict.fromkeys(each.mesh for each in self.placement.calls.values()))
+        self.devices = used
         self.overlaps = [[m for m, b in enumerate(used) if a.overlaps(b)] for a in used]
         number = {mesh: m for m, mesh in enumerate(used)}
         self._mesh = {stage: number[each.mesh] for stage, each in self.placement.calls.items()}
@@ -86,12 +90,12 @@ class Jobs:
         """The number of a stage's mesh."""
         return self._mesh.get(stage, NOWHERE)
 
-    def cuts(self, pieces: int) -> Sequence[float]:
+    def cuts(self, pieces: int) -> tuple[float, ...]:
         """How work of so many pieces is cut, where calls work on a step as it comes."""
         return cuts_of(pieces if self.in_parts else 1)
 
     @property
-    def group_cuts(self) -> Sequence[float]:
+    def group_cuts(self) -> tuple[float, ...]:
         """Of generation and scoring."""
         return self.cuts(self.workload.groups_per_step)
 
@@ -105,7 +109,7 @@ class Jobs:
         followers = [call for call in self.flow.calls if self._pulls(call)]
         trains = [call for call in self.flow.calls if call.kind is Kind.TRAIN]
         scores = [call for call in self.flow.calls if call.kind is Kind.SCORE]
-        count = len(followers) + 1 + len(scores) + len(trains)
+        count = len(followers) + 1 + len(scores)
         self.updates = list(range(count, count + len(trains)))
         pulls = {}
         for call in followers:
@@ -116,9 +120,7 @@ class Jobs:
         for call in scores:
             self.by_stage[call.stage] = self._add(self._score(call, pulls.get(call.stage)))
         for call in trains:
-            self.by_stage[call.stage] = self._add(self._passes(call))
-        for call in trains:
-            self._add(self._update(call))
+            self.by_stage[call.stage] = self._add(self._train(call, len(self.jobs)))
         return self.jobs
 
     def _add(self, job: Job) -> int:
@@ -161,22 +163,17 @@ class Jobs:
             for source in self.flow.sources[call.stage]
         ]
 
-    def _passes(self, call: Call) -> Job:
-        work = training(self.timings.train[call.role], self.workload)
-        before = [Need(each, 1, True, delay_s=self.timings.step_s) for each in self.updates]
-        parts = spread(work.passes_s, self.cuts(work.micro_batches))
-        needs = [*self._sources(call), *before]
-        return Job(call.stage, self.mesh(call.stage), parts, needs)
-
-    def _update(self, call: Call) -> Job:
-        """The rest of a step, which waits until the version before is out of the way."""
+    def _train(self, call: Call, j: int) -> Job:
+        """Passes as groups come, then the rest, which waits for the version before to be gone."""
         timing = self.timings.train[call.role]
         work = training(timing, self.workload)
-        needs = [Need(self.by_stage[call.stage], whole=True)]
         publish_s = max((self.weights(stage).publish_s for stage in self._led(call)), default=0.0)
-        needs.append(Need(len(self.jobs), 1, True, delay_s=publish_s))
-        seconds = (work.last_s + timing.step_s,)
-        return Job(call.stage, self.mesh(call.stage), seconds, needs)
+        needs = self._sources(call)
+        needs += [Need(each, 1, True, delay_s=self.timings.step_s) for each in self.updates]
+        needs.append(Need(j, 1, True, last=True, delay_s=publish_s))
+        parts = spread(work.passes_s, self.cuts(work.micro_batches))
+        parts = [*parts, work.last_s + timing.step_s]
+        return Job(call.stage, self.mesh(call.stage), parts, needs, glued=True)
 
     def _led(self, call: Call) -> Sequence[str]:
         return [c.stage for c in self.flow.calls if self.flow.leader(c) == call.role]
@@ -215,29 +212,33 @@ class Ahead:
         self._generation = generation
         self._timing = jobs.timings.generator
         self._steps = jobs.placement.max_staleness + 1
+        every, busy_s = busy(jobs, generation)
         stage = jobs.flow.generate.stage
-        busy_s = generation.saturated_s(self._timing, jobs.placement.max_staleness)
-        every = jobs.build(Job(stage, jobs.mesh(stage), (busy_s,)))
-        wants = [
-            sum(sum(job.parts) for job in every if job.mesh in beside) for beside in jobs.overlaps
-        ]
-        self.others_s = wants[jobs.mesh(stage)] - busy_s
-        self._least_s = max(wants)
+        mesh = jobs.devices[jobs.mesh(stage)]
+        self.others_s = busiest_s(jobs, every, mesh) - busy_s
+        self.least_s = busiest_s(jobs, every)
         self._after_s = _last_parts_s(every, jobs.by_stage[stage])
 
     def period_s(self) -> float:
-        """The shortest, by bisection."""
-        if self._asked_s(self._least_s) <= self._least_s:
-            return self._least_s
-        low = high = self._least_s
-        while self._asked_s(high) > high:
-            low, high = high, 2 * high
-        while high - low > CLOSE * low:
-            middle = (low + high) / 2
-            if self._asked_s(middle) > middle:
-                low = middle
+        """The shortest: where a period is what it asks for, by false position.
+
+        The longer it is, the less it asks for; so what the shortest asks for is too long.
+        """
+        low, high = self.least_s, self._asked_s(self.least_s)
+        if high <= low:
+            return low
+        over, under = high - low, self._asked_s(high) - high
+        for _ in range(ROUNDS):
+            if high - low <= CLOSE * low:
+                break
+            middle = low + (high - low) * over / (over - under)
+            found = self._asked_s(middle) - middle
+            if abs(found) <= CLOSE * middle:
+                return middle
+            if found > 0:
+                low, over = middle, found
             else:
-                high = middle
+                high, under = middle, found
         return high
 
     def seen(self, period_s: float, found_s: float) -> None:
@@ -253,12 +254,45 @@ class Ahead:
         return longest * max(period_s, own_s) / own_s
 
 
+def busy(jobs: Jobs, generation: Generation) -> tuple[list[Job], float]:
+    """All jobs of a step, generation as one part; and how long that has its devices."""
+    stage, timing = jobs.flow.generate.stage, jobs.timings.generator
+    if jobs.placement.max_staleness:
+        busy_s = generation.saturated_s(timing, jobs.placement.max_staleness)
+    else:
+        (busy_s,) = generation.completion(timing, (1.0,))
+    return jobs.build(Job(stage, jobs.mesh(stage), (busy_s,))), busy_s
+
+
+def busiest_s(jobs: Jobs, every: Sequence[Job], within: Mesh | None = None) -> float:
+    """What the device has to do that has most, of all or of a mesh: no step is shorter.
+
+    Of devices between two meshes' beginnings all have to do the same, or less than the first.
+    """
+    work = [0.0] * len(jobs.devices)
+    for job in every:
+        if job.mesh != NOWHERE:
+            work[job.mesh] += sum(job.parts)
+    firsts = {mesh.first for mesh in jobs.devices}
+    if within is not None:
+        firsts = {first for first in firsts if first in within.devices} | {within.first}
+    return max(
+        sum(
+            seconds
+            for mesh, seconds in zip(jobs.devices, work, strict=True)
+            if first in mesh.devices
+        )
+        for first in firsts
+    )
+
+
 def _last_parts_s(every: Sequence[Job], generate: int) -> float:
     """From the last rollout to where the next version is: the last part of everyone in between."""
     last = [0.0] * len(every)
     for j, job in enumerate(every):
         if j > generate:
             before = (last[need.job] for need in job.needs if not need.lag)
-            last[j] = max(before, default=0.0) + job.parts[-1]
+            own = job.parts[-2:] if job.glued else job.parts[-1:]
+            last[j] = max(before, default=0.0) + sum(own)
     pull = every[every[generate].needs[0].job]
     return max(last) + pull.parts[0] + max(need.delay_s for need in pull.needs)

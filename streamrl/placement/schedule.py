@@ -13,14 +13,14 @@ from streamrl.dataflow import Kind
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.durations import Generation, score_s, training
 from streamrl.placement.estimates import CallMemory, Costs, Estimate, Problem
-from streamrl.placement.jobs import Ahead, Flow, Jobs, burst, standing
+from streamrl.placement.jobs import Ahead, Flow, Jobs, burst, busiest_s, busy, standing
 from streamrl.placement.occupancy import Steady
 from streamrl.placement.placements import Assignment, Placement
 from streamrl.placement.unrolling import Job, Unrolled, Unroller
 
 ROUNDS = 3
 """Of finding how far apart steps are whose generation overlaps; that depends on itself."""
-CLOSE = 0.01
+CLOSE = 0.02
 """Periods that differ by less, relatively, are as good as the same."""
 
 Key = tuple[tuple[tuple[str, Assignment], ...], int, bool]
@@ -46,16 +46,26 @@ class Estimator:
         for (calls, ahead, streamed), seconds in self._step_s.items():
             yield Placement(dict(calls), ahead, streamed), seconds
 
-    def step_s(self, placement: Placement) -> float:
-        """Seconds from one update to the next; infinite where it cannot be."""
+    def step_s(self, placement: Placement, limit_s: float = math.inf) -> float:
+        """Seconds from one update to the next; infinite where it cannot be.
+
+        So it may be where that is not below the limit: what is known to be is not scheduled.
+        """
         key = key_of(placement)
         if key not in self._step_s:
             seconds = math.inf
             if not self.costs.unfit(placement):
+                if limit_s < math.inf and self._busiest_s(placement) >= limit_s:
+                    return math.inf
                 jobs, run = self.schedule(placement)
                 seconds = self._period_s(jobs, run)
             self._step_s[key] = seconds
         return self._step_s[key]
+
+    def _busiest_s(self, placement: Placement) -> float:
+        """The work of the mesh that has most, with those that overlap it: no step is shorter."""
+        jobs = Jobs(self.flow, self.problem.workload, placement, self.costs.timings(placement))
+        return busiest_s(jobs, busy(jobs, self.generation)[0])
 
     def estimate(self, placement: Placement) -> Estimate:
         """All there is to say of it."""
@@ -96,6 +106,8 @@ class Estimator:
             if abs(run.period_s - period_s) <= CLOSE * period_s:
                 break
             ahead.seen(period_s, run.period_s)
+        # Steps that never come to be alike are a mean of some.
+        run.period_s = max(run.period_s, ahead.least_s)
         return jobs, run
 
     def _unrolled(self, jobs: Jobs, generate: Job) -> Unrolled:

@@ -15,6 +15,8 @@ SETTLED = 1e-6
 """Periods that differ by less, relatively, are the same."""
 ALIKE = 3
 """Steps in a row that take the same time, where the next will, too."""
+NEXT = -1.0
+"""Before anyone who is ready."""
 NOWHERE = -1
 """The mesh of a job that takes no devices."""
 
@@ -31,6 +33,7 @@ class Need:
     lag: int = 0
     whole: bool = False
     served: bool = False
+    last: bool = False
     delay_s: float = 0.0
 
 
@@ -41,7 +44,7 @@ class Job:
     mesh: number of its mesh, or NOWHERE. parts: seconds of each. curve: when results are there, s
     after the beginning, for what gives them while it computes. since: a job after whose end that
     counts instead, and not before the part ends: more of such a standing job can be under way than
-    it computes at once.
+    it computes at once. glued: whether nobody gets in between its last two parts.
     """
 
     stage: str
@@ -50,6 +53,7 @@ class Job:
     needs: Sequence[Need] = ()
     curve: Sequence[float] = ()
     since: int | None = None
+    glued: bool = False
 
 
 class Taken(NamedTuple):
@@ -87,6 +91,8 @@ class _Program:
         self.first = [0, *itertools.accumulate(len(job.parts) for job in jobs)]
         self.job = [j for j, job in enumerate(jobs) for _ in job.parts]
         self.seconds = [seconds for job in jobs for seconds in job.parts]
+        ends = enumerate(jobs, 1)
+        self.glued = {self.first[end] - 1 for end, job in ends if job.glued and len(job.parts) > 1}
         self.lags: list[list[int]] = [[] for _ in self.job]
         self.after_part: list[_Followers] = [[] for _ in self.job]
         self.after_result: list[list[_Followers]] = [[[] for _ in job.curve] for job in jobs]
@@ -106,9 +112,11 @@ class _Program:
         else:
             results = self.after_part[at : self.first[need.job + 1]]
         count = len(self.jobs[j].parts)
-        for part in range(count):
+        # What is glued to the last part is no work on what comes.
+        streamed = count - (self.jobs[j].glued and count > 1)
+        for part in range(count - 1 if need.last else 0, count if need.last else streamed):
             whole = need.whole or need.served
-            output = len(results) if whole else -(-(part + 1) * len(results) // count)
+            output = len(results) if whole else -(-(part + 1) * len(results) // streamed)
             self._add(results[output - 1], self.first[j] + part, need)
             # What comes whole is there for the first part, and so for all.
             if whole:
@@ -134,12 +142,15 @@ class Unroller:
         self._found = Unrolled()
 
     def run(self, *, window: int, most: int) -> Unrolled:
-        """Until two windows of so many steps take the same time, or `most` steps have ended."""
+        """Until steps take the same time again and again, or `most` have ended.
+
+        window: how many may be under way at once.
+        """
         found, ended = self._found, [0.0]
         self._open(self._program.most_lag)
         while self._heap and len(found.ends_s) < most:
-            ready, step, part = heapq.heappop(self._heap)
-            end = self._take(ready, step, part)
+            _, step, part = heapq.heappop(self._heap)
+            end = self._take(self._ready[step][part], step, part)
             if step >= len(ended):
                 ended += [0.0] * (step + 1 - len(ended))
             ended[step] = max(ended[step], end)
@@ -151,19 +162,22 @@ class Unroller:
         return found
 
     def _settled(self, window: int) -> bool:
-        found, ends = self._found, self._found.ends_s
-        have = min(window, len(ends) - 1)
-        found.period_s = (ends[-1] - ends[-1 - have]) / have if have else ends[-1]
-        # Those that begin without waiting for a version are no sign of what is to come.
-        if len(ends) > window + ALIKE and self._alike(1, ALIKE):
-            return True
-        return len(ends) > 2 * window and self._alike(window, 2)
-
-    def _alike(self, window: int, count: int) -> bool:
-        """Whether the last so many windows have taken the same time."""
-        ends = self._found.ends_s[::-window][: count + 1]
-        spans = [late - early for late, early in itertools.pairwise(ends)]
-        return max(spans) - min(spans) <= SETTLED * max(spans)
+        """Whether the last steps, one or several, have taken as long as those before them, each."""
+        found = self._found
+        took = [late - early for early, late in itertools.pairwise(found.ends_s)]
+        half = took[len(took) // 2 :]
+        found.period_s = sum(half) / len(half) if half else found.ends_s[-1]
+        for cycle in range(1, window + 2):
+            count = max(cycle, min(ALIKE, window))
+            # Those that begin without waiting for a version are no sign of what is to come.
+            if len(took) < count + max(cycle, window if window > 1 else 0):
+                break
+            if all(
+                abs(took[-k] - took[-k - cycle]) <= SETTLED * took[-k] for k in range(1, count + 1)
+            ):
+                found.period_s = sum(took[-cycle:]) / cycle
+                return True
+        return False
 
     def _open(self, step: int) -> None:
         """Count what the parts of a step wait for, and of those before it."""
@@ -214,6 +228,7 @@ class Unroller:
         return end
 
     def _tell(self, followers: _Followers, step: int, at: float) -> None:
+        glued = self._program.glued
         for part, lag, delay_s in followers:
             theirs = step + lag
             if theirs >= len(self._waits):
@@ -222,4 +237,5 @@ class Unroller:
             ready[part] = max(ready[part], at + delay_s)
             waits[part] -= 1
             if not waits[part]:
-                heapq.heappush(self._heap, (ready[part], theirs, part))
+                turn = NEXT if part in glued else ready[part]
+                heapq.heappush(self._heap, (turn, theirs, part))

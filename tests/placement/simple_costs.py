@@ -69,7 +69,8 @@ class SimpleCosts:
 
     def train(self, stage: str, assignment: Assignment) -> TrainTiming:
         params, flops = self.rate(stage, assignment)
-        return TrainTiming(assignment.grid.replicas, 0.01, 6 * params / flops, 0.05)
+        update_s = 0.05 + (0.1 if assignment.zero_stage == 3 else 0.0)
+        return TrainTiming(assignment.grid.replicas, 0.01, 6 * params / flops, update_s)
 
     def timings(self, placement: Placement) -> Timings:
         score, train, weights = {}, {}, {}
@@ -101,7 +102,9 @@ class SimpleCosts:
             grid, params = assignment.grid, model.params
             shard = params / grid.model_ranks
             if self.calls[stage].kind is Kind.TRAIN:
-                self._memory[key] = CallMemory(6 * shard + 12 * shard / grid.replicas, 4e9)
+                sharded = 18 if assignment.zero_stage == 3 else 12
+                kept = (18 - sharded) * shard + sharded * shard / grid.replicas
+                self._memory[key] = CallMemory(kept, 4e9)
             elif self.calls[stage].kind is Kind.GENERATE:
                 self._memory[key] = CallMemory(0.0, 2 * shard + 1e9)
             else:

@@ -5,6 +5,7 @@ then a descent role by role. A proposal whose busiest device alone takes too lon
 The same seed gives the same placement; proposals are counted, not timed.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,9 @@ HOT, COLD = 0.05, 0.002
 """Of the step time: a change for the worse by so much is taken with odds 1 to e."""
 HOPELESS = 8.0
 """Temperatures above the current step time, beyond which a bound is enough to refuse."""
+FEW_MESHES = 16
+"""Of a cluster that has no more, the descent looks at all of them, and at roles in pairs."""
+ROUNDS = 3
 FASTEST = 4
 """Of a role's parallelisms on new devices, one of so many is proposed."""
 
@@ -47,6 +51,11 @@ class Annealing:
         self._neighbours = _Neighbours(choices.problem.cluster, self._meshes)
         self.scheduled = 0
 
+    @property
+    def is_small(self) -> bool:
+        """Whether a descent looks at all there is for a role, and at roles in pairs."""
+        return len(self._meshes) <= FEW_MESHES
+
     def cost_s(self, state: State, limit_s: float = math.inf) -> float:
         """Its step time; infinite if it cannot be, or is sure to be above the limit."""
         if self.least_s(state) >= limit_s:
@@ -55,7 +64,7 @@ class Annealing:
         apart = len({each.mesh for each in state.roles.values()}) > 1
         streamed = state.streamed or not apart
         placement = self._choices.placement(state.roles, state.ahead, streamed=streamed)
-        return self._choices.estimator.step_s(placement)
+        return self._choices.estimator.step_s(placement, limit_s)
 
     def least_s(self, state: State) -> float:
         """What the busiest device has to do."""
@@ -103,13 +112,18 @@ class Annealing:
             return True
         return bool(self._rng.random() < math.exp((cost - found) / (warmth * cost)))
 
-    def descend(self, state: State, cost: float, rounds: int = 3) -> tuple[State, float]:
-        """Each role in turn on whatever is better for it, until nothing is."""
-        for _ in range(rounds):
+    def descend(self, state: State, cost: float) -> tuple[State, float]:
+        """Role by role on whatever is better for it, then in pairs, until nothing is."""
+        groups: list[tuple[str, ...]] = [(role,) for role in state.roles]
+        if self.is_small:
+            groups += itertools.combinations(state.roles, 2)
+        for _ in range(ROUNDS):
             before = cost
-            for role in state.roles:
-                for option in self._options(state, role):
-                    proposed = replace(state, roles={**state.roles, role: option})
+            for group in groups:
+                options = [self._options(state, role) for role in group]
+                for chosen in itertools.product(*options):
+                    roles = {**state.roles, **dict(zip(group, chosen, strict=True))}
+                    proposed = replace(state, roles=roles)
                     found = self.cost_s(proposed, cost)
                     if found < cost:
                         state, cost = proposed, found
@@ -118,7 +132,12 @@ class Annealing:
         return state, cost
 
     def _options(self, state: State, role: str) -> list[Assignment]:
-        """Every grid where it is, and the fastest of each mesh that others have or that is near."""
+        """All of a small cluster.
+
+        Else every grid where it is, and the fastest of each mesh that others have or that is near.
+        """
+        if self.is_small:
+            return [each for mesh in self._meshes for each in self._choices.of(role, mesh)]
         here = state.roles[role].mesh
         near = {each.mesh for each in state.roles.values()} | set(self._neighbours.of(here))
         found = list(self._choices.of(role, here))

@@ -33,11 +33,19 @@ class Allocation:
 
 
 class Mapping:
-    """Algorithm 1 over units: roles that are never parted, as who trains a model and follows it."""
+    """Algorithm 1 over units: roles that are never parted, as who trains a model and follows it.
 
-    def __init__(self, choices: Choices, units: Sequence[Unit]) -> None:
+    everywhere: whether the generator is in none of them but on all devices, as ReaL has it.
+    """
+
+    def __init__(
+        self, choices: Choices, units: Sequence[Unit], *, everywhere: bool = False
+    ) -> None:
         self._choices = choices
-        self._units = list(units)
+        generator = choices.generator
+        self._whole = Mesh(0, choices.problem.cluster.size) if everywhere else None
+        left = [tuple(r for r in unit if r != generator or not everywhere) for unit in units]
+        self._units = [unit for unit in left if unit]
         self._uniform = choices.problem.cluster.is_uniform
         self._together: dict[tuple[Unit, Mesh], Roles | None] = {}
 
@@ -50,10 +58,13 @@ class Mapping:
             if (found := list(allocations(cluster, count)))
         }
         least = _Least(self._choices, ahead)
+        shared = 0.0
+        if self._whole is not None:
+            shared = least.of((self._choices.generator,), self._whole)
         for parts in set_partitions(self._units):
             sets = tuple(tuple(itertools.chain(*part)) for part in parts)
             for meshes in by_count.get(len(sets), ()):
-                seconds = max(
+                seconds = shared + max(
                     least.of(each, home) for each, (_, home) in zip(sets, meshes, strict=True)
                 )
                 if seconds < math.inf:
@@ -83,7 +94,7 @@ class Mapping:
                 break
             looked += 1
             for placement in self._placements(each, ahead, streamed=streamed):
-                seconds = self._choices.estimator.step_s(placement)
+                seconds = self._choices.estimator.step_s(placement, best[0])
                 if seconds < best[0]:
                     best = (seconds, placement)
         return best[1], looked
@@ -106,13 +117,14 @@ class Mapping:
         and values is what the others leave, and decides between them.
         """
         roles: dict[str, Assignment] = {}
-        for each, mesh in zip(allocation.sets, allocation.meshes, strict=True):
-            found = self._fit(each, mesh)
+        for each, home in zip(allocation.sets, allocation.meshes, strict=True):
+            found = self._fit(each, home)
             if found is None:
                 return
             roles |= found
         generator = self._choices.generator
-        for option in self._choices.of(generator, roles[generator].mesh):
+        mesh = roles[generator].mesh if self._whole is None else self._whole
+        for option in self._choices.of(generator, mesh):
             yield self._choices.placement(roles | {generator: option}, ahead, streamed=streamed)
 
     def _fit(self, roles: Unit, mesh: Mesh) -> Roles | None:
@@ -126,7 +138,7 @@ class Mapping:
 
 
 class _Least:
-    """The least that a set of roles has to do on a mesh in a step; remembered."""
+    """What a set of roles has to do on a mesh in a step: the least, on policy; remembered."""
 
     def __init__(self, choices: Choices, ahead: int) -> None:
         self._choices = choices
@@ -142,7 +154,7 @@ class _Least:
 
     def _one(self, role: str, mesh: Mesh) -> float:
         found = self._choices.of(role, mesh)[:1]
-        return self._choices.least_s(role, found[0], self._ahead) if found else math.inf
+        return self._choices.likely_s(role, found[0], self._ahead) if found else math.inf
 
 
 def _staged(problem: Problem, placement: Placement, costs: Costs) -> float:

@@ -94,9 +94,19 @@ class Choices:
         return stages[:1] if role == self.generator else stages
 
     def least_s(self, role: str, assignment: Assignment, ahead: int) -> float:
-        """At least so long its devices are busy in a step; ahead, nobody waits for the longest."""
+        """At least so long its devices are busy in a step.
+
+        Ahead, nobody waits for the longest rollout, and as many run at once as steps are under way.
+        """
         seconds = self.alone_s(role, assignment)
-        return seconds / self.spread if ahead and role == self.generator else seconds
+        if ahead and role == self.generator:
+            return seconds / self.spread / (ahead + 1)
+        return seconds
+
+    def likely_s(self, role: str, assignment: Assignment, ahead: int) -> float:
+        """About so long, where memory bounds how many rollouts run at once."""
+        seconds = self.least_s(role, assignment, ahead)
+        return seconds * (ahead + 1) if role == self.generator else seconds
 
     def of(self, role: str, mesh: Mesh) -> list[Assignment]:
         """All that fit by themselves, the fastest first."""

@@ -76,18 +76,28 @@ def allocations(cluster: Cluster, sets: int) -> Iterator[tuple[Mesh, ...]]:
         return
     sizes = [size for size in range(1, cluster.size + 1) if cluster.size % size == 0]
     for chosen in itertools.product(sizes, repeat=sets):
-        if sum(chosen) == cluster.size:
-            yield _packed(chosen)
+        found = _packed(chosen, cluster.size) if sum(chosen) == cluster.size else None
+        if found is not None:
+            yield found
 
 
-def _packed(sizes: Sequence[int]) -> tuple[Mesh, ...]:
-    """The large ones first: each begins at a multiple of its size wherever those divide."""
+def _packed(sizes: Sequence[int], devices: int) -> tuple[Mesh, ...] | None:
+    """The large ones first, each at the first multiple of its size that is free; None if none is.
+
+    What divides one another always fits.
+    """
     found: dict[int, Mesh] = {}
-    at = 0
     for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        at += -at % sizes[i]
-        found[i] = Mesh(at, sizes[i])
-        at += sizes[i]
+        free = (
+            mesh
+            for first in range(0, devices - sizes[i] + 1, sizes[i])
+            for mesh in (Mesh(first, sizes[i]),)
+            if not any(mesh.overlaps(other) for other in found.values())
+        )
+        here = next(free, None)
+        if here is None:
+            return None
+        found[i] = here
     return tuple(found[i] for i in range(len(sizes)))
 
 

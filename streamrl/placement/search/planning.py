@@ -22,8 +22,10 @@ APART = 24
 """Allocations with every role apart that are scheduled to begin with: those of the least bound."""
 CONFIRMED = 5
 """So many of the best are looked at with exact costs until one fits."""
-SEARCHED = 2
-"""Searches begin from so many of the best."""
+APART_AHEAD = 12
+"""Likewise, with generation ahead."""
+SEARCHED = 3
+"""Searches begin from so many, each the best of another kind."""
 
 
 def plan(
@@ -54,6 +56,7 @@ class Planner:
         self.choices = Choices(self.estimator, pipeline=pipeline)
         self.by_model = Mapping(self.choices, models(problem))
         self.by_role = Mapping(self.choices, [(role,) for role in self.choices.roles])
+        self.generating = Mapping(self.choices, models(problem), everywhere=True)
         self._problem = problem
 
     def plan(self, bounds: Sequence[int], *, seed: int, proposals: int) -> Planned:
@@ -66,20 +69,23 @@ class Planner:
         return self._said(bounds)
 
     def starts(self) -> list[State]:
-        """On policy: Algorithm 1's, everything on all devices, and the guideline's."""
-        found = [self._state(self.by_model.best()[0])]
-        found.append(self._state(self.by_role.best(most=APART)[0]))
-        for roles in (self._colocated(), guideline(self.choices)):
-            found.append(None if roles is None else State(dict(roles)))
-        return [state for state in found if state is not None]
+        """On policy: Algorithm 1's, with models together, roles apart, and generation on all
+        devices; everything on all devices; and the guideline's.
+        """
+        found = [
+            self.by_model.best()[0],
+            self.by_role.best(most=APART)[0],
+            self.generating.best(most=APART)[0],
+        ]
+        states = [self._state(placement) for placement in found if placement is not None]
+        plain = (self._colocated(), guideline(self.choices))
+        return states + [State(dict(roles)) for roles in plain if roles is not None]
 
     def _colocated(self) -> Roles | None:
         whole = Mesh(0, self._problem.cluster.size)
         return self.choices.together(self.choices.roles, whole)
 
-    def _state(self, placement: Placement | None) -> State | None:
-        if placement is None:
-            return None
+    def _state(self, placement: Placement) -> State:
         stages = self.choices.stages
         roles = {role: placement.calls[stages[role][0]] for role in self.choices.roles}
         return State(roles, placement.max_staleness, placement.streamed)
@@ -93,16 +99,20 @@ class Planner:
         starts = [each for each in known if each.ahead <= bound]
         if bound:
             starts += [replace(each, ahead=bound) for each in starts]
-            apart = self._state(self.by_role.best(bound, most=APART)[0])
-            starts += [apart] if apart is not None else []
-        ranked = sorted(starts, key=annealing.cost_s)[:SEARCHED]
-        best: tuple[float, State | None] = (math.inf, None)
-        for start in ranked:
-            state, cost = annealing.run(start, proposals // len(ranked))
-            state, cost = annealing.descend(state, cost)
-            if cost < best[0]:
-                best = (cost, state)
-        return best[1]
+            apart, _ = self.by_role.best(bound, most=APART_AHEAD)
+            starts += [self._state(apart)] if apart is not None else []
+        for start in starts:
+            annealing.cost_s(start)
+        # Of each kind one: from one kind to another there are many steps for the worse.
+        kinds = sorted(self._best_of_kinds(bound), key=self.estimator.step_s)
+        ranked = [self._state(placement) for placement in kinds[:SEARCHED]]
+        found = [annealing.run(start, proposals // SEARCHED) for start in ranked]
+        found.sort(key=lambda each: each[1])
+        if not annealing.is_small:
+            del found[1:]
+        descended = [annealing.descend(state, cost) for state, cost in found]
+        state, cost = min(descended, key=lambda each: each[1], default=(None, math.inf))
+        return state if math.isfinite(cost) else None
 
     def placement(self, state: State) -> Placement:
         """The placement a search stopped at."""
@@ -139,11 +149,11 @@ class Planner:
     def _candidate(self, estimator: Estimator, placement: Placement) -> Candidate:
         return Candidate(self._kind(placement), placement, estimator.estimate(placement))
 
-    def _best_of_kinds(self) -> list[Placement]:
-        """Of all that were looked at, the best of every kind."""
+    def _best_of_kinds(self, bound: float = math.inf) -> list[Placement]:
+        """Of all that were looked at and keep the bound, the best of every kind."""
         best: dict[str, tuple[float, Placement]] = {}
         for placement, seconds in self.estimator.seen():
-            if math.isfinite(seconds):
+            if math.isfinite(seconds) and placement.max_staleness <= bound:
                 kind = self._kind(placement)
                 if kind not in best or seconds < best[kind][0]:
                     best[kind] = (seconds, placement)
