@@ -47,6 +47,7 @@ class CostModel:
         self._calls = {call.stage: call for call in problem.dataflow.ordered}
         self._trainers = {call.role: call.stage for call in problem.dataflow.of_kind(Kind.TRAIN)}
         self._shapes = {stage: problem.model_of(stage) for stage in self._calls}
+        self._sampling = problem.dataflow.of_kind(Kind.GENERATE)[0].stage
         self._works: dict[tuple[str, Assignment], Work] = {}
         self._scored: dict[tuple[str, Assignment], ScoreTiming] = {}
         self._trained: dict[tuple[str, Assignment], TrainTiming] = {}
@@ -69,10 +70,11 @@ class CostModel:
                 score[stage] = self._score(stage, placement.calls.get(stage))
             elif call.kind is Kind.TRAIN:
                 train[call.role] = self._train(stage, placement.calls[stage])
-        sampling = self.problem.dataflow.of_kind(Kind.GENERATE)[0].stage
-        room = self._holdings(placement).kv_room(sampling)
+        sampling = self._sampling
         return Timings(
-            generator_timing(self._work(sampling, placement.calls[sampling]), room),
+            generator_timing(
+                self._work(sampling, placement.calls[sampling]), self.kv_room(placement)
+            ),
             score,
             train,
             weights={
@@ -101,6 +103,12 @@ class CostModel:
         if key not in self._alone:
             self._alone[key] = self._call_s(stage, assignment)
         return self._alone[key]
+
+    def kv_room(self, placement: Placement) -> float:
+        """Bytes for keys and values on each device that samples; of one that need not have all
+        calls.
+        """
+        return self._holdings(placement).kv_room(self._sampling)
 
     def moved(self, stage: str, placement: Placement) -> Moved | None:
         """What a version costs on its way to a call; None where it follows nobody."""
