@@ -10,7 +10,6 @@ first ones: step_s is their mean, as steps come in bursts where the pool changes
 quartiles beside it; over_disaggregated is the ratio of these means; idle fractions are means, too.
 """
 
-import argparse
 import contextlib
 import json
 import statistics
@@ -25,6 +24,7 @@ from typing import Any
 from benchmarks.overlap import QUIET
 from benchmarks.random_model import write_model
 from streamrl.actors.real_engines import RealEngines
+from streamrl.cli.main import OneLineParser
 from streamrl.cli.train import train
 from streamrl.config import load_config
 
@@ -57,13 +57,14 @@ placement: {{slice_s: 0.2}}
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Make all runs and print the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = OneLineParser(prog="placement_modes", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=12, help="measured steps of each run")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each, the median stands")
     parser.add_argument("--json", action="store_true", help="the object on one line")
     arguments = parser.parse_args(argv)
-    if min(arguments.steps, 2 * arguments.repeats) < 2:
-        parser.error(f"--steps {arguments.steps} --repeats {arguments.repeats}: at least 2 and 1")
+    for name, least in (("steps", 2), ("repeats", 1)):
+        if (given := vars(arguments)[name]) < least:
+            parser.error(f"--{name}={given}: must be at least {least}")
     # Standard output is the JSON object alone, whatever the cluster has to say meanwhile.
     with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as folder:
         recipe = prepare(Path(folder))

@@ -31,11 +31,12 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from streamrl.cli.main import OneLineParser
 from streamrl.resharding import (
     GROUPINGS,
     ORDERS,
@@ -105,14 +106,6 @@ class Switch:
         return plans
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """What is wrong with an argument in one line, without the usage."""
-
-    def error(self, message: str) -> NoReturn:
-        """Say it and exit with 2."""
-        self.exit(2, f"resharding: {message}\n")
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """Make the switch that is asked for and print the figures."""
     parser = make_parser()
@@ -129,7 +122,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = OneLineParser(description=(__doc__ or "").splitlines()[0])
+    parser = OneLineParser(prog="resharding", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--train", default="1-4-2", help="pipeline-tensor-data")
     parser.add_argument("--generate", default="1-2-2-2", help="pipeline-tensor-microdata-data")
     parser.add_argument("--order", default="hf", choices=ORDERS)

@@ -220,8 +220,7 @@ def resolve(settings: DictConfig, *, place: str) -> RunConfig:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), loose))
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
-        key = _entry_with(error, loose) + str(error.full_key or "config")
-        raise ConfigError(f"{place}: {key}: {reason}") from None
+        raise ConfigError(f"{place}: {_key_of(error, loose)}: {reason}") from None
     except (TypeError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise
@@ -230,16 +229,36 @@ def resolve(settings: DictConfig, *, place: str) -> RunConfig:
     return config
 
 
-def _entry_with(error: OmegaConfBaseException, loose: Mapping[str, Any]) -> str:
-    """Which reward or cost has the value that is refused, as `rewards[0].`; OmegaConf knows not."""
-    kind = OmegaConf.structured(RewardConfig)
-    for section in ("rewards", "costs") if error.object_type is RewardConfig else ():
-        for i, entry in enumerate(loose.get(section, ())):
-            try:
-                OmegaConf.merge(kind, entry)
-            except OmegaConfBaseException:
-                return f"{section}[{i}]."
-    return ""
+def _key_of(error: OmegaConfBaseException, loose: Mapping[str, Any]) -> str:
+    """Which setting has the value that is refused.
+
+    Of what is in a list OmegaConf may know only where it is in its entry, or the entry's number.
+    """
+    inside = str(error.full_key or "")
+    if error.object_type is not RewardConfig and inside and not inside.isdigit():
+        return inside
+    kind = OmegaConf.structured(RunConfig)
+    for path, number, entry in _entries(loose, ()):
+        alone: Any = [entry]
+        for name in reversed(path):
+            alone = {name: alone}
+        try:
+            OmegaConf.merge(kind, alone)
+        except OmegaConfBaseException:
+            place = f"{'.'.join(path)}[{number}]"
+            return f"{place}.{inside}" if inside and not inside.isdigit() else place
+    return inside or "config"
+
+
+def _entries(
+    settings: Mapping[str, Any], path: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], int, Any]]:
+    """What is in a list that is in none itself: the names that lead there, and its number."""
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            yield from _entries(value, (*path, name))
+        elif isinstance(value, list):
+            yield from (((*path, name), i, entry) for i, entry in enumerate(value))
 
 
 def _with_options(loose: Any) -> Any:

@@ -1,6 +1,7 @@
 """What the loops call: engines, remote proxies and test fakes all have these faces."""
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -80,11 +81,15 @@ class Trainer(Protocol):
 
 @dataclass(frozen=True)
 class Fetched:
-    """The tensors of a version, what came over for them, and why they took a detour if they did."""
+    """The tensors of a version, what came over for them, and why they took a detour if they did.
+
+    copied_bytes: that were copied on their way without leaving a process; NaN if nobody knows.
+    """
 
     tensors: Mapping[str, Any]
     num_bytes: int = 0
     detour: str = ""
+    copied_bytes: float = math.nan
 
 
 class WeightChannel(Protocol):

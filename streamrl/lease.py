@@ -130,7 +130,9 @@ class Arbiter:
         try:
             await self._granted(waiter)
         finally:
-            self._leave(waiter)
+            if waiter in self._waiting:
+                self._leave(waiter)
+                self._tell_wanted()
 
     async def _granted(self, waiter: Waiter) -> None:
         now = asyncio.get_running_loop().time
@@ -206,11 +208,10 @@ class Arbiter:
 
     def _leave(self, waiter: Waiter) -> None:
         """It does not wait any more."""
-        if waiter in self._waiting:
-            del self._waiting[waiter]
-            self._wanting[waiter.phase] -= 1
-            if not self._wanting[waiter.phase]:
-                del self._wanting[waiter.phase]
+        del self._waiting[waiter]
+        self._wanting[waiter.phase] -= 1
+        if not self._wanting[waiter.phase]:
+            del self._wanting[waiter.phase]
 
     def _give_back(self, phase: str, holder: str, times: int) -> None:
         self._pulse.beat()
@@ -229,6 +230,10 @@ class Arbiter:
 
     def _next(self) -> None:
         self._grant()
+        self._tell_wanted()
+
+    def _tell_wanted(self) -> None:
+        """Have the holders of a phase look again if others wait for it now who did not before."""
         for phase, turn in self._turns.items():
             is_wanted = self._rivals_wait(phase)
             if is_wanted and not turn.is_wanted:

@@ -237,6 +237,7 @@ async def take_up(
         detour=fetched.detour,
         interrupted=loaded.interrupted,
         probe_diff=difference,
+        copied_bytes=fetched.copied_bytes + loaded.copied_bytes,
     )
 
 

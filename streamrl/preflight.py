@@ -72,8 +72,8 @@ def prepare(config: RunConfig) -> Prepared:
         model_tokens=model_tokens, max_new_tokens=config.generator.max_new_tokens
     )
     said = [asyncio.run(judges.preflight()) for judges in (rewards, *costs)]
-    train = _load(config, config.data.train_files, limit)
-    evaluation = _load(config, config.data.eval_files, limit)
+    train = load_files(config, config.data.train_files, limit)
+    evaluation = load_files(config, config.data.eval_files, limit)
     for judges in (rewards, *costs):
         judges.check([*train.prompts, *evaluation.prompts])
     if config.data.pretrain:
@@ -325,7 +325,8 @@ def shard_bytes(config: RunConfig, prepared: Prepared, *, node_stores: Sequence[
     return share
 
 
-def _load(config: RunConfig, files: Sequence[DataFile], limit: int) -> LoadedPrompts:
+def load_files(config: RunConfig, files: Sequence[DataFile], limit: int) -> LoadedPrompts:
+    """The prompts of files as the model of a run reads them, of at most `limit` tokens each."""
     limits = Limits(limit, load_vocab_size(config.model.path), config.data.on_long_prompt)
     return load_prompts(files, load_tokenizer(config.model.path), limits)
 

@@ -181,7 +181,7 @@ async def collect(stage: Stage, control: Control, config: PipelineConfig) -> boo
         if ready or control.assembler.drawable(control.admission.version):
             return True
         if clock() > max(deadline, control.pulse.at + patience_s):
-            raise await stall_error(stage, control, patience_s)
+            raise await stall_error(stage, control, config.groups_per_step, patience_s)
     return False
 
 
@@ -193,17 +193,20 @@ async def drop_stale(stage: Stage, control: Control) -> None:
         await control.end(stage.queue, {experience.uid: how for experience in stale})
 
 
-async def stall_error(stage: Stage, control: Control, waited_s: float) -> DeadlineError:
+async def stall_error(
+    stage: Stage, control: Control, groups_per_step: int, waited_s: float
+) -> DeadlineError:
     """The error that says what the step of the current version waits for, and where it is."""
     version = control.admission.version
     uids = control.assembler.awaited
     places = await stage.queue.whereabouts(uids[:8])
     counts = dict(control.admission.ledger.counts.drops)
     drops = f"; dropped so far: {counts}" if counts else ""
-    waited = "; ".join(f"{uid}: {place}" for uid, place in places.items()) or "no prompt admitted"
+    first = "; ".join(f"{uid}: {place}" for uid, place in places.items()) or "no prompt admitted"
     return DeadlineError(
-        f"stage {stage.name} got no group for {waited_s:g} s at version {version};"
-        f" it waits for {len(uids)} groups ({waited}){drops}"
+        f"stage {stage.name} got no group for {waited_s:g} s at version {version}: its step has"
+        f" {control.assembler.num_entered} of {groups_per_step} groups, and {len(uids)} that were"
+        f" admitted are not ready ({first}){drops}"
     )
 
 

@@ -14,7 +14,7 @@ from streamrl.errors import ProbeError, WeightsError
 from streamrl.faces import Fetched, Stage
 from streamrl.lease import Arbiter, FreeLease, SharedLease
 from streamrl.messages import Array
-from streamrl.pipeline import PULL_ATTEMPTS, follow_weights, newest_version, verified
+from streamrl.pipeline import PULL_ATTEMPTS, follow_weights, newest_version, take_up, verified
 from streamrl.publishing import Publishing
 from streamrl.simulator.clock import run_virtual
 from streamrl.telemetry.spans import SpanRecorder
@@ -37,7 +37,7 @@ class Engine:
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded:
         await asyncio.sleep(0.5)
         self.served.append(version)
-        return Loaded(pause_s=0.25, interrupted=7)
+        return Loaded(pause_s=0.25, interrupted=7, copied_bytes=30)
 
     async def probe(self, sequences: Sequence[Array]) -> Sequence[Array]:
         await asyncio.sleep(1.0)
@@ -158,6 +158,7 @@ def test_what_a_pull_took_is_reported_once() -> None:
         assert found["weights/publish_s"] == 0.125
         assert found["weights/pause_s"] == 0.25
         assert found["weights/bytes"] == 1000
+        assert math.isnan(found["weights/copied_bytes"]), "what the publisher copied nobody told"
         assert found["weights/interrupted"] == 7
         assert found["weights/probe_diff"] == 0.25
         assert found["weights/skew_max"] == 0
@@ -167,6 +168,20 @@ def test_what_a_pull_took_is_reported_once() -> None:
         assert again["weights/bytes"] == again["weights/interrupted"] == 0
         assert math.isnan(again["weights/probe_diff"])
         assert math.isnan(again["weights/publish_s"])
+
+    run_virtual(scenario())
+
+
+def test_what_was_copied_on_the_way_and_to_be_served_is_added_up() -> None:
+    class Resident(Channel):
+        async def fetch(self, manifest: WeightManifest) -> Fetched:
+            return Fetched({}, copied_bytes=12)
+
+    async def scenario() -> None:
+        registry = WeightRegistry(keep_versions=2)
+        held = HeldVersion("generator-0")
+        pull = await take_up(stage(), Engine(), Resident(registry), held, manifest(0))
+        assert (pull.num_bytes, pull.copied_bytes) == (0, 42)
 
     run_virtual(scenario())
 

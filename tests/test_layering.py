@@ -45,7 +45,10 @@ LEVELS = (
         "mailbox",
         "simulator",
     },
-    {"config", "agreement", "preflight", "planning", "calibration", "actors"},
+    {
+        *("config", "agreement", "preflight", "planning", "placing", "calibration"),
+        *("pictures", "actors"),
+    },
     {"cli"},
 )
 

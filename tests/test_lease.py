@@ -485,3 +485,37 @@ def test_no_device_is_ever_in_two_phases_and_everyone_has_a_turn(
         await arbiter.acquire("somebody")
 
     run_virtual(main())
+
+
+def test_a_holder_is_asked_to_give_way_for_each_rival_that_comes() -> None:
+    """Also if the one before gave up."""
+
+    async def main() -> tuple[bool, float]:
+        arbiter, clock = Arbiter(timeout_s=100.0, slice_s=2.0), asyncio.get_running_loop()
+        await arbiter.acquire("a")
+        asked = asyncio.create_task(arbiter.wanted("a", wait_s=50.0))
+        rival = asyncio.create_task(arbiter.acquire("b"))
+        await asyncio.sleep(1.0)
+        rival.cancel()
+        await asyncio.sleep(4.0)
+        assert not asked.done()
+        rival = asyncio.create_task(arbiter.acquire("c"))
+        found, at = await asked, clock.time()
+        await arbiter.release("a")
+        await rival
+        return found, at
+
+    assert run_virtual(main()) == (True, 5.0)
+
+
+def test_a_holder_that_gives_the_pool_back_is_asked_no_more() -> None:
+    async def main() -> float:
+        arbiter, clock = Arbiter(timeout_s=100.0), asyncio.get_running_loop()
+        await arbiter.acquire("a")
+        asked = asyncio.create_task(arbiter.wanted("a", wait_s=50.0))
+        await asyncio.sleep(3.0)
+        await arbiter.release("a")
+        assert not await asked
+        return clock.time()
+
+    assert run_virtual(main()) == 3.0

@@ -240,7 +240,7 @@ def test_a_stall_names_the_groups_and_where_they_are() -> None:
     with pytest.raises(DeadlineError) as stall:
         run_virtual(run_stream(plan))
     message = str(stall.value)
-    assert "stage train got no group for 50 s at version 0" in message
+    assert "stage train got no group for 50 s at version 0: its step has 0 of 4 groups" in message
     assert re.search(r"held by reward-0 for \d+\.\d s \(reward, attempt 1\), admitted", message)
 
 

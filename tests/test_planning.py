@@ -7,7 +7,8 @@ import pytest
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
 from streamrl.placement import Cluster, FixedLength, Placement, of_meshes, of_ratios
-from streamrl.planning import Asked, placed_run, problem_of, run_placement
+from streamrl.placing import placed_run, run_placement
+from streamrl.planning import Asked, problem_of
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SIZES = {"policy": "llama-7b", "critic": "llama-7b", "reference": "llama-7b"}
@@ -109,7 +110,7 @@ def _grpo(generate: tuple[str, str], train: tuple[str, str]) -> Placement:
         (_grpo(("0-3", "1-1-4"), ("4-7", "2-1-2")), "without pipeline stages"),
         (_grpo(("0-3", "1-1-4"), ("4-7", "1-2-2")), "ZeRO 1 does not go with tensor parallelism"),
         # A generator that shares devices is split over ranks of the trainer, or not at all.
-        (_grpo(("0-3", "1-2-2"), ("0-1", "1-1-2")), "no pools of roles are"),
+        (_grpo(("0-3", "1-2-2"), ("0-1", "1-1-2")), "no pools of roles have these devices"),
     ],
 )
 def test_what_streamrl_does_not_run_is_refused_by_name(placement: Placement, said: str) -> None:

@@ -1,6 +1,7 @@
 """One optimizer step: collected, trained, booked, and made again if its maker died."""
 
 import asyncio
+import re
 from collections.abc import Mapping
 
 import pytest
@@ -246,6 +247,25 @@ def test_a_stall_under_another_policy_lasts_twice_as_long_as_all_attempts() -> N
     assert "got no group for 50 s" in text and 50 <= seconds < 53
     text, seconds = run_virtual(main("warn"))
     assert "got no group for 300 s" in text and 300 <= seconds < 303
+
+
+def test_a_stall_says_what_the_step_has_and_how_many_groups_are_not_ready() -> None:
+    async def never_again(stream: Stream) -> None:
+        """Nobody generates any more, once the step has a part of its groups."""
+        while not stream.control.assembler.num_entered:
+            await asyncio.sleep(0.01)
+        for name, tasks in stream.loops.items():
+            for task in tasks if name.startswith("generator-") else ():
+                task.cancel()
+
+    plan = Plan(max_staleness=1, steps=9, groups_per_step=6, stall_s=50.0, lease_s=1e6)
+    with pytest.raises(DeadlineError) as stall:
+        run_virtual(run_stream(plan, disturb=never_again))
+    found = re.search(r"its step has (\d+) of 6 groups, and (\d+) that were", str(stall.value))
+    assert found is not None, stall.value
+    has, lacking = map(int, found.groups())
+    # All of this step and of the next are admitted.
+    assert 0 < has < 6 and has + lacking == 12
 
 
 def test_stalled_work_is_reported_once_and_handed_out_again_if_so_wished() -> None:

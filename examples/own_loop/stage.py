@@ -111,13 +111,13 @@ def main(loop: Loop, recipe: str, *overrides: str) -> None:
     given = parser.parse_intermixed_args()
     # Tensor parallelism is checked against them.
     ranks = f"trainer.world_size={max(1, given.workers)}"
-    settings = (*overrides, ranks, f"run.steps={given.steps}", *given.overrides)
+    asked = (ranks, f"run.steps={given.steps}", *given.overrides)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     try:
-        config = load_config(Path(given.config), settings)
-        check_algorithm(config, recipe)
-        run(loop, config, given.workers)
+        # First as it was given: what the loop sets itself may mean nothing to another algorithm.
+        check_algorithm(load_config(Path(given.config), asked), recipe)
+        run(loop, load_config(Path(given.config), (*overrides, *asked)), given.workers)
     except ConfigError as error:
         end(str(error), BAD_INPUT)
     except StreamError as error:

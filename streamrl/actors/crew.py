@@ -172,6 +172,17 @@ class Crew:
         parts = {n: own for n, own in self.actors.items() if isinstance(own, Part)}
         return " and ".join(n for n, own in parts.items() if own.actor is actor.actor)
 
+    @property
+    def processes(self) -> dict[str, Any]:
+        """An actor in each process of the run, by what `process_of` calls it.
+
+        Those that join or leave are not among them: they may have no process.
+        """
+        serving = tuple(f"{demand.role}-" for demand in self._demands.values())
+        there = [name for name in self.actors if not name.startswith(serving)]
+        there += [name for role in self.roles.values() for name in role.names]
+        return {self.process_of(name): _host(self.actors[name]) for name in there}
+
     def start(self, wiring: Wiring, checkpoint: Checkpoint | None) -> dict[Any, str]:
         """Let the actors of all roles start: their replies, and whose each is."""
         self._wiring = wiring
@@ -338,9 +349,13 @@ class Crew:
         return {}
 
 
+def _host(actor: Any) -> Any:
+    return actor.actor if isinstance(actor, Part) else actor
+
+
 def _kill(actor: Any) -> None:
     with contextlib.suppress(RayError, ValueError):
-        ray.kill(actor.actor if isinstance(actor, Part) else actor)
+        ray.kill(_host(actor))
 
 
 def _counted(number: int, what: str) -> str:

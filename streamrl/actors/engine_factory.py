@@ -65,8 +65,9 @@ class HostedPart(Protocol):
         """As a generator's, of what is here."""
         ...
 
-    def put(self, tensors: Mapping[str, Any]) -> None:
-        """Serve what is here of a full set of parameters, while the other stands still."""
+    def put(self, tensors: Mapping[str, Any]) -> int:
+        """Serve what is here of a full set of parameters, while the other stands still; the bytes
+        that were copied."""
         ...
 
     async def release_kv(self) -> None: ...

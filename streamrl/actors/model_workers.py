@@ -230,13 +230,13 @@ class PolicyWorker(TrainedWorker):
         figures = _scored(told)
         self._trainer.adopt(dials)
         trains = self._version >= self._config.critic.warmup_alone
-        trained, moved_bytes = self._loop.run(self._next_version(batch if trains else None))
+        trained, moved = self._loop.run(self._next_version(batch if trains else None))
         if trained:
             sums, updates = trained
             self._dials.after({**told, **sums}, num_rollouts=int(told["rollouts"]))
             figures |= summarise(sums, step_normaliser(self._settings, sums)) | updates
         figures |= {f"dial/{name}": value for name, value in dials.items()}
-        return {**figures, "weights/bytes": float(moved_bytes), **self._peaks()}
+        return {**figures, **moved, **self._peaks()}
 
     @transfers(TOGETHER)
     def save_model(self, folder: Path) -> None:
@@ -253,10 +253,10 @@ class PolicyWorker(TrainedWorker):
         self._residence.publish(self._trainer, self._version)
         await self._residence.take_up(self._generator, self._version)
 
-    async def _next_version(self, batch: Batch | None) -> tuple[Trained | None, int]:
+    async def _next_version(self, batch: Batch | None) -> tuple[Trained | None, Figures]:
         """Train a step, if there is one, and sample from the weights as they are then.
 
-        What the step told, and the bytes that had to be moved for the weights.
+        What the step told, and the bytes that had to be moved and copied for the weights.
         """
         trained = None
         await self._residence.about_to_change()
@@ -269,9 +269,12 @@ class PolicyWorker(TrainedWorker):
             if self._memory.offloads_optimizer:
                 self._trainer.offload_optimizer()
             give_back_freed()
-        moved_bytes = self._residence.fetched(self._version).num_bytes
-        await self._residence.take_up(self._generator, self._version)
-        return trained, moved_bytes
+        fetched = self._residence.fetched(self._version)
+        loaded = await self._residence.take_up(self._generator, self._version)
+        return trained, {
+            "weights/bytes": float(fetched.num_bytes),
+            "weights/copied_bytes": float(fetched.copied_bytes + loaded.copied_bytes),
+        }
 
     def _peaks(self) -> Figures:
         """The most any rank held in each phase since the last call."""

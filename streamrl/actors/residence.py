@@ -44,7 +44,7 @@ class SplitOff(Protocol):
 
     async def release_kv(self) -> None: ...
 
-    def put(self, tensors: Mapping[str, Any]) -> None: ...
+    def put(self, tensors: Mapping[str, Any]) -> int: ...
 
 
 class ResidentGenerator(Follower, Protocol):
@@ -64,7 +64,7 @@ class Residence:
         self._served: Storage | None = None
         self._version = -1
         self._tensors: Mapping[str, Any] | None = {}
-        self._moved_bytes = 0
+        self._moved_bytes = self._copied_bytes = 0
         self.memory = PeakMemory()
 
     def trainer_is_in(self) -> None:
@@ -150,28 +150,32 @@ class Residence:
         all ranks.
         """
         self._tensors = None  # two sets at once would be one too many
+        self._copied_bytes = 0
         moved = trainer.switch(self._served, version) if self._fills else None
         if moved is None:
             self._tensors = dict(trainer.full_state())
             self._moved_bytes = trainer.received_bytes(self._tensors)
             if self._part is not None:
                 # Nobody tells it to later, and its leader waits for all ranks.
-                self._part.put(self._tensors)
+                self._copied_bytes = self._part.put(self._tensors)
                 self._tensors = None
         else:
             self._moved_bytes = moved.received_bytes
+            self._copied_bytes = moved.copied_bytes
         self._version = version
         return WeightManifest(version, (), ())
 
     def fetched(self, version: int) -> Fetched:
-        """The weights where they lie, and what came from other ranks for them.
+        """The weights where they lie, what came from other ranks for them, and what was copied.
 
         There are none to be had where they lie in the generator already. Raises SupersededError
         once they are no longer that version: the trainer may have made the next one before a
         generator has come to take this one up.
         """
         self.check(version)
-        return Fetched(self._tensors or {}, num_bytes=self._moved_bytes)
+        return Fetched(
+            self._tensors or {}, num_bytes=self._moved_bytes, copied_bytes=self._copied_bytes
+        )
 
     async def take_up(self, generator: ResidentGenerator, version: int) -> Loaded:
         """Have the generator serve a version, and sample again. Raises as `fetched` does."""

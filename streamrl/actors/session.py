@@ -15,6 +15,7 @@ from streamrl.actors.engine_factory import EngineFactory
 from streamrl.actors.feed import EventReport, Report
 from streamrl.actors.scaling import Scaling
 from streamrl.actors.shard import create_shards
+from streamrl.actors.silence import naming_silent
 from streamrl.actors.starting import Starting
 from streamrl.actors.weight_travel import WeightTravel, plan_travel
 from streamrl.actors.wiring import Wiring
@@ -110,8 +111,12 @@ class Session:
         """Hand on every report until the run ends; `stopping` turning true ends it early.
 
         Raises the error of the first actor that fails, and DeadlineError if a run that was told
-        to stop does not, or an actor that died does not come back.
+        to stop does not, or an actor that died does not come back; see `naming_silent`.
         """
+        with naming_silent(lambda: self._crew.processes):
+            return self._watch(handle, stopping)
+
+    def _watch(self, handle: Callable[[Report], None], stopping: Callable[[], bool]) -> Finish:
         coordinator = self._crew.actors["coordinator"]
         seen, stop_by = 0, float("inf")
         feed = coordinator.reports.remote(seen, 1.0)

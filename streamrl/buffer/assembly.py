@@ -83,6 +83,11 @@ class StepAssembler:
         return len(self._entered) == self._groups_per_step
 
     @property
+    def num_entered(self) -> int:
+        """Groups the step has so far."""
+        return len(self._entered)
+
+    @property
     def awaited(self) -> list[str]:
         """Uids that are not ready yet, the earliest deadline first."""
         return sorted(self._pending, key=self._pending.__getitem__)

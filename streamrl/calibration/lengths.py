@@ -54,6 +54,10 @@ class GroupedLengths:
         found: Array = self.rows[drawn].ravel()[:count]
         return found
 
+    def quantiles(self, parts: Array) -> Array:
+        """Of those that are sampled, interpolated."""
+        return self._alone.quantiles(parts)
+
     def expected_longest(self, count: int) -> float:
         """As if none were more alike than others: a little too long."""
         return self._alone.expected_longest(count)

@@ -11,10 +11,10 @@ from streamrl.engines.generator_config import KV_CACHE_MB_ON_CPU
 from streamrl.errors import ConfigError
 from streamrl.placement import Cluster, GeneratorTiming, Placement, Problem, Timings
 from streamrl.placement.costs import Constants, CostModel
-from streamrl.planning import Asked, problem_of, run_placement
+from streamrl.placing import run_placement
+from streamrl.planning import Asked, manner_of, problem_of
 from streamrl.preflight import counts
 from streamrl.simulator.simulation import simulate
-from streamrl.simulator.world import Manner
 
 STEPS = 60
 """Steps of a simulation; more change its means by less than a run's differ among themselves."""
@@ -160,12 +160,7 @@ def timed(timings: Timings, config: RunConfig) -> Timings:
 def predict(planned: Planned, timings: Timings, *, steps: int = STEPS, seed: int = SEED) -> Figures:
     """What the run would do, by simulation."""
     config = planned.config
-    manner = Manner(
-        planned.problem.workload.whole_steps,
-        config.pipeline.depth,
-        config.pipeline.on_stale,
-        config.placement.slice_s,
-    )
+    manner = manner_of(config)
     lead = config.pipeline.lead
     found = simulate(
         planned.problem.dataflow,

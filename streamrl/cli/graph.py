@@ -7,12 +7,12 @@ import argparse
 import os
 from pathlib import Path
 
-from streamrl.cli.graph_picture import Picture
-from streamrl.cli.graph_svg import svg
-from streamrl.cli.graph_words import dot, text
+from streamrl.cli.writing import write_file
 from streamrl.config import RunConfig, load_config
-from streamrl.durable import write_whole
 from streamrl.errors import ConfigError
+from streamrl.pictures.graph_picture import Picture
+from streamrl.pictures.graph_svg import svg
+from streamrl.pictures.graph_words import dot, text
 
 MOST_STEPS = 100
 """More steps make a picture that nobody can look at."""
@@ -53,7 +53,7 @@ def run(arguments: argparse.Namespace) -> int:
     elif arguments.svg == "-":
         print(svg(picture), end="")
     else:
-        _write(Path(arguments.svg), svg(picture))
+        write_file("--svg", Path(arguments.svg), svg(picture))
         print(f"{arguments.svg}: {picture.title}")
     return 0
 
@@ -69,15 +69,3 @@ def _notes(config: RunConfig) -> list[str]:
     if (every := config.reference.every) > 1:
         notes.append(f"reference.every={every}: it only moves at one in {every} versions")
     return notes
-
-
-def _write(path: Path, content: str) -> None:
-    """Raises ConfigError where no file can be, or something else than a file is."""
-    # What a link names is replaced, and not the link; a device must never be.
-    place = Path(os.path.realpath(path))
-    if os.path.exists(place) and not place.is_file():
-        raise ConfigError(f"--svg {path}: not a file")
-    try:
-        write_whole(place, content)
-    except OSError as error:
-        raise ConfigError(f"--svg {path}: {error.strerror or error}") from None

@@ -25,6 +25,8 @@ COMMANDS = {
     "data": "what files of prompts hold, and which rows a run could not use",
     "algorithms": "every algorithm: what it reads, its functions, its defaults, its paper",
     "graph": "the model calls of a config and what flows between them: text, DOT or a picture",
+    "plan": "which placement is best for a run on a cluster, and why the others lost",
+    "simulate": "a run's placement on a cluster, played in virtual time",
     "calibrate": "how long things took in a run, as constants for the planner",
     "report": "what bounds a run and what would help; where every prompt of it is",
     "doctor": "what this machine has and what would run on it",

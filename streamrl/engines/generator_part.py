@@ -80,19 +80,21 @@ class GeneratorPart:
         with self._worker.lock:
             return self._weights.storage()
 
-    def put(self, tensors: Mapping[str, torch.Tensor | Array]) -> None:
-        """Serve what is here of a full set of parameters; see `GenerationEngine.load_weights`.
+    def put(self, tensors: Mapping[str, torch.Tensor | Array]) -> int:
+        """Serve what is here of a full set of parameters; the bytes that were copied.
 
-        The leader stands still meanwhile, and takes the version up after it.
+        See `GenerationEngine.load_weights`. The leader stands still meanwhile, and takes the
+        version up after it.
         """
         assert self._worker is not None and self._weights is not None
         full = full_weights(
             tensors, self._parameters, model_path=self._spec.model_path, device=local_device()
         )
         with self._worker.lock:
-            self._weights.put(full)
+            num_bytes = self._weights.put(full)
             # The worker computes on a stream of its own.
             wait_for_device()
+        return num_bytes
 
     async def release_kv(self) -> None:
         """Free the memory of keys and values, on a CPU; the leader's next step has it again."""

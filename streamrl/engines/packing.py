@@ -5,6 +5,7 @@ rows times the longest, and rollouts of like length go together. All ranks take 
 because their collectives pair up; one for which nothing is left gets an empty micro-batch.
 """
 
+import heapq
 from collections.abc import Sequence
 from itertools import pairwise
 from operator import itemgetter
@@ -102,14 +103,18 @@ def _is_full(rows: Sequence[_Sized], budget: int) -> bool:
 
 def _spread(bins: list[list[_Sized]], world_size: int) -> list[list[_Sized]]:
     """Halve the largest micro-batches until every rank has one in every round, or none is left."""
-    bins = list(bins)
-    while len(bins) % world_size:
-        largest = max(bins, key=lambda rows: (len(rows) > 1, _padded(rows)))
-        if len(largest) == 1:
-            break
-        bins.remove(largest)
-        bins += [largest[::2], largest[1::2]]
-    return bins
+    heap = [(-_padded(rows), i, rows) for i, rows in enumerate(bins) if len(rows) > 1]
+    heapq.heapify(heap)
+    halved: set[int] = set()
+    made = list(bins)
+    while heap and (len(made) - len(halved)) % world_size:
+        _, i, rows = heapq.heappop(heap)
+        halved.add(i)
+        for half in (rows[::2], rows[1::2]):
+            if len(half) > 1:
+                heapq.heappush(heap, (-_padded(half), len(made), half))
+            made.append(half)
+    return [rows for i, rows in enumerate(made) if i not in halved]
 
 
 def _deal(bins: list[list[_Sized]], loads: list[int]) -> list[Round]:

@@ -49,7 +49,7 @@ class PartWeights:
             use_onednn(self._model)
 
     def put(self, tensors: Mapping[str, Tensor]) -> int:
-        """Serve a full set of parameters, of which the worker reads its own; all their bytes.
+        """Serve a full set of parameters, of which the worker copies its own; the bytes of those.
 
         The other ranks must do so, too, before anything is computed.
         """
@@ -57,7 +57,7 @@ class PartWeights:
             self._worker.reload_weights(weights_iterator=iter(tensors.items()))
         if self._on_cpu:
             use_onednn(self._model)
-        return sum(tensor.nbytes for tensor in tensors.values())
+        return sum(parameter.nbytes for parameter in self._model.parameters())
 
     def storage(self) -> Storage | None:
         """Where what is here lies, by the first of its names; see `ServedWeights.storage`."""

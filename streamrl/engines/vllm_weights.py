@@ -26,7 +26,7 @@ from torch import Tensor
 from streamrl.errors import WeightsError
 from streamrl.resharding import Box, Storage
 from streamrl.weights import ParameterSet
-from streamrl.weights.adapters import stored_weights
+from streamrl.weights.adapters import MergedWeights, stored_weights
 
 #: vLLM's LLMEngine.
 Engine = Any
@@ -99,7 +99,8 @@ class ServedWeights:
             self._bound = bind(self._model, parameters, model_path)
 
     def put(self, tensors: Mapping[str, Tensor]) -> int:
-        """Serve a full set of parameters, each asked for once; the bytes that were copied.
+        """Serve a full set of parameters, each asked for once; the bytes that were copied, or
+        merged of adapters.
 
         What was not copied is used where it lies, and only read: it must stay unchanged until the
         next set is put. If this raises, the model is half old and half new.
@@ -107,10 +108,19 @@ class ServedWeights:
         if not self._bound:
             return self._reload(tensors)
         before = [bound.held for bound in self._bound]
-        num_bytes = sum(bound.put([tensors[n] for n in bound.names]) for bound in self._bound)
+        num_bytes = sum(self._put(bound, tensors) for bound in self._bound)
         # To unmap a version takes as long as all else here: not while sampling stands still.
         self._undertaker.submit(before.clear)
         return num_bytes
+
+    @staticmethod
+    def _put(bound: "BoundParameter", tensors: Mapping[str, Tensor]) -> int:
+        parts = {name: tensors[name] for name in bound.names}
+        num_bytes = bound.put(list(parts.values()))
+        if num_bytes or not isinstance(tensors, MergedWeights):
+            return num_bytes
+        # What is looked at where it lies was laid down there only now.
+        return sum(parts[name].nbytes for name in parts.keys() & tensors.merged)
 
     def storage(self) -> Storage | None:
         """Where every parameter lies, by the first of its names, for others to fill there.

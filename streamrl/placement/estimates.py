@@ -3,11 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from streamrl.dataflow import Dataflow, Kind
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
+from streamrl.placement.placements import Assignment, Placement
 from streamrl.placement.shapes import ModelShape
+from streamrl.placement.timings import Timings
 from streamrl.placement.workload import Workload
 
 
@@ -88,3 +91,33 @@ class Estimate:
     def infeasible(cls, why: str) -> "Estimate":
         """Of what cannot be."""
         return cls(math.inf, unfit=why)
+
+
+class Costs(Protocol):
+    """What calls cost in a problem's placements; what is asked twice is to be remembered.
+
+    `memory` and `unfit` also answer for a placement of some of the calls.
+    """
+
+    @property
+    def rough(self) -> "Costs":
+        """The same for a search: fast for thousands of placements, and off by a few percent."""
+        ...
+
+    def timings(self, placement: Placement) -> Timings:
+        """How long things take."""
+        ...
+
+    def memory(self, placement: Placement) -> Mapping[str, CallMemory]:
+        """Bytes that each call holds of one of its devices, by stage."""
+        ...
+
+    def unfit(self, placement: Placement) -> str:
+        """Why it cannot be, as where memory is short; empty if it can."""
+        ...
+
+    def call_s(self, stage: str, assignment: Assignment) -> float:
+        """A whole step's work of one call, alone on its devices, s; infinite where that is too
+        little memory.
+        """
+        ...

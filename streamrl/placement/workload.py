@@ -7,6 +7,7 @@ from statistics import NormalDist
 from typing import Protocol
 
 import numpy as np
+from scipy.special import ndtri
 
 from streamrl.errors import ConfigError
 from streamrl.messages import Array
@@ -27,6 +28,10 @@ class Lengths(Protocol):
 
     def sample(self, count: int, rng: np.random.Generator) -> Array:
         """So many lengths, int64 [count], each at least 1."""
+        ...
+
+    def quantiles(self, parts: Array) -> Array:
+        """Lengths that these parts of all completions are below, float64 as `parts`."""
         ...
 
     def expected_longest(self, count: int) -> float:
@@ -67,6 +72,10 @@ class FixedLength:
         """As many as asked for, all the same."""
         return np.full(count, self.tokens, np.int64)
 
+    def quantiles(self, parts: Array) -> Array:
+        """All the same."""
+        return np.full(len(parts), float(self.tokens))
+
     def expected_longest(self, count: int) -> float:
         """The same."""
         return float(self.tokens)
@@ -103,6 +112,11 @@ class LognormalLengths:
         """Independent ones."""
         drawn = rng.lognormal(math.log(self.median), self.sigma, count)
         return np.clip(np.rint(drawn), 1, self.limit).astype(np.int64)
+
+    def quantiles(self, parts: Array) -> Array:
+        """In closed form."""
+        found = self.median * np.exp(self.sigma * ndtri(parts))
+        return np.asarray(np.clip(found, 1.0, float(self.limit)))
 
     def expected_longest(self, count: int) -> float:
         """About the mean of the longest."""
@@ -143,6 +157,10 @@ class EmpiricalLengths:
         """Independent ones."""
         return rng.choice(np.asarray(self.seen, np.int64), count)
 
+    def quantiles(self, parts: Array) -> Array:
+        """Of those that were seen, interpolated."""
+        return np.asarray(np.quantile(self.seen, parts), np.float64)
+
     def expected_longest(self, count: int) -> float:
         """About the mean of the longest."""
         at = np.multiply(_ranks_of_longest(count), len(self.seen)).astype(int)
@@ -179,6 +197,11 @@ class Workload:
     def rollouts(self) -> int:
         """Rollouts in a step."""
         return self.groups_per_step * self.group_size
+
+    @property
+    def trains_whole(self) -> bool:
+        """Whether nothing of a step is trained before all of it is there: so it is with updates."""
+        return self.whole_steps or self.updates > 1
 
     @property
     def updates(self) -> int:

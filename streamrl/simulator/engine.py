@@ -256,19 +256,26 @@ class Engine(Generic[K]):
         if self._halted:
             return
         waiting, running, step = self._waiting, self._running, self.step
-        before, computed = len(running), 0.0
-        while waiting and self._fits(len(running), self.resident):
-            group, context, tokens = waiting.popleft()
-            self._places += 1
+        most, room = self._timing.max_running, self._timing.kv_tokens
+        count, resident, places, computed = len(running), self.resident, self._places, 0.0
+        while waiting and count < most:
+            group, context, tokens = waiting[0]
+            # As `_fits` has it, which is too slow for every one.
+            if resident + context + count + 1 > room:
+                break
+            waiting.popleft()
+            places += 1
+            count += 1
             end = step + tokens
             group.waiting -= 1
             if end >= group.end:
-                group.end, group.last = end, self._places
-            running.append((end, self._places, group, step, context))
-            self.resident += context
+                group.end, group.last = end, places
+            running.append((end, places, group, step, context))
+            resident += context
             computed += context
-        if len(running) > before:
+        if places > self._places:
             running.sort()
+            self.resident, self._places = resident, places
             self.now += self._timing.prefill_token_s * computed
             self._plan = None
 

@@ -15,6 +15,7 @@ from streamrl.faces import StepOutcome
 from streamrl.placement.workload import Workload
 from streamrl.simulator.failures import Crash
 from streamrl.telemetry.contract import Histogram, missing_names
+from streamrl.telemetry.sinks import JsonlSink
 from streamrl.telemetry.spans import Span, idle_fraction
 from streamrl.telemetry.step_row import Activity, StepFacts, step_row
 from streamrl.telemetry.trace import TraceSink
@@ -142,16 +143,26 @@ class Simulated:
             )
         ]
 
-    def write_trace(self, run_dir: Path) -> None:
-        """Leave a trace.json there, as a run does."""
+    def write(self, run_dir: Path) -> None:
+        """Leave trace.json and metrics.jsonl there, as a run does, but that times are virtual.
+
+        Raises ConfigError if a run is there already, DiskError if the disk refuses.
+        """
         now = 0.0
-        sink = TraceSink(run_dir, clock=lambda: now)
-        sink.start({})
-        sink.spans(self.spans)
+
+        def clock() -> float:
+            return now
+
+        sinks = (JsonlSink(run_dir, clock=clock), TraceSink(run_dir, clock=clock))
+        for sink in sinks:
+            sink.start({})
+        sinks[1].spans(self.spans)
         for outcome, row, end in zip(self.outcomes, self.rows, self.step_ends, strict=True):
             now = end
-            sink.step(outcome.version + 1, row)
-        sink.close({})
+            for sink in sinks:
+                sink.step(outcome.version + 1, row)
+        for sink in sinks:
+            sink.close({})
 
     def _activity(self, spans: Sequence[Span]) -> dict[str, Activity]:
         """By stage. What is of no stage in particular, as a pull, counts to the first of a role."""

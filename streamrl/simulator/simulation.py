@@ -12,7 +12,8 @@ from streamrl.placement.workload import Workload
 from streamrl.simulator.clock import run_virtual
 from streamrl.simulator.failures import Failures
 from streamrl.simulator.results import Simulated
-from streamrl.simulator.world import Manner, Scenario, World
+from streamrl.simulator.scenario import Manner, Scenario
+from streamrl.simulator.world import World
 
 
 def simulate(  # noqa: PLR0913

@@ -7,22 +7,17 @@ publishing, the schedule of micro-batches, and the arbiter of devices. What take
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import count
 from typing import cast
 
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
 from streamrl.algorithms.dials import Dials
 from streamrl.buffer import Admission, ExperienceQueue, Ledger, StepAssembler
-from streamrl.control import Control, PipelineConfig
-from streamrl.dataflow import GENERATE, MOVED, POLICY, Dataflow, Kind
-from streamrl.engines.schedule import Pace
+from streamrl.control import Control
+from streamrl.dataflow import GENERATE, MOVED, POLICY, Kind
 from streamrl.faces import DeviceLease, Stage, StepOutcome
 from streamrl.lease import FreeLease
 from streamrl.pipeline import admit, train
-from streamrl.placement.placements import Placement
-from streamrl.placement.timings import Timings
-from streamrl.placement.workload import Workload
 from streamrl.publishing import Publishing, Source
 from streamrl.simulator.books import TimedBooks
 from streamrl.simulator.failures import Crash, Failures, times_of
@@ -34,6 +29,7 @@ from streamrl.simulator.prompts import Completions, Prompts
 from streamrl.simulator.queue import StreamQueue
 from streamrl.simulator.recording import Recording
 from streamrl.simulator.results import process_names
+from streamrl.simulator.scenario import Scenario, devices_of
 from streamrl.simulator.scorers import ScorerReplica
 from streamrl.simulator.site import Site
 from streamrl.simulator.trainers import MovedReference, TimedTrainer
@@ -41,71 +37,6 @@ from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
 
 Replica = GeneratorReplica | ScorerReplica
-
-
-@dataclass(frozen=True)
-class Manner:
-    """How a run is done, beside its placement; as in a run's config, but for `whole_steps`.
-
-    whole_steps: the algorithm trains nothing of a step before all of it is there.
-    """
-
-    whole_steps: bool = False
-    depth: int | None = None
-    on_stale: str = "wait"
-    slice_s: float = 1.0
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """All that a simulation depends on."""
-
-    dataflow: Dataflow
-    placement: Placement
-    timings: Timings
-    workload: Workload
-    steps: int
-    seed: int
-    manner: Manner
-    failures: Failures | None
-
-    @property
-    def pace(self) -> Pace:
-        """How trainers take a step: whole where calls wait, or it is updated several times."""
-        workload = self.workload
-        several = workload.updates > 1
-        whole = several or self.manner.whole_steps or not self.placement.streamed
-        return Pace(whole, workload.epochs, min(workload.mini_batches, workload.groups_per_step))
-
-    @property
-    def pipeline(self) -> PipelineConfig:
-        """How its stages are coupled."""
-        return PipelineConfig(
-            max_staleness=self.placement.max_staleness,
-            depth=self.manner.depth,
-            on_stale=self.manner.on_stale,
-            groups_per_step=self.workload.groups_per_step,
-            micro_batch_tokens=self.workload.micro_batch_tokens,
-            stall_s=math.inf,
-        )
-
-    @property
-    def replicas(self) -> dict[str, int]:
-        """How many of each role that is not trained."""
-        timings = self.timings
-        found = {}
-        for role, calls in self.dataflow.roles.items():
-            if calls[0].kind is Kind.GENERATE:
-                found[role] = timings.generator.replicas
-            elif calls[0].kind is Kind.SCORE:
-                found[role] = timings.score[calls[0].stage].replicas
-        return found
-
-    def publish_s(self, role: str) -> float:
-        """Until a version of a role is on its way to all who follow it."""
-        followers = [call.stage for call in self.dataflow.calls if call.follows == role]
-        weights = self.timings.weights
-        return max((weights[s].publish_s for s in followers if s in weights), default=0.0)
 
 
 class World:
@@ -171,13 +102,7 @@ class World:
         versions = {role: Versions() for role in sources}
         self.site.versions = versions
         # In one process, weights are where they are sampled from.
-        hosts = scenario.placement.calls[GENERATE.stage].mesh
-        resides = any(
-            scenario.placement.calls[call.stage].mesh == hosts
-            for call in scenario.dataflow.of_kind(Kind.TRAIN)
-            if call.role == POLICY
-        )
-        publishing = Publishing(sources, versions, lease=None if resides else lease)
+        publishing = Publishing(sources, versions, lease=None if scenario.resides else lease)
         self._control = self._make_control(publishing, version)
         for one in versions.values():
             one.offer(WeightManifest(version, (), ()))
@@ -294,7 +219,7 @@ class World:
         failures, calls = self.scenario.failures, self.scenario.placement.calls
         if failures is None:
             return range(0)
-        size = max(one.mesh.first + one.mesh.size for one in calls.values())
+        size = max((one.mesh.devices.stop for one in calls.values()), default=0)
         return range(-(-size // failures.node_devices))
 
     async def _live(self, node: int) -> None:
@@ -340,24 +265,3 @@ class World:
 
 def _meet(one: range, other: range) -> bool:
     return one.start < other.stop and other.start < one.stop
-
-
-def devices_of(scenario: Scenario, processes: Mapping[str, Sequence[str]]) -> dict[str, range]:
-    """The devices of each process: of a replica its part of the mesh of its role."""
-    found = {}
-    for role, calls in scenario.dataflow.roles.items():
-        mesh = next(
-            (
-                scenario.placement.calls[c.stage].mesh
-                for c in calls
-                if c.stage in scenario.placement.calls
-            ),
-            None,
-        )
-        for i, name in enumerate(processes[role]):
-            size = mesh.size if mesh else 0
-            first = mesh.first if mesh else 0
-            count = len(processes[role])
-            start = first + i * size // count
-            found[name] = range(start, max(first + (i + 1) * size // count, start + bool(size)))
-    return found

@@ -161,7 +161,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("weights/publish_s", "s", "longest a publish took since the last step; NaN if none"),
     Metric("weights/pull_s", "s", "longest it took from news of a version to its use"),
     Metric("weights/pause_s", "s", "longest a generator sampled nothing for a new version"),
-    Metric("weights/bytes", "bytes", "weights moved since the last step"),
+    Metric("weights/bytes", "bytes", "weights moved between processes since the last step"),
+    Metric(
+        "weights/copied_bytes",
+        "bytes",
+        "of a colocated run: policy's weights copied within processes since the last step",
+    ),
     Metric("weights/bytes_per_s", "bytes/s", "weights moved over the time of the pulls"),
     Metric("weights/interrupted", "rollouts", "rollouts that a version came in the middle of"),
     Metric("weights/tokens_per_version", "tokens", "trained tokens over versions among them"),

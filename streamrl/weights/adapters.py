@@ -7,7 +7,7 @@ scale. The trainer computes with W0 + scale B A (arXiv:2106.09685, section 4.1);
 puts that sum in the place of W0. It is made of W0 every time, so no rounding adds up.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +55,11 @@ class MergedWeights(Mapping[str, Tensor]):
         self._stored = stored
         self._adapters = adapters
         self._device = device
+
+    @property
+    def merged(self) -> Set[str]:
+        """Names of those that are computed, and lie nowhere before they are asked for."""
+        return self._adapters.keys()
 
     def __getitem__(self, name: str) -> Tensor:
         weight = self._stored[name]

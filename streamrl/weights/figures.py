@@ -12,7 +12,8 @@ class Pull:
     pull_s: from the news of it until it is held, s. pause_s: while nothing was sampled, s.
     num_bytes: that travelled. interrupted: rollouts that ran at that moment. probe_diff: largest
     difference of a log-probability from the trainer's; NaN if none was looked at. detour: why it
-    did not come the way it should have.
+    did not come the way it should have. copied_bytes: that were copied within processes, from where
+    they are trained to where they are served; NaN if nobody knows.
     """
 
     pull_s: float = 0.0
@@ -21,6 +22,7 @@ class Pull:
     interrupted: int = 0
     probe_diff: float = math.nan
     detour: str = ""
+    copied_bytes: float = math.nan
 
 
 @dataclass(frozen=True)
@@ -40,12 +42,14 @@ class Traffic:
 def weight_metrics(policy: Traffic, others: Sequence[Traffic] = ()) -> Mapping[str, float]:
     """weights/* of a run, NaN where nothing was measured.
 
-    What sampling suffers is the policy's alone; critics and references count in all else.
+    What sampling suffers, and what is copied, is the policy's alone; critics and references count
+    in all else.
     """
     everything = (policy, *others)
     pulls = [pull for traffic in everything for pull in traffic.pulls]
     seconds = sum(pull.pull_s for pull in pulls)
     moved = sum(pull.num_bytes for pull in pulls)
+    copied = sum(pull.copied_bytes for pull in policy.pulls)
     published = [t.publish_s for t in everything if not math.isnan(t.publish_s)]
     probed = [pull.probe_diff for pull in policy.pulls if not math.isnan(pull.probe_diff)]
     return {
@@ -54,6 +58,7 @@ def weight_metrics(policy: Traffic, others: Sequence[Traffic] = ()) -> Mapping[s
         "weights/pull_s": max((pull.pull_s for pull in pulls), default=0.0),
         "weights/pause_s": max((pull.pause_s for pull in policy.pulls), default=0.0),
         "weights/bytes": moved,
+        "weights/copied_bytes": copied if policy.pulls else math.nan,
         "weights/bytes_per_s": moved / seconds if seconds else math.nan,
         "weights/interrupted": sum(pull.interrupted for pull in policy.pulls),
         "weights/probe_diff": max(probed, default=math.nan),

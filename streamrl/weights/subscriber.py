@@ -60,7 +60,7 @@ class Loaded:
     """What it took a model to go over to a version.
 
     pause_s: while nothing was computed, s. interrupted: rollouts that had begun, and go on.
-    copied_bytes: the rest is used where it lies.
+    copied_bytes: of weights, also those that were cast or merged; the rest is used where it lies.
     """
 
     pause_s: float = 0.0

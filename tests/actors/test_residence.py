@@ -66,34 +66,37 @@ class Generator:
     async def probe(self, sequences: Sequence[Array]) -> None: ...
 
 
-async def updated(rank: Rank, generator: Generator) -> int:
-    """Let both in, and make version 3; what came from other ranks for it, bytes."""
+async def updated(rank: Rank, generator: Generator) -> tuple[int, float]:
+    """Let both in, and make version 3; what came from other ranks for it, and what was copied of
+    what is here, bytes.
+    """
     residence = Residence()
     await residence.let_in(generator, fills=rank.gathers)
     await residence.about_to_change()
     residence.publish(rank, 3)  # type: ignore[arg-type]
     fetched = residence.fetched(3)
     await ResidentFollower(generator, residence).load_weights(fetched.tensors, 3)
-    return fetched.num_bytes
+    return fetched.num_bytes, fetched.copied_bytes
 
 
 def test_what_every_rank_has_whole_is_looked_at_where_it_lies() -> None:
     generator = Generator()
-    assert asyncio.run(updated(rank := Rank(gathers=False), generator)) == 0
+    assert asyncio.run(updated(rank := Rank(gathers=False), generator)) == (0, 0)
     assert generator.told == ["suspend", (["weight"], 3), "resume"]
     assert not rank.filled
 
 
 def test_what_ranks_have_parts_of_is_filled_in_and_counted() -> None:
     generator = Generator()
-    assert asyncio.run(updated(rank := Rank(gathers=True), generator)) == 12
+    assert asyncio.run(updated(rank := Rank(gathers=True), generator)) == (12, 4)
     assert generator.told == ["storage", "suspend", 3, "resume"]
     assert rank.filled == [3]
 
 
 def test_what_cannot_be_filled_in_is_gathered() -> None:
     generator = Generator()
-    assert asyncio.run(updated(Rank(gathers=True, fills=False), generator)) == 8
+    # What is copied then the generator tells, as it copies.
+    assert asyncio.run(updated(Rank(gathers=True, fills=False), generator)) == (8, 0)
     assert generator.told == ["storage", "suspend", (["weight"], 3), "resume"]
 
 
@@ -124,8 +127,9 @@ class Part:
     async def release_kv(self) -> None:
         self.told.append("release_kv")
 
-    def put(self, tensors: Mapping[str, Any]) -> None:
+    def put(self, tensors: Mapping[str, Any]) -> int:
         self.told.append(sorted(tensors))
+        return 6
 
 
 @pytest.mark.parametrize("fills", [True, False])
@@ -137,6 +141,7 @@ def test_a_part_has_a_version_in_it_by_the_time_it_is_published(fills: bool) -> 
         residence.publish(Rank(gathers=True, fills=fills), 3)  # type: ignore[arg-type]
         fetched = residence.fetched(3)
         assert (dict(fetched.tensors), fetched.num_bytes) == ({}, 12 if fills else 8)
+        assert fetched.copied_bytes == (4 if fills else 6)
         follower = PartFollower(residence)
         await follower.load_weights(fetched.tensors, 3)
         await residence.about_to_change()

@@ -20,7 +20,7 @@ from streamrl.placement import (
     WeightsTiming,
     Workload,
 )
-from streamrl.planning import run_placement
+from streamrl.placing import run_placement
 from streamrl.simulator.results import Simulated
 from streamrl.simulator.simulation import simulate
 from streamrl.telemetry.sinks import JsonlSink

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.cli.graph_layout import CHARACTER_EM
-from streamrl.cli.graph_picture import FILL, Picture
-from streamrl.cli.graph_words import dot
 from streamrl.cli.main import main
 from streamrl.config import load_config
 from streamrl.dataflow import POLICY, Call, Dataflow, Kind
+from streamrl.pictures.graph_picture import FILL, Picture
+from streamrl.pictures.graph_words import dot
+from streamrl.pictures.svg import CHARACTER_EM
 
 ROOT = Path(__file__).parents[2]
 PPO = str(ROOT / "configs" / "ppo_arithmetic.yaml")

@@ -13,6 +13,7 @@ import pytest
 from streamrl.buffer.account import take_account
 from streamrl.buffer.books import history
 from streamrl.checkpoint import BOOKS, journal_dir
+from streamrl.engines.forward import load_skeleton
 from tests.e2e.launched import Launched, events, rows
 from tests.toy import write_toy
 
@@ -155,6 +156,10 @@ def test_it_goes_on_where_every_stage_has_devices_of_its_own(stopped: Ended, apa
     here, there = stopped.rows, apart.rows[len(stopped.rows) :]
     assert not any(row["weights/bytes"] for row in here)
     assert any(row["weights/bytes"] for row in there)
+    # A row has none if no version was taken up since the one before.
+    copied = {row["weights/copied_bytes"] for row in here}
+    assert copied <= {0, None} and 0 in copied
+    assert {row["weights/copied_bytes"] for row in there} == {None}, "nobody counts them"
 
 
 def test_a_killed_process_of_trainer_and_generator_ends_the_run_and_is_named(
@@ -180,3 +185,16 @@ def test_wherever_it_went_on_no_step_is_missing_and_every_prompt_is_trained_once
     saved = run_dir / "checkpoints" / f"step_{len(finished.rows):06d}" / "state.json"
     state = json.loads(saved.read_text())
     assert state["version"] == len(finished.rows)
+
+
+def test_a_generator_of_another_type_has_all_of_each_version_copied(tmp_path: Path) -> None:
+    toy = write_toy(tmp_path)
+    words = ["train", str(toy / "recipe.yaml"), f"run.dir={toy}/runs", "run.name=cast"]
+    around = ["placement.mode=colocated", "generator.dtype=bfloat16", "pipeline.max_staleness=0"]
+    run = Launched([*words, *around, "run.steps=2"], toy)
+    assert run.wait() == 0, run.output
+    copied = [row["weights/copied_bytes"] or 0 for row in rows(toy / "runs" / "cast")]
+    parameters = load_skeleton(str(toy / "model")).parameters()
+    model_bytes = sum(2 * parameter.numel() for parameter in parameters)
+    assert sum(copied) and {num_bytes % model_bytes for num_bytes in copied} == {0}
+    assert [row["weights/bytes"] for row in rows(toy / "runs" / "cast")] == [0, 0]

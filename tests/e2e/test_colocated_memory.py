@@ -21,7 +21,8 @@ def test_weights_come_once_from_the_other_rank_and_keys_values_and_optimizer_mak
         *("pipeline.max_staleness=0", "generator.kv_cache_mb=256", "placement.memory_mb=257"),
         *("weights.probe_every=1", "run.steps=3"),
     ]
-    # Each rank has half from the other, so that all that comes for a version is a model's bytes.
+    # Each rank has half from the other and copies its own, so that all that comes for a version is
+    # a model's bytes, and as much is copied.
     parameters = load_skeleton(str(toy / "model")).parameters()
     model_bytes = sum(parameter.numel() * 4 for parameter in parameters)
     run = Launched(words, toy)
@@ -32,6 +33,8 @@ def test_weights_come_once_from_the_other_rank_and_keys_values_and_optimizer_mak
     found = rows(toy / "runs" / "first")
     assert [row["weights/bytes"] % (model_bytes // 2) for row in found] == [0] * 3
     assert sum(row["weights/bytes"] for row in found) >= 2 * model_bytes
+    taken = [row for row in found if row["weights/bytes"]]
+    assert all(row["weights/copied_bytes"] == row["weights/bytes"] for row in taken)
     assert all(row["weights/probe_diff"] < 1e-4 for row in found)
     # Steps that are reported together have one peak.
     peaks = [row for row in found if "memory/train_mb" in row]

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import signal
 from pathlib import Path
 
 import pytest
 
+from streamrl.engines.forward import load_skeleton
 from tests.e2e.launched import Launched, events, rows
 from tests.e2e.recorded import trained
 from tests.e2e.test_placements import ON_POLICY, check_same
@@ -54,28 +56,43 @@ def test_generators_of_ranks_that_split_layers_sample_the_same_tokens_and_the_lo
     first, shared, whole = (rows(folder / "runs" / mode) for mode in MODES)
     check_same(first, shared)
     check_same(first, whole)
-    # Each rank serves what it trains.
-    assert [row["weights/bytes"] for row in shared] == [0] * STEPS
+    # Each rank serves what it trains; rows of so small a vocabulary are all on one.
+    for name in ("weights/bytes", "weights/copied_bytes"):
+        assert not any(row[name] for row in shared)
+    # Columns do not lie there in one piece.
+    named = load_skeleton(str(folder / "model")).named_parameters()
+    columns = sum(4 * p.numel() for name, p in named if "o_proj" in name or "down_proj" in name)
+    copied = [row["weights/copied_bytes"] or 0 for row in whole]
+    assert sum(copied) and {num_bytes % columns for num_bytes in copied} == {0}
     assert min(row["weights/bytes"] for row in whole) > 0
 
 
-def test_where_a_rank_that_shares_a_generator_is_killed_the_run_ends_and_says_so(
-    tmp_path: Path,
+@pytest.mark.parametrize(
+    ("sent", "told"), [(signal.SIGKILL, "died"), (signal.SIGSTOP, "does not answer")]
+)
+def test_where_a_rank_that_shares_a_generator_is_killed_or_stopped_the_run_ends_and_says_so(
+    tmp_path: Path, sent: signal.Signals, told: str
 ) -> None:
     folder = write_toy(tmp_path)
-    run_dir = folder / "runs" / "killed"
+    run_dir = folder / "runs" / "hit"
     words = ["train", str(folder / "recipe.yaml"), *MESH, *SHARED, *TIGHT, "run.steps=100000"]
     around = ["pipeline.max_staleness=1", "placement.slice_s=0.05", "generator.max_new_tokens=60"]
-    run = Launched([*words, *around, f"run.dir={run_dir.parent}", "run.name=killed"], folder)
+    waits = ["pipeline.stall_s=30", "trainer.collective_timeout_s=15"]
+    place = [f"run.dir={run_dir.parent}", "run.name=hit"]
+    run = Launched([*words, *around, *waits, *place], folder)
     run.until(lambda: len(rows(run_dir)) > 2)
     notes = [event["text"] for event in events(run_dir, "note")]
     assert any("the KV cache is released while it trains" in note for note in notes)
     assert any("its part of the generator of its team; ranks 0-1" in note for note in notes)
-    os.kill(run.named("ray::HybridActor")[-1].pid, signal.SIGKILL)
+    os.kill(run.named("ray::HybridActor")[-1].pid, sent)
     assert run.wait(timeout_s=240.0) == 1, run.output
     last = run.output.strip().splitlines()[-1]
-    assert last.startswith("streamrl: ") and "died" in last
+    assert last.startswith("streamrl: ") and told in last
     who = ("trainer-", "generator-", "rank ")
     assert any(f"{what}{number}" in last for what in who for number in range(2))
+    if sent == signal.SIGSTOP:
+        # Who waited for it may be named as well, but after it.
+        process = r"the process of generator-(\d) and trainer-\1 does not answer; "
+        assert re.match(rf"streamrl: {process}(?!the process)", last), last
     assert "Traceback" not in run.output
     assert run.orphans() == []

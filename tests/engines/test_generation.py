@@ -220,7 +220,10 @@ async def test_adapters_are_merged_into_the_weights_of_the_directory_each_time(
                 model.get_submodule(layer).weight += 1.5 * product
         await bench.load(tiny_model(tied=False, seed=8))
         version = bench.engine.version + 1
-        await bench.engine.load_weights(published, version)
+        loaded = await bench.engine.load_weights(published, version)
+        layers = [m for m in model.model.modules() if isinstance(m, torch.nn.Linear)]
+        merged = sum(layer.weight.nbytes for layer in layers)
+        assert merged <= loaded.copied_bytes <= sum(p.nbytes for p in model.parameters())
         bench.models[version] = model
         rollouts = await bench.engine.generate(SHORT, seeds=range(16))
         assert worst_error(rollouts, bench.models) < 1e-4

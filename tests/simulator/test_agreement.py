@@ -18,7 +18,6 @@ from streamrl.placement.timings import (
 from streamrl.placement.workload import LognormalLengths, Workload
 from streamrl.resharding import Grid
 from streamrl.simulator.simulation import simulate
-from streamrl.simulator.world import Manner
 from tests.fakes import Plan
 from tests.simulator.real_loops import BATCH, PROMPT_TOKENS, SLOTS, Case, run_real
 
@@ -105,10 +104,9 @@ def test_steps_end_when_those_of_the_real_loops_do(
         case.dataflow,
         case.placement,
         case.timings,
-        case.workload,
+        replace(case.workload, whole_steps=case.pace.whole_steps),
         steps=case.plan.steps,
         seed=case.seed,
-        manner=Manner(whole_steps=case.pace.whole_steps),
     )
     real = run_real(case, monkeypatch)
     assert found.step_ends == pytest.approx(real.step_ends, rel=0.015)

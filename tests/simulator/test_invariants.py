@@ -20,8 +20,8 @@ from streamrl.placement.workload import LognormalLengths, Workload
 from streamrl.simulator.failures import Failures
 from streamrl.simulator.prompts import Completions
 from streamrl.simulator.results import Simulated
+from streamrl.simulator.scenario import Manner
 from streamrl.simulator.simulation import simulate
-from streamrl.simulator.world import Manner
 from tests.simulator.test_simulation import on
 
 STAGES = ("generate", "greedy", "reference", "value", "train", "train_critic")
@@ -72,6 +72,7 @@ workloads = st.builds(
     epochs=st.integers(1, 2),
     mini_batches=st.integers(1, 2),
     micro_batch_tokens=st.sampled_from([33, 80]),
+    whole_steps=st.booleans(),
 )
 generators = st.builds(
     GeneratorTiming,
@@ -111,9 +112,7 @@ cases = st.builds(
     streamed=st.booleans(),
     workload=workloads,
     timings=timings,
-    manner=st.builds(
-        Manner, st.booleans(), st.none(), st.just("wait"), st.sampled_from([0.1, 1.0])
-    ),
+    manner=st.builds(Manner, slice_s=st.sampled_from([0.1, 1.0])),
     failures=st.none(),
 )
 

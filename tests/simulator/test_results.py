@@ -29,7 +29,7 @@ def test_rows_are_those_of_the_contract() -> None:
 
 def test_the_trace_is_that_of_a_run(tmp_path: Path) -> None:
     found = run(placement=TOGETHER.with_staleness(1))
-    found.write_trace(tmp_path)
+    found.write(tmp_path)
     events = json.loads((tmp_path / "trace.json").read_text())
     names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert names == {"run", "generator-0", "reward-0", "policy"}

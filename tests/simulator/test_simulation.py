@@ -19,8 +19,8 @@ from streamrl.placement.timings import (
 from streamrl.placement.workload import FixedLength, Workload
 from streamrl.resharding import Grid
 from streamrl.simulator.results import Simulated
+from streamrl.simulator.scenario import Manner
 from streamrl.simulator.simulation import simulate
-from streamrl.simulator.world import Manner
 
 FLOW = dataflow_for((*ROLLOUT_COLUMNS, "scores"))
 GENERATOR = GeneratorTiming(
@@ -114,8 +114,8 @@ def test_what_is_not_streamed_is_trained_once_all_of_the_step_is_there() -> None
     timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=1), weights={})
     whole = run(timings, replace(APART, streamed=False), workload=workload, steps=1)
     assert whole.step_ends == [20 + 0.5 + 2 + 2 + 1]
-    manner = Manner(whole_steps=True)
-    assert run(timings, workload=workload, manner=manner, steps=1).step_ends == [20.5 + 2 + 2 + 1]
+    asked = replace(workload, whole_steps=True)
+    assert run(timings, workload=asked, steps=1).step_ends == [20.5 + 2 + 2 + 1]
 
 
 def test_groups_beyond_the_room_of_a_generator_come_in_waves() -> None:

@@ -40,6 +40,7 @@ journal/bytes journal/fsync_s
 staleness/mean staleness/max staleness/in_flight_mean staleness/in_queue_mean staleness/histogram
 idle/<stage> drops/<cause> verdicts/<verdict> scorer/killed/<cause>
 weights/version weights/skew_max weights/publish_s weights/pull_s weights/pause_s weights/bytes
+weights/copied_bytes
 weights/bytes_per_s weights/interrupted weights/tokens_per_version weights/probe_diff weights/faults
 ledger/admitted ledger/trained ledger/filtered ledger/dropped ledger/in_flight
 time/step_s time/generate_s time/score_s time/train_s

@@ -92,7 +92,7 @@ def test_skew_is_of_those_who_serve() -> None:
 
 
 def test_what_critics_move_counts_and_what_they_pause_does_not() -> None:
-    policy = Traffic([Pull(1.0, 0.25, 100, 7, probe_diff=0.5)], 0.5, 1, 2)
+    policy = Traffic([Pull(1.0, 0.25, 100, 7, probe_diff=0.5, copied_bytes=40)], 0.5, 1, 2)
     critic = Traffic([Pull(4.0, 3.0, 900, 9)], 2.0, 3, 1)
     found = weight_metrics(policy, [critic, Traffic([], math.nan, 0, 0)])
     assert found == {
@@ -101,11 +101,21 @@ def test_what_critics_move_counts_and_what_they_pause_does_not() -> None:
         "weights/pull_s": 4.0,
         "weights/pause_s": 0.25,
         "weights/bytes": 1000,
+        "weights/copied_bytes": 40,
         "weights/bytes_per_s": 200.0,
         "weights/interrupted": 7,
         "weights/probe_diff": 0.5,
         "weights/faults": 3,
     }
+
+
+def test_what_was_copied_is_told_if_every_pull_tells_and_there_was_one() -> None:
+    def told(*copied_bytes: float) -> float:
+        pulls = [Pull(copied_bytes=each) for each in copied_bytes]
+        return weight_metrics(Traffic(pulls, 0.5, 0, 0))["weights/copied_bytes"]
+
+    assert told(0) == 0 and told(30, 12) == 42
+    assert math.isnan(told()) and math.isnan(told(30, math.nan))
 
 
 def test_who_could_not_verify_a_version_gets_the_one_that_is_sent_again() -> None:

@@ -30,7 +30,8 @@ PARTS = (*ABOVE_ZERO, "zero_exposed_fraction", "pause_fraction", "memory_reserve
 
 @dataclass(frozen=True)
 class Constants:
-    """Calibratable; the defaults are of engines of today on data-centre GPUs.
+    """Calibratable. The defaults of generation show what arXiv:2409.19256 published of A100s in
+    2024 (its Figure 15); engines since then have hosts that do less for each rollout.
 
     Matrix products. A device reaches part of its FLOP/s, less where tensor parallelism or a small
     model leaves it narrow matrices: with a width w = hidden / t the part is fraction * w /
@@ -50,6 +51,8 @@ class Constants:
 
     Training. micro_batch_s, update_s, train_step_s: on top of each micro-batch, update and step.
     zero_exposed_fraction: of ZeRO's traffic in a micro-batch, what no computation hides.
+    stage_micro_batches: into how many micro-batches, for each of its stages, a pipeline divides
+    what it is given, if rollouts are that many; it is more where they would be too large.
 
     Scoring. score_batch_s, score_rollout_s: on top of a batch, and of each rollout. score_tokens:
     most tokens in a batch. rule_group_s, rule_rollout_s: of a reward that is a rule.
@@ -65,7 +68,9 @@ class Constants:
     token, for each layer and each element of the hidden width; checkpoint_bytes: likewise, where
     the rest is computed again. logit_bytes: of a token, for each entry of the vocabulary.
     served_bytes: of a weight that only computes forward. kv_bytes: of an element of keys and
-    values. memory_reserve_fraction: of a device, what libraries and fragments take.
+    values. keeps_served: whether weights that follow those of a trainer on the same devices stay
+    while it trains; if not, each version fills them anew. memory_reserve_fraction: of a device,
+    what libraries and fragments take.
     """
 
     train_flops_fraction: float = 0.6
@@ -74,24 +79,25 @@ class Constants:
     half_width: float = 256.0
     recompute: bool = True
 
-    decode_memory_fraction: float = 0.8
+    decode_memory_fraction: float = 0.7
     optimizer_memory_fraction: float = 0.7
     link_fraction: float = 0.7
     network_fraction: float = 0.8
-    collective_s: float = 10e-6
-    link_hop_s: float = 2e-6
-    network_hop_s: float = 10e-6
+    collective_s: float = 5e-6
+    link_hop_s: float = 20e-6
+    network_hop_s: float = 30e-6
 
     max_running: int = 256
     decode_step_s: float = 4e-3
     decode_layer_s: float = 0.0
-    decode_rollout_s: float = 120e-6
+    decode_rollout_s: float = 100e-6
     begin_s: float = 10e-3
 
     micro_batch_s: float = 20e-3
     update_s: float = 50e-3
     train_step_s: float = 0.2
     zero_exposed_fraction: float = 0.5
+    stage_micro_batches: int = 2
 
     score_batch_s: float = 20e-3
     score_rollout_s: float = 100e-6
@@ -117,7 +123,8 @@ class Constants:
     logit_bytes: float = 8.0
     served_bytes: int = 2
     kv_bytes: int = 2
-    memory_reserve_fraction: float = 0.1
+    keeps_served: bool = False
+    memory_reserve_fraction: float = 0.15
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -127,7 +134,7 @@ class Constants:
                 raise ConfigError(f"{field.name}={value}: must be {least}")
             if field.name in PARTS and value > 1:
                 raise ConfigError(f"{field.name}={value}: must be at most 1")
-        for name in ("max_running", "score_tokens"):
+        for name in ("max_running", "score_tokens", "stage_micro_batches"):
             if vars(self)[name] < 1:
                 raise ConfigError(f"{name}={vars(self)[name]}: must be at least 1")
 
@@ -176,5 +183,6 @@ CPU = Constants(
     reduced_bytes=4,
     served_bytes=4,
     kv_bytes=4,
+    keeps_served=True,
 )
 """A core's: slower to begin anything, and float32 throughout."""

@@ -41,12 +41,12 @@ def read_params(shape: ModelShape, tensor: int, stages: int, running: float) -> 
 def running_rollouts(work: Work, kv_tokens: float) -> float:
     """How many a replica samples at a time, about: as many as there are, and have room.
 
-    Rollouts that are under way together have half their completions on average.
+    Those that begin together are at their longest together, too.
     """
     workload = work.workload
-    middle = workload.prompt_tokens + workload.lengths.mean / 2
     here = workload.rollouts / work.replicas
-    return max(1.0, min(here, work.constants.max_running, kv_tokens / middle))
+    slots = kv_tokens / workload.rollout_tokens
+    return max(1.0, min(here, work.constants.max_running, slots))
 
 
 def generator_timing(work: Work, kv_room_bytes: float) -> GeneratorTiming:

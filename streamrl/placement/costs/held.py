@@ -42,8 +42,9 @@ def train_memory(work: Work) -> CallMemory:
 def _activations(work: Work) -> float:
     """Of as many micro-batches as are in the first of the pipeline's stages, and one's logits."""
     constants, shape = work.constants, work.shape
-    tokens = min(work.workload.micro_batch_tokens, replica_tokens(work))
-    layers = shape.layers / work.stages * min(work.stages, micro_batches(work))
+    each = micro_batches(work)
+    tokens = replica_tokens(work) / each
+    layers = shape.layers / work.stages * min(work.stages, each)
     width = tokens * shape.hidden
     layer = width * constants.activation_bytes / work.tensor
     if constants.recompute:
@@ -56,13 +57,13 @@ def _logits(work: Work, tokens: float) -> float:
     return tokens * entries * work.constants.logit_bytes
 
 
-def score_memory(work: Work, kept: float) -> CallMemory:
-    """Of a call that keeps so many bytes of weights: one layer's activations, and the logits."""
+def score_active(work: Work) -> float:
+    """Of a batch that is scored: one layer's activations, and the logits."""
     workload, constants = work.workload, work.constants
     batch = groups_in_batch(workload, constants) * workload.group_size
     tokens = min(constants.score_tokens, batch * workload.rollout_tokens)
     layer = tokens * work.shape.hidden * constants.activation_bytes / work.tensor
-    return CallMemory(kept, layer + _logits(work, tokens))
+    return layer + _logits(work, tokens)
 
 
 def served_bytes(shape: ModelShape, work: Work) -> float:

@@ -5,7 +5,7 @@ and values get the rest; they give way to training, but not to scoring.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 from streamrl.dataflow import Kind
@@ -19,10 +19,10 @@ from streamrl.placement.placements import Placement
 
 @dataclass(frozen=True)
 class Holder:
-    """A call on devices. sampler: whether it samples; the rest of a device is then its KV cache.
+    """A call on devices. One that samples gets the rest of a device for keys and values.
 
-    weights: names what it keeps, which calls of one role on the same devices keep once.
-    least_kv: bytes for one rollout. most_kv: for all it may be given.
+    memory: without those. weights: names what it keeps, which calls of one role on the same
+    devices keep once. least_kv: bytes for one rollout. most_kv: for all it may be given.
     """
 
     kind: Kind
@@ -67,13 +67,19 @@ class Holdings:
         return min(self._left(stretch) for stretch in self._stretches if stage in stretch.stages)
 
     def memory(self) -> dict[str, CallMemory]:
-        """Of each call, on a device; of one that samples, with the KV cache it has use of."""
-        found = {}
+        """Of each call, on a device; of one that samples, with the KV cache it has use of.
+
+        Weights that several calls compute with are the first one's.
+        """
+        found: dict[str, CallMemory] = {}
+        seen: set[str] = set()
         for stage, holder in self.holders.items():
-            found[stage] = holder.memory
+            kept = 0.0 if holder.weights in seen else holder.memory.kept
+            active = holder.memory.active
             if holder.kind is Kind.GENERATE:
-                kv = max(0.0, min(self.kv_room(stage), holder.most_kv))
-                found[stage] = replace(holder.memory, active=kv)
+                active += max(0.0, min(self.kv_room(stage), holder.most_kv))
+            found[stage] = CallMemory(kept, active)
+            seen.add(holder.weights)
         return found
 
     def unfit(self) -> str:
@@ -90,24 +96,21 @@ class Holdings:
 
     def _left(self, stretch: Stretch) -> float:
         """For keys and values."""
-        scoring = (
-            self.holders[stage].memory.active
-            for stage in stretch.stages
-            if self.holders[stage].kind is Kind.SCORE
-        )
         room = usable(stretch.device.memory_bytes, self.constants)
-        return room - self._kept(stretch) - max(scoring, default=0.0)
+        takes = self._most(stretch, Kind.SCORE) + self._most(stretch, Kind.GENERATE)
+        return room - self._kept(stretch) - takes
+
+    def _most(self, stretch: Stretch, kind: Kind) -> float:
+        """What the calls of a kind compute with, keys and values apart: the one with most."""
+        holders = (self.holders[stage] for stage in stretch.stages)
+        return max((each.memory.active for each in holders if each.kind is kind), default=0.0)
 
     def _too_much(self, stretch: Stretch) -> str:
         room = usable(stretch.device.memory_bytes, self.constants)
         active = {stage: self.holders[stage].memory.active for stage in stretch.stages}
         for stage in stretch.stages:
-            if self.holders[stage].kind is Kind.GENERATE:
-                scoring = max(
-                    (active[s] for s in stretch.stages if self.holders[s].kind is Kind.SCORE),
-                    default=0.0,
-                )
-                active[stage] = self.holders[stage].least_kv + scoring
+            if self._samples(stage):
+                active[stage] += self.holders[stage].least_kv + self._most(stretch, Kind.SCORE)
         worst = max(active, key=active.__getitem__)
         needed = self._kept(stretch) + active[worst]
         if needed <= room:

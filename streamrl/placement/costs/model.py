@@ -3,25 +3,27 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 
 from streamrl.dataflow import MOVED, POLICY, Call, Kind
 from streamrl.placement.clusters import Device
-from streamrl.placement.costs.alone import generate_s, score_s, train_s
 from streamrl.placement.costs.constants import Constants
 from streamrl.placement.costs.generate import generator_timing
 from streamrl.placement.costs.held import (
     rollout_kv_bytes,
-    score_memory,
+    score_active,
     served_bytes,
     train_memory,
     usable,
 )
 from streamrl.placement.costs.holdings import Holder, Holdings
+from streamrl.placement.costs.rough import RoughTraffic
 from streamrl.placement.costs.score import rule_timing, score_timing
 from streamrl.placement.costs.tensors import stage_params
 from streamrl.placement.costs.traffic import Moved, Traffic
 from streamrl.placement.costs.train import train_timing
 from streamrl.placement.costs.works import Work
+from streamrl.placement.durations import Generation, score_s, training
 from streamrl.placement.estimates import CallMemory, Problem
 from streamrl.placement.placements import Assignment, Placement
 from streamrl.placement.shapes import ModelShape
@@ -32,19 +34,32 @@ from streamrl.placement.workload import Workload
 class CostModel:
     """Of one problem; keeps what it found for each call on each devices."""
 
-    def __init__(self, problem: Problem, constants: Constants | None = None) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        constants: Constants | None = None,
+        *,
+        traffic: type[Traffic] = Traffic,
+    ) -> None:
         self.problem = problem
         self.constants = constants or Constants.of(problem.cluster)
-        self.traffic = Traffic(problem.cluster, self.constants)
+        self.traffic = traffic(problem.cluster, self.constants)
         self._calls = {call.stage: call for call in problem.dataflow.ordered}
         self._trainers = {call.role: call.stage for call in problem.dataflow.of_kind(Kind.TRAIN)}
         self._shapes = {stage: problem.model_of(stage) for stage in self._calls}
+        self._sampling = problem.dataflow.of_kind(Kind.GENERATE)[0].stage
         self._works: dict[tuple[str, Assignment], Work] = {}
         self._scored: dict[tuple[str, Assignment], ScoreTiming] = {}
         self._trained: dict[tuple[str, Assignment], TrainTiming] = {}
         self._alone: dict[tuple[str, Assignment], float] = {}
+        self._generations: dict[str, Generation] = {}
         self._held: dict[tuple[str, Assignment, Assignment | None], Holder] = {}
         self._wrong: dict[tuple[str, Assignment], str] = {}
+
+    @cached_property
+    def rough(self) -> "CostModel":
+        """The same but for weights on their way, which are worked out by formula."""
+        return CostModel(self.problem, self.constants, traffic=RoughTraffic)
 
     def timings(self, placement: Placement) -> Timings:
         """How long everything takes. What `unfit` refuses has none: ValueError, or nonsense."""
@@ -55,10 +70,11 @@ class CostModel:
                 score[stage] = self._score(stage, placement.calls.get(stage))
             elif call.kind is Kind.TRAIN:
                 train[call.role] = self._train(stage, placement.calls[stage])
-        sampling = self.problem.dataflow.of_kind(Kind.GENERATE)[0].stage
-        room = self._holdings(placement).kv_room(sampling)
+        sampling = self._sampling
         return Timings(
-            generator_timing(self._work(sampling, placement.calls[sampling]), room),
+            generator_timing(
+                self._work(sampling, placement.calls[sampling]), self.kv_room(placement)
+            ),
             score,
             train,
             weights={
@@ -88,6 +104,12 @@ class CostModel:
             self._alone[key] = self._call_s(stage, assignment)
         return self._alone[key]
 
+    def kv_room(self, placement: Placement) -> float:
+        """Bytes for keys and values on each device that samples; of one that need not have all
+        calls.
+        """
+        return self._holdings(placement).kv_room(self._sampling)
+
     def moved(self, stage: str, placement: Placement) -> Moved | None:
         """What a version costs on its way to a call; None where it follows nobody."""
         call = self._calls[stage]
@@ -107,10 +129,15 @@ class CostModel:
         if left < max(holder.memory.active, holder.least_kv):
             return math.inf
         if call.kind is Kind.GENERATE:
-            return generate_s(generator_timing(work, left), work.workload)
+            if stage not in self._generations:
+                self._generations[stage] = Generation(work.workload)
+            timing = generator_timing(work, left)
+            return self._generations[stage].completion(timing, (1.0,))[-1]
         if call.kind is Kind.SCORE:
-            return score_s(self._score(stage, assignment), work.workload)
-        return train_s(self._train(stage, assignment), work.workload)
+            scored = self._score(stage, assignment)
+            return score_s(scored, work.workload, work.workload.group_size)
+        trained = self._train(stage, assignment)
+        return training(trained, work.workload).total_s + trained.step_s
 
     def _smallest(self, assignment: Assignment) -> float:
         devices: list[Device] = [
@@ -216,17 +243,20 @@ class CostModel:
         weights = f"{call.role} {assignment}"
         if call.kind is Kind.TRAIN:
             return Holder(call.kind, train_memory(work), f"{weights} trained")
-        kept = served_bytes(shape, work)
+        memory = CallMemory(served_bytes(shape, work), 0.0)
         if beside is not None:
-            kept = self.traffic.moved(shape, beside, assignment).beside_bytes
+            filled = float(self.traffic.moved(shape, beside, assignment).beside_bytes)
+            keeps = self.constants.keeps_served
+            memory = CallMemory(filled, 0.0) if keeps else CallMemory(0.0, filled)
         if call.kind is Kind.SCORE:
-            return Holder(call.kind, score_memory(work, kept), weights)
+            active = memory.active + score_active(work)
+            return Holder(call.kind, CallMemory(memory.kept, active), weights)
         workload = work.workload
         most = workload.prompt_tokens + workload.lengths.most
         here = math.ceil(workload.rollouts / work.replicas)
         return Holder(
             call.kind,
-            CallMemory(kept, 0.0),
+            memory,
             weights,
             rollout_kv_bytes(work, most),
             rollout_kv_bytes(work, most * min(here, self.constants.max_running)),

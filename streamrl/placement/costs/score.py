@@ -1,5 +1,7 @@
 """What a forward pass over rollouts costs: references, reward models, values."""
 
+import math
+
 from streamrl.placement.costs.constants import Constants
 from streamrl.placement.costs.generate import SUMS_PER_LAYER
 from streamrl.placement.costs.works import Work
@@ -17,15 +19,16 @@ def score_timing(work: Work) -> ScoreTiming:
     """Of a replica."""
     constants, workload = work.constants, work.workload
     batch = groups_in_batch(workload, constants)
-    batches = workload.groups_per_step / batch / work.replicas
-    longer = work.with_bubble(batches)
+    batches = max(1, math.ceil(workload.groups_per_step / batch / work.replicas))
+    parts = work.filling(batches, workload.rollouts / work.replicas)
+    longer = work.with_bubble(parts)
+    begin_s = SUMS_PER_LAYER * work.sum_s + work.groups.pipeline.send_s
     compute = work.forward_token_flops / work.flops_per_s(constants.forward_flops_fraction)
     token_s = compute + SUMS_PER_LAYER * work.sum_token_s + work.pass_token_s
     return ScoreTiming(
         replicas=work.replicas,
         batch=batch,
-        batch_s=constants.score_batch_s
-        + longer * (SUMS_PER_LAYER * work.sum_s + work.groups.pipeline.send_s),
+        batch_s=constants.score_batch_s + longer * begin_s * parts / batches,
         rollout_s=constants.score_rollout_s,
         token_s=token_s * longer,
     )

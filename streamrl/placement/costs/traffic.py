@@ -9,7 +9,7 @@ all.
 from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from math import gcd
+from math import gcd, lcm
 
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs.constants import Constants
@@ -184,8 +184,9 @@ class _Plan:
         train = replace(self.source.grid, replicas=self.source.grid.replicas // parts)
         follow = replace(self.target.grid, replicas=self.target.grid.replicas // parts)
         spec = spec_of(self.shape, self.itemsize)
-        if not full and not self.shards:
-            spec = _merged(spec, train, follow, _pieces(train, follow))
+        if not full:
+            pieces = 1 if self.shards else _pieces(train, follow)
+            spec = _merged(spec, (train, follow), pieces, in_runs=self.shards)
         wanted = seated_layout(spec, self._seating(spec, train, follow))
         return plan_copies(self._held(spec, train, self.source.mesh.first), wanted, self.nodes)
 
@@ -209,7 +210,7 @@ class _Plan:
     def _alike(self) -> int:
         """Into how many parts source and target fall that do the same beside each other.
 
-        On the same devices a replica that is trained serves itself. On others, parts of whole nodes
+        On the same devices as few ranks as are replicas of both. On others, parts of whole nodes
         are served from parts of whole nodes.
         """
         train, follow = self.source.grid, self.target.grid
@@ -217,9 +218,10 @@ class _Plan:
             return 1
         per_node = self.nodes.ranks_per_node
         if self.source.mesh == self.target.mesh:
-            size = train.model_ranks
+            # Blocks of whole replicas of both; all blocks hold and want the same.
+            size = lcm(train.model_ranks, follow.model_ranks)
             whole = size % per_node == 0 or per_node % size == 0
-            return train.replicas if self.nests and whole else 1
+            return train.size // size if whole and train.size % size == 0 else 1
         if self.source.mesh.overlaps(self.target.mesh):
             return 1
         most = gcd(train.replicas, follow.replicas)
@@ -235,9 +237,13 @@ def _pieces(train: Grid, follow: Grid) -> int:
     return train.replicas // gcd(train.replicas, follow.replicas)
 
 
-def _merged(spec: ModelSpec, train: Grid, follow: Grid, pieces: int) -> ModelSpec:
-    """The same bytes in fewer tensors: those that are cut alike and lie in the same stages."""
-    stages = [_stage_of(spec.num_places, grid.stages) for grid in (train, follow)]
+def _merged(spec: ModelSpec, grids: tuple[Grid, Grid], pieces: int, *, in_runs: bool) -> ModelSpec:
+    """The same bytes in fewer tensors: those that are cut alike and lie in the same stages.
+
+    in_runs: for those who hold a run of a tensor's elements, each element of the one beside the
+    same of the others, so that a run is of all of them what it was of each.
+    """
+    stages = [_stage_of(spec.num_places, grid.stages) for grid in grids]
     alike: dict[Hashable, list[int]] = {}
     for index, each in enumerate(spec.tensors):
         at = tuple(tuple(sorted({of[place] for place in each.places})) for of in stages)
@@ -249,6 +255,9 @@ def _merged(spec: ModelSpec, train: Grid, follow: Grid, pieces: int) -> ModelSpe
         for part in range(parts):
             some = indices[part::parts]
             first = spec.tensors[some[0]]
+            if in_runs:
+                found.append(replace(first, shape=(*first.shape, len(some))))
+                continue
             dim = None if first.split_dim is None else first.split_dim + 1
             found.append(replace(first, shape=(len(some), *first.shape), split_dim=dim))
     return ModelSpec(tuple(found), spec.num_places)

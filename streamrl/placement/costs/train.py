@@ -18,16 +18,23 @@ def replica_tokens(work: Work) -> float:
     return work.workload.tokens / work.workload.mini_batches / work.replicas
 
 
-def micro_batches(work: Work) -> int:
-    """Micro-batches of a replica between two updates."""
+def fewest_micro_batches(work: Work) -> int:
+    """Micro-batches of a replica between two updates, as large as they may be."""
     return max(1, math.ceil(replica_tokens(work) / work.workload.micro_batch_tokens))
+
+
+def micro_batches(work: Work) -> int:
+    """Micro-batches of a replica between two updates: more where that fills a pipeline."""
+    rollouts = work.workload.rollouts / work.workload.mini_batches / work.replicas
+    return work.filling(fewest_micro_batches(work), rollouts)
 
 
 def train_timing(work: Work) -> TrainTiming:
     """Of all replicas of a model that is trained."""
     constants = work.constants
     passes = train_passes(constants)
-    longer = work.with_bubble(micro_batches(work))
+    each = micro_batches(work)
+    longer = work.with_bubble(each)
     # Backward there are as many sums again as forward, and as many more where that is repeated.
     sums = SUMS_PER_LAYER * (passes - 1)
     compute = work.forward_token_flops / work.flops_per_s(constants.train_flops_fraction)
@@ -35,7 +42,9 @@ def train_timing(work: Work) -> TrainTiming:
     begin_s = sums * work.sum_s + 2 * work.groups.pipeline.send_s
     return TrainTiming(
         shares=work.replicas,
-        micro_batch_s=constants.micro_batch_s + longer * begin_s + _exposed_s(work),
+        # Whoever counts micro-batches counts the fewest.
+        micro_batch_s=(constants.micro_batch_s + longer * begin_s + _exposed_s(work))
+        * (each / fewest_micro_batches(work)),
         token_s=token_s * longer,
         update_s=constants.update_s + _reduce_s(work) + _optimizer_s(work),
         step_s=constants.train_step_s,

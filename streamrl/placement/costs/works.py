@@ -85,6 +85,13 @@ class Work:
         """To pass a token's activations on to the next stage."""
         return self.width_bytes * self.groups.pipeline.send_byte_s
 
+    def filling(self, fewest: int, rollouts: float) -> int:
+        """Micro-batches that so many rollouts are divided into: at least the fewest."""
+        if self.stages == 1:
+            return fewest
+        wanted = min(self.stages * self.constants.stage_micro_batches, int(rollouts))
+        return max(fewest, wanted)
+
     def with_bubble(self, micro_batches: float) -> float:
         """How much longer a pipeline takes for so many in a row than they alone would take it."""
         return 1 + (self.stages - 1) / max(1.0, micro_batches)

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from streamrl.cli.graph_picture import BORDER, FILL, STROKE, Edge, Picture
 from streamrl.dataflow import Call, Wait
+from streamrl.pictures.graph_picture import BORDER, FILL, STROKE, Edge, Picture
 
 STYLE = {Wait.DATA: "solid", Wait.VERSION: "dashed", Wait.ORDER: "dotted"}
 

@@ -14,13 +14,10 @@ from functools import cached_property
 
 import networkx as nx
 
-from streamrl.cli.graph_picture import Edge, Picture
 from streamrl.dataflow import Node, Wait
+from streamrl.pictures.graph_picture import Edge, Picture
+from streamrl.pictures.svg import LABEL_PX, NAME_PX, Point, text_width
 
-CHARACTER_EM = 0.63
-"""Width of a character of a monospaced font by its size: a little more than it takes."""
-LABEL_PX, NAME_PX = 11, 13
-"""Sizes of the fonts: of labels and all else, and of the names of stages."""
 LINE = 13.0
 """From one line of text to the next."""
 WRAP = 26
@@ -30,12 +27,6 @@ LANE = 12.0
 """Between lines that lead back."""
 NAMES_HEIGHT = 46.0
 """A box holds the names of stage and role at least."""
-Point = tuple[float, float]
-
-
-def text_width(line: str, size: float) -> float:
-    """Room that a line of text takes."""
-    return len(line) * size * CHARACTER_EM
 
 
 @dataclass(frozen=True)

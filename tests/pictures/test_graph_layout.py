@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.cli.graph_layout import LINE, Box, Layout, text_width
-from streamrl.cli.graph_picture import Picture
 from streamrl.config import load_config
 from streamrl.dataflow import POLICY, Call, Dataflow, Kind
+from streamrl.pictures.graph_layout import LINE, Box, Layout, text_width
+from streamrl.pictures.graph_picture import Picture
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 RECIPES = ("grpo_arithmetic", "ppo_arithmetic", "remax_arithmetic", "safe_rlhf_toy")

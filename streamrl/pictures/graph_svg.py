@@ -3,13 +3,25 @@
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 
-from streamrl.cli.graph_layout import LABEL_PX, LINE, NAME_PX, Box, Layout, Line, Point, text_width
-from streamrl.cli.graph_picture import BORDER, FILL, STROKE, Picture
 from streamrl.dataflow import Wait
+from streamrl.pictures.graph_layout import LINE, Box, Layout, Line
+from streamrl.pictures.graph_picture import BORDER, FILL, STROKE, Picture
+from streamrl.pictures.svg import (
+    LABEL_PX,
+    NAME_PX,
+    PAD,
+    PALE,
+    Point,
+    canvas,
+    name,
+    rect,
+    text,
+    text_width,
+    written,
+)
 
 DASHES = {Wait.DATA: "none", Wait.VERSION: "6 4", Wait.ORDER: "2 3"}
-INK, PALE = "#0f172a", "#f1f5f9"
-PAD, HEAD, FOOT = 16.0, 50.0, 44.0
+HEAD, FOOT = 50.0, 44.0
 STEP_WIDTH = 64.0
 """Left of the stages, for the number of a step."""
 
@@ -25,23 +37,17 @@ def svg(picture: Picture) -> str:
         _legend(legend, picture, layout.height + FOOT / 2),
     )
     width, height = max(widths), layout.height + FOOT
-    root = ET.Element("svg", xmlns="http://www.w3.org/2000/svg")
-    root.attrib |= {"viewBox": f"0 0 {width:g} {height:g}", "width": f"{width:g}"}
-    root.attrib |= {"height": f"{height:g}", "font-family": "DejaVu Sans Mono, Menlo, monospace"}
-    ET.SubElement(root, "title").text = picture.title
-    _rect(root, (0, 0), (width, height), fill="white")
-    _name(root, picture.title, (PAD, 26))
+    root = canvas(picture.title, (width, height))
     for step, band in enumerate(layout.bands if has_bands else (), start=1):
         size = width - PAD, band.height + PAD
-        _rect(root, (PAD / 2, band.y - PAD / 2), size, fill=PALE)
-        _text(root, f"step {step}", (PAD, band.y + LABEL_PX))
+        rect(root, (PAD / 2, band.y - PAD / 2), size, fill=PALE)
+        text(root, f"step {step}", (PAD, band.y + LABEL_PX))
     for line in layout.lines:
         _draw_line(root, line)
     for box in layout.boxes.values():
         _draw_box(root, picture, box)
     root.append(legend)
-    ET.indent(root)
-    return ET.tostring(root, encoding="unicode") + "\n"
+    return written(root)
 
 
 def _draw_box(root: ET.Element, picture: Picture, box: Box) -> None:
@@ -49,10 +55,10 @@ def _draw_box(root: ET.Element, picture: Picture, box: Box) -> None:
     group = ET.SubElement(root, "g")
     ET.SubElement(group, "title").text = f"{call.stage}: {call.kind.value}, role {call.role}"
     size = box.width, box.height
-    _rect(group, (box.x, box.y), size, fill=FILL[call.kind], stroke=BORDER[call.kind])
+    rect(group, (box.x, box.y), size, fill=FILL[call.kind], stroke=BORDER[call.kind])
     x, y = box.x + box.width / 2, box.y + box.height / 2
-    _name(group, picture.name(box.node), (x, y - 3), anchor="middle")
-    _text(group, call.role, (x, y + 14), anchor="middle")
+    name(group, picture.name(box.node), (x, y - 3), anchor="middle")
+    text(group, call.role, (x, y + 14), anchor="middle")
 
 
 def _draw_line(root: ET.Element, line: Line) -> None:
@@ -63,7 +69,7 @@ def _draw_line(root: ET.Element, line: Line) -> None:
     head = f"M{x:g},{y:g} l-8,-4 l0,8 z"
     ET.SubElement(root, "path", d=head, fill=color)
     for i, words in enumerate(line.label):
-        _text(root, words, (line.place[0], line.place[1] + i * LINE), fill=color)
+        text(root, words, (line.place[0], line.place[1] + i * LINE), fill=color)
 
 
 def _path(root: ET.Element, shape: str, wait: Wait) -> None:
@@ -90,7 +96,7 @@ def _legend(root: ET.Element, picture: Picture, y: float) -> float:
     """What colours and lines mean; returns how wide it is."""
     x = PAD
     for kind in dict.fromkeys(call.kind for call in picture.calls.values()):
-        _rect(root, (x, y - 6), (12, 12), fill=FILL[kind], stroke=BORDER[kind])
+        rect(root, (x, y - 6), (12, 12), fill=FILL[kind], stroke=BORDER[kind])
         x = _legend_text(root, kind.value, (x + 18, y))
     for wait in sorted({edge.wait for edge in picture.edges}, key=list(Wait).index):
         _path(root, _straight([(x, y), (x + 28, y)]), wait)
@@ -99,26 +105,5 @@ def _legend(root: ET.Element, picture: Picture, y: float) -> float:
 
 
 def _legend_text(root: ET.Element, words: str, place: Point) -> float:
-    _text(root, words, (place[0], place[1] + 4))
+    text(root, words, (place[0], place[1] + 4))
     return place[0] + text_width(words, LABEL_PX) + PAD
-
-
-def _rect(root: ET.Element, place: Point, size: Point, *, fill: str, stroke: str = "none") -> None:
-    rect = ET.SubElement(root, "rect", fill=fill, stroke=stroke, rx="4")
-    (x, y), (width, height) = place, size
-    rect.attrib |= {"x": f"{x:g}", "y": f"{y:g}"}
-    rect.attrib |= {"width": f"{width:g}", "height": f"{height:g}"}
-
-
-def _text(
-    root: ET.Element, words: str, place: Point, *, fill: str = INK, anchor: str = "start"
-) -> ET.Element:
-    text = ET.SubElement(root, "text", x=f"{place[0]:g}", y=f"{place[1]:g}", fill=fill)
-    text.attrib |= {"font-size": str(LABEL_PX), "text-anchor": anchor}
-    text.text = words
-    return text
-
-
-def _name(root: ET.Element, words: str, place: Point, *, anchor: str = "start") -> None:
-    text = _text(root, words, place, anchor=anchor)
-    text.attrib |= {"font-size": str(NAME_PX), "font-weight": "bold"}

@@ -1,0 +1,133 @@
+"""How long planning takes, and how near its plans are to the best: `python -m benchmarks.planner`.
+
+Prints one JSON object. `seconds`: to plan PPO with four models of a size on nodes of eight A100, by
+number of GPUs, on policy and a step ahead, in processor seconds of the one core it uses. `gap`: on
+clusters that are small enough to look at every placement, by how much longer the planned step is
+than that of the best (0 if none is better), of Algorithm 1 alone, and of the plan; with the seconds
+that looking at everything took.
+"""
+
+import argparse
+import json
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from streamrl.dataflow import dataflow_for
+from streamrl.messages import ROLLOUT_COLUMNS
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.costs import CostModel
+from streamrl.placement.estimates import Problem
+from streamrl.placement.schedule import Estimator
+from streamrl.placement.search.oracle import Oracle
+from streamrl.placement.search.parallel import Choices
+from streamrl.placement.search.planning import PROPOSALS, Planner
+from streamrl.placement.search.rules import anything
+from streamrl.placement.shapes import shape_of
+from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
+
+FIXED = FixedLength(1024)
+LONG_TAILED = LognormalLengths(500, 0.8, 4096)
+SMALL = (
+    ("2xA100", "qwen2.5-0.5b", "grpo"),
+    ("4xA100", "qwen2.5-1.5b", "grpo"),
+    ("4xA100", "llama-7b", "grpo"),
+    ("8xA100", "llama-7b", "grpo"),
+    ("8xH200", "qwen3-30b-a3b", "grpo"),
+    ("2xA100", "qwen2.5-0.5b", "ppo"),
+    ("4xA100", "qwen2.5-1.5b", "ppo"),
+)
+"""Clusters, models and algorithms whose placements can all be looked at."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Plan, and print the figures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--gpus", default="16,32,64,128", help="of the large clusters")
+    parser.add_argument("--models", default="llama-7b,llama-70b")
+    parser.add_argument("--proposals", type=int, default=PROPOSALS)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--no-gap", action="store_true", help="leave out the small clusters")
+    arguments = parser.parse_args(argv)
+    found = {
+        "seconds": [
+            planned(problem("ppo", f"{int(gpus) // 8}x8xA100", model, FIXED, 1024), arguments)
+            for model in arguments.models.split(",")
+            for gpus in arguments.gpus.split(",")
+        ],
+        "gap": []
+        if arguments.no_gap
+        else [
+            gap(problem(algorithm, cluster, model, lengths, 128), ahead, arguments)
+            for cluster, model, algorithm in SMALL
+            for lengths in (FIXED, LONG_TAILED)
+            for ahead in ((0, 1) if algorithm == "grpo" and not cluster.startswith("8x") else (0,))
+        ],
+    }
+    print(json.dumps(found))
+
+
+def problem(
+    algorithm: str, cluster: str, model: str, lengths: FixedLength | LognormalLengths, groups: int
+) -> Problem:
+    """Every role has a model of this size."""
+    columns = ["scores", "ref_logprobs", *(["values"] if algorithm == "ppo" else [])]
+    shape = shape_of(model)
+    models = {"policy": shape, "reference": shape, "reward": shape.critic()}
+    if algorithm == "ppo":
+        models["critic"] = shape.critic()
+    workload = Workload(groups, 1, 1024, lengths, mini_batches=8)
+    return Problem(
+        dataflow_for((*ROLLOUT_COLUMNS, *columns)), models, workload, Cluster.parse(cluster)
+    )
+
+
+def planned(asked: Problem, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Seconds to plan it, and what came of it."""
+    begun = time.process_time()
+    planner = Planner(asked, CostModel(asked))
+    found = planner.plan([0, 1], seed=arguments.seed, proposals=arguments.proposals)
+    seconds = time.process_time() - begun
+    return {
+        "cluster": str(asked.cluster),
+        "model": asked.models["policy"].name,
+        "seconds": round(seconds, 2),
+        "placements": sum(1 for _ in planner.estimator.seen()),
+        "step_s": {each.max_staleness: round(each.candidate.step_s, 2) for each in found.front},
+        "best": found.best.label if found.best else "nothing fits",
+    }
+
+
+def gap(asked: Problem, ahead: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """How far Algorithm 1, and the plan, are from the best placement."""
+    costs = CostModel(asked)
+    planner = Planner(asked, costs)
+    mapped, _ = planner.by_model.best()
+    found = planner.plan([ahead], seed=arguments.seed, proposals=arguments.proposals)
+    row: dict[str, Any] = {
+        "cluster": str(asked.cluster),
+        "model": asked.models["policy"].name,
+        "roles": len(planner.choices.roles),
+        "lengths": type(asked.workload.lengths).__name__,
+        "max_staleness": ahead,
+    }
+    if found.best is None:
+        return row | {"fits": False}
+    begun = time.process_time()
+    oracle = Oracle(
+        Choices(Estimator(asked, costs.rough), rules=anything), sorted({0, ahead}), (True, False)
+    )
+    _, best_s = oracle.best(found.best.placement)
+    planned_s = planner.estimator.step_s(found.best.placement)
+    mapped_s = planner.estimator.step_s(mapped) if mapped else None
+    return row | {
+        "best_s": round(best_s, 3),
+        "algorithm_1_gap": round(mapped_s / best_s - 1, 4) if mapped_s else None,
+        "plan_gap": round(planned_s / best_s - 1, 4),
+        "oracle_seconds": round(time.process_time() - begun, 1),
+        "oracle_looked_at": oracle.looked,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Published figures of other systems, and what the planner makes of the same runs."""

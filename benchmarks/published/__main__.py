@@ -1,0 +1,74 @@
+"""Published figures against what the planner says: `python -m benchmarks.published` prints JSON.
+
+--only names sources; --markdown prints their tables as in docs/planner_published.md. ReaL's points
+are searches, which take about a minute together; all others take seconds.
+"""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+
+from benchmarks.published import flexrlhf, hybridflow, nemo, real, verl
+from benchmarks.published.rows import Row, summary, table
+from streamrl.placement.costs import Constants
+
+SOURCES: dict[str, Callable[[], Iterator[Row]]] = {
+    "hybridflow": hybridflow.rows,
+    "real": real.rows,
+    "flexrlhf": flexrlhf.rows,
+    "verl": verl.rows,
+    "nemo": nemo.rows,
+}
+CONSTANTS = {
+    "hybridflow": hybridflow.CONSTANTS,
+    "real": real.CONSTANTS,
+    "flexrlhf": flexrlhf.CONSTANTS,
+    "verl": verl.CONSTANTS,
+    "nemo": nemo.CONSTANTS,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print all points of the sources asked for."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", default=",".join(SOURCES), help="sources, separated by commas")
+    parser.add_argument("--markdown", action="store_true", help="tables instead of JSON")
+    arguments = parser.parse_args(argv)
+    chosen = arguments.only.split(",")
+    for name in chosen:
+        if name not in SOURCES:
+            parser.error(f"--only {name}: must be of {', '.join(SOURCES)}")
+    found = {name: list(SOURCES[name]()) for name in chosen}
+    if arguments.markdown:
+        print("\n\n".join(markdown(name, rows) for name, rows in found.items()))
+        return
+    every = [row for rows in found.values() for row in rows]
+    told = {
+        "points": [row.to_dict() for row in every],
+        "constants": {name: changed(name) for name in chosen},
+        "summary": summary(every),
+    }
+    print(json.dumps(told, indent=1))
+
+
+def markdown(name: str, rows: Sequence[Row]) -> str:
+    """A source's constants, rates and table."""
+    differ = ", ".join(f"{key} {value:g}" for key, value in changed(name).items())
+    rates = summary(rows)[name]
+    told = (
+        f"Decisions: {rates['decisions_hit']} of {rates['decisions']}. Figures within 15 %:"
+        f" {rates['figures_within_15_percent']} of {rates['figures']}. Fitted: {rates['fitted']}."
+    )
+    return f"Constants that are not the defaults: {differ}.\n\n{told}\n\n{table(rows)}"
+
+
+def changed(name: str) -> dict[str, float]:
+    """Constants of a source that are not the defaults."""
+    defaults = asdict(Constants())
+    own = asdict(CONSTANTS[name])
+    return {key: value for key, value in own.items() if value != defaults[key]}
+
+
+if __name__ == "__main__":
+    main()

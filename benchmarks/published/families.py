@@ -1,0 +1,181 @@
+"""The best placement of a family: which models share devices is given, sizes and grids are sought.
+
+HybridFlow's way (arXiv:2409.19256): what a set of models does best on so many nodes does not depend
+on the other sets, so it is found once, by changing one call's parallelism after the other; then all
+allocations of nodes to sets are looked at, and the best few are scheduled.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from streamrl.dataflow import Kind
+from streamrl.placement.costs import CostModel
+from streamrl.placement.costs.generate import generator_timing
+from streamrl.placement.costs.works import Work
+from streamrl.placement.durations import Generation
+from streamrl.placement.estimates import Problem
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import Assignment, Placement
+from streamrl.placement.schedule import Estimator
+from streamrl.placement.search.parallel import Choices
+from streamrl.placement.search.partitions import compositions
+from streamrl.resharding import Grid
+
+SCHEDULED = 6
+"""So many allocations, with the least sums of stages, are scheduled."""
+ROUNDS = 3
+
+Roles = Mapping[str, Assignment]
+Set = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class SetPlan:
+    """What a set of roles does on its devices: seconds of each kind of call, one after the other."""
+
+    roles: Roles
+    seconds: Mapping[Kind, float]
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class FamilyPlan:
+    """The best of a family: seconds of a step, infinite where nothing fits."""
+
+    step_s: float
+    placement: Placement | None = None
+    nodes: Sequence[int] = ()
+
+
+@dataclass
+class Families:
+    """Of one problem, on the first nodes of its cluster; what was found is kept.
+
+    nested: whether a generator's grid divides the trainer's, as HybridFlow's groups ask for.
+    """
+
+    problem: Problem
+    costs: CostModel
+    nested: bool = True
+    streamed: bool = False
+    zero_stage: int = 1
+    _plans: dict[tuple[Set, int], SetPlan | None] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.rough = self.costs.rough
+        self.exact = Estimator(self.problem, self.costs)
+        self.estimator = Estimator(self.problem, self.rough)
+        self.choices = Choices(self.estimator, pipeline=True)
+        self.generation = Generation(self.problem.workload)
+        self.per_node = self.problem.cluster.groups[0].devices
+
+    def best(self, sets: Sequence[Set], devices: int) -> FamilyPlan:
+        """The fastest placement of these sets on so many devices, all of them used."""
+        found = sorted(self._allocated(sets, devices // self.per_node), key=lambda each: each[0])
+        best = FamilyPlan(math.inf)
+        for _, nodes, plans in found[:SCHEDULED]:
+            placement = self._placement(nodes, plans)
+            seconds = self.estimator.step_s(placement)
+            if seconds < best.step_s:
+                best = FamilyPlan(seconds, placement, nodes)
+        if best.placement is None:
+            return best
+        return replace(best, step_s=self.exact.step_s(best.placement))
+
+    def _allocated(
+        self, sets: Sequence[Set], nodes: int
+    ) -> Iterator[tuple[float, Sequence[int], Sequence[SetPlan]]]:
+        for counts in compositions(nodes, len(sets)):
+            plans = [self.plan(each, count) for each, count in zip(sets, counts, strict=True)]
+            fit = [plan for plan in plans if plan is not None]
+            if len(fit) == len(plans):
+                slowest = (max(plan.seconds[kind] for plan in fit) for kind in Kind)
+                yield sum(slowest), counts, fit
+
+    def _placement(self, nodes: Sequence[int], plans: Sequence[SetPlan]) -> Placement:
+        roles: dict[str, Assignment] = {}
+        first = 0
+        for count, plan in zip(nodes, plans, strict=True):
+            mesh = Mesh(first, count * self.per_node)
+            roles |= {role: replace(each, mesh=mesh) for role, each in plan.roles.items()}
+            first += mesh.size
+        return self.choices.placement(roles, 0, streamed=self.streamed)
+
+    def plan(self, roles: Set, nodes: int) -> SetPlan | None:
+        """What these roles do best on so many nodes together; None where they do not fit."""
+        key = (roles, nodes)
+        if key not in self._plans:
+            starts = [plan for start in self._starts(roles, nodes) if (plan := self._timed(start))]
+            best = min(starts, key=lambda plan: plan.total_s, default=None)
+            self._plans[key] = self._descend(best) if best else None
+        return self._plans[key]
+
+    def _starts(self, roles: Set, nodes: int) -> Iterator[Roles]:
+        """All roles alike: every grid of a model of them."""
+        mesh = Mesh(0, nodes * self.per_node)
+        for tensor in (1, 2, 4, 8):
+            for stages in (1, 2, 4, 8):
+                if mesh.size % (tensor * stages) == 0 and stages <= nodes:
+                    grid = Grid(stages, tensor, mesh.size // (tensor * stages))
+                    yield dict.fromkeys(roles, Assignment(mesh, grid))
+
+    def _descend(self, plan: SetPlan) -> SetPlan:
+        for _ in range(ROUNDS):
+            before = plan
+            for role in plan.roles:
+                for option in self._options(role, plan):
+                    other = self._timed(_with(plan.roles, role, option))
+                    if other and other.total_s < plan.total_s:
+                        plan = other
+            if plan is before:
+                break
+        return plan
+
+    def _options(self, role: str, plan: SetPlan) -> Iterator[Assignment]:
+        for option in self.choices.of(role, plan.roles[role].mesh):
+            if option.zero_stage <= self.zero_stage:
+                yield option
+
+    def _timed(self, roles: Roles) -> SetPlan | None:
+        """Seconds of the calls of a set of roles; None where it cannot be."""
+        generator, policy = roles.get("generator"), roles.get("policy")
+        if self.nested and generator and policy and not _nests(policy.grid, generator.grid):
+            return None
+        placement = self.choices.placement(roles)
+        if self.rough.unfit(placement):
+            return None
+        seconds = dict.fromkeys(Kind, 0.0)
+        for role, assignment in roles.items():
+            kind = self.choices.dataflow.roles[role][0].kind
+            if kind is Kind.GENERATE:
+                seconds[kind] += self._generate_s(placement, assignment)
+            else:
+                seconds[kind] += self.choices.alone_s(role, assignment)
+        return SetPlan(roles, seconds)
+
+    def _generate_s(self, placement: Placement, assignment: Assignment) -> float:
+        """With the memory that the others leave for keys and values."""
+        shape = self.problem.model_of("generate")
+        assert shape is not None
+        work = Work(
+            shape, assignment, self.problem.workload, self.problem.cluster, self.costs.constants
+        )
+        timing = generator_timing(work, self.rough.kv_room(placement))
+        return self.generation.completion(timing, (1.0,))[-1]
+
+
+def _with(roles: Roles, role: str, option: Assignment) -> Roles:
+    """A critic computes values as it is split for training: it has its weights once."""
+    changed = {**roles, role: option}
+    if "critic" in changed:
+        changed["value"] = replace(changed["critic"], zero_stage=1)
+    return changed
+
+
+def _nests(train: Grid, generate: Grid) -> bool:
+    return not train.stages % generate.stages and not train.tensor % generate.tensor

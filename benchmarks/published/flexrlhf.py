@@ -1,0 +1,160 @@
+"""FlexRLHF's strategies: samples a second, and which is faster.
+
+Prompts and responses of 256 tokens. Batches are not given: 24 rollouts for each device, its largest
+for 7B; 12 at 33B, which its steps of about 400 s come to; half of that at 65B. All on ZeRO stage 3, and it samples with the weights as they are trained: a layer is
+gathered for every token, in whole-batch decode steps.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from benchmarks.published.points import FLEX, Throughput
+from benchmarks.published.rows import Row
+from streamrl.dataflow import dataflow_for
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.costs import Constants, CostModel
+from streamrl.placement.costs.links import groups_of
+from streamrl.placement.costs.rough import RoughTraffic
+from streamrl.placement.estimates import Problem
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import Assignment, Placement
+from streamrl.placement.schedule import Estimator
+from streamrl.placement.shapes import SHAPES, ModelShape
+from streamrl.placement.timings import Timings
+from streamrl.placement.workload import FixedLength, Workload
+from streamrl.resharding import Grid
+
+ALIKE = 0.05
+"""Strategies that differ by less, relatively, are as fast as each other."""
+SMALL = ModelShape("small", 24, 1024, 4096, 16, 16, 50272, 64)
+"""Of critic and reward model, which are not given: where actor and critic are parted, half of the
+devices make half the samples, so that the critic cannot take long."""
+
+PPO = dataflow_for(("generator_logprobs", "scores", "ref_logprobs", "values"))
+CONSTANTS = Constants(
+    score_tokens=8192,
+    link_fraction=0.47,
+    network_fraction=0.53,
+    decode_step_s=8e-3,
+    decode_rollout_s=20e-6,
+    optimizer_bytes=0,
+    gradient_bytes=0,
+    memory_reserve_fraction=0.05,
+)
+"""Of DeepSpeed-Chat; calibrated on two points, 7B and 33B colocated on 8 GPUs: the host's part of a
+decode step, and what ZeRO gets of links. The optimizer's state is on the host: at 65B nothing else
+fits."""
+FITTED = (("llama-7b", 8), ("llama-33b", 8))
+ROLLOUTS_PER_DEVICE = {"llama-33b": 12, "llama-65b": 6}
+"""Of large models; 24 of others."""
+MOST_WHOLE_GB = 30.0
+"""Larger models are not held whole while they generate: layers are gathered for every token."""
+TENSOR = 8
+SMALL_STAGES = ("value", "train_critic", "reward")
+PART_GB = 8.0
+"""Of what only computes forward, on a device, about."""
+SHADOWS = {32: (16, 16), 128: (24, 40)}
+"""Of so many devices, those of the shadow actor, and of all that only compute forward."""
+
+
+class GatheringCosts(CostModel):
+    """Where the generator shares devices with a trainer that shards a large model, each decode
+    step gathers it anew from all of them."""
+
+    def timings(self, placement: Placement) -> Timings:
+        """As of CostModel, with what is gathered."""
+        found = super().timings(placement)
+        trained, shape = placement.calls["train"], self.problem.models["policy"]
+        if not placement.overlaps("generate", "train") or not is_large(shape):
+            return found
+        grid = Grid(1, 1, trained.mesh.size)
+        group = groups_of(self.problem.cluster, trained.mesh, grid, self.constants).data
+        gather_s = shape.params * 2 * group.gather_byte_s + shape.layers * group.gather_s
+        generator = replace(found.generator, step_s=found.generator.step_s + gather_s)
+        return replace(found, generator=generator)
+
+
+def is_large(shape: ModelShape) -> bool:
+    """Whether it is gathered for every token."""
+    return shape.params * 2 / 1e9 > MOST_WHOLE_GB
+
+
+def problem(model: str, gpus: int) -> Problem:
+    """An actor and a reference of one size, a small critic and reward model."""
+    shape = SHAPES[model]
+    models = {"policy": shape, "reference": shape}
+    models |= {"critic": SMALL.critic(), "reward": SMALL.critic()}
+    each = ROLLOUTS_PER_DEVICE.get(model, 24)
+    rollouts = each * gpus
+    workload = Workload(rollouts, 1, 256, FixedLength(256), micro_batch_tokens=4096)
+    return Problem(PPO, models, workload, Cluster.parse(f"{gpus}xA100@800Gb"))
+
+
+def placement(point: Throughput) -> Placement:
+    """Of a strategy."""
+    whole, half = Mesh(0, point.gpus), point.gpus // 2
+    first, second = Mesh(0, half), Mesh(half, half)
+    meshes = dict.fromkeys(("generate", "train", "reference", "reward", "value"), whole)
+    meshes["train_critic"] = whole
+    if point.strategy == "interleaved-1":
+        meshes |= {"reference": first, "reward": second}
+    elif point.strategy == "interleaved-2":
+        meshes |= dict.fromkeys(("generate", "train", "reference"), first)
+        meshes |= dict.fromkeys(("train_critic", "value", "reward"), second)
+    elif point.strategy == "disaggregated":
+        shadow, forward = SHADOWS[point.gpus]
+        trained = Mesh(forward, point.gpus - forward)
+        scored = Mesh(shadow, forward - shadow) if forward > shadow else Mesh(0, shadow)
+        meshes = dict.fromkeys(("train", "train_critic"), trained) | {"generate": Mesh(0, shadow)}
+        meshes |= dict.fromkeys(("reference", "reward", "value"), scored)
+    shapes = {stage: SMALL if stage in SMALL_STAGES else SHAPES[point.model] for stage in meshes}
+    calls = {stage: _assigned(stage, mesh, shapes[stage]) for stage, mesh in meshes.items()}
+    return Placement(calls, streamed=point.strategy == "disaggregated")
+
+
+def _assigned(stage: str, mesh: Mesh, shape: ModelShape) -> Assignment:
+    """What only computes forward is sharded, too: by tensor parallelism, and over two nodes."""
+    if stage.startswith("train"):
+        return Assignment(mesh, Grid(1, 1, mesh.size), 3)
+    needed = 1 << max(0, math.ceil(math.log2(shape.params * 2 / 1e9 / PART_GB)))
+    tensor = min(math.gcd(shape.heads, TENSOR), needed, mesh.size)
+    if stage == "generate" and not is_large(shape):
+        tensor = 1
+    stages = 2 if is_large(shape) and stage != "generate" and mesh.size > TENSOR else 1
+    return Assignment(mesh, Grid(stages, tensor, mesh.size // (tensor * stages)))
+
+
+def samples_per_s(point: Throughput) -> float:
+    """Predicted; 0 where it does not fit."""
+    asked = problem(point.model, point.gpus)
+    costs = GatheringCosts(asked, CONSTANTS, traffic=RoughTraffic)
+    return asked.workload.rollouts / Estimator(asked, costs).step_s(placement(point))
+
+
+def rows() -> Iterator[Row]:
+    """The table, and which of two strategies is faster wherever one was measured beside another."""
+    found = {point: samples_per_s(point) for point in FLEX}
+    plain = {(p.model, p.gpus): p for p in FLEX if p.strategy == "colocated"}
+    for point, predicted in found.items():
+        setting = f"{point.model}, {point.gpus} GPUs, {point.strategy}"
+        fitted = point.strategy == "colocated" and (point.model, point.gpus) in FITTED
+        values = [value or "out of memory" for value in (point.samples_per_s, predicted)]
+        yield Row("flexrlhf", "tables", setting, "samples/s", *values, fitted)
+    for point, predicted in found.items():
+        base = plain[point.model, point.gpus]
+        if point is base or not base.samples_per_s:
+            continue
+        setting = f"{point.model}, {point.gpus} GPUs, {point.strategy} against colocated"
+        printed = _compared(point.samples_per_s, base.samples_per_s)
+        told = _compared(predicted, found[base])
+        yield Row("flexrlhf", "tables", setting, "faster by 5 %", printed, told)
+        if point.strategy == "disaggregated":
+            times = point.samples_per_s / base.samples_per_s, predicted / found[base]
+            yield Row("flexrlhf", "tables", setting, "times as many samples/s", *times)
+
+
+def _compared(one: float, other: float) -> str:
+    if abs(one / other - 1) < ALIKE:
+        return "as fast"
+    return "faster" if one > other else "slower"

@@ -1,0 +1,159 @@
+"""HybridFlow's figures: which placement is best, which t_g, and what a transition takes."""
+
+import math
+from collections.abc import Iterator, Mapping
+
+from benchmarks.published.families import Families, FamilyPlan
+from benchmarks.published.points import (
+    FIG_12,
+    FIG_12_STANDALONE,
+    FIG_14,
+    FIG_15,
+    TRANSITION_70B_S,
+    Transition,
+)
+from benchmarks.published.rows import Row
+from streamrl.dataflow import dataflow_for
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.costs import Constants, CostModel, Traffic
+from streamrl.placement.durations import Generation
+from streamrl.placement.estimates import Problem
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import Assignment, Placement
+from streamrl.placement.shapes import SHAPES
+from streamrl.placement.workload import FixedLength, Workload
+from streamrl.resharding import Grid, table_2
+
+PPO = dataflow_for(("generator_logprobs", "scores", "ref_logprobs", "values"))
+CLUSTER = Cluster.parse("16x8xA100@200Gb")
+CONSTANTS = Constants(
+    train_flops_fraction=0.5,
+    half_width=64.0,
+    reduced_bytes=2,
+    network_fraction=0.9,
+    decode_step_s=8e-3,
+    decode_rollout_s=300e-6,
+)
+"""Of vLLM and Megatron in 2024, one for all of its points: hosts that take long for a decode step and
+each rollout in it, gradients that travel as bfloat16."""
+ACTOR, CRITIC = ("generator", "policy"), ("value", "critic")
+FAMILIES = {
+    "colocate": ((*ACTOR, "reference", *CRITIC, "reward"),),
+    "split": ((*ACTOR, "reference"), (*CRITIC, "reward")),
+    "standalone": (ACTOR, CRITIC, ("reference",), ("reward",)),
+}
+"""The placements that Figure 12 compares."""
+SIZES = (1, 2, 4, 8)
+
+
+def problem(model: str, cluster: Cluster = CLUSTER) -> Problem:
+    """PPO with four models of one size."""
+    shape = SHAPES[model]
+    models = {"policy": shape, "reference": shape}
+    models |= {"critic": shape.critic(), "reward": shape.critic()}
+    workload = Workload(1024, 1, 1024, FixedLength(1024), mini_batches=8)
+    return Problem(PPO, models, workload, cluster)
+
+
+def generation_s(model: str) -> dict[int, float]:
+    """By t_g: colocated on 16 devices, trained as 1-8-2, generated as 1-t_g; infinite if unfit."""
+    asked = problem(model, CLUSTER.first(16))
+    costs, generation, mesh = CostModel(asked, CONSTANTS), Generation(asked.workload), Mesh(0, 16)
+    found = {}
+    for size in SIZES:
+        calls = dict.fromkeys(asked.stages, Assignment(mesh, Grid(1, 8, 2)))
+        calls["generate"] = Assignment(mesh, Grid(1, size, 16 // size))
+        placement = Placement(calls)
+        found[size] = math.inf
+        if not costs.unfit(placement):
+            found[size] = generation.completion(costs.timings(placement).generator, (1.0,))[-1]
+    return found
+
+
+def best_families(families: Families, devices: int) -> Mapping[str, FamilyPlan]:
+    """The best of each family that has a node for each of its sets."""
+    return {
+        name: families.best(sets, devices)
+        for name, sets in FAMILIES.items()
+        if len(sets) <= devices // families.per_node
+    }
+
+
+def families_of(model: str) -> Families:
+    """Of one model size, for any number of devices."""
+    asked = problem(model)
+    return Families(asked, CostModel(asked, CONSTANTS))
+
+
+def rows() -> Iterator[Row]:
+    """All points."""
+    yield from figure_15()
+    yield from figure_12()
+    for each in FIG_14:
+        yield from transition(each)
+
+
+def figure_15() -> Iterator[Row]:
+    """The best t_g, and what it saves."""
+    for point in FIG_15:
+        seconds = generation_s(point.model)
+        best = min(SIZES, key=seconds.__getitem__)
+        setting = f"{point.model}, 16 GPUs"
+        yield Row("hybridflow", "Fig. 15", setting, "best t_g", str(point.best), str(best))
+        saved = 1 - seconds[point.best] / seconds[8]
+        quantity = f"t_g={point.best} against t_g=8, part of the time"
+        yield Row("hybridflow", "Fig. 15", setting, quantity, 1 - point.saved, 1 - saved)
+
+
+def figure_12() -> Iterator[Row]:
+    """The best placement by model and devices."""
+    families = {model: families_of(model) for model in dict.fromkeys(m for m, _ in FIG_12)}
+    for (model, devices), printed in FIG_12.items():
+        found = best_families(families[model], devices)
+        best = min(found, key=lambda name: found[name].step_s)
+        times = ", ".join(f"{name} {_seconds(plan.step_s)}" for name, plan in found.items())
+        setting = f"{model}, {devices} GPUs ({times})"
+        yield Row("hybridflow", "Fig. 12", setting, "best placement", printed, best)
+        if printed == "standalone":
+            nodes = found[printed].nodes
+            sizes = ", ".join(str(count * families[model].per_node) for count in nodes)
+            asked = ", ".join(map(str, FIG_12_STANDALONE))
+            quantity = "GPUs of actor, critic, reference, reward if standalone"
+            yield Row("hybridflow", "Fig. 12", f"{model}, {devices} GPUs", quantity, asked, sizes)
+
+
+def _seconds(step_s: float) -> str:
+    return "does not fit" if math.isinf(step_s) else f"{step_s:.0f} s"
+
+
+def transition(point: Transition) -> Iterator[Row]:
+    """Bytes of a GPU by Table 2 and by plan, and seconds."""
+    shape, train, generate = (
+        SHAPES[point.model],
+        Grid.parse(point.train),
+        Grid.parse(point.generate),
+    )
+    by_table = table_2(
+        *(train.stages, train.tensor, train.replicas),
+        serving_stages=generate.stages,
+        serving_tensor=generate.tensor,
+    )
+    mesh = Mesh(0, train.size)
+    source, target = Assignment(mesh, train), Assignment(mesh, generate)
+    moved = Traffic(CLUSTER, Constants(link_fraction=1.0, network_fraction=1.0)).moved(
+        shape, source, target
+    )
+    size_gb = shape.params * 2 / 1e9
+    found = (
+        ("received, HybridFlow, GB", point.zero_gb, moved.received_bytes / 1e9),
+        ("received, HybridFlow-V, GB", point.vanilla_gb, size_gb * by_table["vanilla"].received),
+        ("received, DeepSpeed-Chat, GB", point.full_gb, size_gb * by_table["full_gather"].received),
+        ("peak, HybridFlow, GB", point.peak_gb, size_gb * by_table["zero"].peak),
+        ("least seconds that links allow", point.floor_s, moved.seconds),
+    )
+    setting = f"{point.model}, {point.train} to {point.generate}"
+    for quantity, printed, predicted in found:
+        yield Row("hybridflow", "Fig. 14", setting, quantity, printed, float(predicted))
+    if point.model == "llama-70b":
+        seconds = Traffic(CLUSTER, CONSTANTS).moved(shape, source, target).seconds
+        yield Row("hybridflow", "Fig. 14", setting, "transition, s", TRANSITION_70B_S, seconds)

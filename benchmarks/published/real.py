@@ -1,0 +1,119 @@
+"""ReaL's weak scaling: how much its search gains over its heuristic, and what ours does."""
+
+from collections.abc import Iterator
+
+from benchmarks.published.points import (
+    LENGTHS,
+    REAL_DEVICES,
+    REAL_HEURISTIC_S,
+    REAL_MEAN_GAIN,
+    REAL_PFLOPS,
+    REAL_SIZES,
+)
+from benchmarks.published.rows import Row
+from streamrl.dataflow import dataflow_for
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.costs import Constants, CostModel
+from streamrl.placement.estimates import Problem
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import Assignment, Placement
+from streamrl.placement.schedule import Estimator
+from streamrl.placement.search.annealing import Annealing, State
+from streamrl.placement.search.mapping import Mapping
+from streamrl.placement.search.parallel import Choices
+from streamrl.placement.search.partitions import models
+from streamrl.placement.shapes import SHAPES
+from streamrl.placement.workload import FixedLength, Workload
+from streamrl.resharding import Grid
+
+PPO = dataflow_for(("generator_logprobs", "scores", "ref_logprobs", "values"))
+CONSTANTS = Constants(
+    train_flops_fraction=0.5,
+    forward_flops_fraction=0.5,
+    half_width=1.0,
+    link_fraction=1.0,
+    decode_step_s=1e-3,
+    decode_layer_s=0.6e-3,
+    decode_rollout_s=20e-6,
+    max_running=1024,
+    memory_reserve_fraction=0.0,
+    gradient_bytes=2,
+    optimizer_bytes=20,
+)
+"""Of ReaL's own engine, calibrated on its heuristic's column alone: one part of the FLOP/s for all
+passes, and a host that begins every layer of a decode step anew."""
+MINI_BATCHES = 4
+MOST_TRAINING_RANKS = 8
+"""Tensor-parallel ranks times replicas of a call that trains, as its search has it."""
+PROPOSALS = 600
+
+
+class RealChoices(Choices):
+    """Those that ReaL's search has."""
+
+    def of(self, role: str, mesh: Mesh) -> list[Assignment]:
+        """Of `Choices`, without those that ReaL drops."""
+        return [each for each in super().of(role, mesh) if self._has(role, each.grid)]
+
+    def _has(self, role: str, grid: Grid) -> bool:
+        rollouts, parts = self.problem.workload.rollouts, grid.replicas * grid.stages
+        if role not in self.trained:
+            return rollouts >= parts
+        few = grid.tensor * grid.replicas <= MOST_TRAINING_RANKS
+        return few and rollouts >= 2 * parts * MINI_BATCHES
+
+
+def problem(scale: str, length: int, at: int) -> Problem:
+    """PPO where the actor, the critic or both are of a size, and what is not of 7B."""
+    small, large = SHAPES[REAL_SIZES[0]], SHAPES[REAL_SIZES[at]]
+    actor = small if scale == "critic" else large
+    critic = (small if scale == "actor" else large).critic()
+    devices = REAL_DEVICES[at] * (2 if scale == "both" else 1)
+    workload = Workload(LENGTHS[length], 1, 128, FixedLength(length), mini_batches=MINI_BATCHES)
+    roles = {"policy": actor, "reference": actor, "critic": critic, "reward": critic}
+    return Problem(PPO, roles, workload, Cluster.parse(f"{devices}xA100@1600Gb"))
+
+
+def heuristic(asked: Problem) -> Placement:
+    """All calls on all devices, 8-way tensor parallel, as many stages as nodes."""
+    devices = asked.cluster.size
+    everywhere = Assignment(Mesh(0, devices), Grid(devices // 8, 8, 1))
+    return Placement(dict.fromkeys(asked.stages, everywhere), streamed=False)
+
+
+def searched(asked: Problem, costs: CostModel, *, seed: int = 0) -> Placement:
+    """The best that Algorithm 1 and annealing find, on policy, a call at a time on its devices."""
+    choices = RealChoices(Estimator(asked, costs.rough), pipeline=True)
+    plain = heuristic(asked)
+    starts = [plain]
+    mapped = Mapping(choices, models(asked)).best(streamed=False)[0]
+    starts += [mapped] if mapped is not None else []
+    annealing = Annealing(choices, [0], seed=seed, streamed=(False,))
+    for start in starts:
+        state = State(
+            {role: start.calls[choices.stages[role][0]] for role in choices.roles}, 0, False
+        )
+        annealing.descend(*annealing.run(state, PROPOSALS // len(starts)))
+    # What the search worked out by formula has to fit by plan.
+    found = sorted(choices.estimator.seen(), key=lambda each: each[1])
+    return next(placement for placement, _ in found if not costs.unfit(placement))
+
+
+def rows() -> Iterator[Row]:
+    """The heuristic's seconds, which are fitted, and gains over it."""
+    weighted, printed_weighted, total = 0.0, 0.0, 0
+    for (scale, length), pairs in REAL_PFLOPS.items():
+        for at, (slow, fast) in enumerate(pairs):
+            asked = problem(scale, length, at)
+            costs = CostModel(asked, CONSTANTS)
+            estimator, devices = Estimator(asked, costs), asked.cluster.size
+            plain_s = estimator.step_s(heuristic(asked))
+            gain = plain_s / estimator.step_s(searched(asked, costs))
+            setting = f"{scale} of {REAL_SIZES[at]}, {length} tokens, {devices} GPUs"
+            seconds = REAL_HEURISTIC_S[scale, length][at]
+            yield Row("real", "Fig. vws", setting, "heuristic, s", seconds, plain_s, fitted=True)
+            yield Row("real", "Fig. vws", setting, "gain of the search", fast / slow, gain)
+            weighted += gain * devices
+            printed_weighted += fast / slow * devices
+            total += devices
+    yield Row("real", "abstract", "all, by GPUs", "mean gain", REAL_MEAN_GAIN, weighted / total)

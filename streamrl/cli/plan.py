@@ -1,0 +1,267 @@
+"""`streamrl plan`: which placement is best for a run on a cluster, and why the others lost.
+
+Candidates are found by the schedule that a cost model gives; the best under each bound of staleness
+are then played in virtual time by the simulator, which has the last word.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from streamrl.cli.problem import add_problem_arguments, problem_line, read_problem
+from streamrl.cli.tables import count, percent, seconds, table
+from streamrl.cli.writing import write_file
+from streamrl.config import RunConfig, dump_config
+from streamrl.errors import ConfigError
+from streamrl.pictures.timeline import timeline_svg
+from streamrl.placement import Estimate, Problem
+from streamrl.placement.costs import CostModel
+from streamrl.placement.search import (
+    BY_WHOLE_STEPS,
+    PROPOSALS,
+    Candidate,
+    FrontPoint,
+    Planned,
+    anything,
+    plan,
+)
+from streamrl.placing import RunCosts, placed_run, run_rules
+from streamrl.planning import manner_of
+from streamrl.simulator import Simulated, simulate
+
+BOUNDS = (0, 1, 2, 4)
+MOST_BOUND = 64
+PLAYED_STEPS = 12
+GB = 1e9
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `streamrl plan`."""
+    parser.usage = "streamrl plan CONFIG [key=value ...] --cluster FILE|8xH100 [options]"
+    add_problem_arguments(parser)
+    parser.add_argument(
+        "--max-staleness", default="", metavar="LIST", help="bounds to plan for, as 0,1,4 (0,1,2,4)"
+    )
+    parser.add_argument(
+        "--pipeline",
+        action="store_true",
+        help="plan also for what streamrl itself does not run: pipeline stages, and models that"
+        " score split over devices",
+    )
+    parser.add_argument(
+        "--proposals", type=int, default=PROPOSALS, metavar="N", help="of each random search"
+    )
+    parser.add_argument("--explain", action="store_true", help="why every other kind lost")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        *("-o", "--output"),
+        type=Path,
+        metavar="FILE",
+        help="write the best: .yaml is the config of a run that is so placed, .json the placement",
+    )
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw its devices over time")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command: 0 if there is a placement, 1 if nothing fits."""
+    bounds = read_bounds(arguments.max_staleness)
+    if arguments.proposals < 0:
+        raise ConfigError(f"--proposals {arguments.proposals}: must be 0 or more")
+    if arguments.output is not None and arguments.output.suffix not in (".yaml", ".json"):
+        raise ConfigError(f"-o {arguments.output}: must end in .yaml or .json")
+    config, problem, constants = read_problem(arguments)
+    costs = CostModel(problem, constants)
+    planned = plan(
+        problem,
+        costs if arguments.pipeline else RunCosts(costs, problem.dataflow, apart=config.apart),
+        max_staleness=bounds,
+        seed=arguments.seed,
+        rules=anything if arguments.pipeline else run_rules,
+        proposals=arguments.proposals,
+    )
+    report = Report(config, problem, planned, _played(config, problem, planned, costs, arguments))
+    if planned.best is not None:
+        _write(arguments, report)
+    print(json.dumps(report.as_json()) if arguments.json else report.text(arguments.explain))
+    return 0 if planned.best is not None else 1
+
+
+def read_bounds(text: str) -> Sequence[int]:
+    """Bounds of staleness, as 0,1,4. Raises ConfigError."""
+    if not text:
+        return BOUNDS
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and int(word) <= MOST_BOUND for word in words):
+        raise ConfigError(f"--max-staleness {text}: must be numbers from 0 to {MOST_BOUND}, as 0,1")
+    return sorted({int(word) for word in words})
+
+
+def _played(
+    config: RunConfig,
+    problem: Problem,
+    planned: Planned,
+    costs: CostModel,
+    arguments: argparse.Namespace,
+) -> list[Simulated]:
+    """Every point of the front in virtual time."""
+    return [
+        simulate(
+            problem.dataflow,
+            point.candidate.placement,
+            costs.timings(point.candidate.placement),
+            problem.workload,
+            steps=PLAYED_STEPS + 2 * point.max_staleness,
+            seed=arguments.seed,
+            manner=manner_of(config),
+        )
+        for point in planned.front
+    ]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found, to be told; `played` has the front's points as the simulator plays them."""
+
+    config: RunConfig
+    problem: Problem
+    planned: Planned
+    played: Sequence[Simulated]
+
+    @property
+    def best(self) -> int:
+        """The point of the front with the shortest step, as it was played."""
+        return min(range(len(self.played)), key=lambda i: self.played[i].step_s)
+
+    @property
+    def point(self) -> FrontPoint:
+        """That point."""
+        return self.planned.front[self.best]
+
+    def text(self, explain: bool) -> str:
+        """For a person."""
+        lines = [problem_line(self.config, self.problem), ""]
+        if self.planned.best is None:
+            return "\n".join([*lines, "nothing fits", *self._others()[1:]])
+        lines += table([HEADING, *map(self._row, range(len(self.played)))])
+        lines += ["", f"best: {self.point.candidate.label}"]
+        lines += [
+            f"  {stage:<14}{assignment}"
+            + (f", ZeRO {assignment.zero_stage}" if stage.startswith("train") else "")
+            for stage, assignment in self.point.candidate.placement.calls.items()
+        ]
+        lines += ["", *self._others()] if explain else []
+        return "\n".join(lines)
+
+    def _row(self, index: int) -> list[str]:
+        point, played = self.planned.front[index], self.played[index]
+        estimate = point.candidate.estimate
+        return [
+            f"{point.max_staleness}: {point.candidate.label}",
+            seconds(estimate.step_s),
+            seconds(played.step_s),
+            count(played.tokens_per_s),
+            f"{estimate.memory_bytes / GB:.3g}",
+            percent(estimate.device_idle),
+            f"{played.staleness_mean:.2f}",
+        ]
+
+    def _others(self) -> list[str]:
+        """The best of every other kind, and what it lost by."""
+        lines = ["the best of every kind, by step time:"]
+        for each in self._kinds():
+            if each.estimate.unfit:
+                lines.append(f"  {each.label}: cannot be: {each.estimate.unfit}")
+            else:
+                lost = f"; {each.why}" if each.why else ""
+                lines.append(f"  {each.label}: {seconds(each.step_s)} s a step{lost}")
+                lines.append(f"    {each.placement}")
+        return lines
+
+    def _kinds(self) -> list[Candidate]:
+        """Without those that wait for whole steps and gain nothing by it."""
+        streamed = {each.label for each in self.planned.candidates if each.placement.streamed}
+        kept = []
+        for each in self.planned.candidates:
+            twin = each.label.removesuffix(BY_WHOLE_STEPS)
+            if each.placement.streamed or twin not in streamed or each is self.planned.best:
+                kept.append(each)
+        return kept
+
+    def as_json(self) -> dict[str, Any]:
+        """For scripts."""
+        front = [
+            {
+                "max_staleness": point.max_staleness,
+                **_candidate(point.candidate),
+                "simulated": _simulated(played),
+            }
+            for point, played in zip(self.planned.front, self.played, strict=True)
+        ]
+        return {
+            "cluster": str(self.problem.cluster),
+            "devices": self.problem.cluster.size,
+            "best": front[self.best] if front else None,
+            "front": front,
+            "candidates": [_candidate(each) for each in self.planned.candidates],
+        }
+
+
+HEADING = [
+    "max_staleness: placement",
+    "step, s",
+    "simulated",
+    "tokens/s",
+    "GB on a device",
+    "idle",
+    "staleness",
+]
+
+
+def _candidate(candidate: Candidate) -> dict[str, Any]:
+    found: dict[str, Any] = {"kind": candidate.label, "placement": candidate.placement.to_dict()}
+    found |= _estimate(candidate.estimate)
+    return found | ({"why": candidate.why} if candidate.why else {})
+
+
+def _estimate(estimate: Estimate) -> dict[str, Any]:
+    if estimate.unfit:
+        return {"unfit": estimate.unfit}
+    return {
+        "step_s": estimate.step_s,
+        "tokens_per_s": estimate.tokens_per_s,
+        "idle": dict(estimate.idle),
+        "device_idle": estimate.device_idle,
+        "memory_bytes": estimate.memory_bytes,
+        "free_bytes": estimate.free_bytes,
+        "staleness_mean": estimate.staleness_mean,
+    }
+
+
+def _simulated(played: Simulated) -> dict[str, Any]:
+    return {
+        "step_s": played.step_s,
+        "tokens_per_s": played.tokens_per_s,
+        "idle": dict(played.idle),
+        "staleness_mean": played.staleness_mean,
+        "staleness_max": played.staleness_max,
+    }
+
+
+def _write(arguments: argparse.Namespace, report: Report) -> None:
+    """The files that are asked for; none if one of them is refused before."""
+    candidate = report.point.candidate
+    placement = candidate.placement
+    if arguments.output is not None:
+        if arguments.output.suffix == ".json":
+            content = json.dumps(placement.to_dict(), indent=1) + "\n"
+        else:
+            content = dump_config(placed_run(report.config, placement))
+        write_file("-o", arguments.output, content)
+    if arguments.svg is not None:
+        title = f"{candidate.label}: {seconds(candidate.step_s)} s a step"
+        timeline = candidate.estimate.timeline
+        picture = timeline_svg(title, report.problem.dataflow, placement, timeline)
+        write_file("--svg", arguments.svg, picture)

@@ -1,0 +1,156 @@
+"""What `streamrl plan` and `streamrl simulate` are asked: a run, a cluster, sizes and lengths."""
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from streamrl.calibration.measured import lengths_of_run
+from streamrl.config import RunConfig, load_config
+from streamrl.errors import ConfigError
+from streamrl.placement import (
+    Cluster,
+    EmpiricalLengths,
+    FixedLength,
+    Lengths,
+    LognormalLengths,
+    Problem,
+)
+from streamrl.placement.costs import Constants
+from streamrl.planning import Asked, mean_prompt_tokens, problem_of
+
+LENGTHS_HELP = (
+    "of completions: fixed:TOKENS, lognormal:MEDIAN:SIGMA, a file of numbers, or a run directory;"
+    " by default all have generator.max_new_tokens, the most they can"
+)
+
+
+def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments that say what is to be placed, and on what."""
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file, or a run")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="settings that override it"
+    )
+    parser.add_argument(
+        "--cluster",
+        required=True,
+        metavar="FILE|8xH100",
+        help="devices, as 64xH100, 16x8xA100@200Gb or 8xA100,8xV100, or a file with its nodes",
+    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="only the first N devices of it")
+    parser.add_argument(
+        "--model",
+        action="append",
+        default=[],
+        metavar="[ROLE=]NAME",
+        help="a size by name (llama-7b, qwen2.5-32b, ...) or a model directory, in place of the"
+        " config's; with a role only that one's",
+    )
+    parser.add_argument(
+        "--prompt-tokens",
+        type=float,
+        metavar="N",
+        help="mean of a prompt; by default of data.train",
+    )
+    parser.add_argument("--lengths", metavar="SPEC", help=LENGTHS_HELP)
+    parser.add_argument(
+        "--constants", type=Path, metavar="FILE", help="of the costs, as calibrate writes them"
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is random (0)")
+
+
+def read_problem(arguments: argparse.Namespace) -> tuple[RunConfig, Problem, Constants]:
+    """The run, what is asked about it, and the constants. Raises ConfigError."""
+    if arguments.seed < 0:
+        raise ConfigError(f"--seed {arguments.seed}: must be 0 or more")
+    config = read_config(arguments.config, arguments.overrides)
+    cluster = read_cluster(arguments.cluster)
+    if arguments.gpus is not None:
+        cluster = cluster.first(arguments.gpus)
+    prompt_tokens = arguments.prompt_tokens
+    if prompt_tokens is None:
+        prompt_tokens = mean_prompt_tokens(config)
+    lengths = None
+    if arguments.lengths is not None:
+        lengths = read_lengths(arguments.lengths, config.generator.max_new_tokens)
+    asked = Asked(prompt_tokens, read_models(config, arguments.model), lengths)
+    constants = Constants.of(cluster)
+    if arguments.constants is not None:
+        constants = Constants.read(arguments.constants, constants)
+    return config, problem_of(config, cluster, asked), constants
+
+
+def read_config(path: Path, overrides: list[str]) -> RunConfig:
+    """A config file's, or a run directory's."""
+    source = path / "config.yaml" if os.path.isdir(path) else path
+    return load_config(source, overrides)
+
+
+def read_cluster(text: str) -> Cluster:
+    """Of a file if there is one of that name, else as it is written."""
+    path = Path(text)
+    if not path.is_file():
+        return Cluster.parse(text)
+    return Cluster.of_dict(_yaml(path, "cluster"), place=f"cluster {path}")
+
+
+def read_models(config: RunConfig, words: list[str]) -> dict[str, str]:
+    """Sizes by role of [ROLE=]NAME; one without a role is that of every model but a reward's."""
+    roles = {call.follows or call.role for call in config.dataflow.calls} - {"reward", "cost"}
+    found: dict[str, str] = {}
+    for word in words:
+        role, equals, name = word.rpartition("=")
+        if equals:
+            found[role] = name
+        else:
+            found = {**dict.fromkeys(roles, name), **found}
+    return found
+
+
+def read_lengths(text: str, limit: int) -> Lengths:
+    """Of SPEC. Raises ConfigError."""
+    kind, *numbers = text.split(":")
+    if kind in ("fixed", "lognormal") and not os.path.exists(text):
+        try:
+            values = [float(number) for number in numbers]
+        except ValueError:
+            values = []
+        if kind == "fixed" and len(values) == 1:
+            return FixedLength(int(values[0]))
+        if kind == "lognormal" and len(values) == len(("median", "sigma")):
+            return LognormalLengths(values[0], values[1], limit)
+        raise ConfigError(
+            f"--lengths {text}: must be fixed:TOKENS or lognormal:MEDIAN:SIGMA, in numbers"
+        )
+    path = Path(text)
+    if path.is_dir():
+        return lengths_of_run(path)
+    try:
+        words = path.read_text()
+        loaded = json.loads(words) if words.lstrip().startswith("[") else words.split()
+        return EmpiricalLengths.of([int(word) for word in loaded])
+    except (OSError, ValueError, TypeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"--lengths {text}: {reason}") from None
+
+
+def _yaml(path: Path, what: str) -> Any:
+    try:
+        return yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{what} {path}: {' '.join(str(error).split())}") from None
+
+
+def problem_line(config: RunConfig, problem: Problem) -> str:
+    """What is placed on what, for a person."""
+    workload = problem.workload
+    models = ", ".join(f"{role} {shape.name}" for role, shape in problem.models.items())
+    return (
+        f"{config.algorithm.name} on {problem.cluster} ({problem.cluster.size} devices): {models}\n"
+        f"a step: {workload.groups_per_step} groups of {workload.group_size}, prompts of"
+        f" {workload.prompt_tokens:.0f} tokens, completions of {workload.lengths.mean:.0f} (at most"
+        f" {workload.lengths.most}), {workload.updates} updates"
+    )

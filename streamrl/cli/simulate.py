@@ -1,0 +1,168 @@
+"""`streamrl simulate`: a run's placement on a cluster, played in virtual time."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from streamrl.cli.problem import add_problem_arguments, problem_line, read_problem
+from streamrl.cli.tables import count, percent, seconds, table
+from streamrl.config import RunConfig
+from streamrl.errors import ConfigError
+from streamrl.placement import Placement, Problem
+from streamrl.placement.costs import CostModel
+from streamrl.placing import run_placement
+from streamrl.planning import manner_of
+from streamrl.simulator import Failures, Simulated, simulate
+
+HOUR_S = 3600.0
+MOST_STEPS = 10_000
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Arguments of `streamrl simulate`."""
+    parser.usage = "streamrl simulate CONFIG [key=value ...] --cluster FILE|8xH100 [options]"
+    add_problem_arguments(parser)
+    parser.add_argument(
+        "--placement",
+        type=Path,
+        metavar="FILE",
+        help="a placement that plan has written (-o plan.json); by default the config's own",
+    )
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer steps (20)")
+    parser.add_argument(
+        "--mttf-h", type=float, metavar="HOURS", help="mean time to failure of a node"
+    )
+    parser.add_argument(
+        "--restart-s", type=float, default=300.0, metavar="S", help="until a node is back (300)"
+    )
+    parser.add_argument(
+        *("-o", "--output"),
+        type=Path,
+        metavar="DIR",
+        help="write trace.json and metrics.jsonl there, as a run does",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command; returns its exit code."""
+    if not 1 <= arguments.steps <= MOST_STEPS:
+        raise ConfigError(f"--steps {arguments.steps}: must be from 1 to {MOST_STEPS}")
+    config, problem, constants = read_problem(arguments)
+    placement = _placement(arguments, config, problem)
+    costs = CostModel(problem, constants)
+    if why := costs.unfit(placement):
+        raise ConfigError(f"{problem.cluster}: {why}")
+    found = simulate(
+        problem.dataflow,
+        placement,
+        costs.timings(placement),
+        problem.workload,
+        steps=arguments.steps,
+        seed=arguments.seed,
+        failures=_failures(arguments, config, problem),
+        manner=manner_of(config),
+    )
+    if arguments.output is not None:
+        found.write(arguments.output)
+    if arguments.json:
+        print(json.dumps(as_json(found)))
+    else:
+        print("\n".join([problem_line(config, problem), f"{placement}", "", *described(found)]))
+    return 0
+
+
+def _placement(arguments: argparse.Namespace, config: RunConfig, problem: Problem) -> Placement:
+    """Of the file, or the config's own; checked against the cluster."""
+    path: Path | None = arguments.placement
+    if path is None:
+        placement = run_placement(config, problem.models)
+        place = f"{arguments.config}, as it is placed"
+    else:
+        place = str(path)
+        try:
+            placement = Placement.of_dict(json.loads(path.read_text()), place=place)
+        except (OSError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"--placement {path}: {error}") from None
+    try:
+        placement.check(problem.dataflow, problem.cluster)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
+    return placement
+
+
+def _failures(
+    arguments: argparse.Namespace, config: RunConfig, problem: Problem
+) -> Failures | None:
+    for name in ("mttf_h", "restart_s"):
+        value = vars(arguments)[name]
+        if value is not None and not value > 0:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} {value:g}: must be above 0")
+    if arguments.mttf_h is None:
+        return None
+    return Failures(
+        arguments.mttf_h * HOUR_S,
+        arguments.restart_s,
+        max(1, config.checkpoint.every),
+        max(group.devices for group in problem.cluster.groups),
+    )
+
+
+def described(found: Simulated) -> list[str]:
+    """What came of it, for a person."""
+    rows = [["stage", "idle", "groups waiting"]]
+    for stage, idle in found.idle.items():
+        depth = _mean_depth(found, stage)
+        rows.append([stage, percent(idle), f"{depth:.1f}"])
+    ages = " ".join(
+        f"{age}: {tokens / found.staleness.total():.0%}"
+        for age, tokens in sorted(found.staleness.items())
+    )
+    lines = [
+        f"step        {seconds(found.step_s)} s, median {seconds(found.step_s_median)} s"
+        f" ({len(found.step_ends)} steps, {found.warm_up} of them to warm up)",
+        f"throughput  {count(found.tokens_per_s)} tokens/s",
+        f"staleness   {found.staleness_mean:.2f} on average, at most {found.staleness_max}"
+        f" ({ages})",
+        f"ledger      {found.ledger}",
+    ]
+    if found.crashes:
+        lines.append(
+            f"crashes     {len(found.crashes)}: {count(found.lost_tokens)} tokens sampled in vain,"
+            f" {found.steps_again} steps made again"
+        )
+    return [*lines, "", *table(rows)]
+
+
+def _mean_depth(found: Simulated, stage: str) -> float:
+    """Groups that waited for a stage, on average over time."""
+    changes = found.depths.get(stage, ())
+    if not changes:
+        return 0.0
+    end = found.step_ends[-1]
+    times = [*(at for at, _ in changes), end]
+    waits = zip(times, times[1:], (depth for _, depth in changes), strict=False)
+    return sum((b - a) * depth for a, b, depth in waits) / max(end - changes[0][0], 1e-12)
+
+
+def as_json(found: Simulated) -> dict[str, Any]:
+    """What came of it, for scripts."""
+    return {
+        "step_s": found.step_s,
+        "step_s_median": found.step_s_median,
+        "tokens_per_s": found.tokens_per_s,
+        "idle": dict(found.idle),
+        "staleness_mean": found.staleness_mean,
+        "staleness_max": found.staleness_max,
+        "staleness": {str(age): tokens for age, tokens in sorted(found.staleness.items())},
+        "queue_depth": {stage: _mean_depth(found, stage) for stage in found.depths},
+        "step_ends_s": list(found.step_ends),
+        "ledger": vars(found.ledger) | {"drops": dict(found.ledger.drops)},
+        "crashes": len(found.crashes),
+        "lost_tokens": found.lost_tokens,
+        "steps_again": found.steps_again,
+    }

@@ -1,0 +1,388 @@
+"""How long a whole step's work of each call takes, of coefficients and of what a step is made of.
+
+Generation is continuous batching. Counted in decode steps, when a rollout begins and ends depends
+on lengths and room alone: each running one gets a token in every step. `Share` is that schedule;
+what a decode step takes turns it into seconds (`Share.ends_s`). Lengths are the quantiles of their
+distribution, in an order that is fixed, with the longest that is to be expected of a whole step.
+"""
+
+import heapq
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+
+import numpy as np
+
+from streamrl.messages import Array
+from streamrl.placement.timings import GeneratorTiming, ScoreTiming, TrainTiming
+from streamrl.placement.workload import Workload
+
+MOST_ROLLOUTS = 256
+"""Of a share, each then stands for several."""
+FEWEST_GROUPS = 24
+"""Shares are made until they have so many groups together, or there are no more replicas."""
+MOST_SHARES = 6
+FINE = 0.02
+"""Rooms for keys and values that differ by less, relatively, are the same."""
+FEWEST_EDGES = 33
+"""Of a share: its decode steps are looked at in so many stretches and one less."""
+ROUNDS = 12
+CLOSE = 0.005
+"""Of finding out how much steps that overlap slow one another down: at most so many rounds, until
+they differ by less, relatively.
+"""
+
+
+@dataclass(frozen=True)
+class Share:
+    """One replica's rollouts of a step, all asked for at once, in decode steps.
+
+    group_ends [groups]: at which one each group is complete. edges [m + 1]: at which ones the
+    number of running rollouts may change, from 0 on; running [m]: how many run between them;
+    resident [m]: the tokens they have together halfway, prompts included; computed [m]: of
+    those that begin there, what has to be taken in. slots: about
+    as many run at once where more are asked for.
+    """
+
+    group_ends: Array
+    edges: Array
+    running: Array
+    resident: Array
+    computed: Array
+    slots: float
+
+    @cached_property
+    def middles(self) -> Array:
+        """Halfway between the edges."""
+        return (self.edges[1:] + self.edges[:-1]) / 2
+
+    def ends_s(self, timing: GeneratorTiming, period_s: float = math.inf) -> Array:
+        """When each group is complete, s after they are asked for, float64 [groups].
+
+        With a period, other steps' shares come before and
+        after this one, period_s apart, and run beside it.
+        """
+        return np.interp(self.group_ends, self.edges, self._clock(timing, period_s))
+
+    def _clock(self, timing: GeneratorTiming, period_s: float) -> Array:
+        prompts = np.concatenate(([0.0], np.cumsum(self.computed))) * timing.prefill_token_s
+        running, resident = self.running, self.resident
+        clock = self._clock_of(timing, running, resident) + prompts
+        for _ in range(ROUNDS if period_s < clock[-1] else 0):
+            running, resident = self._beside_others(clock, period_s)
+            # Each period takes in one share's prompts.
+            slower = 1 + prompts[-1] / period_s
+            before, clock = clock[-1], self._clock_of(timing, running, resident) * slower
+            if abs(clock[-1] - before) <= CLOSE * before:
+                break
+        return timing.begin_s + clock
+
+    def _clock_of(self, timing: GeneratorTiming, running: Array, resident: Array) -> Array:
+        spent = np.diff(self.edges) * decode_steps_s(timing, running, resident)
+        return np.concatenate(([0.0], np.cumsum(spent)))
+
+    def _beside_others(self, clock: Array, period_s: float) -> tuple[Array, Array]:
+        """What runs at `middles` when shares come period_s apart."""
+        at = (clock[1:] + clock[:-1]) / 2
+        others = np.arange(1, math.ceil(clock[-1] / period_s) + 1) * period_s
+        moments = at[:, None] + np.concatenate((-others, others))
+        stretch = np.searchsorted(clock, moments, side="right") - 1
+        there = (stretch >= 0) & (stretch < len(at))
+        stretch = np.where(there, stretch, 0)
+        sums = [own + (own[stretch] * there).sum(axis=1) for own in (self.running, self.resident)]
+        # More than the room there is wait.
+        held = np.minimum(1.0, self.slots / np.maximum(sums[0], 1e-9))
+        return sums[0] * held, sums[1] * held
+
+
+def decode_steps_s(timing: GeneratorTiming, running: Array, resident: Array) -> Array:
+    """GeneratorTiming.decode_step_s of arrays."""
+    memory = timing.weights_s + timing.kv_token_s * resident
+    compute = timing.compute_rollout_s * running
+    return np.maximum(memory, compute) + timing.step_s + timing.rollout_s * running
+
+
+class Generation:
+    """A step's generation on replicas that are alike; shares are remembered.
+
+    extra: rollouts of each group besides group_size, as a greedy one.
+    """
+
+    def __init__(self, workload: Workload, extra: int = 0) -> None:
+        self.workload = workload
+        self.per_group = workload.group_size + extra
+        self._found: dict[tuple[GeneratorTiming, tuple[float, ...], float], list[float]] = {}
+        self._shares: dict[tuple[int, int, float], list[Share]] = {}
+        quantiles = workload.lengths.quantiles(np.linspace(0.0005, 0.9995, 1000))
+        self._mean = float(np.mean(quantiles))
+        square = float(np.mean(quantiles**2))
+        # Of those that run at a moment, the long ones are more, and half-way on average.
+        self._age = square / (2 * self._mean)
+
+    def groups(self, replicas: int) -> int:
+        """Of the replica that has the most."""
+        return -(-self.workload.groups_per_step // replicas)
+
+    def slots(self, timing: GeneratorTiming) -> float:
+        """Rollouts that a replica has room for, at least 1."""
+        room = timing.kv_tokens / (self.workload.prompt_tokens + self._age)
+        return max(1.0, min(float(timing.max_running), room))
+
+    def completion(
+        self, timing: GeneratorTiming, cuts: tuple[float, ...], period_s: float = math.inf
+    ) -> list[float]:
+        """When these parts of a step's groups are complete, s after they are asked for.
+
+        1.0 is when all are. With a period, as in Share.ends_s.
+        """
+        if period_s < math.inf:
+            # Periods that differ by less than is looked for are the same.
+            period_s = (1 + CLOSE / 2) ** round(math.log(period_s) / math.log(1 + CLOSE / 2))
+        key = (timing, cuts, period_s)
+        if key not in self._found:
+            self._found[key] = self._completion(timing, cuts, period_s)
+        return self._found[key]
+
+    def _completion(
+        self, timing: GeneratorTiming, cuts: tuple[float, ...], period_s: float
+    ) -> list[float]:
+        shares = self.shares(timing)
+        if cuts == (1.0,):
+            shares = [max(shares, key=lambda share: float(share.edges[-1]))]
+        ends = [share.ends_s(timing, period_s) for share in shares]
+        ordered = np.sort(np.concatenate(ends))
+        return [float(ordered[math.ceil(cut * len(ordered)) - 1]) for cut in cuts]
+
+    def saturated_s(self, timing: GeneratorTiming, steps_ahead: int) -> float:
+        """Per step, where the next steps' rollouts fill the places of those that are done.
+
+        As many run as there is room for, of the rollouts of `steps_ahead` and one more.
+        """
+        rollouts = self.workload.rollouts / self.workload.group_size * self.per_group
+        each = rollouts / timing.replicas
+        running = max(1.0, min(self.slots(timing), (steps_ahead + 1) * each))
+        resident = running * (self.workload.prompt_tokens + self._age)
+        step_s = timing.decode_step_s(running, resident)
+        prompt_s = self.workload.prompt_tokens * timing.prefill_token_s
+        return each * (self._mean * step_s / running + prompt_s)
+
+    def shares(self, timing: GeneratorTiming) -> list[Share]:
+        """Those of some replicas, the longest rollout of the step among them."""
+        roomy = (timing.replicas, timing.max_running, math.inf)
+        if roomy not in self._shares:
+            self._shares[roomy] = self._make(*roomy)
+        peak = max(float(share.resident.max()) for share in self._shares[roomy])
+        if timing.kv_tokens > peak * (1 + FINE):
+            return self._shares[roomy]
+        # Rooms that differ by little are the same.
+        room = (1 + FINE) ** math.floor(math.log(timing.kv_tokens) / math.log(1 + FINE))
+        key = (timing.replicas, timing.max_running, room)
+        if key not in self._shares:
+            self._shares[key] = self._make(*key)
+        return self._shares[key]
+
+    def _make(self, replicas: int, places: int, room: float) -> list[Share]:
+        groups = self.groups(replicas)
+        used = min(replicas, self.workload.groups_per_step)
+        count = min(used, MOST_SHARES, max(1, -(-FEWEST_GROUPS // groups)))
+        # Few enough rollouts, groups as they are.
+        kept = max(1, min(groups, MOST_ROLLOUTS // self.per_group))
+        total = count * kept * self.per_group
+        lengths = self.workload.lengths.quantiles((np.arange(total) + 0.5) / total)
+        everyone = self.workload.groups_per_step * self.per_group
+        longest = self.workload.lengths.expected_longest(everyone)
+        lengths = np.random.default_rng(0).permutation(np.sort(lengths)[:-1])
+        lengths = np.insert(lengths, total // 2, max(longest, float(lengths.max(initial=1.0))))
+        grid = np.rint(lengths).reshape(count, kept, self.per_group)
+        scale, prompt = groups / kept, self.workload.prompt_tokens
+        slots = min(float(places), room / (prompt + self._age))
+        places = max(1, round(places / scale))
+        return [
+            _share(part, _Batch(part.ravel(), prompt, room / scale, places), scale, slots)
+            for part in grid
+        ]
+
+
+@dataclass
+class _Batch:
+    """Rollouts sampled in continuous batches, in the order in which they come.
+
+    Whose turn it was first has a place, while there is one of `places` and room for its tokens so
+    far and one more of everybody. Where room runs out the last of them stands back, and has its
+    tokens computed anew when there is room again.
+    """
+
+    lengths: Array
+    prompt_tokens: float
+    room: float
+    places: int
+
+    def __post_init__(self) -> None:
+        count = len(self.lengths)
+        self.ends = np.zeros(count)
+        self.edges, self.computed = [0.0], [0.0]
+        self.running: list[int] = []
+        self.resident: list[float] = []
+        self._left = [float(length) for length in self.lengths]
+        self._had = [self.prompt_tokens] * count
+        self._since = [0.0] * count
+        self._waiting = list(range(count - 1, -1, -1))
+        self._placed: list[int] = []
+        self._ends: list[tuple[float, int]] = []
+        self._tokens = 0.0
+
+    def run(self) -> None:
+        """Until all are sampled."""
+        now = 0.0
+        while self._waiting or self._placed:
+            self._fill(now)
+            count = len(self._placed)
+            while self._ends[0][0] != self._due(self._ends[0][1]):
+                heapq.heappop(self._ends)
+            steps = min(self._ends[0][0] - now, max(1.0, (self.room - self._tokens) // count))
+            self.running.append(count)
+            self.resident.append(self._tokens + steps * count / 2)
+            self.computed.append(0.0)
+            now += steps
+            self.edges.append(now)
+            self._tokens += steps * count
+            self._end(now)
+            while len(self._placed) > 1 and self._tokens + len(self._placed) > self.room:
+                self._stand_back(now)
+
+    def _due(self, one: int) -> float:
+        """When one ends that has a place; what was planned before it stood back is void."""
+        return self._since[one] + self._left[one] if self._left[one] else -1.0
+
+    def _fill(self, now: float) -> None:
+        while self._waiting and len(self._placed) < self.places:
+            one = self._waiting[-1]
+            if self._placed and self._tokens + self._had[one] + len(self._placed) + 1 > self.room:
+                break
+            self._placed.append(self._waiting.pop())
+            self._since[one] = now
+            heapq.heappush(self._ends, (now + self._left[one], one))
+            self._tokens += self._had[one]
+            self.computed[-1] += self._had[one]
+
+    def _end(self, now: float) -> None:
+        while self._ends and self._ends[0][0] <= now:
+            due, one = heapq.heappop(self._ends)
+            if due == self._due(one):
+                self._tokens -= self._had[one] + self._left[one]
+                self._left[one] = 0.0
+                self.ends[one] = now
+                self._placed.remove(one)
+
+    def _stand_back(self, now: float) -> None:
+        one = self._placed.pop()
+        made = now - self._since[one]
+        self._left[one] -= made
+        self._had[one] += made
+        self._since[one] = math.inf
+        self._tokens -= self._had[one]
+        self._waiting.append(one)
+
+
+def _share(lengths: Array, batch: _Batch, scale: float, slots: float) -> Share:
+    """lengths [groups, rollouts] of a batch, whose rollouts stand for `scale` of them each."""
+    batch.run()
+    changes = np.array(batch.edges)
+    # Between changes, too: what runs beside them, and what they have, does not stand still.
+    edges = np.union1d(changes, np.linspace(0.0, changes[-1], FEWEST_EDGES))
+    since = np.searchsorted(changes, edges[:-1], side="right") - 1
+    running, middles = np.array(batch.running)[since], (edges[1:] + edges[:-1]) / 2
+    halfway = ((changes[1:] + changes[:-1]) / 2)[since]
+    resident = np.array(batch.resident)[since] + running * (middles - halfway)
+    computed = np.zeros(len(edges) - 1)
+    computed[np.searchsorted(edges, changes[:-1])] = batch.computed[:-1]
+    return Share(
+        batch.ends.reshape(lengths.shape).max(axis=1),
+        edges,
+        running * scale,
+        resident * scale,
+        computed * scale,
+        slots,
+    )
+
+
+def score_s(timing: ScoreTiming, workload: Workload, per_group: int) -> float:
+    """Scoring so many rollouts of every group of a step, of the replica that has the most."""
+    groups = -(-workload.groups_per_step // timing.replicas)
+    rollouts = groups * per_group
+    batches = -(-groups // timing.batch)
+    return (
+        batches * timing.batch_s
+        + timing.batch_of(rollouts, rollouts * workload.rollout_tokens)
+        - timing.batch_s
+    )
+
+
+@dataclass(frozen=True)
+class Training:
+    """A step's training of one model: `passes_s` may go on as groups come, then comes `last_s`.
+
+    micro_batches: of a share, in the first epoch.
+    """
+
+    passes_s: float
+    last_s: float
+    micro_batches: int
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return self.passes_s + self.last_s
+
+
+def training(timing: TrainTiming, workload: Workload) -> Training:
+    """The first epoch can begin before all groups are there; the last update ends the step.
+
+    Ranks go from round to round together, as long as the one that has most takes.
+    """
+    rollouts = math.ceil(workload.rollouts / workload.mini_batches)
+    rows = max(1, int(workload.micro_batch_tokens / workload.rollout_tokens))
+    rounds, slowest = rounds_of(rollouts, min(rows, rollouts), timing.shares)
+    micro_batches, shares = rounds * workload.mini_batches, timing.shares
+    tokens = slowest * workload.mini_batches * workload.rollout_tokens
+    epoch_s = timing.passes_s(micro_batches * shares, tokens * shares)
+    first_s = epoch_s + (workload.mini_batches - 1) * timing.update_s
+    rest_s = (workload.epochs - 1) * epoch_s
+    updates = workload.updates - workload.mini_batches + 1
+    return Training(first_s, rest_s + updates * timing.update_s, micro_batches)
+
+
+@cache
+def rounds_of(rollouts: int, rows: int, shares: int) -> tuple[int, int]:
+    """Rounds of one micro-batch a share, and the rollouts of the largest of each, added up.
+
+    As `engines/packing.py` packs rollouts of one length, so many rows to a micro-batch: the largest
+    are halved until each share has one in every round, or there is none left to halve.
+    """
+    sizes = [-rows] * (rollouts // rows) + ([-(rollouts % rows)] if rollouts % rows else [])
+    heapq.heapify(sizes)
+    while len(sizes) % shares and -sizes[0] > 1:
+        largest = -heapq.heappop(sizes)
+        heapq.heappush(sizes, -((largest + 1) // 2))
+        heapq.heappush(sizes, -(largest // 2))
+    ordered = sorted(sizes)[::shares]
+    return len(ordered), -sum(ordered)
+
+
+PARTS = {1: (1.0,), 2: (0.5, 1.0), 4: (0.125, 0.375, 0.625, 0.875, 1.0)}
+"""How a step's work is cut, by the least number of pieces there must be: up to where each goes.
+
+The first and the last are small: with them a pipeline fills, and runs dry.
+"""
+
+
+def cuts_of(pieces: int) -> tuple[float, ...]:
+    """The finest that so many pieces allow."""
+    return PARTS[max(least for least in PARTS if least <= max(1, pieces))]
+
+
+def spread(total_s: float, cuts: Sequence[float]) -> Sequence[float]:
+    """The seconds of each part."""
+    return [total_s * (late - early) for early, late in itertools.pairwise((0.0, *cuts))]

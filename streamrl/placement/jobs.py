@@ -1,0 +1,311 @@
+"""The calls of a placement as jobs to unroll: what waits for what, and for how long it computes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from streamrl.dataflow import MOVED, POLICY, Call, Dataflow, Kind
+from streamrl.placement.durations import Generation, cuts_of, score_s, spread, training
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import Placement
+from streamrl.placement.timings import Timings, WeightsTiming
+from streamrl.placement.unrolling import NOWHERE, Job, Need
+from streamrl.placement.workload import Workload
+
+CLOSE = 0.005
+"""Periods that differ by less, relatively, are as good as the same."""
+ROUNDS = 12
+"""Of looking for one, at most."""
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A dataflow as jobs need it: the calls in order, and whose results each of them takes.
+
+    Calls that generate are one job: they share replicas, and begin together.
+    """
+
+    calls: tuple[Call, ...]
+    sources: dict[str, list[str]]
+    trained: list[str]
+
+    @classmethod
+    def of(cls, dataflow: Dataflow) -> "Flow":
+        """Of this."""
+        graph, ordered = dataflow.graph, dataflow.ordered
+        generate = dataflow.of_kind(Kind.GENERATE)[0].stage
+        kinds = {call.stage: call.kind for call in ordered}
+        sources: dict[str, list[str]] = {}
+        for call in ordered:
+            found = (
+                generate if kinds[source] is Kind.GENERATE else source
+                for source in graph.predecessors(call.stage)
+            )
+            sources[call.stage] = list(dict.fromkeys(found))
+        return cls(tuple(ordered), sources, dataflow.trained)
+
+    @property
+    def generate(self) -> Call:
+        """The first call."""
+        return self.calls[0]
+
+    @property
+    def greedy(self) -> int:
+        """Rollouts of each group that are sampled besides."""
+        return sum(call.kind is Kind.GENERATE for call in self.calls) - 1
+
+    def per_group(self, call: Call, workload: Workload) -> int:
+        """Rollouts of a group that a call scores."""
+        return 1 if "greedy_ids" in call.needs else workload.group_size
+
+    def leader(self, call: Call) -> str:
+        """The trained role whose versions a call follows; empty for none."""
+        role = POLICY if call.follows == MOVED else call.follows
+        return role if role in self.trained else ""
+
+
+@dataclass
+class Jobs:
+    """All jobs, in the order in which they are added; whose results are to be had where."""
+
+    flow: Flow
+    workload: Workload
+    placement: Placement
+    timings: Timings
+    devices: list[Mesh] = field(default_factory=list)
+    overlaps: list[list[int]] = field(default_factory=list)
+    jobs: list[Job] = field(default_factory=list)
+    by_stage: dict[str, int] = field(default_factory=dict)
+    updates: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        trains = {call.stage for call in self.flow.calls if call.kind is Kind.TRAIN}
+        held = {stage: (each.mesh, stage in trains) for stage, each in self.placement.calls.items()}
+        used = list(dict.fromkeys(held.values()))
+        self.devices = [mesh for mesh, _ in used]
+        # All trainers work as one: who shares devices with any of them waits for the step of all.
+        trained = [mesh for mesh, is_trained in used if is_trained]
+        self.overlaps = [[m for m, b in enumerate(used) if _exclude(a, b, trained)] for a in used]
+        self._mesh = {stage: used.index(each) for stage, each in held.items()}
+        meshes = set(self.devices)
+        apart = any(not a.overlaps(b) for a in meshes for b in meshes)
+        self.in_parts = apart and self.placement.streamed
+
+    def mesh(self, stage: str) -> int:
+        """The number of a stage's mesh."""
+        return self._mesh.get(stage, NOWHERE)
+
+    def cuts(self, pieces: int) -> tuple[float, ...]:
+        """How work of so many pieces is cut, where calls work on a step as it comes."""
+        return cuts_of(pieces if self.in_parts else 1)
+
+    @property
+    def group_cuts(self) -> tuple[float, ...]:
+        """Of generation and scoring."""
+        return self.cuts(self.workload.groups_per_step)
+
+    def weights(self, stage: str) -> WeightsTiming:
+        """A version's way to a stage."""
+        return self.timings.weights.get(stage, WeightsTiming())
+
+    def build(self, generate: Job) -> list[Job]:
+        """All jobs of a step, with this one for generation; its needs are added here."""
+        # Numbers first: who is needed may come later in a step, and earlier by a version.
+        followers = [call for call in self.flow.calls if self._pulls(call)]
+        trains = [call for call in self.flow.calls if call.kind is Kind.TRAIN]
+        scores = [call for call in self.flow.calls if call.kind is Kind.SCORE]
+        count = len(followers) + 1 + len(scores)
+        self.updates = list(range(count, count + len(trains)))
+        pulls = {}
+        for call in followers:
+            pulls[call.stage] = self._add(self._pull(call))
+        first = self.flow.generate.stage
+        self.by_stage[first] = len(self.jobs)
+        self.jobs.append(self._generate(generate, pulls.get(first)))
+        for call in scores:
+            self.by_stage[call.stage] = self._add(self._score(call, pulls.get(call.stage)))
+        for call in trains:
+            self.by_stage[call.stage] = self._add(self._train(call, len(self.jobs)))
+        return self.jobs
+
+    def _add(self, job: Job) -> int:
+        self.jobs.append(job)
+        return len(self.jobs) - 1
+
+    def _pulls(self, call: Call) -> bool:
+        return call is self.flow.generate or (
+            call.kind is Kind.SCORE and bool(self.flow.leader(call))
+        )
+
+    def _pull(self, call: Call) -> Job:
+        """The version that a step may be generated with, on its way."""
+        weights = self.weights(call.stage)
+        way = weights.publish_s + weights.pull_s - weights.pause_s
+        lag = 1 + self.placement.max_staleness
+        needs = [Need(update, lag, True, delay_s=way) for update in self.updates]
+        return Job(call.stage, self.mesh(call.stage), (weights.pause_s,), needs)
+
+    def _generate(self, job: Job, pull: int | None) -> Job:
+        needs = [] if pull is None else [Need(pull)]
+        if not self.placement.max_staleness:
+            return Job(job.stage, job.mesh, job.parts, needs, job.curve)
+        needs.append(Need(len(self.jobs), 1, served=True))
+        return Job(job.stage, job.mesh, job.parts, needs, job.curve, pull)
+
+    def _score(self, call: Call, pull: int | None) -> Job:
+        needs = self._sources(call)
+        if pull is not None:
+            needs.append(Need(pull))
+        timing, seconds = self.timings.score.get(call.stage), 0.0
+        if timing is not None:
+            seconds = score_s(timing, self.workload, self.flow.per_group(call, self.workload))
+        return Job(call.stage, self.mesh(call.stage), spread(seconds, self.group_cuts), needs)
+
+    def _sources(self, call: Call, *, whole: bool = False) -> list[Need]:
+        hop_s, whole = self.timings.hop_s, whole or not self.in_parts
+        return [
+            Need(self.by_stage[source], whole=whole, delay_s=hop_s)
+            for source in self.flow.sources[call.stage]
+        ]
+
+    def _train(self, call: Call, j: int) -> Job:
+        """Passes as groups come, then the rest, which waits for the version before to be gone."""
+        timing = self.timings.train[call.role]
+        work = training(timing, self.workload)
+        publish_s = max((self.weights(stage).publish_s for stage in self._led(call)), default=0.0)
+        needs = self._sources(call, whole=self.workload.trains_whole)
+        needs += [Need(each, 1, True, delay_s=self.timings.step_s) for each in self.updates]
+        needs.append(Need(j, 1, True, last=True, delay_s=publish_s))
+        parts = spread(work.passes_s, self.cuts(work.micro_batches))
+        parts = [*parts, work.last_s + timing.step_s]
+        return Job(call.stage, self.mesh(call.stage), parts, needs, glued=True)
+
+    def _led(self, call: Call) -> Sequence[str]:
+        return [c.stage for c in self.flow.calls if self.flow.leader(c) == call.role]
+
+
+def _exclude(one: tuple[Mesh, bool], other: tuple[Mesh, bool], trained: Sequence[Mesh]) -> bool:
+    """Whether work on two meshes takes turns; of each, whether a model is trained there."""
+    (mesh, trains), (another, others) = one, other
+    if trains == others:
+        return mesh.overlaps(another)
+    apart = another if trains else mesh
+    return any(each.overlaps(apart) for each in trained)
+
+
+def burst(jobs: Jobs, generation: Generation) -> Job:
+    """Generation on policy: all of a step at once, with nothing before and after it."""
+    curve = generation.completion(jobs.timings.generator, jobs.group_cuts)
+    stage = jobs.flow.generate.stage
+    return Job(stage, jobs.mesh(stage), (curve[-1],), curve=curve)
+
+
+def standing(jobs: Jobs, generation: Generation, *, period_s: float, others_s: float) -> Job:
+    """Generation steps ahead, where one step's rollouts go on beside the next one's.
+
+    period_s: of a step, of which `others_s` have its devices; meanwhile rollouts stand still.
+    """
+    timing, stage = jobs.timings.generator, jobs.flow.generate.stage
+    own_s = max(period_s - others_s, 1e-9)
+    offsets = generation.completion(timing, jobs.group_cuts, own_s)
+    curve = [offset * max(period_s, own_s) / own_s for offset in offsets]
+    busy_s = generation.saturated_s(timing, jobs.placement.max_staleness)
+    return Job(stage, jobs.mesh(stage), spread(busy_s, jobs.group_cuts), curve=curve)
+
+
+class Ahead:
+    """How far apart steps are where generation is ahead, which depends on itself.
+
+    The closer they are, the more rollouts run at the same time, and the longer each takes. With a
+    latency L of a step's rollouts, `after_s` from the last of them to the version that lets others
+    begin, a period P is at least (L(P) + after_s) / (max_staleness + 1), and at least what anyone
+    of the devices has to do.
+    """
+
+    def __init__(self, jobs: Jobs, generation: Generation) -> None:
+        self._generation = generation
+        self._timing = jobs.timings.generator
+        self._steps = jobs.placement.max_staleness + 1
+        every, busy_s = busy(jobs, generation)
+        stage = jobs.flow.generate.stage
+        mesh = jobs.devices[jobs.mesh(stage)]
+        self.others_s = busiest_s(jobs, every, mesh) - busy_s
+        self.least_s = busiest_s(jobs, every)
+        self._after_s = _last_parts_s(every, jobs.by_stage[stage])
+
+    def period_s(self) -> float:
+        """The shortest: where a period is what it asks for, by false position.
+
+        The longer it is, the less it asks for; so what the shortest asks for is too long.
+        """
+        low, high = self.least_s, self._asked_s(self.least_s)
+        if high <= low:
+            return low
+        over, under = high - low, self._asked_s(high) - high
+        for _ in range(ROUNDS):
+            if high - low <= CLOSE * low:
+                break
+            middle = low + (high - low) * over / (over - under)
+            found = self._asked_s(middle) - middle
+            if abs(found) <= CLOSE * middle:
+                return middle
+            if found > 0:
+                low, over = middle, found
+            else:
+                high, under = middle, found
+        return high
+
+    def seen(self, period_s: float, found_s: float) -> None:
+        """What a schedule made of the latency at one period: it says how long the rest takes."""
+        self._after_s = found_s * self._steps - self._latency_s(period_s)
+
+    def _asked_s(self, period_s: float) -> float:
+        return (self._latency_s(period_s) + self._after_s) / self._steps
+
+    def _latency_s(self, period_s: float) -> float:
+        own_s = max(period_s - self.others_s, 1e-9)
+        longest = self._generation.completion(self._timing, (1.0,), own_s)[-1]
+        return longest * max(period_s, own_s) / own_s
+
+
+def busy(jobs: Jobs, generation: Generation) -> tuple[list[Job], float]:
+    """All jobs of a step, generation as one part; and how long that has its devices."""
+    stage, timing = jobs.flow.generate.stage, jobs.timings.generator
+    if jobs.placement.max_staleness:
+        busy_s = generation.saturated_s(timing, jobs.placement.max_staleness)
+    else:
+        (busy_s,) = generation.completion(timing, (1.0,))
+    return jobs.build(Job(stage, jobs.mesh(stage), (busy_s,))), busy_s
+
+
+def busiest_s(jobs: Jobs, every: Sequence[Job], within: Mesh | None = None) -> float:
+    """What the device has to do that has most, of all or of a mesh: no step is shorter.
+
+    Of devices between two meshes' beginnings all have to do the same, or less than the first.
+    """
+    work = [0.0] * len(jobs.devices)
+    for job in every:
+        if job.mesh != NOWHERE:
+            work[job.mesh] += sum(job.parts)
+    firsts = {mesh.first for mesh in jobs.devices}
+    if within is not None:
+        firsts = {first for first in firsts if first in within.devices} | {within.first}
+    return max(
+        sum(
+            seconds
+            for mesh, seconds in zip(jobs.devices, work, strict=True)
+            if first in mesh.devices
+        )
+        for first in firsts
+    )
+
+
+def _last_parts_s(every: Sequence[Job], generate: int) -> float:
+    """From the last rollout to where the next version is: the last part of everyone in between."""
+    last = [0.0] * len(every)
+    for j, job in enumerate(every):
+        if j > generate:
+            before = (last[need.job] for need in job.needs if not need.lag)
+            own = job.parts[-2:] if job.glued else job.parts[-1:]
+            last[j] = max(before, default=0.0) + sum(own)
+    pull = every[every[generate].needs[0].job]
+    return max(last) + pull.parts[0] + max(need.delay_s for need in pull.needs)

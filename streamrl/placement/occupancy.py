@@ -1,0 +1,160 @@
+"""What an unrolled schedule says of its steady state: who is busy, and how stale tokens are."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.estimates import Interval
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.unrolling import Job, Unrolled
+
+Span = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Steady:
+    """The last whole period of a schedule, from `start_s` on; `generate` is the job that samples.
+
+    meshes: by number, as jobs have them. overlaps: of meshes, likewise.
+    """
+
+    jobs: Sequence[Job]
+    generate: int
+    meshes: Sequence[Mesh]
+    overlaps: Sequence[Sequence[int]]
+    run: Unrolled
+    depth: int
+
+    @property
+    def end_s(self) -> float:
+        """When a step ends whose successors generate already, if they do."""
+        return self.run.ends_s[-1 - min(self.depth, len(self.run.ends_s) - 1)]
+
+    @property
+    def start_s(self) -> float:
+        """A period before."""
+        return self.end_s - self.run.period_s
+
+    def timeline(self) -> list[Interval]:
+        """Who has their devices when, in order; 0 is where the period begins."""
+        found = [
+            (self.jobs[taken.job].stage, taken.step, taken.start_s, taken.end_s)
+            for taken in self.run.taken
+            if not (taken.job == self.generate and self._stands)
+        ]
+        if self._stands:
+            found += self._standing()
+        clipped = [
+            Interval(stage, step, max(start, self.start_s), min(end, self.end_s))
+            for stage, step, start, end in found
+            if min(end, self.end_s) > max(start, self.start_s)
+        ]
+        return _joined(
+            Interval(each.stage, each.step, each.start_s - self.start_s, each.end_s - self.start_s)
+            for each in sorted(clipped, key=lambda each: (each.stage, each.start_s))
+        )
+
+    @property
+    def _stands(self) -> bool:
+        return self.jobs[self.generate].since is not None
+
+    def _standing(self) -> list[tuple[str, int, float, float]]:
+        """Generation that never ends has its devices whenever nobody else has them."""
+        job = self.jobs[self.generate]
+        beside = set(self.overlaps[job.mesh])
+        taken = sorted(
+            (each.start_s, each.end_s)
+            for each in self.run.taken
+            if each.job != self.generate and self.jobs[each.job].mesh in beside
+        )
+        found, at = [], self.start_s
+        for step in range(len(self.run.ends_s) + self.depth):
+            begin = self.run.started_s.get((self.generate, step))
+            end = self.run.done_s.get((self.generate, step))
+            if begin is None or end is None or end <= max(begin, at):
+                continue
+            at = max(begin, at)
+            for start, stop in _gaps(taken, (at, end)):
+                found.append((job.stage, step, start, stop))
+            at = end
+        return found
+
+    def idle(self, timeline: Sequence[Interval]) -> dict[str, float]:
+        """By stage, the part of the period it does not compute."""
+        period = self.run.period_s
+        busy = {job.stage: 0.0 for job in self.jobs}
+        for each in timeline:
+            busy[each.stage] += each.end_s - each.start_s
+        return {
+            stage: max(0.0, 1 - seconds / period) if period else 0.0
+            for stage, seconds in busy.items()
+        }
+
+    def device_idle(self, timeline: Sequence[Interval], cluster: Cluster) -> float:
+        """The part of all devices' time that nobody uses."""
+        sizes = {job.stage: self.meshes[job.mesh].size if job.mesh >= 0 else 0 for job in self.jobs}
+        used = sum((each.end_s - each.start_s) * sizes[each.stage] for each in timeline)
+        whole = self.run.period_s * cluster.size
+        return max(0.0, 1 - used / whole) if whole else 0.0
+
+    def staleness(self) -> float:
+        """Mean of a trained token, in versions: what is sampled between two pulls has the older."""
+        since = self.jobs[self.generate].since
+        if since is None:
+            return 0.0
+        step = len(self.run.ends_s) - 1
+        arrived = {
+            pulled - self.depth: at
+            for (job, pulled), at in self.run.done_s.items()
+            if job == since and pulled >= self.depth
+        }
+        parts = [t for t in self.run.taken if t.job == self.generate and t.step == step]
+        admitted = self.run.done_s[since, step]
+        curve = self.jobs[self.generate].curve
+        found = []
+        for part, offset in zip(parts, curve, strict=False):
+            span = (part.start_s, max(part.end_s, admitted + offset))
+            found.append(_mean_behind(span, step, arrived, self.depth))
+        return sum(found) / len(found) if found else float(self.depth)
+
+
+def _mean_behind(span: Span, step: int, arrived: dict[int, float], most: int) -> float:
+    """Mean of `step` less the version held, over a span of time; from 0 to `most`."""
+    start, end = span
+    total, at, behind = 0.0, start, float(most)
+    for version in range(step - most + 1, step + 1):
+        moment = arrived.get(version, end)
+        if moment >= end:
+            break
+        total += max(0.0, moment - at) * behind
+        at, behind = max(at, moment), float(step - version)
+    total += (end - at) * behind
+    return total / (end - start) if end > start else behind
+
+
+def _gaps(taken: Iterable[Span], within: Span) -> list[Span]:
+    """The parts of a span that none of these, in order, has."""
+    at, end = within
+    found = []
+    for start, stop in taken:
+        if start >= end:
+            break
+        if start > at:
+            found.append((at, start))
+        at = max(at, stop)
+    if at < end:
+        found.append((at, end))
+    return found
+
+
+def _joined(intervals: Iterable[Interval]) -> list[Interval]:
+    """Those of one stage and step that follow one another at once, as one."""
+    found: list[Interval] = []
+    for each in intervals:
+        last = found[-1] if found else None
+        joins = last and (last.stage, last.step) == (each.stage, each.step)
+        if last and joins and each.start_s - last.end_s <= 1e-9 * max(1.0, each.start_s):
+            found[-1] = Interval(last.stage, last.step, last.start_s, each.end_s)
+        else:
+            found.append(each)
+    return sorted(found, key=lambda each: (each.start_s, each.stage))

@@ -1,0 +1,180 @@
+"""What a placement would do, worked out: step time, idle time and staleness in milliseconds.
+
+The dataflow is unrolled over steps (`unrolling.py`). A call waits for its columns, for the versions
+that `max_staleness` asks for and for devices: a mesh is busy while one is that overlaps it. Calls
+on devices of their own work on a step's groups as they come, where that is streamed.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+from streamrl.dataflow import Kind
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.durations import Generation, score_s, training
+from streamrl.placement.estimates import CallMemory, Costs, Estimate, Problem
+from streamrl.placement.jobs import Ahead, Flow, Jobs, burst, busiest_s, busy, standing
+from streamrl.placement.occupancy import Steady
+from streamrl.placement.placements import Assignment, Placement
+from streamrl.placement.unrolling import Job, Unrolled, Unroller
+
+ROUNDS = 3
+"""Of finding how far apart steps are whose generation overlaps; that depends on itself."""
+CLOSE = 0.02
+"""Periods that differ by less, relatively, are as good as the same."""
+
+Key = tuple[tuple[tuple[str, Assignment], ...], int, bool]
+
+
+def estimate(problem: Problem, placement: Placement, costs: Costs) -> Estimate:
+    """What this placement would do; see Estimator, for many of one problem."""
+    return Estimator(problem, costs).estimate(placement)
+
+
+class Estimator:
+    """Estimates placements of one problem, and remembers their step times."""
+
+    def __init__(self, problem: Problem, costs: Costs) -> None:
+        self.problem = problem
+        self.costs = costs
+        self.flow = Flow.of(problem.dataflow)
+        self.generation = Generation(problem.workload, self.flow.greedy)
+        self._step_s: dict[Key, float] = {}
+
+    def seen(self) -> Iterator[tuple[Placement, float]]:
+        """All placements that were looked at, with their step times."""
+        for (calls, ahead, streamed), seconds in self._step_s.items():
+            yield Placement(dict(calls), ahead, streamed), seconds
+
+    def step_s(self, placement: Placement, limit_s: float = math.inf) -> float:
+        """Seconds from one update to the next; infinite where it cannot be.
+
+        So it may be where that is not below the limit: what is known to be is not scheduled.
+        """
+        key = key_of(placement)
+        if key not in self._step_s:
+            seconds = math.inf
+            if not self.costs.unfit(placement):
+                if limit_s < math.inf and self._busiest_s(placement) >= limit_s:
+                    return math.inf
+                jobs, run = self.schedule(placement)
+                seconds = self._period_s(jobs, run)
+            self._step_s[key] = seconds
+        return self._step_s[key]
+
+    def _busiest_s(self, placement: Placement) -> float:
+        """The work of the mesh that has most, with those that overlap it: no step is shorter."""
+        jobs = Jobs(self.flow, self.problem.workload, placement, self.costs.timings(placement))
+        return busiest_s(jobs, busy(jobs, self.generation)[0])
+
+    def estimate(self, placement: Placement) -> Estimate:
+        """All there is to say of it."""
+        why = self.costs.unfit(placement)
+        if why:
+            return Estimate.infeasible(why)
+        jobs, run = self.schedule(placement)
+        step_s = self._period_s(jobs, run)
+        generate = jobs.by_stage[self.flow.generate.stage]
+        steady = Steady(
+            jobs.jobs, generate, jobs.devices, jobs.overlaps, run, placement.max_staleness
+        )
+        timeline = steady.timeline()
+        cluster, workload = self.problem.cluster, self.problem.workload
+        held, left = fullest(self.costs.memory(placement), placement, cluster)
+        return Estimate(
+            step_s,
+            workload.rollouts * workload.lengths.mean / step_s,
+            steady.idle(timeline),
+            steady.device_idle(timeline, cluster),
+            held,
+            left,
+            steady.staleness(),
+            timeline,
+        )
+
+    def schedule(self, placement: Placement) -> tuple[Jobs, Unrolled]:
+        """The jobs of a placement that fits, and when they are done."""
+        timings = self.costs.timings(placement)
+        fresh = partial(Jobs, self.flow, self.problem.workload, placement, timings)
+        if not placement.max_staleness:
+            jobs = fresh()
+            return jobs, self._unrolled(jobs, burst(jobs, self.generation))
+        ahead = Ahead(fresh(), self.generation)
+        for _ in range(ROUNDS):
+            jobs, period_s = fresh(), ahead.period_s()
+            generate = standing(jobs, self.generation, period_s=period_s, others_s=ahead.others_s)
+            run = self._unrolled(jobs, generate)
+            if abs(run.period_s - period_s) <= CLOSE * period_s:
+                break
+            ahead.seen(period_s, run.period_s)
+        # Steps that never come to be alike are a mean of some.
+        run.period_s = max(run.period_s, ahead.least_s)
+        return jobs, run
+
+    def _unrolled(self, jobs: Jobs, generate: Job) -> Unrolled:
+        window = jobs.placement.max_staleness + 1
+        return Unroller(jobs.build(generate), jobs.overlaps).run(window=window, most=3 * window + 8)
+
+    def _period_s(self, jobs: Jobs, run: Unrolled) -> float:
+        """Not below what the cores of a shared machine have to do."""
+        timings = jobs.timings
+        if not timings.cores:
+            return run.period_s
+        workload = self.problem.workload
+        generator = timings.generator
+        busy_s = generator.replicas * self.generation.saturated_s(
+            generator, jobs.placement.max_staleness
+        )
+        for call in self.flow.calls:
+            if call.kind is Kind.TRAIN:
+                timing = timings.train[call.role]
+                busy_s += timing.shares * training(timing, workload).total_s
+            elif call.stage in timings.score:
+                score = timings.score[call.stage]
+                per_group = self.flow.per_group(call, workload)
+                busy_s += score.replicas * score_s(score, workload, per_group)
+        return max(run.period_s, busy_s / timings.cores)
+
+
+def key_of(placement: Placement) -> Key:
+    """What tells placements apart."""
+    calls = tuple(sorted(placement.calls.items(), key=lambda each: each[0]))
+    return calls, placement.max_staleness, placement.streamed
+
+
+def fullest(
+    memory: Mapping[str, CallMemory], placement: Placement, cluster: Cluster
+) -> tuple[float, float]:
+    """Bytes of the device with the fewest left, and those: what calls keep, and who takes most."""
+    worst = (0.0, math.inf)
+    firsts = {edge for each in placement.calls.values() for edge in (each.mesh.first,)}
+    for device in sorted(firsts):
+        here = [
+            memory[stage]
+            for stage, each in placement.calls.items()
+            if device in each.mesh.devices and stage in memory
+        ]
+        held = sum(each.kept for each in here) + max((each.active for each in here), default=0.0)
+        room = cluster.group_of(device).device.memory_bytes
+        if room - held < worst[1]:
+            worst = (held, room - held)
+    return worst
+
+
+def d_cost(problem: Problem, placement: Placement, costs: Costs) -> float:
+    """HybridFlow's cost of a mapping (arXiv:2409.19256, Algorithm 1), s.
+
+    Generation, preparation and training follow one another; within each, calls on the same mesh do,
+    and the slowest mesh counts.
+    """
+    total = 0.0
+    for kind in Kind:
+        per_mesh: dict[str, float] = {}
+        for call in problem.dataflow.of_kind(kind):
+            assignment = placement.calls.get(call.stage)
+            if assignment is not None:
+                mesh = str(assignment.mesh)
+                seconds = costs.call_s(call.stage, assignment)
+                per_mesh[mesh] = per_mesh.get(mesh, 0.0) + seconds
+        total += max(per_mesh.values(), default=0.0)
+    return total

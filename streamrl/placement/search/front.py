@@ -1,0 +1,96 @@
+"""What a search found, as data: the best, throughput against staleness, and why others lost."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from streamrl.placement.estimates import Estimate
+from streamrl.placement.placements import Placement
+
+CLEAR = 0.02
+"""Of the winner's step, a difference worth a word."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """The best of its kind that was found.
+
+    slower_s: what its step takes beyond the winner's. why: what is behind that, or why it cannot
+    be; empty for the winner.
+    """
+
+    label: str
+    placement: Placement
+    estimate: Estimate
+    slower_s: float = 0.0
+    why: str = ""
+
+    @property
+    def step_s(self) -> float:
+        """Its step time; infinite if it cannot be."""
+        return self.estimate.step_s
+
+
+@dataclass(frozen=True)
+class FrontPoint:
+    """The best under one bound of staleness."""
+
+    max_staleness: int
+    candidate: Candidate
+
+
+@dataclass(frozen=True)
+class Planned:
+    """best: the shortest step. candidates: the best of every kind, the shortest step first.
+
+    front: of bounds of staleness, those whose best none with less of it beats. best is None, and
+    front empty, where nothing fits; the candidates then say why.
+    """
+
+    best: Candidate | None
+    candidates: Sequence[Candidate]
+    front: Sequence[FrontPoint]
+
+
+def pareto(points: Iterable[FrontPoint]) -> list[FrontPoint]:
+    """Those that have more throughput than all with a lower bound, by bound."""
+    found: list[FrontPoint] = []
+    for point in sorted(points, key=lambda each: each.max_staleness):
+        if not point.candidate.estimate.unfit and (
+            not found or point.candidate.step_s < found[-1].candidate.step_s
+        ):
+            found.append(point)
+    return found
+
+
+def compared(winner: Candidate, other: Candidate) -> Candidate:
+    """The other, with what it lost by."""
+    if other.estimate.unfit:
+        slower, why = other.step_s, other.estimate.unfit
+    else:
+        slower = other.step_s - winner.step_s
+        why = _why(winner.estimate, other.estimate)
+    return Candidate(other.label, other.placement, other.estimate, slower, why)
+
+
+def _why(winner: Estimate, other: Estimate) -> str:
+    """The call that has its devices for longest beyond the winner's, and what nobody uses."""
+    more = {
+        stage: busy_s(other, stage) - busy_s(winner, stage)
+        for stage in other.idle
+        if stage in winner.idle
+    }
+    said = []
+    stage = max(more, key=lambda each: (more[each], each), default="")
+    if stage and more[stage] > CLEAR * winner.step_s:
+        ours, theirs = busy_s(winner, stage), busy_s(other, stage)
+        said.append(f"{stage} has its devices for {theirs:.1f} s a step, not {ours:.1f} s")
+    if other.device_idle - winner.device_idle > CLEAR:
+        said.append(
+            f"{other.device_idle:.0%} of all devices' time is idle, not {winner.device_idle:.0%}"
+        )
+    return "; ".join(said) or "as good as the winner, but for waiting in between"
+
+
+def busy_s(estimate: Estimate, stage: str) -> float:
+    """How long a call has its devices, of a step."""
+    return (1 - estimate.idle[stage]) * estimate.step_s

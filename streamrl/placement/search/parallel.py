@@ -1,0 +1,193 @@
+"""The parallelism of one role on given devices: HybridFlow's Algorithm 2 (arXiv:2409.19256).
+
+Tensor parallelism divides the devices and stays within a node; there are at most as many pipeline
+stages as nodes.
+"""
+
+import math
+from collections.abc import Mapping
+from functools import cached_property
+
+from streamrl.dataflow import Dataflow, Kind
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.estimates import Problem
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import MOST_TENSOR, Assignment, Placement
+from streamrl.placement.schedule import Estimator
+from streamrl.placement.search.partitions import placed_roles
+from streamrl.placement.search.rules import Rules
+from streamrl.placement.shapes import ModelShape
+from streamrl.resharding import Grid
+
+FIXES = 64
+"""So many changes are tried to make models fit that share devices."""
+
+Roles = Mapping[str, Assignment]
+"""Devices and parallelism by role: its calls share them."""
+
+
+def grids(mesh: Mesh, cluster: Cluster, shape: ModelShape) -> list[Grid]:
+    """Every p-t-d of a model on a mesh."""
+    within = min(MOST_TENSOR, mesh.per_node(cluster))
+    stages = max(1, mesh.size // mesh.per_node(cluster))
+    return [
+        Grid(p, t, mesh.size // (p * t))
+        for t in range(1, within + 1)
+        for p in range(1, min(stages, shape.layers) + 1)
+        if mesh.size % (p * t) == 0 and shape.heads % t == 0
+    ]
+
+
+class Choices:
+    """What roles may choose of, the fastest alone first; remembered by role and mesh."""
+
+    def __init__(self, estimator: Estimator, *, rules: Rules) -> None:
+        self.problem: Problem = estimator.problem
+        self.estimator = estimator
+        self._rules = rules
+        self.roles = placed_roles(self.problem)
+        self.stages = {
+            role: [call.stage for call in self.problem.dataflow.roles[role]] for role in self.roles
+        }
+        self._alone: dict[tuple[str, Assignment], float] = {}
+        self._of: dict[tuple[str, Mesh], list[Assignment]] = {}
+        self._uniform = self.problem.cluster.is_uniform
+
+    @cached_property
+    def dataflow(self) -> Dataflow:
+        """The problem's."""
+        return self.problem.dataflow
+
+    @cached_property
+    def generator(self) -> str:
+        """The role that samples."""
+        return self.dataflow.of_kind(Kind.GENERATE)[0].role
+
+    @cached_property
+    def trained(self) -> set[str]:
+        """The roles that are trained."""
+        return set(self.dataflow.trained)
+
+    @cached_property
+    def spread(self) -> float:
+        """Of the longest rollout of a step to the mean one."""
+        workload = self.problem.workload
+        longest = workload.lengths.expected_longest(workload.rollouts)
+        return max(1.0, longest / workload.lengths.mean)
+
+    def alone_s(self, role: str, assignment: Assignment) -> float:
+        """A step's work of all its calls, on devices of their own; infinite if it cannot be."""
+        # Nodes that are alike do what the first ones do.
+        if self._uniform:
+            first = Mesh(0, assignment.mesh.size)
+            assignment = Assignment(first, assignment.grid, assignment.zero_stage)
+        key = (role, assignment)
+        if key not in self._alone:
+            costs = self.estimator.costs
+            self._alone[key] = sum(costs.call_s(s, assignment) for s in self._worked(role))
+        return self._alone[key]
+
+    def _worked(self, role: str) -> list[str]:
+        """Calls that take time of their own: those that generate are one."""
+        stages = self.stages[role]
+        return stages[:1] if role == self.generator else stages
+
+    def least_s(self, role: str, assignment: Assignment, ahead: int) -> float:
+        """At least so long its devices are busy in a step.
+
+        Ahead, nobody waits for the longest rollout, and as many run at once as steps are under way.
+        """
+        seconds = self.alone_s(role, assignment)
+        if ahead and role == self.generator:
+            return seconds / self.spread / (ahead + 1)
+        return seconds
+
+    def likely_s(self, role: str, assignment: Assignment, ahead: int) -> float:
+        """About so long, where memory bounds how many rollouts run at once."""
+        seconds = self.least_s(role, assignment, ahead)
+        return seconds * (ahead + 1) if role == self.generator else seconds
+
+    def of(self, role: str, mesh: Mesh) -> list[Assignment]:
+        """All that fit by themselves, the fastest first."""
+        key = (role, mesh)
+        if key not in self._of:
+            self._of[key] = self._sorted(role, mesh)
+        return self._of[key]
+
+    def any_of(self, role: str, mesh: Mesh) -> Assignment:
+        """The one that takes the least memory, whether or not it fits."""
+        return min(self._every(role, mesh), key=lambda each: self._held(role, each))
+
+    def _sorted(self, role: str, mesh: Mesh) -> list[Assignment]:
+        found = self._every(role, mesh)
+        timed = [(self.alone_s(role, each), i) for i, each in enumerate(found)]
+        return [found[i] for seconds, i in sorted(timed) if math.isfinite(seconds)]
+
+    def _every(self, role: str, mesh: Mesh) -> list[Assignment]:
+        shape = self.problem.model_of(self.stages[role][0])
+        assert shape is not None
+        call = self.problem.dataflow.roles[role][0]
+        return [
+            Assignment(mesh, grid, zero)
+            for grid in grids(mesh, self.problem.cluster, shape)
+            for zero in self._rules(call, grid)
+        ]
+
+    def placement(self, roles: Roles, ahead: int = 0, *, streamed: bool = True) -> Placement:
+        """The placement of these roles."""
+        calls = {stage: each for role, each in roles.items() for stage in self.stages[role]}
+        return Placement(calls, ahead, streamed)
+
+    def fits(self, roles: Roles) -> bool:
+        """Whether memory is enough for these."""
+        return not self.estimator.costs.unfit(self.placement(roles))
+
+    def together(self, roles: list[str], mesh: Mesh) -> Roles | None:
+        """The fastest that fit on one mesh at the same time; None if none were found.
+
+        Each begins with its fastest; then the one changes that gives most memory for its time.
+        """
+        chosen = dict.fromkeys(roles, 0)
+        options = {role: self.of(role, mesh) for role in roles}
+        if not all(options.values()):
+            return None
+        for _ in range(FIXES):
+            found = {role: options[role][i] for role, i in chosen.items()}
+            if self.fits(found):
+                return found
+            change = self._relief(found, options)
+            if change is None:
+                return None
+            role, i = change
+            chosen[role] = i
+        return None
+
+    def _relief(
+        self, found: Roles, options: Mapping[str, list[Assignment]]
+    ) -> tuple[str, int] | None:
+        """The change that frees the most for what it costs."""
+        best: tuple[float, str, int] | None = None
+        for role, assignment in found.items():
+            held = self._held(role, assignment)
+            seconds = self.alone_s(role, assignment)
+            for i, other in enumerate(options[role]):
+                freed = held - self._held(role, other)
+                if freed <= 0:
+                    continue
+                slower = max(0.0, self.alone_s(role, other) - seconds)
+                price = slower / freed
+                if best is None or price < best[0]:
+                    best = (price, role, i)
+        return None if best is None else best[1:]
+
+    def _held(self, role: str, assignment: Assignment) -> float:
+        memory = self.estimator.costs.memory(self.placement({role: assignment}))
+        return sum(each.kept for each in memory.values()) + max(
+            each.active for each in memory.values()
+        )
+
+
+def auto_parallel(choices: Choices, role: str, mesh: Mesh) -> Assignment | None:
+    """The fastest parallelism of a role on these devices; None if its model fits in none."""
+    found = choices.of(role, mesh)
+    return found[0] if found else None

@@ -1,0 +1,109 @@
+"""Ways to divide roles into sets that share devices, and devices among sets."""
+
+import itertools
+from collections.abc import Iterator, Sequence
+from math import comb
+from typing import TypeVar
+
+from streamrl.dataflow import MOVED, Dataflow
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.estimates import Problem
+from streamrl.placement.meshes import Mesh
+
+T = TypeVar("T")
+
+
+def models(problem: Problem) -> list[tuple[str, ...]]:
+    """Roles with devices, those that have one model together: who is trained, and who follows."""
+    roles = placed_roles(problem)
+    leaders = {role: _leader(problem.dataflow, role) for role in roles}
+    return [
+        tuple(role for role in roles if leaders[role] == leader)
+        for leader in dict.fromkeys(leaders.values())
+    ]
+
+
+def placed_roles(problem: Problem) -> list[str]:
+    """Roles with devices, in flow order."""
+    placed = set(problem.stages)
+    return [
+        role
+        for role, calls in problem.dataflow.roles.items()
+        if any(call.stage in placed for call in calls)
+    ]
+
+
+def _leader(dataflow: Dataflow, role: str) -> str:
+    follows = {call.follows for call in dataflow.roles[role]} - {"", MOVED}
+    return min(follows, default=role)
+
+
+def set_partitions(items: Sequence[T]) -> Iterator[list[list[T]]]:
+    """Every way to divide them into sets; the sets in the order of their first items."""
+    if not items:
+        yield []
+        return
+    *before, last = items
+    for parts in set_partitions(before):
+        for i in range(len(parts)):
+            yield [[*part, last] if i == j else part for j, part in enumerate(parts)]
+        yield [*parts, [last]]
+
+
+def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write `total` as so many numbers from 1 on, in order."""
+    for cuts in itertools.combinations(range(1, total), parts - 1):
+        edges = (0, *cuts, total)
+        yield tuple(late - early for early, late in itertools.pairwise(edges))
+
+
+def count_allocations(items: int, units: int) -> int:
+    """How many allocations of so many units to sets of items there are, over all partitions."""
+    return sum(comb(units - 1, len(parts) - 1) for parts in set_partitions(range(items)))
+
+
+def allocations(cluster: Cluster, sets: int) -> Iterator[tuple[Mesh, ...]]:
+    """Disjoint meshes for so many sets, which are the whole cluster.
+
+    On nodes that are many, whole ones, one set behind the other; on a single node, parts that a
+    mesh may have.
+    """
+    edges = node_edges(cluster)
+    if cluster.num_nodes > 1:
+        for counts in compositions(cluster.num_nodes, sets):
+            at = (0, *itertools.accumulate(counts))
+            yield tuple(Mesh(edges[a], edges[b] - edges[a]) for a, b in itertools.pairwise(at))
+        return
+    sizes = [size for size in range(1, cluster.size + 1) if cluster.size % size == 0]
+    for chosen in itertools.product(sizes, repeat=sets):
+        found = _packed(chosen, cluster.size) if sum(chosen) == cluster.size else None
+        if found is not None:
+            yield found
+
+
+def _packed(sizes: Sequence[int], devices: int) -> tuple[Mesh, ...] | None:
+    """The large ones first, each at the first multiple of its size that is free; None if none is.
+
+    What divides one another always fits.
+    """
+    found: dict[int, Mesh] = {}
+    for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+        free = (
+            mesh
+            for first in range(0, devices - sizes[i] + 1, sizes[i])
+            for mesh in (Mesh(first, sizes[i]),)
+            if not any(mesh.overlaps(other) for other in found.values())
+        )
+        here = next(free, None)
+        if here is None:
+            return None
+        found[i] = here
+    return tuple(found[i] for i in range(len(sizes)))
+
+
+def node_edges(cluster: Cluster) -> list[int]:
+    """Where nodes begin, and where the last one ends."""
+    edges = [0]
+    for group in cluster.groups:
+        edges += [edges[-1] + group.devices * (i + 1) for i in range(group.count)]
+    return edges

@@ -1,0 +1,194 @@
+"""The whole search: where to begin, where to go on from there, and what to say in the end."""
+
+import heapq
+import math
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import replace
+
+from streamrl.dataflow import POLICY
+from streamrl.placement.estimates import Costs, Problem
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import Mode, Placement
+from streamrl.placement.schedule import Estimator
+from streamrl.placement.search.annealing import Annealing, State
+from streamrl.placement.search.front import Candidate, FrontPoint, Planned, compared, pareto
+from streamrl.placement.search.guideline import guideline
+from streamrl.placement.search.mapping import Mapping
+from streamrl.placement.search.parallel import Choices, Roles
+from streamrl.placement.search.partitions import models, node_edges
+from streamrl.placement.search.rules import Rules, anything
+
+BY_WHOLE_STEPS = ", by whole steps"
+"""Of a kind, whose calls wait for all of a step though they have other devices."""
+PROPOSALS = 1500
+APART = 24
+"""Allocations with every role apart that are scheduled to begin with: those of the least bound."""
+CONFIRMED = 5
+"""So many of the best are looked at with exact costs until one fits."""
+APART_AHEAD = 12
+"""Likewise, with generation ahead."""
+SEARCHED = 3
+"""Searches begin from so many, each the best of another kind."""
+
+
+def plan(
+    problem: Problem,
+    costs: Costs,
+    *,
+    max_staleness: Sequence[int] = (0,),
+    seed: int = 0,
+    rules: Rules = anything,
+    proposals: int = PROPOSALS,
+) -> Planned:
+    """The best placement under each bound of staleness, what else there was, and why it lost.
+
+    rules: how calls may be split. proposals: of the random search, for each bound. The same seed
+    gives the same plan.
+    """
+    return Planner(problem, costs, rules=rules).plan(
+        sorted(set(max_staleness)), seed=seed, proposals=proposals
+    )
+
+
+class Planner:
+    """Plans one problem; what it has worked out once is kept."""
+
+    def __init__(self, problem: Problem, costs: Costs, *, rules: Rules = anything) -> None:
+        self.estimator = Estimator(problem, costs.rough)
+        self.exact = Estimator(problem, costs)
+        self.choices = Choices(self.estimator, rules=rules)
+        self.by_model = Mapping(self.choices, models(problem))
+        self.by_role = Mapping(self.choices, [(role,) for role in self.choices.roles])
+        self.generating = Mapping(self.choices, models(problem), everywhere=True)
+        self._problem = problem
+
+    def plan(self, bounds: Sequence[int], *, seed: int, proposals: int) -> Planned:
+        """See `plan`."""
+        found = self.starts()
+        for bound in bounds:
+            best = self.search(bound, found, seed=seed, proposals=proposals)
+            if best is not None:
+                found.append(best)
+        return self._said(bounds)
+
+    def starts(self) -> list[State]:
+        """On policy: Algorithm 1's, with models together, roles apart, and generation on all
+        devices; everything on all devices; and the guideline's.
+        """
+        found = [
+            self.by_model.best()[0],
+            self.by_role.best(most=APART)[0],
+            self.generating.best(most=APART)[0],
+        ]
+        states = [self._state(placement) for placement in found if placement is not None]
+        plain = (self._colocated(), guideline(self.choices))
+        return states + [State(dict(roles)) for roles in plain if roles is not None]
+
+    def _colocated(self) -> Roles | None:
+        whole = Mesh(0, self._problem.cluster.size)
+        return self.choices.together(self.choices.roles, whole)
+
+    def _state(self, placement: Placement) -> State:
+        stages = self.choices.stages
+        roles = {role: placement.calls[stages[role][0]] for role in self.choices.roles}
+        return State(roles, placement.max_staleness, placement.streamed)
+
+    def search(
+        self, bound: int, known: Sequence[State], *, seed: int, proposals: int
+    ) -> State | None:
+        """The best found with generation at most `bound` steps ahead."""
+        aheads = sorted({0, bound} | {each.ahead for each in known if each.ahead <= bound})
+        annealing = Annealing(self.choices, aheads, seed=seed, streamed=(True, False))
+        starts = [each for each in known if each.ahead <= bound]
+        if bound:
+            starts += [replace(each, ahead=bound) for each in starts]
+            apart, _ = self.by_role.best(bound, most=APART_AHEAD)
+            starts += [self._state(apart)] if apart is not None else []
+        for start in starts:
+            annealing.cost_s(start)
+        # Of each kind one: from one kind to another there are many steps for the worse.
+        kinds = sorted(self._best_of_kinds(bound), key=self.estimator.step_s)
+        ranked = [self._state(placement) for placement in kinds[:SEARCHED]]
+        found = [annealing.run(start, proposals // SEARCHED) for start in ranked]
+        found.sort(key=lambda each: each[1])
+        if not annealing.is_small:
+            del found[1:]
+        descended = [annealing.descend(state, cost) for state, cost in found]
+        state, cost = min(descended, key=lambda each: each[1], default=(None, math.inf))
+        return state if math.isfinite(cost) else None
+
+    def placement(self, state: State) -> Placement:
+        """The placement a search stopped at."""
+        return self.choices.placement(state.roles, state.ahead, streamed=state.streamed)
+
+    # What there is to say.
+
+    def _said(self, bounds: Sequence[int]) -> Planned:
+        under = {bound: best for bound in bounds if (best := self._best(bound)) is not None}
+        best = min(under.values(), key=lambda each: each.step_s, default=None)
+        # Those that lost are not worth the plans of their weights.
+        kinds = [self._candidate(self.estimator, each) for each in self._best_of_kinds()]
+        kinds += self._misfits({each.label for each in kinds})
+        if best is None:
+            return Planned(None, kinds, ())
+        told = [compared(best, each) for each in kinds if each.label != best.label]
+        candidates = sorted([best, *told], key=lambda each: each.step_s)
+        front = pareto(FrontPoint(bound, candidate) for bound, candidate in under.items())
+        return Planned(best, candidates, front)
+
+    def _best(self, bound: int) -> Candidate | None:
+        """Of all that were looked at and keep the bound, the first that exact costs confirm."""
+        fit = (
+            (seconds, i, placement)
+            for i, (placement, seconds) in enumerate(self.estimator.seen())
+            if placement.max_staleness <= bound and math.isfinite(seconds)
+        )
+        for _, _, placement in heapq.nsmallest(CONFIRMED, fit):
+            found = self._candidate(self.exact, placement)
+            if not found.estimate.unfit:
+                return found
+        return None
+
+    def _candidate(self, estimator: Estimator, placement: Placement) -> Candidate:
+        return Candidate(self._kind(placement), placement, estimator.estimate(placement))
+
+    def _best_of_kinds(self, bound: float = math.inf) -> list[Placement]:
+        """Of all that were looked at and keep the bound, the best of every kind."""
+        best: dict[str, tuple[float, Placement]] = {}
+        for placement, seconds in self.estimator.seen():
+            if math.isfinite(seconds) and placement.max_staleness <= bound:
+                kind = self._kind(placement)
+                if kind not in best or seconds < best[kind][0]:
+                    best[kind] = (seconds, placement)
+        return [placement for _, placement in best.values()]
+
+    def _kind(self, placement: Placement) -> str:
+        stages = self.choices.stages
+        generate, train = stages[self.choices.generator][0], stages[POLICY][0]
+        if not placement.overlaps(generate, train):
+            mode = Mode.ASYNCHRONOUS if placement.max_staleness else Mode.DISAGGREGATED
+        else:
+            meshes = {each.mesh for each in placement.calls.values()}
+            mode = Mode.COLOCATED if len(meshes) == 1 else Mode.SPLIT
+        steps = f", {placement.max_staleness} ahead" if placement.max_staleness else ""
+        whole = not placement.streamed and mode is not Mode.COLOCATED
+        return f"{mode.value}{steps}{BY_WHOLE_STEPS if whole else ''}"
+
+    def _misfits(self, known: Set[str]) -> Iterator[Candidate]:
+        """Of kinds of which nothing fits, the plainest, which says why."""
+        cluster = self._problem.cluster
+        whole = Mesh(0, cluster.size)
+        plain = dict.fromkeys(self.choices.roles, whole)
+        ways = [plain]
+        edges = node_edges(cluster)
+        half = edges[len(edges) // 2] if cluster.num_nodes > 1 else cluster.size // 2
+        if half:
+            halves = (Mesh(0, half), Mesh(half, cluster.size - half))
+            ways.append({role: halves[role in self.choices.trained] for role in plain})
+        for meshes in ways:
+            roles = {role: self.choices.any_of(role, mesh) for role, mesh in meshes.items()}
+            placement = self.choices.placement(roles)
+            if self._kind(placement) not in known:
+                found = self._candidate(self.estimator, placement)
+                if found.estimate.unfit:
+                    yield found

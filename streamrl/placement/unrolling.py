@@ -1,0 +1,241 @@
+"""The calls of step after step on their devices, until every step takes as long as the one before.
+
+List scheduling: who has been ready for the longest is next, and waits until nobody has a device of
+its mesh. A call's work is in parts, one after the other, so that others get in between, and so that
+who takes its results can begin with the first of them.
+"""
+
+import heapq
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+SETTLED = 1e-6
+"""Periods that differ by less, relatively, are the same."""
+ALIKE = 3
+"""Steps in a row that take the same time, where the next will, too."""
+NEXT = -1.0
+"""Before anyone who is ready."""
+NOWHERE = -1
+"""The mesh of a job that takes no devices."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a job waits for: the results of another, `lag` steps earlier.
+
+    whole: of all its parts; otherwise part by part, as they come. served: of a standing job, not
+    for its results but until it has computed its last part. delay_s: on top.
+    """
+
+    job: int
+    lag: int = 0
+    whole: bool = False
+    served: bool = False
+    last: bool = False
+    delay_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What happens once in every step.
+
+    mesh: number of its mesh, or NOWHERE. parts: seconds of each. curve: when results are there, s
+    after the beginning, for what gives them while it computes. since: a job after whose end that
+    counts instead, and not before the part ends: more of such a standing job can be under way than
+    it computes at once. glued: whether nobody gets in between its last two parts.
+    """
+
+    stage: str
+    mesh: int
+    parts: Sequence[float]
+    needs: Sequence[Need] = ()
+    curve: Sequence[float] = ()
+    since: int | None = None
+    glued: bool = False
+
+
+class Taken(NamedTuple):
+    """Devices of a job's mesh, from when to when."""
+
+    job: int
+    step: int
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class Unrolled:
+    """What came of it: when each step ended, and how far apart they are in the end.
+
+    started_s, done_s: by job and step, when it began, and when all its results were there.
+    """
+
+    period_s: float = 0.0
+    ends_s: list[float] = field(default_factory=list)
+    taken: list[Taken] = field(default_factory=list)
+    started_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    done_s: dict[tuple[int, int], float] = field(default_factory=dict)
+
+
+_Followers = list[tuple[int, int, float]]
+"""Parts that wait for something, how many steps later, and for how much longer, s."""
+
+
+class _Program:
+    """The parts of all jobs in one step, numbered, and who waits for what."""
+
+    def __init__(self, jobs: Sequence[Job]) -> None:
+        self.jobs = jobs
+        self.first = [0, *itertools.accumulate(len(job.parts) for job in jobs)]
+        self.job = [j for j, job in enumerate(jobs) for _ in job.parts]
+        self.seconds = [seconds for job in jobs for seconds in job.parts]
+        ends = enumerate(jobs, 1)
+        self.glued = {self.first[end] - 1 for end, job in ends if job.glued and len(job.parts) > 1}
+        self.lags: list[list[int]] = [[] for _ in self.job]
+        self.after_part: list[_Followers] = [[] for _ in self.job]
+        self.after_result: list[list[_Followers]] = [[[] for _ in job.curve] for job in jobs]
+        for j, job in enumerate(jobs):
+            for need in job.needs:
+                self._link(j, need)
+            for part in range(self.first[j] + 1, self.first[j + 1]):
+                self._add(self.after_part[part - 1], part, Need(j))
+        self.counts = [len(lags) for lags in self.lags]
+        self.most_lag = max((max(lags, default=0) for lags in self.lags), default=0)
+
+    def _link(self, j: int, need: Need) -> None:
+        source = self.jobs[need.job]
+        at = self.first[need.job]
+        if source.curve and not need.served:
+            results = self.after_result[need.job]
+        else:
+            results = self.after_part[at : self.first[need.job + 1]]
+        count = len(self.jobs[j].parts)
+        # What is glued to the last part is no work on what comes.
+        streamed = count - (self.jobs[j].glued and count > 1)
+        for part in range(count - 1 if need.last else 0, count if need.last else streamed):
+            whole = need.whole or need.served
+            output = len(results) if whole else -(-(part + 1) * len(results) // streamed)
+            self._add(results[output - 1], self.first[j] + part, need)
+            # What comes whole is there for the first part, and so for all.
+            if whole:
+                break
+
+    def _add(self, followers: _Followers, part: int, need: Need) -> None:
+        followers.append((part, need.lag, need.delay_s))
+        self.lags[part].append(need.lag)
+
+
+class Unroller:
+    """Runs jobs, step by step; `overlaps[m]` are the meshes that share devices with mesh m."""
+
+    def __init__(self, jobs: Sequence[Job], overlaps: Sequence[Sequence[int]]) -> None:
+        self._jobs = jobs
+        self._program = _Program(jobs)
+        self._others = [() if job.mesh == NOWHERE else tuple(overlaps[job.mesh]) for job in jobs]
+        self._free = [0.0] * len(overlaps)
+        self._waits: list[list[int]] = []
+        self._ready: list[list[float]] = []
+        self._heap: list[tuple[float, int, int]] = []
+        self._left: list[int] = []
+        self._found = Unrolled()
+
+    def run(self, *, window: int, most: int) -> Unrolled:
+        """Until steps take the same time again and again, or `most` have ended.
+
+        window: how many may be under way at once.
+        """
+        found, ended = self._found, [0.0]
+        self._open(self._program.most_lag)
+        while self._heap and len(found.ends_s) < most:
+            _, step, part = heapq.heappop(self._heap)
+            end = self._take(self._ready[step][part], step, part)
+            if step >= len(ended):
+                ended += [0.0] * (step + 1 - len(ended))
+            ended[step] = max(ended[step], end)
+            self._left[step] -= 1
+            if not self._left[step] and step == len(found.ends_s):
+                found.ends_s.append(ended[step])
+                if self._settled(window):
+                    break
+        return found
+
+    def _settled(self, window: int) -> bool:
+        """Whether the last steps, one or several, have taken as long as those before them, each."""
+        found = self._found
+        took = [late - early for early, late in itertools.pairwise(found.ends_s)]
+        half = took[len(took) // 2 :]
+        found.period_s = sum(half) / len(half) if half else found.ends_s[-1]
+        for cycle in range(1, window + 2):
+            count = max(cycle, min(ALIKE, window))
+            # Those that begin without waiting for a version are no sign of what is to come.
+            if len(took) < count + max(cycle, window if window > 1 else 0):
+                break
+            if all(
+                abs(took[-k] - took[-k - cycle]) <= SETTLED * took[-k] for k in range(1, count + 1)
+            ):
+                found.period_s = sum(took[-cycle:]) / cycle
+                return True
+        return False
+
+    def _open(self, step: int) -> None:
+        """Count what the parts of a step wait for, and of those before it."""
+        lags = self._program.lags
+        for number in range(len(self._waits), step + 1):
+            if number >= self._program.most_lag:
+                waits = self._program.counts.copy()
+            else:
+                waits = [sum(lag <= number for lag in each) for each in lags]
+            self._waits.append(waits)
+            self._ready.append([0.0] * len(waits))
+            self._left.append(len(waits))
+            for part, count in enumerate(waits):
+                if not count:
+                    heapq.heappush(self._heap, (0.0, number, part))
+
+    def _take(self, ready: float, step: int, part: int) -> float:
+        """Compute a part; when what comes of it is there."""
+        program, found = self._program, self._found
+        j, seconds = program.job[part], program.seconds[part]
+        job, start, free = self._jobs[j], ready, self._free
+        for mesh in self._others[j]:
+            start = max(start, free[mesh])
+        end = start + seconds
+        if seconds and job.mesh != NOWHERE:
+            free[job.mesh] = end
+            found.taken.append(Taken(j, step, start, end))
+        if part == program.first[j]:
+            found.started_s[j, step] = start
+        if program.after_part[part]:
+            self._tell(program.after_part[part], step, end)
+        if job.curve:
+            end = self._results(job, j, step, (part, start, end))
+        if part + 1 == program.first[j + 1]:
+            found.done_s[j, step] = end
+        return end
+
+    def _results(self, job: Job, j: int, step: int, taken: tuple[int, float, float]) -> float:
+        part, start, end = taken
+        followers = self._program.after_result[j]
+        if job.since is None:
+            for output, offset in enumerate(job.curve):
+                self._tell(followers[output], step, start + offset)
+            return start + job.curve[-1]
+        output = part - self._program.first[j]
+        end = max(end, self._found.done_s[job.since, step] + job.curve[output])
+        self._tell(followers[output], step, end)
+        return end
+
+    def _tell(self, followers: _Followers, step: int, at: float) -> None:
+        glued = self._program.glued
+        for part, lag, delay_s in followers:
+            theirs = step + lag
+            if theirs >= len(self._waits):
+                self._open(theirs)
+            ready, waits = self._ready[theirs], self._waits[theirs]
+            ready[part] = max(ready[part], at + delay_s)
+            waits[part] -= 1
+            if not waits[part]:
+                turn = NEXT if part in glued else ready[part]
+                heapq.heappush(self._heap, (turn, theirs, part))

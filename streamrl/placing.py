@@ -1,0 +1,255 @@
+"""A run's settings as a placement, and a placement as the settings of a run."""
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import networkx as nx
+
+from streamrl.config import RunConfig
+from streamrl.dataflow import (
+    COST_CRITIC,
+    CRITIC,
+    GENERATE,
+    GREEDY,
+    MOVED,
+    POLICY,
+    Call,
+    Dataflow,
+    Kind,
+)
+from streamrl.errors import ConfigError
+from streamrl.placement import (
+    STRATEGIES,
+    Assignment,
+    Mesh,
+    Placement,
+    PlacementConfig,
+    Timings,
+    lay_out,
+    owner,
+)
+from streamrl.placement.config import MIXED
+from streamrl.placement.estimates import CallMemory, Costs
+from streamrl.placement.pools import hosts_actor
+from streamrl.preflight import counts
+from streamrl.resharding import Grid
+
+CRITICS = (CRITIC, COST_CRITIC)
+SHADOWS = ("value", "cost_value")
+JUDGES = ("reward", "cost")
+NOT_POOLS = "no pools of roles have these devices"
+
+
+def run_placement(config: RunConfig, roles: Collection[str]) -> Placement:
+    """Where the calls of a run are, of those that compute with the model of one of the roles.
+
+    Devices are numbered from 0; placement.mode=auto is taken for disaggregated.
+    """
+    numbers = {role: count for role, (_, count) in counts(config).items()}
+    split = config.generator.tensor_parallel
+    if not config.placement.is_hybrid:
+        numbers[GENERATE.role] *= split
+    slots = lay_out(config.placement.shared, numbers).slots
+    calls = {}
+    for call in config.dataflow.ordered:
+        if owner(call) not in roles:
+            continue
+        own = slots[call.role]
+        mesh = Mesh(own[0], len(own))
+        if call.kind is Kind.TRAIN:
+            trainer = config.trainer_of(call.role)
+            tensor = trainer.tensor_parallel
+            grid = Grid(1, tensor, mesh.size // tensor)
+            calls[call.stage] = Assignment(mesh, grid, trainer.zero_stage)
+        else:
+            tensor = split if call.kind is Kind.GENERATE else 1
+            calls[call.stage] = Assignment(mesh, Grid(1, tensor, mesh.size // tensor))
+    return packed(Placement(calls, config.pipeline.max_staleness))
+
+
+def packed(placement: Placement) -> Placement:
+    """The same with its devices numbered anew: those that nobody has are left out."""
+    held = sorted({d for each in placement.calls.values() for d in each.mesh.devices})
+    number = {device: i for i, device in enumerate(held)}
+    return replace(
+        placement,
+        calls={
+            stage: replace(each, mesh=Mesh(number[each.mesh.first], each.mesh.size))
+            for stage, each in placement.calls.items()
+        },
+    )
+
+
+def placed_run(config: RunConfig, placement: Placement) -> RunConfig:
+    """The same run, placed so; `run_placement` is the inverse, but for the devices' numbers.
+
+    Raises ConfigError naming the call, or the devices, that streamrl cannot run so.
+    """
+    stages = {call.stage: call for call in config.dataflow.calls if call.stage in placement.calls}
+    for stage, call in stages.items():
+        _check_runs(call, placement.calls[stage], placement)
+    pools = pools_of(config.dataflow, placement)
+    if pools is None:
+        raise ConfigError(f"placement: {placement}: {NOT_POOLS}")
+    roles = {call.role: placement.calls[stage] for stage, call in stages.items()}
+    sized = _sized_run(config, roles, placement.max_staleness)
+    there = replace(config.placement, mode=pools.mode, pools=pools.pools, memory_mb=None)
+    return replace(sized, placement=there)
+
+
+# What streamrl runs.
+
+
+def run_rules(call: Call, grid: Grid) -> Sequence[int]:
+    """The ZeRO stages under which streamrl can run a call split so; none where it cannot.
+
+    It trains and serves without pipeline stages, and what scores is whole on each device. Layers
+    that are split are trained by torch, which shards all of a model over replicas, or nothing.
+    """
+    if grid.stages > 1 or (call.kind is Kind.SCORE and grid.tensor > 1):
+        return ()
+    if call.kind is not Kind.TRAIN or grid.size == 1:
+        return (1,)
+    if grid.tensor > 1:
+        return (0, 3) if grid.replicas > 1 else (0,)
+    return (1, 3)
+
+
+class RunCosts:
+    """Costs of placements that streamrl itself runs; all others do not fit."""
+
+    def __init__(self, costs: Costs, dataflow: Dataflow, *, apart: str = "") -> None:
+        """`apart` is why trainer and generators of the run cannot share processes, if so."""
+        self._costs, self._dataflow, self._apart = costs, dataflow, apart
+        self._fits: dict[tuple[tuple[str, Mesh], ...], str] = {}
+
+    @property
+    def rough(self) -> "RunCosts":
+        """The same for a search."""
+        return RunCosts(self._costs.rough, self._dataflow, apart=self._apart)
+
+    def timings(self, placement: Placement) -> Timings:
+        """How long things take."""
+        return self._costs.timings(placement)
+
+    def memory(self, placement: Placement) -> Mapping[str, CallMemory]:
+        """Bytes that each call holds of one of its devices."""
+        return self._costs.memory(placement)
+
+    def call_s(self, stage: str, assignment: Assignment) -> float:
+        """A whole step's work of one call, alone on its devices."""
+        return self._costs.call_s(stage, assignment)
+
+    def unfit(self, placement: Placement) -> str:
+        """Why it cannot be, or why streamrl cannot run it."""
+        return self._costs.unfit(placement) or self._unrun(placement)
+
+    def _unrun(self, placement: Placement) -> str:
+        generate, train = placement.calls.get(GENERATE.stage), placement.calls.get("train")
+        if generate is None or train is None:
+            return ""  # a part of a placement, whatever the rest will be
+        meshes = tuple((stage, each.mesh) for stage, each in placement.calls.items())
+        split = generate.grid.tensor > 1
+        key = (*meshes, ("split", Mesh(int(split), 1)))
+        if key not in self._fits:
+            pools = pools_of(self._dataflow, placement)
+            if pools is None:
+                self._fits[key] = f"streamrl does not run it: {NOT_POOLS}"
+            else:
+                self._fits[key] = self._apart if pools.is_hybrid else ""
+        return self._fits[key]
+
+
+def _check_runs(call: Call, assignment: Assignment, placement: Placement) -> None:
+    place, grid = f"placement.{call.stage}: {assignment}", assignment.grid
+    if grid.stages > 1:
+        raise ConfigError(f"{place}: streamrl trains and serves without pipeline stages")
+    if call.kind is Kind.SCORE and grid.tensor > 1:
+        raise ConfigError(f"{place}: a model that scores is whole on each of its devices")
+    if call == GREEDY and placement.calls[GENERATE.stage] != assignment:
+        raise ConfigError(f"{place}: the generators' devices are {placement.calls['generate']}")
+    if call.kind is Kind.TRAIN and grid.tensor > 1 and assignment.zero_stage in (1, 2):
+        raise ConfigError(
+            f"{place}: ZeRO {assignment.zero_stage} does not go with tensor parallelism; 0 and 3 do"
+        )
+
+
+def pools_of(dataflow: Dataflow, placement: Placement) -> PlacementConfig | None:
+    """The mode, and pools of roles, in which a run has just these devices; None if there is none.
+
+    A generator that shares devices is split over ranks of the trainer in one process, or whole.
+    """
+    calls = {call.role: placement.calls.get(call.stage) for call in dataflow.ordered}
+    meshes = {role: each.mesh for role, each in calls.items() if each is not None}
+    numbers = {role: mesh.size for role, mesh in meshes.items()}
+    generator = calls[GENERATE.role]
+    is_split = generator is not None and generator.grid.tensor > 1
+    for way in _ways(meshes):
+        slots = lay_out(way.shared, numbers).slots
+        again = {role: Mesh(own[0], len(own)) for role, own in slots.items()}
+        shares = any(GENERATE.role in pool for pool in way.shared)
+        hosts = hosts_actor(way.shared)
+        if _shifts(again) == _shifts(meshes) and (hosts or not (is_split and shares)):
+            return way
+    return None
+
+
+def _ways(meshes: Mapping[str, Mesh]) -> Iterator[PlacementConfig]:
+    """What may say who shares devices: the strategies that have a name, then pools of roles."""
+    for mode in ("disaggregated", *STRATEGIES):
+        yield PlacementConfig(mode=mode)
+    graph = nx.Graph([(a, b) for a in meshes for b in meshes if meshes[a].overlaps(meshes[b])])
+    pools = []
+    for roles in nx.connected_components(graph):
+        size = len({device for role in roles for device in meshes[role].devices})
+        ordered = sorted(roles, key=lambda role: (meshes[role].first, -meshes[role].size, role))
+        if len(ordered) > 1:
+            pools.append({role: meshes[role].size / size for role in ordered})
+    if pools:
+        yield PlacementConfig(mode=MIXED, pools=pools)
+
+
+def _shifts(meshes: Mapping[str, Mesh]) -> dict[tuple[str, str], int]:
+    """How each role lies to those it shares devices with; a role to itself, so that all count."""
+    return {
+        (one, other): meshes[other].first - meshes[one].first
+        for one in meshes
+        for other in meshes
+        if meshes[one].overlaps(meshes[other])
+    }
+
+
+def _sized_run(config: RunConfig, roles: Mapping[str, Assignment], max_staleness: int) -> RunConfig:
+    """The run with as many actors, and as many devices for each, as the placement has."""
+
+    def trained(assignment: Assignment) -> dict[str, Any]:
+        found: dict[str, Any] = {"world_size": assignment.mesh.size}
+        found |= {"tensor_parallel": assignment.grid.tensor, "zero_stage": assignment.zero_stage}
+        return found | ({"backend": "torch"} if assignment.grid.tensor > 1 else {})
+
+    generator, policy = roles[GENERATE.role], roles[POLICY]
+    changed = replace(
+        config,
+        pipeline=replace(config.pipeline, max_staleness=max_staleness, depth=None),
+        trainer=replace(config.trainer, **trained(policy)),
+        generator=replace(
+            config.generator,
+            replicas=generator.grid.replicas,
+            tensor_parallel=generator.grid.tensor,
+        ),
+    )
+    judges = [roles[role].mesh.size for role in JUDGES if role in roles]
+    if judges:
+        changed = replace(changed, scorer=replace(changed.scorer, replicas=judges[0]))
+    if MOVED in roles:
+        replicas = roles[MOVED].mesh.size
+        changed = replace(changed, reference=replace(changed.reference, replicas=replicas))
+    critics = [role for role in CRITICS if role in roles]
+    if critics:
+        trainer = {**config.critic.trainer, **trained(roles[critics[0]])}
+        changed = replace(changed, critic=replace(changed.critic, trainer=trainer))
+    shadows = [roles[role].mesh.size for role in SHADOWS if role in roles]
+    if shadows:
+        changed = replace(changed, critic=replace(changed.critic, replicas=shadows[0]))
+    return changed

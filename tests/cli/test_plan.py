@@ -1,0 +1,178 @@
+"""`streamrl plan` and `streamrl simulate`: what they print and write, and what they refuse."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli.main import main
+from streamrl.config import load_config
+from streamrl.placement import Placement
+from streamrl.placing import run_placement
+
+CONFIGS = Path(__file__).parent.parent.parent / "configs"
+GRPO = str(CONFIGS / "grpo_arithmetic.yaml")
+SIZES = ["--model", "qwen2.5-1.5b", "--prompt-tokens", "200", "--lengths", "lognormal:300:0.7"]
+STEP = ["generator.max_new_tokens=2048", "pipeline.groups_per_step=64"]
+SMALL = [GRPO, *STEP, "--cluster", "8xH100", *SIZES, "--proposals", "50"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
+    code = main(list(words))
+    return code, capsys.readouterr().out
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    """The one line of what is refused, with exit code 2."""
+    try:
+        code = main(list(words))
+    except SystemExit as end:
+        code = end.code
+    found = capsys.readouterr()
+    assert code == 2
+    assert found.out == ""
+    assert found.err.count("\n") == 1
+    return found.err
+
+
+def test_a_plan_has_a_row_for_each_bound_that_gains_and_the_best_one_in_full(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, out = run(capsys, "plan", *SMALL, "--max-staleness", "0,1")
+    assert code == 0
+    assert "grpo on 8xH100 (8 devices): policy qwen2.5-1.5b" in out
+    lines = out.splitlines()
+    assert lines[3].split() == [
+        *("max_staleness:", "placement", "step,", "s", "simulated", "tokens/s"),
+        *("GB", "on", "a", "device", "idle", "staleness"),
+    ]
+    assert lines[4].startswith("0: ")
+    best = lines.index(next(line for line in lines if line.startswith("best: ")))
+    assert [line.split()[0] for line in lines[best + 1 :]] == ["generate", "train"]
+
+
+def test_the_same_seed_gives_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", *SMALL, "--max-staleness", "0,2", "--json"]
+    first, again = (run(capsys, *words, "--seed", "3")[1] for _ in range(2))
+    assert first == again
+
+
+def test_what_is_planned_is_written_as_the_config_of_a_run_that_is_so_placed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config, picture = tmp_path / "plan.yaml", tmp_path / "plan.svg"
+    words = ["-o", str(config), "--svg", str(picture), "--json", "--max-staleness", "0,2"]
+    code, out = run(capsys, "plan", *SMALL, *words)
+    assert code == 0
+    planned = json.loads(out)["best"]
+    placement = Placement.of_dict(planned["placement"], place="best")
+    again = run_placement(load_config(config), {"policy"})
+    assert {s: (c.grid, c.mesh.size) for s, c in again.calls.items()} == {
+        s: (c.grid, c.mesh.size) for s, c in placement.calls.items()
+    }
+    assert again.max_staleness == placement.max_staleness
+    assert picture.read_text().startswith("<svg")
+    # And the simulator plays the run's own placement as it played the plan's.
+    written = [str(config), "--cluster", "8xH100", *SIZES, "--steps", "12", "--json"]
+    code, out = run(capsys, "simulate", *written)
+    assert code == 0
+    assert json.loads(out)["step_s"] == pytest.approx(planned["simulated"]["step_s"], rel=0.1)
+
+
+def test_a_placement_goes_from_plan_to_simulate_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    placement, folder = tmp_path / "plan.json", tmp_path / "simulated"
+    assert run(capsys, "plan", *SMALL, "-o", str(placement), "--pipeline")[0] == 0
+    words = [*SMALL[:-2], "--placement", str(placement), "--steps", "6", "-o", str(folder)]
+    code, out = run(capsys, "simulate", *words)
+    assert code == 0
+    assert "ledger      admitted" in out
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert all(0 <= row["idle/train"] <= 1 for row in rows)
+    events = json.loads((folder / "trace.json").read_text())
+    assert {"generate", "train"} <= {event["name"] for event in events}
+    # A folder with a run in it is left alone.
+    assert "already holds a run" in refusal(capsys, "simulate", *words)
+
+
+def test_nodes_that_die_cost_time(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["simulate", *SMALL[:-2], "--steps", "10", "--json"]
+    whole = json.loads(run(capsys, *words)[1])
+    dying = json.loads(run(capsys, *words, "--mttf-h", "0.01", "--restart-s", "30")[1])
+    assert whole["crashes"] == 0
+    assert dying["crashes"] > 0
+    assert dying["step_ends_s"][-1] > whole["step_ends_s"][-1]
+
+
+def test_what_fits_nowhere_is_told_with_the_arithmetic(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = [GRPO, *STEP, "--cluster", "1xV100", "--model", "llama-70b", "--prompt-tokens", "9"]
+    code, out = run(capsys, "plan", *words, "--proposals", "0")
+    assert code == 1
+    assert "nothing fits" in out
+    assert "GB" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--cluster", "8xH1000"], "device H1000: not in the table"),
+        (["--cluster", "8xH100", "--gpus", "9"], "--gpus 9: must be from 1 to"),
+        (["--cluster", "8xH100", "--model", "llama-9b"], "model llama-9b: no size of that name"),
+        (["--cluster", "8xH100", "--model", "critic=llama-7b"], "--model critic=llama-7b"),
+        (["--cluster", "8xH100", "--lengths", "lognormal:3"], "--lengths lognormal:3"),
+        (["--cluster", "8xH100", "--lengths", "no/file"], "--lengths no/file: No such file"),
+        (["--cluster", "8xH100", "--constants", "no/file"], "no/file"),
+        (["--cluster", "8xH100", "--seed", "-1"], "--seed -1: must be 0 or more"),
+        (["--cluster", "8xH100", "trainer.world=2"], "trainer.world"),
+        ([], "the following arguments are required: --cluster"),
+    ],
+)
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_wrong_input_is_one_line(
+    command: str, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual = {"--model": "qwen2.5-1.5b", "--prompt-tokens": "20"}
+    more = [word for key, value in usual.items() if key not in words for word in (key, value)]
+    assert said in refusal(capsys, command, GRPO, *words, *more)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--max-staleness", "one"], "--max-staleness one: must be numbers"),
+        (["--max-staleness", "0,99"], "--max-staleness 0,99: must be numbers from 0 to 64"),
+        (["--proposals", "-1"], "--proposals -1"),
+        (["-o", "plan.txt"], "-o plan.txt: must end in .yaml or .json"),
+    ],
+)
+def test_wrong_options_of_plan(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refusal(capsys, "plan", *SMALL, *words)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--steps", "0"], "--steps 0: must be from 1"),
+        (["--mttf-h", "0"], "--mttf-h 0: must be above 0"),
+        (["--placement", "no/file"], "--placement no/file"),
+        (["generator.replicas=9"], "the cluster has 8"),
+    ],
+)
+def test_wrong_options_of_simulate(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert said in refusal(capsys, "simulate", *SMALL[:-2], *words)
+
+
+def test_an_output_that_cannot_be_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nowhere = str(tmp_path / "no" / "plan.yaml")
+    assert f"-o {nowhere}: No such file" in refusal(capsys, "plan", *SMALL, "-o", nowhere)
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,54 @@
+"""Constants are read, written and refused by name."""
+
+from pathlib import Path
+
+import pytest
+
+from streamrl.errors import ConfigError
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.costs import CPU, Constants
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    path, constants = tmp_path / "c.yaml", Constants(decode_rollout_s=3e-5, recompute=False)
+    constants.dump(path)
+    assert Constants.read(path) == constants
+
+
+def test_what_a_file_does_not_name_stays(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text("max_running: 8\n")
+    assert Constants.read(path, CPU).max_running == 8
+    assert Constants.read(path, CPU).weight_bytes == CPU.weight_bytes
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("decode_rolout_s: 1\n", "decode_rollout_s"),
+        ("link_fraction: 0\n", "link_fraction=0.0: must be above 0"),
+        ("link_fraction: 1.5\n", "must be at most 1"),
+        ("hop_s: -1\n", "must be 0 or more"),
+        ("hop_s: soon\n", "hop_s"),
+        ("max_running: 0\n", "must be at least 1"),
+        ("[1, 2]\n", "must be a mapping"),
+        ("a: [\n", "constants"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said) as caught:
+        Constants.read(path)
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_a_missing_file_is_said_in_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml"):
+        Constants.read(tmp_path / "none.yaml")
+
+
+def test_cores_have_constants_of_their_own() -> None:
+    assert Constants.of(Cluster.parse("16xCPU")) == CPU
+    assert Constants.of(Cluster.parse("8xA100")) == Constants()

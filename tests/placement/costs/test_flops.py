@@ -1,0 +1,103 @@
+"""FLOPs, parameters and bytes of tokens, against figures worked out by hand."""
+
+import pytest
+
+from streamrl.placement.costs import Constants
+from streamrl.placement.costs.flops import forward_flops, reached, token_flops, train_passes
+from streamrl.placement.costs.generate import kv_token_bytes, read_params
+from streamrl.placement.costs.tensors import fullest_stage, stage_params
+from streamrl.placement.shapes import SHAPES
+
+
+def test_llama_7b_takes_what_reals_formula_says_but_for_the_embedding() -> None:
+    shape, tokens, squares = SHAPES["llama-7b"], 2 * 2048, 2 * 2048**2
+    layers, hidden, intermediate, vocab = 32, 4096, 11008, 32000
+    each = 4 * tokens * hidden**2 + 2 * hidden * squares + 3 * tokens * hidden * intermediate
+    published = 2 * layers * each + 4 * tokens * vocab * hidden
+    embedding = 2 * tokens * vocab * hidden
+    assert forward_flops(shape, tokens, squares) == published - embedding
+
+
+def test_grouped_query_attention_saves_keys_and_values() -> None:
+    # 8 of 64 heads: (2 + 2 / 8) * hidden^2 instead of 4.
+    shape = SHAPES["llama-70b"]
+    by_hand = 80 * (2.25 * 8192**2 + 3 * 8192 * 28672) + 32000 * 8192
+    assert forward_flops(shape, 1, 0) == 2 * by_hand
+
+
+def test_a_critic_has_no_vocabulary_to_compute() -> None:
+    shape = SHAPES["llama-7b"]
+    less = forward_flops(shape, 1, 0) - forward_flops(shape.critic(), 1, 0)
+    assert less == 2 * 4096 * (32000 - 1)
+
+
+def test_of_experts_only_those_count_that_a_token_passes() -> None:
+    shape = SHAPES["qwen3-30b-a3b"]
+    assert 2 * 2.5e9 < token_flops(shape, 0) < 2 * 3.5e9
+
+
+def test_training_takes_three_forward_passes_and_four_with_recomputation() -> None:
+    assert train_passes(Constants(recompute=False)) == 3
+    assert train_passes(Constants(recompute=True)) == 4
+
+
+@pytest.mark.parametrize(
+    ("model", "num_bytes"),
+    [
+        ("llama-7b", 524288),
+        ("llama-13b", 819200),
+        ("llama-70b", 327680),
+        ("llama-34b", 196608),
+    ],
+)
+def test_keys_and_values_of_a_token(model: str, num_bytes: int) -> None:
+    assert kv_token_bytes(SHAPES[model], 1, 1, Constants()) == num_bytes
+    assert kv_token_bytes(SHAPES[model], 8, 2, Constants()) == num_bytes / 16
+
+
+def test_more_ranks_than_heads_of_keys_hold_the_same() -> None:
+    shape = SHAPES["qwen2.5-7b"]
+    four = kv_token_bytes(shape, 4, 1, Constants())
+    assert kv_token_bytes(shape, 8, 1, Constants()) == four
+
+
+def test_narrow_matrices_reach_less_and_half_at_half_width() -> None:
+    shape, constants = SHAPES["llama-7b"], Constants(half_width=512.0)
+    assert reached(0.6, shape, 8, constants) == pytest.approx(0.3)
+    assert reached(0.6, shape, 1, constants) == pytest.approx(0.6 * 4096 / 4608)
+
+
+@pytest.mark.parametrize("model", sorted(SHAPES))
+def test_one_device_holds_the_whole_model(model: str) -> None:
+    assert fullest_stage(SHAPES[model], 1, 1) == SHAPES[model].tensors(1).num_bytes
+
+
+def test_stages_and_ranks_share_out_the_parameters() -> None:
+    shape = SHAPES["llama-7b"]
+    norms = (2 * 32 + 1) * 4096
+    assert sum(stage_params(shape, 4, 8)) == (shape.params - norms) / 8 + norms
+    assert fullest_stage(shape, 4, 8) < 1.1 * shape.params / 32
+
+
+def test_what_does_not_divide_is_named() -> None:
+    with pytest.raises(ValueError, match=r"layer\.0\.qkv"):
+        fullest_stage(SHAPES["qwen2.5-0.5b"], 1, 8)
+    with pytest.raises(ValueError, match="40 pipeline stages"):
+        fullest_stage(SHAPES["llama-7b"], 40, 1)
+
+
+def test_a_decode_step_reads_all_weights_but_the_embedding() -> None:
+    shape = SHAPES["llama-7b"]
+    assert read_params(shape, 1, 1, 64) == shape.params - 32000 * 4096
+    assert read_params(shape.critic(), 1, 1, 64) == shape.critic().params
+
+
+def test_a_decode_step_reads_more_experts_the_more_rollouts_it_has() -> None:
+    shape = SHAPES["qwen3-30b-a3b"]
+    experts = 48 * 128 * 3 * 2048 * 768
+    others = read_params(shape, 1, 1, 1e9) - experts
+    # One token passes 8 of 128.
+    assert read_params(shape, 1, 1, 1) == pytest.approx(others + experts / 16)
+    # Two miss an expert with (15/16)^2.
+    both = others + experts * (1 - (15 / 16) ** 2)
+    assert read_params(shape, 1, 1, 2) == pytest.approx(both)

@@ -1,0 +1,267 @@
+"""Schedules that a person can work out: sums, maxima, and the closed form of being ahead."""
+
+import itertools
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamrl.dataflow import Dataflow, dataflow_for
+from streamrl.messages import ROLLOUT_COLUMNS
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.estimates import CallMemory, Costs, Problem
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import Assignment, Placement
+from streamrl.placement.schedule import Estimator, d_cost, estimate
+from streamrl.placement.shapes import shape_of
+from streamrl.placement.timings import (
+    GeneratorTiming,
+    ScoreTiming,
+    Timings,
+    TrainTiming,
+    WeightsTiming,
+)
+from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
+from streamrl.resharding import Grid
+from tests.placement.simple_costs import SimpleCosts
+
+SMALL = shape_of("qwen2.5-0.5b")
+GRPO = dataflow_for((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
+PPO = dataflow_for((*ROLLOUT_COLUMNS, "scores", "ref_logprobs", "values"))
+WORKLOAD = Workload(8, 1, 100, FixedLength(100))
+"""A step of 8 rollouts with 1600 tokens together."""
+
+
+def problem(dataflow: Dataflow = GRPO, workload: Workload = WORKLOAD) -> Problem:
+    roles = {call.follows or call.role for call in dataflow.calls} - {"generator", "reward"}
+    return Problem(dataflow, dict.fromkeys(roles, SMALL), workload, Cluster.parse("8xA100"))
+
+
+GENERATOR = GeneratorTiming(1, 1000, 1e9, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0)
+"""10 s for a step's rollouts, whatever runs beside them."""
+TIMINGS = Timings(
+    GENERATOR,
+    {
+        "reference": ScoreTiming(1, 8, 3.0, 0.0, 0.0),
+        "value": ScoreTiming(1, 8, 2.0, 0.0, 0.0),
+    },
+    {"policy": TrainTiming(1, 4.0, 0.0, 1.0), "critic": TrainTiming(1, 2.0, 0.0, 1.0)},
+)
+"""Reference 3 s, values 2 s, policy 4 + 1 s, critic 2 + 1 s."""
+
+
+class Told:
+    """Costs that are as they are told."""
+
+    def __init__(self, timings: Timings = TIMINGS, why: str = "") -> None:
+        self.told = timings
+        self.why = why
+
+    @property
+    def rough(self) -> Costs:
+        return self
+
+    def timings(self, placement: Placement) -> Timings:
+        return self.told
+
+    def memory(self, placement: Placement) -> Mapping[str, CallMemory]:
+        return {stage: CallMemory(1e9, 2e9) for stage in placement.calls}
+
+    def unfit(self, placement: Placement) -> str:
+        return self.why
+
+    def call_s(self, stage: str, assignment: Assignment) -> float:
+        seconds = {"generate": 10.0, "reference": 3.0, "value": 2.0, "train": 5.0}
+        return seconds.get(stage, 3.0)
+
+
+def on(**meshes: str) -> dict[str, Assignment]:
+
+    found = {}
+    for stage, text in meshes.items():
+        mesh = Mesh.parse(text)
+        found[stage] = Assignment(mesh, Grid(1, 1, mesh.size))
+    return found
+
+
+def step_s(placement: Placement, timings: Timings = TIMINGS, dataflow: Dataflow = GRPO) -> float:
+    return estimate(problem(dataflow), placement, Told(timings)).step_s
+
+
+def test_colocated_calls_follow_one_another() -> None:
+    placement = Placement(on(generate="0-7", reference="0-7", train="0-7"))
+    assert step_s(placement) == pytest.approx(10 + 3 + 5)
+
+
+def test_on_policy_parts_wait_for_one_another_where_steps_are_whole() -> None:
+    placement = Placement(on(generate="0-3", reference="4-7", train="4-7"), streamed=False)
+    assert step_s(placement) == pytest.approx(10 + 3 + 5)
+
+
+def test_a_step_ahead_the_slower_part_counts() -> None:
+    placement = Placement(on(generate="0-3", reference="4-7", train="4-7"), 1, streamed=False)
+    fast = replace(TIMINGS, generator=replace(GENERATOR, max_running=8))
+    assert step_s(placement, fast) == pytest.approx(10)
+    slow = replace(TIMINGS, train={"policy": TrainTiming(1, 12.0, 0.0, 1.0)})
+    assert step_s(placement, slow) == pytest.approx(3 + 13)
+
+
+def test_calls_on_devices_of_their_own_score_at_the_same_time() -> None:
+    calls = on(generate="0-7", reference="0-3", value="4-7", train="0-3", train_critic="4-7")
+    # Both score; the critic's devices are done first, and wait for what the reference says.
+    assert step_s(Placement(calls, streamed=False), dataflow=PPO) == pytest.approx(10 + 3 + 5)
+
+
+@pytest.mark.parametrize("ahead", range(5))
+def test_whole_steps_ahead_follow_the_closed_form(ahead: int) -> None:
+    weights = {"generate": WeightsTiming(0.0, 2.0, 0.0)}
+    timings = replace(TIMINGS, weights=weights)
+    placement = Placement(on(generate="0-3", reference="4-7", train="4-7"), ahead, streamed=False)
+    train_s, latency_s, sync_s = 3 + 5, 10.0, 2.0
+    throughput_s = 10.0 / (ahead + 1)
+    expected = max(train_s, throughput_s, (latency_s + train_s + sync_s) / (ahead + 1))
+    assert step_s(placement, timings) == pytest.approx(expected)
+
+
+def test_streamed_calls_work_on_a_step_as_it_comes() -> None:
+    # Rollouts that have no room for more than one come one by one, 1.25 s apart.
+    timings = replace(TIMINGS, generator=replace(GENERATOR, max_running=1, weights_s=0.0125))
+    calls = on(generate="0-3", reference="4-5", train="6-7")
+    whole = step_s(Placement(calls, streamed=False), timings)
+    assert whole == pytest.approx(10 + 3 + 5)
+    # A micro-batch is all there is to train: it waits for the last eighth of the scores.
+    assert step_s(Placement(calls), timings) == pytest.approx(10 + 3 / 8 + 5)
+    fine = replace(TIMINGS.train["policy"], micro_batch_s=1.0)
+    small = replace(WORKLOAD, micro_batch_tokens=400)
+    told = Told(replace(timings, train={"policy": fine}))
+    found = estimate(problem(workload=small), Placement(calls), told).step_s
+    # Seven groups are there after 8.75 s, the last two of them are scored after another 0.75 s and
+    # trained in 1 s; by then the last one is scored. It is trained in 0.5 s.
+    assert found == pytest.approx(8.75 + 0.75 + 1 + 0.5 + 1)
+
+
+def test_a_version_stops_who_pulls_it_and_waits_for_who_publishes() -> None:
+    timings = replace(TIMINGS, weights={"generate": WeightsTiming(1.0, 2.0, 0.5)})
+    placement = Placement(on(generate="0-3", reference="4-7", train="4-7"), streamed=False)
+    assert step_s(placement, timings) == pytest.approx(10 + 3 + 5 + 1 + 2)
+
+
+def test_hops_and_books_come_on_top() -> None:
+    placement = Placement(on(generate="0-7", reference="0-7", train="0-7"))
+    timings = replace(TIMINGS, hop_s=0.1)
+    assert step_s(placement, timings) == pytest.approx(18.2)
+
+
+def test_cores_that_all_share_bound_a_step() -> None:
+    placement = Placement(on(generate="0-3", reference="4-7", train="4-7"), 4, streamed=False)
+    # 2 + 3 + 5 seconds of work, on one core.
+    assert step_s(placement, replace(TIMINGS, cores=1)) == pytest.approx(10)
+
+
+def test_what_does_not_fit_says_why() -> None:
+    found = estimate(problem(), Placement(on(generate="0")), Told(why="too large"))
+    assert found.unfit == "too large"
+    assert math.isinf(found.step_s)
+
+
+def test_idle_times_memory_and_tokens_are_those_of_the_schedule() -> None:
+    placement = Placement(on(generate="0-3", reference="4-7", train="4-7"), streamed=False)
+    found = estimate(problem(), placement, Told())
+    assert found.idle["generate"] == pytest.approx(8 / 18)
+    assert found.idle["reference"] == pytest.approx(15 / 18)
+    assert found.device_idle == pytest.approx(1 - (4 * 10 + 4 * 8) / (8 * 18))
+    assert found.tokens_per_s == pytest.approx(800 / 18)
+    assert found.memory_bytes == pytest.approx(2 * 1e9 + 2e9)
+    assert found.staleness_mean == 0
+    assert [each.stage for each in found.timeline].count("generate") == 1
+
+
+def test_ahead_tokens_are_as_stale_as_their_versions() -> None:
+    placement = Placement(on(generate="0-3", reference="4-7", train="4-7"), 1, streamed=False)
+    slow = replace(TIMINGS, train={"policy": TrainTiming(1, 16.0, 0.0, 1.0)})
+    # 20 s of training: all rollouts of the next step are sampled in the first 10 s of it.
+    assert estimate(problem(), placement, Told(slow)).staleness_mean == pytest.approx(1)
+    found = estimate(problem(), placement, Told())
+    assert 0 < found.staleness_mean < 1
+
+
+def test_the_papers_cost_has_a_barrier_behind_every_stage() -> None:
+    calls = on(generate="0-7", reference="0-3", value="4-7", train="0-3", train_critic="4-7")
+    assert d_cost(problem(PPO), Placement(calls), Told()) == 10 + max(3, 2) + max(5, 3)
+
+
+def test_being_ahead_loses_where_devices_are_few() -> None:
+    cluster = Cluster.parse("2xA100")
+    small = Problem(GRPO, {"policy": SMALL, "reference": SMALL}, WORKLOAD, cluster)
+    heavy = replace(small, workload=Workload(1024, 1, 100, FixedLength(1000)))
+    colocated = Placement(on(generate="0-1", reference="0-1", train="0-1"))
+    ahead = Placement(on(generate="0", reference="1", train="1"), 1)
+    found = [estimate(heavy, each, SimpleCosts(heavy)).step_s for each in (colocated, ahead)]
+    assert found[0] < found[1]
+
+
+MESHES = ("0-7", "0-3", "4-7", "0-1", "2-3", "4-5", "6", "7")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    meshes=st.tuples(*[st.sampled_from(MESHES)] * 5),
+    ahead=st.integers(0, 3),
+    streamed=st.booleans(),
+    seconds=st.tuples(*[st.floats(0.1, 20.0)] * 5),
+    pause=st.floats(0.0, 1.0),
+)
+def test_no_device_is_had_twice_and_no_token_is_staler_than_the_bound(
+    meshes: tuple[str, ...],
+    ahead: int,
+    streamed: bool,
+    seconds: tuple[float, ...],
+    pause: float,
+) -> None:
+    stages = ("generate", "reference", "value", "train", "train_critic")
+    placement = Placement(on(**dict(zip(stages, meshes, strict=True))), ahead, streamed)
+    timings = Timings(
+        replace(GENERATOR, weights_s=seconds[0] / 100, max_running=4),
+        {
+            "reference": ScoreTiming(1, 8, seconds[1], 0.0, 0.0),
+            "value": ScoreTiming(1, 8, seconds[2], 0.0, 0.0),
+        },
+        {
+            "policy": TrainTiming(1, seconds[3] / 4, 0.0, 0.5),
+            "critic": TrainTiming(1, seconds[4] / 4, 0.0, 0.5),
+        },
+        {"generate": WeightsTiming(0.1, 1.0, pause), "value": WeightsTiming(0.1, 0.5, 0.0)},
+    )
+    lengths = LognormalLengths(80, 0.5, 400)
+    workload = Workload(16, 1, 100, lengths, micro_batch_tokens=700)
+    found = estimate(problem(PPO, workload), placement, Told(timings))
+    assert 0 <= found.staleness_mean <= ahead
+    assert 0 <= found.device_idle <= 1
+    for device in range(8):
+        here = sorted(
+            (each.start_s, each.end_s)
+            for each in found.timeline
+            if device in placement.calls[each.stage].mesh.devices
+        )
+        for (_, end), (start, _) in itertools.pairwise(here):
+            assert start >= end - 1e-6
+        assert sum(end - start for start, end in here) <= found.step_s * (1 + 1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(ahead=st.integers(0, 4), train=st.floats(0.5, 30.0))
+def test_a_step_takes_at_least_the_work_of_its_busiest_devices(ahead: int, train: float) -> None:
+    timings = replace(TIMINGS, train={"policy": TrainTiming(1, train, 0.0, 1.0)})
+    placement = Placement(on(generate="0-3", reference="4-7", train="4-7"), ahead)
+    assert step_s(placement, timings) >= (3 + train + 1) * (1 - 1e-6)
+
+
+def test_what_was_asked_is_remembered() -> None:
+    placement = Placement(on(generate="0-7", reference="0-7", train="0-7"))
+    estimator = Estimator(problem(), Told())
+    assert estimator.step_s(placement) == estimator.step_s(placement)
+    assert [seconds for _, seconds in estimator.seen()] == [pytest.approx(18)]
+    assert math.isinf(estimator.step_s(placement.with_staleness(1), limit_s=1.0))
