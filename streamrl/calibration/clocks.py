@@ -27,7 +27,7 @@ class WorkClock:
     there are processes.
     """
 
-    def __init__(self, busy: Iterable[Sequence[Interval]], *, cores: int) -> None:
+    def __init__(self, busy: Iterable[Sequence[Interval]], *, cores: float) -> None:
         intervals = [one for each in busy for one in union(each)]
         starts = np.array([start for start, _ in intervals], np.float64)
         ends = np.array([end for _, end in intervals], np.float64)

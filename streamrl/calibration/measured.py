@@ -31,9 +31,12 @@ LEAST_STEPS = 6
 
 @dataclass(frozen=True)
 class Machine:
-    """What a run was made on: `cores` of its one node, where all computes on them; 0 elsewhere."""
+    """What a run was made on: `cores` of its one node, where all computes on them; 0 elsewhere.
 
-    cores: int
+    Fewer than there are, where others computed on them all the while.
+    """
+
+    cores: float
 
     @classmethod
     def of(cls, event: Mapping[str, Any]) -> "Machine":
@@ -168,8 +171,13 @@ class Measured:
         return statistics.median(found) if found else None
 
 
-def read_run(run_dir: Path) -> Measured:
-    """What a run directory says. Raises ConfigError, in one line, for one that says too little."""
+def read_run(run_dir: Path, *, cores: float | None = None) -> Measured:
+    """What a run directory says; `cores` is how many it had of its machine, if not all.
+
+    Raises ConfigError, in one line, for one that says too little.
+    """
+    if cores is not None and cores <= 0:
+        raise ConfigError(f"--cores {cores:g}: must be above 0")
     place = str(run_dir)
     config = _config(run_dir, place)
     if not config.queue.journal.enabled:
@@ -190,6 +198,8 @@ def read_run(run_dir: Path) -> Measured:
             f"{place}: {TRACE_FILE} has no generate spans with lengths: made by an older streamrl"
         )
     machine = _machine(run_dir)
+    if cores is not None and machine.cores:
+        machine = Machine(min(cores, machine.cores))
     return Measured(run_dir, config, machine, steps, left_out, spans, sampled)
 
 

@@ -50,7 +50,7 @@ def describe(measured: Measured, advice: Advice) -> list[str]:
         *_options(advice.options, advice.least_change),
     ]
     if measured.machine.cores:
-        lines.append(f"all of it on the {measured.machine.cores} cores that the run was made on")
+        lines.append(f"all of it on the {measured.machine.cores:g} cores that the run was made on")
     return lines
 
 

@@ -98,8 +98,8 @@ class Timings:
 
     Stages of one role share its replicas. hop_s: from one stage's commit to where the next begins.
     step_s: between a step's last update and the next one's beginning, for the books. cores: of a
-    machine that all of them share, where they compute on its cores and slow one another down;
-    0 where they do not.
+    machine that all of them share, where they compute on its cores and slow one another down, less
+    what others take of them; 0 where they do not.
     """
 
     generator: GeneratorTiming
@@ -108,4 +108,4 @@ class Timings:
     weights: Mapping[str, WeightsTiming] = field(default_factory=dict)
     hop_s: float = 0.0
     step_s: float = 0.0
-    cores: int = 0
+    cores: float = 0

@@ -30,7 +30,7 @@ class Machine:
     Where more are busy than there are cores each has its part of a core, and all time goes slower.
     """
 
-    def __init__(self, cores: int = 0) -> None:
+    def __init__(self, cores: float = 0) -> None:
         self._clock = asyncio.get_running_loop()
         self._cores = cores or math.inf
         self._busy = 0

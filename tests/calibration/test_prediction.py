@@ -1,5 +1,6 @@
 """What is simulated with timings that were fitted comes to what was measured."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from streamrl.calibration.measured import read_run
 from streamrl.calibration.prediction import Figures, Planned, predict
 from streamrl.errors import ConfigError
 from streamrl.placement import Cluster
-from tests.calibration.runs import play, recipe, write_run
+from tests.calibration.runs import TRUE, play, recipe, write_run
 
 
 @pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
@@ -48,3 +49,19 @@ def test_a_run_on_gpus_has_to_say_which(tmp_path: Path) -> None:
     assert read_run(tmp_path / "run").machine.cores == 0
     with pytest.raises(ConfigError, match="--cluster: missing"):
         Planned.of(read_run(tmp_path / "run"), measured.config)
+
+
+def test_a_run_may_have_had_fewer_cores_than_its_machine(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    simulated = play(config, replace(TRUE, cores=1.2), steps=24)
+    run = write_run(tmp_path / "run", config, simulated, cores=2)
+    measured = read_run(run, cores=1.2)
+    timings = fit(measured, Planned.of(measured, measured.config).base).timings
+    assert timings.cores == 1.2
+    true = TRUE.train["policy"]
+    assert timings.train["policy"].token_s == pytest.approx(true.token_s, rel=0.1)
+    blind = read_run(run)
+    slower = fit(blind, Planned.of(blind, blind.config).base).timings.train["policy"]
+    assert slower.passes_s(1, 200) > 1.1 * timings.train["policy"].passes_s(1, 200)
+    with pytest.raises(ConfigError, match="--cores 0: must be above 0"):
+        read_run(run, cores=0)
