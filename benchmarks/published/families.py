@@ -32,7 +32,7 @@ Set = tuple[str, ...]
 
 @dataclass(frozen=True)
 class SetPlan:
-    """What a set of roles does on its devices: seconds of each kind of call, one after the other."""
+    """What a set of roles does on its devices: seconds of each kind of call, in turn."""
 
     roles: Roles
     seconds: Mapping[Kind, float]

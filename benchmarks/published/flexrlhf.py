@@ -1,8 +1,9 @@
 """FlexRLHF's strategies: samples a second, and which is faster.
 
 Prompts and responses of 256 tokens. Batches are not given: 24 rollouts for each device, its largest
-for 7B; 12 at 33B, which its steps of about 400 s come to; half of that at 65B. All on ZeRO stage 3, and it samples with the weights as they are trained: a layer is
-gathered for every token, in whole-batch decode steps.
+for 7B; 12 at 33B, which its steps of about 400 s come to; half of that at 65B. All on ZeRO stage 3,
+and what is too large to be held whole is sampled from as it is trained: a layer is gathered for
+every token, in decode steps of the whole batch.
 """
 
 import math

@@ -37,11 +37,11 @@ CONSTANTS = Constants(
     update_s=3.3,
     train_step_s=25.0,
 )
-"""Of vLLM and FSDP2 or Megatron in 2025, calibrated on the parts of synchronous steps; the optimizer's
-state is on the host. An update takes seconds however many devices there are."""
+"""Of vLLM and FSDP2 or Megatron in 2025, calibrated on the parts of synchronous steps; the state of
+the optimizer is on the host. An update takes seconds however many devices there are."""
 UNFITTED = ("7b-28k", 32)
-"""A synchronous run that takes more than twice as long as one on twice as many devices: no more work
-on fewer devices explains that, and nothing is calibrated on it."""
+"""A synchronous run that takes more than twice as long as one on twice as many devices: the same
+work does not, so nothing is calibrated on it."""
 TENSOR = 4
 """Of generators, and ranks that share a sequence in training."""
 

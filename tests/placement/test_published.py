@@ -1,0 +1,96 @@
+"""What others published of their runs, and what the planner says of them."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.published import flexrlhf, hybridflow, nemo, verl
+from benchmarks.published.__main__ import SOURCES, markdown
+from benchmarks.published.points import FIG_12, FIG_15, FLEX, NEMO, REAL_PFLOPS, VERL
+from benchmarks.published.rows import Row, summary
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "planner_published.md"
+SEARCHES = ("real",)
+"""Sources whose points take longer than a test may."""
+
+
+def test_the_best_tensor_parallelism_is_hybridflows() -> None:
+    for point in FIG_15:
+        seconds = hybridflow.generation_s(point.model)
+        assert min(seconds, key=seconds.__getitem__) == point.best
+        assert 1 - seconds[point.best] / seconds[8] == pytest.approx(point.saved, abs=0.15)
+
+
+@pytest.mark.parametrize(
+    ("model", "devices"),
+    [point for point in FIG_12 if point not in (("llama-13b", 128), ("llama-34b", 64))],
+)
+def test_the_best_placement_is_hybridflows(model: str, devices: int) -> None:
+    found = hybridflow.best_families(hybridflow.families_of(model), devices)
+    assert min(found, key=lambda name: found[name].step_s) == FIG_12[model, devices]
+
+
+@pytest.mark.parametrize("model", ["llama-7b", "llama-13b", "llama-33b", "llama-65b"])
+def test_interleaving_actor_and_critic_pays_where_layers_are_gathered(model: str) -> None:
+    found = {
+        point.strategy: flexrlhf.samples_per_s(point)
+        for point in FLEX
+        if (point.model, point.gpus) == (model, 16)
+    }
+    pays = model in ("llama-33b", "llama-65b")
+    assert (found["interleaved-2"] > found["colocated"]) == pays
+
+
+def test_shadows_make_several_times_as_many_samples() -> None:
+    found = {
+        point.strategy: flexrlhf.samples_per_s(point)
+        for point in FLEX
+        if (point.model, point.gpus) == ("llama-33b", 32)
+    }
+    assert found["disaggregated"] > 4 * found["colocated"]
+
+
+def test_asynchrony_loses_on_few_devices_where_training_takes_most() -> None:
+    runs = {run.ahead: nemo.step_s(run) for run in NEMO if run.device == "GB200"}
+    assert runs[1] > runs[0]
+    runs = {run.ahead: nemo.step_s(run) for run in NEMO if run.gpus == 512}
+    assert runs[1] < runs[0]
+
+
+def test_fully_asynchronous_steps_are_verls() -> None:
+    for run in VERL:
+        if run.name == "7b-28k" and run.generate:
+            assert verl.step_s(run) == pytest.approx(run.step_s, rel=0.15)
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if name not in SEARCHES])
+def test_the_page_has_what_the_benchmark_prints(name: str) -> None:
+    printed = markdown(name, list(SOURCES[name]()))
+    assert printed in PAGE.read_text(), f"python -m benchmarks.published --markdown --only {name}"
+
+
+def test_the_page_has_a_row_for_every_search() -> None:
+    page = PAGE.read_text()
+    for (scale, length), pairs in REAL_PFLOPS.items():
+        lines = [line for line in page.splitlines() if f"| {scale} of llama-" in line]
+        told = [line for line in lines if f", {length} tokens," in line and "gain" in line]
+        assert len(told) == len(pairs)
+
+
+def test_a_row_hits_within_15_percent_or_with_the_same_word() -> None:
+    rows = [
+        Row("a", "", "", "", 100.0, 114.0),
+        Row("a", "", "", "", 100.0, 84.0),
+        Row("a", "", "", "", "pays", "pays"),
+        Row("a", "", "", "", "pays", "loses"),
+        Row("a", "", "", "", 1.0, 9.0, fitted=True),
+    ]
+    assert [row.hit for row in rows] == [True, False, True, False, False]
+    assert summary(rows)["a"] == {
+        "decisions": 2,
+        "decisions_hit": 1,
+        "figures": 2,
+        "figures_within_15_percent": 1,
+        "mean_absolute_error": 0.15,
+        "fitted": 1,
+    }
