@@ -145,8 +145,10 @@ def rows() -> Iterator[Row]:
     for point, predicted in found.items():
         setting = f"{point.model}, {point.gpus} GPUs, {point.strategy}"
         fitted = point.strategy == "colocated" and (point.model, point.gpus) in FITTED
-        values = [value or "out of memory" for value in (point.samples_per_s, predicted)]
-        yield Row("flexrlhf", "tables", setting, "samples/s", *values, fitted)
+        measured, modelled = (
+            value or "out of memory" for value in (point.samples_per_s, predicted)
+        )
+        yield Row("flexrlhf", "tables", setting, "samples/s", measured, modelled, fitted)
     for point, predicted in found.items():
         base = plain[point.model, point.gpus // (1 + (point == FLEX_UNLIKE))]
         if point is base or not base.samples_per_s:
