@@ -8,6 +8,7 @@ import argparse
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from benchmarks.published import flexrlhf, hybridflow, nemo, real, verl
 from benchmarks.published.rows import Row, summary, table
@@ -34,12 +35,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default=",".join(SOURCES), help="sources, separated by commas")
     parser.add_argument("--markdown", action="store_true", help="tables instead of JSON")
+    parser.add_argument("--into", type=Path, metavar="PAGE", help="write the tables there")
     arguments = parser.parse_args(argv)
     chosen = arguments.only.split(",")
     for name in chosen:
         if name not in SOURCES:
             parser.error(f"--only {name}: must be of {', '.join(SOURCES)}")
     found = {name: list(SOURCES[name]()) for name in chosen}
+    if arguments.into:
+        page = arguments.into.read_text()
+        for name, rows in found.items():
+            page = replaced(page, name, markdown(name, rows))
+        arguments.into.write_text(page)
+        return
     if arguments.markdown:
         print("\n\n".join(markdown(name, rows) for name, rows in found.items()))
         return
@@ -61,6 +69,13 @@ def markdown(name: str, rows: Sequence[Row]) -> str:
         f" {rates['figures_within_15_percent']} of {rates['figures']}. Fitted: {rates['fitted']}."
     )
     return f"Constants that are not the defaults: {differ}.\n\n{told}\n\n{table(rows)}"
+
+
+def replaced(page: str, name: str, text: str) -> str:
+    """A page with this between the comments that name a source."""
+    before, rest = page.split(f"<!-- {name} -->\n", 1)
+    after = rest.split(f"<!-- end of {name} -->", 1)[1]
+    return f"{before}<!-- {name} -->\n{text}\n<!-- end of {name} -->{after}"
 
 
 def changed(name: str) -> dict[str, float]:

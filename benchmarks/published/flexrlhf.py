@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from benchmarks.published.points import FLEX, Throughput
+from benchmarks.published.points import FLEX, FLEX_UNLIKE, Throughput
 from benchmarks.published.rows import Row
 from streamrl.dataflow import dataflow_for
 from streamrl.placement.clusters import Cluster
@@ -81,15 +81,18 @@ def is_large(shape: ModelShape) -> bool:
     return shape.params * 2 / 1e9 > MOST_WHOLE_GB
 
 
-def problem(model: str, gpus: int) -> Problem:
+def problem(point: Throughput) -> Problem:
     """An actor and a reference of one size, a small critic and reward model."""
-    shape = SHAPES[model]
+    shape, trained = SHAPES[point.model], point.gpus
+    cluster = Cluster.parse(f"{point.gpus}xA100@800Gb")
+    if point == FLEX_UNLIKE:
+        trained = point.gpus // 2
+        cluster = Cluster.parse(f"{trained}xA100@800Gb,{trained}xV100@800Gb")
     models = {"policy": shape, "reference": shape}
     models |= {"critic": SMALL.critic(), "reward": SMALL.critic()}
-    each = ROLLOUTS_PER_DEVICE.get(model, 24)
-    rollouts = each * gpus
+    rollouts = ROLLOUTS_PER_DEVICE.get(point.model, 24) * trained
     workload = Workload(rollouts, 1, 256, FixedLength(256), micro_batch_tokens=4096)
-    return Problem(PPO, models, workload, Cluster.parse(f"{gpus}xA100@800Gb"))
+    return Problem(PPO, models, workload, cluster)
 
 
 def placement(point: Throughput) -> Placement:
@@ -103,6 +106,8 @@ def placement(point: Throughput) -> Placement:
     elif point.strategy == "interleaved-2":
         meshes |= dict.fromkeys(("generate", "train", "reference"), first)
         meshes |= dict.fromkeys(("train_critic", "value", "reward"), second)
+    elif point == FLEX_UNLIKE:
+        meshes = dict.fromkeys(meshes, first) | {"reference": second, "reward": second}
     elif point.strategy == "disaggregated":
         shadow, forward = SHADOWS[point.gpus]
         trained = Mesh(forward, point.gpus - forward)
@@ -128,22 +133,24 @@ def _assigned(stage: str, mesh: Mesh, shape: ModelShape) -> Assignment:
 
 def samples_per_s(point: Throughput) -> float:
     """Predicted; 0 where it does not fit."""
-    asked = problem(point.model, point.gpus)
+    asked = problem(point)
     costs = GatheringCosts(asked, CONSTANTS, traffic=RoughTraffic)
     return asked.workload.rollouts / Estimator(asked, costs).step_s(placement(point))
 
 
 def rows() -> Iterator[Row]:
     """The table, and which of two strategies is faster wherever one was measured beside another."""
-    found = {point: samples_per_s(point) for point in FLEX}
+    found = {point: samples_per_s(point) for point in (*FLEX, FLEX_UNLIKE)}
     plain = {(p.model, p.gpus): p for p in FLEX if p.strategy == "colocated"}
     for point, predicted in found.items():
         setting = f"{point.model}, {point.gpus} GPUs, {point.strategy}"
         fitted = point.strategy == "colocated" and (point.model, point.gpus) in FITTED
-        values = [value or "out of memory" for value in (point.samples_per_s, predicted)]
-        yield Row("flexrlhf", "tables", setting, "samples/s", *values, fitted)
+        measured, modelled = (
+            value or "out of memory" for value in (point.samples_per_s, predicted)
+        )
+        yield Row("flexrlhf", "tables", setting, "samples/s", measured, modelled, fitted)
     for point, predicted in found.items():
-        base = plain[point.model, point.gpus]
+        base = plain[point.model, point.gpus // (1 + (point == FLEX_UNLIKE))]
         if point is base or not base.samples_per_s:
             continue
         setting = f"{point.model}, {point.gpus} GPUs, {point.strategy} against colocated"

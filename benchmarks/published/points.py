@@ -138,8 +138,8 @@ FLEX: tuple[Throughput, ...] = tuple(
     for model, value in zip(FLEX_SIZES, values, strict=True)
     if value is not None
 )
-FLEX_HETEROGENEOUS = ("llama-33b", 0.69, 0.79)
-"""8 A100 alone, and with 8 V100 for reference and reward."""
+FLEX_UNLIKE = Throughput("llama-33b", 16, "with 8 V100", 0.79)
+"""8 A100 and, for reference and reward, 8 V100."""
 
 
 # verl: seconds of a step on H20, https://github.com/volcengine/verl docs/advance/fully_async.md and

@@ -66,7 +66,9 @@ def test_fully_asynchronous_steps_are_verls() -> None:
 @pytest.mark.parametrize("name", [name for name in SOURCES if name not in SEARCHES])
 def test_the_page_has_what_the_benchmark_prints(name: str) -> None:
     printed = markdown(name, list(SOURCES[name]()))
-    assert printed in PAGE.read_text(), f"python -m benchmarks.published --markdown --only {name}"
+    assert printed in PAGE.read_text(), (
+        "python -m benchmarks.published --into docs/planner_published.md"
+    )
 
 
 def test_the_page_has_a_row_for_every_search() -> None:

@@ -203,6 +203,16 @@ def test_keys_and_values_get_what_the_others_leave() -> None:
     assert alone > beside
 
 
+def test_room_for_keys_and_values_is_that_of_the_timings() -> None:
+    problem = ppo("llama-7b", A100)
+    costs, placement = CostModel(problem), colocated(problem, "1-8-2", "1-2-8")
+    tokens = costs.timings(placement).generator.kv_tokens
+    assert costs.kv_room(placement) == pytest.approx(tokens * 524288 / 2)
+    # Fewer calls on the same devices leave more.
+    alone = Placement({"generate": placement.calls["generate"]})
+    assert costs.kv_room(alone) > costs.kv_room(placement)
+
+
 def test_calls_of_one_role_keep_its_weights_once() -> None:
     remax = dataflow_for(("scores", "baseline_scores", "generator_logprobs"))
     shape = SHAPES["llama-7b"]
