@@ -1,12 +1,13 @@
 """What the planner is asked of a run: its models, its calls, and what a step is made of."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from streamrl.config import RunConfig
 from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY
 from streamrl.errors import ConfigError
 from streamrl.placement import Cluster, ModelShape, Problem, Workload, shape_of
+from streamrl.placement.costs import Constants
 from streamrl.placement.workload import FixedLength, Lengths
 from streamrl.preflight import load_files, model_length
 from streamrl.simulator import Manner
@@ -99,6 +100,19 @@ def mean_prompt_tokens(config: RunConfig) -> float:
         raise ConfigError(f"{error}; --prompt-tokens N says how long prompts are") from None
     sizes = [len(prompt.token_ids) for prompt in loaded.prompts]
     return sum(sizes) / len(sizes)
+
+
+def run_constants(config: RunConfig, constants: Constants) -> Constants:
+    """Constants with what the settings of a run say, and how streamrl runs it.
+
+    A generator's weights stay where they are while the trainer beside it computes.
+    """
+    return replace(
+        constants,
+        max_running=config.generator.max_concurrent_rollouts,
+        recompute=config.trainer.gradient_checkpointing,
+        keeps_served=True,
+    )
 
 
 def manner_of(config: RunConfig) -> Manner:

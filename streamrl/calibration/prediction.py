@@ -12,7 +12,7 @@ from streamrl.errors import ConfigError
 from streamrl.placement import Cluster, GeneratorTiming, Placement, Problem, Timings
 from streamrl.placement.costs import Constants, CostModel
 from streamrl.placing import run_placement
-from streamrl.planning import Asked, manner_of, problem_of
+from streamrl.planning import Asked, manner_of, problem_of, run_constants
 from streamrl.preflight import counts
 from streamrl.simulator.simulation import simulate
 
@@ -97,8 +97,7 @@ class Planned:
         A core's figures are taken for what they are: whatever is slower than them is what a decode
         step takes on top.
         """
-        slots = self.config.generator.max_concurrent_rollouts
-        found = replace(self.defaults, max_running=slots)
+        found = run_constants(self.config, self.defaults)
         if self.is_on_cpu:
             found = replace(found, decode_flops_fraction=1.0, decode_memory_fraction=1.0)
         return found

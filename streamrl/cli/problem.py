@@ -20,7 +20,7 @@ from streamrl.placement import (
     Problem,
 )
 from streamrl.placement.costs import Constants
-from streamrl.planning import Asked, mean_prompt_tokens, problem_of
+from streamrl.planning import Asked, mean_prompt_tokens, problem_of, run_constants
 
 LENGTHS_HELP = (
     "of completions: fixed:TOKENS, lognormal:MEDIAN:SIGMA, a file of numbers, or a run directory;"
@@ -80,7 +80,7 @@ def read_problem(arguments: argparse.Namespace) -> tuple[RunConfig, Problem, Con
     constants = Constants.of(cluster)
     if arguments.constants is not None:
         constants = Constants.read(arguments.constants, constants)
-    return config, problem_of(config, cluster, asked), constants
+    return config, problem_of(config, cluster, asked), run_constants(config, constants)
 
 
 def read_config(path: Path, overrides: list[str]) -> RunConfig:
