@@ -134,7 +134,7 @@ class Annealing:
     def _options(self, state: State, role: str) -> list[Assignment]:
         """All of a small cluster.
 
-        Else every grid where it is, and the fastest of each mesh that others have or that is near.
+        Else of where it is, of where others are, and of what is near.
         """
         if self.is_small:
             return [each for mesh in self._meshes for each in self._choices.of(role, mesh)]
@@ -142,7 +142,7 @@ class Annealing:
         near = {each.mesh for each in state.roles.values()} | set(self._neighbours.of(here))
         found = list(self._choices.of(role, here))
         for mesh in sorted(near - {here}):
-            found += self._choices.of(role, mesh)[:FASTEST]
+            found += self._choices.of(role, mesh)
         return found
 
     # Moves: each gives another state, or None where it cannot be made.
@@ -187,9 +187,7 @@ class Annealing:
         here = state.roles[self._role(state)].mesh
         near = self._neighbours.of(here)
         mesh = near[self._rng.integers(len(near))]
-        return self._placed(
-            state, {r: mesh for r, each in state.roles.items() if each.mesh == here}
-        )
+        return self._refitted(state, {here: mesh})
 
     def _swap(self, state: State) -> State | None:
         one, other = self._role(state), self._role(state)
@@ -210,8 +208,23 @@ class Annealing:
             left: Mesh(left.first, at - left.first),
             right: Mesh(at, right.first + right.size - at),
         }
-        moved = {r: new[each.mesh] for r, each in state.roles.items() if each.mesh in new}
-        return self._placed(state, moved)
+        return self._refitted(state, new)
+
+    def _refitted(self, state: State, moved: Mapping[Mesh, Mesh]) -> State | None:
+        """With all that is on some meshes on others: as fits together, or as it comes."""
+        sets = {
+            mesh: [role for role, each in state.roles.items() if each.mesh == mesh]
+            for mesh in moved
+        }
+        if self._rng.random() < 0.5:  # noqa: PLR2004
+            return self._placed(state, {r: moved[m] for m, roles in sets.items() for r in roles})
+        found: dict[str, Assignment] = dict(state.roles)
+        for mesh, roles in sets.items():
+            fitted = self._choices.together(roles, moved[mesh])
+            if fitted is None:
+                return None
+            found |= fitted
+        return replace(state, roles=found)
 
     def _pace(self, state: State) -> State | None:
         ahead = self._aheads[self._rng.integers(len(self._aheads))]

@@ -15,7 +15,7 @@ from streamrl.placement.estimates import Costs, Problem
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Assignment, Placement
 from streamrl.placement.schedule import d_cost
-from streamrl.placement.search.parallel import Choices, Roles
+from streamrl.placement.search.parallel import Choices
 from streamrl.placement.search.partitions import allocations, set_partitions
 
 Unit = tuple[str, ...]
@@ -46,14 +46,12 @@ class Mapping:
         self._whole = Mesh(0, choices.problem.cluster.size) if everywhere else None
         left = [tuple(r for r in unit if r != generator or not everywhere) for unit in units]
         self._units = [unit for unit in left if unit]
-        self._uniform = choices.problem.cluster.is_uniform
-        self._together: dict[tuple[Unit, Mesh], Roles | None] = {}
 
     def allocations(self, ahead: int) -> Iterator[Allocation]:
         """All of them, but those where a role fits by itself in nothing of its mesh."""
         cluster = self._choices.problem.cluster
         by_count = {
-            count: [tuple((mesh, self._home(mesh)) for mesh in each) for each in found]
+            count: [tuple((mesh, self._choices.home(mesh)) for mesh in each) for each in found]
             for count in range(1, len(self._units) + 1)
             if (found := list(allocations(cluster, count)))
         }
@@ -69,10 +67,6 @@ class Mapping:
                 )
                 if seconds < math.inf:
                     yield Allocation(sets, tuple(mesh for mesh, _ in meshes), seconds)
-
-    def _home(self, mesh: Mesh) -> Mesh:
-        """The first mesh of its size, where nodes are alike: what is true there is true here."""
-        return Mesh(0, mesh.size) if self._uniform else mesh
 
     def best(
         self, ahead: int = 0, *, streamed: bool = True, most: int | None = None
@@ -118,7 +112,7 @@ class Mapping:
         """
         roles: dict[str, Assignment] = {}
         for each, home in zip(allocation.sets, allocation.meshes, strict=True):
-            found = self._fit(each, home)
+            found = self._choices.together(each, home)
             if found is None:
                 return
             roles |= found
@@ -126,15 +120,6 @@ class Mapping:
         mesh = roles[generator].mesh if self._whole is None else self._whole
         for option in self._choices.of(generator, mesh):
             yield self._choices.placement(roles | {generator: option}, ahead, streamed=streamed)
-
-    def _fit(self, roles: Unit, mesh: Mesh) -> Roles | None:
-        home = self._home(mesh)
-        if (roles, home) not in self._together:
-            self._together[roles, home] = self._choices.together(list(roles), home)
-        found = self._together[roles, home]
-        if found is None or home == mesh:
-            return found
-        return {role: Assignment(mesh, each.grid, each.zero_stage) for role, each in found.items()}
 
 
 class _Least:

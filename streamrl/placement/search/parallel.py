@@ -5,7 +5,7 @@ stages as nodes.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 from streamrl.dataflow import Dataflow, Kind
@@ -51,6 +51,7 @@ class Choices:
         }
         self._alone: dict[tuple[str, Assignment], float] = {}
         self._of: dict[tuple[str, Mesh], list[Assignment]] = {}
+        self._together: dict[tuple[tuple[str, ...], Mesh], Roles | None] = {}
         self._uniform = self.problem.cluster.is_uniform
 
     @cached_property
@@ -77,10 +78,8 @@ class Choices:
 
     def alone_s(self, role: str, assignment: Assignment) -> float:
         """A step's work of all its calls, on devices of their own; infinite if it cannot be."""
-        # Nodes that are alike do what the first ones do.
-        if self._uniform:
-            first = Mesh(0, assignment.mesh.size)
-            assignment = Assignment(first, assignment.grid, assignment.zero_stage)
+        home = self.home(assignment.mesh)
+        assignment = Assignment(home, assignment.grid, assignment.zero_stage)
         key = (role, assignment)
         if key not in self._alone:
             costs = self.estimator.costs
@@ -142,11 +141,25 @@ class Choices:
         """Whether memory is enough for these."""
         return not self.estimator.costs.unfit(self.placement(roles))
 
-    def together(self, roles: list[str], mesh: Mesh) -> Roles | None:
+    def home(self, mesh: Mesh) -> Mesh:
+        """The first mesh of its size, where nodes are alike: what is true there is true here."""
+        return Mesh(0, mesh.size) if self._uniform else mesh
+
+    def together(self, roles: Sequence[str], mesh: Mesh) -> Roles | None:
         """The fastest that fit on one mesh at the same time; None if none were found.
 
         Each begins with its fastest; then the one changes that gives most memory for its time.
         """
+        home = self.home(mesh)
+        key = (tuple(roles), home)
+        if key not in self._together:
+            self._together[key] = self._fitted(roles, home)
+        found = self._together[key]
+        if found is None or home == mesh:
+            return found
+        return {role: Assignment(mesh, each.grid, each.zero_stage) for role, each in found.items()}
+
+    def _fitted(self, roles: Sequence[str], mesh: Mesh) -> Roles | None:
         chosen = dict.fromkeys(roles, 0)
         options = {role: self.of(role, mesh) for role in roles}
         if not all(options.values()):

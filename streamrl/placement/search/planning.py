@@ -107,11 +107,13 @@ class Planner:
         for start in starts:
             annealing.cost_s(start)
         # Of each kind one: from one kind to another there are many steps for the worse.
-        kinds = sorted(self._best_of_kinds(bound), key=self.estimator.step_s)
+        every = sorted(self._best_of_kinds(bound), key=self.estimator.step_s)
+        kinds = [each for each in every if each.streamed] or every
         ranked = [self._state(placement) for placement in kinds[:SEARCHED]]
         found = [annealing.run(start, proposals // SEARCHED) for start in ranked]
         found.sort(key=lambda each: each[1])
-        if not annealing.is_small:
+        # Schedules with generation ahead take too long for more, where there are many.
+        if bound and not annealing.is_small:
             del found[1:]
         descended = [annealing.descend(state, cost) for state, cost in found]
         state, cost = min(descended, key=lambda each: each[1], default=(None, math.inf))
