@@ -189,8 +189,11 @@ def pools_of(dataflow: Dataflow, placement: Placement) -> PlacementConfig | None
         slots = lay_out(way.shared, numbers).slots
         again = {role: Mesh(own[0], len(own)) for role, own in slots.items()}
         shares = any(GENERATE.role in pool for pool in way.shared)
+        # One process of both for each of their devices.
+        together = meshes.get(GENERATE.role) == meshes.get(POLICY)
         hosts = hosts_actor(way.shared)
-        if _shifts(again) == _shifts(meshes) and (hosts or not (is_split and shares)):
+        runs = together if hosts else not (is_split and shares)
+        if runs and _shifts(again) == _shifts(meshes):
             return way
     return None
 

@@ -39,7 +39,7 @@ def problem_of(config: RunConfig, cluster: Cluster, asked: Asked) -> Problem:
         settings.epochs,
         settings.mini_batches,
         config.pipeline.micro_batch_tokens,
-        settings.scope == "step",
+        settings.scope == "step" or settings.num_updates > 1,
     )
     return Problem(config.dataflow, models_of(config, asked.models), workload, cluster)
 

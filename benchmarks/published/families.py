@@ -20,6 +20,7 @@ from streamrl.placement.placements import Assignment, Placement
 from streamrl.placement.schedule import Estimator
 from streamrl.placement.search.parallel import Choices
 from streamrl.placement.search.partitions import compositions
+from streamrl.placement.search.rules import anything
 from streamrl.resharding import Grid
 
 SCHEDULED = 6
@@ -70,7 +71,7 @@ class Families:
         self.rough = self.costs.rough
         self.exact = Estimator(self.problem, self.costs)
         self.estimator = Estimator(self.problem, self.rough)
-        self.choices = Choices(self.estimator, pipeline=True)
+        self.choices = Choices(self.estimator, rules=anything)
         self.generation = Generation(self.problem.workload)
         self.per_node = self.problem.cluster.groups[0].devices
 

@@ -22,6 +22,7 @@ from streamrl.placement.search.annealing import Annealing, State
 from streamrl.placement.search.mapping import Mapping
 from streamrl.placement.search.parallel import Choices
 from streamrl.placement.search.partitions import models
+from streamrl.placement.search.rules import anything
 from streamrl.placement.shapes import SHAPES
 from streamrl.placement.workload import FixedLength, Workload
 from streamrl.resharding import Grid
@@ -83,7 +84,7 @@ def heuristic(asked: Problem) -> Placement:
 
 def searched(asked: Problem, costs: CostModel, *, seed: int = 0) -> Placement:
     """The best that Algorithm 1 and annealing find, on policy, a call at a time on its devices."""
-    choices = RealChoices(Estimator(asked, costs.rough), pipeline=True)
+    choices = RealChoices(Estimator(asked, costs.rough), rules=anything)
     plain = heuristic(asked)
     starts = [plain]
     mapped = Mapping(choices, models(asked)).best(streamed=False)[0]

@@ -24,6 +24,7 @@ from streamrl.placement.workload import LognormalLengths, Workload
 from streamrl.resharding import Grid
 
 CONSTANTS = Constants(
+    train_flops_fraction=0.64,
     forward_flops_fraction=0.26,
     half_width=64.0,
     recompute=False,

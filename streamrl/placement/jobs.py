@@ -172,7 +172,7 @@ class Jobs:
         timing = self.timings.train[call.role]
         work = training(timing, self.workload)
         publish_s = max((self.weights(stage).publish_s for stage in self._led(call)), default=0.0)
-        needs = self._sources(call, whole=self.workload.trains_whole)
+        needs = self._sources(call, whole=self.workload.whole_steps)
         needs += [Need(each, 1, True, delay_s=self.timings.step_s) for each in self.updates]
         needs.append(Need(j, 1, True, last=True, delay_s=publish_s))
         parts = spread(work.passes_s, self.cuts(work.micro_batches))

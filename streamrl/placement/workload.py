@@ -173,8 +173,8 @@ class Workload:
 
     groups_per_step, group_size: as in a run's config. prompt_tokens: mean of a prompt. lengths: of
     a completion. epochs, mini_batches: how often each rollout is trained, and updates per epoch.
-    micro_batch_tokens: most tokens in one forward and backward of a rank. whole_steps: whether the
-    algorithm trains nothing before all groups of a step are there.
+    micro_batch_tokens: most tokens in one forward and backward of a rank. whole_steps: whether
+    nothing is trained before all groups of a step are there, as streamrl does with several updates.
     """
 
     groups_per_step: int
@@ -197,11 +197,6 @@ class Workload:
     def rollouts(self) -> int:
         """Rollouts in a step."""
         return self.groups_per_step * self.group_size
-
-    @property
-    def trains_whole(self) -> bool:
-        """Whether nothing of a step is trained before all of it is there: so it is with updates."""
-        return self.whole_steps or self.updates > 1
 
     @property
     def updates(self) -> int:

@@ -39,7 +39,8 @@ class Scenario:
     def pace(self) -> Pace:
         """How trainers take a step: whole where calls wait, or it is updated several times."""
         workload = self.workload
-        whole = workload.trains_whole or not self.placement.streamed
+        several = workload.updates > 1
+        whole = several or workload.whole_steps or not self.placement.streamed
         return Pace(whole, workload.epochs, min(workload.mini_batches, workload.groups_per_step))
 
     @property
