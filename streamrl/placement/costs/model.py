@@ -45,6 +45,7 @@ class CostModel:
         self.constants = constants or Constants.of(problem.cluster)
         self.traffic = traffic(problem.cluster, self.constants)
         self._calls = {call.stage: call for call in problem.dataflow.ordered}
+        self._sampling = problem.dataflow.of_kind(Kind.GENERATE)[0].stage
         self._trainers = {call.role: call.stage for call in problem.dataflow.of_kind(Kind.TRAIN)}
         self._shapes = {stage: problem.model_of(stage) for stage in self._calls}
         self._works: dict[tuple[str, Assignment], Work] = {}
@@ -69,7 +70,7 @@ class CostModel:
                 score[stage] = self._score(stage, placement.calls.get(stage))
             elif call.kind is Kind.TRAIN:
                 train[call.role] = self._train(stage, placement.calls[stage])
-        sampling = self.problem.dataflow.of_kind(Kind.GENERATE)[0].stage
+        sampling = self._sampling
         room = self._holdings(placement).kv_room(sampling)
         return Timings(
             generator_timing(self._work(sampling, placement.calls[sampling]), room),
