@@ -27,7 +27,8 @@ MOST_SHARES = 6
 FINE = 0.02
 """Rooms for keys and values that differ by less, relatively, are the same."""
 FEWEST_EDGES = 33
-"""Of a share: its decode steps are looked at in so many stretches and one less."""
+MOST_CHANGES = 48
+"""Of a share's decode steps: edges of the stretches that are looked at, evenly and by events."""
 ROUNDS = 12
 CLOSE = 0.005
 """Of finding out how much steps that overlap slow one another down: at most so many rounds, until
@@ -289,21 +290,29 @@ class _Batch:
 def _share(lengths: Array, batch: _Batch, scale: float, slots: float) -> Share:
     """lengths [groups, rollouts] of a batch, whose rollouts stand for `scale` of them each."""
     batch.run()
-    changes = np.array(batch.edges)
-    # Between changes, too: what runs beside them, and what they have, does not stand still.
-    edges = np.union1d(changes, np.linspace(0.0, changes[-1], FEWEST_EDGES))
-    since = np.searchsorted(changes, edges[:-1], side="right") - 1
-    running, middles = np.array(batch.running)[since], (edges[1:] + edges[:-1]) / 2
-    halfway = ((changes[1:] + changes[:-1]) / 2)[since]
-    resident = np.array(batch.resident)[since] + running * (middles - halfway)
-    computed = np.zeros(len(edges) - 1)
-    computed[np.searchsorted(edges, changes[:-1])] = batch.computed[:-1]
+    changes, at = np.array(batch.edges), np.arange(len(batch.edges))
+    # Some of the changes, and moments between them: what runs beside them does not stand still.
+    some = changes[np.unique(np.append(at[:: -(-len(at) // MOST_CHANGES)], at[-1]))]
+    edges = np.union1d(some, np.linspace(0.0, changes[-1], FEWEST_EDGES))
+    running, tokens = np.array(batch.running), np.array(batch.resident)
+    took = np.diff(changes)
+    decoded = np.concatenate(([0.0], np.cumsum(running * took)))
+    # Tokens in memory grow between changes; so does their sum over steps, and faster.
+    since = np.clip(np.searchsorted(changes, edges, side="right") - 1, 0, len(took) - 1)
+    into = edges - changes[since]
+    first = tokens[since] - running[since] * took[since] / 2
+    held = np.concatenate(([0.0], np.cumsum(tokens * took)))[since]
+    held += first * into + running[since] * into**2 / 2
+    computed = np.concatenate(([0.0], np.cumsum(batch.computed)))
+    # What begins with an edge is computed behind it.
+    begun = computed[np.searchsorted(changes, edges, side="left")]
+    widths = np.diff(edges)
     return Share(
         batch.ends.reshape(lengths.shape).max(axis=1),
         edges,
-        running * scale,
-        resident * scale,
-        computed * scale,
+        np.diff(np.interp(edges, changes, decoded)) / widths * scale,
+        np.diff(held) / widths * scale,
+        np.diff(begun) * scale,
         slots,
     )
 

@@ -45,9 +45,9 @@ class CostModel:
         self.constants = constants or Constants.of(problem.cluster)
         self.traffic = traffic(problem.cluster, self.constants)
         self._calls = {call.stage: call for call in problem.dataflow.ordered}
+        self._sampling = problem.dataflow.of_kind(Kind.GENERATE)[0].stage
         self._trainers = {call.role: call.stage for call in problem.dataflow.of_kind(Kind.TRAIN)}
         self._shapes = {stage: problem.model_of(stage) for stage in self._calls}
-        self._sampling = problem.dataflow.of_kind(Kind.GENERATE)[0].stage
         self._works: dict[tuple[str, Assignment], Work] = {}
         self._scored: dict[tuple[str, Assignment], ScoreTiming] = {}
         self._trained: dict[tuple[str, Assignment], TrainTiming] = {}

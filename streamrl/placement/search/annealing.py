@@ -142,7 +142,8 @@ class Annealing:
         near = {each.mesh for each in state.roles.values()} | set(self._neighbours.of(here))
         found = list(self._choices.of(role, here))
         for mesh in sorted(near - {here}):
-            found += self._choices.of(role, mesh)
+            # Schedules with generation ahead take longer.
+            found += self._choices.of(role, mesh)[: FASTEST if state.ahead else None]
         return found
 
     # Moves: each gives another state, or None where it cannot be made.
