@@ -26,6 +26,7 @@ from streamrl.placement.search import (
     FrontPoint,
     Planned,
     anything,
+    compared,
     plan,
 )
 from streamrl.placing import RunCosts, placed_run, run_rules
@@ -80,9 +81,12 @@ def run(arguments: argparse.Namespace) -> int:
         max_staleness=bounds,
         seed=arguments.seed,
         rules=anything if arguments.pipeline else run_rules,
+        # A run's calls always work on a step as it comes.
+        streamed=(True, False) if arguments.pipeline else (True,),
         proposals=arguments.proposals,
     )
-    report = Report(config, problem, planned, _played(config, problem, planned, costs, arguments))
+    played = _played(config, problem, planned.front, costs, arguments)
+    report = Report(config, problem, planned, gaining(planned.front, played))
     if planned.best is not None:
         _write(arguments, report)
     print(json.dumps(report.as_json()) if arguments.json else report.text(arguments.explain))
@@ -102,7 +106,7 @@ def read_bounds(text: str) -> Sequence[int]:
 def _played(
     config: RunConfig,
     problem: Problem,
-    planned: Planned,
+    front: Sequence[FrontPoint],
     costs: CostModel,
     arguments: argparse.Namespace,
 ) -> list[Simulated]:
@@ -117,54 +121,60 @@ def _played(
             seed=arguments.seed,
             manner=manner_of(config),
         )
-        for point in planned.front
+        for point in front
     ]
+
+
+def gaining(
+    front: Sequence[FrontPoint], played: Sequence[Simulated]
+) -> list[tuple[FrontPoint, Simulated]]:
+    """The points that, as they were played, have more throughput than all with a lower bound."""
+    kept: list[tuple[FrontPoint, Simulated]] = []
+    for point, found in zip(front, played, strict=True):
+        if not kept or found.tokens_per_s > kept[-1][1].tokens_per_s:
+            kept.append((point, found))
+    return kept
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was found, to be told; `played` has the front's points as the simulator plays them."""
+    """What was found, to be told: `front` by bound, each point with how it was played."""
 
     config: RunConfig
     problem: Problem
     planned: Planned
-    played: Sequence[Simulated]
-
-    @property
-    def best(self) -> int:
-        """The point of the front with the shortest step, as it was played."""
-        return min(range(len(self.played)), key=lambda i: self.played[i].step_s)
+    front: Sequence[tuple[FrontPoint, Simulated]]
 
     @property
     def point(self) -> FrontPoint:
-        """That point."""
-        return self.planned.front[self.best]
+        """The one with the most throughput, as it was played."""
+        return self.front[-1][0]
 
     def text(self, explain: bool) -> str:
         """For a person."""
         lines = [problem_line(self.config, self.problem), ""]
         if self.planned.best is None:
             return "\n".join([*lines, "nothing fits", *self._others()[1:]])
-        lines += table([HEADING, *map(self._row, range(len(self.played)))])
+        lines += table([HEADING, *(self._row(*each) for each in self.front)])
         lines += ["", f"best: {self.point.candidate.label}"]
         lines += [
-            f"  {stage:<14}{assignment}"
+            f"  {stage:<18}{assignment}"
             + (f", ZeRO {assignment.zero_stage}" if stage.startswith("train") else "")
             for stage, assignment in self.point.candidate.placement.calls.items()
         ]
         lines += ["", *self._others()] if explain else []
         return "\n".join(lines)
 
-    def _row(self, index: int) -> list[str]:
-        point, played = self.planned.front[index], self.played[index]
+    @staticmethod
+    def _row(point: FrontPoint, played: Simulated) -> list[str]:
         estimate = point.candidate.estimate
         return [
             f"{point.max_staleness}: {point.candidate.label}",
             seconds(estimate.step_s),
+            percent(estimate.device_idle),
+            f"{estimate.memory_bytes / GB:.3g}",
             seconds(played.step_s),
             count(played.tokens_per_s),
-            f"{estimate.memory_bytes / GB:.3g}",
-            percent(estimate.device_idle),
             f"{played.staleness_mean:.2f}",
         ]
 
@@ -184,10 +194,12 @@ class Report:
         """Without those that wait for whole steps and gain nothing by it."""
         streamed = {each.label for each in self.planned.candidates if each.placement.streamed}
         kept = []
+        winner = self.point.candidate if self.front else None
         for each in self.planned.candidates:
             twin = each.label.removesuffix(BY_WHOLE_STEPS)
-            if each.placement.streamed or twin not in streamed or each is self.planned.best:
-                kept.append(each)
+            if each.placement.streamed or twin not in streamed:
+                lost = winner and each.placement != winner.placement
+                kept.append(compared(winner, each) if winner and lost else each)
         return kept
 
     def as_json(self) -> dict[str, Any]:
@@ -198,12 +210,12 @@ class Report:
                 **_candidate(point.candidate),
                 "simulated": _simulated(played),
             }
-            for point, played in zip(self.planned.front, self.played, strict=True)
+            for point, played in self.front
         ]
         return {
             "cluster": str(self.problem.cluster),
             "devices": self.problem.cluster.size,
-            "best": front[self.best] if front else None,
+            "best": front[-1] if front else None,
             "front": front,
             "candidates": [_candidate(each) for each in self.planned.candidates],
         }
@@ -212,10 +224,10 @@ class Report:
 HEADING = [
     "max_staleness: placement",
     "step, s",
-    "simulated",
-    "tokens/s",
-    "GB on a device",
     "idle",
+    "GB on a device",
+    "simulated, s",
+    "tokens/s",
     "staleness",
 ]
 
@@ -257,6 +269,11 @@ def _write(arguments: argparse.Namespace, report: Report) -> None:
     if arguments.output is not None:
         if arguments.output.suffix == ".json":
             content = json.dumps(placement.to_dict(), indent=1) + "\n"
+        elif not report.problem.cluster.is_uniform:
+            raise ConfigError(
+                f"-o {arguments.output}: a run cannot say which of unlike devices a role gets;"
+                " -o plan.json can"
+            )
         else:
             content = dump_config(placed_run(report.config, placement))
         write_file("-o", arguments.output, content)

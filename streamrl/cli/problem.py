@@ -93,6 +93,8 @@ def read_cluster(text: str) -> Cluster:
     """Of a file if there is one of that name, else as it is written."""
     path = Path(text)
     if not path.is_file():
+        if path.suffix in (".yaml", ".yml", ".json"):
+            raise ConfigError(f"cluster {path}: no such file")
         return Cluster.parse(text)
     return Cluster.of_dict(_yaml(path, "cluster"), place=f"cluster {path}")
 

@@ -107,7 +107,8 @@ def _failures(
     return Failures(
         arguments.mttf_h * HOUR_S,
         arguments.restart_s,
-        max(1, config.checkpoint.every),
+        # Without checkpoints a run starts again from its beginning.
+        config.checkpoint.every or MOST_STEPS,
         max(group.devices for group in problem.cluster.groups),
     )
 

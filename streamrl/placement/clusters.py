@@ -217,6 +217,8 @@ def _parse_group(part: str, text: str) -> NodeGroup:
     nodes, devices, name, gigabits = found.groups()
     device, count = device_named(name, place), int(devices)
     network = float(gigabits) * GB / 8 if gigabits else 0.0
+    if gigabits and not network:
+        raise ConfigError(f"{place}: @{gigabits}Gb: must be above 0")
     if nodes is not None:
         return NodeGroup(device, count, int(nodes), network)
     if count <= device.per_node:

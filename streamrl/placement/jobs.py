@@ -235,12 +235,20 @@ class Ahead:
     def period_s(self) -> float:
         """The shortest: where a period is what it asks for, by false position.
 
-        The longer it is, the less it asks for; so what the shortest asks for is too long.
+        The longer it is, the less it asks for, as a rule; so what the shortest asks for is too
+        long, or what that asks for.
         """
         low, high = self.least_s, self._asked_s(self.least_s)
         if high <= low:
             return low
         over, under = high - low, self._asked_s(high) - high
+        for _ in range(ROUNDS):
+            if under <= 0:
+                break
+            low, high, over = high, high + under, under
+            under = self._asked_s(high) - high
+        if under > 0:
+            return high
         for _ in range(ROUNDS):
             if high - low <= CLOSE * low:
                 break

@@ -41,6 +41,8 @@ class Lengths(Protocol):
 
 _NORMAL = NormalDist()
 _POINTS = 64
+MOST_SIGMA = 5
+"""Of a logarithm: with more, completions have one token or the limit."""
 
 
 def _ranks_of_longest(count: int) -> list[float]:
@@ -90,10 +92,11 @@ class LognormalLengths:
     limit: int
 
     def __post_init__(self) -> None:
-        if self.median < 1 or self.sigma <= 0 or self.limit < 1:
+        sane = 1 <= self.median < math.inf and 0 < self.sigma <= MOST_SIGMA
+        if not sane or self.limit < 1:
             raise ConfigError(
                 f"lengths: lognormal:{self.median:g}:{self.sigma:g}: the median must be at least 1,"
-                f" sigma above 0, the limit {self.limit} at least 1"
+                f" sigma above 0 and at most {MOST_SIGMA}, the limit {self.limit} at least 1"
             )
 
     @property
@@ -190,8 +193,11 @@ class Workload:
         for key in ("groups_per_step", "group_size", "epochs", "mini_batches"):
             if vars(self)[key] < 1:
                 raise ConfigError(f"workload: {key}={vars(self)[key]}: must be at least 1")
-        if self.prompt_tokens <= 0 or self.micro_batch_tokens <= 0:
-            raise ConfigError("workload: prompt_tokens and micro_batch_tokens must be above 0")
+        if not 0 < self.prompt_tokens < math.inf or self.micro_batch_tokens <= 0:
+            raise ConfigError(
+                f"workload: prompt_tokens={self.prompt_tokens:g},"
+                f" micro_batch_tokens={self.micro_batch_tokens}: must be above 0 and finite"
+            )
 
     @property
     def rollouts(self) -> int:

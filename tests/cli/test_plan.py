@@ -44,8 +44,8 @@ def test_a_plan_has_a_row_for_each_bound_that_gains_and_the_best_one_in_full(
     assert "grpo on 8xH100 (8 devices): policy qwen2.5-1.5b" in out
     lines = out.splitlines()
     assert lines[3].split() == [
-        *("max_staleness:", "placement", "step,", "s", "simulated", "tokens/s"),
-        *("GB", "on", "a", "device", "idle", "staleness"),
+        *("max_staleness:", "placement", "step,", "s", "idle", "GB", "on", "a", "device"),
+        *("simulated,", "s", "tokens/s", "staleness"),
     ]
     assert lines[4].startswith("0: ")
     best = lines.index(next(line for line in lines if line.startswith("best: ")))
@@ -128,6 +128,10 @@ def test_what_fits_nowhere_is_told_with_the_arithmetic(
         (["--cluster", "8xH100", "--lengths", "lognormal:3"], "--lengths lognormal:3"),
         (["--cluster", "8xH100", "--lengths", "no/file"], "--lengths no/file: No such file"),
         (["--cluster", "8xH100", "--constants", "no/file"], "no/file"),
+        (["--cluster", "no/file.yaml"], "no/file.yaml: no such file"),
+        (["--cluster", "8xH100@0Gb"], "@0Gb: must be above 0"),
+        (["--cluster", "8xH100", "--prompt-tokens", "nan"], "prompt_tokens=nan"),
+        (["--cluster", "8xH100", "--lengths", "lognormal:9:99"], "sigma above 0 and at most"),
         (["--cluster", "8xH100", "--seed", "-1"], "--seed -1: must be 0 or more"),
         (["--cluster", "8xH100", "trainer.world=2"], "trainer.world"),
         ([], "the following arguments are required: --cluster"),
@@ -178,3 +182,23 @@ def test_an_output_that_cannot_be_is_refused(
     nowhere = str(tmp_path / "no" / "plan.yaml")
     assert f"-o {nowhere}: No such file" in refusal(capsys, "plan", *SMALL, "-o", nowhere)
     assert not list(tmp_path.iterdir())
+
+
+def test_unlike_devices_are_no_setting_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [GRPO, *STEP, "--cluster", "4xH100,4xA100", *SIZES, "--proposals", "20"]
+    out = tmp_path / "plan.yaml"
+    assert "which of unlike devices" in refusal(capsys, "plan", *words, "-o", str(out))
+    assert run(capsys, "plan", *words, "-o", str(tmp_path / "plan.json"))[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("recipe", "cluster"), [("grpo_arithmetic", "6xA100"), ("remax_arithmetic", "2x6xA100")]
+)
+def test_nodes_of_six_are_planned(
+    recipe: str, cluster: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [str(CONFIGS / f"{recipe}.yaml"), "--cluster", cluster, "--model", "qwen2.5-1.5b"]
+    words += ["--prompt-tokens", "300", "--max-staleness", "0,1", "--proposals", "50"]
+    assert run(capsys, "plan", *words)[0] == 0

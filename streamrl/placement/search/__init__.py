@@ -1,6 +1,6 @@
 """Which placement is best: exact and random search, rules, and an oracle. Pure."""
 
-from streamrl.placement.search.front import Candidate, FrontPoint, Planned
+from streamrl.placement.search.front import Candidate, FrontPoint, Planned, compared
 from streamrl.placement.search.planning import BY_WHOLE_STEPS, PROPOSALS, plan
 from streamrl.placement.search.rules import Rules, anything
 
@@ -12,5 +12,6 @@ __all__ = [
     "Planned",
     "Rules",
     "anything",
+    "compared",
     "plan",
 ]

@@ -34,7 +34,8 @@ def grids(mesh: Mesh, cluster: Cluster, shape: ModelShape) -> list[Grid]:
         Grid(p, t, mesh.size // (p * t))
         for t in range(1, within + 1)
         for p in range(1, min(stages, shape.layers) + 1)
-        if mesh.size % (p * t) == 0 and shape.heads % t == 0
+        if mesh.size % (p * t) == 0
+        and not any(width % t for width in (shape.heads, shape.vocab, shape.intermediate))
     ]
 
 

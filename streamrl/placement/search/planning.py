@@ -31,21 +31,23 @@ SEARCHED = 3
 """Searches begin from so many, each the best of another kind."""
 
 
-def plan(
+def plan(  # noqa: PLR0913
     problem: Problem,
     costs: Costs,
     *,
     max_staleness: Sequence[int] = (0,),
     seed: int = 0,
     rules: Rules = anything,
+    streamed: Sequence[bool] = (True, False),
     proposals: int = PROPOSALS,
 ) -> Planned:
     """The best placement under each bound of staleness, what else there was, and why it lost.
 
-    rules: how calls may be split. proposals: of the random search, for each bound. The same seed
-    gives the same plan.
+    rules: how calls may be split. streamed: whether calls on different devices may work on a step
+    as it comes, or wait for all of it. proposals: of the random search, for each bound. The same
+    seed gives the same plan.
     """
-    return Planner(problem, costs, rules=rules).plan(
+    return Planner(problem, costs, rules=rules, streamed=streamed).plan(
         sorted(set(max_staleness)), seed=seed, proposals=proposals
     )
 
@@ -53,7 +55,14 @@ def plan(
 class Planner:
     """Plans one problem; what it has worked out once is kept."""
 
-    def __init__(self, problem: Problem, costs: Costs, *, rules: Rules = anything) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        costs: Costs,
+        *,
+        rules: Rules = anything,
+        streamed: Sequence[bool] = (True, False),
+    ) -> None:
         self.estimator = Estimator(problem, costs.rough)
         self.exact = Estimator(problem, costs)
         self.choices = Choices(self.estimator, rules=rules)
@@ -61,6 +70,7 @@ class Planner:
         self.by_role = Mapping(self.choices, [(role,) for role in self.choices.roles])
         self.generating = Mapping(self.choices, models(problem), everywhere=True)
         self._problem = problem
+        self._streamed = streamed
 
     def plan(self, bounds: Sequence[int], *, seed: int, proposals: int) -> Planned:
         """See `plan`."""
@@ -98,7 +108,7 @@ class Planner:
     ) -> State | None:
         """The best found with generation at most `bound` steps ahead."""
         aheads = sorted({0, bound} | {each.ahead for each in known if each.ahead <= bound})
-        annealing = Annealing(self.choices, aheads, seed=seed, streamed=(True, False))
+        annealing = Annealing(self.choices, aheads, seed=seed, streamed=self._streamed)
         starts = [each for each in known if each.ahead <= bound]
         if bound:
             starts += [replace(each, ahead=bound) for each in starts]
