@@ -8,8 +8,6 @@ import networkx as nx
 
 from streamrl.config import RunConfig
 from streamrl.dataflow import (
-    COST_CRITIC,
-    CRITIC,
     GENERATE,
     GREEDY,
     MOVED,
@@ -32,12 +30,11 @@ from streamrl.placement import (
 from streamrl.placement.config import MIXED
 from streamrl.placement.estimates import CallMemory, Costs
 from streamrl.placement.pools import hosts_actor
+from streamrl.planning import CRITICS, JUDGES
 from streamrl.preflight import counts
 from streamrl.resharding import Grid
 
-CRITICS = (CRITIC, COST_CRITIC)
 SHADOWS = ("value", "cost_value")
-JUDGES = ("reward", "cost")
 NOT_POOLS = "no pools of roles have these devices"
 
 

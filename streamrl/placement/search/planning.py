@@ -5,7 +5,6 @@ import math
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 
-from streamrl.dataflow import POLICY
 from streamrl.placement.estimates import Costs, Problem
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Mode, Placement
@@ -175,13 +174,7 @@ class Planner:
         return [placement for _, placement in best.values()]
 
     def _kind(self, placement: Placement) -> str:
-        stages = self.choices.stages
-        generate, train = stages[self.choices.generator][0], stages[POLICY][0]
-        if not placement.overlaps(generate, train):
-            mode = Mode.ASYNCHRONOUS if placement.max_staleness else Mode.DISAGGREGATED
-        else:
-            meshes = {each.mesh for each in placement.calls.values()}
-            mode = Mode.COLOCATED if len(meshes) == 1 else Mode.SPLIT
+        mode = placement.mode(self._problem.dataflow)
         steps = f", {placement.max_staleness} ahead" if placement.max_staleness else ""
         whole = not placement.streamed and mode is not Mode.COLOCATED
         return f"{mode.value}{steps}{BY_WHOLE_STEPS if whole else ''}"
