@@ -55,7 +55,8 @@ class Machine:
         if not self.cores or None in means.values():
             return self
         whole, stages, queue = (float(value or 0.0) for value in means.values())
-        return replace(self, taken=max(0.0, whole - stages - queue), queue=queue)
+        taken = max(0.0, whole - stages - queue)
+        return replace(self, taken=taken, queue=queue)
 
     @classmethod
     def of(cls, event: Mapping[str, Any]) -> "Machine":
@@ -182,10 +183,9 @@ class Measured:
         }
 
     @property
-    def books_s(self) -> float:
-        """Work of the queue and the books for each group that was trained."""
-        groups = statistics.fmean(len(step.groups) for step in self.steps)
-        return self.machine.queue * self.mean_step_s / groups
+    def group_s(self) -> float:
+        """Mean time of a step for each of its groups."""
+        return self.mean_step_s / statistics.fmean(len(step.groups) for step in self.steps)
 
     def _weighted(self, name: str, weight: Callable[[Sequence[TrainedGroup]], float]) -> float:
         weights = [weight(step.groups) for step in self.steps]
