@@ -79,6 +79,18 @@ def test_the_queue_computes_beside_the_stages(tmp_path: Path) -> None:
     assert timings.train["policy"].token_s == pytest.approx(true.token_s, rel=0.1)
 
 
+def test_a_run_that_chose_how_to_be_placed_says_what_it_chose(tmp_path: Path) -> None:
+    config = recipe(tmp_path, "placement.mode=auto", "placement.cpus=1")
+    simulated = play(replace(config, placement=replace(config.placement, mode="colocated")))
+    run = write_run(tmp_path / "run", config, simulated)
+    assert read_run(run).config.placement.mode == "auto"
+    events = run / "events.jsonl"
+    events.write_text(events.read_text().replace('"cores"', '"placement": "colocated", "cores"'))
+    measured = read_run(run)
+    assert measured.config.placement.mode == "colocated"
+    assert Planned.of(measured, measured.config).placement.overlaps("generate", "train")
+
+
 def test_others_leave_a_run_a_part_of_a_core(tmp_path: Path) -> None:
     config = recipe(tmp_path)
     used = {"cpu/machine": 2.5, "cpu/stages": 0.1, "cpu/queue": 0.1}
