@@ -45,6 +45,8 @@ PULL_ATTEMPTS = 5
 """So many times in a row a follower tries to take up a version before it is replaced."""
 RETRY_S = 0.25
 """Half of the time before the second try, which is doubled for each one after it, s."""
+SOON_S = 0.01
+"""Time to the first look for a version that is on its way, likewise, s; never more than RETRY_S."""
 
 
 @dataclass(frozen=True)
@@ -193,7 +195,7 @@ async def follow_weights(
     One that cannot be verified is not taken: the old one is served on, the fault is reported with
     the next question, and after PULL_ATTEMPTS in a row the last WeightsError is raised.
     """
-    news, failures = ReaderState(held.version), 0
+    news, failures, superseded = ReaderState(held.version), 0, 0
     while True:
         manifest = await channel.newest(news, wait_s=WAIT_S)
         news = ReaderState(held.version)
@@ -201,9 +203,10 @@ async def follow_weights(
             continue
         try:
             pull = await take_up(stage, follower, channel, held, manifest)
-            news, failures = ReaderState(held.version, pull), 0
+            news, failures, superseded = ReaderState(held.version, pull), 0, 0
         except SupersededError:
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(min(RETRY_S, SOON_S * 2**superseded))
+            superseded += 1
         except WeightsError as error:
             failures += 1
             if failures == PULL_ATTEMPTS:

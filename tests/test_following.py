@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from streamrl.errors import ProbeError, WeightsError
+from streamrl.errors import ProbeError, SupersededError, WeightsError
 from streamrl.faces import Fetched, Stage
 from streamrl.lease import Arbiter, FreeLease, SharedLease
 from streamrl.messages import Array
@@ -63,6 +63,20 @@ class Channel:
         return Fetched({}, num_bytes=1000)
 
 
+class Resident(Channel):
+    """A channel whose source overwrites a version as it makes the next: that one is gone."""
+
+    def __init__(self, registry: WeightRegistry) -> None:
+        super().__init__(registry)
+        self.overwritten = -1
+
+    async def fetch(self, manifest: WeightManifest) -> Fetched:
+        if manifest.version <= self.overwritten:
+            self.tries.append((asyncio.get_running_loop().time(), manifest.version))
+            raise SupersededError(f"version {manifest.version} is gone")
+        return await super().fetch(manifest)
+
+
 def stage() -> Stage:
     # Nothing is taken from a queue here.
     return Stage("generate", None, FreeLease(), SpanRecorder("generator-0"))  # type: ignore[arg-type]
@@ -95,6 +109,29 @@ def test_a_version_that_cannot_be_verified_is_not_taken_and_tried_again() -> Non
         pauses = [round(b - a, 3) for a, b in itertools.pairwise(times)]
         assert pauses == sorted(pauses) and pauses[0] > 0, "it waits longer each time"
         assert registry.drain().num_faults == 3
+
+    run_virtual(scenario())
+
+
+@pytest.mark.parametrize(("later_s", "most_tries"), [(0.03, 3), (60.0, 250)])
+def test_who_comes_too_late_for_a_version_is_there_when_the_next_one_is(
+    later_s: float, most_tries: int
+) -> None:
+    async def scenario() -> None:
+        registry, clock = WeightRegistry(keep_versions=2), asyncio.get_running_loop()
+        engine, held, channel = Engine(), HeldVersion("generator-0"), Resident(registry)
+        channel.overwritten = 0
+        following = asyncio.create_task(follow_weights(stage(), engine, channel, held))
+        registry.offer(manifest(0))
+        await asyncio.sleep(later_s)
+        offered_at = clock.time()
+        registry.offer(manifest(1))
+        await held.at_least(1)
+        following.cancel()
+        assert engine.served == [1]
+        # A load takes 0.5 s; half a minute later it is looked for less often.
+        assert clock.time() - offered_at <= 0.5 + max(0.02, min(later_s, 0.25))
+        assert 1 < len(channel.tries) - 1 <= most_tries
 
     run_virtual(scenario())
 

@@ -6,6 +6,7 @@ queue and the books compute beside them is in no span: `Timings.books_s` is what
 """
 
 import statistics
+from bisect import bisect_right
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -155,10 +156,13 @@ class _Fitting:
     def _begins(self) -> list[float]:
         """From a prompt that may be sampled to when it is, where neither room nor version lack."""
         pulls = sorted(self._spans(GENERATE.role, "pull"), key=lambda span: span.end_s)
+        given_back = self._given_back()
         found, free = [], []
         for one in self._run.sampled:
             if one.stage == GENERATE.stage:
-                found.append(max(0.0, one.start_s - one.admitted_s))
+                before = bisect_right(given_back, one.start_s)
+                since = max(one.admitted_s, given_back[before - 1] if before else 0.0)
+                found.append(max(0.0, one.start_s - since))
                 version = one.admitted_version
                 held = (s for s in pulls if s.process == one.process and _version(s) >= version)
                 if next((s.end_s for s in held), 0.0) <= one.admitted_s:
@@ -166,6 +170,14 @@ class _Fitting:
         if len(free) >= EASY * len(found):
             return self._least(free)
         return sorted(found)[: max(1, round(EASY * len(found)))] if found else []
+
+    def _given_back(self) -> list[float]:
+        """When a trained model last computed, so that others could have the devices they share."""
+        if not self._config.placement.shared:
+            return []
+        trained = self._config.dataflow.trained
+        spans = [s for role in trained for s in self._spans(role, "train", "update", *PLANNING)]
+        return sorted(span.end_s for span in spans)
 
     def _least(self, seconds: Sequence[float]) -> list[float]:
         """Those that nothing stood in the way of: where devices are shared, only a part did not."""
