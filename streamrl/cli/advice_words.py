@@ -5,8 +5,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from streamrl.calibration.advice import Advice, Option
-from streamrl.calibration.measured import Measured
+from streamrl.calibration.measured import Machine, Measured
 
+NEXT_TO_NOTHING = 0.25
+"""Cores: what a driver and the processes of Ray take."""
 ALWAYS = 0.9
 """A stage that is busy for more of the time has next to none to spare."""
 
@@ -49,9 +51,19 @@ def describe(measured: Measured, advice: Advice) -> list[str]:
         f"{'instead':<50}{'step':>8}{'change':>8}{'staleness':>11}",
         *_options(advice.options, advice.least_change),
     ]
-    if measured.machine.cores:
-        lines.append(f"all of it on the {measured.machine.cores:g} cores that the run was made on")
+    machine = measured.machine
+    if machine.cores:
+        lines.append(
+            f"all of it on the {machine.cores} cores that the run was made on{_left(machine)}"
+        )
     return lines
+
+
+def _left(machine: Machine) -> str:
+    """What others left of them, if that is less than all."""
+    if machine.taken < NEXT_TO_NOTHING:
+        return ""
+    return f", with the {machine.left:.2g} that other programs left of them"
 
 
 def _bound(advice: Advice) -> str:
