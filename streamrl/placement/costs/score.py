@@ -19,7 +19,10 @@ def score_timing(work: Work, loading_s: float = 0.0) -> ScoreTiming:
     constants, workload = work.constants, work.workload
     batch = groups_in_batch(workload, constants)
     batches = max(1, math.ceil(workload.groups_per_step / batch / work.replicas))
-    parts = work.filling(batches, workload.rollouts / work.replicas)
+    # Rollouts of a group too large for a batch are computed in parts.
+    tokens = batch * workload.group_size * workload.rollout_tokens
+    parts = batches * max(1, math.ceil(tokens / constants.score_tokens))
+    parts = work.filling(parts, workload.rollouts / work.replicas)
     longer = work.with_bubble(parts)
     begin_s = work.sums * work.sum_s + work.experts_s + work.groups.pipeline.send_s
     compute = work.compute_s(work.forward_token_flops, constants.forward_flops_fraction)
