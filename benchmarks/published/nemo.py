@@ -3,8 +3,8 @@
 Sequences of a step, longest and mean lengths and grids are those of its tables and recipes of v0.6:
 Megatron's ranks of a stage share out the experts, and context parallelism stands as tensor
 parallelism of as many ranks. A micro-batch is one packed sequence of the longest length. The pass
-for the policy's log-probabilities stands as a reward model, beside the reference. Who shares devices
-has all but what computes on the host.
+for the policy's log-probabilities stands as a reward model, beside the reference. Of those who share
+devices, all but the one that computes is on the host.
 """
 
 from collections.abc import Iterator
@@ -41,11 +41,11 @@ CONSTANTS = Constants(
 )
 """Of vLLM and Megatron of today, calibrated on the synchronous steps."""
 TENSOR_S = 1e-3
-"""Of a version on its way to who shares devices, for each matrix of each expert: 17.2 s at 30B, 40.2 s
-at 235B (NVIDIA-NeMo/RL pull request 3294)."""
+"""Of a version on its way to who shares devices, for each matrix of each expert: 17.2 s at 30B and
+40.2 s at 235B (NVIDIA-NeMo/RL pull request 3294)."""
 SENT_BYTE_S = 11e-12
-"""On its way elsewhere, all of the model to all devices: 5.5 s at 235B, 14 s of DeepSeek-V3 (NVIDIA-
-NeMo/RL pull request 1379)."""
+"""On its way elsewhere, all of the model to all devices: 5.5 s at 235B and 14 s of DeepSeek-V3
+(NVIDIA-NeMo/RL pull request 1379)."""
 EXPERT_TENSORS = 3
 PROMPT_TOKENS = 150
 

@@ -1,25 +1,28 @@
 """verl's steps, synchronous and fully asynchronous: GRPO and DAPO on H20.
 
 Batches, longest lengths and grids are those of its scripts (those of the runs with 20k and 8k are
-taken to be alike). Sequence parallelism stands as tensor
-parallelism of as many ranks. The pass for old log-probabilities of a synchronous step stands as a
-reference, and as a reward model where there is a reference besides. How long responses are on
-average is not given: one figure for each series of runs, fitted on its synchronous ones.
+taken to be alike). Sequence and context parallelism stand as tensor parallelism of as many ranks.
+The pass for the policy's own log-probabilities computes entropy, too, and stands as a reward model.
+A reference takes as long as is left of the one synchronous step that has one, 14 s of 498 on 128
+devices: it computes as fast as training does. How long responses are on average is not given: one
+figure for each series of runs, fitted on its synchronous ones.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from benchmarks.published.points import VERL, VerlRun
 from benchmarks.published.rows import Row
 from streamrl.dataflow import dataflow_for
 from streamrl.placement.clusters import DEVICES, Cluster, NodeGroup
 from streamrl.placement.costs import Constants, CostModel
+from streamrl.placement.costs.rough import RoughTraffic
 from streamrl.placement.estimates import Problem
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Assignment, Placement
 from streamrl.placement.schedule import Estimator
 from streamrl.placement.shapes import SHAPES
+from streamrl.placement.timings import Timings
 from streamrl.placement.workload import LognormalLengths, Workload
 from streamrl.resharding import Grid
 
@@ -51,39 +54,52 @@ TENSOR = 4
 class Series:
     """Runs that have all but devices in common.
 
-    forwards: passes for log-probabilities of a synchronous step, and of an asynchronous one.
+    own: whether a synchronous step, and an asynchronous one, has a pass for the policy's own
+    log-probabilities. reference: whether steps have one. expert: ranks that share out experts, by
+    Megatron; with 1 weights are sharded by FSDP2.
     """
 
     median: float
     longest: int
     mini_batches: int
-    forwards: tuple[int, int] = (1, 0)
+    own: tuple[bool, bool] = (True, False)
+    reference: bool = False
+    expert: int = 1
 
 
 SIGMA = 0.7
 """Of the logarithm of lengths: not given."""
 SERIES = {
     "7b-28k": Series(570, 28 * 1024, 16),
-    "7b-20k": Series(490, 20 * 1024, 16, (1, 1)),
-    "7b-8k": Series(435, 8 * 1024, 16, (1, 1)),
-    "30b-8k": Series(1360, 8 * 1024, 4, (2, 1)),
+    "7b-20k": Series(490, 20 * 1024, 16, (True, True)),
+    "7b-8k": Series(435, 8 * 1024, 16, (True, True)),
+    "30b-8k": Series(1600, 8 * 1024, 4, reference=True, expert=8),
 }
-COLUMNS = (
-    ("generator_logprobs", "scores"),
-    ("generator_logprobs", "scores", "ref_logprobs"),
-    ("generator_logprobs", "scores", "ref_logprobs"),
-)
+COLUMNS = ("generator_logprobs", "scores")
+
+
+class Costs(CostModel):
+    """A reference computes no entropy, so that it is as fast as training."""
+
+    def timings(self, placement: Placement) -> Timings:
+        """As of CostModel, but for the reference."""
+        found = super().timings(placement)
+        if "reference" not in found.score:
+            return found
+        constants, timing = self.constants, found.score["reference"]
+        faster = constants.forward_flops_fraction / constants.train_flops_fraction
+        reference = replace(timing, token_s=timing.token_s * faster)
+        return replace(found, score={**found.score, "reference": reference})
 
 
 def problem(run: VerlRun) -> Problem:
     """One model for all calls."""
     series, shape = SERIES[run.name], SHAPES[run.model]
-    forwards = series.forwards[bool(run.generate)]
     models = {"policy": shape}
-    if forwards > 0:
-        models["reference"] = shape
-    if forwards > 1:
+    if series.own[bool(run.generate)]:
         models["reward"] = shape
+    if series.reference:
+        models["reference"] = shape
     workload = Workload(
         512,
         16,
@@ -93,16 +109,19 @@ def problem(run: VerlRun) -> Problem:
         micro_batch_tokens=2 * (series.longest + 2048),
         whole_steps=not run.generate,
     )
+    columns = (*COLUMNS, "ref_logprobs") if series.reference else COLUMNS
     devices = run.train + run.generate
     cluster = Cluster((NodeGroup(DEVICES["H20"], 8, devices // 8),))
-    return Problem(dataflow_for(COLUMNS[forwards]), models, workload, cluster)
+    return Problem(dataflow_for(columns), models, workload, cluster)
 
 
 def placement(run: VerlRun, asked: Problem) -> Placement:
     """All on all devices on policy; or generators apart, a step ahead."""
     train = Mesh(0, run.train)
     generate = Mesh(run.train, run.generate) if run.generate else train
-    trained = Assignment(train, Grid(1, TENSOR, train.size // TENSOR), 3)
+    expert = SERIES[run.name].expert
+    zero_stage = 1 if expert > 1 else 3
+    trained = Assignment(train, Grid(1, TENSOR, train.size // TENSOR), zero_stage, expert)
     calls = dict.fromkeys(asked.stages, trained)
     calls["generate"] = Assignment(generate, Grid(1, TENSOR, generate.size // TENSOR))
     return Placement(calls, int(run.generate > 0), streamed=run.generate > 0)
@@ -111,7 +130,8 @@ def placement(run: VerlRun, asked: Problem) -> Placement:
 def step_s(run: VerlRun, constants: Constants = CONSTANTS) -> float:
     """Predicted."""
     asked = problem(run)
-    return Estimator(asked, CostModel(asked, constants).rough).step_s(placement(run, asked))
+    costs = Costs(asked, constants, traffic=RoughTraffic)
+    return Estimator(asked, costs).step_s(placement(run, asked))
 
 
 def rows() -> Iterator[Row]:
