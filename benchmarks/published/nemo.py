@@ -2,9 +2,9 @@
 
 Sequences of a step, longest and mean lengths and grids are those of its tables and recipes of v0.6:
 Megatron's ranks of a stage share out the experts, and context parallelism stands as tensor
-parallelism of as many ranks. A micro-batch is one packed sequence of the longest length. The pass
-for the policy's log-probabilities stands as a reward model, beside the reference. Of those who share
-devices, all but the one that computes is on the host.
+parallelism of as many ranks. A micro-batch is one packed sequence of the longest length. The policy
+scoring its own rollouts stands as a reward model, beside the reference. Of those who share devices,
+all but the one that computes is on the host.
 """
 
 from collections.abc import Iterator

@@ -45,6 +45,8 @@ class Completions:
         self.prompt_tokens = max(1, round(workload.prompt_tokens))
         self.group_size = workload.group_size
         self._lengths = workload.lengths
+        self._filtered = workload.filtered
+        self._attempts: dict[str, int] = {}
         self._seed = seed
         self._blocks: dict[int, list[list[int]]] = {}
         self._by_uid: dict[str, list[int]] = {}
@@ -55,6 +57,18 @@ class Completions:
         if found is None:
             found = self._by_uid[uid] = self._row(uid)[:-1]
         return found
+
+    def is_filtered(self, uid: str) -> bool:
+        """Whether the group is taken out once it is scored; `of` then has what takes its place."""
+        if not self._filtered:
+            return False
+        attempt = self._attempts.get(uid, 0)
+        rng = np.random.default_rng((self._seed, parse_uid(uid)[1], attempt, 1))
+        if rng.random() >= self._filtered:
+            return False
+        self._attempts[uid] = attempt + 1
+        self._by_uid[uid] = self._lengths.sample(self.group_size, rng).tolist()
+        return True
 
     def greedy(self, uid: str) -> int:
         """Tokens of its greedy completion."""

@@ -44,7 +44,7 @@ def running_rollouts(work: Work, kv_tokens: float) -> float:
     Those that begin together are at their longest together, too.
     """
     workload = work.workload
-    here = workload.rollouts / work.replicas
+    here = workload.sampled.rollouts / work.replicas
     slots = kv_tokens / workload.rollout_tokens
     return max(1.0, min(here, work.constants.max_running, slots))
 

@@ -70,7 +70,8 @@ class CostModel:
         for stage, call in self._calls.items():
             if call.kind is Kind.SCORE:
                 found = placement.calls.get(stage)
-                score[stage] = self._score(stage, found, rests=self._rests(stage, placement))
+                timing = self._score(stage, found, rests=self._rests(stage, placement))
+                score[stage] = self._for_all(call, timing)
             elif call.kind is Kind.TRAIN:
                 train[call.role] = self._train(
                     stage, placement.calls[stage], rests=self._rests(stage, placement)
@@ -138,7 +139,7 @@ class CostModel:
             return math.inf
         if call.kind is Kind.GENERATE:
             if stage not in self._generations:
-                self._generations[stage] = Generation(work.workload)
+                self._generations[stage] = Generation(work.workload.sampled)
             timing = generator_timing(work, left)
             return self._generations[stage].completion(timing, (1.0,))[-1]
         if call.kind is Kind.SCORE:
@@ -216,6 +217,18 @@ class CostModel:
             work = self._work(stage, assignment)
             self._trained[key] = train_timing(work, moving_s(work) if rests else 0.0)
         return self._trained[key]
+
+    def _for_all(self, call: Call, timing: ScoreTiming) -> ScoreTiming:
+        """Rewards are of all groups that are sampled, of which only some are trained."""
+        times = 1 / (1 - self.problem.workload.filtered)
+        if times == 1 or "scores" not in call.produces:
+            return timing
+        return replace(
+            timing,
+            batch_s=timing.batch_s * times,
+            rollout_s=timing.rollout_s * times,
+            token_s=timing.token_s * times,
+        )
 
     def _rests(self, stage: str, placement: Placement) -> bool:
         """Whether a call's devices are another role's in turn, and it leaves some of it away."""
