@@ -36,13 +36,13 @@ CONSTANTS = Constants(
     decode_rollout_s=30e-6,
     link_hop_s=5e-6,
     max_running=1024,
-    gradient_bytes=0,
-    optimizer_bytes=0,
+    offloads_optimizer=True,
+    offloads_weights=True,
     update_s=3.3,
     train_step_s=25.0,
 )
-"""Of vLLM and FSDP2 or Megatron in 2025, calibrated on the parts of synchronous steps; the state of
-the optimizer is on the host. An update takes seconds however many devices there are."""
+"""Of vLLM and FSDP2 or Megatron in 2025, calibrated on the parts of synchronous steps; what rests
+is on the host. An update takes seconds however many devices there are."""
 UNFITTED = ("7b-28k", 32)
 """A synchronous run that takes more than twice as long as one on twice as many devices: the same
 work does not, so nothing is calibrated on it."""
