@@ -1,7 +1,8 @@
 """verl's steps, synchronous and fully asynchronous: GRPO and DAPO on H20.
 
-Batches, longest lengths and grids are those of its scripts (those of the runs with 20k and 8k are
-taken to be alike). Sequence and context parallelism stand as tensor parallelism of as many ranks.
+Batches, longest lengths and grids are those of its scripts; those with 20k and 8k are one step off,
+which waits for all of the step before. Sequence, context and pipeline parallelism stand as tensor
+parallelism of as many ranks.
 The pass for the policy's own log-probabilities computes entropy, too, and stands as a reward model.
 A reference takes as long as is left of the one synchronous step that has one, 14 s of 498 on 128
 devices: it computes as fast as training does. How long responses are on average is not given: one
@@ -10,6 +11,7 @@ figure for each series of runs, fitted on its synchronous ones.
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 from benchmarks.published.points import VERL, VerlRun
 from benchmarks.published.rows import Row
@@ -47,7 +49,7 @@ UNFITTED = ("7b-28k", 32)
 """A synchronous run that takes more than twice as long as one on twice as many devices: the same
 work does not, so nothing is calibrated on it."""
 TENSOR = 4
-"""Of generators, and ranks that share a sequence in training."""
+"""Ranks that share a sequence in training."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class Series:
 
     own: whether a synchronous step, and an asynchronous one, has a pass for the policy's own
     log-probabilities. reference: whether steps have one. expert: ranks that share out experts, by
-    Megatron; with 1 weights are sharded by FSDP2.
+    Megatron; with 1 weights are sharded by FSDP2. group: responses of a prompt. generate: ranks of
+    a generator. streamed: whether an asynchronous step trains what it has, or waits for all of it.
     """
 
     median: float
@@ -65,14 +68,18 @@ class Series:
     own: tuple[bool, bool] = (True, False)
     reference: bool = False
     expert: int = 1
+    group: int = 16
+    generate: int = 4
+    streamed: bool = True
 
 
 SIGMA = 0.7
 """Of the logarithm of lengths: not given."""
+ONE_STEP_OFF: dict[str, Any] = {"group": 12, "generate": 2, "streamed": False}
 SERIES = {
     "7b-28k": Series(570, 28 * 1024, 16),
-    "7b-20k": Series(490, 20 * 1024, 16, (True, True)),
-    "7b-8k": Series(435, 8 * 1024, 16, (True, True)),
+    "7b-20k": Series(620, 20 * 1024, 16, (True, True), **ONE_STEP_OFF),
+    "7b-8k": Series(620, 8 * 1024, 16, (True, True), **ONE_STEP_OFF),
     "30b-8k": Series(1600, 8 * 1024, 4, reference=True, expert=8),
 }
 COLUMNS = ("generator_logprobs", "scores")
@@ -102,12 +109,12 @@ def problem(run: VerlRun) -> Problem:
         models["reference"] = shape
     workload = Workload(
         512,
-        16,
+        series.group,
         200,
         LognormalLengths(series.median, SIGMA, series.longest),
         mini_batches=series.mini_batches,
         micro_batch_tokens=2 * (series.longest + 2048),
-        whole_steps=not run.generate,
+        whole_steps=not (run.generate and series.streamed),
     )
     columns = (*COLUMNS, "ref_logprobs") if series.reference else COLUMNS
     devices = run.train + run.generate
@@ -119,12 +126,15 @@ def placement(run: VerlRun, asked: Problem) -> Placement:
     """All on all devices on policy; or generators apart, a step ahead."""
     train = Mesh(0, run.train)
     generate = Mesh(run.train, run.generate) if run.generate else train
-    expert = SERIES[run.name].expert
-    zero_stage = 1 if expert > 1 else 3
-    trained = Assignment(train, Grid(1, TENSOR, train.size // TENSOR), zero_stage, expert)
+    series = SERIES[run.name]
+    zero_stage = 1 if series.expert > 1 else 3
+    trained = Assignment(train, Grid(1, TENSOR, train.size // TENSOR), zero_stage, series.expert)
     calls = dict.fromkeys(asked.stages, trained)
-    calls["generate"] = Assignment(generate, Grid(1, TENSOR, generate.size // TENSOR))
-    return Placement(calls, int(run.generate > 0), streamed=run.generate > 0)
+    calls["generate"] = Assignment(
+        generate, Grid(1, series.generate, generate.size // series.generate)
+    )
+    streamed = series.streamed and run.generate > 0
+    return Placement(calls, int(run.generate > 0), streamed=streamed)
 
 
 def step_s(run: VerlRun, constants: Constants = CONSTANTS) -> float:
