@@ -64,7 +64,8 @@ class TrainTiming:
     """Of a trained model: `shares` micro-batches at the same time, one for each replica.
 
     micro_batch_s, token_s: a forward and backward pass of one, and of each token in it. update_s:
-    reduction of gradients and the optimizer. step_s: once for each step, as to plan it.
+    reduction of gradients and the optimizer. step_s: once for each step, as to plan it. round_s:
+    before each round of micro-batches and each update, to ask for it: nothing is computed.
     """
 
     shares: int
@@ -72,6 +73,7 @@ class TrainTiming:
     token_s: float
     update_s: float
     step_s: float = 0.0
+    round_s: float = 0.0
 
     def passes_s(self, micro_batches: float, tokens: float) -> float:
         """Forward and backward of so many micro-batches, with so many tokens, over all shares."""
@@ -99,7 +101,8 @@ class Timings:
     Stages of one role share its replicas. hop_s: from one stage's commit to where the next begins.
     step_s: between a step's last update and the next one's beginning, for the books. cores: of a
     machine that all of them share, where they compute on its cores and slow one another down, less
-    what others take of them; 0 where they do not.
+    what others take of them; 0 where they do not. books_s: work of the queue and the books on these
+    cores, for each group.
     """
 
     generator: GeneratorTiming
@@ -109,3 +112,4 @@ class Timings:
     hop_s: float = 0.0
     step_s: float = 0.0
     cores: float = 0
+    books_s: float = 0.0

@@ -174,15 +174,9 @@ class GeneratorReplica:
 
     def _finish(self, done: Sequence[Sampling[Work]]) -> None:
         finished: dict[str, list[Group]] = {}
-        again: list[Work] = []
         for sampling in done:
             work = sampling.key
             self._recorder.end(work.lane)
-            if work.stage != GREEDY.stage and self._site.completions.is_filtered(work.group.uid):
-                # Its rewards take no time before another is sampled in its place.
-                self._holding.end()
-                again.append(work)
-                continue
             self._tell(work, sampling.versions)
             self._room[work.stage] += 1
             self._holding.end()
@@ -190,9 +184,6 @@ class GeneratorReplica:
         for stage, groups in finished.items():
             self._site.queue.commit(stage, groups)
             self._site.queue.wait(stage, self)
-        if again:
-            self._begun += again
-            self._holding.begin(len(again))
 
     def _tell(self, work: Work, versions: Mapping[int, int]) -> None:
         """What is known of a group from now on."""
@@ -203,6 +194,7 @@ class GeneratorReplica:
         else:
             lengths = completions.of(group.uid)
             whole = tuple([prompt_tokens + tokens for tokens in lengths])
+            group.is_filtered = completions.is_filtered(group.uid)
             group.info = GroupInfo(whole, sum(lengths), tuple(sorted(versions.items())))
 
 

@@ -46,7 +46,6 @@ class Completions:
         self.group_size = workload.group_size
         self._lengths = workload.lengths
         self._filtered = workload.filtered
-        self._attempts: dict[str, int] = {}
         self._seed = seed
         self._blocks: dict[int, list[list[int]]] = {}
         self._by_uid: dict[str, list[int]] = {}
@@ -59,16 +58,11 @@ class Completions:
         return found
 
     def is_filtered(self, uid: str) -> bool:
-        """Whether the group is taken out once it is scored; `of` then has what takes its place."""
+        """Whether its group is taken out once it is scored."""
         if not self._filtered:
             return False
-        attempt = self._attempts.get(uid, 0)
-        rng = np.random.default_rng((self._seed, parse_uid(uid)[1], attempt, 1))
-        if rng.random() >= self._filtered:
-            return False
-        self._attempts[uid] = attempt + 1
-        self._by_uid[uid] = self._lengths.sample(self.group_size, rng).tolist()
-        return True
+        rng = np.random.default_rng((self._seed, parse_uid(uid)[1], 1))
+        return bool(rng.random() < self._filtered)
 
     def greedy(self, uid: str) -> int:
         """Tokens of its greedy completion."""

@@ -14,7 +14,8 @@ from typing import Protocol
 from streamrl.buffer import ShardStats
 from streamrl.buffer.depth import DepthMeter
 from streamrl.dataflow import Dataflow, Kind
-from streamrl.messages import Experience, GroupInfo, Lease, Prompt
+from streamrl.messages import Ended, Experience, GroupInfo, Lease, Prompt
+from streamrl.simulator.machine import Machine
 
 
 @dataclass(eq=False, slots=True)
@@ -22,6 +23,7 @@ class Group:
     """One group: which stages have committed, who has taken it, and what is known of it.
 
     `order` is its number, `extra_tokens` are those of its greedy completion, its prompt included.
+    Once it is scored it ends if `is_filtered`.
     """
 
     uid: str
@@ -33,6 +35,12 @@ class Group:
     info: GroupInfo | None = None
     extra_tokens: int = 0
     ready_version: int | None = None
+    is_filtered: bool = False
+    ended: Ended | None = None
+
+    def has_done(self, stage: str) -> bool:
+        """Whether a stage has nothing left to do with it."""
+        return stage in self.done or self.ended is not None
 
 
 class Taker(Protocol):
@@ -65,6 +73,11 @@ class Line:
         """A group is ready."""
         heapq.heappush(self.ready, (group.order, group))
 
+    def remove(self, groups: Sequence[Group]) -> None:
+        """Groups have ended: nobody is given them any more."""
+        self.ready = [entry for entry in self.ready if entry[1] not in groups]
+        heapq.heapify(self.ready)
+
     def ask(self, taker: Taker) -> None:
         """A replica has room: it asks, unless it has done so already."""
         if taker not in self.requests and (room := taker.room(self.stage)):
@@ -96,14 +109,24 @@ class Line:
 class StreamQueue:
     """What `Control` and `train_step` ask of an ExperienceQueue, and what replicas do.
 
-    hop_s: from a commit until the group is ready for others. Unless it is `streamed`, a stage that
-    scores gets the groups of a step together, once all of them are ready for it.
+    hop_s: from a commit until the group is ready for others, and from a trainer's question to the
+    groups that are ready. books_s: work on the machine for each group, by all its commits together.
+    Unless it is `streamed`, a stage that scores gets the groups of a step together, once all of
+    them are ready for it.
     """
 
     def __init__(
-        self, dataflow: Dataflow, *, hop_s: float, streamed: bool, groups_per_step: int
+        self,
+        dataflow: Dataflow,
+        machine: Machine,
+        *,
+        hop_s: float,
+        books_s: float,
+        streamed: bool,
+        groups_per_step: int,
     ) -> None:
         self._loop = asyncio.get_running_loop()
+        self._machine = machine
         self._hop_s = hop_s
         self._groups_per_step = groups_per_step
         makers = {name: call.stage for call in dataflow.calls for name in call.produces}
@@ -112,6 +135,9 @@ class StreamQueue:
             for call in dataflow.takers
         }
         self._whole = {call.stage for call in dataflow.of_kind(Kind.SCORE) if not streamed}
+        self._judge = makers.get("scores", "")
+        commits = len(dataflow.calls) - len(dataflow.trained)
+        self._commit_s = books_s / max(1, commits)
         self._last = next(call.stage for call in dataflow.takers if call.kind is Kind.TRAIN)
         self.groups: dict[str, Group] = {}
         self.version = 0
@@ -140,8 +166,12 @@ class StreamQueue:
         batch = list(groups)
         for group in batch:
             del group.takers[stage]
+        machine = self._machine
+        if self._commit_s:
+            machine.occupy(1)
+            machine.call_at(machine.now + len(batch) * self._commit_s, lambda: machine.occupy(-1))
         if self._hop_s:
-            self._loop.call_later(self._hop_s, self._put, stage, batch)
+            machine.call_at(machine.now + self._hop_s, lambda: self._put(stage, batch))
         else:
             self._put(stage, batch)
 
@@ -151,7 +181,7 @@ class StreamQueue:
         for line in self._lines.values():
             line.requests.pop(taker, None)
             for group in self.groups.values():
-                if group.takers.get(line.stage) is taker and line.stage not in group.done:
+                if group.takers.get(line.stage) is taker and not group.has_done(line.stage):
                     del group.takers[line.stage]
                     line.add(group)
                     count += 1
@@ -163,12 +193,26 @@ class StreamQueue:
         groups = [group for group in groups if group.uid in self.groups]
         for group in groups:
             group.done.add(stage)
+        if stage == self._judge:
+            self._end([group for group in groups if group.is_filtered])
+        groups = [group for group in groups if group.ended is None]
         for line in self._lines.values():
             if stage in line.needs:
                 for group in groups:
                     if line.needs <= group.done:
                         self._ready(line, group)
                 self._match(line)
+
+    def _end(self, filtered: Sequence[Group]) -> None:
+        """They go to who makes steps, and nowhere else."""
+        if not filtered:
+            return
+        for group in filtered:
+            group.ended = Ended("filtered", filtered=True)
+        for line in self._lines.values():
+            line.remove(filtered)
+        self._trainable += filtered
+        self._match(self._lines[self._last])
 
     def _ready(self, line: Line, group: Group) -> None:
         if line.stage == self._last:
@@ -222,6 +266,8 @@ class StreamQueue:
         if not self._trainable:
             self._arrived = self._loop.create_future()
             await self._arrived
+        else:
+            await self._machine.until(self._machine.now + self._hop_s)
         taken, self._trainable = self._trainable, []
         self._observe(self._lines[stage], 0)
         return [
@@ -230,6 +276,7 @@ class StreamQueue:
                 admitted_version=group.admitted_version,
                 info=group.info,
                 ready_version=group.ready_version,
+                ended=group.ended,
             )
             for group in taken
         ]
@@ -237,7 +284,9 @@ class StreamQueue:
     def offer_again(self) -> None:
         """Whoever trained is no more: all that is ready is there for the next one."""
         needs = self._lines[self._last].needs
-        self._trainable = [group for group in self.groups.values() if needs <= group.done]
+        self._trainable = [
+            group for group in self.groups.values() if needs <= group.done or group.ended
+        ]
 
     async def leave(self, uids: Sequence[str], version: int) -> None:
         """These groups are trained or ended."""

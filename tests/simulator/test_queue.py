@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from streamrl.dataflow import GENERATE, REWARD, dataflow_for
 from streamrl.messages import ROLLOUT_COLUMNS, GroupInfo
 from streamrl.simulator.clock import run_virtual
+from streamrl.simulator.machine import Machine
 from streamrl.simulator.prompts import Prompts
 from streamrl.simulator.queue import Group, StreamQueue
 
@@ -32,7 +33,10 @@ class Replica:
 
 
 def make(*, streamed: bool = True, hop_s: float = 0.0) -> StreamQueue:
-    return StreamQueue(FLOW, hop_s=hop_s, streamed=streamed, groups_per_step=2)
+    machine = Machine()
+    return StreamQueue(
+        FLOW, machine, hop_s=hop_s, books_s=0.0, streamed=streamed, groups_per_step=2
+    )
 
 
 async def filled(queue: StreamQueue, count: int) -> None:

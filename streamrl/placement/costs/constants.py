@@ -52,6 +52,7 @@ class Constants:
     and for each rollout in it. begin_s: from a prompt in the queue to its place in the engine.
 
     Training. micro_batch_s, update_s, train_step_s: on top of each micro-batch, update and step.
+    round_s: before each micro-batch and each update, to ask for it.
     zero_exposed_fraction: of ZeRO's traffic in a micro-batch, what no computation hides.
     expert_layer_s: the host's work for a layer with experts, of a forward pass over a micro-batch
     or a batch that is scored: it sorts tokens and waits for how many go where. expert_rows: of
@@ -106,6 +107,7 @@ class Constants:
 
     micro_batch_s: float = 20e-3
     update_s: float = 50e-3
+    round_s: float = 0.0
     train_step_s: float = 0.2
     zero_exposed_fraction: float = 0.5
     expert_layer_s: float = 0.0

@@ -47,6 +47,7 @@ def train_timing(work: Work, moving_s: float = 0.0) -> TrainTiming:
         token_s=token_s * longer,
         update_s=constants.update_s + _reduce_s(work) + _optimizer_s(work),
         step_s=constants.train_step_s + moving_s,
+        round_s=constants.round_s,
     )
 
 
