@@ -19,6 +19,7 @@ from streamrl.config import RunConfig, load_config
 from streamrl.dataflow import GENERATE
 from streamrl.errors import ConfigError, JournalError
 from streamrl.placement import EmpiricalLengths
+from streamrl.preflight import placed
 from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE, read_jsonl
 from streamrl.telemetry.spans import Span
 from streamrl.telemetry.trace import TRACE_FILE, read_spans
@@ -55,7 +56,8 @@ class Machine:
         if not self.cores or None in means.values():
             return self
         whole, stages, queue = (float(value or 0.0) for value in means.values())
-        return replace(self, taken=max(0.0, whole - stages - queue), queue=queue)
+        taken = max(0.0, whole - stages - queue)
+        return replace(self, taken=taken, queue=queue)
 
     @classmethod
     def of(cls, event: Mapping[str, Any]) -> "Machine":
@@ -182,10 +184,9 @@ class Measured:
         }
 
     @property
-    def books_s(self) -> float:
-        """Work of the queue and the books for each group that was trained."""
-        groups = statistics.fmean(len(step.groups) for step in self.steps)
-        return self.machine.queue * self.mean_step_s / groups
+    def group_s(self) -> float:
+        """Mean time of a step for each of its groups."""
+        return self.mean_step_s / statistics.fmean(len(step.groups) for step in self.steps)
 
     def _weighted(self, name: str, weight: Callable[[Sequence[TrainedGroup]], float]) -> float:
         weights = [weight(step.groups) for step in self.steps]
@@ -219,8 +220,10 @@ def read_run(run_dir: Path) -> Measured:
         raise ConfigError(
             f"{place}: {TRACE_FILE} has no generate spans with lengths: made by an older streamrl"
         )
-    machine = _machine(run_dir).with_rows([step.row for step in steps])
-    return Measured(run_dir, config, machine, steps, left_out, spans, sampled)
+    noted = _noted(run_dir)
+    machine = _machine(noted).with_rows([step.row for step in steps])
+    there = placed(config, noted.get("placement", config.placement.mode))
+    return Measured(run_dir, there, machine, steps, left_out, spans, sampled)
 
 
 def lengths_of_run(run_dir: Path) -> EmpiricalLengths:
@@ -261,10 +264,15 @@ def _spans(run_dir: Path, place: str) -> list[Span]:
     return sorted(spans, key=lambda span: (span.start_s, span.end_s))
 
 
-def _machine(run_dir: Path) -> Machine:
-    """As the run noted it last; else it is taken for this one, without a GPU."""
+def _noted(run_dir: Path) -> Mapping[str, Any]:
+    """What the run noted last of its machine, and of how it was placed on it."""
     noted = [e for e in _lines(run_dir / EVENTS_FILE) if e.get("event") == "machine"]
-    return Machine.of(noted[-1]) if noted else Machine(len(os.sched_getaffinity(0)))
+    return noted[-1] if noted else {}
+
+
+def _machine(noted: Mapping[str, Any]) -> Machine:
+    """The run's; if it noted none, this one, without a GPU."""
+    return Machine.of(noted) if noted else Machine(len(os.sched_getaffinity(0)))
 
 
 @dataclass(frozen=True)

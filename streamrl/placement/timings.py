@@ -94,6 +94,15 @@ class WeightsTiming:
     pause_s: float = 0.0
 
 
+def speed_on(cores: float, busy: float, *, crowding: float) -> float:
+    """Of each of so many processes that are busy, where one alone has a speed of 1.
+
+    All have the same part of a core. crowding: each slows all others down by this part, also where
+    there are cores enough, as they share caches and memory.
+    """
+    return min(1.0, cores / max(1.0, busy)) / (1.0 + crowding * max(0.0, busy - 1.0))
+
+
 @dataclass(frozen=True)
 class Timings:
     """All stages of a placement: `score` and `weights` by stage, `train` by role.
@@ -102,7 +111,7 @@ class Timings:
     step_s: between a step's last update and the next one's beginning, for the books. cores: of a
     machine that all of them share, where they compute on its cores and slow one another down, less
     what others take of them; 0 where they do not. books_s: work of the queue and the books on these
-    cores, for each group.
+    cores, for each group. crowding: as `speed_on` has it.
     """
 
     generator: GeneratorTiming
@@ -113,3 +122,4 @@ class Timings:
     step_s: float = 0.0
     cores: float = 0
     books_s: float = 0.0
+    crowding: float = 0.0

@@ -50,7 +50,7 @@ class World:
         self.crashes: list[Crash] = []
         dataflow, timings = scenario.dataflow, scenario.timings
         self.processes = process_names(dataflow, scenario.replicas)
-        machine = Machine(timings.cores)
+        machine = Machine(timings.cores, crowding=timings.crowding)
         self.queue = StreamQueue(
             dataflow,
             machine,
