@@ -1,5 +1,6 @@
 """A run's settings as a placement, and a placement as the settings of a run."""
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -35,6 +36,7 @@ from streamrl.preflight import counts
 from streamrl.resharding import Grid
 
 SHADOWS = ("value", "cost_value")
+NO_EXPERTS = "streamrl has no expert parallelism"
 NOT_POOLS = "no pools of roles have these devices"
 
 
@@ -136,6 +138,8 @@ class RunCosts:
 
     def call_s(self, stage: str, assignment: Assignment) -> float:
         """A whole step's work of one call, alone on its devices."""
+        if assignment.expert > 1:
+            return math.inf
         return self._costs.call_s(stage, assignment)
 
     def unfit(self, placement: Placement) -> str:
@@ -143,6 +147,9 @@ class RunCosts:
         return self._costs.unfit(placement) or self._unrun(placement)
 
     def _unrun(self, placement: Placement) -> str:
+        for stage, each in placement.calls.items():
+            if each.expert > 1:
+                return f"{stage} on {each.mesh}: {NO_EXPERTS}"
         generate, train = placement.calls.get(GENERATE.stage), placement.calls.get("train")
         if generate is None or train is None:
             return ""  # a part of a placement, whatever the rest will be
@@ -160,6 +167,8 @@ class RunCosts:
 
 def _check_runs(call: Call, assignment: Assignment, placement: Placement) -> None:
     place, grid = f"placement.{call.stage}: {assignment}", assignment.grid
+    if assignment.expert > 1:
+        raise ConfigError(f"{place}: {NO_EXPERTS}")
     if grid.stages > 1:
         raise ConfigError(f"{place}: streamrl trains and serves without pipeline stages")
     if call.kind is Kind.SCORE and grid.tensor > 1:

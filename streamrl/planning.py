@@ -21,11 +21,13 @@ class Asked:
     """What a config does not say: sizes of models by role, in place of its own, and lengths.
 
     lengths: null takes generator.max_new_tokens for all completions, the most they can have.
+    filtered: of all groups that are sampled, the part that dynamic sampling takes out.
     """
 
     prompt_tokens: float
     models: Mapping[str, str] = field(default_factory=dict)
     lengths: Lengths | None = None
+    filtered: float = 0.0
 
 
 def problem_of(config: RunConfig, cluster: Cluster, asked: Asked) -> Problem:
@@ -40,6 +42,7 @@ def problem_of(config: RunConfig, cluster: Cluster, asked: Asked) -> Problem:
         settings.mini_batches,
         config.pipeline.micro_batch_tokens,
         settings.scope == "step" or settings.num_updates > 1,
+        asked.filtered,
     )
     return Problem(config.dataflow, models_of(config, asked.models), workload, cluster)
 

@@ -1,9 +1,10 @@
 """FlexRLHF's strategies: samples a second, and which is faster.
 
 Prompts and responses of 256 tokens. Batches are not given: 24 rollouts for each device, its largest
-for 7B; 12 at 33B, which its steps of about 400 s come to; half of that at 65B. All on ZeRO stage 3,
-and what is too large to be held whole is sampled from as it is trained: a layer is gathered for
-every token, in decode steps of the whole batch.
+for 7B; 12 at 13B, and at 33B, which its steps of about 400 s come to; half of that at 65B. What can
+be held whole is on ZeRO stage 2, as it scales without a loss over nodes; larger ones are on stage
+3, and are sampled from as they are trained: matrix by matrix is gathered for every token, in decode
+steps of the whole batch. A shadow actor makes as many rollouts as its own devices have room for.
 """
 
 import math
@@ -35,26 +36,32 @@ devices make half the samples, so that the critic cannot take long."""
 PPO = dataflow_for(("generator_logprobs", "scores", "ref_logprobs", "values"))
 CONSTANTS = Constants(
     score_tokens=8192,
-    link_fraction=0.47,
+    network_hop_s=178e-6,
+    link_fraction=0.5,
     network_fraction=0.53,
-    decode_step_s=8e-3,
+    decode_step_s=6.2e-3,
     decode_rollout_s=20e-6,
     optimizer_bytes=0,
     gradient_bytes=0,
     memory_reserve_fraction=0.05,
 )
-"""Of DeepSpeed-Chat; calibrated on two points, 7B and 33B colocated on 8 GPUs: the host's part of a
-decode step, and what ZeRO gets of links. The optimizer's state is on the host: at 65B nothing else
-fits."""
-FITTED = (("llama-7b", 8), ("llama-33b", 8))
-ROLLOUTS_PER_DEVICE = {"llama-33b": 12, "llama-65b": 6}
-"""Of large models; 24 of others."""
+"""Of DeepSpeed-Chat; calibrated on three points, colocated: 7B and 33B on 8 GPUs, and 33B on 128.
+The host's part of a decode step, what ZeRO gets of links, and how long a gather takes to pass from
+node to node. The optimizer's state is on the host: at 65B nothing else fits."""
+FITTED = (("llama-7b", 8), ("llama-33b", 8), ("llama-33b", 128))
+ROLLOUTS_PER_DEVICE = {"llama-13b": 12, "llama-33b": 12, "llama-65b": 6}
+"""24 of 7B, its largest; a model of twice that has room for half as many."""
 MOST_WHOLE_GB = 30.0
 """Larger models are not held whole while they generate: layers are gathered for every token."""
+MATRICES = 7
+"""Of a layer; each is gathered by itself."""
 TENSOR = 8
 SMALL_STAGES = ("value", "train_critic", "reward")
 PART_GB = 8.0
 """Of what only computes forward, on a device, about."""
+SHADOWED = 0.75
+"""Rollouts of a device of the shadow actor, to those of one that does all: a step of 33B on 32 GPUs
+takes about 30 s, and they make 4.76 samples/s."""
 SHADOWS = {32: (16, 16), 128: (24, 40)}
 """Of so many devices, those of the shadow actor, and of all that only compute forward."""
 
@@ -71,7 +78,8 @@ class GatheringCosts(CostModel):
             return found
         grid = Grid(1, 1, trained.mesh.size)
         group = groups_of(self.problem.cluster, trained.mesh, grid, self.constants).data
-        gather_s = shape.params * 2 * group.gather_byte_s + shape.layers * group.gather_s
+        gathers = shape.layers * MATRICES
+        gather_s = shape.params * 2 * group.gather_byte_s + gathers * group.gather_s
         generator = replace(found.generator, step_s=found.generator.step_s + gather_s)
         return replace(found, generator=generator)
 
@@ -91,6 +99,9 @@ def problem(point: Throughput) -> Problem:
     models = {"policy": shape, "reference": shape}
     models |= {"critic": SMALL.critic(), "reward": SMALL.critic()}
     rollouts = ROLLOUTS_PER_DEVICE.get(point.model, 24) * trained
+    if point.strategy == "disaggregated":
+        shadow, _ = SHADOWS[point.gpus]
+        rollouts = int(rollouts * SHADOWED * shadow / trained)
     workload = Workload(rollouts, 1, 256, FixedLength(256), micro_batch_tokens=4096)
     return Problem(PPO, models, workload, cluster)
 
@@ -122,7 +133,7 @@ def placement(point: Throughput) -> Placement:
 def _assigned(stage: str, mesh: Mesh, shape: ModelShape) -> Assignment:
     """What only computes forward is sharded, too: by tensor parallelism, and over two nodes."""
     if stage.startswith("train"):
-        return Assignment(mesh, Grid(1, 1, mesh.size), 3)
+        return Assignment(mesh, Grid(1, 1, mesh.size), 3 if is_large(shape) else 2)
     needed = 1 << max(0, math.ceil(math.log2(shape.params * 2 / 1e9 / PART_GB)))
     tensor = min(math.gcd(shape.heads, TENSOR), needed, mesh.size)
     if stage == "generate" and not is_large(shape):
@@ -131,10 +142,10 @@ def _assigned(stage: str, mesh: Mesh, shape: ModelShape) -> Assignment:
     return Assignment(mesh, Grid(stages, tensor, mesh.size // (tensor * stages)))
 
 
-def samples_per_s(point: Throughput) -> float:
+def samples_per_s(point: Throughput, constants: Constants = CONSTANTS) -> float:
     """Predicted; 0 where it does not fit."""
     asked = problem(point)
-    costs = GatheringCosts(asked, CONSTANTS, traffic=RoughTraffic)
+    costs = GatheringCosts(asked, constants, traffic=RoughTraffic)
     return asked.workload.rollouts / Estimator(asked, costs).step_s(placement(point))
 
 

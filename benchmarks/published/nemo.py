@@ -1,14 +1,14 @@
 """NeMo-RL's steps, synchronous and asynchronous: GRPO on mixtures of experts.
 
-Rollouts of a step, longest and mean lengths and grids are those of its own tables and recipes of
-v0.4. Of what a `Grid` does not have, the nearest it has stands in: expert parallelism is tensor
-parallelism of eight ranks, and the sequences that these train at the same time are one micro-batch.
-Synchronous runs move the trainer's state to the host while they generate: gradients and optimizer
-are left out of memory.
+Sequences of a step, longest and mean lengths and grids are those of its tables and recipes of v0.6:
+Megatron's ranks of a stage share out the experts, and context parallelism stands as tensor
+parallelism of as many ranks. A micro-batch is one packed sequence of the longest length. The policy
+scoring its own rollouts stands as a reward model, beside the reference. Of those who share devices,
+all but the one that computes is on the host.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from benchmarks.published.points import NEMO, NemoRun
@@ -31,46 +31,74 @@ CONSTANTS = Constants(
     decode_step_s=2e-3,
     decode_rollout_s=10e-6,
     link_hop_s=2e-6,
-    micro_batch_s=0.8,
-    score_batch_s=0.4,
-    train_step_s=20.0,
+    network_hop_s=17e-6,
+    expert_layer_s=3.8e-3,
+    train_step_s=17.0,
     max_running=1024,
-    gradient_bytes=0,
-    optimizer_bytes=0,
+    offloads_optimizer=True,
+    offloads_weights=True,
     memory_reserve_fraction=0.05,
 )
-"""Of vLLM and Megatron of today, calibrated on the synchronous steps: mixtures of experts are many
-small products, so micro-batches take as long as it takes to begin them."""
-EXPERT_RANKS = 8
+"""Of vLLM and Megatron of today, calibrated on the synchronous steps."""
+TENSOR_S = 1e-3
+"""Of a version on its way to who shares devices, for each matrix of each expert: 17.2 s at 30B and
+40.2 s at 235B (NVIDIA-NeMo/RL pull request 3294)."""
+SENT_BYTE_S = 11e-12
+"""On its way elsewhere, all of the model to all devices: 5.5 s at 235B and 14 s of DeepSeek-V3
+(NVIDIA-NeMo/RL pull request 1379)."""
+EXPERT_TENSORS = 3
 PROMPT_TOKENS = 150
 
 
 @dataclass(frozen=True)
 class Work:
-    """Of a step, by model: rollouts, of which `group` have one prompt; longest and mean sequence.
-
-    stages: that train. together: sequences that eight ranks train at the same time. generators:
-    ranks that are tensor-parallel, colocated and on devices of their own.
+    """Of a step, by model: sequences; the longest; whether activations are computed again; how many
+    of the longest are scored at once.
     """
 
     rollouts: int
-    group: int
     longest: int
-    mean: float
-    stages: int
-    together: int
-    generators: tuple[int, int]
+    recompute: bool
+    scored: int
 
 
 WORKS = {
-    "deepseek-v3": Work(512, 16, 1536, 745, 16, 8, (32, 32)),
-    "qwen3-235b-a22b": Work(512, 32, 8192, 5671, 8, 2, (16, 8)),
-    "qwen3-30b-a3b": Work(2048, 32, 4096, 3154, 1, 8, (4, 2)),
+    "deepseek-v3": Work(512, 1536, True, 1),
+    "qwen3-235b-a22b": Work(512, 8192, True, 1),
+    "qwen3-30b-a3b": Work(2048, 4096, False, 4),
 }
+
+
+@dataclass(frozen=True)
+class Split:
+    """generate: ranks of a generator. tensor, expert, stages: that train."""
+
+    generate: int
+    tensor: int
+    expert: int
+    stages: int
+
+
+SPLITS = {
+    ("deepseek-v3", "H100"): (Split(32, 1, 16, 16), Split(32, 1, 16, 16)),
+    ("qwen3-235b-a22b", "H100"): (Split(16, 4, 16, 8), Split(8, 4, 16, 8)),
+    ("qwen3-30b-a3b", "H100"): (Split(2, 1, 8, 1), Split(2, 1, 8, 2)),
+    ("deepseek-v3", "GB200"): (Split(32, 1, 16, 8), Split(16, 1, 16, 8)),
+    ("qwen3-235b-a22b", "GB200"): (Split(8, 4, 16, 4), Split(8, 4, 16, 4)),
+    # Sixteen expert ranks, were there as many that train.
+    ("qwen3-30b-a3b", "GB200"): (Split(1, 1, 16, 1), Split(1, 1, 8, 1)),
+}
+"""By model and device: colocated, and a step ahead."""
+EIGHT_AHEAD = Split(2, 1, 8, 1)
+UNFITTED = ("qwen3-235b-a22b", "GB200", 128)
+"""A synchronous run that takes longer than one on half as many devices: the same work does not, so
+nothing is calibrated on it."""
 GENERATORS = {192: 64}
 """How many of so many devices generate, where it is not half of them."""
 SIGMA = 0.6
 """Of the logarithm of lengths: not given."""
+NVLINK_DOMAIN = 64
+"""GB200 of one that a run has, at most."""
 
 
 @cache
@@ -88,48 +116,62 @@ def lengths(longest: int, mean: float) -> LognormalLengths:
 
 def cluster(run: NemoRun) -> Cluster:
     """GB200 within one NVLink domain are one node."""
-    device = DEVICES[run.device]
-    if run.device == "GB200":
-        return Cluster((NodeGroup(device, run.gpus),))
-    return Cluster((NodeGroup(device, 8, run.gpus // 8),))
+    per_node = min(run.gpus, NVLINK_DOMAIN) if run.device == "GB200" else 8
+    return Cluster((NodeGroup(DEVICES[run.device], per_node, run.gpus // per_node),))
 
 
 def problem(run: NemoRun) -> Problem:
-    """Policy and reference of one model; the reward is a rule."""
+    """Policy and reference of one model, and the policy once more."""
     work, shape = WORKS[run.model], SHAPES[run.model]
     workload = Workload(
-        work.rollouts // work.group,
-        work.group,
+        work.rollouts,
+        1,
         PROMPT_TOKENS,
-        lengths(work.longest - PROMPT_TOKENS, work.mean - PROMPT_TOKENS),
+        lengths(work.longest - PROMPT_TOKENS, run.mean - PROMPT_TOKENS),
         mini_batches=max(1, work.rollouts // 512),
-        micro_batch_tokens=work.longest * work.together,
+        micro_batch_tokens=work.longest,
         whole_steps=True,
     )
-    return Problem(GRPO, {"policy": shape, "reference": shape}, workload, cluster(run))
+    models = {"policy": shape, "reference": shape, "reward": shape}
+    return Problem(GRPO, models, workload, cluster(run))
 
 
 def placement(run: NemoRun) -> Placement:
     """All on all devices; or generators apart from the rest."""
-    work = WORKS[run.model]
+    split = EIGHT_AHEAD if run.ahead > 1 else SPLITS[run.model, run.device][run.ahead]
     apart = GENERATORS.get(run.gpus, run.gpus // 2) if run.ahead else 0
     train = Mesh(0, run.gpus - apart)
     generate = Mesh(train.size, apart) if apart else train
-    tensor = work.generators[bool(apart)] if run.device == "H100" else 1
-    grid = Grid(1, tensor, generate.size // tensor)
-    trained = Grid(work.stages, EXPERT_RANKS, train.size // (work.stages * EXPERT_RANKS))
-    calls = {
-        "generate": Assignment(generate, grid),
-        "reference": Assignment(train, trained),
-        "train": Assignment(train, trained),
-    }
+    grid = Grid(1, split.generate, generate.size // split.generate)
+    ranks = split.stages * split.tensor
+    trained = Grid(split.stages, split.tensor, train.size // ranks, "mcore")
+    calls = dict.fromkeys(
+        ("train", "reference", "reward"), Assignment(train, trained, expert=split.expert)
+    )
+    calls["generate"] = Assignment(generate, grid)
     return Placement(calls, run.ahead, streamed=False)
+
+
+def costs(run: NemoRun, asked: Problem, constants: Constants = CONSTANTS) -> CostModel:
+    """Of a run, with its own settings."""
+    work, shape = WORKS[run.model], SHAPES[run.model]
+    sent_s = SENT_BYTE_S * shape.params * constants.served_bytes if run.ahead else 0.0
+    told = replace(
+        constants,
+        recompute=work.recompute,
+        score_tokens=work.scored * work.longest,
+        # Elsewhere who trains and who samples stand still while weights are sent.
+        train_step_s=constants.train_step_s + sent_s,
+        pull_s=sent_s,
+        switch_s=TENSOR_S * shape.moe_layers * shape.experts * EXPERT_TENSORS,
+    )
+    return CostModel(asked, told).rough
 
 
 def step_s(run: NemoRun, constants: Constants = CONSTANTS) -> float:
     """Predicted."""
     asked = problem(run)
-    return Estimator(asked, CostModel(asked, constants).rough).step_s(placement(run))
+    return Estimator(asked, costs(run, asked, constants)).step_s(placement(run))
 
 
 def rows() -> Iterator[Row]:
@@ -138,9 +180,10 @@ def rows() -> Iterator[Row]:
     for run, seconds in found.items():
         mode = f"{run.ahead} ahead" if run.ahead else "synchronous"
         setting = f"{run.model}, {run.gpus} {run.device}, {mode}"
-        yield Row("nemo", "v0.6", setting, "step, s", run.step_s, seconds, fitted=not run.ahead)
+        fitted = not run.ahead and (run.model, run.device, run.gpus) != UNFITTED
+        yield Row("nemo", "v0.6", setting, "step, s", run.step_s, seconds, fitted)
     for run, seconds in found.items():
-        plain = NemoRun(run.model, run.device, run.gpus, 0, 0.0)
+        plain = NemoRun(run.model, run.device, run.gpus, 0, 0.0, 0)
         for other, other_s in found.items():
             if run.ahead and (other.model, other.device, other.gpus, other.ahead) == (
                 plain.model,

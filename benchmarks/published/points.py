@@ -180,30 +180,40 @@ VERL = (
 )
 
 
-# NeMo-RL v0.6: seconds of a step, https://docs.nvidia.com/nemo/rl, performance summary.
+# NeMo-RL v0.6: seconds of a step, https://docs.nvidia.com/nemo/rl/0.6.0, performance summary; bf16.
 
 
 @dataclass(frozen=True)
 class NemoRun:
-    """A run on so many GPUs, generation at most `ahead` steps ahead, on its own ones if any."""
+    """A run on so many GPUs, generation at most `ahead` steps ahead, on its own ones if any.
+
+    mean: tokens of a sequence, on average.
+    """
 
     model: str
     device: str
     gpus: int
     ahead: int
     step_s: float
+    mean: int
 
 
 NEMO = (
-    NemoRun("deepseek-v3", "H100", 256, 0, 134.0),
-    NemoRun("deepseek-v3", "H100", 512, 0, 111.0),
-    NemoRun("deepseek-v3", "H100", 512, 1, 64.1),
-    NemoRun("qwen3-235b-a22b", "H100", 128, 0, 395.0),
-    NemoRun("qwen3-235b-a22b", "H100", 256, 0, 312.0),
-    NemoRun("qwen3-235b-a22b", "H100", 256, 1, 231.0),
-    NemoRun("qwen3-30b-a3b", "H100", 32, 0, 192.0),
-    NemoRun("qwen3-30b-a3b", "H100", 32, 1, 152.0),
-    NemoRun("qwen3-30b-a3b", "H100", 192, 8, 34.5),
-    NemoRun("qwen3-30b-a3b", "GB200", 16, 0, 221.0),
-    NemoRun("qwen3-30b-a3b", "GB200", 16, 1, 301.0),
+    NemoRun("deepseek-v3", "H100", 256, 0, 134.0, 701),
+    NemoRun("deepseek-v3", "H100", 512, 0, 111.0, 697),
+    NemoRun("deepseek-v3", "H100", 512, 1, 64.1, 710),
+    NemoRun("qwen3-235b-a22b", "H100", 128, 0, 395.0, 5698),
+    NemoRun("qwen3-235b-a22b", "H100", 256, 0, 312.0, 5713),
+    NemoRun("qwen3-235b-a22b", "H100", 256, 1, 231.0, 5721),
+    NemoRun("qwen3-30b-a3b", "H100", 32, 0, 192.0, 3203),
+    NemoRun("qwen3-30b-a3b", "H100", 32, 1, 152.0, 3201),
+    NemoRun("qwen3-30b-a3b", "H100", 192, 8, 34.5, 3206),
+    NemoRun("deepseek-v3", "GB200", 128, 0, 108.0, 711),
+    NemoRun("deepseek-v3", "GB200", 256, 0, 98.7, 700),
+    NemoRun("deepseek-v3", "GB200", 256, 1, 61.7, 708),
+    NemoRun("qwen3-235b-a22b", "GB200", 64, 0, 286.0, 5709),
+    NemoRun("qwen3-235b-a22b", "GB200", 128, 0, 345.0, 5693),
+    NemoRun("qwen3-235b-a22b", "GB200", 128, 1, 278.0, 5705),
+    NemoRun("qwen3-30b-a3b", "GB200", 16, 0, 221.0, 3199),
+    NemoRun("qwen3-30b-a3b", "GB200", 16, 1, 301.0, 3197),
 )

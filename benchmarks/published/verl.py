@@ -1,25 +1,30 @@
 """verl's steps, synchronous and fully asynchronous: GRPO and DAPO on H20.
 
-Batches, longest lengths and grids are those of its scripts (those of the runs with 20k and 8k are
-taken to be alike). Sequence parallelism stands as tensor
-parallelism of as many ranks. The pass for old log-probabilities of a synchronous step stands as a
-reference, and as a reward model where there is a reference besides. How long responses are on
-average is not given: one figure for each series of runs, fitted on its synchronous ones.
+Batches, longest lengths and grids are those of its scripts; those with 20k and 8k are one step off,
+which waits for all of the step before. Sequence, context and pipeline parallelism stand as tensor
+parallelism of as many ranks.
+The pass for the policy's own log-probabilities computes entropy, too, and stands as a reward model.
+A reference takes as long as is left of the one synchronous step that has one, 14 s of 498 on 128
+devices: it computes as fast as training does. How long responses are on average is not given: one
+figure for each series of runs, fitted on its synchronous ones.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from benchmarks.published.points import VERL, VerlRun
 from benchmarks.published.rows import Row
 from streamrl.dataflow import dataflow_for
 from streamrl.placement.clusters import DEVICES, Cluster, NodeGroup
 from streamrl.placement.costs import Constants, CostModel
+from streamrl.placement.costs.rough import RoughTraffic
 from streamrl.placement.estimates import Problem
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Assignment, Placement
 from streamrl.placement.schedule import Estimator
 from streamrl.placement.shapes import SHAPES
+from streamrl.placement.timings import Timings
 from streamrl.placement.workload import LognormalLengths, Workload
 from streamrl.resharding import Grid
 
@@ -33,85 +38,110 @@ CONSTANTS = Constants(
     decode_rollout_s=30e-6,
     link_hop_s=5e-6,
     max_running=1024,
-    gradient_bytes=0,
-    optimizer_bytes=0,
+    offloads_optimizer=True,
+    offloads_weights=True,
     update_s=3.3,
     train_step_s=25.0,
 )
-"""Of vLLM and FSDP2 or Megatron in 2025, calibrated on the parts of synchronous steps; the state of
-the optimizer is on the host. An update takes seconds however many devices there are."""
+"""Of vLLM and FSDP2 or Megatron in 2025, calibrated on the parts of synchronous steps; what rests
+is on the host. An update takes seconds however many devices there are."""
 UNFITTED = ("7b-28k", 32)
 """A synchronous run that takes more than twice as long as one on twice as many devices: the same
 work does not, so nothing is calibrated on it."""
 TENSOR = 4
-"""Of generators, and ranks that share a sequence in training."""
+"""Ranks that share a sequence in training."""
 
 
 @dataclass(frozen=True)
 class Series:
     """Runs that have all but devices in common.
 
-    forwards: passes for log-probabilities of a synchronous step, and of an asynchronous one.
+    own: whether a synchronous step, and an asynchronous one, has a pass for the policy's own
+    log-probabilities. reference: whether steps have one. expert: ranks that share out experts, by
+    Megatron; with 1 weights are sharded by FSDP2. group: responses of a prompt. generate: ranks of
+    a generator. streamed: whether an asynchronous step trains what it has, or waits for all of it.
     """
 
     median: float
     longest: int
     mini_batches: int
-    forwards: tuple[int, int] = (1, 0)
+    own: tuple[bool, bool] = (True, False)
+    reference: bool = False
+    expert: int = 1
+    group: int = 16
+    generate: int = 4
+    streamed: bool = True
 
 
 SIGMA = 0.7
 """Of the logarithm of lengths: not given."""
+ONE_STEP_OFF: dict[str, Any] = {"group": 12, "generate": 2, "streamed": False}
 SERIES = {
     "7b-28k": Series(570, 28 * 1024, 16),
-    "7b-20k": Series(490, 20 * 1024, 16, (1, 1)),
-    "7b-8k": Series(435, 8 * 1024, 16, (1, 1)),
-    "30b-8k": Series(1360, 8 * 1024, 4, (2, 1)),
+    "7b-20k": Series(620, 20 * 1024, 16, (True, True), **ONE_STEP_OFF),
+    "7b-8k": Series(620, 8 * 1024, 16, (True, True), **ONE_STEP_OFF),
+    "30b-8k": Series(1600, 8 * 1024, 4, reference=True, expert=8),
 }
-COLUMNS = (
-    ("generator_logprobs", "scores"),
-    ("generator_logprobs", "scores", "ref_logprobs"),
-    ("generator_logprobs", "scores", "ref_logprobs"),
-)
+COLUMNS = ("generator_logprobs", "scores")
+
+
+class Costs(CostModel):
+    """A reference computes no entropy, so that it is as fast as training."""
+
+    def timings(self, placement: Placement) -> Timings:
+        """As of CostModel, but for the reference."""
+        found = super().timings(placement)
+        if "reference" not in found.score:
+            return found
+        constants, timing = self.constants, found.score["reference"]
+        faster = constants.forward_flops_fraction / constants.train_flops_fraction
+        reference = replace(timing, token_s=timing.token_s * faster)
+        return replace(found, score={**found.score, "reference": reference})
 
 
 def problem(run: VerlRun) -> Problem:
     """One model for all calls."""
     series, shape = SERIES[run.name], SHAPES[run.model]
-    forwards = series.forwards[bool(run.generate)]
     models = {"policy": shape}
-    if forwards > 0:
-        models["reference"] = shape
-    if forwards > 1:
+    if series.own[bool(run.generate)]:
         models["reward"] = shape
+    if series.reference:
+        models["reference"] = shape
     workload = Workload(
         512,
-        16,
+        series.group,
         200,
         LognormalLengths(series.median, SIGMA, series.longest),
         mini_batches=series.mini_batches,
         micro_batch_tokens=2 * (series.longest + 2048),
-        whole_steps=not run.generate,
+        whole_steps=not (run.generate and series.streamed),
     )
+    columns = (*COLUMNS, "ref_logprobs") if series.reference else COLUMNS
     devices = run.train + run.generate
     cluster = Cluster((NodeGroup(DEVICES["H20"], 8, devices // 8),))
-    return Problem(dataflow_for(COLUMNS[forwards]), models, workload, cluster)
+    return Problem(dataflow_for(columns), models, workload, cluster)
 
 
 def placement(run: VerlRun, asked: Problem) -> Placement:
     """All on all devices on policy; or generators apart, a step ahead."""
     train = Mesh(0, run.train)
     generate = Mesh(run.train, run.generate) if run.generate else train
-    trained = Assignment(train, Grid(1, TENSOR, train.size // TENSOR), 3)
+    series = SERIES[run.name]
+    zero_stage = 1 if series.expert > 1 else 3
+    trained = Assignment(train, Grid(1, TENSOR, train.size // TENSOR), zero_stage, series.expert)
     calls = dict.fromkeys(asked.stages, trained)
-    calls["generate"] = Assignment(generate, Grid(1, TENSOR, generate.size // TENSOR))
-    return Placement(calls, int(run.generate > 0), streamed=run.generate > 0)
+    calls["generate"] = Assignment(
+        generate, Grid(1, series.generate, generate.size // series.generate)
+    )
+    streamed = series.streamed and run.generate > 0
+    return Placement(calls, int(run.generate > 0), streamed=streamed)
 
 
 def step_s(run: VerlRun, constants: Constants = CONSTANTS) -> float:
     """Predicted."""
     asked = problem(run)
-    return Estimator(asked, CostModel(asked, constants).rough).step_s(placement(run, asked))
+    costs = Costs(asked, constants, traffic=RoughTraffic)
+    return Estimator(asked, costs).step_s(placement(run, asked))
 
 
 def rows() -> Iterator[Row]:

@@ -57,6 +57,13 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--lengths", metavar="SPEC", help=LENGTHS_HELP)
     parser.add_argument(
+        "--filtered",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="of all groups that are sampled, the part that filter takes out (0)",
+    )
+    parser.add_argument(
         "--constants", type=Path, metavar="FILE", help="of the costs, as calibrate writes them"
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is random (0)")
@@ -76,7 +83,10 @@ def read_problem(arguments: argparse.Namespace) -> tuple[RunConfig, Problem, Con
     lengths = None
     if arguments.lengths is not None:
         lengths = read_lengths(arguments.lengths, config.generator.max_new_tokens)
-    asked = Asked(prompt_tokens, read_models(config, arguments.model), lengths)
+    filtered = arguments.filtered
+    if filtered and config.filter.kind == "none":
+        raise ConfigError(f"--filtered {filtered:g}: means nothing to filter.kind=none")
+    asked = Asked(prompt_tokens, read_models(config, arguments.model), lengths, filtered)
     constants = Constants.of(cluster)
     if arguments.constants is not None:
         constants = Constants.read(arguments.constants, constants)
@@ -155,4 +165,5 @@ def problem_line(config: RunConfig, problem: Problem) -> str:
         f"a step: {workload.groups_per_step} groups of {workload.group_size}, prompts of"
         f" {workload.prompt_tokens:.0f} tokens, completions of {workload.lengths.mean:.0f} (at most"
         f" {workload.lengths.most}), {workload.updates} updates"
+        + (f"; {workload.filtered:.0%} of all groups are filtered" if workload.filtered else "")
     )

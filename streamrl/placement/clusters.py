@@ -16,6 +16,8 @@ from streamrl.settings import nearest, read_settings
 GIB = 1 << 30
 GB = 1e9
 MOST_DEVICES = 1 << 20
+PCIE_3, PCIE_4, PCIE_5 = 16 * GB, 32 * GB, 64 * GB
+"""Of sixteen lanes, each way."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +27,7 @@ class Device:
     flops_per_s: dense, of bfloat16 (float16 where there is none; float32 on a CPU). memory_bytes
     and memory_bytes_per_s: its own memory. link_bytes_per_s: to others of its node, each way.
     network_bytes_per_s: of a whole node of them, each way, as such nodes usually come.
+    host_bytes_per_s: between it and its host's memory, each way.
     """
 
     name: str
@@ -34,31 +37,43 @@ class Device:
     link_bytes_per_s: float
     network_bytes_per_s: float
     per_node: int = 8
+    host_bytes_per_s: float = PCIE_4
 
 
 def _device(
-    name: str, teraflops: float, gigabytes: float, *, memory: float, link: float, network: float
+    name: str,
+    teraflops: float,
+    memory: tuple[float, float],
+    *,
+    link: float,
+    network: float,
+    host: float = PCIE_4,
 ) -> Device:
-    """Of FLOP/s in 1e12, and bytes and bytes/s in 1e9; a node has eight."""
-    return Device(name, teraflops * 1e12, gigabytes * GB, memory * GB, link * GB, network * GB)
+    """Of FLOP/s in 1e12, and bytes and bytes/s in 1e9, of its memory both; a node has eight."""
+    held, reads = memory
+    sizes = (teraflops * 1e12, held * GB, reads * GB, link * GB, network * GB)
+    return Device(name, *sizes, host_bytes_per_s=host)
 
 
 DEVICES = {
     device.name: device
     for device in (
-        _device("V100", 125, 32, memory=900, link=150, network=12.5),
-        _device("A100-40GB", 312, 40, memory=1555, link=300, network=200),
-        _device("A100", 312, 80, memory=2039, link=300, network=200),
-        _device("A800", 312, 80, memory=2039, link=200, network=200),
-        _device("H20", 148, 96, memory=4000, link=450, network=400),
-        _device("H100", 989, 80, memory=3350, link=450, network=400),
-        _device("H800", 989, 80, memory=3350, link=200, network=400),
-        _device("H200", 989, 141, memory=4800, link=450, network=400),
-        _device("B200", 2250, 180, memory=8000, link=900, network=400),
+        _device("V100", 125, (32, 900), link=150, network=12.5, host=PCIE_3),
+        _device("A100-40GB", 312, (40, 1555), link=300, network=200),
+        _device("A100", 312, (80, 2039), link=300, network=200),
+        _device("A800", 312, (80, 2039), link=200, network=200),
+        _device("H20", 148, (96, 4000), link=450, network=400, host=PCIE_5),
+        _device("H100", 989, (80, 3350), link=450, network=400, host=PCIE_5),
+        _device("H800", 989, (80, 3350), link=200, network=400, host=PCIE_5),
+        _device("H200", 989, (141, 4800), link=450, network=400, host=PCIE_5),
+        _device("B200", 2250, (180, 8000), link=900, network=400, host=PCIE_5),
         # Four of them share a tray; seventy-two are one NVLink domain.
-        replace(_device("GB200", 2500, 186, memory=8000, link=900, network=3600), per_node=4),
+        replace(
+            _device("GB200", 2500, (186, 8000), link=900, network=3600, host=450 * GB),
+            per_node=4,
+        ),
         # One core of a server.
-        replace(_device("CPU", 0.1, 4, memory=10, link=5, network=1.25), per_node=1 << 10),
+        replace(_device("CPU", 0.1, (4, 10), link=5, network=1.25, host=10 * GB), per_node=1 << 10),
     )
 }
 """The makers' figures, of the SXM form of each."""
@@ -128,7 +143,8 @@ class Cluster:
         """Of {nodes: [{device: NAME or a mapping, devices: N, count: N, network_gbps: X}]}.
 
         A device that is not in the table is a mapping of name, tflops, memory_gb, memory_gbps (GB
-        a second) and link_gbps (GB a second). `place` is where it was read. Raises ConfigError.
+        a second), link_gbps and, to its host, host_gbps (likewise). `place` is where it was read.
+        Raises ConfigError.
         """
         nodes = loose.get("nodes") if isinstance(loose, Mapping) else None
         if not isinstance(nodes, Sequence) or isinstance(nodes, str) or set(loose) != {"nodes"}:
@@ -240,19 +256,20 @@ class _DeviceEntry:
     memory_gb: float
     memory_gbps: float
     link_gbps: float
+    host_gbps: float = PCIE_4 / GB
 
     def device(self, place: str) -> Device:
         """The device. Raises ConfigError for what is not above 0."""
-        for key in ("tflops", "memory_gb", "memory_gbps", "link_gbps"):
+        for key in ("tflops", "memory_gb", "memory_gbps", "link_gbps", "host_gbps"):
             if vars(self)[key] <= 0:
                 raise ConfigError(f"{place}.{key}={vars(self)[key]:g}: must be above 0")
         return _device(
             self.name,
             self.tflops,
-            self.memory_gb,
-            memory=self.memory_gbps,
+            (self.memory_gb, self.memory_gbps),
             link=self.link_gbps,
             network=self.link_gbps,
+            host=self.host_gbps * GB,
         )
 
 

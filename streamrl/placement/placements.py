@@ -38,11 +38,14 @@ class Assignment:
     """The devices of a call, and its ranks on them: pipeline-tensor-data.
 
     zero_stage: what the replicas of a model that is trained shard, as in trainer.zero_stage.
+    expert: ranks that share out the experts of a layer, each whole on one of them: neighbours among
+    the tensor-parallel ranks and replicas of a stage. With 1 experts are split as all else is.
     """
 
     mesh: Mesh
     grid: Grid
     zero_stage: int = 1
+    expert: int = 1
 
     def check(self, cluster: Cluster, place: str) -> None:
         """Raise ConfigError, naming `place`, unless it fits the cluster and the rules hold."""
@@ -59,9 +62,15 @@ class Assignment:
             )
         if self.zero_stage not in range(4):
             raise ConfigError(f"{place}.zero_stage={self.zero_stage}: must be from 0 to 3")
+        within = self.grid.tensor * self.grid.replicas
+        if self.expert < 1 or within % self.expert:
+            raise ConfigError(
+                f"{place}.expert={self.expert}: must divide the {within} ranks of a stage"
+            )
 
     def __str__(self) -> str:
-        return f"{self.grid} on {self.mesh}"
+        experts = f" with {self.expert} expert ranks" if self.expert > 1 else ""
+        return f"{self.grid} on {self.mesh}{experts}"
 
 
 @dataclass(frozen=True)
@@ -119,6 +128,7 @@ class Placement:
         calls = {
             stage: {"devices": str(each.mesh), "grid": str(each.grid), "order": each.grid.order}
             | {"zero_stage": each.zero_stage}
+            | ({"expert": each.expert} if each.expert > 1 else {})
             for stage, each in self.calls.items()
         }
         return {
@@ -155,6 +165,7 @@ class _CallEntry:
     grid: str
     order: str = "hf"
     zero_stage: int = 1
+    expert: int = 1
 
     def assignment(self, place: str) -> Assignment:
         """What it says. Raises ConfigError naming `place`."""
@@ -162,4 +173,4 @@ class _CallEntry:
             grid = Grid.parse(self.grid, self.order)
         except ValueError as error:
             raise ConfigError(f"{place}.grid: {error}") from None
-        return Assignment(Mesh.parse(self.devices), grid, self.zero_stage)
+        return Assignment(Mesh.parse(self.devices), grid, self.zero_stage, self.expert)

@@ -38,7 +38,7 @@ class Estimator:
         self.problem = problem
         self.costs = costs
         self.flow = Flow.of(problem.dataflow)
-        self.generation = Generation(problem.workload, self.flow.greedy)
+        self.generation = Generation(problem.workload.sampled, self.flow.greedy)
         self._step_s: dict[Key, float] = {}
 
     def seen(self) -> Iterator[tuple[Placement, float]]:

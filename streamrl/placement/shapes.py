@@ -74,11 +74,21 @@ class ModelShape:
         """Layers with experts."""
         return self.layers - self.dense_layers if self.experts else 0
 
+    @property
+    def expert_params(self) -> int:
+        """Parameters of one expert."""
+        return 3 * self.hidden * self.intermediate
+
+    @property
+    def routed_params(self) -> int:
+        """Parameters of the experts of all layers that tokens pass by choice."""
+        return self.moe_layers * self.experts * self.expert_params
+
     def _mlps(self, experts: int) -> int:
         """Parameters of the MLPs of all layers, with so many experts counted in each."""
         plain = self.layers - self.moe_layers
         width = self.dense_intermediate or self.intermediate
-        own = 3 * self.hidden * self.intermediate * (experts + self.shared_experts)
+        own = self.expert_params * (experts + self.shared_experts)
         router = self.hidden * self.experts
         return plain * 3 * self.hidden * width + self.moe_layers * (own + router)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import Protocol
 
@@ -178,6 +178,7 @@ class Workload:
     a completion. epochs, mini_batches: how often each rollout is trained, and updates per epoch.
     micro_batch_tokens: most tokens in one forward and backward of a rank. whole_steps: whether
     nothing is trained before all groups of a step are there, as streamrl does with several updates.
+    filtered: of all groups that are sampled, the part that is taken out and replaced.
     """
 
     groups_per_step: int
@@ -188,8 +189,13 @@ class Workload:
     mini_batches: int = 1
     micro_batch_tokens: int = 16384
     whole_steps: bool = False
+    filtered: float = 0.0
 
     def __post_init__(self) -> None:
+        if not 0 <= self.filtered < 1:
+            raise ConfigError(
+                f"workload: filtered={self.filtered:g}: must be 0 or more, and below 1"
+            )
         for key in ("groups_per_step", "group_size", "epochs", "mini_batches"):
             if vars(self)[key] < 1:
                 raise ConfigError(f"workload: {key}={vars(self)[key]}: must be at least 1")
@@ -203,6 +209,14 @@ class Workload:
     def rollouts(self) -> int:
         """Rollouts in a step."""
         return self.groups_per_step * self.group_size
+
+    @property
+    def sampled(self) -> "Workload":
+        """With all groups that are sampled for a step, those that are filtered included."""
+        if not self.filtered:
+            return self
+        groups = math.ceil(self.groups_per_step / (1 - self.filtered))
+        return replace(self, groups_per_step=groups, filtered=0.0)
 
     @property
     def updates(self) -> int:

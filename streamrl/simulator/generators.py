@@ -194,6 +194,7 @@ class GeneratorReplica:
         else:
             lengths = completions.of(group.uid)
             whole = tuple([prompt_tokens + tokens for tokens in lengths])
+            group.is_filtered = completions.is_filtered(group.uid)
             group.info = GroupInfo(whole, sum(lengths), tuple(sorted(versions.items())))
 
 

@@ -45,6 +45,7 @@ class Completions:
         self.prompt_tokens = max(1, round(workload.prompt_tokens))
         self.group_size = workload.group_size
         self._lengths = workload.lengths
+        self._filtered = workload.filtered
         self._seed = seed
         self._blocks: dict[int, list[list[int]]] = {}
         self._by_uid: dict[str, list[int]] = {}
@@ -55,6 +56,13 @@ class Completions:
         if found is None:
             found = self._by_uid[uid] = self._row(uid)[:-1]
         return found
+
+    def is_filtered(self, uid: str) -> bool:
+        """Whether its group is taken out once it is scored."""
+        if not self._filtered:
+            return False
+        rng = np.random.default_rng((self._seed, parse_uid(uid)[1], 1))
+        return bool(rng.random() < self._filtered)
 
     def greedy(self, uid: str) -> int:
         """Tokens of its greedy completion."""

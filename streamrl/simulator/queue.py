@@ -14,7 +14,7 @@ from typing import Protocol
 from streamrl.buffer import ShardStats
 from streamrl.buffer.depth import DepthMeter
 from streamrl.dataflow import Dataflow, Kind
-from streamrl.messages import Experience, GroupInfo, Lease, Prompt
+from streamrl.messages import Ended, Experience, GroupInfo, Lease, Prompt
 from streamrl.simulator.machine import Machine
 
 
@@ -23,6 +23,7 @@ class Group:
     """One group: which stages have committed, who has taken it, and what is known of it.
 
     `order` is its number, `extra_tokens` are those of its greedy completion, its prompt included.
+    Once it is scored it ends if `is_filtered`.
     """
 
     uid: str
@@ -34,6 +35,12 @@ class Group:
     info: GroupInfo | None = None
     extra_tokens: int = 0
     ready_version: int | None = None
+    is_filtered: bool = False
+    ended: Ended | None = None
+
+    def has_done(self, stage: str) -> bool:
+        """Whether a stage has nothing left to do with it."""
+        return stage in self.done or self.ended is not None
 
 
 class Taker(Protocol):
@@ -65,6 +72,11 @@ class Line:
     def add(self, group: Group) -> None:
         """A group is ready."""
         heapq.heappush(self.ready, (group.order, group))
+
+    def remove(self, groups: Sequence[Group]) -> None:
+        """Groups have ended: nobody is given them any more."""
+        self.ready = [entry for entry in self.ready if entry[1] not in groups]
+        heapq.heapify(self.ready)
 
     def ask(self, taker: Taker) -> None:
         """A replica has room: it asks, unless it has done so already."""
@@ -123,6 +135,7 @@ class StreamQueue:
             for call in dataflow.takers
         }
         self._whole = {call.stage for call in dataflow.of_kind(Kind.SCORE) if not streamed}
+        self._judge = makers.get("scores", "")
         commits = len(dataflow.calls) - len(dataflow.trained)
         self._commit_s = books_s / max(1, commits)
         self._last = next(call.stage for call in dataflow.takers if call.kind is Kind.TRAIN)
@@ -168,7 +181,7 @@ class StreamQueue:
         for line in self._lines.values():
             line.requests.pop(taker, None)
             for group in self.groups.values():
-                if group.takers.get(line.stage) is taker and line.stage not in group.done:
+                if group.takers.get(line.stage) is taker and not group.has_done(line.stage):
                     del group.takers[line.stage]
                     line.add(group)
                     count += 1
@@ -180,12 +193,26 @@ class StreamQueue:
         groups = [group for group in groups if group.uid in self.groups]
         for group in groups:
             group.done.add(stage)
+        if stage == self._judge:
+            self._end([group for group in groups if group.is_filtered])
+        groups = [group for group in groups if group.ended is None]
         for line in self._lines.values():
             if stage in line.needs:
                 for group in groups:
                     if line.needs <= group.done:
                         self._ready(line, group)
                 self._match(line)
+
+    def _end(self, filtered: Sequence[Group]) -> None:
+        """They go to who makes steps, and nowhere else."""
+        if not filtered:
+            return
+        for group in filtered:
+            group.ended = Ended("filtered", filtered=True)
+        for line in self._lines.values():
+            line.remove(filtered)
+        self._trainable += filtered
+        self._match(self._lines[self._last])
 
     def _ready(self, line: Line, group: Group) -> None:
         if line.stage == self._last:
@@ -249,6 +276,7 @@ class StreamQueue:
                 admitted_version=group.admitted_version,
                 info=group.info,
                 ready_version=group.ready_version,
+                ended=group.ended,
             )
             for group in taken
         ]
@@ -256,7 +284,9 @@ class StreamQueue:
     def offer_again(self) -> None:
         """Whoever trained is no more: all that is ready is there for the next one."""
         needs = self._lines[self._last].needs
-        self._trainable = [group for group in self.groups.values() if needs <= group.done]
+        self._trainable = [
+            group for group in self.groups.values() if needs <= group.done or group.ended
+        ]
 
     async def leave(self, uids: Sequence[str], version: int) -> None:
         """These groups are trained or ended."""

@@ -56,7 +56,8 @@ class World:
             machine,
             hop_s=timings.hop_s,
             books_s=timings.books_s,
-            streamed=scenario.placement.streamed,
+            # Steps that are waited for as a whole have no places for what replaces the filtered.
+            streamed=scenario.placement.streamed or scenario.workload.filtered > 0,
             groups_per_step=scenario.workload.groups_per_step,
         )
         self.site = Site(

@@ -202,3 +202,16 @@ def test_nodes_of_six_are_planned(
     words = [str(CONFIGS / f"{recipe}.yaml"), "--cluster", cluster, "--model", "qwen2.5-1.5b"]
     words += ["--prompt-tokens", "300", "--max-staleness", "0,1", "--proposals", "50"]
     assert run(capsys, "plan", *words)[0] == 0
+
+
+def test_what_is_filtered_is_said_and_takes_longer(capsys: pytest.CaptureFixture[str]) -> None:
+    dapo = str(CONFIGS / "dapo_arithmetic.yaml")
+    words = [dapo, *STEP, "--cluster", "8xH100", *SIZES, "--proposals", "0"]
+    found = []
+    for more in ([], ["--filtered", "0.5"]):
+        code, out = run(capsys, "plan", *words, "--max-staleness", "0", "--json", *more)
+        assert code == 0
+        found.append(json.loads(out)["front"][0]["step_s"])
+    assert found[1] > 1.1 * found[0]
+    assert "filter.kind=none" in refusal(capsys, "plan", *SMALL, "--filtered", "0.5")
+    assert "filtered=1" in refusal(capsys, "plan", *words, "--filtered", "1")

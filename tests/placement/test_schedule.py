@@ -265,3 +265,13 @@ def test_what_was_asked_is_remembered() -> None:
     assert estimator.step_s(placement) == estimator.step_s(placement)
     assert [seconds for _, seconds in estimator.seen()] == [pytest.approx(18)]
     assert math.isinf(estimator.step_s(placement.with_staleness(1), limit_s=1.0))
+
+
+def test_what_is_filtered_is_sampled_too() -> None:
+    # Two replicas' worth of 8 rollouts fill the one there is; 16 take it twice as long.
+    one = replace(GENERATOR, max_running=8)
+    found = []
+    for share in (0.0, 0.5):
+        asked = problem(workload=replace(WORKLOAD, filtered=share))
+        found.append(Estimator(asked, SimpleCosts(asked)).generation.completion(one, (1.0,))[-1])
+    assert found[1] == pytest.approx(2 * found[0])

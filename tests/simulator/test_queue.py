@@ -115,6 +115,36 @@ def test_a_stage_gets_the_groups_of_a_step_together_where_nothing_is_streamed() 
     assert run_virtual(main()) == [[], [], [2, 3]]
 
 
+def test_a_group_that_is_filtered_goes_to_who_makes_steps_once_it_is_scored() -> None:
+    flow = dataflow_for((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
+
+    async def main() -> tuple[list[int], list[int], list[bool], list[int]]:
+        queue = StreamQueue(
+            flow, Machine(), hop_s=0.0, books_s=0.0, streamed=True, groups_per_step=3
+        )
+        generator, judge, reference = Replica(3), Replica(3), Replica(3)
+        queue.wait(GENERATE.stage, generator)
+        await filled(queue, 3)
+        generator.groups[1].is_filtered = True
+        for group in generator.groups:
+            group.info = GroupInfo((2,), 1, ((0, 1),))
+        queue.commit(GENERATE.stage, generator.groups)
+        queue.wait(REWARD.stage, judge)
+        queue.commit(REWARD.stage, judge.groups)
+        found = await queue.take("train", max_groups=9, columns=(), wait_s=1.0)
+        ended = [one.ended is not None and one.ended.filtered for one in found]
+        queue.wait("reference", reference)
+        queue.commit("reference", reference.groups)
+        whole = await queue.take("train", max_groups=9, columns=(), wait_s=1.0)
+        orders = [one.lease.token for one in whole]
+        return judge.orders, reference.orders, ended, orders
+
+    judged, scored, ended, trained = run_virtual(main())
+    assert judged == [0, 1, 2]
+    assert ended == [True]
+    assert scored == trained == [0, 2]
+
+
 def test_books_are_kept_on_the_cores_that_all_share() -> None:
     async def main() -> list[float]:
         machine, clock = Machine(1), asyncio.get_running_loop()

@@ -191,3 +191,20 @@ def test_what_no_run_could_be_is_refused_with_its_reason() -> None:
         run(replace(TIMINGS, generator=replace(GENERATOR, kv_tokens=10)))
     with pytest.raises(ConfigError, match="steps=0"):
         run(steps=0)
+
+
+def test_groups_that_are_filtered_are_sampled_again() -> None:
+    # One rollout at a time, and next to nothing but sampling: twice as many take twice as long.
+    timings = replace(
+        TIMINGS,
+        generator=replace(GENERATOR, max_running=1),
+        score={"reward": ScoreTiming(1, 2, 0.0, 0.0, 0.0)},
+        train={"policy": TrainTiming(1, 0.0, 0.0, 0.0)},
+        weights={},
+    )
+    workload = replace(WORKLOAD, groups_per_step=20)
+    plain = run(timings, workload=workload, steps=20)
+    filtered = run(timings, workload=replace(workload, filtered=0.5), steps=20)
+    assert plain.step_s == pytest.approx(200)
+    assert filtered.step_s == pytest.approx(400, rel=0.15)
+    assert filtered.tokens_per_s == pytest.approx(plain.tokens_per_s / 2, rel=0.15)

@@ -23,6 +23,7 @@ ABOVE_ZERO = (
     "optimizer_memory_fraction",
     "link_fraction",
     "network_fraction",
+    "host_fraction",
 )
 """Parts of what a maker states; nothing can be divided by 0."""
 PARTS = (*ABOVE_ZERO, "zero_exposed_fraction", "pause_fraction", "memory_reserve_fraction")
@@ -42,7 +43,8 @@ class Constants:
 
     Memory and links. decode_memory_fraction: of a device's bandwidth, to read weights and keys and
     values. optimizer_memory_fraction: likewise, to update. link_fraction, network_fraction: of
-    bandwidth within a node and between nodes. collective_s: a collective of any size, once;
+    bandwidth within a node and between nodes; host_fraction: likewise, to a device's host.
+    collective_s: a collective of any size, once;
     link_hop_s, network_hop_s: for each of its hops.
 
     Generation. max_running: most rollouts a replica samples at the same time. decode_step_s,
@@ -52,6 +54,9 @@ class Constants:
     Training. micro_batch_s, update_s, train_step_s: on top of each micro-batch, update and step.
     round_s: before each micro-batch and each update, to ask for it.
     zero_exposed_fraction: of ZeRO's traffic in a micro-batch, what no computation hides.
+    expert_layer_s: the host's work for a layer with experts, of a forward pass over a micro-batch
+    or a batch that is scored: it sorts tokens and waits for how many go where. expert_rows: of
+    products of experts, in blocks of so many; an expert's last one is half empty on average.
     stage_micro_batches: into how many micro-batches, for each of its stages, a pipeline divides
     what it is given, if rollouts are that many; it is more where they would be too large.
 
@@ -63,6 +68,11 @@ class Constants:
 
     The stream. hop_s: from one stage to the next. between_steps_s: for the books. column_bytes: of
     a rollout's token, all columns.
+
+    Rest. Of calls that share devices with others, what is on the host while it rests, and moves to
+    a device and back once a step. offloads_optimizer: the optimizer's state. offloads_weights: of
+    what is trained, its weights, too, and gradients are let go; of what only computes forward, its
+    weights, which need not go back.
 
     Bytes. weight_bytes, gradient_bytes, optimizer_bytes: of a parameter that is trained; master
     weights belong to the last. reduced_bytes: of a gradient under way. activation_bytes: of a
@@ -84,6 +94,7 @@ class Constants:
     optimizer_memory_fraction: float = 0.7
     link_fraction: float = 0.7
     network_fraction: float = 0.8
+    host_fraction: float = 0.8
     collective_s: float = 5e-6
     link_hop_s: float = 20e-6
     network_hop_s: float = 30e-6
@@ -99,6 +110,8 @@ class Constants:
     round_s: float = 0.0
     train_step_s: float = 0.2
     zero_exposed_fraction: float = 0.5
+    expert_layer_s: float = 0.0
+    expert_rows: int = 64
     stage_micro_batches: int = 2
 
     score_batch_s: float = 20e-3
@@ -115,6 +128,9 @@ class Constants:
     hop_s: float = 5e-3
     between_steps_s: float = 0.05
     column_bytes: float = 40.0
+
+    offloads_optimizer: bool = False
+    offloads_weights: bool = False
 
     weight_bytes: int = 2
     gradient_bytes: int = 4

@@ -31,7 +31,11 @@ def train_passes(constants: Constants) -> int:
     return FORWARD_AND_BACKWARD + constants.recompute
 
 
-def reached(fraction: float, shape: ModelShape, tensor: int, constants: Constants) -> float:
+def routed_flops(shape: ModelShape) -> float:
+    """Of those, one token's in the experts that it is routed to."""
+    return 2 * shape.moe_layers * shape.experts_per_token * shape.expert_params
+
+
+def reached(fraction: float, width: float, constants: Constants) -> float:
     """The part of a device's FLOP/s that matrices so narrow reach, see `Constants`."""
-    width = shape.hidden / tensor
     return fraction * width / (width + constants.half_width)

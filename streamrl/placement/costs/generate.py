@@ -3,12 +3,9 @@
 from streamrl.placement.costs.constants import Constants
 from streamrl.placement.costs.flops import token_flops
 from streamrl.placement.costs.tensors import stage_params
-from streamrl.placement.costs.works import Work
+from streamrl.placement.costs.works import EXCHANGES, Work
 from streamrl.placement.shapes import ModelShape
 from streamrl.placement.timings import GeneratorTiming
-
-SUMS_PER_LAYER = 2
-"""Forward, tensor-parallel ranks sum once behind attention and once behind the MLP."""
 
 
 def kv_token_bytes(shape: ModelShape, tensor: int, stages: int, constants: Constants) -> float:
@@ -21,21 +18,24 @@ def kv_token_bytes(shape: ModelShape, tensor: int, stages: int, constants: Const
     return shape.kv_bytes_per_token(constants.kv_bytes) / split / stages
 
 
-def read_params(shape: ModelShape, tensor: int, stages: int, running: float) -> float:
+def read_params(
+    shape: ModelShape, tensor: int, stages: int, running: float, expert: int = 1
+) -> float:
     """Of one device, the parameters that a decode step of so many rollouts reads.
 
-    Of experts those that at least one of them passes, if each picks its own at random.
+    Of experts those that at least one of them passes, if each picks its own at random; where they
+    are shared out, those of all replicas that share them.
     """
-    held: float = sum(stage_params(shape, stages, tensor)) / stages
+    held: float = sum(stage_params(shape, stages, tensor, expert)) / stages
     if not shape.scalar_head and not shape.tied:
         # Of the embedding a step looks up a few rows.
         held -= shape.vocab * shape.hidden / tensor / stages
     if not shape.experts:
         return held
-    missed: float = (1 - shape.experts_per_token / shape.experts) ** running
-    expert = 3 * shape.hidden * shape.intermediate
-    unread = shape.moe_layers * shape.experts * missed * expert
-    return held - unread / tensor / stages
+    sharers = max(1.0, expert / tensor)
+    missed: float = (1 - shape.experts_per_token / shape.experts) ** (running * sharers)
+    split = expert if expert > 1 else tensor
+    return held - shape.routed_params * missed / split / stages
 
 
 def running_rollouts(work: Work, kv_tokens: float) -> float:
@@ -44,7 +44,7 @@ def running_rollouts(work: Work, kv_tokens: float) -> float:
     Those that begin together are at their longest together, too.
     """
     workload = work.workload
-    here = workload.rollouts / work.replicas
+    here = workload.sampled.rollouts / work.replicas
     slots = kv_tokens / workload.rollout_tokens
     return max(1.0, min(here, work.constants.max_running, slots))
 
@@ -61,10 +61,12 @@ def generator_timing(work: Work, kv_room_bytes: float) -> GeneratorTiming:
     kv_tokens = max(0.0, kv_room_bytes) / kv_bytes
     running = running_rollouts(work, kv_tokens)
     memory = work.memory_bytes_per_s * constants.decode_memory_fraction
-    weights = read_params(shape, work.tensor, stages, running / stages) * constants.served_bytes
-    sums = SUMS_PER_LAYER * stages * work.sum_s + stages * work.groups.pipeline.send_s
+    read = read_params(shape, work.tensor, stages, running / stages, work.expert)
+    weights = read * constants.served_bytes
+    sums = work.sums * stages * work.sum_s + stages * work.groups.pipeline.send_s
+    exchanges = EXCHANGES * shape.moe_layers * work.groups.expert.exchange_s
     layers = constants.decode_layer_s * shape.layers
-    compute = 2 * shape.active_matmul_params / work.flops_per_s(constants.decode_flops_fraction)
+    compute = work.compute_s(2 * shape.active_matmul_params, constants.decode_flops_fraction)
     return GeneratorTiming(
         replicas=work.replicas,
         max_running=constants.max_running,
@@ -72,9 +74,10 @@ def generator_timing(work: Work, kv_room_bytes: float) -> GeneratorTiming:
         weights_s=stages * weights / memory,
         kv_token_s=kv_bytes / memory,
         compute_rollout_s=compute,
-        step_s=stages * constants.decode_step_s + layers + sums,
+        step_s=stages * constants.decode_step_s + layers + sums + exchanges,
         rollout_s=constants.decode_rollout_s
-        + SUMS_PER_LAYER * work.sum_token_s
+        + work.sums * work.sum_token_s
+        + work.expert_token_s
         + work.pass_token_s,
         prefill_token_s=_prefill_token_s(work),
         begin_s=constants.begin_s,
@@ -84,5 +87,5 @@ def generator_timing(work: Work, kv_room_bytes: float) -> GeneratorTiming:
 def _prefill_token_s(work: Work) -> float:
     """Of a prompt's token: the stages follow one another, and each computes its part."""
     flops = token_flops(work.shape, work.workload.prompt_tokens)
-    compute = flops / work.flops_per_s(work.constants.forward_flops_fraction)
-    return compute + SUMS_PER_LAYER * work.sum_token_s + work.pass_token_s
+    compute = work.compute_s(flops, work.constants.forward_flops_fraction)
+    return compute + work.sums * work.sum_token_s + work.expert_token_s + work.pass_token_s

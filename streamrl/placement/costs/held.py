@@ -1,9 +1,10 @@
 """Bytes of one device that a call holds: always, and while it computes."""
 
+from dataclasses import dataclass
+
 from streamrl.placement.costs.constants import Constants
 from streamrl.placement.costs.generate import kv_token_bytes
 from streamrl.placement.costs.score import groups_in_batch
-from streamrl.placement.costs.tensors import fullest_stage
 from streamrl.placement.costs.traffic import SHARDS_PARAMETERS
 from streamrl.placement.costs.train import (
     SHARDS_GRADIENTS,
@@ -13,30 +14,61 @@ from streamrl.placement.costs.train import (
 )
 from streamrl.placement.costs.works import Work
 from streamrl.placement.estimates import CallMemory
-from streamrl.placement.shapes import ModelShape
 
 LAYERS_GATHERED = 2
 """Of ZeRO stage 3: one computes while the next comes."""
 
 
-def train_memory(work: Work) -> CallMemory:
-    """Weights, gradients and the optimizer's state; and a micro-batch's activations."""
-    constants, stage, replicas = work.constants, work.assignment.zero_stage, work.replicas
-    params = fullest_stage(work.shape, work.stages, work.tensor)
+@dataclass(frozen=True)
+class State:
+    """Of what is trained, bytes of a device: weights, gradients, and what the optimizer has."""
 
-    def share(num_bytes: int, from_stage: int) -> float:
-        return num_bytes / replicas if stage >= from_stage else num_bytes
+    weights: float
+    gradients: float
+    optimizer: float
 
-    each = (
-        share(constants.weight_bytes, SHARDS_PARAMETERS)
-        + share(constants.gradient_bytes, SHARDS_GRADIENTS)
-        + share(constants.optimizer_bytes, SHARDS_OPTIMIZER)
-    )
-    active = _activations(work)
-    if stage >= SHARDS_PARAMETERS and replicas > 1:
-        layer = params * work.stages / work.shape.layers
-        active += LAYERS_GATHERED * layer * constants.weight_bytes
-    return CallMemory(params * each, active)
+    @classmethod
+    def of(cls, work: Work) -> "State":
+        """With what the replicas share out."""
+        constants, stage = work.constants, work.assignment.zero_stage
+
+        def share(num_bytes: int, from_stage: int) -> float:
+            return num_bytes * (work.shared_params if stage >= from_stage else work.params)
+
+        return cls(
+            share(constants.weight_bytes, SHARDS_PARAMETERS),
+            share(constants.gradient_bytes, SHARDS_GRADIENTS),
+            share(constants.optimizer_bytes, SHARDS_OPTIMIZER),
+        )
+
+    @property
+    def kept(self) -> float:
+        """All of it."""
+        return self.weights + self.gradients + self.optimizer
+
+    def offloaded(self, constants: Constants) -> float:
+        """What is on the host while it rests."""
+        optimizer = self.optimizer if constants.offloads_optimizer else 0.0
+        return optimizer + (self.weights if constants.offloads_weights else 0.0)
+
+    def resting(self, constants: Constants) -> float:
+        """What stays on the device."""
+        gradients = self.gradients if constants.offloads_weights else 0.0
+        return self.kept - gradients - self.offloaded(constants)
+
+
+def train_memory(work: Work, *, rests: bool = False) -> CallMemory:
+    """Weights, gradients and the optimizer's state; and a micro-batch's activations.
+
+    rests: whether others have the devices in turn, so that some of it may be on the host.
+    """
+    state = State.of(work)
+    kept = state.resting(work.constants) if rests else state.kept
+    active = _activations(work) + state.kept - kept
+    if work.assignment.zero_stage >= SHARDS_PARAMETERS and work.replicas > 1:
+        layer = work.params * work.stages / work.shape.layers
+        active += LAYERS_GATHERED * layer * work.constants.weight_bytes
+    return CallMemory(kept, active)
 
 
 def _activations(work: Work) -> float:
@@ -66,9 +98,20 @@ def score_active(work: Work) -> float:
     return layer + _logits(work, tokens)
 
 
-def served_bytes(shape: ModelShape, work: Work) -> float:
+def served_bytes(work: Work) -> float:
     """Of weights that only compute forward."""
-    return fullest_stage(shape, work.stages, work.tensor) * work.constants.served_bytes
+    return work.params * work.constants.served_bytes
+
+
+def loading_s(work: Work) -> float:
+    """To get weights that only compute forward from the host, once a step."""
+    rests = work.constants.offloads_weights
+    return served_bytes(work) * work.host_byte_s if rests else 0.0
+
+
+def moving_s(work: Work) -> float:
+    """To get what is trained from the host and to put it back, once a step."""
+    return 2 * State.of(work).offloaded(work.constants) * work.host_byte_s
 
 
 def rollout_kv_bytes(work: Work, tokens: float) -> float:

@@ -58,6 +58,20 @@ class Group:
         return max(0.0, 2 * self.gather_s - self.constants.collective_s)
 
     @property
+    def exchange_byte_s(self) -> float:
+        """Of each byte that a rank has for all of them, as much for one as for another, itself
+        included; within a node and between nodes at the same time.
+        """
+        within = (self.near - 1) / self.ranks / self.link_bytes_per_s
+        between = (self.ranks - self.near) / self.ranks / self.network_bytes_per_s
+        return max(within, between)
+
+    @property
+    def exchange_s(self) -> float:
+        """To exchange nothing: everyone sends to everyone at once."""
+        return self.send_s
+
+    @property
     def send_byte_s(self) -> float:
         """Of each byte from one rank to the next."""
         if self.ranks == 1:
@@ -79,14 +93,17 @@ class Group:
 
 @dataclass(frozen=True)
 class Groups:
-    """The three kinds of groups of a grid on a mesh; all groups of one kind are alike."""
+    """The kinds of groups of a grid on a mesh; all groups of one kind are alike."""
 
     tensor: Group
     pipeline: Group
     data: Group
+    expert: Group
 
 
-def groups_of(cluster: Cluster, mesh: Mesh, grid: Grid, constants: Constants) -> Groups:
+def groups_of(
+    cluster: Cluster, mesh: Mesh, grid: Grid, constants: Constants, expert: int = 1
+) -> Groups:
     """Ranks that far apart in the grid's order share a node while they fit."""
     per_node = mesh.per_node(cluster)
     kinds = mesh.groups(cluster)
@@ -99,8 +116,12 @@ def groups_of(cluster: Cluster, mesh: Mesh, grid: Grid, constants: Constants) ->
         near = max(1, min(ranks, per_node // apart))
         return Group(ranks, near, link, network, constants)
 
+    tensor, data = group(grid.tensor, 1), group(grid.replicas, apart_data)
+    # Tensor-parallel ranks first, then those of the replicas next to them.
+    near = min(expert, max(1, tensor.near * data.near))
     return Groups(
-        group(grid.tensor, 1),
+        tensor,
         group(grid.stages, apart_pipeline),
-        group(grid.replicas, apart_data),
+        data,
+        Group(expert, near, link, network, constants),
     )

@@ -10,6 +10,8 @@ from streamrl.placement.clusters import Device
 from streamrl.placement.costs.constants import Constants
 from streamrl.placement.costs.generate import generator_timing
 from streamrl.placement.costs.held import (
+    loading_s,
+    moving_s,
     rollout_kv_bytes,
     score_active,
     served_bytes,
@@ -49,11 +51,11 @@ class CostModel:
         self._trainers = {call.role: call.stage for call in problem.dataflow.of_kind(Kind.TRAIN)}
         self._shapes = {stage: problem.model_of(stage) for stage in self._calls}
         self._works: dict[tuple[str, Assignment], Work] = {}
-        self._scored: dict[tuple[str, Assignment], ScoreTiming] = {}
-        self._trained: dict[tuple[str, Assignment], TrainTiming] = {}
+        self._scored: dict[tuple[str, Assignment, bool], ScoreTiming] = {}
+        self._trained: dict[tuple[str, Assignment, bool], TrainTiming] = {}
         self._alone: dict[tuple[str, Assignment], float] = {}
         self._generations: dict[str, Generation] = {}
-        self._held: dict[tuple[str, Assignment, Assignment | None], Holder] = {}
+        self._held: dict[tuple[str, Assignment, Assignment | None, bool], Holder] = {}
         self._wrong: dict[tuple[str, Assignment], str] = {}
 
     @cached_property
@@ -67,9 +69,13 @@ class CostModel:
         train: dict[str, TrainTiming] = {}
         for stage, call in self._calls.items():
             if call.kind is Kind.SCORE:
-                score[stage] = self._score(stage, placement.calls.get(stage))
+                found = placement.calls.get(stage)
+                timing = self._score(stage, found, rests=self._rests(stage, placement))
+                score[stage] = self._for_all(call, timing)
             elif call.kind is Kind.TRAIN:
-                train[call.role] = self._train(stage, placement.calls[stage])
+                train[call.role] = self._train(
+                    stage, placement.calls[stage], rests=self._rests(stage, placement)
+                )
         sampling = self._sampling
         return Timings(
             generator_timing(
@@ -116,21 +122,24 @@ class CostModel:
         source = self._source(call)
         if not source:
             return None
-        return self.traffic.moved(
-            self._shape(stage), placement.calls[source], placement.calls[stage]
-        )
+        return self._way(self._shape(stage), placement.calls[source], placement.calls[stage])
+
+    def _way(self, shape: ModelShape, source: Assignment, target: Assignment) -> Moved:
+        """By formula where ranks share out experts: no plan has those."""
+        is_plain = source.expert == 1 and target.expert == 1
+        return (self.traffic if is_plain else self.rough.traffic).moved(shape, source, target)
 
     def _call_s(self, stage: str, assignment: Assignment) -> float:
         if self._misfit(stage, assignment):
             return math.inf
         call, work = self._calls[stage], self._work(stage, assignment)
-        holder = self._holder(stage, assignment, None)
+        holder = self._holder(stage, assignment, None, rests=False)
         left = self._smallest(assignment) - holder.memory.kept
         if left < max(holder.memory.active, holder.least_kv):
             return math.inf
         if call.kind is Kind.GENERATE:
             if stage not in self._generations:
-                self._generations[stage] = Generation(work.workload)
+                self._generations[stage] = Generation(work.workload.sampled)
             timing = generator_timing(work, left)
             return self._generations[stage].completion(timing, (1.0,))[-1]
         if call.kind is Kind.SCORE:
@@ -155,7 +164,7 @@ class CostModel:
     def _misfit_of(self, stage: str, assignment: Assignment) -> str:
         grid, workload = assignment.grid, self._workload(stage)
         try:
-            stage_params(self._shape(stage), grid.stages, grid.tensor)
+            stage_params(self._shape(stage), grid.stages, grid.tensor, assignment.expert)
         except ValueError as error:
             return f"{stage} as {grid}: {error}"
         rollouts = workload.rollouts
@@ -189,19 +198,47 @@ class CostModel:
             )
         return self._works[key]
 
-    def _score(self, stage: str, assignment: Assignment | None) -> ScoreTiming:
+    def _score(
+        self, stage: str, assignment: Assignment | None, *, rests: bool = False
+    ) -> ScoreTiming:
         if assignment is None:
             return rule_timing(self.constants)
-        key = (stage, assignment)
+        key = (stage, assignment, rests)
         if key not in self._scored:
-            self._scored[key] = score_timing(self._work(stage, assignment))
+            work = self._work(stage, assignment)
+            # Who follows a trainer gets its weights from there.
+            loads = rests and not self._source(self._calls[stage])
+            self._scored[key] = score_timing(work, loading_s(work) if loads else 0.0)
         return self._scored[key]
 
-    def _train(self, stage: str, assignment: Assignment) -> TrainTiming:
-        key = (stage, assignment)
+    def _train(self, stage: str, assignment: Assignment, *, rests: bool = False) -> TrainTiming:
+        key = (stage, assignment, rests)
         if key not in self._trained:
-            self._trained[key] = train_timing(self._work(stage, assignment))
+            work = self._work(stage, assignment)
+            self._trained[key] = train_timing(work, moving_s(work) if rests else 0.0)
         return self._trained[key]
+
+    def _for_all(self, call: Call, timing: ScoreTiming) -> ScoreTiming:
+        """Rewards are of all groups that are sampled, of which only some are trained."""
+        times = 1 / (1 - self.problem.workload.filtered)
+        if times == 1 or "scores" not in call.produces:
+            return timing
+        return replace(
+            timing,
+            batch_s=timing.batch_s * times,
+            rollout_s=timing.rollout_s * times,
+            token_s=timing.token_s * times,
+        )
+
+    def _rests(self, stage: str, placement: Placement) -> bool:
+        """Whether a call's devices are another role's in turn, and it leaves some of it away."""
+        if not (self.constants.offloads_optimizer or self.constants.offloads_weights):
+            return False
+        role = self._calls[stage].role
+        return any(
+            self._calls[other].role != role and placement.overlaps(stage, other)
+            for other in placement.calls
+        )
 
     def _source(self, call: Call) -> str:
         """The stage that trains what a call follows; empty if it follows nobody."""
@@ -228,27 +265,34 @@ class CostModel:
         for stage, assignment in placement.calls.items():
             source = placement.calls.get(self._source(self._calls[stage]))
             beside = source if source and source.mesh == assignment.mesh else None
-            holders[stage] = self._holder(stage, assignment, beside)
+            rests = self._rests(stage, placement)
+            holders[stage] = self._holder(stage, assignment, beside, rests=rests)
         return Holdings(placement, holders, self.problem.cluster, self.constants)
 
-    def _holder(self, stage: str, assignment: Assignment, beside: Assignment | None) -> Holder:
+    def _holder(
+        self, stage: str, assignment: Assignment, beside: Assignment | None, *, rests: bool
+    ) -> Holder:
         """A call's; `beside` is who trains what it follows, where it is on the same devices."""
-        key = (stage, assignment, beside)
+        key = (stage, assignment, beside, rests)
         if key not in self._held:
-            self._held[key] = self._holder_of(stage, assignment, beside)
+            self._held[key] = self._holder_of(stage, assignment, beside, rests=rests)
         return self._held[key]
 
-    def _holder_of(self, stage: str, assignment: Assignment, beside: Assignment | None) -> Holder:
+    def _holder_of(
+        self, stage: str, assignment: Assignment, beside: Assignment | None, *, rests: bool
+    ) -> Holder:
         call, work, shape = self._calls[stage], self._work(stage, assignment), self._shape(stage)
         weights = f"{call.role} {assignment}"
         if call.kind is Kind.TRAIN:
-            return Holder(call.kind, train_memory(work), f"{weights} trained")
-        memory = CallMemory(served_bytes(shape, work), 0.0)
+            return Holder(call.kind, train_memory(work, rests=rests), f"{weights} trained")
+        memory = CallMemory(served_bytes(work), 0.0)
         if beside is not None:
-            filled = float(self.traffic.moved(shape, beside, assignment).beside_bytes)
+            filled = float(self._way(shape, beside, assignment).beside_bytes)
             keeps = self.constants.keeps_served
             memory = CallMemory(filled, 0.0) if keeps else CallMemory(0.0, filled)
         if call.kind is Kind.SCORE:
+            if rests and self.constants.offloads_weights:
+                memory = CallMemory(0.0, memory.most)
             active = memory.active + score_active(work)
             return Holder(call.kind, CallMemory(memory.kept, active), weights)
         workload = work.workload

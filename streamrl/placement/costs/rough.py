@@ -16,7 +16,8 @@ class RoughTraffic(Traffic):
 
     def _move(self, shape: ModelShape, source: Assignment, target: Assignment) -> Moved:
         itemsize = self._constants.served_bytes
-        wanted = fullest_stage(shape, target.grid.stages, target.grid.tensor) * itemsize
+        grid = target.grid
+        wanted = fullest_stage(shape, grid.stages, grid.tensor, target.expert) * itemsize
         if source.mesh == target.mesh:
             received, network = self._within(shape, source, target, wanted)
         else:
@@ -35,8 +36,9 @@ class RoughTraffic(Traffic):
         """What a rank lacks of what it serves, and what a node has to be sent for its ranks."""
         train, follow = source.grid, target.grid
         shards = source.zero_stage >= SHARDS_PARAMETERS
-        holders = train.model_ranks * (train.replicas if shards else 1)
-        own = shape.params * self._constants.served_bytes / max(train.tensor, follow.tensor)
+        ranks = train.stages * max(train.tensor, source.expert)
+        holders = ranks * (train.replicas if shards else 1)
+        own = _in_both(shape, source, target) * self._constants.served_bytes
         own /= max(train.stages, follow.stages) * (train.replicas if shards else 1)
         received = max(0.0, wanted - own)
         per_node = source.mesh.per_node(self._cluster)
@@ -61,3 +63,17 @@ class RoughTraffic(Traffic):
         if source != target and not network:
             near = max(near, received * target.size / source.size)
         return max(near * link_s, network * network_s)
+
+
+def _in_both(shape: ModelShape, source: Assignment, target: Assignment) -> float:
+    """Parameters of a stage that a rank trains and serves, at most.
+
+    Ranks that have experts whole, and ranks that have parts of all, have parts of some in common.
+    """
+    split = max(source.grid.tensor, target.grid.tensor)
+    wholes = (source.expert, target.expert)
+    if max(wholes) == 1:
+        return shape.params / split
+    parts = [each.grid.tensor for each in (source, target) if each.expert == 1]
+    routed = shape.routed_params / (max(wholes) * max(parts, default=1))
+    return (shape.params - shape.routed_params) / split + routed

@@ -3,7 +3,6 @@
 import math
 
 from streamrl.placement.costs.constants import Constants
-from streamrl.placement.costs.generate import SUMS_PER_LAYER
 from streamrl.placement.costs.works import Work
 from streamrl.placement.timings import ScoreTiming
 from streamrl.placement.workload import Workload
@@ -15,20 +14,23 @@ def groups_in_batch(workload: Workload, constants: Constants) -> int:
     return max(1, min(workload.groups_per_step, int(constants.score_tokens / tokens)))
 
 
-def score_timing(work: Work) -> ScoreTiming:
-    """Of a replica."""
+def score_timing(work: Work, loading_s: float = 0.0) -> ScoreTiming:
+    """Of a replica that waits so long for its weights in a step, spread over its batches."""
     constants, workload = work.constants, work.workload
     batch = groups_in_batch(workload, constants)
     batches = max(1, math.ceil(workload.groups_per_step / batch / work.replicas))
-    parts = work.filling(batches, workload.rollouts / work.replicas)
+    # Rollouts of a group too large for a batch are computed in parts.
+    tokens = batch * workload.group_size * workload.rollout_tokens
+    parts = batches * max(1, math.ceil(tokens / constants.score_tokens))
+    parts = work.filling(parts, workload.rollouts / work.replicas)
     longer = work.with_bubble(parts)
-    begin_s = SUMS_PER_LAYER * work.sum_s + work.groups.pipeline.send_s
-    compute = work.forward_token_flops / work.flops_per_s(constants.forward_flops_fraction)
-    token_s = compute + SUMS_PER_LAYER * work.sum_token_s + work.pass_token_s
+    begin_s = work.sums * work.sum_s + work.experts_s + work.groups.pipeline.send_s
+    compute = work.compute_s(work.forward_token_flops, constants.forward_flops_fraction)
+    token_s = compute + work.sums * work.sum_token_s + work.expert_token_s + work.pass_token_s
     return ScoreTiming(
         replicas=work.replicas,
         batch=batch,
-        batch_s=constants.score_batch_s + longer * begin_s * parts / batches,
+        batch_s=constants.score_batch_s + (longer * begin_s * parts + loading_s) / batches,
         rollout_s=constants.score_rollout_s,
         token_s=token_s * longer,
     )

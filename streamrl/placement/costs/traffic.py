@@ -94,7 +94,7 @@ class Traffic:
         """What a version costs that `target` gets from `source`, which trains it."""
         where = self._where(source.mesh, target.mesh)
         shards = source.zero_stage >= SHARDS_PARAMETERS
-        key = (shape, source.grid, shards, target.grid, where)
+        key = (shape, source.grid, source.expert, shards, target.grid, target.expert, where)
         if key not in self._found:
             self._found[key] = self._move(shape, source, target)
         return self._found[key]

@@ -3,8 +3,6 @@
 import math
 
 from streamrl.placement.costs.flops import train_passes
-from streamrl.placement.costs.generate import SUMS_PER_LAYER
-from streamrl.placement.costs.tensors import fullest_stage
 from streamrl.placement.costs.traffic import SHARDS_PARAMETERS
 from streamrl.placement.costs.works import Work
 from streamrl.placement.timings import TrainTiming
@@ -29,17 +27,18 @@ def micro_batches(work: Work) -> int:
     return work.filling(fewest_micro_batches(work), rollouts)
 
 
-def train_timing(work: Work) -> TrainTiming:
-    """Of all replicas of a model that is trained."""
+def train_timing(work: Work, moving_s: float = 0.0) -> TrainTiming:
+    """Of all replicas of a model that is trained; with so long for its state in a step."""
     constants = work.constants
     passes = train_passes(constants)
     each = micro_batches(work)
     longer = work.with_bubble(each)
     # Backward there are as many sums again as forward, and as many more where that is repeated.
-    sums = SUMS_PER_LAYER * (passes - 1)
-    compute = work.forward_token_flops / work.flops_per_s(constants.train_flops_fraction)
+    sums = work.sums * (passes - 1)
+    compute = work.compute_s(work.forward_token_flops, constants.train_flops_fraction)
     token_s = passes * compute + sums * work.sum_token_s + 2 * work.pass_token_s
-    begin_s = sums * work.sum_s + 2 * work.groups.pipeline.send_s
+    token_s += (passes - 1) * work.expert_token_s
+    begin_s = sums * work.sum_s + passes * work.experts_s + 2 * work.groups.pipeline.send_s
     return TrainTiming(
         shares=work.replicas,
         # Whoever counts micro-batches counts the fewest.
@@ -47,14 +46,9 @@ def train_timing(work: Work) -> TrainTiming:
         * (each / fewest_micro_batches(work)),
         token_s=token_s * longer,
         update_s=constants.update_s + _reduce_s(work) + _optimizer_s(work),
-        step_s=constants.train_step_s,
+        step_s=constants.train_step_s + moving_s,
         round_s=constants.round_s,
     )
-
-
-def _params(work: Work) -> int:
-    """Of the fullest device, were nothing shared out among replicas."""
-    return fullest_stage(work.shape, work.stages, work.tensor)
 
 
 def _exposed_s(work: Work) -> float:
@@ -69,7 +63,7 @@ def _exposed_s(work: Work) -> float:
     num_bytes = constants.reduced_bytes
     if stage >= SHARDS_PARAMETERS:
         num_bytes += 2 * constants.weight_bytes
-    whole = _params(work) * num_bytes * data.gather_byte_s + work.shape.layers * data.gather_s
+    whole = work.params * num_bytes * data.gather_byte_s + work.shape.layers * data.gather_s
     return constants.zero_exposed_fraction * whole
 
 
@@ -80,18 +74,17 @@ def _reduce_s(work: Work) -> float:
         return 0.0
     if stage < SHARDS_OPTIMIZER:
         bytes_twice = constants.reduced_bytes
-        return data.all_reduce_s + _params(work) * bytes_twice * data.all_reduce_byte_s
+        return data.all_reduce_s + work.params * bytes_twice * data.all_reduce_byte_s
     num_bytes = constants.reduced_bytes if stage < SHARDS_GRADIENTS else 0
     if stage < SHARDS_PARAMETERS:
         num_bytes += constants.weight_bytes
-    return 2 * data.gather_s + _params(work) * num_bytes * data.gather_byte_s
+    return 2 * data.gather_s + work.params * num_bytes * data.gather_byte_s
 
 
 def _optimizer_s(work: Work) -> float:
     """To read and write its state, and read gradients and write weights."""
     constants = work.constants
     num_bytes = 2 * constants.optimizer_bytes + constants.gradient_bytes + constants.weight_bytes
-    params = _params(work)
-    if work.assignment.zero_stage >= SHARDS_OPTIMIZER:
-        params = math.ceil(params / work.replicas)
+    is_shared = work.assignment.zero_stage >= SHARDS_OPTIMIZER
+    params = work.shared_params if is_shared else work.params
     return params * num_bytes / (work.memory_bytes_per_s * constants.optimizer_memory_fraction)

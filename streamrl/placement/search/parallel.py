@@ -6,6 +6,7 @@ stages as nodes.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from streamrl.dataflow import Dataflow, Kind
@@ -21,6 +22,8 @@ from streamrl.resharding import Grid
 
 FIXES = 64
 """So many changes are tried to make models fit that share devices."""
+EXPERT_RANKS = (8, 16, 32, 64)
+"""Of models with experts."""
 
 Roles = Mapping[str, Assignment]
 """Devices and parallelism by role: its calls share them."""
@@ -37,6 +40,13 @@ def grids(mesh: Mesh, cluster: Cluster, shape: ModelShape) -> list[Grid]:
         if mesh.size % (p * t) == 0
         and not any(width % t for width in (shape.heads, shape.vocab, shape.intermediate))
     ]
+
+
+def expert_ranks(shape: ModelShape, grid: Grid) -> list[int]:
+    """How many ranks may share out a layer's experts: none, or a node's worth and more."""
+    ranks = grid.tensor * grid.replicas
+    sizes = (size for size in EXPERT_RANKS if size <= shape.experts)
+    return [1, *(size for size in sizes if ranks % size == 0 and shape.experts % size == 0)]
 
 
 class Choices:
@@ -80,7 +90,7 @@ class Choices:
     def alone_s(self, role: str, assignment: Assignment) -> float:
         """A step's work of all its calls, on devices of their own; infinite if it cannot be."""
         home = self.home(assignment.mesh)
-        assignment = Assignment(home, assignment.grid, assignment.zero_stage)
+        assignment = replace(assignment, mesh=home)
         key = (role, assignment)
         if key not in self._alone:
             costs = self.estimator.costs
@@ -128,9 +138,10 @@ class Choices:
         assert shape is not None
         call = self.problem.dataflow.roles[role][0]
         return [
-            Assignment(mesh, grid, zero)
+            Assignment(mesh, grid, zero, expert)
             for grid in grids(mesh, self.problem.cluster, shape)
             for zero in self._rules(call, grid)
+            for expert in expert_ranks(shape, grid)
         ]
 
     def placement(self, roles: Roles, ahead: int = 0, *, streamed: bool = True) -> Placement:
@@ -158,7 +169,7 @@ class Choices:
         found = self._together[key]
         if found is None or home == mesh:
             return found
-        return {role: Assignment(mesh, each.grid, each.zero_stage) for role, each in found.items()}
+        return {role: replace(each, mesh=mesh) for role, each in found.items()}
 
     def _fitted(self, roles: Sequence[str], mesh: Mesh) -> Roles | None:
         chosen = dict.fromkeys(roles, 0)

@@ -63,8 +63,8 @@ def test_more_ranks_than_heads_of_keys_hold_the_same() -> None:
 
 def test_narrow_matrices_reach_less_and_half_at_half_width() -> None:
     shape, constants = SHAPES["llama-7b"], Constants(half_width=512.0)
-    assert reached(0.6, shape, 8, constants) == pytest.approx(0.3)
-    assert reached(0.6, shape, 1, constants) == pytest.approx(0.6 * 4096 / 4608)
+    assert reached(0.6, shape.hidden / 8, constants) == pytest.approx(0.3)
+    assert reached(0.6, shape.hidden, constants) == pytest.approx(0.6 * 4096 / 4608)
 
 
 @pytest.mark.parametrize("model", sorted(SHAPES))

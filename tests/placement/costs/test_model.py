@@ -268,3 +268,13 @@ def test_who_is_elsewhere_is_served_over_the_network() -> None:
     pull_s = constants.pull_s + 13.48e9 / network
     assert apart.weights["generate"].pull_s == pytest.approx(pull_s, rel=0.01)
     assert apart.weights["generate"].publish_s == constants.publish_s
+
+
+def test_rewards_are_of_all_groups_that_are_sampled() -> None:
+    found = []
+    for share in (0.0, 0.75):
+        problem = grpo("llama-7b", A100, replace(WORK, filtered=share))
+        timings = CostModel(problem).timings(colocated(problem, "1-8-2", "1-2-8"))
+        found.append((timings.score["reward"].batch_s, timings.train["policy"]))
+    assert found[1][0] == pytest.approx(4 * found[0][0])
+    assert found[1][1] == found[0][1]
