@@ -54,6 +54,7 @@ class CostModel:
         self._alone: dict[tuple[str, Assignment], float] = {}
         self._generations: dict[str, Generation] = {}
         self._held: dict[tuple[str, Assignment, Assignment | None], Holder] = {}
+        self._sent: dict[tuple[str, Assignment, Assignment], WeightsTiming] = {}
         self._wrong: dict[tuple[str, Assignment], str] = {}
 
     @cached_property
@@ -208,6 +209,12 @@ class CostModel:
         return self._trainers.get(POLICY if call.follows == MOVED else call.follows, "")
 
     def _weights(self, call: Call, placement: Placement) -> WeightsTiming:
+        key = (call.stage, placement.calls[self._source(call)], placement.calls[call.stage])
+        if key not in self._sent:
+            self._sent[key] = self._weights_of(call, placement)
+        return self._sent[key]
+
+    def _weights_of(self, call: Call, placement: Placement) -> WeightsTiming:
         moved, constants = self.moved(call.stage, placement), self.constants
         assert moved is not None
         if placement.overlaps(self._source(call), call.stage):

@@ -80,7 +80,8 @@ class Choices:
     def alone_s(self, role: str, assignment: Assignment) -> float:
         """A step's work of all its calls, on devices of their own; infinite if it cannot be."""
         home = self.home(assignment.mesh)
-        assignment = Assignment(home, assignment.grid, assignment.zero_stage)
+        if home != assignment.mesh:
+            assignment = Assignment(home, assignment.grid, assignment.zero_stage)
         key = (role, assignment)
         if key not in self._alone:
             costs = self.estimator.costs
@@ -144,7 +145,7 @@ class Choices:
 
     def home(self, mesh: Mesh) -> Mesh:
         """The first mesh of its size, where nodes are alike: what is true there is true here."""
-        return Mesh(0, mesh.size) if self._uniform else mesh
+        return Mesh(0, mesh.size) if self._uniform and mesh.first else mesh
 
     def together(self, roles: Sequence[str], mesh: Mesh) -> Roles | None:
         """The fastest that fit on one mesh at the same time; None if none were found.
