@@ -120,7 +120,7 @@ class SimpleCosts:
         return room - kept - memory["generate"].most
 
     def unfit(self, placement: Placement) -> str:
-        left = fullest(self.memory(placement), placement, self.problem.cluster)[1]
+        left = fullest(self.memory(placement), placement, self.problem.cluster)[2]
         return f"{-left / 1e9:.1f} GB too little" if left < 0 else ""
 
     def call_s(self, stage: str, assignment: Assignment) -> float:
