@@ -138,6 +138,10 @@ class RunCosts:
         """A whole step's work of one call, alone on its devices."""
         return self._costs.call_s(stage, assignment)
 
+    def first_s(self, assignment: Assignment) -> float:
+        """Until the first rollouts are there, of generation alone on its devices."""
+        return self._costs.first_s(assignment)
+
     def unfit(self, placement: Placement) -> str:
         """Why it cannot be, or why streamrl cannot run it."""
         return self._costs.unfit(placement) or self._unrun(placement)

@@ -23,7 +23,7 @@ from streamrl.placement.costs.tensors import stage_params
 from streamrl.placement.costs.traffic import Moved, Traffic
 from streamrl.placement.costs.train import train_timing
 from streamrl.placement.costs.works import Work
-from streamrl.placement.durations import Generation, score_s, training
+from streamrl.placement.durations import Generation, cuts_of, score_s, training
 from streamrl.placement.estimates import CallMemory, Problem
 from streamrl.placement.placements import Assignment, Placement
 from streamrl.placement.shapes import ModelShape
@@ -121,24 +121,41 @@ class CostModel:
             self._shape(stage), placement.calls[source], placement.calls[stage]
         )
 
+    def first_s(self, assignment: Assignment) -> float:
+        """Of a step's generation alone on its devices, until the first part of it is complete."""
+        left = self._left_alone(self._sampling, assignment)
+        cuts = cuts_of(self.problem.workload.groups_per_step)
+        return math.inf if left is None else self._sampled_s(self._sampling, assignment, left, cuts)
+
     def _call_s(self, stage: str, assignment: Assignment) -> float:
-        if self._misfit(stage, assignment):
+        left = self._left_alone(stage, assignment)
+        if left is None:
             return math.inf
         call, work = self._calls[stage], self._work(stage, assignment)
-        holder = self._holder(stage, assignment, None)
-        left = self._smallest(assignment) - holder.memory.kept
-        if left < max(holder.memory.active, holder.least_kv):
-            return math.inf
         if call.kind is Kind.GENERATE:
-            if stage not in self._generations:
-                self._generations[stage] = Generation(work.workload)
-            timing = generator_timing(work, left)
-            return self._generations[stage].completion(timing, (1.0,))[-1]
+            return self._sampled_s(stage, assignment, left, (1.0,))
         if call.kind is Kind.SCORE:
             scored = self._score(stage, assignment)
             return score_s(scored, work.workload, work.workload.group_size)
         trained = self._train(stage, assignment)
         return training(trained, work.workload).total_s + trained.step_s
+
+    def _sampled_s(
+        self, stage: str, assignment: Assignment, room: float, cuts: tuple[float, ...]
+    ) -> float:
+        """Until the first of these parts is complete, with so many bytes for keys and values."""
+        work = self._work(stage, assignment)
+        if stage not in self._generations:
+            self._generations[stage] = Generation(work.workload)
+        return self._generations[stage].completion(generator_timing(work, room), cuts)[0]
+
+    def _left_alone(self, stage: str, assignment: Assignment) -> float | None:
+        """Bytes left of a device where a call is alone; None where it does not fit."""
+        if self._misfit(stage, assignment):
+            return None
+        holder = self._holder(stage, assignment, None)
+        left = self._smallest(assignment) - holder.memory.kept
+        return None if left < max(holder.memory.active, holder.least_kv) else left
 
     def _smallest(self, assignment: Assignment) -> float:
         devices: list[Device] = [
