@@ -38,10 +38,16 @@ class Site:
     placed: Settled
 
     @property
-    def machine(self) -> dict[str, int | bool]:
-        """What it runs on: whether there are GPUs, how many nodes, and this one's cores."""
+    def machine(self) -> dict[str, int | bool | str]:
+        """What it runs on: whether there are GPUs, how many nodes, this one's cores, and how."""
         nodes = sum(bool(node["Alive"]) for node in ray.nodes())
-        return {"on_gpu": self.on_gpu, "nodes": nodes, "cores": len(os.sched_getaffinity(0))}
+        cores = len(os.sched_getaffinity(0))
+        return {
+            "on_gpu": self.on_gpu,
+            "nodes": nodes,
+            "cores": cores,
+            "placement": self.placed.mode,
+        }
 
 
 def nothing(on_gpu: bool) -> Mapping[str, Way]:

@@ -357,10 +357,12 @@ def training(timing: TrainTiming, workload: Workload) -> Training:
     micro_batches, shares = rounds * workload.mini_batches, timing.shares
     tokens = slowest * workload.mini_batches * workload.rollout_tokens
     epoch_s = timing.passes_s(micro_batches * shares, tokens * shares)
-    first_s = epoch_s + (workload.mini_batches - 1) * timing.update_s
+    epoch_s += micro_batches * timing.round_s
+    update_s = timing.round_s + timing.update_s
+    first_s = epoch_s + (workload.mini_batches - 1) * update_s
     rest_s = (workload.epochs - 1) * epoch_s
     updates = workload.updates - workload.mini_batches + 1
-    return Training(first_s, rest_s + updates * timing.update_s, micro_batches)
+    return Training(first_s, rest_s + updates * update_s, micro_batches)
 
 
 @cache
