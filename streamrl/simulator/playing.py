@@ -19,9 +19,9 @@ STEPS = 12
 """Of a placement that generates nothing ahead; two more for each step it may be ahead."""
 UNLIKE = 2
 """The first of them are unlike all others, and more where generation is ahead: not counted."""
-FEWEST_STEPS = 3
+FEWEST_STEPS = 4
 """Counted, whatever there is in a step."""
-GROUPS = 6144
+GROUPS = 10240
 """So many are counted at least, where that takes no more than all steps."""
 PART_GROUPS = 256
 """The fewest of a step in a part that stands for all of it."""

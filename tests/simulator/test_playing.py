@@ -42,11 +42,11 @@ def workload(groups: int, lengths: FixedLength | LognormalLengths = LENGTHS) -> 
         # Few groups: as many steps as there are to be.
         (64, 0, 12),
         (64, 4, 20),
-        # 6144 groups in six steps, behind two that are unlike them, and one more for one ahead.
-        (1024, 0, 2 + 6),
-        (1024, 1, 3 + 6),
-        # Never fewer than three that count.
-        (50_000, 0, 2 + 3),
+        # 10240 groups in five steps, behind two that are unlike them, and one more for one ahead.
+        (2048, 0, 2 + 5),
+        (2048, 1, 3 + 5),
+        # Never fewer than four that count.
+        (50_000, 0, 2 + 4),
     ],
 )
 def test_large_steps_are_played_less_often(groups: int, lead: int, steps: int) -> None:
