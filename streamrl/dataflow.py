@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import Enum, StrEnum
+from functools import cached_property
 
 import networkx as nx
 
@@ -155,12 +156,16 @@ class Dataflow:
     @property
     def ordered(self) -> list[Call]:
         """The calls in flow order."""
+        return list(self._ordered)
+
+    @cached_property
+    def _ordered(self) -> tuple[Call, ...]:
         by_stage = {call.stage: call for call in self.calls}
-        return [by_stage[stage] for stage in self.stages]
+        return tuple(by_stage[stage] for stage in self.stages)
 
     def of_kind(self, kind: Kind) -> list[Call]:
         """The calls of one kind, in flow order."""
-        return [call for call in self.ordered if call.kind is kind]
+        return [call for call in self._ordered if call.kind is kind]
 
     @property
     def unconsumed(self) -> list[tuple[str, str]]:

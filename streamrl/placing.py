@@ -142,6 +142,10 @@ class RunCosts:
             return math.inf
         return self._costs.call_s(stage, assignment)
 
+    def first_s(self, assignment: Assignment) -> float:
+        """Until the first rollouts are there, of generation alone on its devices."""
+        return self._costs.first_s(assignment)
+
     def unfit(self, placement: Placement) -> str:
         """Why it cannot be, or why streamrl cannot run it."""
         return self._costs.unfit(placement) or self._unrun(placement)
@@ -188,18 +192,23 @@ def pools_of(dataflow: Dataflow, placement: Placement) -> PlacementConfig | None
     """
     calls = {call.role: placement.calls.get(call.stage) for call in dataflow.ordered}
     meshes = {role: each.mesh for role, each in calls.items() if each is not None}
-    numbers = {role: mesh.size for role, mesh in meshes.items()}
     generator = calls[GENERATE.role]
-    is_split = generator is not None and generator.grid.tensor > 1
+    return _pools_of(meshes, is_split=generator is not None and generator.grid.tensor > 1)
+
+
+def _pools_of(meshes: Mapping[str, Mesh], *, is_split: bool) -> PlacementConfig | None:
+    numbers = {role: mesh.size for role, mesh in meshes.items()}
+    wanted = _shifts(meshes)
     for way in _ways(meshes):
-        slots = lay_out(way.shared, numbers).slots
-        again = {role: Mesh(own[0], len(own)) for role, own in slots.items()}
         shares = any(GENERATE.role in pool for pool in way.shared)
         # One process of both for each of their devices.
         together = meshes.get(GENERATE.role) == meshes.get(POLICY)
         hosts = hosts_actor(way.shared)
         runs = together if hosts else not (is_split and shares)
-        if runs and _shifts(again) == _shifts(meshes):
+        if not runs:
+            continue
+        slots = lay_out(way.shared, numbers).slots
+        if _shifts({role: Mesh(own[0], len(own)) for role, own in slots.items()}) == wanted:
             return way
     return None
 

@@ -31,11 +31,10 @@ from streamrl.placement.search import (
 )
 from streamrl.placing import RunCosts, placed_run, run_rules
 from streamrl.planning import manner_of
-from streamrl.simulator import Simulated, simulate
+from streamrl.simulator import Simulated, play
 
 BOUNDS = (0, 1, 2, 4)
 MOST_BOUND = 64
-PLAYED_STEPS = 12
 GB = 1e9
 
 
@@ -85,8 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         streamed=(True, False) if arguments.pipeline else (True,),
         proposals=arguments.proposals,
     )
-    played = _played(config, problem, planned.front, costs, arguments)
-    report = Report(config, problem, planned, gaining(planned.front, played))
+    found = _played(config, problem, planned.front, costs, arguments)
+    report = Report(config, problem, planned, gaining(planned.front, found))
     if planned.best is not None:
         _write(arguments, report)
     print(json.dumps(report.as_json()) if arguments.json else report.text(arguments.explain))
@@ -112,12 +111,11 @@ def _played(
 ) -> list[Simulated]:
     """Every point of the front in virtual time."""
     return [
-        simulate(
+        play(
             problem.dataflow,
             point.candidate.placement,
             costs.timings(point.candidate.placement),
             problem.workload,
-            steps=PLAYED_STEPS + 2 * point.max_staleness,
             seed=arguments.seed,
             manner=manner_of(config),
         )

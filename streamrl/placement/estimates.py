@@ -121,3 +121,9 @@ class Costs(Protocol):
         little memory.
         """
         ...
+
+    def first_s(self, assignment: Assignment) -> float:
+        """Of a step's generation, alone on its devices, until the first rollouts that others can
+        go on with are complete, s; likewise infinite.
+        """
+        ...

@@ -92,7 +92,8 @@ def lay_out(pools: Sequence[Pool], counts: Mapping[str, int]) -> SlotMap:
         found = _in_pool(present, counts)
         # A slot that nobody has is not asked for.
         used = sorted({slot for each in found.values() for slot in each})
-        slots |= {role: tuple(size + used.index(s) for s in each) for role, each in found.items()}
+        number = {slot: size + i for i, slot in enumerate(used)}
+        slots |= {role: tuple(number[slot] for slot in each) for role, each in found.items()}
         size += len(used)
     return SlotMap({role: slots[role] for role in counts})
 

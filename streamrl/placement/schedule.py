@@ -80,7 +80,7 @@ class Estimator:
         )
         timeline = steady.timeline()
         cluster, workload = self.problem.cluster, self.problem.workload
-        held, left = fullest(self.costs.memory(placement), placement, cluster)
+        _, held, left = fullest(self.costs.memory(placement), placement, cluster)
         return Estimate(
             step_s,
             workload.rollouts * workload.lengths.mean / step_s,
@@ -145,9 +145,11 @@ def key_of(placement: Placement) -> Key:
 
 def fullest(
     memory: Mapping[str, CallMemory], placement: Placement, cluster: Cluster
-) -> tuple[float, float]:
-    """Bytes of the device with the fewest left, and those: what calls keep, and who takes most."""
-    worst = (0.0, math.inf)
+) -> tuple[int, float, float]:
+    """The device with the fewest bytes left, what calls keep of it and who takes most, and those
+    left.
+    """
+    worst = (0, 0.0, math.inf)
     firsts = {edge for each in placement.calls.values() for edge in (each.mesh.first,)}
     for device in sorted(firsts):
         here = [
@@ -157,8 +159,8 @@ def fullest(
         ]
         held = sum(each.kept for each in here) + max((each.active for each in here), default=0.0)
         room = cluster.group_of(device).device.memory_bytes
-        if room - held < worst[1]:
-            worst = (held, room - held)
+        if room - held < worst[2]:
+            worst = (device, held, room - held)
     return worst
 
 

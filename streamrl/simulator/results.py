@@ -33,7 +33,8 @@ class Simulated:
 
     outcomes: of each step, the last time it was made. step_ends: when that was. depths: by stage,
     how many groups wait for it, each time that changes. by_process: what each process did.
-    processes: by role, who they are. crashes: what failed, and what that took along.
+    processes: by role, who they are. crashes: what failed, and what that took along. parts: that
+    the run has, of which one was simulated; its rate is that of all of them.
     """
 
     dataflow: Dataflow
@@ -46,6 +47,7 @@ class Simulated:
     processes: Mapping[str, Sequence[str]]
     crashes: Sequence[Crash]
     warm_up: int
+    parts: int = 1
 
     def without(self, warm_up: int) -> "Simulated":
         """The same with so many steps left out of all means."""
@@ -76,7 +78,7 @@ class Simulated:
     def tokens_per_s(self) -> float:
         """Sampled tokens that were trained, of the whole cluster."""
         start, end = self._window
-        return sum(self.staleness.values()) / (end - start)
+        return self.parts * sum(self.staleness.values()) / (end - start)
 
     @cached_property
     def staleness(self) -> Counter[int]:

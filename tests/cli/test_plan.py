@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli.main import main
-from streamrl.cli.plan import PLAYED_STEPS
 from streamrl.config import load_config
 from streamrl.placement import Placement
 from streamrl.placing import run_placement
+from streamrl.simulator.playing import STEPS
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 GRPO = str(CONFIGS / "grpo_arithmetic.yaml")
@@ -74,7 +74,7 @@ def test_what_is_planned_is_written_as_the_config_of_a_run_that_is_so_placed(
     assert again.max_staleness == placement.max_staleness
     assert picture.read_text().startswith("<svg")
     # And the simulator plays the run's own placement as it played the plan's.
-    steps = str(PLAYED_STEPS + 2 * placement.max_staleness)
+    steps = str(STEPS + 2 * placement.max_staleness)
     written = [str(config), "--cluster", "8xH100", *SIZES, "--steps", steps, "--json"]
     code, out = run(capsys, "simulate", *written)
     assert code == 0

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from streamrl.dataflow import Kind
-from streamrl.placement.durations import Generation, score_s, training
+from streamrl.placement.durations import Generation, cuts_of, score_s, training
 from streamrl.placement.estimates import CallMemory, Problem
 from streamrl.placement.placements import Assignment, Placement
 from streamrl.placement.schedule import fullest
@@ -120,7 +120,7 @@ class SimpleCosts:
         return room - kept - memory["generate"].most
 
     def unfit(self, placement: Placement) -> str:
-        left = fullest(self.memory(placement), placement, self.problem.cluster)[1]
+        left = fullest(self.memory(placement), placement, self.problem.cluster)[2]
         return f"{-left / 1e9:.1f} GB too little" if left < 0 else ""
 
     def call_s(self, stage: str, assignment: Assignment) -> float:
@@ -128,6 +128,12 @@ class SimpleCosts:
         if key not in self._call_s:
             self._call_s[key] = self._alone(stage, assignment)
         return self._call_s[key]
+
+    def first_s(self, assignment: Assignment) -> float:
+        room = assignment.mesh.slowest(self.problem.cluster).memory_bytes
+        timing = self.generator(assignment, room - self.call_memory("generate", assignment).most)
+        cuts = cuts_of(self.problem.workload.groups_per_step)
+        return self._generation.completion(timing, cuts)[0]
 
     def _alone(self, stage: str, assignment: Assignment) -> float:
         workload, call = self.problem.workload, self.calls[stage]

@@ -25,7 +25,7 @@ from streamrl.placement.costs.tensors import stage_params
 from streamrl.placement.costs.traffic import Moved, Traffic
 from streamrl.placement.costs.train import train_timing
 from streamrl.placement.costs.works import Work
-from streamrl.placement.durations import Generation, score_s, training
+from streamrl.placement.durations import Generation, cuts_of, score_s, training
 from streamrl.placement.estimates import CallMemory, Problem
 from streamrl.placement.placements import Assignment, Placement
 from streamrl.placement.shapes import ModelShape
@@ -56,6 +56,7 @@ class CostModel:
         self._alone: dict[tuple[str, Assignment], float] = {}
         self._generations: dict[str, Generation] = {}
         self._held: dict[tuple[str, Assignment, Assignment | None, bool], Holder] = {}
+        self._sent: dict[tuple[str, Assignment, Assignment], WeightsTiming] = {}
         self._wrong: dict[tuple[str, Assignment], str] = {}
 
     @cached_property
@@ -129,24 +130,41 @@ class CostModel:
         is_plain = source.expert == 1 and target.expert == 1
         return (self.traffic if is_plain else self.rough.traffic).moved(shape, source, target)
 
+    def first_s(self, assignment: Assignment) -> float:
+        """Of a step's generation alone on its devices, until the first part of it is complete."""
+        left = self._left_alone(self._sampling, assignment)
+        cuts = cuts_of(self.problem.workload.groups_per_step)
+        return math.inf if left is None else self._sampled_s(self._sampling, assignment, left, cuts)
+
     def _call_s(self, stage: str, assignment: Assignment) -> float:
-        if self._misfit(stage, assignment):
+        left = self._left_alone(stage, assignment)
+        if left is None:
             return math.inf
         call, work = self._calls[stage], self._work(stage, assignment)
-        holder = self._holder(stage, assignment, None, rests=False)
-        left = self._smallest(assignment) - holder.memory.kept
-        if left < max(holder.memory.active, holder.least_kv):
-            return math.inf
         if call.kind is Kind.GENERATE:
-            if stage not in self._generations:
-                self._generations[stage] = Generation(work.workload.sampled)
-            timing = generator_timing(work, left)
-            return self._generations[stage].completion(timing, (1.0,))[-1]
+            return self._sampled_s(stage, assignment, left, (1.0,))
         if call.kind is Kind.SCORE:
             scored = self._score(stage, assignment)
             return score_s(scored, work.workload, work.workload.group_size)
         trained = self._train(stage, assignment)
         return training(trained, work.workload).total_s + trained.step_s
+
+    def _sampled_s(
+        self, stage: str, assignment: Assignment, room: float, cuts: tuple[float, ...]
+    ) -> float:
+        """Until the first of these parts is complete, with so many bytes for keys and values."""
+        work = self._work(stage, assignment)
+        if stage not in self._generations:
+            self._generations[stage] = Generation(work.workload.sampled)
+        return self._generations[stage].completion(generator_timing(work, room), cuts)[0]
+
+    def _left_alone(self, stage: str, assignment: Assignment) -> float | None:
+        """Bytes left of a device where a call is alone; None where it does not fit."""
+        if self._misfit(stage, assignment):
+            return None
+        holder = self._holder(stage, assignment, None, rests=False)
+        left = self._smallest(assignment) - holder.memory.kept
+        return None if left < max(holder.memory.active, holder.least_kv) else left
 
     def _smallest(self, assignment: Assignment) -> float:
         devices: list[Device] = [
@@ -245,6 +263,12 @@ class CostModel:
         return self._trainers.get(POLICY if call.follows == MOVED else call.follows, "")
 
     def _weights(self, call: Call, placement: Placement) -> WeightsTiming:
+        key = (call.stage, placement.calls[self._source(call)], placement.calls[call.stage])
+        if key not in self._sent:
+            self._sent[key] = self._weights_of(call, placement)
+        return self._sent[key]
+
+    def _weights_of(self, call: Call, placement: Placement) -> WeightsTiming:
         moved, constants = self.moved(call.stage, placement), self.constants
         assert moved is not None
         if placement.overlaps(self._source(call), call.stage):

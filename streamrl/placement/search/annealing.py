@@ -16,6 +16,7 @@ from streamrl.placement.clusters import Cluster
 from streamrl.placement.meshes import Mesh, meshes
 from streamrl.placement.placements import Assignment
 from streamrl.placement.search.parallel import Choices, Roles
+from streamrl.placement.search.rearranging import rearranged
 
 HOT, COLD = 0.05, 0.002
 """Of the step time: a change for the worse by so much is taken with odds 1 to e."""
@@ -26,6 +27,10 @@ FEW_MESHES = 16
 ROUNDS = 3
 FASTEST = 4
 """Of a role's parallelisms on new devices, one of so many is proposed."""
+NEARLY = 0.1
+"""Of the step time: what another way to divide roles may take more before a descent from there."""
+REARRANGED = 3
+"""Descents from so many."""
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,20 @@ class Annealing:
             # Schedules with generation ahead take longer.
             found += self._choices.of(role, mesh)[: FASTEST if state.ahead else None]
         return found
+
+    def rearrange(self, state: State, cost: float) -> tuple[State, float]:
+        """The best of the ways to divide roles among its meshes, after a descent of each."""
+        ways = [
+            replace(state, roles=roles)
+            for roles in rearranged(self._choices, state.roles, state.ahead, cost)
+        ]
+        timed = sorted((self.cost_s(way, cost * (1 + NEARLY)), i) for i, way in enumerate(ways))
+        for found, i in timed[:REARRANGED]:
+            if math.isfinite(found):
+                other, least = self.descend(ways[i], found)
+                if least < cost:
+                    state, cost = other, least
+        return state, cost
 
     # Moves: each gives another state, or None where it cannot be made.
 

@@ -8,7 +8,7 @@ stages of the slowest set (`d_cost`) may be asked for instead.
 import heapq
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from streamrl.placement.estimates import Costs, Problem
@@ -21,6 +21,8 @@ from streamrl.placement.search.partitions import allocations, set_partitions
 Unit = tuple[str, ...]
 SLACK = 0.95
 """A bound from calls alone is trusted so far: alone and together they are timed in two ways."""
+FIRST = 64
+"""Allocations that are looked for to begin with."""
 
 
 @dataclass(frozen=True)
@@ -49,24 +51,38 @@ class Mapping:
 
     def allocations(self, ahead: int) -> Iterator[Allocation]:
         """All of them, but those where a role fits by itself in nothing of its mesh."""
-        cluster = self._choices.problem.cluster
-        by_count = {
-            count: [tuple((mesh, self._choices.home(mesh)) for mesh in each) for each in found]
-            for count in range(1, len(self._units) + 1)
-            if (found := list(allocations(cluster, count)))
-        }
-        least = _Least(self._choices, ahead)
+        return self._below(ahead, lambda: math.inf)
+
+    def lowest(self, ahead: int, most: int) -> list[Allocation]:
+        """So many with the lowest bounds, in their order; of equal ones those that come first.
+
+        What is sure not to be among them is not looked at.
+        """
+        kept: list[tuple[float, int, Allocation]] = []
+        found = self._below(ahead, lambda: -kept[0][0] if len(kept) == most else math.inf)
+        for i, each in enumerate(found):
+            entry = (-each.least_s, -i, each)
+            if len(kept) < most:
+                heapq.heappush(kept, entry)
+            else:
+                heapq.heapreplace(kept, entry)
+        return [each for _, _, each in sorted(kept, key=lambda entry: entry[:2], reverse=True)]
+
+    def _below(self, ahead: int, limit_s: Callable[[], float]) -> Iterator[Allocation]:
+        """Those whose bounds are below the limit of the moment."""
+        least, cluster = _Least(self._choices, ahead), self._choices.problem.cluster
         shared = 0.0
         if self._whole is not None:
             shared = least.of((self._choices.generator,), self._whole)
         for parts in set_partitions(self._units):
             sets = tuple(tuple(itertools.chain(*part)) for part in parts)
-            for meshes in by_count.get(len(sets), ()):
-                seconds = shared + max(
-                    least.of(each, home) for each, (_, home) in zip(sets, meshes, strict=True)
-                )
-                if seconds < math.inf:
-                    yield Allocation(sets, tuple(mesh for mesh, _ in meshes), seconds)
+
+            def wanted(i: int, mesh: Mesh, sets: Sequence[Unit] = sets) -> bool:
+                return shared + least.of(sets[i], mesh) < limit_s()
+
+            for meshes in allocations(cluster, len(sets), wanted):
+                own = zip(sets, meshes, strict=True)
+                yield Allocation(sets, meshes, shared + max(least.of(*each) for each in own))
 
     def best(
         self, ahead: int = 0, *, streamed: bool = True, most: int | None = None
@@ -78,12 +94,7 @@ class Mapping:
         """
         best: tuple[float, Placement | None] = (math.inf, None)
         looked = 0
-        found = self.allocations(ahead)
-        if most is None:
-            ordered = sorted(found, key=lambda each: each.least_s)
-        else:
-            ordered = heapq.nsmallest(most, found, key=lambda each: each.least_s)
-        for each in ordered:
+        for each in self._ordered(ahead, most):
             if each.least_s * SLACK >= best[0]:
                 break
             looked += 1
@@ -92,6 +103,20 @@ class Mapping:
                 if seconds < best[0]:
                     best = (seconds, placement)
         return best[1], looked
+
+    def _ordered(self, ahead: int, most: int | None) -> Iterator[Allocation]:
+        """By their bounds; all of them, or so many."""
+        if most is not None:
+            yield from self.lowest(ahead, most)
+            return
+        # Seldom are more than a few asked for.
+        count, given = FIRST, 0
+        while True:
+            found = self.lowest(ahead, count)
+            yield from found[given:]
+            if len(found) < count:
+                return
+            count, given = 4 * count, count
 
     def best_by_stages(self) -> Placement | None:
         """The one with the least `d_cost`: on policy, with a barrier behind every stage."""
@@ -128,14 +153,15 @@ class _Least:
     def __init__(self, choices: Choices, ahead: int) -> None:
         self._choices = choices
         self._ahead = ahead
-        self._seconds: dict[tuple[Unit, Mesh], float] = {}
+        self._seconds: dict[Unit, dict[Mesh, float]] = {}
 
     def of(self, roles: Unit, mesh: Mesh) -> float:
         """Infinite where one of them fits by itself in nothing."""
-        key = (roles, mesh)
-        if key not in self._seconds:
-            self._seconds[key] = sum(self._one(role, mesh) for role in roles)
-        return self._seconds[key]
+        known = self._seconds.setdefault(roles, {})
+        if mesh not in known:
+            home = self._choices.home(mesh)
+            known[mesh] = sum(self._one(role, home) for role in roles)
+        return known[mesh]
 
     def _one(self, role: str, mesh: Mesh) -> float:
         found = self._choices.of(role, mesh)[:1]

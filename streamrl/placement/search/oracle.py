@@ -1,14 +1,18 @@
 """The best placement there is, by looking at all of them: for small clusters, to measure others by.
 
 Every mesh and parallelism of every role, role by role. What cannot become better than the best one
-so far is left: the busiest device has to do what is placed on it, and all devices together what
-there is. Meshes that differ by a renumbering of devices nobody uses yet are looked at once.
+so far is left: where memory is short already; where the busiest device has too much to do, or all
+devices together; and, on policy, where what follows the first rollouts takes too long behind them.
+Meshes that differ by a renumbering of devices nobody uses yet are looked at once. Of a model that
+only scores and is never published, what is slower on the same devices and holds more is left, too.
 """
 
 import math
 from collections.abc import Sequence
 
+from streamrl.dataflow import Kind
 from streamrl.errors import ConfigError
+from streamrl.placement.jobs import Flow
 from streamrl.placement.meshes import Mesh, meshes
 from streamrl.placement.placements import Assignment, Placement
 from streamrl.placement.search.mapping import SLACK
@@ -27,62 +31,98 @@ class Oracle:
                 f"oracle: {cluster.size} devices: every placement of at most {MOST_DEVICES}"
             )
         self._choices = choices
-        self._paces = [(ahead, flows) for ahead in aheads for flows in streamed]
-        self._ahead = max(aheads)
-        options = {
-            role: [each for mesh in meshes(cluster) for each in choices.of(role, mesh)]
+        self._aheads = list(aheads)
+        self._streamed = list(streamed)
+        self._leaders = _leaders(choices)
+        every = list(meshes(cluster))
+        self._options = {
+            role: [one for mesh in every for one in self._worthwhile(role, mesh)]
             for role in choices.roles
         }
-        least = {role: self._area(role, options[role]) for role in options}
-        # Those that matter most first: then most is left early.
-        self._order = sorted(options, key=lambda role: -least[role])
-        self._options = [options[role] for role in self._order]
-        areas = [least[role] for role in self._order]
-        self._left = [sum(areas[i:]) for i in range(len(areas) + 1)]
         self._best: tuple[float, Placement | None] = (math.inf, None)
         self._symmetric = cluster.is_uniform and (cluster.size & (cluster.size - 1)) == 0
         self.looked = 0
-
-    def _wants(self, role: str, option: Assignment) -> float:
-        return self._choices.least_s(role, option, self._ahead) * SLACK
-
-    def _area(self, role: str, options: Sequence[Assignment]) -> float:
-        """The fewest device seconds."""
-        return min((self._wants(role, o) * o.mesh.size for o in options), default=math.inf)
 
     def best(self, known: Placement | None = None) -> tuple[Placement | None, float]:
         """The best, and its step time; a placement that is `known` already spares some work."""
         if known is not None:
             self._best = (self._choices.estimator.step_s(known), known)
-        self._place({}, [0.0] * self._choices.problem.cluster.size)
+        for ahead in self._aheads:
+            self._search(ahead)
         return self._best[1], self._best[0]
 
-    def _place(self, roles: dict[str, Assignment], busy: list[float]) -> None:
+    def _worthwhile(self, role: str, mesh: Mesh) -> list[Assignment]:
+        """What a role may have there: of one whose weights stay, nothing that another beats."""
+        found = self._choices.of(role, mesh)
+        if role in self._leaders:
+            return found
+        kept: list[tuple[Assignment, Sequence[float]]] = []
+        for each in found:
+            prices = self._prices(role, each)
+            beaten = (all(a <= b for a, b in zip(other, prices, strict=True)) for _, other in kept)
+            if not any(beaten):
+                kept.append((each, prices))
+        return [each for each, _ in kept]
+
+    def _prices(self, role: str, option: Assignment) -> Sequence[float]:
+        """Seconds of each call, and bytes it keeps and takes."""
+        choices = self._choices
+        memory = choices.estimator.costs.memory(choices.placement({role: option}))
+        seconds = [choices.estimator.costs.call_s(s, option) for s in choices.stages[role]]
+        return [*seconds, *(b for each in memory.values() for b in (each.kept, each.active))]
+
+    def _search(self, ahead: int) -> None:
+        """Under one bound; the generator first, as others wait for it, then who has most to do."""
+        choices, size = self._choices, self._choices.problem.cluster.size
+        self._ahead = ahead
+        self._wants = {
+            role: [choices.least_s(role, one, ahead) * SLACK for one in options]
+            for role, options in self._options.items()
+        }
+        self._firsts = {
+            one: choices.estimator.costs.first_s(one) * SLACK if not ahead else 0.0
+            for one in self._options[choices.generator]
+        }
+        areas = {
+            role: min(
+                (w * o.mesh.size for w, o in zip(wants, self._options[role], strict=True)),
+                default=math.inf,
+            )
+            for role, wants in self._wants.items()
+        }
+        self._order = sorted(areas, key=lambda role: (role != choices.generator, -areas[role]))
+        left = [areas[role] for role in self._order]
+        self._left = [sum(left[i:]) for i in range(len(left) + 1)]
+        self._place({}, [0.0] * size, [0.0] * size)
+
+    def _place(self, roles: dict[str, Assignment], busy: list[float], after: list[float]) -> None:
+        """busy, after: by device, seconds of all there and of what follows the first rollouts."""
         depth = len(roles)
         if depth == len(self._order):
             self._look(roles)
             return
         role = self._order[depth]
         used = {each.mesh for each in roles.values()}
-        for option in self._options[depth]:
+        for option, wants in zip(self._options[role], self._wants[role], strict=True):
             if self._symmetric and not self._first_alike(option.mesh, used):
                 continue
-            wants = self._wants(role, option)
-            taken = list(busy)
-            for device in option.mesh.devices:
-                taken[device] += wants
+            found = {**roles, role: option}
+            taken, behind = _with(busy, option.mesh, wants), after
+            if role != self._choices.generator:
+                behind = _with(after, option.mesh, wants)
+            first = self._firsts[found[self._choices.generator]]
             least = max(
-                *taken, (sum(taken) + self._left[depth + 1]) / len(taken), self._chain(roles)
+                max(taken), (sum(taken) + self._left[depth + 1]) / len(taken), first + max(behind)
             )
-            if least < self._best[0]:
-                self._place({**roles, role: option}, taken)
+            if least < self._best[0] and self._fits(found):
+                self._place(found, taken, behind)
 
-    def _chain(self, roles: dict[str, Assignment]) -> float:
-        """On policy, generation and the rest of a step follow one another."""
-        generator = self._choices.generator
-        if self._ahead or generator not in roles:
-            return 0.0
-        return self._wants(generator, roles[generator])
+    def _fits(self, roles: dict[str, Assignment]) -> bool:
+        """Whether those fit together of whom it can be told: who follows a model may share it."""
+        sure = {
+            role: each for role, each in roles.items() if self._leaders.get(role, role) in roles
+        }
+        return self._choices.fits(sure)
 
     def _first_alike(self, mesh: Mesh, used: set[Mesh]) -> bool:
         """Whether no mesh further left is the same but for numbers of unused devices."""
@@ -98,11 +138,28 @@ class Oracle:
         return True
 
     def _look(self, roles: dict[str, Assignment]) -> None:
-        if not self._choices.fits(roles):
-            return
-        for ahead, streamed in self._paces:
+        apart = len({each.mesh for each in roles.values()}) > 1
+        for streamed in self._streamed if apart else self._streamed[:1]:
             self.looked += 1
-            placement = self._choices.placement(roles, ahead, streamed=streamed)
-            seconds = self._choices.estimator.step_s(placement)
+            placement = self._choices.placement(roles, self._ahead, streamed=streamed)
+            seconds = self._choices.estimator.step_s(placement, self._best[0])
             if seconds < self._best[0]:
                 self._best = (seconds, placement)
+
+
+def _leaders(choices: Choices) -> dict[str, str]:
+    """Of each role that is trained, or follows one that is, who that is."""
+    flow = Flow.of(choices.problem.dataflow)
+    found = {
+        call.role: call.role if call.kind is Kind.TRAIN else flow.leader(call)
+        for call in flow.calls
+        if call.role in choices.roles
+    }
+    return {role: leader for role, leader in found.items() if leader}
+
+
+def _with(seconds: list[float], mesh: Mesh, more: float) -> list[float]:
+    taken = list(seconds)
+    for device in mesh.devices:
+        taken[device] += more
+    return taken

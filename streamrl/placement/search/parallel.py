@@ -14,7 +14,7 @@ from streamrl.placement.clusters import Cluster
 from streamrl.placement.estimates import Problem
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import MOST_TENSOR, Assignment, Placement
-from streamrl.placement.schedule import Estimator
+from streamrl.placement.schedule import Estimator, fullest
 from streamrl.placement.search.partitions import placed_roles
 from streamrl.placement.search.rules import Rules
 from streamrl.placement.shapes import ModelShape
@@ -61,6 +61,7 @@ class Choices:
             role: [call.stage for call in self.problem.dataflow.roles[role]] for role in self.roles
         }
         self._alone: dict[tuple[str, Assignment], float] = {}
+        self._holds: dict[tuple[str, Assignment], float] = {}
         self._of: dict[tuple[str, Mesh], list[Assignment]] = {}
         self._together: dict[tuple[tuple[str, ...], Mesh], Roles | None] = {}
         self._uniform = self.problem.cluster.is_uniform
@@ -90,7 +91,8 @@ class Choices:
     def alone_s(self, role: str, assignment: Assignment) -> float:
         """A step's work of all its calls, on devices of their own; infinite if it cannot be."""
         home = self.home(assignment.mesh)
-        assignment = replace(assignment, mesh=home)
+        if home != assignment.mesh:
+            assignment = replace(assignment, mesh=home)
         key = (role, assignment)
         if key not in self._alone:
             costs = self.estimator.costs
@@ -155,37 +157,45 @@ class Choices:
 
     def home(self, mesh: Mesh) -> Mesh:
         """The first mesh of its size, where nodes are alike: what is true there is true here."""
-        return Mesh(0, mesh.size) if self._uniform else mesh
+        return Mesh(0, mesh.size) if self._uniform and mesh.first else mesh
 
     def together(self, roles: Sequence[str], mesh: Mesh) -> Roles | None:
-        """The fastest that fit on one mesh at the same time; None if none were found.
-
-        Each begins with its fastest; then the one changes that gives most memory for its time.
-        """
+        """The fastest that fit on one mesh at the same time; None if none were found."""
         home = self.home(mesh)
         key = (tuple(roles), home)
         if key not in self._together:
-            self._together[key] = self._fitted(roles, home)
+            self._together[key] = self.fitted(dict.fromkeys(roles, home))
         found = self._together[key]
         if found is None or home == mesh:
             return found
         return {role: replace(each, mesh=mesh) for role, each in found.items()}
 
-    def _fitted(self, roles: Sequence[str], mesh: Mesh) -> Roles | None:
-        chosen = dict.fromkeys(roles, 0)
-        options = {role: self.of(role, mesh) for role in roles}
+    def fitted(self, meshes: Mapping[str, Mesh]) -> Roles | None:
+        """The fastest that fit at the same time, each on its mesh; None if none were found.
+
+        Each begins with its fastest; then the one changes, of those on the device that has least
+        left, that gives most memory for its time.
+        """
+        chosen = dict.fromkeys(meshes, 0)
+        options = {role: self.of(role, mesh) for role, mesh in meshes.items()}
         if not all(options.values()):
             return None
         for _ in range(FIXES):
             found = {role: options[role][i] for role, i in chosen.items()}
             if self.fits(found):
                 return found
-            change = self._relief(found, options)
+            change = self._relief(self._crowded(found), options)
             if change is None:
                 return None
             role, i = change
             chosen[role] = i
         return None
+
+    def _crowded(self, roles: Roles) -> Roles:
+        """Those on the device that has the least memory left."""
+        placement, cluster = self.placement(roles), self.problem.cluster
+        device, _, _ = fullest(self.estimator.costs.memory(placement), placement, cluster)
+        return {role: each for role, each in roles.items() if device in each.mesh.devices}
 
     def _relief(
         self, found: Roles, options: Mapping[str, list[Assignment]]
@@ -206,6 +216,12 @@ class Choices:
         return None if best is None else best[1:]
 
     def _held(self, role: str, assignment: Assignment) -> float:
+        key = (role, assignment)
+        if key not in self._holds:
+            self._holds[key] = self._held_by(role, assignment)
+        return self._holds[key]
+
+    def _held_by(self, role: str, assignment: Assignment) -> float:
         memory = self.estimator.costs.memory(self.placement({role: assignment}))
         return sum(each.kept for each in memory.values()) + max(
             each.active for each in memory.values()

@@ -1,7 +1,7 @@
 """Ways to divide roles into sets that share devices, and devices among sets."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import comb
 from typing import TypeVar
 
@@ -62,23 +62,46 @@ def count_allocations(items: int, units: int) -> int:
     return sum(comb(units - 1, len(parts) - 1) for parts in set_partitions(range(items)))
 
 
-def allocations(cluster: Cluster, sets: int) -> Iterator[tuple[Mesh, ...]]:
+def any_mesh(number: int, mesh: Mesh) -> bool:
+    """Each set may have each mesh."""
+    return True
+
+
+def allocations(
+    cluster: Cluster, sets: int, wanted: Callable[[int, Mesh], bool] = any_mesh
+) -> Iterator[tuple[Mesh, ...]]:
     """Disjoint meshes for so many sets, which are the whole cluster.
 
     On nodes that are many, whole ones, one set behind the other; on a single node, parts that a
-    mesh may have.
+    mesh may have. wanted: whether a set, by number, may have a mesh.
     """
-    edges = node_edges(cluster)
     if cluster.num_nodes > 1:
-        for counts in compositions(cluster.num_nodes, sets):
-            at = (0, *itertools.accumulate(counts))
-            yield tuple(Mesh(edges[a], edges[b] - edges[a]) for a, b in itertools.pairwise(at))
+        yield from _runs(node_edges(cluster), sets, wanted, ())
         return
     sizes = [size for size in range(1, cluster.size + 1) if cluster.size % size == 0]
     for chosen in itertools.product(sizes, repeat=sets):
         found = _packed(chosen, cluster.size) if sum(chosen) == cluster.size else None
-        if found is not None:
+        if found is not None and all(wanted(i, mesh) for i, mesh in enumerate(found)):
             yield found
+
+
+def _runs(
+    edges: Sequence[int],
+    sets: int,
+    wanted: Callable[[int, Mesh], bool],
+    before: tuple[Mesh, ...],
+) -> Iterator[tuple[Mesh, ...]]:
+    """Runs of the nodes between these edges for so many sets more, behind those before."""
+    first, number = edges[0], len(before)
+    if sets == 1:
+        rest = Mesh(first, edges[-1] - first)
+        if wanted(number, rest):
+            yield (*before, rest)
+        return
+    for count in range(1, len(edges) - sets + 1):
+        mesh = Mesh(first, edges[count] - first)
+        if wanted(number, mesh):
+            yield from _runs(edges[count:], sets - 1, wanted, (*before, mesh))
 
 
 def _packed(sizes: Sequence[int], devices: int) -> tuple[Mesh, ...] | None:

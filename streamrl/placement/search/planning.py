@@ -126,6 +126,8 @@ class Planner:
             del found[1:]
         descended = [annealing.descend(state, cost) for state, cost in found]
         state, cost = min(descended, key=lambda each: each[1], default=(None, math.inf))
+        if not bound and state is not None and not annealing.is_small:
+            state, cost = annealing.rearrange(state, cost)
         return state if math.isfinite(cost) else None
 
     def placement(self, state: State) -> Placement:

@@ -3,6 +3,8 @@
 import itertools
 import math
 
+import pytest
+
 from streamrl.placement.schedule import d_cost
 from streamrl.placement.search.mapping import Mapping
 from streamrl.placement.search.partitions import models
@@ -22,6 +24,15 @@ def test_it_finds_what_looking_at_every_allocation_finds() -> None:
     ]
     assert found.estimator.step_s(best) == min(seconds)
     assert 0 < looked <= len(every)
+
+
+@pytest.mark.parametrize("cluster", ["6x8xA100", "2x8xA100,2x8xV100", "8xA100"])
+@pytest.mark.parametrize("most", [1, 5, 40])
+def test_the_lowest_bounds_are_those_of_all_allocations_in_order(cluster: str, most: int) -> None:
+    found = choices(ppo(cluster, "qwen2.5-3b"))
+    mapping = Mapping(found, [(role,) for role in found.roles])
+    every = sorted(mapping.allocations(0), key=lambda each: each.least_s)
+    assert mapping.lowest(0, most) == every[:most]
 
 
 def test_the_papers_cost_is_minimal_over_all_allocations() -> None:

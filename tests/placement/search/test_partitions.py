@@ -10,6 +10,7 @@ from streamrl.dataflow import dataflow_for
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.estimates import Problem
+from streamrl.placement.meshes import Mesh
 from streamrl.placement.search.partitions import (
     allocations,
     compositions,
@@ -58,6 +59,19 @@ def test_sets_get_meshes_that_are_valid_and_apart(cluster: str, sets: int) -> No
         assert sorted(taken) == list(range(parsed.size))
         for mesh in found:
             mesh.check(parsed, "mesh")
+
+
+@pytest.mark.parametrize("cluster", ["8xA100", "5x8xA100"])
+def test_no_set_gets_a_mesh_that_is_not_wanted_for_it(cluster: str) -> None:
+    parsed = Cluster.parse(cluster)
+
+    def wanted(number: int, mesh: Mesh) -> bool:
+        return number != 1 or mesh.size >= parsed.size // 2
+
+    every = list(allocations(parsed, 3))
+    found = list(allocations(parsed, 3, wanted))
+    assert found == [each for each in every if each[1].size >= parsed.size // 2]
+    assert 0 < len(found) < len(every)
 
 
 def test_who_follows_a_trained_model_is_with_it() -> None:

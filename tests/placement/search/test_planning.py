@@ -1,6 +1,7 @@
 """Plans: near what is best, deterministic, and able to say why others lost."""
 
 import math
+import random
 from collections.abc import Sequence
 
 import pytest
@@ -53,6 +54,10 @@ def test_ppo_on_two_devices_is_as_good_as_looking_at_everything() -> None:
     assert gap(ppo("2xA100", "qwen2.5-0.5b", LONG_TAILED), 0) <= MOST_GAP
 
 
+def test_ppo_on_four_devices_is_as_good_as_looking_at_everything() -> None:
+    assert gap(ppo("4xA100", "qwen2.5-1.5b"), 0) <= MOST_GAP
+
+
 def test_an_oracle_refuses_what_is_too_large() -> None:
     with pytest.raises(ConfigError, match="16 devices"):
         Oracle(choices(ppo("2x8xA100")), [0], [True])
@@ -70,6 +75,21 @@ def test_the_oracles_short_cuts_leave_out_nothing_better() -> None:
         for r in _all(found, "reference")
     ]
     assert seconds == min(every)
+
+
+def test_no_placement_drawn_at_random_is_better_than_the_oracles() -> None:
+    problem = ppo("4xA100", "qwen2.5-1.5b")
+    found, planned = choices(problem), plan(problem, SimpleCosts(problem), proposals=100)
+    assert planned.best is not None
+    _, seconds = Oracle(found, [0], [True, False]).best(planned.best.placement)
+    rng, options = random.Random(1), {role: _all(found, role) for role in found.roles}
+    fit = 0
+    for _ in range(800):
+        roles = {role: rng.choice(each) for role, each in options.items()}
+        drawn_s = found.estimator.step_s(found.placement(roles, streamed=rng.random() < 0.7))
+        assert drawn_s >= seconds
+        fit += math.isfinite(drawn_s)
+    assert fit > 100
 
 
 def _all(found: Choices, role: str) -> list[Assignment]:

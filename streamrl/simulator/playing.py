@@ -1,0 +1,107 @@
+"""A placement played for comparison: no more steps, and no more of its devices, than tell it apart.
+
+Of a run with thousands of groups a step it is enough to play a part: so many of the replicas and of
+the ranks, and their part of the groups. Each does what it would do among all of them.
+"""
+
+import math
+from dataclasses import replace
+
+from streamrl.dataflow import Dataflow
+from streamrl.placement.placements import Placement
+from streamrl.placement.timings import ScoreTiming, Timings
+from streamrl.placement.workload import Workload
+from streamrl.simulator.results import Simulated
+from streamrl.simulator.scenario import Manner
+from streamrl.simulator.simulation import simulate
+
+STEPS = 12
+"""Of a placement that generates nothing ahead; two more for each step it may be ahead."""
+UNLIKE = 2
+"""The first of them are unlike all others, and more where generation is ahead: not counted."""
+FEWEST_STEPS = 4
+"""Counted, whatever there is in a step."""
+GROUPS = 10240
+"""So many are counted at least, where that takes no more than all steps."""
+PART_GROUPS = 256
+"""The fewest of a step in a part that stands for all of it."""
+LONGEST = 0.99
+"""Of the longest rollout of a step, what the longest of a part has at least."""
+
+
+def play(
+    dataflow: Dataflow,
+    placement: Placement,
+    timings: Timings,
+    workload: Workload,
+    *,
+    seed: int,
+    manner: Manner,
+) -> Simulated:
+    """What a run would do, by a few steps of it. Raises ConfigError as `simulate` does."""
+    parts = parts_of(timings, workload)
+    part = part_workload(workload, parts)
+    lead = placement.max_staleness if manner.depth is None else manner.depth
+    found = simulate(
+        dataflow,
+        placement,
+        part_timings(timings, parts),
+        part,
+        steps=steps_of(part.groups_per_step, lead),
+        seed=seed,
+        manner=manner,
+    )
+    return replace(found, parts=parts, warm_up=max(found.warm_up, lead + UNLIKE))
+
+
+def steps_of(groups_per_step: int, lead: int) -> int:
+    """How many, with those that are not counted; fewer where they are large."""
+    counted = max(FEWEST_STEPS, -(-GROUPS // groups_per_step))
+    return min(STEPS + 2 * lead, lead + UNLIKE + counted)
+
+
+def parts_of(timings: Timings, workload: Workload) -> int:
+    """How many parts a run falls into that are alike, and large enough; 1 for all of it."""
+    groups, lengths = workload.groups_per_step, workload.lengths
+    if timings.cores:
+        return 1
+    shares = [timing.shares for timing in timings.train.values()]
+    divisor = math.gcd(timings.generator.replicas, *shares)
+    longest = lengths.expected_longest(workload.rollouts)
+    for parts in range(divisor, 1, -1):
+        fewer = lengths.expected_longest(workload.rollouts // parts)
+        large = groups >= parts * max(PART_GROUPS, workload.mini_batches)
+        if not divisor % parts and large and fewer >= LONGEST * longest:
+            return parts
+    return 1
+
+
+def part_workload(workload: Workload, parts: int) -> Workload:
+    """A part's work of a step."""
+    return replace(workload, groups_per_step=-(-workload.groups_per_step // parts))
+
+
+def part_timings(timings: Timings, parts: int) -> Timings:
+    """Of a part of all replicas and ranks."""
+    generator = timings.generator
+    return replace(
+        timings,
+        generator=replace(generator, replicas=generator.replicas // parts),
+        score={stage: _part_score(timing, parts) for stage, timing in timings.score.items()},
+        train={
+            r: replace(timing, shares=timing.shares // parts) for r, timing in timings.train.items()
+        },
+    )
+
+
+def _part_score(timing: ScoreTiming, parts: int) -> ScoreTiming:
+    """Where there are too few replicas to divide, they are slower by as much as they are more."""
+    replicas = max(1, timing.replicas // parts)
+    slower = replicas * parts / timing.replicas
+    return ScoreTiming(
+        replicas,
+        timing.batch,
+        timing.batch_s * slower,
+        timing.rollout_s * slower,
+        timing.token_s * slower,
+    )

@@ -1,0 +1,88 @@
+"""A part of a run tells as much as all of it, where there is one."""
+
+from dataclasses import replace
+
+import pytest
+
+from streamrl.dataflow import dataflow_for
+from streamrl.messages import ROLLOUT_COLUMNS
+from streamrl.placement.constructors import of_meshes
+from streamrl.placement.timings import GeneratorTiming, ScoreTiming, Timings, TrainTiming
+from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
+from streamrl.simulator import Manner, play, simulate
+from streamrl.simulator.playing import part_timings, parts_of, steps_of
+
+GRPO = dataflow_for((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
+LENGTHS = LognormalLengths(200, 0.6, 400)
+TIMINGS = Timings(
+    GeneratorTiming(8, 64, 1e6, 0.01, 1e-7, 1e-5, 0.005, 1e-5, 1e-6),
+    {
+        "reference": ScoreTiming(4, batch=4, batch_s=0.01, rollout_s=0.0, token_s=1e-5),
+        "reward": ScoreTiming(1, batch=1, batch_s=1e-4, rollout_s=0.0, token_s=0.0),
+    },
+    {"policy": TrainTiming(8, micro_batch_s=0.02, token_s=1e-4, update_s=0.2)},
+)
+PLACEMENT = of_meshes(
+    {
+        "generate": ("0-7", "1-1-8"),
+        "train": ("8-15", "1-1-8"),
+        "reference": ("16-19", "1-1-4"),
+    },
+    max_staleness=1,
+)
+
+
+def workload(groups: int, lengths: FixedLength | LognormalLengths = LENGTHS) -> Workload:
+    return Workload(groups, 1, 100, lengths, micro_batch_tokens=4096)
+
+
+@pytest.mark.parametrize(
+    ("groups", "lead", "steps"),
+    [
+        # Few groups: as many steps as there are to be.
+        (64, 0, 12),
+        (64, 4, 20),
+        # 10240 groups in five steps, behind two that are unlike them, and one more for one ahead.
+        (2048, 0, 2 + 5),
+        (2048, 1, 3 + 5),
+        # Never fewer than four that count.
+        (50_000, 0, 2 + 4),
+    ],
+)
+def test_large_steps_are_played_less_often(groups: int, lead: int, steps: int) -> None:
+    assert steps_of(groups, lead) == steps
+
+
+def test_parts_divide_replicas_and_ranks_and_are_large_enough() -> None:
+    assert parts_of(TIMINGS, workload(2048)) == 8
+    # 1000 groups: four parts of 250 are too small.
+    assert parts_of(TIMINGS, workload(1000)) == 2
+    assert parts_of(TIMINGS, workload(200)) == 1
+    odd = replace(TIMINGS, generator=replace(TIMINGS.generator, replicas=7))
+    assert parts_of(odd, workload(2048)) == 1
+    # Cores that all share cannot be divided.
+    assert parts_of(replace(TIMINGS, cores=8), workload(2048)) == 1
+
+
+def test_the_longest_of_a_part_is_as_long_as_that_of_all() -> None:
+    endless = LognormalLengths(200, 0.6, 1_000_000)
+    assert parts_of(TIMINGS, workload(2048, endless)) == 1
+    assert parts_of(TIMINGS, workload(2048, FixedLength(300))) == 8
+
+
+def test_replicas_that_are_too_few_to_divide_are_slower() -> None:
+    part = part_timings(TIMINGS, 4)
+    assert part.generator.replicas == 2
+    assert part.train["policy"].shares == 2
+    assert (part.score["reference"].replicas, part.score["reference"].batch_s) == (1, 0.01)
+    # One for all of it is a quarter of one for each quarter.
+    assert (part.score["reward"].replicas, part.score["reward"].batch_s) == (1, 4e-4)
+
+
+def test_a_part_has_the_rate_of_all_of_it() -> None:
+    found = play(GRPO, PLACEMENT, TIMINGS, workload(1024), seed=0, manner=Manner())
+    assert found.parts == 4
+    every = simulate(GRPO, PLACEMENT, TIMINGS, workload(1024), steps=8, seed=0)
+    assert found.step_s == pytest.approx(every.step_s, rel=0.04)
+    assert found.tokens_per_s == pytest.approx(every.tokens_per_s, rel=0.04)
+    assert found.staleness_mean == pytest.approx(every.staleness_mean, abs=0.1)
