@@ -48,7 +48,12 @@ CONSTANTS = Constants(
 """Of DeepSpeed-Chat; calibrated on three points, colocated: 7B and 33B on 8 GPUs, and 33B on 128.
 The host's part of a decode step, what ZeRO gets of links, and how long a gather takes to pass from
 node to node. The optimizer's state is on the host: at 65B nothing else fits."""
-FITTED = (("llama-7b", 8), ("llama-33b", 8), ("llama-33b", 128))
+FITTED = (
+    ("llama-7b", 8, "colocated"),
+    ("llama-33b", 8, "colocated"),
+    ("llama-33b", 128, "colocated"),
+    ("llama-33b", 32, "disaggregated"),
+)
 ROLLOUTS_PER_DEVICE = {"llama-13b": 12, "llama-33b": 12, "llama-65b": 6}
 """24 of 7B, its largest; a model of twice that has room for half as many."""
 MOST_WHOLE_GB = 30.0
@@ -61,7 +66,7 @@ PART_GB = 8.0
 """Of what only computes forward, on a device, about."""
 SHADOWED = 0.75
 """Rollouts of a device of the shadow actor, to those of one that does all: a step of 33B on 32 GPUs
-takes about 30 s, and they make 4.76 samples/s."""
+takes about 30 s, and they make 4.76 samples/s. So that point is fitted, too."""
 SHADOWS = {32: (16, 16), 128: (24, 40)}
 """Of so many devices, those of the shadow actor, and of all that only compute forward."""
 
@@ -155,7 +160,7 @@ def rows() -> Iterator[Row]:
     plain = {(p.model, p.gpus): p for p in FLEX if p.strategy == "colocated"}
     for point, predicted in found.items():
         setting = f"{point.model}, {point.gpus} GPUs, {point.strategy}"
-        fitted = point.strategy == "colocated" and (point.model, point.gpus) in FITTED
+        fitted = (point.model, point.gpus, point.strategy) in FITTED
         measured, modelled = (
             value or "out of memory" for value in (point.samples_per_s, predicted)
         )
@@ -170,7 +175,8 @@ def rows() -> Iterator[Row]:
         yield Row("flexrlhf", "tables", setting, "faster by 5 %", printed, told)
         if point.strategy == "disaggregated":
             times = point.samples_per_s / base.samples_per_s, predicted / found[base]
-            yield Row("flexrlhf", "tables", setting, "times as many samples/s", *times)
+            fitted = (point.model, point.gpus, point.strategy) in FITTED
+            yield Row("flexrlhf", "tables", setting, "times as many samples/s", *times, fitted)
 
 
 def _compared(one: float, other: float) -> str:
