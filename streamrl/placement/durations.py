@@ -11,11 +11,13 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
 
 from streamrl.messages import Array
+from streamrl.placement.rounds import of_mini_batch
+from streamrl.placement.slowest import Loads, sampled, slower
 from streamrl.placement.timings import GeneratorTiming, ScoreTiming, TrainTiming
 from streamrl.placement.workload import Workload
 
@@ -44,7 +46,7 @@ class Share:
     number of running rollouts may change, from 0 on; running [m]: how many run between them;
     resident [m]: the tokens they have together halfway, prompts included; computed [m]: of
     those that begin there, what has to be taken in. slots: about
-    as many run at once where more are asked for.
+    as many run at once where more are asked for. longest: tokens of a rollout.
     """
 
     group_ends: Array
@@ -53,6 +55,7 @@ class Share:
     resident: Array
     computed: Array
     slots: float
+    longest: float
 
     @cached_property
     def middles(self) -> Array:
@@ -116,6 +119,7 @@ class Generation:
         self.per_group = workload.group_size + extra
         self._found: dict[tuple[GeneratorTiming, tuple[float, ...], float], list[float]] = {}
         self._shares: dict[tuple[int, int, float], list[Share]] = {}
+        self._loads: dict[int, Loads] = {}
         quantiles = workload.lengths.quantiles(np.linspace(0.0005, 0.9995, 1000))
         self._mean = float(np.mean(quantiles))
         square = float(np.mean(quantiles**2))
@@ -150,11 +154,30 @@ class Generation:
         self, timing: GeneratorTiming, cuts: tuple[float, ...], period_s: float
     ) -> list[float]:
         shares = self.shares(timing)
+        slowest = max(shares, key=lambda share: float(share.edges[-1]))
         if cuts == (1.0,):
-            shares = [max(shares, key=lambda share: float(share.edges[-1]))]
+            shares = [slowest]
         ends = [share.ends_s(timing, period_s) for share in shares]
         ordered = np.sort(np.concatenate(ends))
-        return [float(ordered[math.ceil(cut * len(ordered)) - 1]) for cut in cuts]
+        found = [float(ordered[math.ceil(cut * len(ordered)) - 1]) for cut in cuts]
+        found[-1] = max(found[-1] * self._slower(timing, slowest), *found)
+        return found
+
+    def _slower(self, timing: GeneratorTiming, share: Share) -> float:
+        """By how much the slowest replica is, beyond one with the longest rollout."""
+        if not self.workload.varied:
+            return 1.0
+        replicas = min(timing.replicas, self.workload.groups_per_step)
+        if replicas not in self._loads:
+            self._loads[replicas] = sampled(self.workload, self.per_group, replicas)
+        widths = np.diff(share.edges)
+        longest = np.asarray(share.longest)
+        own = Loads(longest, np.dot(share.running, widths), np.dot(share.resident, widths))
+        rollouts = self.groups(replicas) * self.per_group
+        steps, slots = float(share.edges[-1]), share.slots
+        return slower(
+            timing, self._loads[replicas], own, steps=steps, slots=slots, rollouts=rollouts
+        )
 
     def saturated_s(self, timing: GeneratorTiming, steps_ahead: int) -> float:
         """Per step, where the next steps' rollouts fill the places of those that are done.
@@ -314,14 +337,20 @@ def _share(lengths: Array, batch: _Batch, scale: float, slots: float) -> Share:
         np.diff(held) / widths * scale,
         np.diff(begun) * scale,
         slots,
+        float(lengths.max()),
     )
 
 
-def score_s(timing: ScoreTiming, workload: Workload, per_group: int) -> float:
-    """Scoring so many rollouts of every group of a step, of the replica that has the most."""
+def score_s(
+    timing: ScoreTiming, workload: Workload, per_group: int, *, singly: bool = False
+) -> float:
+    """Scoring so many rollouts of every group of a step, of the replica that has the most.
+
+    singly: groups come one by one, and each is a batch of its own: there is room for it.
+    """
     groups = -(-workload.groups_per_step // timing.replicas)
     rollouts = groups * per_group
-    batches = -(-groups // timing.batch)
+    batches = groups if singly else -(-groups // timing.batch)
     return (
         batches * timing.batch_s
         + timing.batch_of(rollouts, rollouts * workload.rollout_tokens)
@@ -351,33 +380,14 @@ def training(timing: TrainTiming, workload: Workload) -> Training:
 
     Ranks go from round to round together, as long as the one that has most takes.
     """
-    rollouts = math.ceil(workload.rollouts / workload.mini_batches)
-    rows = max(1, int(workload.micro_batch_tokens / workload.rollout_tokens))
-    rounds, slowest = rounds_of(rollouts, min(rows, rollouts), timing.shares)
+    rounds, slowest = of_mini_batch(workload, timing.shares)
     micro_batches, shares = rounds * workload.mini_batches, timing.shares
-    tokens = slowest * workload.mini_batches * workload.rollout_tokens
+    tokens = slowest * workload.mini_batches
     epoch_s = timing.passes_s(micro_batches * shares, tokens * shares)
     first_s = epoch_s + (workload.mini_batches - 1) * timing.update_s
     rest_s = (workload.epochs - 1) * epoch_s
     updates = workload.updates - workload.mini_batches + 1
     return Training(first_s, rest_s + updates * timing.update_s, micro_batches)
-
-
-@cache
-def rounds_of(rollouts: int, rows: int, shares: int) -> tuple[int, int]:
-    """Rounds of one micro-batch a share, and the rollouts of the largest of each, added up.
-
-    As `engines/packing.py` packs rollouts of one length, so many rows to a micro-batch: the largest
-    are halved until each share has one in every round, or there is none left to halve.
-    """
-    sizes = [-rows] * (rollouts // rows) + ([-(rollouts % rows)] if rollouts % rows else [])
-    heapq.heapify(sizes)
-    while len(sizes) % shares and -sizes[0] > 1:
-        largest = -heapq.heappop(sizes)
-        heapq.heappush(sizes, -((largest + 1) // 2))
-        heapq.heappush(sizes, -(largest // 2))
-    ordered = sorted(sizes)[::shares]
-    return len(ordered), -sum(ordered)
 
 
 PARTS = {1: (1.0,), 2: (0.5, 1.0), 4: (0.125, 0.375, 0.625, 0.875, 1.0)}

@@ -103,6 +103,11 @@ class Jobs:
         """Of generation and scoring."""
         return self.cuts(self.workload.groups_per_step)
 
+    @property
+    def trickles(self) -> bool:
+        """Whether groups of a step are ready one by one: replicas that score take each at once."""
+        return self.placement.streamed and self.workload.varied
+
     def weights(self, stage: str) -> WeightsTiming:
         """A version's way to a stage."""
         return self.timings.weights.get(stage, WeightsTiming())
@@ -157,7 +162,8 @@ class Jobs:
             needs.append(Need(pull))
         timing, seconds = self.timings.score.get(call.stage), 0.0
         if timing is not None:
-            seconds = score_s(timing, self.workload, self.flow.per_group(call, self.workload))
+            per_group = self.flow.per_group(call, self.workload)
+            seconds = score_s(timing, self.workload, per_group, singly=self.trickles)
         return Job(call.stage, self.mesh(call.stage), spread(seconds, self.group_cuts), needs)
 
     def _sources(self, call: Call, *, whole: bool = False) -> list[Need]:

@@ -132,7 +132,7 @@ class Estimator:
             elif call.stage in timings.score:
                 score = timings.score[call.stage]
                 per_group = self.flow.per_group(call, workload)
-                busy_s += score.replicas * score_s(score, workload, per_group)
+                busy_s += score.replicas * score_s(score, workload, per_group, singly=jobs.trickles)
         return max(run.period_s, busy_s / timings.cores)
 
 
