@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 
 from streamrl.messages import Array
+from streamrl.placement.flowing import Stream
 from streamrl.placement.rounds import of_mini_batch
 from streamrl.placement.slowest import Loads, sampled, slower
 from streamrl.placement.timings import GeneratorTiming, ScoreTiming, TrainTiming
@@ -31,6 +32,8 @@ FINE = 0.02
 FEWEST_EDGES = 33
 MOST_CHANGES = 48
 """Of a share's decode steps: edges of the stretches that are looked at, evenly and by events."""
+STRETCHES = 20
+"""Of a step's rollouts, where those of several steps go on together."""
 ROUNDS = 12
 CLOSE = 0.005
 """Of finding out how much steps that overlap slow one another down: at most so many rounds, until
@@ -120,6 +123,7 @@ class Generation:
         self._found: dict[tuple[GeneratorTiming, tuple[float, ...], float], list[float]] = {}
         self._shares: dict[tuple[int, int, float], list[Share]] = {}
         self._loads: dict[int, Loads] = {}
+        self._streams: dict[tuple[GeneratorTiming, tuple[float, ...]], Stream] = {}
         quantiles = workload.lengths.quantiles(np.linspace(0.0005, 0.9995, 1000))
         self._mean = float(np.mean(quantiles))
         square = float(np.mean(quantiles**2))
@@ -178,6 +182,38 @@ class Generation:
         return slower(
             timing, self._loads[replicas], own, steps=steps, slots=slots, rollouts=rollouts
         )
+
+    def stream(self, timing: GeneratorTiming, cuts: tuple[float, ...]) -> Stream:
+        """The slowest replica's part of a step, to go on beside those of other steps."""
+        key = (timing, cuts)
+        if key not in self._streams:
+            self._streams[key] = self._stream(timing, cuts)
+        return self._streams[key]
+
+    def _stream(self, timing: GeneratorTiming, cuts: tuple[float, ...]) -> Stream:
+        shares = self.shares(timing)
+        share = max(shares, key=lambda each: float(each.edges[-1]))
+        last = float(share.edges[-1])
+        bounds = last * np.linspace(0.0, 1.0, STRETCHES + 1) ** 1.5
+        ordered = np.sort(np.concatenate([each.group_ends for each in shares]))
+        ends = [float(ordered[math.ceil(cut * len(ordered)) - 1]) for cut in cuts]
+        longer = last * max(1.0, self._slower(timing, share))
+        found = [
+            np.diff(np.interp(bounds, share.edges, np.append(0.0, np.cumsum(each)))) / np.diff(bounds)
+            for each in (
+                share.running * np.diff(share.edges),
+                share.resident * np.diff(share.edges),
+                share.computed * timing.prefill_token_s,
+            )
+        ]
+        running, resident, prefill_s = (each.tolist() for each in found)
+        edges = bounds.tolist()
+        if longer > last:
+            # On the slowest of all one rollout goes on alone.
+            edges, prefill_s = [*edges, longer], [*prefill_s, 0.0]
+            running, resident = [*running, 1.0], [*resident, self.workload.prompt_tokens + last]
+        places = max(share.slots, *running)
+        return Stream(timing, edges, running, resident, prefill_s, [*ends[:-1], edges[-1]], places)
 
     def saturated_s(self, timing: GeneratorTiming, steps_ahead: int) -> float:
         """Per step, where the next steps' rollouts fill the places of those that are done.

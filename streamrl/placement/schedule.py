@@ -7,21 +7,15 @@ on devices of their own work on a step's groups as they come, where that is stre
 
 import math
 from collections.abc import Iterator, Mapping
-from functools import partial
 
 from streamrl.dataflow import Kind
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.durations import Generation, score_s, training
 from streamrl.placement.estimates import CallMemory, Costs, Estimate, Problem
-from streamrl.placement.jobs import Ahead, Flow, Jobs, burst, busiest_s, busy, standing
+from streamrl.placement.jobs import Flow, Jobs, burst, busiest_s, busy, standing
 from streamrl.placement.occupancy import Steady
 from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.unrolling import Job, Unrolled, Unroller
-
-ROUNDS = 3
-"""Of finding how far apart steps are whose generation overlaps; that depends on itself."""
-CLOSE = 0.02
-"""Periods that differ by less, relatively, are as good as the same."""
+from streamrl.placement.unrolling import Unrolled, Unroller
 
 Key = tuple[tuple[tuple[str, Assignment], ...], int, bool]
 
@@ -95,25 +89,11 @@ class Estimator:
     def schedule(self, placement: Placement) -> tuple[Jobs, Unrolled]:
         """The jobs of a placement that fits, and when they are done."""
         timings = self.costs.timings(placement)
-        fresh = partial(Jobs, self.flow, self.problem.workload, placement, timings)
-        if not placement.max_staleness:
-            jobs = fresh()
-            return jobs, self._unrolled(jobs, burst(jobs, self.generation))
-        ahead = Ahead(fresh(), self.generation)
-        for _ in range(ROUNDS):
-            jobs, period_s = fresh(), ahead.period_s()
-            generate = standing(jobs, self.generation, period_s=period_s, others_s=ahead.others_s)
-            run = self._unrolled(jobs, generate)
-            if abs(run.period_s - period_s) <= CLOSE * period_s:
-                break
-            ahead.seen(period_s, run.period_s)
-        # Steps that never come to be alike are a mean of some.
-        run.period_s = max(run.period_s, ahead.least_s)
-        return jobs, run
-
-    def _unrolled(self, jobs: Jobs, generate: Job) -> Unrolled:
-        window = jobs.placement.max_staleness + 1
-        return Unroller(jobs.build(generate), jobs.overlaps).run(window=window, most=3 * window + 8)
+        jobs = Jobs(self.flow, self.problem.workload, placement, timings)
+        window = placement.max_staleness + 1
+        begin = standing if placement.max_staleness else burst
+        unroller = Unroller(jobs.build(begin(jobs, self.generation)), jobs.overlaps, jobs.stops)
+        return jobs, unroller.run(window=window, most=6 * window + 5)
 
     def _period_s(self, jobs: Jobs, run: Unrolled) -> float:
         """Not below what the cores of a shared machine have to do."""
