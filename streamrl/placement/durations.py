@@ -199,7 +199,7 @@ class Generation:
         ends = [float(ordered[math.ceil(cut * len(ordered)) - 1]) for cut in cuts]
         longer = last * max(1.0, self._slower(timing, share))
         found = [
-            np.diff(np.interp(bounds, share.edges, np.append(0.0, np.cumsum(each)))) / np.diff(bounds)
+            np.diff(np.interp(bounds, share.edges, np.append(0.0, each.cumsum()))) / np.diff(bounds)
             for each in (
                 share.running * np.diff(share.edges),
                 share.resident * np.diff(share.edges),
@@ -212,7 +212,12 @@ class Generation:
             # On the slowest of all one rollout goes on alone.
             edges, prefill_s = [*edges, longer], [*prefill_s, 0.0]
             running, resident = [*running, 1.0], [*resident, self.workload.prompt_tokens + last]
-        places = max(share.slots, *running)
+        rollouts = self.groups(timing.replicas) * self.per_group
+        places = self.slots(timing)
+        if rollouts > places:
+            # What is given up and taken in again is in the share.
+            half = share.middles < last / 2
+            places = float(np.average(share.running[half], weights=np.diff(share.edges)[half]))
         return Stream(timing, edges, running, resident, prefill_s, [*ends[:-1], edges[-1]], places)
 
     def saturated_s(self, timing: GeneratorTiming, steps_ahead: int) -> float:

@@ -134,8 +134,10 @@ class Flowing:
         running = resident = prefill_s = 0.0
         for batch in self._batches:
             asked = stream.running[batch.stretch]
-            batch.speed = speed = min(1.0, free / asked) if asked else 1.0
-            free -= asked * speed
+            # The first has all it would have alone.
+            is_first = batch is self._batches[0]
+            batch.speed = speed = 1.0 if is_first or asked <= free else free / asked
+            free = max(0.0, free - asked * speed)
             running += asked * speed
             resident += stream.resident[batch.stretch] * speed
             prefill_s += stream.prefill_s[batch.stretch] * speed

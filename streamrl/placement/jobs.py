@@ -179,7 +179,8 @@ class Jobs:
         if timing is not None:
             per_group = self.flow.per_group(call, self.workload)
             seconds = score_s(timing, self.workload, per_group, singly=self.trickles)
-        return Job(call.stage, self.mesh(call.stage), spread(seconds, self.group_cuts), needs)
+        parts = spread(seconds, self.group_cuts)
+        return Job(call.stage, self.mesh(call.stage), parts, needs, queued=True)
 
     def _sources(self, call: Call, *, whole: bool = False) -> list[Need]:
         hop_s, whole = self.timings.hop_s, whole or not self.in_parts

@@ -102,18 +102,18 @@ class Steady:
         if not self._stands:
             return 0.0
         since = self.jobs[self.generate].needs[0].job
-        step = len(self.run.ends_s) - 1
+        last = len(self.run.ends_s) - 1
         arrived = {
             pulled - self.depth: at
             for (job, pulled), at in self.run.done_s.items()
             if job == since and pulled >= self.depth
         }
-        admitted = self.run.started_s[self.generate, step]
         found = [
-            _mean_behind((admitted, at), step, arrived, self.depth)
+            _mean_behind((self.run.started_s[self.generate, step], at), step, arrived, self.depth)
+            for step in range(max(0, last - self.depth), last + 1)
             for at in self.run.results_s[step]
         ]
-        return sum(found) / len(found) if found else float(self.depth)
+        return sum(found) / len(found)
 
 
 def _mean_behind(span: Span, step: int, arrived: dict[int, float], most: int) -> float:

@@ -47,7 +47,8 @@ class Job:
     mesh: number of its mesh, or NOWHERE. parts: seconds of each. curve: when results are there, s
     after the beginning, for what gives them while it computes. stream: of what computes whenever
     nobody else has its devices, for several steps at once; its results come instead of the curve's.
-    glued: whether nobody gets in between its last two parts.
+    glued: whether nobody gets in between its last two parts. queued: whether it takes all there is,
+    what came first before what came later, and keeps its devices meanwhile.
     """
 
     stage: str
@@ -57,6 +58,7 @@ class Job:
     curve: Sequence[float] = ()
     stream: Stream | None = None
     glued: bool = False
+    queued: bool = False
 
 
 class Taken(NamedTuple):
@@ -150,6 +152,7 @@ class Unroller:
         self._free = [0.0] * len(overlaps)
         self._waits: list[list[int]] = []
         self._ready: list[list[float]] = []
+        self._turns: list[list[float]] = []
         self._heap: list[tuple[float, int, int]] = []
         self._left: list[int] = []
         self._ended = [0.0]
@@ -199,9 +202,10 @@ class Unroller:
         """A part of a step's groups is complete."""
         found, at, step = self._found, result.at_s, result.step
         found.results_s.setdefault(step, []).append(at)
-        self._tell(self._program.after_result[self._streaming][result.number], step, at)
+        j = self._streaming
+        self._tell(self._program.after_result[j][result.number], step, at, j)
         if result.is_last:
-            found.done_s[self._streaming, step] = at
+            found.done_s[j, step] = at
             self._end(step, at)
 
     def _end(self, step: int, at: float) -> None:
@@ -256,6 +260,7 @@ class Unroller:
                 waits = [sum(lag <= number for lag in each) for each in lags]
             self._waits.append(waits)
             self._ready.append([0.0] * len(waits))
+            self._turns.append([0.0] * len(waits))
             self._left.append(len(waits))
             for part, count in enumerate(waits):
                 if not count:
@@ -272,30 +277,34 @@ class Unroller:
         if seconds and job.mesh != NOWHERE:
             free[job.mesh] = end
             found.taken.append(Taken(j, step, start, end))
-            if job.mesh in self._stopped_by:
+            if self._flow is not None and job.mesh in self._stopped_by:
                 # Who can give way does so for whoever waits, though that one waits for others.
                 self._flow.block(ready, end)
         if part == program.first[j]:
             found.started_s[j, step] = start
         if program.after_part[part]:
-            self._tell(program.after_part[part], step, end)
+            self._tell(program.after_part[part], step, end, j)
         if job.curve:
             for output, offset in enumerate(job.curve):
-                self._tell(program.after_result[j][output], step, start + offset)
+                self._tell(program.after_result[j][output], step, start + offset, j)
             end = start + job.curve[-1]
         if part + 1 == program.first[j + 1]:
             found.done_s[j, step] = end
         return end
 
-    def _tell(self, followers: _Followers, step: int, at: float) -> None:
-        glued = self._program.glued
+    def _tell(self, followers: _Followers, step: int, at: float, of: int) -> None:
+        program, jobs = self._program, self._jobs
         for part, lag, delay_s in followers:
             theirs = step + lag
             if theirs >= len(self._waits):
                 self._open(theirs)
             ready, waits = self._ready[theirs], self._waits[theirs]
             ready[part] = max(ready[part], at + delay_s)
+            job = program.job[part]
+            if job != of or not jobs[job].queued:
+                turns = self._turns[theirs]
+                turns[part] = max(turns[part], at + delay_s)
             waits[part] -= 1
             if not waits[part]:
-                turn = NEXT if part in glued else ready[part]
+                turn = NEXT if part in program.glued else self._turns[theirs][part]
                 heapq.heappush(self._heap, (turn, theirs, part))
