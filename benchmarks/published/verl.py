@@ -24,7 +24,7 @@ from streamrl.placement.workload import LognormalLengths, Workload
 from streamrl.resharding import Grid
 
 CONSTANTS = Constants(
-    train_flops_fraction=0.64,
+    train_flops_fraction=0.8,
     forward_flops_fraction=0.26,
     half_width=64.0,
     recompute=False,

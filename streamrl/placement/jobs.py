@@ -7,9 +7,12 @@ from streamrl.dataflow import MOVED, POLICY, Call, Dataflow, Kind
 from streamrl.placement.durations import Generation, cuts_of, score_s, spread, training
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.timings import Timings, WeightsTiming
+from streamrl.placement.timings import ScoreTiming, Timings, WeightsTiming
 from streamrl.placement.unrolling import NOWHERE, Job, Need
 from streamrl.placement.workload import Workload
+
+SLICE_S = 1.0
+"""How long generation keeps devices that it shares, as placement.slice_s is unless it is set."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,10 @@ class Flow:
 
 @dataclass
 class Jobs:
-    """All jobs, in the order in which they are added; whose results are to be had where."""
+    """All jobs, in the order in which they are added; whose results are to be had where.
+
+    spells: of generation that is ahead, in what time about which part of the groups is complete.
+    """
 
     flow: Flow
     workload: Workload
@@ -71,6 +77,7 @@ class Jobs:
     jobs: list[Job] = field(default_factory=list)
     by_stage: dict[str, int] = field(default_factory=dict)
     updates: list[int] = field(default_factory=list)
+    spells: Sequence[tuple[float, float]] = ()
 
     def __post_init__(self) -> None:
         trains = {call.stage for call in self.flow.calls if call.kind is Kind.TRAIN}
@@ -179,8 +186,23 @@ class Jobs:
         if timing is not None:
             per_group = self.flow.per_group(call, self.workload)
             seconds = score_s(timing, self.workload, per_group, singly=self.trickles)
+            seconds = max(seconds, self._bursts_s(call, timing, per_group))
         parts = spread(seconds, self.group_cuts)
         return Job(call.stage, self.mesh(call.stage), parts, needs, queued=True)
+
+    def _bursts_s(self, call: Call, timing: ScoreTiming, per_group: int) -> float:
+        """How long generation that is ahead stands still for groups that are scored as they come.
+
+        It has a slice between two bursts, and in each of them waits for as long as a group takes.
+        """
+        if not self.trickles or not self.placement.overlaps(call.stage, self.flow.generate.stage):
+            return 0.0
+        group_s = timing.batch_of(per_group, per_group * self.workload.rollout_tokens)
+        groups = self.workload.groups_per_step
+        bursts = sum(
+            min(part * groups, seconds / (SLICE_S + group_s)) for part, seconds in self.spells
+        )
+        return bursts * group_s
 
     def _sources(self, call: Call, *, whole: bool = False) -> list[Need]:
         hop_s, whole = self.timings.hop_s, whole or not self.in_parts

@@ -5,17 +5,21 @@ that `max_staleness` asks for and for devices: a mesh is busy while one is that 
 on devices of their own work on a step's groups as they come, where that is streamed.
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 
 from streamrl.dataflow import Kind
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.durations import Generation, score_s, training
+from streamrl.placement.durations import PARTS, Generation, score_s, spread, training
 from streamrl.placement.estimates import CallMemory, Costs, Estimate, Problem
 from streamrl.placement.jobs import Flow, Jobs, burst, busiest_s, busy, standing
 from streamrl.placement.occupancy import Steady
 from streamrl.placement.placements import Assignment, Placement
 from streamrl.placement.unrolling import Unrolled, Unroller
+
+FINE = PARTS[max(PARTS)]
+"""How a step's groups are looked at, where it counts when they come."""
 
 Key = tuple[tuple[tuple[str, Assignment], ...], int, bool]
 
@@ -91,6 +95,11 @@ class Estimator:
         timings = self.costs.timings(placement)
         jobs = Jobs(self.flow, self.problem.workload, placement, timings)
         window = placement.max_staleness + 1
+        if placement.max_staleness:
+            # Of as many steps at once.
+            ends = self.generation.completion(timings.generator, FINE)
+            spells = zip(spread(1.0, FINE), itertools.pairwise((0.0, *ends)), strict=True)
+            jobs.spells = [(part, (late - early) / window) for part, (early, late) in spells]
         begin = standing if placement.max_staleness else burst
         unroller = Unroller(jobs.build(begin(jobs, self.generation)), jobs.overlaps, jobs.stops)
         return jobs, unroller.run(window=window, most=6 * window + 5)
