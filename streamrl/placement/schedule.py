@@ -102,7 +102,11 @@ class Estimator:
             jobs.spells = [(part, (late - early) / window) for part, (early, late) in spells]
         begin = standing if placement.max_staleness else burst
         unroller = Unroller(jobs.build(begin(jobs, self.generation)), jobs.overlaps, jobs.stops)
-        return jobs, unroller.run(window=window, most=6 * window + 5)
+        run = unroller.run(window=window, most=6 * window + 5)
+        if placement.max_staleness:
+            # Steps that never come to be alike are a mean of some.
+            run.period_s = max(run.period_s, self._busiest_s(placement))
+        return jobs, run
 
     def _period_s(self, jobs: Jobs, run: Unrolled) -> float:
         """Not below what the cores of a shared machine have to do."""
