@@ -45,15 +45,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--runs", type=Path, metavar="DIR", help="keep run directories there")
     parser.add_argument("--steps", type=int, default=36, help="steps of each run")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument(
-        "--cores", type=float, metavar="N", help="of this machine, if others compute on it, too"
-    )
     parser.add_argument("--json", action="store_true", help="the object on one line")
     arguments = parser.parse_args(argv)
     with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as end:
         folder = arguments.runs or Path(end.enter_context(tempfile.TemporaryDirectory()))
         runs = {
-            key: played(folder, *key, steps=arguments.steps, cores=arguments.cores)
+            key: played(folder, *key, steps=arguments.steps)
             for key in product(arguments.recipes, MODES)
         }
         found = {recipe: compared(recipe, runs) for recipe in arguments.recipes}
@@ -61,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(json.dumps(summary, indent=None if arguments.json else 1))
 
 
-def played(folder: Path, recipe: str, mode: str, *, steps: int, cores: float | None) -> Measured:
+def played(folder: Path, recipe: str, mode: str, *, steps: int) -> Measured:
     """The run of a recipe in a mode, played unless it is there."""
     name = f"{recipe}_{mode}"
     if not (folder / name / "metrics.jsonl").exists():
@@ -69,7 +66,7 @@ def played(folder: Path, recipe: str, mode: str, *, steps: int, cores: float | N
         more = [f"run.steps={steps}", "run.overwrite=true", "data.eval=''", "checkpoint.every=0"]
         config = load_config(Path(f"configs/{recipe}_arithmetic.yaml"), [*settings, *more])
         train(config, None, RealEngines())
-    return read_run(folder / name, cores=cores)
+    return read_run(folder / name)
 
 
 def compared(recipe: str, runs: Mapping[tuple[str, str], Measured]) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """Turns finished steps into reports, beside the stream and never in its way."""
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -17,6 +19,7 @@ from streamrl.dataflow import CRITIC, CRITICS, POLICY, Call, Kind
 from streamrl.errors import ActorLostError, DeadlineError
 from streamrl.faces import StepOutcome
 from streamrl.telemetry.contract import check_row
+from streamrl.telemetry.processors import CoreMeter, machine_time, process_time
 from streamrl.telemetry.spans import Span
 from streamrl.telemetry.step_row import Activity, StepFacts, step_row
 
@@ -85,6 +88,8 @@ class Reporter:
         self._samples: list[Mapping[str, Any]] = []
         self._counts: Counter[str] = Counter()
         self._peaks: dict[str, float] = {}
+        self._meters = {name: CoreMeter() for name in ("machine", "stages", "queue")}
+        self._cores: dict[str, float] = {}
         self._drained_at = 0.0
         self._snapshots: asyncio.Queue[Snapshot] = asyncio.Queue()
 
@@ -101,7 +106,9 @@ class Reporter:
             self._drained_at = clock()
             while not self._snapshots.empty():
                 snapshots.append(self._snapshots.get_nowait())
-            spans = self._keep(await self._drain())
+            reports = await self._drain()
+            self._measure(reports, shards_s=snapshots[-1].outcome.queue.cpu_s)
+            spans = self._keep(reports)
             for snapshot in snapshots:
                 self._report(snapshot, spans)
                 self._snapshots.task_done()
@@ -167,9 +174,22 @@ class Reporter:
         try:
             report = await call(actor.drain.remote(), f"{name}.drain", DRAIN_TIMEOUT_S)
         except (ActorLostError, DeadlineError):
-            return ActorReport(name, ())
+            return ActorReport(name, (), process_time={})
         assert isinstance(report, ActorReport)
         return report
+
+    def _measure(self, reports: Mapping[str, Sequence[ActorReport]], *, shards_s: float) -> None:
+        """The cores that were kept busy since the last drain, by whom."""
+        times: dict[str, dict[str, float]] = {
+            "machine": machine_time(),
+            "stages": {},
+            "queue": {**process_time(), "shards": shards_s},
+        }
+        for part in chain.from_iterable(reports.values()):
+            times["stages"] |= part.process_time
+        now = time.monotonic()
+        for name, meter in self._meters.items():
+            self._cores[f"cpu/{name}"] = meter.cores(times[name], now)
 
     def _keep(self, reports: Mapping[str, Sequence[ActorReport]]) -> list[Span]:
         """Keep what was drained for the windows and steps to come; returns the spans that ended.
@@ -224,7 +244,8 @@ class Reporter:
             metrics |= _mean(made[role].updates)
         counts, self._counts = self._counts, Counter()
         peaks, self._peaks = self._peaks, {}
-        return {**metrics, **counts, **peaks, **snapshot.weights, **snapshot.evaluation}
+        measured = {**counts, **peaks, **self._cores}
+        return {**metrics, **measured, **snapshot.weights, **snapshot.evaluation}
 
 
 def _mean(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -20,6 +20,7 @@ from streamrl.faces import DeviceLease, Fetched, Stage
 from streamrl.lease import Arbiter, ArbiterFace, FreeLease, Pulse, SharedLease, Suspendable
 from streamrl.placement import WorkerMemory
 from streamrl.preflight import placement_of
+from streamrl.telemetry.processors import process_time
 from streamrl.telemetry.spans import Span, SpanRecorder
 from streamrl.weights import Inlet, WeightManifest, unpack
 from streamrl.weights.registry import ReaderState
@@ -82,13 +83,17 @@ class Wiring:
 
 @dataclass(frozen=True)
 class ActorReport:
-    """What an actor did since its last report; `peaks_mb` is its memory by phase."""
+    """What an actor did since its last report; `peaks_mb` is its memory by phase.
+
+    process_time: processor seconds of its process so far; actors may share one.
+    """
 
     process: str
     spans: Sequence[Span]
     samples: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
     counts: Mapping[str, int] = field(default_factory=dict)
     peaks_mb: Mapping[str, float] = field(default_factory=dict)
+    process_time: Mapping[str, float] = field(default_factory=process_time)
 
 
 def phases(config: RunConfig) -> dict[str, set[int]]:

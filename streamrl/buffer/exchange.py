@@ -40,7 +40,7 @@ class ShardStats:
     """What a shard reports: mean groups waiting per stage since the last step, and sizes.
 
     `counts` are redelivered, hedged and refused leases since the last step; `fsync_s` the time
-    spent in fsync since then.
+    spent in fsync since then; `cpu_s` its process's processor time since it began.
     """
 
     depth: Mapping[str, float]
@@ -50,6 +50,7 @@ class ShardStats:
     counts: Mapping[str, int]
     journal_bytes: int = 0
     fsync_s: float = 0.0
+    cpu_s: float = 0.0
 
 
 def merge_stats(parts: Sequence[ShardStats]) -> ShardStats:
@@ -62,4 +63,5 @@ def merge_stats(parts: Sequence[ShardStats]) -> ShardStats:
         counts={name: sum(part.counts[name] for part in parts) for name in parts[0].counts},
         journal_bytes=sum(part.journal_bytes for part in parts),
         fsync_s=sum(part.fsync_s for part in parts),
+        cpu_s=sum(part.cpu_s for part in parts),
     )

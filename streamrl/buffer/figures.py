@@ -1,5 +1,6 @@
 """What a shard reports of itself, step by step."""
 
+import time
 from collections import Counter
 from dataclasses import replace
 
@@ -36,6 +37,7 @@ class Figures:
             counts={name: self.counts[name] for name in COUNTED},
             journal_bytes=self._log.num_bytes,
             fsync_s=self._fsync_s,
+            cpu_s=time.process_time(),
         )
 
     def end_step(self, version: int, now: float) -> ShardStats:

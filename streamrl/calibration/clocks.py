@@ -5,8 +5,11 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from streamrl.messages import Array
+from streamrl.placement.timings import speed_on
 
 Interval = tuple[float, float]
+LEAST_LEFT = 0.1
+"""Part of the cores that others leave at least."""
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
@@ -23,11 +26,18 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 class WorkClock:
     """Seconds a process works that is busy throughout, where `busy` are the intervals of each.
 
-    Where more are busy than there are cores each has its part of a core; `cores` 0 is as many as
-    there are processes.
+    They slow one another down as in `speed_on`; `cores` 0 is one for each, and they do not.
+    `beside` is how many cores, on average, others keep busy for them.
     """
 
-    def __init__(self, busy: Iterable[Sequence[Interval]], *, cores: float) -> None:
+    def __init__(
+        self,
+        busy: Iterable[Sequence[Interval]],
+        *,
+        cores: float,
+        beside: float = 0.0,
+        crowding: float = 0.0,
+    ) -> None:
         intervals = [one for each in busy for one in union(each)]
         starts = np.array([start for start, _ in intervals], np.float64)
         ends = np.array([end for _, end in intervals], np.float64)
@@ -36,7 +46,12 @@ class WorkClock:
         order = np.argsort(at, kind="stable")
         self._at = at[order]
         running = np.cumsum(change[order])[:-1]
-        speed = np.minimum(1.0, cores / np.maximum(running, 1)) if cores else np.ones(len(running))
+        left = max(cores - beside, LEAST_LEFT * cores)
+        most = int(running.max(initial=0.0))
+        speeds = [
+            speed_on(left, busy, crowding=crowding) if cores else 1.0 for busy in range(most + 1)
+        ]
+        speed = np.array(speeds)[running.astype(int)]
         self._worked = np.concatenate([[0.0], np.cumsum(speed * np.diff(self._at))])
 
     def at(self, times: Array) -> Array:

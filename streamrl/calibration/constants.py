@@ -118,6 +118,7 @@ def _ties(problem: Problem, placement: Placement) -> Iterator[Tie]:
     yield Tie(
         "micro_batch_s", f"train.{POLICY}.micro_batch_s", lambda t: t.train[POLICY].micro_batch_s
     )
+    yield Tie("round_s", f"train.{POLICY}.round_s", lambda t: t.train[POLICY].round_s)
     yield Tie("update_s", f"train.{POLICY}.update_s", lambda t: t.train[POLICY].update_s)
     yield Tie("train_step_s", f"train.{POLICY}.step_s", lambda t: t.train[POLICY].step_s)
     yield Tie(

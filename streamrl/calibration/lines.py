@@ -36,14 +36,30 @@ def fit_line(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> F
     return fit_parts(lambda parts: rows / sizes @ parts, measured, sizes)
 
 
-def fit_parts(predict: Callable[[Array], Array], measured: Array, sizes: Array) -> Fit:
+def fit_parts(
+    predict: Callable[[Array], Array],
+    measured: Array,
+    sizes: Array,
+    *,
+    starts: Sequence[Sequence[float]] = (),
+) -> Fit:
     """As `fit_line`, of any prediction of the parts, seconds each; a coefficient is a part over
-    its size."""
+    its size.
+
+    starts: where it may begin, as parts of the median; the best of them is taken. By default all
+    parts are alike.
+    """
     scale = max(float(np.median(measured)), 1e-12)
-    start = np.full(len(sizes), 1 / len(sizes))
-    parts, noise = start, NOISE
+    alike = np.full(len(sizes), 1 / len(sizes))
+
+    def off(x: Array) -> Array:
+        away: Array = (predict(x * scale) - measured) / scale
+        return away
+
+    parts = min((np.array(one) for one in starts), key=lambda x: _cost(off(x)), default=alike)
+    noise = NOISE
     for _ in range(3):
-        found = _solve(lambda x: (predict(x * scale) - measured) / scale, parts, start, noise)
+        found = _solve(off, parts, alike, noise)
         parts = found.x
         away = np.abs(predict(parts * scale) - measured)
         noise = min(NOISE, max(LEAST_NOISE, 1.4826 * float(np.median(away)) / scale))
@@ -56,6 +72,11 @@ def fit_parts(predict: Callable[[Array], Array], measured: Array, sizes: Array) 
         len(measured),
         spread / scale,
     )
+
+
+def _cost(off: Array) -> float:
+    """What the solver makes least."""
+    return float(np.sum(np.sqrt(1 + (off / ODD) ** 2) - 1))
 
 
 def _solve(off: Callable[[Array], Array], start: Array, alike: Array, noise: float) -> Any:

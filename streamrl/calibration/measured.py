@@ -7,7 +7,7 @@ import os
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ from streamrl.telemetry.trace import TRACE_FILE, read_spans
 
 SETTLING_STEPS = 2
 """Steps in which engines still warm up, once the stream is full."""
+LEAST_CORES = 0.1
+"""Others leave a run at least this of a machine's cores."""
+CORES = ("cpu/machine", "cpu/stages", "cpu/queue")
 LEAST_STEPS = 6
 """Fewer say nothing that can be relied on."""
 
@@ -33,10 +36,27 @@ LEAST_STEPS = 6
 class Machine:
     """What a run was made on: `cores` of its one node, where all computes on them; 0 elsewhere.
 
-    Fewer than there are, where others computed on them all the while.
+    taken: how many of them others kept busy, who have nothing to do with the run; queue: how many
+    its queue and its books did. Both are means.
     """
 
-    cores: float
+    cores: int
+    taken: float = 0.0
+    queue: float = 0.0
+
+    @property
+    def left(self) -> float:
+        """Cores that were there for the run."""
+        return max(self.cores - self.taken, LEAST_CORES) if self.cores else 0.0
+
+    def with_rows(self, rows: Sequence[Mapping[str, Any]]) -> "Machine":
+        """With what steps say of its cores, where they do."""
+        means = {name: _mean([row.get(name) for row in rows]) for name in CORES}
+        if not self.cores or None in means.values():
+            return self
+        whole, stages, queue = (float(value or 0.0) for value in means.values())
+        taken = max(0.0, whole - stages - queue)
+        return replace(self, taken=taken, queue=queue)
 
     @classmethod
     def of(cls, event: Mapping[str, Any]) -> "Machine":
@@ -145,7 +165,9 @@ class Measured:
     @property
     def staleness_mean(self) -> float:
         """Of a trained token, in versions."""
-        return self._mean("staleness/mean", lambda step: sum(g.info.num_loss_tokens for g in step))
+        return self._weighted(
+            "staleness/mean", lambda step: sum(g.info.num_loss_tokens for g in step)
+        )
 
     @property
     def idle(self) -> dict[str, float]:
@@ -160,7 +182,12 @@ class Measured:
             for call in self.config.dataflow.ordered
         }
 
-    def _mean(self, name: str, weight: Callable[[Sequence[TrainedGroup]], float]) -> float:
+    @property
+    def group_s(self) -> float:
+        """Mean time of a step for each of its groups."""
+        return self.mean_step_s / statistics.fmean(len(step.groups) for step in self.steps)
+
+    def _weighted(self, name: str, weight: Callable[[Sequence[TrainedGroup]], float]) -> float:
         weights = [weight(step.groups) for step in self.steps]
         values = [float(step.row[name]) for step in self.steps]
         return sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
@@ -171,13 +198,8 @@ class Measured:
         return statistics.median(found) if found else None
 
 
-def read_run(run_dir: Path, *, cores: float | None = None) -> Measured:
-    """What a run directory says; `cores` is how many it had of its machine, if not all.
-
-    Raises ConfigError, in one line, for one that says too little.
-    """
-    if cores is not None and cores <= 0:
-        raise ConfigError(f"--cores {cores:g}: must be above 0")
+def read_run(run_dir: Path) -> Measured:
+    """What a run directory says. Raises ConfigError, in one line, for one that says too little."""
     place = str(run_dir)
     config = _config(run_dir, place)
     if not config.queue.journal.enabled:
@@ -197,15 +219,19 @@ def read_run(run_dir: Path, *, cores: float | None = None) -> Measured:
         raise ConfigError(
             f"{place}: {TRACE_FILE} has no generate spans with lengths: made by an older streamrl"
         )
-    machine = _machine(run_dir)
-    if cores is not None and machine.cores:
-        machine = Machine(min(cores, machine.cores))
+    machine = _machine(run_dir).with_rows([step.row for step in steps])
     return Measured(run_dir, config, machine, steps, left_out, spans, sampled)
 
 
 def lengths_of_run(run_dir: Path) -> EmpiricalLengths:
     """How many tokens the completions of a run have, as `--lengths RUN` asks."""
     return read_run(run_dir).lengths
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    """Of those that are there; None where none is."""
+    found = [value for value in values if value is not None]
+    return statistics.fmean(found) if found else None
 
 
 def _config(run_dir: Path, place: str) -> RunConfig:

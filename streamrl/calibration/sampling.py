@@ -22,13 +22,18 @@ from streamrl.simulator.engine import Engine
 
 MOST_GROUPS = 1600
 """More of one replica say nothing new."""
+LEAST_ALIKE = 16
+"""Groups whose common pace is told from that of others."""
+STARTS = ((1 / 3, 1 / 3, 1 / 3), (0.7, 0.15, 0.15), (0.15, 0.7, 0.15), (0.15, 0.15, 0.7))
+"""Parts of a group's time that a fit may begin from: step, rollouts, prompts."""
 
 
 @dataclass(frozen=True)
 class Asked:
     """A replica's groups in the order they began; times on its own clock.
 
-    counts: whether what lay beside a group is all here. loads: when versions were taken up.
+    counts: whether what lay beside a group is all here. loads: when versions were taken up. turns:
+    which groups went at one pace, as they were admitted together.
     """
 
     begins: Array
@@ -37,6 +42,7 @@ class Asked:
     lengths: Sequence[Sequence[int]]
     counts: Array
     loads: Array
+    turns: Array
 
     @classmethod
     def parts(
@@ -67,6 +73,7 @@ class Asked:
             # Who had others beside them that are left out says nothing.
             np.array([not left_out or one.end_s <= left_out[0].start_s for one in chosen]),
             clock.at(np.array(own)),
+            _turns([one.admitted_version for one in chosen]),
         )
 
     def replay(self, timing: GeneratorTiming, *, pause_s: float) -> Array:
@@ -111,20 +118,22 @@ class Asked:
 def fit_sampling(asked: Sequence[Asked], start: GeneratorTiming, *, pause_s: float) -> Fit:
     """step_s, rollout_s and prefill_token_s; what else a step takes is as in `start`.
 
-    If `start` computes running rollouts anew for each version, that is as prompts are computed.
+    A machine has slow moments, and in them all groups are slow: what tells the coefficients apart
+    is how groups of one turn differ. If `start` computes running rollouts anew for each version,
+    that is as prompts are computed.
     """
     sizes = np.array([one.typical() for one in asked]).mean(axis=0)
     measured = np.concatenate([(one.ends - one.begins)[one.counts] for one in asked])
+    turns = _numbered([one.turns[one.counts] for one in asked])
 
     def predict(parts: Array) -> Array:
         step_s, rollout_s, prefill_token_s = (float(each) for each in parts / sizes)
         timing = sampled_with(start, step_s, rollout_s, prefill_token_s)
         ends = [one.replay(timing, pause_s=pause_s) for one in asked]
-        return np.concatenate(
-            [(end - one.begins)[one.counts] for end, one in zip(ends, asked, strict=True)]
-        )
+        lasts = [(end - one.begins)[one.counts] for end, one in zip(ends, asked, strict=True)]
+        return _at_pace(np.concatenate(lasts), measured, turns)
 
-    return fit_parts(predict, measured, sizes)
+    return fit_parts(predict, measured, sizes, starts=STARTS)
 
 
 def sampled_with(
@@ -138,6 +147,35 @@ def sampled_with(
         prefill_token_s=prefill_token_s,
         recompute_token_s=prefill_token_s if start.recompute_token_s else 0.0,
     )
+
+
+def _turns(versions: Sequence[int]) -> Array:
+    """A number for each group: that of the turn it is of, by the version it was admitted at."""
+    found, last, count = [0] * len(versions), 0, 0
+    for i, version in enumerate(versions):
+        if i and version != versions[i - 1] and count >= LEAST_ALIKE:
+            last, count = last + 1, 0
+        found[i], count = last, count + 1
+    return np.array(found, np.int64)
+
+
+def _numbered(parts: Sequence[Array]) -> Array:
+    """Numbers of several parts, each with numbers of its own, as numbers that none share."""
+    firsts = np.cumsum([0, *(int(part.max(initial=-1)) + 1 for part in parts)])
+    found: Array = np.concatenate(
+        [part + first for part, first in zip(parts, firsts, strict=False)]
+    )
+    return found
+
+
+def _at_pace(predicted: Array, measured: Array, turns: Array) -> Array:
+    """Each turn as fast or slow as it was, and all of them together as predicted."""
+    ratios = measured / np.maximum(predicted, 1e-12)
+    paces = np.ones(int(turns.max(initial=0)) + 1)
+    for turn in np.unique(turns):
+        paces[turn] = np.median(ratios[turns == turn])
+    found: Array = predicted * (paces / np.median(paces[np.unique(turns)]))[turns]
+    return found
 
 
 def _episodes(sampled: Sequence[Sampled]) -> Iterator[list[Sampled]]:

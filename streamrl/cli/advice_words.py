@@ -16,7 +16,7 @@ def as_json(measured: Measured, advice: Advice) -> dict[str, Any]:
     return {
         "steps": len(measured.steps),
         "left_out": dict(measured.left_out),
-        "cores": measured.machine.cores,
+        "cores": vars(measured.machine),
         "bound_by": advice.bound_by.stage,
         "stages": {one.stage: {"busy": one.busy, "depth": one.depth} for one in advice.loads},
         "measured": vars(advice.measured),

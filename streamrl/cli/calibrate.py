@@ -25,18 +25,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-o", dest="output", type=Path, metavar="FILE", help="write the constants there, as YAML"
     )
-    parser.add_argument(
-        "--cores",
-        type=float,
-        metavar="N",
-        help="how many cores the run had of its machine, if others computed on them meanwhile",
-    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code. Raises ConfigError for a run that says too little."""
-    measured = read_run(arguments.run_dir, cores=arguments.cores)
+    measured = read_run(arguments.run_dir)
     cluster = Cluster.parse(arguments.cluster) if arguments.cluster else None
     planned = Planned.of(measured, measured.config, cluster)
     fitted = fit(measured, planned.base)
@@ -66,7 +60,7 @@ def as_json(measured: Measured, fitted: Fitted, found: Calibration) -> dict[str,
     return {
         "steps": len(measured.steps),
         "left_out": dict(measured.left_out),
-        "cores": measured.machine.cores,
+        "cores": vars(measured.machine),
         "constants": found.constants.to_dict(),
         "determined": {
             name: {

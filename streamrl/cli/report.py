@@ -28,9 +28,7 @@ MOST_SHOWN = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `streamrl report`."""
-    parser.usage = (
-        "streamrl report RUN [--cluster C] [--cores N] | --ledger RUN [--uid UID] [--json]"
-    )
+    parser.usage = "streamrl report RUN [--cluster C] | --ledger RUN [--uid UID] [--json]"
     parser.add_argument(
         "run_dir",
         type=Path,
@@ -50,12 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--uid", help="the history of one prompt, epoch:index:attempt, and of its later attempts"
-    )
-    parser.add_argument(
-        "--cores",
-        type=float,
-        metavar="N",
-        help="how many cores the run had of its machine, if others computed on them meanwhile",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -95,7 +87,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _advise(arguments: argparse.Namespace) -> int:
     """What bounds the run, and what would help."""
-    measured = read_run(arguments.run_dir, cores=arguments.cores)
+    measured = read_run(arguments.run_dir)
     cluster = Cluster.parse(arguments.cluster) if arguments.cluster else None
     advice = advise(measured, cluster)
     if arguments.json:

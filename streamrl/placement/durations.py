@@ -34,11 +34,6 @@ MOST_CHANGES = 48
 """Of a share's decode steps: edges of the stretches that are looked at, evenly and by events."""
 STRETCHES = 20
 """Of a step's rollouts, where those of several steps go on together."""
-ROUNDS = 12
-CLOSE = 0.005
-"""Of finding out how much steps that overlap slow one another down: at most so many rounds, until
-they differ by less, relatively.
-"""
 
 
 @dataclass(frozen=True)
@@ -65,43 +60,14 @@ class Share:
         """Halfway between the edges."""
         return (self.edges[1:] + self.edges[:-1]) / 2
 
-    def ends_s(self, timing: GeneratorTiming, period_s: float = math.inf) -> Array:
-        """When each group is complete, s after they are asked for, float64 [groups].
+    def ends_s(self, timing: GeneratorTiming) -> Array:
+        """When each group is complete, s after they are asked for, float64 [groups]."""
+        return np.interp(self.group_ends, self.edges, self._clock(timing))
 
-        With a period, other steps' shares come before and
-        after this one, period_s apart, and run beside it.
-        """
-        return np.interp(self.group_ends, self.edges, self._clock(timing, period_s))
-
-    def _clock(self, timing: GeneratorTiming, period_s: float) -> Array:
-        prompts = np.concatenate(([0.0], np.cumsum(self.computed))) * timing.prefill_token_s
-        running, resident = self.running, self.resident
-        clock = self._clock_of(timing, running, resident) + prompts
-        for _ in range(ROUNDS if period_s < clock[-1] else 0):
-            running, resident = self._beside_others(clock, period_s)
-            # Each period takes in one share's prompts.
-            slower = 1 + prompts[-1] / period_s
-            before, clock = clock[-1], self._clock_of(timing, running, resident) * slower
-            if abs(clock[-1] - before) <= CLOSE * before:
-                break
-        return timing.begin_s + clock
-
-    def _clock_of(self, timing: GeneratorTiming, running: Array, resident: Array) -> Array:
-        spent = np.diff(self.edges) * decode_steps_s(timing, running, resident)
-        return np.concatenate(([0.0], np.cumsum(spent)))
-
-    def _beside_others(self, clock: Array, period_s: float) -> tuple[Array, Array]:
-        """What runs at `middles` when shares come period_s apart."""
-        at = (clock[1:] + clock[:-1]) / 2
-        others = np.arange(1, math.ceil(clock[-1] / period_s) + 1) * period_s
-        moments = at[:, None] + np.concatenate((-others, others))
-        stretch = np.searchsorted(clock, moments, side="right") - 1
-        there = (stretch >= 0) & (stretch < len(at))
-        stretch = np.where(there, stretch, 0)
-        sums = [own + (own[stretch] * there).sum(axis=1) for own in (self.running, self.resident)]
-        # More than the room there is wait.
-        held = np.minimum(1.0, self.slots / np.maximum(sums[0], 1e-9))
-        return sums[0] * held, sums[1] * held
+    def _clock(self, timing: GeneratorTiming) -> Array:
+        spent = np.diff(self.edges) * decode_steps_s(timing, self.running, self.resident)
+        prompts = self.computed * timing.prefill_token_s
+        return timing.begin_s + np.concatenate(([0.0], np.cumsum(spent + prompts)))
 
 
 def decode_steps_s(timing: GeneratorTiming, running: Array, resident: Array) -> Array:
@@ -120,7 +86,7 @@ class Generation:
     def __init__(self, workload: Workload, extra: int = 0) -> None:
         self.workload = workload
         self.per_group = workload.group_size + extra
-        self._found: dict[tuple[GeneratorTiming, tuple[float, ...], float], list[float]] = {}
+        self._found: dict[tuple[GeneratorTiming, tuple[float, ...]], list[float]] = {}
         self._shares: dict[tuple[int, int, float], list[Share]] = {}
         self._loads: dict[int, Loads] = {}
         self._streams: dict[tuple[GeneratorTiming, tuple[float, ...]], Stream] = {}
@@ -139,30 +105,22 @@ class Generation:
         room = timing.kv_tokens / (self.workload.prompt_tokens + self._age)
         return max(1.0, min(float(timing.max_running), room))
 
-    def completion(
-        self, timing: GeneratorTiming, cuts: tuple[float, ...], period_s: float = math.inf
-    ) -> list[float]:
+    def completion(self, timing: GeneratorTiming, cuts: tuple[float, ...]) -> list[float]:
         """When these parts of a step's groups are complete, s after they are asked for.
 
-        1.0 is when all are. With a period, as in Share.ends_s.
+        The last is 1.0: when all are.
         """
-        if period_s < math.inf:
-            # Periods that differ by less than is looked for are the same.
-            period_s = (1 + CLOSE / 2) ** round(math.log(period_s) / math.log(1 + CLOSE / 2))
-        key = (timing, cuts, period_s)
+        key = (timing, cuts)
         if key not in self._found:
-            self._found[key] = self._completion(timing, cuts, period_s)
+            self._found[key] = self._completion(timing, cuts)
         return self._found[key]
 
-    def _completion(
-        self, timing: GeneratorTiming, cuts: tuple[float, ...], period_s: float
-    ) -> list[float]:
+    def _completion(self, timing: GeneratorTiming, cuts: tuple[float, ...]) -> list[float]:
         shares = self.shares(timing)
         slowest = max(shares, key=lambda share: float(share.edges[-1]))
         if cuts == (1.0,):
             shares = [slowest]
-        ends = [share.ends_s(timing, period_s) for share in shares]
-        ordered = np.sort(np.concatenate(ends))
+        ordered = np.sort(np.concatenate([share.ends_s(timing) for share in shares]))
         found = [float(ordered[math.ceil(cut * len(ordered)) - 1]) for cut in cuts]
         found[-1] = max(found[-1] * self._slower(timing, slowest), *found)
         return found
@@ -425,10 +383,12 @@ def training(timing: TrainTiming, workload: Workload) -> Training:
     micro_batches, shares = rounds * workload.mini_batches, timing.shares
     tokens = slowest * workload.mini_batches
     epoch_s = timing.passes_s(micro_batches * shares, tokens * shares)
-    first_s = epoch_s + (workload.mini_batches - 1) * timing.update_s
+    epoch_s += micro_batches * timing.round_s
+    update_s = timing.round_s + timing.update_s
+    first_s = epoch_s + (workload.mini_batches - 1) * update_s
     rest_s = (workload.epochs - 1) * epoch_s
     updates = workload.updates - workload.mini_batches + 1
-    return Training(first_s, rest_s + updates * timing.update_s, micro_batches)
+    return Training(first_s, rest_s + updates * update_s, micro_batches)
 
 
 PARTS = {1: (1.0,), 2: (0.5, 1.0), 4: (0.125, 0.375, 0.625, 0.875, 1.0)}

@@ -126,6 +126,7 @@ class Estimator:
                 score = timings.score[call.stage]
                 per_group = self.flow.per_group(call, workload)
                 busy_s += score.replicas * score_s(score, workload, per_group, singly=jobs.trickles)
+        busy_s += workload.groups_per_step * timings.books_s
         return max(run.period_s, busy_s / timings.cores)
 
 

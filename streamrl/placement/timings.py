@@ -64,7 +64,8 @@ class TrainTiming:
     """Of a trained model: `shares` micro-batches at the same time, one for each replica.
 
     micro_batch_s, token_s: a forward and backward pass of one, and of each token in it. update_s:
-    reduction of gradients and the optimizer. step_s: once for each step, as to plan it.
+    reduction of gradients and the optimizer. step_s: once for each step, as to plan it. round_s:
+    before each round of micro-batches and each update, to ask for it: nothing is computed.
     """
 
     shares: int
@@ -72,6 +73,7 @@ class TrainTiming:
     token_s: float
     update_s: float
     step_s: float = 0.0
+    round_s: float = 0.0
 
     def passes_s(self, micro_batches: float, tokens: float) -> float:
         """Forward and backward of so many micro-batches, with so many tokens, over all shares."""
@@ -92,6 +94,15 @@ class WeightsTiming:
     pause_s: float = 0.0
 
 
+def speed_on(cores: float, busy: float, *, crowding: float) -> float:
+    """Of each of so many processes that are busy, where one alone has a speed of 1.
+
+    All have the same part of a core. crowding: each slows all others down by this part, also where
+    there are cores enough, as they share caches and memory.
+    """
+    return min(1.0, cores / max(1.0, busy)) / (1.0 + crowding * max(0.0, busy - 1.0))
+
+
 @dataclass(frozen=True)
 class Timings:
     """All stages of a placement: `score` and `weights` by stage, `train` by role.
@@ -99,7 +110,8 @@ class Timings:
     Stages of one role share its replicas. hop_s: from one stage's commit to where the next begins.
     step_s: between a step's last update and the next one's beginning, for the books. cores: of a
     machine that all of them share, where they compute on its cores and slow one another down, less
-    what others take of them; 0 where they do not.
+    what others take of them; 0 where they do not. books_s: work of the queue and the books on these
+    cores, for each group. crowding: as `speed_on` has it.
     """
 
     generator: GeneratorTiming
@@ -109,3 +121,5 @@ class Timings:
     hop_s: float = 0.0
     step_s: float = 0.0
     cores: float = 0
+    books_s: float = 0.0
+    crowding: float = 0.0

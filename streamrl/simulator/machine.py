@@ -3,9 +3,10 @@
 import asyncio
 import heapq
 import itertools
-import math
 from collections.abc import Callable
 from functools import partial
+
+from streamrl.placement.timings import speed_on
 
 _ROUNDING_S = 1e-9
 """What is this close is now, s."""
@@ -25,14 +26,14 @@ class Timer:
 
 
 class Machine:
-    """So many cores that all processes share: each is as fast as all others; 0: one for each.
+    """So many cores that all processes share; 0: one for each, and nobody is in another's way.
 
-    Where more are busy than there are cores each has its part of a core, and all time goes slower.
+    Where processes slow one another down, as in `speed_on`, all time goes slower.
     """
 
-    def __init__(self, cores: float = 0) -> None:
+    def __init__(self, cores: float = 0, *, crowding: float = 0.0) -> None:
         self._clock = asyncio.get_running_loop()
-        self._cores = cores or math.inf
+        self._cores, self._crowding = cores, crowding
         self._busy = 0
         self._speed = 1.0
         self._since = self._worked = self._clock.time()
@@ -56,7 +57,8 @@ class Machine:
     def occupy(self, processes: int) -> None:
         """So many processes more are busy, or less if negative."""
         self._busy += processes
-        speed = min(1.0, self._cores / max(1, self._busy))
+        cores = self._cores
+        speed = speed_on(cores, self._busy, crowding=self._crowding) if cores else 1.0
         if speed != self._speed:
             self._worked, self._since = self.now, self._clock.time()
             self._speed = speed

@@ -15,6 +15,7 @@ from streamrl.buffer import ShardStats
 from streamrl.buffer.depth import DepthMeter
 from streamrl.dataflow import Dataflow, Kind
 from streamrl.messages import Experience, GroupInfo, Lease, Prompt
+from streamrl.simulator.machine import Machine
 
 
 @dataclass(eq=False, slots=True)
@@ -96,14 +97,24 @@ class Line:
 class StreamQueue:
     """What `Control` and `train_step` ask of an ExperienceQueue, and what replicas do.
 
-    hop_s: from a commit until the group is ready for others. Unless it is `streamed`, a stage that
-    scores gets the groups of a step together, once all of them are ready for it.
+    hop_s: from a commit until the group is ready for others, and from a trainer's question to the
+    groups that are ready. books_s: work on the machine for each group, by all its commits together.
+    Unless it is `streamed`, a stage that scores gets the groups of a step together, once all of
+    them are ready for it.
     """
 
     def __init__(
-        self, dataflow: Dataflow, *, hop_s: float, streamed: bool, groups_per_step: int
+        self,
+        dataflow: Dataflow,
+        machine: Machine,
+        *,
+        hop_s: float,
+        books_s: float,
+        streamed: bool,
+        groups_per_step: int,
     ) -> None:
         self._loop = asyncio.get_running_loop()
+        self._machine = machine
         self._hop_s = hop_s
         self._groups_per_step = groups_per_step
         makers = {name: call.stage for call in dataflow.calls for name in call.produces}
@@ -112,6 +123,8 @@ class StreamQueue:
             for call in dataflow.takers
         }
         self._whole = {call.stage for call in dataflow.of_kind(Kind.SCORE) if not streamed}
+        commits = len(dataflow.calls) - len(dataflow.trained)
+        self._commit_s = books_s / max(1, commits)
         self._last = next(call.stage for call in dataflow.takers if call.kind is Kind.TRAIN)
         self.groups: dict[str, Group] = {}
         self.version = 0
@@ -140,8 +153,12 @@ class StreamQueue:
         batch = list(groups)
         for group in batch:
             del group.takers[stage]
+        machine = self._machine
+        if self._commit_s:
+            machine.occupy(1)
+            machine.call_at(machine.now + len(batch) * self._commit_s, lambda: machine.occupy(-1))
         if self._hop_s:
-            self._loop.call_later(self._hop_s, self._put, stage, batch)
+            machine.call_at(machine.now + self._hop_s, lambda: self._put(stage, batch))
         else:
             self._put(stage, batch)
 
@@ -222,6 +239,8 @@ class StreamQueue:
         if not self._trainable:
             self._arrived = self._loop.create_future()
             await self._arrived
+        else:
+            await self._machine.until(self._machine.now + self._hop_s)
         taken, self._trainable = self._trainable, []
         self._observe(self._lines[stage], 0)
         return [

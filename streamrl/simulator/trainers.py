@@ -63,11 +63,13 @@ class TimedTrainer:
                     most, largest = seconds, {"rollouts": len(picks), "tokens": tokens}
                 shares += 1
                 rollouts += len(picks)
+        await self._asked()
         await self._work("train", most, shares, largest)
         return {"rollouts": float(rollouts)}
 
     async def update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
         """Takes update_s."""
+        await self._asked()
         await self._work("update", self._timing.update_s, self.num_shares)
         return {}
 
@@ -77,6 +79,10 @@ class TimedTrainer:
         await asyncio.sleep(self._publish_s)
         self._recorder.end(lane)
         return WeightManifest(version, (), ())
+
+    async def _asked(self) -> None:
+        """Takes round_s, of the devices nothing."""
+        await self._machine.until(self._machine.now + self._timing.round_s)
 
     async def _work(
         self, name: str, seconds: float, processes: int = 1, facts: Facts = NO_FACTS

@@ -50,15 +50,18 @@ class World:
         self.crashes: list[Crash] = []
         dataflow, timings = scenario.dataflow, scenario.timings
         self.processes = process_names(dataflow, scenario.replicas)
+        machine = Machine(timings.cores, crowding=timings.crowding)
         self.queue = StreamQueue(
             dataflow,
+            machine,
             hop_s=timings.hop_s,
+            books_s=timings.books_s,
             streamed=scenario.placement.streamed,
             groups_per_step=scenario.workload.groups_per_step,
         )
         self.site = Site(
             timings,
-            Machine(timings.cores),
+            machine,
             self.queue,
             Leases(dataflow, scenario.placement, slice_s=scenario.manner.slice_s),
             Completions(scenario.workload, scenario.seed),

@@ -145,6 +145,9 @@ METRICS: tuple[Metric, ...] = (
     Metric("staleness/in_queue_mean", "versions", "part that arose while a group was waiting"),
     Metric(STALENESS_HISTOGRAM, "tokens", "trained tokens by staleness in versions"),
     Metric("idle/<stage>", "fraction", "part of the step's wall time the stage did not compute"),
+    Metric("cpu/machine", "cores", "of the coordinator's machine that were busy, with anything"),
+    Metric("cpu/stages", "cores", "kept busy by the processes of all stages"),
+    Metric("cpu/queue", "cores", "kept busy by the queue's shards and the coordinator"),
     Metric("drops/<cause>", "groups", "groups dropped for this cause since the run began"),
     Metric("verdicts/<verdict>", "", "components of completions judged so since the last row"),
     Metric(

@@ -2,12 +2,14 @@
 
 import asyncio
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from streamrl.buffer.books import TrainedStep
 from streamrl.buffer.journal import Journal, JournalConfig
 from streamrl.buffer.segment import Record
+from streamrl.calibration.fit import CROWDING
 from streamrl.checkpoint import BOOKS, journal_dir
 from streamrl.config import RunConfig, dump_config, load_config, to_dict
 from streamrl.dataflow import POLICY
@@ -36,8 +38,11 @@ TRUE = Timings(
     hop_s=0.008,
     step_s=0.01,
     cores=2,
+    crowding=CROWDING,
 )
 """What the runs of this file are made with, unless a test says otherwise."""
+ALONE = {"cpu/machine": 1.5, "cpu/stages": 1.5, "cpu/queue": 0.0}
+"""Nothing else is on the machine."""
 MODEL = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -86,8 +91,15 @@ def play(
     return simulate(config.dataflow, placement, timings, workload, steps=steps, seed=seed)
 
 
-def write_run(run_dir: Path, config: RunConfig, simulated: Simulated, *, cores: int = 2) -> Path:
-    """The run directory of what a simulation did."""
+def write_run(
+    run_dir: Path,
+    config: RunConfig,
+    simulated: Simulated,
+    *,
+    cores: int = 2,
+    used: Mapping[str, float] = ALONE,
+) -> Path:
+    """The run directory of what a simulation did; `used` is what its steps say of the cores."""
     run_dir.mkdir(parents=True, exist_ok=True)
     steps = len(simulated.step_ends)
     config = replace(config, run=replace(config.run, steps=steps))
@@ -108,9 +120,9 @@ def write_run(run_dir: Path, config: RunConfig, simulated: Simulated, *, cores: 
     )
     for index, (row, end_s) in enumerate(zip(simulated.rows, simulated.step_ends, strict=True)):
         now = EPOCH_S + end_s
-        paused = {"weights/pause_s": TRUE.weights["generate"].pause_s}
+        known = {**used, "weights/pause_s": TRUE.weights["generate"].pause_s}
         for sink in sinks:
-            sink.step(index + 1, {**row, **paused})
+            sink.step(index + 1, {**row, **known})
     for sink in sinks:
         sink.close({})
     asyncio.run(_keep_books(run_dir, config, simulated))

@@ -32,6 +32,18 @@ def test_a_clock_of_what_stood_still_leaves_that_out() -> None:
     assert np.diff(clock.at(np.array([0.0, 1.0, 2.0, 3.0, 5.0]))) == pytest.approx([1, 0, 0, 2])
 
 
+def test_who_computes_beside_another_is_slowed_down_even_with_cores_enough() -> None:
+    clock = WorkClock([[(0.0, 4.0)], [(2.0, 6.0)]], cores=4, crowding=0.25)
+    assert clock.between(0.0, 2.0) == pytest.approx(2.0)
+    assert clock.between(2.0, 4.0) == pytest.approx(1.6)
+
+
+def test_cores_that_others_keep_busy_are_not_there() -> None:
+    clock = WorkClock([[(0.0, 4.0)], [(2.0, 6.0)]], cores=2, beside=0.5)
+    assert clock.between(0.0, 2.0) == pytest.approx(2.0)
+    assert clock.between(2.0, 4.0) == pytest.approx(1.5)
+
+
 @given(st.lists(spans, min_size=1, max_size=4), st.integers(1, 3))
 def test_work_is_time_with_cores_enough_and_never_more(
     busy: list[list[tuple[float, float]]], cores: int

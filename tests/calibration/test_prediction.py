@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.calibration.fit import fit
-from streamrl.calibration.measured import read_run
+from streamrl.calibration.measured import LEAST_CORES, read_run
 from streamrl.calibration.prediction import Figures, Planned, predict
 from streamrl.errors import ConfigError
 from streamrl.placement import Cluster
@@ -54,14 +54,33 @@ def test_a_run_on_gpus_has_to_say_which(tmp_path: Path) -> None:
 def test_a_run_may_have_had_fewer_cores_than_its_machine(tmp_path: Path) -> None:
     config = recipe(tmp_path)
     simulated = play(config, replace(TRUE, cores=1.2), steps=24)
-    run = write_run(tmp_path / "run", config, simulated, cores=2)
-    measured = read_run(run, cores=1.2)
+    used = {"cpu/machine": 1.8, "cpu/stages": 1.0, "cpu/queue": 0.0}
+    run = write_run(tmp_path / "run", config, simulated, cores=2, used=used)
+    measured = read_run(run)
     timings = fit(measured, Planned.of(measured, measured.config).base).timings
-    assert timings.cores == 1.2
+    assert timings.cores == pytest.approx(1.2)
     true = TRUE.train["policy"]
     assert timings.train["policy"].token_s == pytest.approx(true.token_s, rel=0.1)
-    blind = read_run(run)
+    blind = read_run(write_run(tmp_path / "blind", config, simulated, cores=2))
     slower = fit(blind, Planned.of(blind, blind.config).base).timings.train["policy"]
     assert slower.passes_s(1, 200) > 1.1 * timings.train["policy"].passes_s(1, 200)
-    with pytest.raises(ConfigError, match="--cores 0: must be above 0"):
-        read_run(run, cores=0)
+
+
+def test_the_queue_computes_beside_the_stages(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    simulated = play(config, replace(TRUE, books_s=5e-3), steps=24)
+    busy = 5e-3 * config.pipeline.groups_per_step / simulated.step_s
+    used = {"cpu/machine": 1.5 + busy, "cpu/stages": 1.5, "cpu/queue": busy}
+    measured = read_run(write_run(tmp_path / "run", config, simulated, used=used))
+    timings = fit(measured, Planned.of(measured, measured.config).base).timings
+    assert timings.cores == pytest.approx(2.0)
+    assert timings.books_s == pytest.approx(5e-3, rel=0.05)
+    true = TRUE.train["policy"]
+    assert timings.train["policy"].token_s == pytest.approx(true.token_s, rel=0.1)
+
+
+def test_others_leave_a_run_a_part_of_a_core(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    used = {"cpu/machine": 2.5, "cpu/stages": 0.1, "cpu/queue": 0.1}
+    run = write_run(tmp_path / "run", config, play(config), used=used)
+    assert read_run(run).machine.left == LEAST_CORES

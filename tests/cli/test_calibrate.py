@@ -40,7 +40,7 @@ def test_json_has_every_constant_with_its_default_and_how_well_it_fits(
     assert one["default"] == pytest.approx(0.05)
     assert one["count"] > 5 and one["residual"] < 0.01 and one["is_known"]
     assert abs(found["simulated"]["step_s"]["error"]) < 0.1
-    assert found["cores"] == 2
+    assert found["cores"] == {"cores": 2, "taken": 0.0, "queue": 0.0}
 
 
 @pytest.mark.parametrize(

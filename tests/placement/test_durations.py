@@ -119,19 +119,6 @@ def test_the_longest_of_a_whole_step_is_among_the_rollouts_of_some_replica() -> 
     assert end == pytest.approx(longest * 0.01, rel=1e-6)
 
 
-def test_steps_that_follow_closely_slow_one_another_down() -> None:
-    generation = Generation(Workload(16, 1, 100, FixedLength(100)))
-    timing = replace(ROOMY, rollout_s=1e-3)
-    # 26 ms for a token of 16 rollouts, 42 ms of 32.
-    (alone,) = generation.completion(timing, ALL)
-    assert alone == pytest.approx(2.6)
-    assert generation.completion(timing, ALL, 2.6) == [alone]
-    # Of 2.3 s, one step's rollouts run for a and two steps' for b: a + b = 2.3 and, for 100 tokens,
-    # a / 0.026 + 2 b / 0.042 = 100. So b is 1.26 s, and a step's rollouts are there for a + 2 b.
-    (beside,) = generation.completion(timing, ALL, 2.3)
-    assert beside == pytest.approx(2.3 + 1.26, rel=0.05)
-
-
 def test_what_others_fill_in_for_takes_its_share_of_a_full_batch() -> None:
     generation = Generation(Workload(16, 1, 100, FixedLength(50)))
     timing = replace(ROOMY, max_running=32)

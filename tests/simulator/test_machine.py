@@ -41,6 +41,15 @@ def test_two_cores_are_enough_for_two() -> None:
     assert run_virtual(ends(2, [(0, 1), (0, 3), (2, 2)])) == [1, 3, 4]
 
 
+def test_two_on_two_cores_may_still_be_in_each_others_way() -> None:
+    async def main() -> float:
+        machine = Machine(2, crowding=0.25)
+        await machine.work(4.0, processes=2)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == 5.0
+
+
 def test_a_work_of_several_processes_is_as_fast_as_each_of_them() -> None:
     async def main() -> float:
         machine = Machine(2)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from streamrl.dataflow import GENERATE, REWARD, dataflow_for
 from streamrl.messages import ROLLOUT_COLUMNS, GroupInfo
 from streamrl.simulator.clock import run_virtual
+from streamrl.simulator.machine import Machine
 from streamrl.simulator.prompts import Prompts
 from streamrl.simulator.queue import Group, StreamQueue
 
@@ -32,7 +33,10 @@ class Replica:
 
 
 def make(*, streamed: bool = True, hop_s: float = 0.0) -> StreamQueue:
-    return StreamQueue(FLOW, hop_s=hop_s, streamed=streamed, groups_per_step=2)
+    machine = Machine()
+    return StreamQueue(
+        FLOW, machine, hop_s=hop_s, books_s=0.0, streamed=streamed, groups_per_step=2
+    )
 
 
 async def filled(queue: StreamQueue, count: int) -> None:
@@ -109,3 +113,39 @@ def test_a_stage_gets_the_groups_of_a_step_together_where_nothing_is_streamed() 
         return seen
 
     assert run_virtual(main()) == [[], [], [2, 3]]
+
+
+def test_books_are_kept_on_the_cores_that_all_share() -> None:
+    async def main() -> list[float]:
+        machine, clock = Machine(1), asyncio.get_running_loop()
+        queue = StreamQueue(FLOW, machine, hop_s=0.0, books_s=4.0, streamed=True, groups_per_step=2)
+        replica = Replica(1)
+        await filled(queue, 1)
+        queue.wait(GENERATE.stage, replica)
+        queue.commit(GENERATE.stage, replica.groups)
+        await machine.work(3.0)
+        ends = [clock.time()]
+        await machine.work(1.0)
+        return [*ends, clock.time()]
+
+    # A group is committed twice, so a commit takes 2 s of a core: 4 s in which the other has half.
+    assert run_virtual(main()) == [5.0, 6.0]
+
+
+def test_a_trainer_hears_of_what_is_there_a_hop_after_it_asks() -> None:
+    async def main() -> float:
+        queue, clock = make(hop_s=0.5), asyncio.get_running_loop()
+        generator, scorer = Replica(1), Replica(1)
+        await filled(queue, 1)
+        queue.wait(GENERATE.stage, generator)
+        generator.groups[0].info = GroupInfo((3,), 1, ((0, 1),))
+        queue.commit(GENERATE.stage, generator.groups)
+        queue.wait(REWARD.stage, scorer)
+        await asyncio.sleep(1.0)
+        queue.commit(REWARD.stage, scorer.groups)
+        await asyncio.sleep(9.0)
+        taken = await queue.take("train", max_groups=9, columns=(), wait_s=1.0)
+        assert len(taken) == 1
+        return clock.time()
+
+    assert run_virtual(main()) == 10.5

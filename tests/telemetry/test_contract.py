@@ -38,6 +38,7 @@ queue/depth/<stage> queue/bytes queue/oldest_age_s
 queue/redelivered queue/hedged queue/refused
 journal/bytes journal/fsync_s
 staleness/mean staleness/max staleness/in_flight_mean staleness/in_queue_mean staleness/histogram
+cpu/machine cpu/stages cpu/queue
 idle/<stage> drops/<cause> verdicts/<verdict> scorer/killed/<cause>
 weights/version weights/skew_max weights/publish_s weights/pull_s weights/pause_s weights/bytes
 weights/copied_bytes

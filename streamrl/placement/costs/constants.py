@@ -50,6 +50,7 @@ class Constants:
     and for each rollout in it. begin_s: from a prompt in the queue to its place in the engine.
 
     Training. micro_batch_s, update_s, train_step_s: on top of each micro-batch, update and step.
+    round_s: before each micro-batch and each update, to ask for it.
     zero_exposed_fraction: of ZeRO's traffic in a micro-batch, what no computation hides.
     stage_micro_batches: into how many micro-batches, for each of its stages, a pipeline divides
     what it is given, if rollouts are that many; it is more where they would be too large.
@@ -95,6 +96,7 @@ class Constants:
 
     micro_batch_s: float = 20e-3
     update_s: float = 50e-3
+    round_s: float = 0.0
     train_step_s: float = 0.2
     zero_exposed_fraction: float = 0.5
     stage_micro_batches: int = 2

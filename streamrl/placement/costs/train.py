@@ -48,6 +48,7 @@ def train_timing(work: Work) -> TrainTiming:
         token_s=token_s * longer,
         update_s=constants.update_s + _reduce_s(work) + _optimizer_s(work),
         step_s=constants.train_step_s,
+        round_s=constants.round_s,
     )
 
 
