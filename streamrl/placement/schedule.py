@@ -2,7 +2,8 @@
 
 The dataflow is unrolled over steps (`unrolling.py`). A call waits for its columns, for the versions
 that `max_staleness` asks for and for devices: a mesh is busy while one is that overlaps it. Calls
-on devices of their own work on a step's groups as they come, where that is streamed.
+on devices of their own work on a step's groups as they come, where that is streamed. Generation
+that is ahead goes on beside all of it, with the rollouts of several steps (`flowing.py`).
 """
 
 import itertools
