@@ -39,7 +39,8 @@ CONSTANTS = Constants(
     train_step_s=25.0,
 )
 """Of vLLM and FSDP2 or Megatron in 2025, calibrated on the parts of synchronous steps, whose
-rollouts are packed as streamrl does; the state of the optimizer is on the host. An update takes seconds however many devices there are."""
+rollouts are packed as streamrl packs them; the state of the optimizer is on the host. An update
+takes seconds however many devices there are."""
 UNFITTED = ("7b-28k", 32)
 """A synchronous run that takes more than twice as long as one on twice as many devices: the same
 work does not, so nothing is calibrated on it."""
