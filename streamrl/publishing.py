@@ -59,8 +59,10 @@ class Publishing:
     async def begin(self, version: int, *, first: bool = False, awaited: bool = False) -> bool:
         """Publish the models as they are now as `version`, once the version before is out.
 
-        Whether the policy is among them; at first all are. One that is `awaited`, as by groups that
-        were admitted at it before a resume, is published whether it is due or not.
+        Whoever has the devices to read them may let go of them then: they are held here as well.
+        Returns whether the policy is among those that are published; at first all are. One that is
+        `awaited`, as by groups that were admitted at it before a resume, is published whether it is
+        due or not.
         """
         await self.settle()
         self._version = version
@@ -71,6 +73,8 @@ class Publishing:
         self._under_way = {
             role: asyncio.create_task(self._publish(role, version)) for role in roles
         }
+        # Each task comes to where it holds the devices, if they are there.
+        await asyncio.sleep(0)
         return POLICY in roles
 
     def resend(self, role: str, version: int) -> None:

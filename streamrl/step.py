@@ -4,6 +4,7 @@ import asyncio
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from streamrl.buffer.books import TrainedStep
@@ -41,21 +42,25 @@ async def train_step(
     active = {role: one for role, one in makers.items() if not trainers[role].rests(version)}
     schedules = {role: _schedule(trainers[role], config) for role in active}
     parts = replay(recorded) if recorded else assemble(stage, control, schedules, config)
-    async for part in parts:
-        async with stage.computing(version=version):
-            await asyncio.gather(*(maker.make(role, part) for role, maker in active.items()))
-        if control.leaves_step():
-            break
-    if not all(maker.is_done for maker in active.values()):
-        return None
-    programs = {role: schedule.program for role, schedule in schedules.items()}
-    step = recorded or TrainedStep(version, control.assembler.finish(), programs)
-    made = {role: maker.made for role, maker in makers.items()}
-    await control.books.train(step)
-    control.torn = False
-    # Nobody samples from a version before the step that made it is on the books.
-    awaited = version + 1 in control.admission.ledger.in_flight.values()
-    published = await control.publishing.begin(version + 1, awaited=awaited)
+    async with AsyncExitStack() as until_published:
+        async for part in parts:
+            async with stage.computing(version=version):
+                await asyncio.gather(*(maker.make(role, part) for role, maker in active.items()))
+                if all(maker.is_done for maker in active.values()):
+                    # Whoever has the devices next may keep them long, and generators wait for this.
+                    await until_published.enter_async_context(stage.lease.hold("publish"))
+            if control.leaves_step():
+                break
+        if not all(maker.is_done for maker in active.values()):
+            return None
+        programs = {role: schedule.program for role, schedule in schedules.items()}
+        step = recorded or TrainedStep(version, control.assembler.finish(), programs)
+        made = {role: maker.made for role, maker in makers.items()}
+        await control.books.train(step)
+        control.torn = False
+        # Nobody samples from a version before the step that made it is on the books.
+        awaited = version + 1 in control.admission.ledger.in_flight.values()
+        published = await control.publishing.begin(version + 1, awaited=awaited)
     rollouts = sum(len(group.info.lengths) for group in step.groups)
     control.dials.after(made[POLICY].sums, num_rollouts=rollouts)
     control.admission.advance(version + 1, published=published)

@@ -29,7 +29,7 @@ from streamrl.placement.workload import LognormalLengths, Workload
 from streamrl.resharding import Grid
 
 CONSTANTS = Constants(
-    train_flops_fraction=0.64,
+    train_flops_fraction=0.8,
     forward_flops_fraction=0.26,
     half_width=64.0,
     recompute=False,
@@ -43,8 +43,9 @@ CONSTANTS = Constants(
     update_s=3.3,
     train_step_s=25.0,
 )
-"""Of vLLM and FSDP2 or Megatron in 2025, calibrated on the parts of synchronous steps; what rests
-is on the host. An update takes seconds however many devices there are."""
+"""Of vLLM and FSDP2 or Megatron in 2025, calibrated on the parts of synchronous steps, whose
+rollouts are packed as streamrl packs them; what rests is on the host. An update takes seconds
+however many devices there are."""
 UNFITTED = ("7b-28k", 32)
 """A synchronous run that takes more than twice as long as one on twice as many devices: the same
 work does not, so nothing is calibrated on it."""

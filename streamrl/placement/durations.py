@@ -11,11 +11,14 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 
 import numpy as np
 
 from streamrl.messages import Array
+from streamrl.placement.flowing import Stream
+from streamrl.placement.rounds import of_mini_batch
+from streamrl.placement.slowest import Loads, sampled, slower
 from streamrl.placement.timings import GeneratorTiming, ScoreTiming, TrainTiming
 from streamrl.placement.workload import Workload
 
@@ -29,11 +32,8 @@ FINE = 0.02
 FEWEST_EDGES = 33
 MOST_CHANGES = 48
 """Of a share's decode steps: edges of the stretches that are looked at, evenly and by events."""
-ROUNDS = 12
-CLOSE = 0.005
-"""Of finding out how much steps that overlap slow one another down: at most so many rounds, until
-they differ by less, relatively.
-"""
+STRETCHES = 20
+"""Of a step's rollouts, where those of several steps go on together."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Share:
     number of running rollouts may change, from 0 on; running [m]: how many run between them;
     resident [m]: the tokens they have together halfway, prompts included; computed [m]: of
     those that begin there, what has to be taken in. slots: about
-    as many run at once where more are asked for.
+    as many run at once where more are asked for. longest: tokens of a rollout.
     """
 
     group_ends: Array
@@ -53,49 +53,21 @@ class Share:
     resident: Array
     computed: Array
     slots: float
+    longest: float
 
     @cached_property
     def middles(self) -> Array:
         """Halfway between the edges."""
         return (self.edges[1:] + self.edges[:-1]) / 2
 
-    def ends_s(self, timing: GeneratorTiming, period_s: float = math.inf) -> Array:
-        """When each group is complete, s after they are asked for, float64 [groups].
+    def ends_s(self, timing: GeneratorTiming) -> Array:
+        """When each group is complete, s after they are asked for, float64 [groups]."""
+        return np.interp(self.group_ends, self.edges, self._clock(timing))
 
-        With a period, other steps' shares come before and
-        after this one, period_s apart, and run beside it.
-        """
-        return np.interp(self.group_ends, self.edges, self._clock(timing, period_s))
-
-    def _clock(self, timing: GeneratorTiming, period_s: float) -> Array:
-        prompts = np.concatenate(([0.0], np.cumsum(self.computed))) * timing.prefill_token_s
-        running, resident = self.running, self.resident
-        clock = self._clock_of(timing, running, resident) + prompts
-        for _ in range(ROUNDS if period_s < clock[-1] else 0):
-            running, resident = self._beside_others(clock, period_s)
-            # Each period takes in one share's prompts.
-            slower = 1 + prompts[-1] / period_s
-            before, clock = clock[-1], self._clock_of(timing, running, resident) * slower
-            if abs(clock[-1] - before) <= CLOSE * before:
-                break
-        return timing.begin_s + clock
-
-    def _clock_of(self, timing: GeneratorTiming, running: Array, resident: Array) -> Array:
-        spent = np.diff(self.edges) * decode_steps_s(timing, running, resident)
-        return np.concatenate(([0.0], np.cumsum(spent)))
-
-    def _beside_others(self, clock: Array, period_s: float) -> tuple[Array, Array]:
-        """What runs at `middles` when shares come period_s apart."""
-        at = (clock[1:] + clock[:-1]) / 2
-        others = np.arange(1, math.ceil(clock[-1] / period_s) + 1) * period_s
-        moments = at[:, None] + np.concatenate((-others, others))
-        stretch = np.searchsorted(clock, moments, side="right") - 1
-        there = (stretch >= 0) & (stretch < len(at))
-        stretch = np.where(there, stretch, 0)
-        sums = [own + (own[stretch] * there).sum(axis=1) for own in (self.running, self.resident)]
-        # More than the room there is wait.
-        held = np.minimum(1.0, self.slots / np.maximum(sums[0], 1e-9))
-        return sums[0] * held, sums[1] * held
+    def _clock(self, timing: GeneratorTiming) -> Array:
+        spent = np.diff(self.edges) * decode_steps_s(timing, self.running, self.resident)
+        prompts = self.computed * timing.prefill_token_s
+        return timing.begin_s + np.concatenate(([0.0], np.cumsum(spent + prompts)))
 
 
 def decode_steps_s(timing: GeneratorTiming, running: Array, resident: Array) -> Array:
@@ -114,8 +86,10 @@ class Generation:
     def __init__(self, workload: Workload, extra: int = 0) -> None:
         self.workload = workload
         self.per_group = workload.group_size + extra
-        self._found: dict[tuple[GeneratorTiming, tuple[float, ...], float], list[float]] = {}
+        self._found: dict[tuple[GeneratorTiming, tuple[float, ...]], list[float]] = {}
         self._shares: dict[tuple[int, int, float], list[Share]] = {}
+        self._loads: dict[int, Loads] = {}
+        self._streams: dict[tuple[GeneratorTiming, tuple[float, ...]], Stream] = {}
         quantiles = workload.lengths.quantiles(np.linspace(0.0005, 0.9995, 1000))
         self._mean = float(np.mean(quantiles))
         square = float(np.mean(quantiles**2))
@@ -131,30 +105,78 @@ class Generation:
         room = timing.kv_tokens / (self.workload.prompt_tokens + self._age)
         return max(1.0, min(float(timing.max_running), room))
 
-    def completion(
-        self, timing: GeneratorTiming, cuts: tuple[float, ...], period_s: float = math.inf
-    ) -> list[float]:
+    def completion(self, timing: GeneratorTiming, cuts: tuple[float, ...]) -> list[float]:
         """When these parts of a step's groups are complete, s after they are asked for.
 
-        1.0 is when all are. With a period, as in Share.ends_s.
+        The last is 1.0: when all are.
         """
-        if period_s < math.inf:
-            # Periods that differ by less than is looked for are the same.
-            period_s = (1 + CLOSE / 2) ** round(math.log(period_s) / math.log(1 + CLOSE / 2))
-        key = (timing, cuts, period_s)
+        key = (timing, cuts)
         if key not in self._found:
-            self._found[key] = self._completion(timing, cuts, period_s)
+            self._found[key] = self._completion(timing, cuts)
         return self._found[key]
 
-    def _completion(
-        self, timing: GeneratorTiming, cuts: tuple[float, ...], period_s: float
-    ) -> list[float]:
+    def _completion(self, timing: GeneratorTiming, cuts: tuple[float, ...]) -> list[float]:
         shares = self.shares(timing)
+        slowest = max(shares, key=lambda share: float(share.edges[-1]))
         if cuts == (1.0,):
-            shares = [max(shares, key=lambda share: float(share.edges[-1]))]
-        ends = [share.ends_s(timing, period_s) for share in shares]
-        ordered = np.sort(np.concatenate(ends))
-        return [float(ordered[math.ceil(cut * len(ordered)) - 1]) for cut in cuts]
+            shares = [slowest]
+        ordered = np.sort(np.concatenate([share.ends_s(timing) for share in shares]))
+        found = [float(ordered[math.ceil(cut * len(ordered)) - 1]) for cut in cuts]
+        found[-1] = max(found[-1] * self._slower(timing, slowest), *found)
+        return found
+
+    def _slower(self, timing: GeneratorTiming, share: Share) -> float:
+        """By how much the slowest replica is, beyond one with the longest rollout."""
+        if not self.workload.varied:
+            return 1.0
+        replicas = min(timing.replicas, self.workload.groups_per_step)
+        if replicas not in self._loads:
+            self._loads[replicas] = sampled(self.workload, self.per_group, replicas)
+        widths = np.diff(share.edges)
+        longest = np.asarray(share.longest)
+        own = Loads(longest, np.dot(share.running, widths), np.dot(share.resident, widths))
+        rollouts = self.groups(replicas) * self.per_group
+        steps, slots = float(share.edges[-1]), share.slots
+        return slower(
+            timing, self._loads[replicas], own, steps=steps, slots=slots, rollouts=rollouts
+        )
+
+    def stream(self, timing: GeneratorTiming, cuts: tuple[float, ...]) -> Stream:
+        """The slowest replica's part of a step, to go on beside those of other steps."""
+        key = (timing, cuts)
+        if key not in self._streams:
+            self._streams[key] = self._stream(timing, cuts)
+        return self._streams[key]
+
+    def _stream(self, timing: GeneratorTiming, cuts: tuple[float, ...]) -> Stream:
+        shares = self.shares(timing)
+        share = max(shares, key=lambda each: float(each.edges[-1]))
+        last = float(share.edges[-1])
+        bounds = last * np.linspace(0.0, 1.0, STRETCHES + 1) ** 1.5
+        ordered = np.sort(np.concatenate([each.group_ends for each in shares]))
+        ends = [float(ordered[math.ceil(cut * len(ordered)) - 1]) for cut in cuts]
+        longer = last * max(1.0, self._slower(timing, share))
+        found = [
+            np.diff(np.interp(bounds, share.edges, np.append(0.0, each.cumsum()))) / np.diff(bounds)
+            for each in (
+                share.running * np.diff(share.edges),
+                share.resident * np.diff(share.edges),
+                share.computed * timing.prefill_token_s,
+            )
+        ]
+        running, resident, prefill_s = (each.tolist() for each in found)
+        edges = bounds.tolist()
+        if longer > last:
+            # On the slowest of all one rollout goes on alone.
+            edges, prefill_s = [*edges, longer], [*prefill_s, 0.0]
+            running, resident = [*running, 1.0], [*resident, self.workload.prompt_tokens + last]
+        rollouts = self.groups(timing.replicas) * self.per_group
+        places = self.slots(timing)
+        if rollouts > places:
+            # What is given up and taken in again is in the share.
+            half = share.middles < last / 2
+            places = float(np.average(share.running[half], weights=np.diff(share.edges)[half]))
+        return Stream(timing, edges, running, resident, prefill_s, [*ends[:-1], edges[-1]], places)
 
     def saturated_s(self, timing: GeneratorTiming, steps_ahead: int) -> float:
         """Per step, where the next steps' rollouts fill the places of those that are done.
@@ -314,14 +336,20 @@ def _share(lengths: Array, batch: _Batch, scale: float, slots: float) -> Share:
         np.diff(held) / widths * scale,
         np.diff(begun) * scale,
         slots,
+        float(lengths.max()),
     )
 
 
-def score_s(timing: ScoreTiming, workload: Workload, per_group: int) -> float:
-    """Scoring so many rollouts of every group of a step, of the replica that has the most."""
+def score_s(
+    timing: ScoreTiming, workload: Workload, per_group: int, *, singly: bool = False
+) -> float:
+    """Scoring so many rollouts of every group of a step, of the replica that has the most.
+
+    singly: groups come one by one, and each is a batch of its own: there is room for it.
+    """
     groups = -(-workload.groups_per_step // timing.replicas)
     rollouts = groups * per_group
-    batches = -(-groups // timing.batch)
+    batches = groups if singly else -(-groups // timing.batch)
     return (
         batches * timing.batch_s
         + timing.batch_of(rollouts, rollouts * workload.rollout_tokens)
@@ -351,11 +379,9 @@ def training(timing: TrainTiming, workload: Workload) -> Training:
 
     Ranks go from round to round together, as long as the one that has most takes.
     """
-    rollouts = math.ceil(workload.rollouts / workload.mini_batches)
-    rows = max(1, int(workload.micro_batch_tokens / workload.rollout_tokens))
-    rounds, slowest = rounds_of(rollouts, min(rows, rollouts), timing.shares)
+    rounds, slowest = of_mini_batch(workload, timing.shares)
     micro_batches, shares = rounds * workload.mini_batches, timing.shares
-    tokens = slowest * workload.mini_batches * workload.rollout_tokens
+    tokens = slowest * workload.mini_batches
     epoch_s = timing.passes_s(micro_batches * shares, tokens * shares)
     epoch_s += micro_batches * timing.round_s
     update_s = timing.round_s + timing.update_s
@@ -363,23 +389,6 @@ def training(timing: TrainTiming, workload: Workload) -> Training:
     rest_s = (workload.epochs - 1) * epoch_s
     updates = workload.updates - workload.mini_batches + 1
     return Training(first_s, rest_s + updates * update_s, micro_batches)
-
-
-@cache
-def rounds_of(rollouts: int, rows: int, shares: int) -> tuple[int, int]:
-    """Rounds of one micro-batch a share, and the rollouts of the largest of each, added up.
-
-    As `engines/packing.py` packs rollouts of one length, so many rows to a micro-batch: the largest
-    are halved until each share has one in every round, or there is none left to halve.
-    """
-    sizes = [-rows] * (rollouts // rows) + ([-(rollouts % rows)] if rollouts % rows else [])
-    heapq.heapify(sizes)
-    while len(sizes) % shares and -sizes[0] > 1:
-        largest = -heapq.heappop(sizes)
-        heapq.heappush(sizes, -((largest + 1) // 2))
-        heapq.heappush(sizes, -(largest // 2))
-    ordered = sorted(sizes)[::shares]
-    return len(ordered), -sum(ordered)
 
 
 PARTS = {1: (1.0,), 2: (0.5, 1.0), 4: (0.125, 0.375, 0.625, 0.875, 1.0)}

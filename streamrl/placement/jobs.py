@@ -1,20 +1,18 @@
 """The calls of a placement as jobs to unroll: what waits for what, and for how long it computes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from streamrl.dataflow import MOVED, POLICY, Call, Dataflow, Kind
 from streamrl.placement.durations import Generation, cuts_of, score_s, spread, training
 from streamrl.placement.meshes import Mesh
-from streamrl.placement.placements import Placement
-from streamrl.placement.timings import Timings, WeightsTiming
+from streamrl.placement.placements import Assignment, Placement
+from streamrl.placement.timings import ScoreTiming, Timings, WeightsTiming
 from streamrl.placement.unrolling import NOWHERE, Job, Need
 from streamrl.placement.workload import Workload
 
-CLOSE = 0.005
-"""Periods that differ by less, relatively, are as good as the same."""
-ROUNDS = 12
-"""Of looking for one, at most."""
+SLICE_S = 1.0
+"""How long generation keeps devices that it shares, as placement.slice_s is unless it is set."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,10 @@ class Flow:
 
 @dataclass
 class Jobs:
-    """All jobs, in the order in which they are added; whose results are to be had where."""
+    """All jobs, in the order in which they are added; whose results are to be had where.
+
+    spells: of generation that is ahead, in what time about which part of the groups is complete.
+    """
 
     flow: Flow
     workload: Workload
@@ -76,6 +77,7 @@ class Jobs:
     jobs: list[Job] = field(default_factory=list)
     by_stage: dict[str, int] = field(default_factory=dict)
     updates: list[int] = field(default_factory=list)
+    spells: Sequence[tuple[float, float]] = ()
 
     def __post_init__(self) -> None:
         trains = {call.stage for call in self.flow.calls if call.kind is Kind.TRAIN}
@@ -102,6 +104,35 @@ class Jobs:
     def group_cuts(self) -> tuple[float, ...]:
         """Of generation and scoring."""
         return self.cuts(self.workload.groups_per_step)
+
+    @property
+    def stops(self) -> set[int]:
+        """Meshes whose work stops generation that is ahead, though it has other devices.
+
+        Of what is trained, if somebody scores on its devices and on those that generate: groups
+        come one by one, so that one is soon there, and generation gives way while it waits.
+        """
+        if not (self.in_parts and self.trickles):
+            return set()
+        generate = self.placement.calls[self.flow.generate.stage].mesh
+        trains = [call for call in self.flow.calls if call.kind is Kind.TRAIN]
+        meshes = [self.placement.calls[call.stage].mesh for call in trains]
+        bridged = any(
+            each.mesh.overlaps(generate) and any(each.mesh.overlaps(mesh) for mesh in meshes)
+            for each in self._scoring
+        )
+        return {self.mesh(call.stage) for call in trains} if bridged else set()
+
+    @property
+    def _scoring(self) -> list[Assignment]:
+        calls = self.placement.calls
+        scores = [call.stage for call in self.flow.calls if call.kind is Kind.SCORE]
+        return [calls[stage] for stage in scores if stage in calls]
+
+    @property
+    def trickles(self) -> bool:
+        """Whether groups of a step are ready one by one: replicas that score take each at once."""
+        return self.placement.streamed and self.workload.varied
 
     def weights(self, stage: str) -> WeightsTiming:
         """A version's way to a stage."""
@@ -145,11 +176,7 @@ class Jobs:
         return Job(call.stage, self.mesh(call.stage), (weights.pause_s,), needs)
 
     def _generate(self, job: Job, pull: int | None) -> Job:
-        needs = [] if pull is None else [Need(pull)]
-        if not self.placement.max_staleness:
-            return Job(job.stage, job.mesh, job.parts, needs, job.curve)
-        needs.append(Need(len(self.jobs), 1, served=True))
-        return Job(job.stage, job.mesh, job.parts, needs, job.curve, pull)
+        return replace(job, needs=[] if pull is None else [Need(pull)])
 
     def _score(self, call: Call, pull: int | None) -> Job:
         needs = self._sources(call)
@@ -157,8 +184,25 @@ class Jobs:
             needs.append(Need(pull))
         timing, seconds = self.timings.score.get(call.stage), 0.0
         if timing is not None:
-            seconds = score_s(timing, self.workload, self.flow.per_group(call, self.workload))
-        return Job(call.stage, self.mesh(call.stage), spread(seconds, self.group_cuts), needs)
+            per_group = self.flow.per_group(call, self.workload)
+            seconds = score_s(timing, self.workload, per_group, singly=self.trickles)
+            seconds = max(seconds, self._bursts_s(call, timing, per_group))
+        parts = spread(seconds, self.group_cuts)
+        return Job(call.stage, self.mesh(call.stage), parts, needs, queued=True)
+
+    def _bursts_s(self, call: Call, timing: ScoreTiming, per_group: int) -> float:
+        """How long generation that is ahead stands still for groups that are scored as they come.
+
+        It has a slice between two bursts, and in each of them waits for as long as a group takes.
+        """
+        if not self.trickles or not self.placement.overlaps(call.stage, self.flow.generate.stage):
+            return 0.0
+        group_s = timing.batch_of(per_group, per_group * self.workload.rollout_tokens)
+        groups = self.workload.groups_per_step
+        bursts = sum(
+            min(part * groups, seconds / (SLICE_S + group_s)) for part, seconds in self.spells
+        )
+        return bursts * group_s
 
     def _sources(self, call: Call, *, whole: bool = False) -> list[Need]:
         hop_s, whole = self.timings.hop_s, whole or not self.in_parts
@@ -199,80 +243,11 @@ def burst(jobs: Jobs, generation: Generation) -> Job:
     return Job(stage, jobs.mesh(stage), (curve[-1],), curve=curve)
 
 
-def standing(jobs: Jobs, generation: Generation, *, period_s: float, others_s: float) -> Job:
-    """Generation steps ahead, where one step's rollouts go on beside the next one's.
-
-    period_s: of a step, of which `others_s` have its devices; meanwhile rollouts stand still.
-    """
-    timing, stage = jobs.timings.generator, jobs.flow.generate.stage
-    own_s = max(period_s - others_s, 1e-9)
-    offsets = generation.completion(timing, jobs.group_cuts, own_s)
-    curve = [offset * max(period_s, own_s) / own_s for offset in offsets]
-    busy_s = generation.saturated_s(timing, jobs.placement.max_staleness)
-    return Job(stage, jobs.mesh(stage), spread(busy_s, jobs.group_cuts), curve=curve)
-
-
-class Ahead:
-    """How far apart steps are where generation is ahead, which depends on itself.
-
-    The closer they are, the more rollouts run at the same time, and the longer each takes. With a
-    latency L of a step's rollouts, `after_s` from the last of them to the version that lets others
-    begin, a period P is at least (L(P) + after_s) / (max_staleness + 1), and at least what anyone
-    of the devices has to do.
-    """
-
-    def __init__(self, jobs: Jobs, generation: Generation) -> None:
-        self._generation = generation
-        self._timing = jobs.timings.generator
-        self._steps = jobs.placement.max_staleness + 1
-        every, busy_s = busy(jobs, generation)
-        stage = jobs.flow.generate.stage
-        mesh = jobs.devices[jobs.mesh(stage)]
-        self.others_s = busiest_s(jobs, every, mesh) - busy_s
-        self.least_s = busiest_s(jobs, every)
-        self._after_s = _last_parts_s(every, jobs.by_stage[stage])
-
-    def period_s(self) -> float:
-        """The shortest: where a period is what it asks for, by false position.
-
-        The longer it is, the less it asks for, as a rule; so what the shortest asks for is too
-        long, or what that asks for.
-        """
-        low, high = self.least_s, self._asked_s(self.least_s)
-        if high <= low:
-            return low
-        over, under = high - low, self._asked_s(high) - high
-        for _ in range(ROUNDS):
-            if under <= 0:
-                break
-            low, high, over = high, high + under, under
-            under = self._asked_s(high) - high
-        if under > 0:
-            return high
-        for _ in range(ROUNDS):
-            if high - low <= CLOSE * low:
-                break
-            middle = low + (high - low) * over / (over - under)
-            found = self._asked_s(middle) - middle
-            if abs(found) <= CLOSE * middle:
-                return middle
-            if found > 0:
-                low, over = middle, found
-            else:
-                high, under = middle, found
-        return high
-
-    def seen(self, period_s: float, found_s: float) -> None:
-        """What a schedule made of the latency at one period: it says how long the rest takes."""
-        self._after_s = found_s * self._steps - self._latency_s(period_s)
-
-    def _asked_s(self, period_s: float) -> float:
-        return (self._latency_s(period_s) + self._after_s) / self._steps
-
-    def _latency_s(self, period_s: float) -> float:
-        own_s = max(period_s - self.others_s, 1e-9)
-        longest = self._generation.completion(self._timing, (1.0,), own_s)[-1]
-        return longest * max(period_s, own_s) / own_s
+def standing(jobs: Jobs, generation: Generation) -> Job:
+    """Generation steps ahead, where one step's rollouts go on beside the next one's."""
+    stage = jobs.flow.generate.stage
+    stream = generation.stream(jobs.timings.generator, jobs.group_cuts)
+    return Job(stage, jobs.mesh(stage), (0.0,), stream=stream)
 
 
 def busy(jobs: Jobs, generation: Generation) -> tuple[list[Job], float]:
@@ -305,15 +280,3 @@ def busiest_s(jobs: Jobs, every: Sequence[Job], within: Mesh | None = None) -> f
         )
         for first in firsts
     )
-
-
-def _last_parts_s(every: Sequence[Job], generate: int) -> float:
-    """From the last rollout to where the next version is: the last part of everyone in between."""
-    last = [0.0] * len(every)
-    for j, job in enumerate(every):
-        if j > generate:
-            before = (last[need.job] for need in job.needs if not need.lag)
-            own = job.parts[-2:] if job.glued else job.parts[-1:]
-            last[j] = max(before, default=0.0) + sum(own)
-    pull = every[every[generate].needs[0].job]
-    return max(last) + pull.parts[0] + max(need.delay_s for need in pull.needs)

@@ -56,7 +56,7 @@ class Steady:
 
     @property
     def _stands(self) -> bool:
-        return self.jobs[self.generate].since is not None
+        return self.jobs[self.generate].stream is not None
 
     def _standing(self) -> list[tuple[str, int, float, float]]:
         """Generation that never ends has its devices whenever nobody else has them."""
@@ -99,23 +99,21 @@ class Steady:
 
     def staleness(self) -> float:
         """Mean of a trained token, in versions: what is sampled between two pulls has the older."""
-        since = self.jobs[self.generate].since
-        if since is None:
+        if not self._stands:
             return 0.0
-        step = len(self.run.ends_s) - 1
+        since = self.jobs[self.generate].needs[0].job
+        last = len(self.run.ends_s) - 1
         arrived = {
             pulled - self.depth: at
             for (job, pulled), at in self.run.done_s.items()
             if job == since and pulled >= self.depth
         }
-        parts = [t for t in self.run.taken if t.job == self.generate and t.step == step]
-        admitted = self.run.done_s[since, step]
-        curve = self.jobs[self.generate].curve
-        found = []
-        for part, offset in zip(parts, curve, strict=False):
-            span = (part.start_s, max(part.end_s, admitted + offset))
-            found.append(_mean_behind(span, step, arrived, self.depth))
-        return sum(found) / len(found) if found else float(self.depth)
+        found = [
+            _mean_behind((self.run.started_s[self.generate, step], at), step, arrived, self.depth)
+            for step in range(max(0, last - self.depth), last + 1)
+            for at in self.run.results_s[step]
+        ]
+        return sum(found) / len(found)
 
 
 def _mean_behind(span: Span, step: int, arrived: dict[int, float], most: int) -> float:

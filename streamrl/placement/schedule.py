@@ -2,26 +2,25 @@
 
 The dataflow is unrolled over steps (`unrolling.py`). A call waits for its columns, for the versions
 that `max_staleness` asks for and for devices: a mesh is busy while one is that overlaps it. Calls
-on devices of their own work on a step's groups as they come, where that is streamed.
+on devices of their own work on a step's groups as they come, where that is streamed. Generation
+that is ahead goes on beside all of it, with the rollouts of several steps (`flowing.py`).
 """
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
-from functools import partial
 
 from streamrl.dataflow import Kind
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.durations import Generation, score_s, training
+from streamrl.placement.durations import PARTS, Generation, score_s, spread, training
 from streamrl.placement.estimates import CallMemory, Costs, Estimate, Problem
-from streamrl.placement.jobs import Ahead, Flow, Jobs, burst, busiest_s, busy, standing
+from streamrl.placement.jobs import Flow, Jobs, burst, busiest_s, busy, standing
 from streamrl.placement.occupancy import Steady
 from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.unrolling import Job, Unrolled, Unroller
+from streamrl.placement.unrolling import Unrolled, Unroller
 
-ROUNDS = 3
-"""Of finding how far apart steps are whose generation overlaps; that depends on itself."""
-CLOSE = 0.02
-"""Periods that differ by less, relatively, are as good as the same."""
+FINE = PARTS[max(PARTS)]
+"""How a step's groups are looked at, where it counts when they come."""
 
 Key = tuple[tuple[tuple[str, Assignment], ...], int, bool]
 
@@ -95,25 +94,20 @@ class Estimator:
     def schedule(self, placement: Placement) -> tuple[Jobs, Unrolled]:
         """The jobs of a placement that fits, and when they are done."""
         timings = self.costs.timings(placement)
-        fresh = partial(Jobs, self.flow, self.problem.workload, placement, timings)
-        if not placement.max_staleness:
-            jobs = fresh()
-            return jobs, self._unrolled(jobs, burst(jobs, self.generation))
-        ahead = Ahead(fresh(), self.generation)
-        for _ in range(ROUNDS):
-            jobs, period_s = fresh(), ahead.period_s()
-            generate = standing(jobs, self.generation, period_s=period_s, others_s=ahead.others_s)
-            run = self._unrolled(jobs, generate)
-            if abs(run.period_s - period_s) <= CLOSE * period_s:
-                break
-            ahead.seen(period_s, run.period_s)
-        # Steps that never come to be alike are a mean of some.
-        run.period_s = max(run.period_s, ahead.least_s)
+        jobs = Jobs(self.flow, self.problem.workload, placement, timings)
+        window = placement.max_staleness + 1
+        if placement.max_staleness:
+            # Of as many steps at once.
+            ends = self.generation.completion(timings.generator, FINE)
+            spells = zip(spread(1.0, FINE), itertools.pairwise((0.0, *ends)), strict=True)
+            jobs.spells = [(part, (late - early) / window) for part, (early, late) in spells]
+        begin = standing if placement.max_staleness else burst
+        unroller = Unroller(jobs.build(begin(jobs, self.generation)), jobs.overlaps, jobs.stops)
+        run = unroller.run(window=window, most=6 * window + 5)
+        if placement.max_staleness:
+            # Steps that never come to be alike are a mean of some.
+            run.period_s = max(run.period_s, self._busiest_s(placement))
         return jobs, run
-
-    def _unrolled(self, jobs: Jobs, generate: Job) -> Unrolled:
-        window = jobs.placement.max_staleness + 1
-        return Unroller(jobs.build(generate), jobs.overlaps).run(window=window, most=3 * window + 8)
 
     def _period_s(self, jobs: Jobs, run: Unrolled) -> float:
         """Not below what the cores of a shared machine have to do."""
@@ -132,7 +126,7 @@ class Estimator:
             elif call.stage in timings.score:
                 score = timings.score[call.stage]
                 per_group = self.flow.per_group(call, workload)
-                busy_s += score.replicas * score_s(score, workload, per_group)
+                busy_s += score.replicas * score_s(score, workload, per_group, singly=jobs.trickles)
         busy_s += workload.groups_per_step * timings.books_s
         return max(run.period_s, busy_s / timings.cores)
 

@@ -7,12 +7,17 @@ who takes its results can begin with the first of them.
 
 import heapq
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from streamrl.placement.flowing import Flowing, Result, Stream
+
 SETTLED = 1e-6
 """Periods that differ by less, relatively, are the same."""
+CLOSE = 0.01
+"""Likewise, where steps go on beside one another."""
 ALIKE = 3
 """Steps in a row that take the same time, where the next will, too."""
 NEXT = -1.0
@@ -25,14 +30,12 @@ NOWHERE = -1
 class Need:
     """What a job waits for: the results of another, `lag` steps earlier.
 
-    whole: of all its parts; otherwise part by part, as they come. served: of a standing job, not
-    for its results but until it has computed its last part. delay_s: on top.
+    whole: of all its parts; otherwise part by part, as they come. delay_s: on top.
     """
 
     job: int
     lag: int = 0
     whole: bool = False
-    served: bool = False
     last: bool = False
     delay_s: float = 0.0
 
@@ -42,9 +45,10 @@ class Job:
     """What happens once in every step.
 
     mesh: number of its mesh, or NOWHERE. parts: seconds of each. curve: when results are there, s
-    after the beginning, for what gives them while it computes. since: a job after whose end that
-    counts instead, and not before the part ends: more of such a standing job can be under way than
-    it computes at once. glued: whether nobody gets in between its last two parts.
+    after the beginning, for what gives them while it computes. stream: of what computes whenever
+    nobody else has its devices, for several steps at once; its results come instead of the curve's.
+    glued: whether nobody gets in between its last two parts. queued: whether it takes all there is,
+    what came first before what came later, and keeps its devices meanwhile.
     """
 
     stage: str
@@ -52,8 +56,9 @@ class Job:
     parts: Sequence[float]
     needs: Sequence[Need] = ()
     curve: Sequence[float] = ()
-    since: int | None = None
+    stream: Stream | None = None
     glued: bool = False
+    queued: bool = False
 
 
 class Taken(NamedTuple):
@@ -70,6 +75,7 @@ class Unrolled:
     """What came of it: when each step ended, and how far apart they are in the end.
 
     started_s, done_s: by job and step, when it began, and when all its results were there.
+    results_s: by step, when each result of the job with a stream was there.
     """
 
     period_s: float = 0.0
@@ -77,6 +83,7 @@ class Unrolled:
     taken: list[Taken] = field(default_factory=list)
     started_s: dict[tuple[int, int], float] = field(default_factory=dict)
     done_s: dict[tuple[int, int], float] = field(default_factory=dict)
+    results_s: dict[int, list[float]] = field(default_factory=dict)
 
 
 _Followers = list[tuple[int, int, float]]
@@ -95,7 +102,8 @@ class _Program:
         self.glued = {self.first[end] - 1 for end, job in ends if job.glued and len(job.parts) > 1}
         self.lags: list[list[int]] = [[] for _ in self.job]
         self.after_part: list[_Followers] = [[] for _ in self.job]
-        self.after_result: list[list[_Followers]] = [[[] for _ in job.curve] for job in jobs]
+        results = [job.stream.results if job.stream else job.curve for job in jobs]
+        self.after_result: list[list[_Followers]] = [[[] for _ in each] for each in results]
         for j, job in enumerate(jobs):
             for need in job.needs:
                 self._link(j, need)
@@ -107,7 +115,7 @@ class _Program:
     def _link(self, j: int, need: Need) -> None:
         source = self.jobs[need.job]
         at = self.first[need.job]
-        if source.curve and not need.served:
+        if source.curve or source.stream:
             results = self.after_result[need.job]
         else:
             results = self.after_part[at : self.first[need.job + 1]]
@@ -115,11 +123,10 @@ class _Program:
         # What is glued to the last part is no work on what comes.
         streamed = count - (self.jobs[j].glued and count > 1)
         for part in range(count - 1 if need.last else 0, count if need.last else streamed):
-            whole = need.whole or need.served
-            output = len(results) if whole else -(-(part + 1) * len(results) // streamed)
+            output = len(results) if need.whole else -(-(part + 1) * len(results) // streamed)
             self._add(results[output - 1], self.first[j] + part, need)
             # What comes whole is there for the first part, and so for all.
-            if whole:
+            if need.whole:
                 break
 
     def _add(self, followers: _Followers, part: int, need: Need) -> None:
@@ -128,38 +135,102 @@ class _Program:
 
 
 class Unroller:
-    """Runs jobs, step by step; `overlaps[m]` are the meshes that share devices with mesh m."""
+    """Runs jobs, step by step; `overlaps[m]` are the meshes that share devices with mesh m.
 
-    def __init__(self, jobs: Sequence[Job], overlaps: Sequence[Sequence[int]]) -> None:
+    stops: the meshes whose work stops a job with a stream, besides those that overlap its own.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        overlaps: Sequence[Sequence[int]],
+        stops: Collection[int] = (),
+    ) -> None:
         self._jobs = jobs
         self._program = _Program(jobs)
         self._others = [() if job.mesh == NOWHERE else tuple(overlaps[job.mesh]) for job in jobs]
         self._free = [0.0] * len(overlaps)
         self._waits: list[list[int]] = []
         self._ready: list[list[float]] = []
+        self._turns: list[list[float]] = []
         self._heap: list[tuple[float, int, int]] = []
         self._left: list[int] = []
+        self._ended = [0.0]
         self._found = Unrolled()
+        self._flow: Flowing | None = None
+        self._stopped_by: set[int] = set()
+        for j, job in enumerate(jobs):
+            if job.stream is not None:
+                self._flow, self._streaming = Flowing(job.stream), j
+                self._stopped_by = {*self._others[j], *stops}
 
     def run(self, *, window: int, most: int) -> Unrolled:
         """Until steps take the same time again and again, or `most` have ended.
 
         window: how many may be under way at once.
         """
-        found, ended = self._found, [0.0]
+        found, looked = self._found, 0
         self._open(self._program.most_lag)
-        while self._heap and len(found.ends_s) < most:
-            _, step, part = heapq.heappop(self._heap)
-            end = self._take(self._ready[step][part], step, part)
-            if step >= len(ended):
-                ended += [0.0] * (step + 1 - len(ended))
-            ended[step] = max(ended[step], end)
-            self._left[step] -= 1
-            if not self._left[step] and step == len(found.ends_s):
-                found.ends_s.append(ended[step])
-                if self._settled(window):
+        while len(found.ends_s) < most and self._go_on():
+            if len(found.ends_s) > looked:
+                looked = len(found.ends_s)
+                if self._repeats(window) if self._flow else self._settled(window):
                     break
         return found
+
+    def _go_on(self) -> bool:
+        """What is next happens, if anything is."""
+        heap = self._heap
+        if self._flow is not None and not (heap and heap[0][0] == NEXT):
+            result = self._flow.advance(heap[0][0] if heap else math.inf)
+            if result is not None:
+                self._streamed(result)
+                return True
+        if not heap:
+            return False
+        _, step, part = heapq.heappop(heap)
+        ready = self._ready[step][part]
+        if self._jobs[self._program.job[part]].stream is not None:
+            assert self._flow is not None
+            self._flow.admit(step)
+            self._found.started_s[self._streaming, step] = ready
+        else:
+            self._end(step, self._take(ready, step, part))
+        return True
+
+    def _streamed(self, result: Result) -> None:
+        """A part of a step's groups is complete."""
+        found, at, step = self._found, result.at_s, result.step
+        found.results_s.setdefault(step, []).append(at)
+        j = self._streaming
+        self._tell(self._program.after_result[j][result.number], step, at, j)
+        if result.is_last:
+            found.done_s[j, step] = at
+            self._end(step, at)
+
+    def _end(self, step: int, at: float) -> None:
+        """One of a step's parts has its end."""
+        ended, found = self._ended, self._found
+        if step >= len(ended):
+            ended += [0.0] * (step + 1 - len(ended))
+        ended[step] = max(ended[step], at)
+        self._left[step] -= 1
+        while len(found.ends_s) < len(self._left) and not self._left[len(found.ends_s)]:
+            found.ends_s.append(ended[len(found.ends_s)])
+
+    def _repeats(self, window: int) -> bool:
+        """Whether as many steps as are under way at once have taken as long as those before.
+
+        Steps that begin together may stay so: each is of its own length, all of them alike.
+        """
+        ends = self._found.ends_s
+        back = 2 * window if len(ends) > 2 * window + 1 else max(1, len(ends) // 2)
+        self._found.period_s = (ends[-1] - ends[-1 - back]) / back if len(ends) > back else ends[-1]
+        if len(ends) <= 4 * window:
+            return False
+        marks = [ends[-1 - k * window] for k in range(4)]
+        took = [late - early for late, early in itertools.pairwise(marks)]
+        return max(took) - min(took) <= CLOSE * took[0]
 
     def _settled(self, window: int) -> bool:
         """Whether the last steps, one or several, have taken as long as those before them, each."""
@@ -189,6 +260,7 @@ class Unroller:
                 waits = [sum(lag <= number for lag in each) for each in lags]
             self._waits.append(waits)
             self._ready.append([0.0] * len(waits))
+            self._turns.append([0.0] * len(waits))
             self._left.append(len(waits))
             for part, count in enumerate(waits):
                 if not count:
@@ -205,37 +277,34 @@ class Unroller:
         if seconds and job.mesh != NOWHERE:
             free[job.mesh] = end
             found.taken.append(Taken(j, step, start, end))
+            if self._flow is not None and job.mesh in self._stopped_by:
+                # Who can give way does so for whoever waits, though that one waits for others.
+                self._flow.block(ready, end)
         if part == program.first[j]:
             found.started_s[j, step] = start
         if program.after_part[part]:
-            self._tell(program.after_part[part], step, end)
+            self._tell(program.after_part[part], step, end, j)
         if job.curve:
-            end = self._results(job, j, step, (part, start, end))
+            for output, offset in enumerate(job.curve):
+                self._tell(program.after_result[j][output], step, start + offset, j)
+            end = start + job.curve[-1]
         if part + 1 == program.first[j + 1]:
             found.done_s[j, step] = end
         return end
 
-    def _results(self, job: Job, j: int, step: int, taken: tuple[int, float, float]) -> float:
-        part, start, end = taken
-        followers = self._program.after_result[j]
-        if job.since is None:
-            for output, offset in enumerate(job.curve):
-                self._tell(followers[output], step, start + offset)
-            return start + job.curve[-1]
-        output = part - self._program.first[j]
-        end = max(end, self._found.done_s[job.since, step] + job.curve[output])
-        self._tell(followers[output], step, end)
-        return end
-
-    def _tell(self, followers: _Followers, step: int, at: float) -> None:
-        glued = self._program.glued
+    def _tell(self, followers: _Followers, step: int, at: float, of: int) -> None:
+        program, jobs = self._program, self._jobs
         for part, lag, delay_s in followers:
             theirs = step + lag
             if theirs >= len(self._waits):
                 self._open(theirs)
             ready, waits = self._ready[theirs], self._waits[theirs]
             ready[part] = max(ready[part], at + delay_s)
+            job = program.job[part]
+            if job != of or not jobs[job].queued:
+                turns = self._turns[theirs]
+                turns[part] = max(turns[part], at + delay_s)
             waits[part] -= 1
             if not waits[part]:
-                turn = NEXT if part in glued else ready[part]
+                turn = NEXT if part in program.glued else self._turns[theirs][part]
                 heapq.heappush(self._heap, (turn, theirs, part))

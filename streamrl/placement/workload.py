@@ -3,6 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from statistics import NormalDist
 from typing import Protocol
 
@@ -209,6 +210,16 @@ class Workload:
     def rollouts(self) -> int:
         """Rollouts in a step."""
         return self.groups_per_step * self.group_size
+
+    @cached_property
+    def packed(self) -> dict[int, tuple[int, float]]:
+        """What `rounds.of_mini_batch` remembers."""
+        return {}
+
+    @property
+    def varied(self) -> bool:
+        """Whether some completions are longer than others."""
+        return self.lengths.mean < self.lengths.most
 
     @property
     def sampled(self) -> "Workload":

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from streamrl.buffer import ShardStats
+from streamrl.buffer.client import REQUEST_WAIT_S
 from streamrl.buffer.depth import DepthMeter
 from streamrl.dataflow import Dataflow, Kind
 from streamrl.messages import Ended, Experience, GroupInfo, Lease, Prompt
@@ -58,7 +59,8 @@ class Taker(Protocol):
 class Line:
     """Groups that are ready for a stage, and the replicas that ask for some.
 
-    A replica asks for as many as it has room for then; more room comes with its next request.
+    A replica asks for as many as it has room for then; more room comes with its next request. One
+    that has waited for REQUEST_WAIT_S is made anew.
     """
 
     def __init__(self, stage: str, needs: frozenset[str]) -> None:
@@ -66,6 +68,7 @@ class Line:
         self.needs = needs
         self.ready: list[tuple[int, Group]] = []
         self.requests: dict[Taker, int] = {}
+        self._asked_s: dict[Taker, float] = {}
         self.depths: list[tuple[float, int]] = []
         self.held_back: dict[int, list[Group]] = {}
 
@@ -78,13 +81,18 @@ class Line:
         self.ready = [entry for entry in self.ready if entry[1] not in groups]
         heapq.heapify(self.ready)
 
-    def ask(self, taker: Taker) -> None:
+    def ask(self, taker: Taker, now: float) -> None:
         """A replica has room: it asks, unless it has done so already."""
         if taker not in self.requests and (room := taker.room(self.stage)):
             self.requests[taker] = room
+            self._asked_s[taker] = now
 
-    def match(self) -> None:
+    def match(self, now: float) -> None:
         """Give what is ready to those that ask: to each its share, then to whoever asks again."""
+        for taker in self.requests if self.ready else ():
+            if now - self._asked_s[taker] >= REQUEST_WAIT_S:
+                self.requests[taker] = taker.room(self.stage)
+                self._asked_s[taker] = now
         while self.ready and self.requests:
             served = []
             while self.ready and self.requests:
@@ -95,7 +103,7 @@ class Line:
             for taker in served:
                 if self.ready:
                     self._give(taker, taker.room(self.stage), len(self.ready))
-                self.ask(taker)
+                self.ask(taker, now)
 
     def _give(self, taker: Taker, room: int, share: int) -> None:
         count = min(room, share)
@@ -157,7 +165,7 @@ class StreamQueue:
     def wait(self, stage: str, taker: Taker) -> None:
         """A replica has room."""
         line = self._lines[stage]
-        line.ask(taker)
+        line.ask(taker, self._loop.time())
         if line.ready:
             self._match(line)
 
@@ -234,7 +242,7 @@ class StreamQueue:
                 self._arrived.set_result(None)
             self._observe(line, len(self._trainable))
         else:
-            line.match()
+            line.match(self._loop.time())
             self._observe(line, len(line.ready))
 
     def _observe(self, line: Line, level: int) -> None:

@@ -8,11 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.engines.packing import pack
 from streamrl.placement.durations import (
     Generation,
     cuts_of,
-    rounds_of,
     score_s,
     spread,
     training,
@@ -78,10 +76,10 @@ def test_keys_and_values_are_read_as_they_grow() -> None:
 def test_a_batch_that_thins_out_is_paid_for_as_it_is() -> None:
     generation = Generation(Workload(2, 1, 100, EmpiricalLengths.of([10, 30])))
     timing = replace(ROOMY, weights_s=0.0, rollout_s=0.01)
-    lengths = generation.shares(timing)[0].group_ends
-    shorter, longer = sorted(lengths)
+    share = generation.shares(timing)[0]
+    shorter, longer = sorted(share.group_ends)
     expected = shorter * 0.02 + (longer - shorter) * 0.01
-    assert generation.completion(timing, ALL) == pytest.approx([expected])
+    assert share.ends_s(timing).max() == pytest.approx(expected)
 
 
 def test_every_rollout_has_its_prompt_taken_in() -> None:
@@ -119,19 +117,6 @@ def test_the_longest_of_a_whole_step_is_among_the_rollouts_of_some_replica() -> 
     longest = round(lengths.expected_longest(1024))
     (end,) = generation.completion(replace(ROOMY, replicas=64), ALL)
     assert end == pytest.approx(longest * 0.01, rel=1e-6)
-
-
-def test_steps_that_follow_closely_slow_one_another_down() -> None:
-    generation = Generation(Workload(16, 1, 100, FixedLength(100)))
-    timing = replace(ROOMY, rollout_s=1e-3)
-    # 26 ms for a token of 16 rollouts, 42 ms of 32.
-    (alone,) = generation.completion(timing, ALL)
-    assert alone == pytest.approx(2.6)
-    assert generation.completion(timing, ALL, 2.6) == [alone]
-    # Of 2.3 s, one step's rollouts run for a and two steps' for b: a + b = 2.3 and, for 100 tokens,
-    # a / 0.026 + 2 b / 0.042 = 100. So b is 1.26 s, and a step's rollouts are there for a + 2 b.
-    (beside,) = generation.completion(timing, ALL, 2.3)
-    assert beside == pytest.approx(2.3 + 1.26, rel=0.05)
 
 
 def test_what_others_fill_in_for_takes_its_share_of_a_full_batch() -> None:
@@ -175,6 +160,8 @@ def test_scoring_counts_batches_of_groups() -> None:
     # 10 groups of a replica: 3 batches, 20 rollouts, 3000 tokens.
     assert score_s(timing, workload, 2) == pytest.approx(3 + 2 + 3)
     assert score_s(timing, workload, 1) == pytest.approx(3 + 1 + 1.5)
+    # Where they come one by one each is a batch.
+    assert score_s(timing, workload, 2, singly=True) == pytest.approx(10 + 2 + 3)
 
 
 def test_training_is_what_may_begin_early_and_what_cannot() -> None:
@@ -194,15 +181,6 @@ def test_a_round_takes_as_long_as_the_share_that_has_most() -> None:
     workload = Workload(4, 1, 5, FixedLength(5), micro_batch_tokens=20)
     # Four rollouts, two to a micro-batch; one of the two is halved, and 2, 1, 1 are one round.
     assert training(timing, workload).total_s == pytest.approx(20)
-
-
-@given(st.integers(1, 60), st.integers(1, 12), st.integers(1, 9))
-def test_rounds_are_those_of_the_packer(rollouts: int, rows: int, shares: int) -> None:
-    packed = pack(
-        [("0", i, 7) for i in range(rollouts)], world_size=shares, micro_batch_tokens=7 * rows
-    )
-    slowest = sum(max(map(len, each)) for each in packed)
-    assert rounds_of(rollouts, rows, shares) == (len(packed), slowest)
 
 
 @given(st.integers(1, 100), st.floats(0.0, 1e6))

@@ -1,0 +1,77 @@
+"""The planner's schedule says what a simulation of the same placement comes to."""
+
+from dataclasses import replace
+from functools import cache
+from statistics import median
+
+import pytest
+
+from streamrl.dataflow import dataflow_for
+from streamrl.messages import ROLLOUT_COLUMNS
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.costs import Constants, CostModel
+from streamrl.placement.estimates import Problem
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import Assignment, Placement
+from streamrl.placement.schedule import Estimator
+from streamrl.placement.shapes import shape_of
+from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
+from streamrl.resharding import Grid
+from streamrl.simulator import simulate
+
+MODEL = shape_of("qwen2.5-1.5b")
+FIXED = FixedLength(512)
+LONG_TAILED = LognormalLengths(300, 0.9, 4096)
+PLACES = {
+    "colocated": {"generate": (0, 8), "reference": (0, 8), "train": (0, 8)},
+    "apart": {"generate": (0, 4), "reference": (4, 4), "train": (4, 4)},
+    "scored in between": {"generate": (0, 4), "reference": (0, 8), "train": (4, 4)},
+}
+STEPS = 24
+WORST = 0.15
+MEDIAN = 0.05
+
+
+@cache
+def errors(lengths: FixedLength | LognormalLengths, mini_batches: int) -> dict[str, float]:
+    """By how much the schedule is too slow, relatively, of each placement and bound."""
+    workload = Workload(
+        32, 4, 256, lengths, mini_batches=mini_batches, whole_steps=mini_batches > 1
+    )
+    flow = dataflow_for((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
+    models = {"policy": MODEL, "reference": MODEL}
+    problem = Problem(flow, models, workload, Cluster.parse("8xA100"))
+    costs = CostModel(problem, replace(Constants(), max_running=32, keeps_served=True))
+    estimator = Estimator(problem, costs)
+    found = {}
+    for name, meshes in PLACES.items():
+        calls = {
+            stage: Assignment(Mesh(first, size), Grid(1, 1, size))
+            for stage, (first, size) in meshes.items()
+        }
+        for ahead in (0, 1, 2):
+            placement = Placement(calls, ahead)
+            played = simulate(
+                flow, placement, costs.timings(placement), workload, steps=STEPS, seed=0
+            )
+            found[f"{name}, {ahead} ahead"] = estimator.step_s(placement) / played.step_s - 1
+    return found
+
+
+@pytest.mark.parametrize("mini_batches", [1, 4])
+@pytest.mark.parametrize("lengths", [FIXED, LONG_TAILED], ids=["fixed", "long-tailed"])
+def test_every_step_takes_about_as_long_as_it_is_said_to(
+    lengths: FixedLength | LognormalLengths, mini_batches: int
+) -> None:
+    found = errors(lengths, mini_batches)
+    assert {name: error for name, error in found.items() if abs(error) > WORST} == {}
+
+
+def test_the_median_error_is_small() -> None:
+    every = [
+        abs(error)
+        for lengths in (FIXED, LONG_TAILED)
+        for mini_batches in (1, 4)
+        for error in errors(lengths, mini_batches).values()
+    ]
+    assert median(every) <= MEDIAN
