@@ -208,3 +208,22 @@ def test_groups_that_are_filtered_are_sampled_again() -> None:
     assert plain.step_s == pytest.approx(200)
     assert filtered.step_s == pytest.approx(400, rel=0.15)
     assert filtered.tokens_per_s == pytest.approx(plain.tokens_per_s / 2, rel=0.15)
+
+
+def test_what_was_trained_is_on_its_way_before_others_get_the_devices() -> None:
+    # The first step is sampled until 14, scored, and trained until 41. From 24 on the second one
+    # waits to be scored on the same device, which takes 6 s: the version does not wait for that.
+    placement = Placement({"generate": on(0), "reward": on(1), "train": on(1)}, max_staleness=1)
+    timings = replace(
+        TIMINGS,
+        generator=replace(GENERATOR, max_running=2),
+        score={"reward": ScoreTiming(1, 1, 3.0, 0.0, 0.0)},
+        train={"policy": TrainTiming(1, micro_batch_s=20.0, token_s=0.0, update_s=1.0)},
+    )
+    workload = replace(WORKLOAD, whole_steps=True)
+    found = run(timings, placement, workload=workload, steps=6)
+    spans = found.by_process["policy"]
+    updates = [span.end_s for span in spans if span.name == "update"]
+    published = [span for span in spans if span.name == "publish"]
+    assert len(published) == len(updates) == 6
+    assert [span.start_s for span in published] == pytest.approx(updates)
