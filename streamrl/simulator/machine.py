@@ -54,6 +54,13 @@ class Machine:
             self._set()
         return timer
 
+    def later(self, seconds: float, happen: Callable[[], object]) -> None:
+        """Let something happen after so many seconds of work."""
+        if self._cores:
+            self.call_at(self.now + seconds, happen)
+        else:
+            self._clock.call_later(seconds, happen)
+
     def occupy(self, processes: int) -> None:
         """So many processes more are busy, or less if negative."""
         self._busy += processes

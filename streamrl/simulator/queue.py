@@ -56,6 +56,10 @@ class Taker(Protocol):
         ...
 
 
+LOOK_S = 2.0
+"""Requests that are to be made anew are looked for that often, s."""
+
+
 class Line:
     """Groups that are ready for a stage, and the replicas that ask for some.
 
@@ -69,6 +73,8 @@ class Line:
         self.ready: list[tuple[int, Group]] = []
         self.requests: dict[Taker, int] = {}
         self._asked_s: dict[Taker, float] = {}
+        self._none_before_s = math.inf
+        """No request was made before."""
         self.depths: list[tuple[float, int]] = []
         self.held_back: dict[int, list[Group]] = {}
 
@@ -86,13 +92,12 @@ class Line:
         if taker not in self.requests and (room := taker.room(self.stage)):
             self.requests[taker] = room
             self._asked_s[taker] = now
+            self._none_before_s = min(self._none_before_s, now)
 
     def match(self, now: float) -> None:
         """Give what is ready to those that ask: to each its share, then to whoever asks again."""
-        for taker in self.requests if self.ready else ():
-            if now - self._asked_s[taker] >= REQUEST_WAIT_S:
-                self.requests[taker] = taker.room(self.stage)
-                self._asked_s[taker] = now
+        if self.ready and now - self._none_before_s >= REQUEST_WAIT_S:
+            self._ask_anew(now)
         while self.ready and self.requests:
             served = []
             while self.ready and self.requests:
@@ -104,6 +109,16 @@ class Line:
                 if self.ready:
                     self._give(taker, taker.room(self.stage), len(self.ready))
                 self.ask(taker, now)
+
+    def _ask_anew(self, now: float) -> None:
+        """Requests that have waited for long are for as much room as there is now."""
+        for taker in self.requests:
+            if now - self._asked_s[taker] >= REQUEST_WAIT_S:
+                self.requests[taker] = taker.room(self.stage)
+                self._asked_s[taker] = now
+        oldest_s = min((self._asked_s[taker] for taker in self.requests), default=math.inf)
+        # Looked for now and then: some are made anew a little later than they would be.
+        self._none_before_s = max(oldest_s, now - REQUEST_WAIT_S + LOOK_S)
 
     def _give(self, taker: Taker, room: int, share: int) -> None:
         count = min(room, share)
@@ -177,9 +192,9 @@ class StreamQueue:
         machine = self._machine
         if self._commit_s:
             machine.occupy(1)
-            machine.call_at(machine.now + len(batch) * self._commit_s, lambda: machine.occupy(-1))
+            machine.later(len(batch) * self._commit_s, lambda: machine.occupy(-1))
         if self._hop_s:
-            machine.call_at(machine.now + self._hop_s, lambda: self._put(stage, batch))
+            machine.later(self._hop_s, lambda: self._put(stage, batch))
         else:
             self._put(stage, batch)
 
