@@ -26,7 +26,7 @@ from benchmarks.overlap import QUIET
 from streamrl.actors.real_engines import RealEngines
 from streamrl.calibration.fit import fit
 from streamrl.calibration.measured import Measured, read_run
-from streamrl.calibration.prediction import Figures, Planned, predict
+from streamrl.calibration.prediction import Figures, PlannedRun, predict
 from streamrl.cli.train import train
 from streamrl.config import load_config
 
@@ -85,9 +85,9 @@ def compared(recipe: str, runs: Mapping[tuple[str, str], Measured]) -> dict[str,
 
 def predicted(measured: Measured, source: Measured) -> dict[str, dict[str, float]]:
     """Figures of a run, from the timings and the lengths of another."""
-    of_source = Planned.of(source, source.config)
+    of_source = PlannedRun.of(source, source.config)
     timings = fit(source, of_source.base).timings
-    figures = predict(Planned.of(source, measured.config), timings)
+    figures = predict(PlannedRun.of(source, measured.config), timings)
     return figures.against(Figures.of(measured))
 
 

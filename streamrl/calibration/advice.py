@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from streamrl.calibration.fit import fit
 from streamrl.calibration.measured import Measured
-from streamrl.calibration.prediction import Figures, Planned, predict
+from streamrl.calibration.prediction import Figures, PlannedRun, predict
 from streamrl.config import RunConfig, load_config
 from streamrl.dataflow import COST, CRITIC, MOVED, REWARD
 from streamrl.errors import ConfigError
@@ -71,7 +71,7 @@ def advise(measured: Measured, cluster: Cluster | None = None) -> Advice:
 
     Raises ConfigError if the run says too little.
     """
-    planned = Planned.of(measured, measured.config, cluster)
+    planned = PlannedRun.of(measured, measured.config, cluster)
     timings = fit(measured, planned.base).timings
     simulated = predict(planned, timings)
     options = []
@@ -176,7 +176,7 @@ def _tried(
     """What a simulation says; None of what no run could be, or has no room."""
     try:
         config = load_config(measured.run_dir / "config.yaml", settings)
-        planned = Planned.of(measured, config, cluster)
+        planned = PlannedRun.of(measured, config, cluster)
         return predict(planned, timings)
     except ConfigError:
         return None

@@ -60,7 +60,7 @@ def _error(predicted: float, measured: float) -> float:
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedRun:
     """A run as the planner sees it."""
 
     config: RunConfig
@@ -68,7 +68,9 @@ class Planned:
     placement: Placement
 
     @classmethod
-    def of(cls, measured: Measured, config: RunConfig, cluster: Cluster | None = None) -> "Planned":
+    def of(
+        cls, measured: Measured, config: RunConfig, cluster: Cluster | None = None
+    ) -> "PlannedRun":
         """A config, with the prompts and completions of a run; on CPU cores unless told.
 
         Raises ConfigError for a cluster that is too small, or a model that cannot be sized.
@@ -156,7 +158,9 @@ def timed(timings: Timings, config: RunConfig) -> Timings:
     )
 
 
-def predict(planned: Planned, timings: Timings, *, steps: int = STEPS, seed: int = SEED) -> Figures:
+def predict(
+    planned: PlannedRun, timings: Timings, *, steps: int = STEPS, seed: int = SEED
+) -> Figures:
     """What the run would do, by simulation."""
     config = planned.config
     manner = manner_of(config)

@@ -10,7 +10,7 @@ import yaml
 from streamrl.calibration.constants import Calibration, Determined, calibrate
 from streamrl.calibration.fit import Fitted, fit
 from streamrl.calibration.measured import Measured, read_run
-from streamrl.calibration.prediction import Figures, Planned, predict
+from streamrl.calibration.prediction import Figures, PlannedRun, predict
 from streamrl.durable import disk_errors, write_whole
 from streamrl.placement import Cluster
 
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code. Raises ConfigError for a run that says too little."""
     measured = read_run(arguments.run_dir)
     cluster = Cluster.parse(arguments.cluster) if arguments.cluster else None
-    planned = Planned.of(measured, measured.config, cluster)
+    planned = PlannedRun.of(measured, measured.config, cluster)
     fitted = fit(measured, planned.base)
     found = calibrate(fitted, planned.problem, planned.placement, planned.start)
     figures = predict(planned, fitted.timings)

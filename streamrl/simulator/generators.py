@@ -19,7 +19,7 @@ from streamrl.telemetry.spans import ArgValue
 
 
 @dataclass(eq=False, slots=True)
-class Work:
+class GroupWork:
     """A group that is sampled for a stage, and the lane of its span once it is."""
 
     group: Group
@@ -42,7 +42,7 @@ class GeneratorReplica:
         rollouts = site.completions.group_size + len(calls) - 1
         self._room = {call.stage: max(1, timing.max_running // rollouts) for call in calls}
         self._begin_s = timing.begin_s
-        self._engine: Engine[Work] = Engine(timing)
+        self._engine: Engine[GroupWork] = Engine(timing)
         self._fleet, lease = fleet, fleet.lease
         self._holding = Holding(calls[0].stage, lease, self._granted)
         self._following = Following(
@@ -52,8 +52,8 @@ class GeneratorReplica:
             lease or FreeLease(),
             self._recorder,
         )
-        self._early: list[Work] = []
-        self._begun: list[Work] = []
+        self._early: list[GroupWork] = []
+        self._begun: list[GroupWork] = []
         self._timer: Timer | None = None
         self._rings_at = math.inf
         self._is_busy = self._is_dead = False
@@ -86,13 +86,13 @@ class GeneratorReplica:
     def give(self, stage: str, groups: Sequence[Group]) -> None:
         """It has these from now on."""
         self._room[stage] -= len(groups)
-        works = [Work(group, stage) for group in groups]
+        works = [GroupWork(group, stage) for group in groups]
         if self._begin_s:
             asyncio.get_running_loop().call_later(self._begin_s, self._enter, works)
         else:
             self._enter(works)
 
-    def _enter(self, works: Sequence[Work]) -> None:
+    def _enter(self, works: Sequence[GroupWork]) -> None:
         held = self._following.held
         self._early += [work for work in works if work.group.admitted_version > held]
         ready = [work for work in works if work.group.admitted_version <= held]
@@ -172,7 +172,7 @@ class GeneratorReplica:
         self._update()
         self._finish(done)
 
-    def _finish(self, done: Sequence[Sampling[Work]]) -> None:
+    def _finish(self, done: Sequence[Sampling[GroupWork]]) -> None:
         finished: dict[str, list[Group]] = {}
         for sampling in done:
             work = sampling.key
@@ -185,7 +185,7 @@ class GeneratorReplica:
             self._site.queue.commit(stage, groups)
             self._site.queue.wait(stage, self)
 
-    def _tell(self, work: Work, versions: Mapping[int, int]) -> None:
+    def _tell(self, work: GroupWork, versions: Mapping[int, int]) -> None:
         """What is known of a group from now on."""
         completions, group = self._site.completions, work.group
         prompt_tokens = completions.prompt_tokens

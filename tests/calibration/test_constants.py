@@ -8,7 +8,7 @@ import pytest
 from streamrl.calibration.constants import Calibration, calibrate
 from streamrl.calibration.fit import Fitted, fit
 from streamrl.calibration.measured import read_run
-from streamrl.calibration.prediction import Planned
+from streamrl.calibration.prediction import PlannedRun
 from streamrl.placement import Timings
 from streamrl.placement.costs import CostModel
 from tests.calibration.runs import TRUE, play, recipe, write_run
@@ -18,7 +18,7 @@ from tests.calibration.runs import TRUE, play, recipe, write_run
 class Made:
     """A run, what is fitted to it, its constants, and what a cost model makes of these."""
 
-    planned: Planned
+    planned: PlannedRun
     fitted: Fitted
     found: Calibration
 
@@ -33,7 +33,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     folder: Path = tmp_path_factory.mktemp("made")
     config = recipe(folder)
     measured = read_run(write_run(folder / "run", config, play(config)))
-    planned = Planned.of(measured, measured.config)
+    planned = PlannedRun.of(measured, measured.config)
     fitted = fit(measured, planned.base)
     found = calibrate(fitted, planned.problem, planned.placement, planned.start)
     return Made(planned, fitted, found)

@@ -7,7 +7,7 @@ import pytest
 
 from streamrl.calibration.fit import Fitted, fit
 from streamrl.calibration.measured import read_run
-from streamrl.calibration.prediction import Planned
+from streamrl.calibration.prediction import PlannedRun
 from streamrl.placement import Timings
 from tests.calibration.runs import TRUE, play, recipe, write_run
 
@@ -16,7 +16,7 @@ def fitted(folder: Path, timings: Timings, *overrides: str, seed: int = 0) -> Fi
     config = recipe(folder, *overrides)
     simulated = play(config, timings, seed=seed)
     measured = read_run(write_run(folder / "run", config, simulated, cores=timings.cores))
-    planned = Planned.of(measured, measured.config)
+    planned = PlannedRun.of(measured, measured.config)
     base = planned.base
     like = replace(
         base.generator,

@@ -7,7 +7,7 @@ import pytest
 
 from streamrl.calibration.fit import fit
 from streamrl.calibration.measured import LEAST_CORES, read_run
-from streamrl.calibration.prediction import Figures, Planned, predict
+from streamrl.calibration.prediction import Figures, PlannedRun, predict
 from streamrl.errors import ConfigError
 from streamrl.placement import Cluster
 from tests.calibration.runs import TRUE, play, recipe, write_run
@@ -25,8 +25,8 @@ def test_a_run_is_predicted_from_another_with_another_bound(
         simulated = play(config, steps=24, seed=seed)
         runs.append(read_run(write_run(tmp_path / f"run{seed}", config, simulated)))
     source, target = runs
-    timings = fit(source, Planned.of(source, source.config).base).timings
-    figures = predict(Planned.of(source, target.config), timings)
+    timings = fit(source, PlannedRun.of(source, source.config).base).timings
+    figures = predict(PlannedRun.of(source, target.config), timings)
     found = figures.against(Figures.of(target))
     assert abs(found["step_s"]["error"]) < 0.1, found
     assert figures.staleness_mean == pytest.approx(target.staleness_mean, abs=0.1)
@@ -38,7 +38,7 @@ def test_a_cluster_must_hold_the_run(tmp_path: Path) -> None:
     config = recipe(tmp_path, "generator.replicas=3")
     measured = read_run(write_run(tmp_path / "run", config, play(config)))
     with pytest.raises(ConfigError, match="the run has 4 devices"):
-        Planned.of(measured, measured.config, Cluster.parse("2xCPU"))
+        PlannedRun.of(measured, measured.config, Cluster.parse("2xCPU"))
 
 
 def test_a_run_on_gpus_has_to_say_which(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_a_run_on_gpus_has_to_say_which(tmp_path: Path) -> None:
     events.write_text(events.read_text().replace('"on_gpu": false', '"on_gpu": true'))
     assert read_run(tmp_path / "run").machine.cores == 0
     with pytest.raises(ConfigError, match="--cluster: missing"):
-        Planned.of(read_run(tmp_path / "run"), measured.config)
+        PlannedRun.of(read_run(tmp_path / "run"), measured.config)
 
 
 def test_a_run_may_have_had_fewer_cores_than_its_machine(tmp_path: Path) -> None:
@@ -57,12 +57,12 @@ def test_a_run_may_have_had_fewer_cores_than_its_machine(tmp_path: Path) -> None
     used = {"cpu/machine": 1.8, "cpu/stages": 1.0, "cpu/queue": 0.0}
     run = write_run(tmp_path / "run", config, simulated, cores=2, used=used)
     measured = read_run(run)
-    timings = fit(measured, Planned.of(measured, measured.config).base).timings
+    timings = fit(measured, PlannedRun.of(measured, measured.config).base).timings
     assert timings.cores == pytest.approx(1.2)
     true = TRUE.train["policy"]
     assert timings.train["policy"].token_s == pytest.approx(true.token_s, rel=0.1)
     blind = read_run(write_run(tmp_path / "blind", config, simulated, cores=2))
-    slower = fit(blind, Planned.of(blind, blind.config).base).timings.train["policy"]
+    slower = fit(blind, PlannedRun.of(blind, blind.config).base).timings.train["policy"]
     assert slower.passes_s(1, 200) > 1.1 * timings.train["policy"].passes_s(1, 200)
 
 
@@ -72,7 +72,7 @@ def test_the_queue_computes_beside_the_stages(tmp_path: Path) -> None:
     busy = 5e-3 * config.pipeline.groups_per_step / simulated.step_s
     used = {"cpu/machine": 1.5 + busy, "cpu/stages": 1.5, "cpu/queue": busy}
     measured = read_run(write_run(tmp_path / "run", config, simulated, used=used))
-    timings = fit(measured, Planned.of(measured, measured.config).base).timings
+    timings = fit(measured, PlannedRun.of(measured, measured.config).base).timings
     assert timings.cores == pytest.approx(2.0)
     assert timings.books_s == pytest.approx(5e-3, rel=0.05)
     true = TRUE.train["policy"]
@@ -88,7 +88,7 @@ def test_a_run_that_chose_how_to_be_placed_says_what_it_chose(tmp_path: Path) ->
     events.write_text(events.read_text().replace('"cores"', '"placement": "colocated", "cores"'))
     measured = read_run(run)
     assert measured.config.placement.mode == "colocated"
-    assert Planned.of(measured, measured.config).placement.overlaps("generate", "train")
+    assert PlannedRun.of(measured, measured.config).placement.overlaps("generate", "train")
 
 
 def test_others_leave_a_run_a_part_of_a_core(tmp_path: Path) -> None:
