@@ -1,7 +1,6 @@
 """Turns finished steps into reports, beside the stream and never in its way."""
 
 import asyncio
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -187,7 +186,7 @@ class Reporter:
         }
         for part in chain.from_iterable(reports.values()):
             times["stages"] |= part.process_time
-        now = time.monotonic()
+        now = asyncio.get_running_loop().time()
         for name, meter in self._meters.items():
             self._cores[f"cpu/{name}"] = meter.cores(times[name], now)
 

@@ -1,6 +1,7 @@
 """Reports of steps: the right spans in the right step, however quickly the steps come."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,12 +48,14 @@ class Worker:
         self.spans = SpanRecorder(name, lambda: asyncio.get_running_loop().time())
         self.drains: list[float] = []
         self.samples: list[dict[str, str]] = []
+        self.process_time = {name: 0.0}
         self.drain = self
 
     async def remote(self) -> ActorReport:
         """The reply to drain."""
         self.drains.append(asyncio.get_running_loop().time())
-        return ActorReport(self.name, self.spans.drain(), self.samples)
+        spans = self.spans.drain()
+        return ActorReport(self.name, spans, self.samples, process_time=self.process_time)
 
     async def work(self, seconds: float) -> None:
         """One span."""
@@ -150,6 +153,23 @@ def test_who_joins_and_leaves_counts_while_it_is_there() -> None:
         first, second = await run.finish()
         assert [first.row["idle/generate"], second.row["idle/generate"]] == pytest.approx([0.5] * 2)
         assert (len(more.drains), len(run.generator.drains)) == (1, 2)
+
+    run_virtual(scenario())
+
+
+def test_cores_are_those_that_the_processes_of_all_stages_kept_busy() -> None:
+    async def scenario() -> None:
+        run = Reported()
+        # Both are in one process: what it takes counts once.
+        run.generator.process_time = run.rank.process_time = {"both": 5.0}
+        run.reporter.note(snapshot(0, ended_at=1.0))
+        await asyncio.sleep(2.0)
+        run.generator.process_time = run.rank.process_time = {"both": 6.5}
+        run.reporter.note(snapshot(1, ended_at=2.0))
+        first, second = await run.finish()
+        assert math.isnan(first.row["cpu/stages"])
+        assert second.row["cpu/stages"] == pytest.approx(1.5 / (2.0 - DRAIN_EVERY_S))
+        assert second.row["cpu/machine"] >= 0.0 and second.row["cpu/queue"] >= 0.0
 
     run_virtual(scenario())
 
