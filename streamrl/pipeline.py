@@ -195,7 +195,7 @@ async def follow_weights(
     One that cannot be verified is not taken: the old one is served on, the fault is reported with
     the next question, and after PULL_ATTEMPTS in a row the last WeightsError is raised.
     """
-    news, failures, superseded = ReaderState(held.version), 0, 0
+    news, failures, soon_s = ReaderState(held.version), 0, SOON_S
     while True:
         manifest = await channel.newest(news, wait_s=WAIT_S)
         news = ReaderState(held.version)
@@ -203,10 +203,10 @@ async def follow_weights(
             continue
         try:
             pull = await take_up(stage, follower, channel, held, manifest)
-            news, failures, superseded = ReaderState(held.version, pull), 0, 0
+            news, failures, soon_s = ReaderState(held.version, pull), 0, SOON_S
         except SupersededError:
-            await asyncio.sleep(min(RETRY_S, SOON_S * 2**superseded))
-            superseded += 1
+            await asyncio.sleep(soon_s)
+            soon_s = min(RETRY_S, 2 * soon_s)
         except WeightsError as error:
             failures += 1
             if failures == PULL_ATTEMPTS:

@@ -31,6 +31,7 @@ from streamrl.placement import (
 from streamrl.placement.config import MIXED
 from streamrl.placement.estimates import CallMemory, Costs
 from streamrl.placement.pools import hosts_actor
+from streamrl.placement.search.rules import Rules
 from streamrl.planning import CRITICS, JUDGES
 from streamrl.preflight import counts
 from streamrl.resharding import Grid
@@ -98,6 +99,21 @@ def placed_run(config: RunConfig, placement: Placement) -> RunConfig:
 
 
 # What streamrl runs.
+
+
+def rules_of(config: RunConfig) -> Rules:
+    """`run_rules`, for a run's own types.
+
+    Layers that are split are trained by torch, which keeps no master weights for those in bfloat16.
+    """
+
+    def rules(call: Call, grid: Grid) -> Sequence[int]:
+        is_split = call.kind is Kind.TRAIN and grid.tensor > 1
+        if is_split and config.trainer_of(call.role).dtype == "bfloat16":
+            return ()
+        return run_rules(call, grid)
+
+    return rules
 
 
 def run_rules(call: Call, grid: Grid) -> Sequence[int]:

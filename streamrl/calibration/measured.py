@@ -184,6 +184,16 @@ class Measured:
         }
 
     @property
+    def filtered(self) -> float:
+        """Of all groups that ended as they should, the part that was filtered."""
+        first, last = (one.row for one in (self.steps[0], self.steps[-1]))
+        filtered, trained = (
+            float(last[f"ledger/{name}"]) - float(first[f"ledger/{name}"])
+            for name in ("filtered", "trained")
+        )
+        return filtered / (filtered + trained) if filtered > 0 else 0.0
+
+    @property
     def group_s(self) -> float:
         """Mean time of a step for each of its groups."""
         return self.mean_step_s / statistics.fmean(len(step.groups) for step in self.steps)

@@ -75,7 +75,8 @@ class PlannedRun:
 
         Raises ConfigError for a cluster that is too small, or a model that cannot be sized.
         """
-        asked = Asked(measured.prompt_tokens, lengths=measured.grouped_lengths)
+        lengths = measured.grouped_lengths
+        asked = Asked(measured.prompt_tokens, lengths=lengths, filtered=measured.filtered)
         roles = problem_of(config, cluster or Cluster.parse("1xCPU"), asked).models
         placement = run_placement(config, roles)
         size = max(one.mesh.first + one.mesh.size for one in placement.calls.values())

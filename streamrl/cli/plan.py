@@ -29,7 +29,7 @@ from streamrl.placement.search import (
     compared,
     plan,
 )
-from streamrl.placing import RunCosts, placed_run, run_rules
+from streamrl.placing import RunCosts, placed_run, rules_of
 from streamrl.planning import manner_of
 from streamrl.simulator import Simulated, play
 
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
         costs if arguments.pipeline else RunCosts(costs, problem.dataflow, apart=config.apart),
         max_staleness=bounds,
         seed=arguments.seed,
-        rules=anything if arguments.pipeline else run_rules,
+        rules=anything if arguments.pipeline else rules_of(config),
         # A run's calls always work on a step as it comes.
         streamed=(True, False) if arguments.pipeline else (True,),
         proposals=arguments.proposals,

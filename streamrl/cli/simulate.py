@@ -125,7 +125,7 @@ def described(found: Simulated) -> list[str]:
     )
     lines = [
         f"step        {seconds(found.step_s)} s, median {seconds(found.step_s_median)} s"
-        f" ({len(found.step_ends)} steps, {found.warm_up} of them to warm up)",
+        f" ({len(found.step_ends)} steps, {found.warm_up} of them to warm up{_last(found)})",
         f"throughput  {count(found.tokens_per_s)} tokens/s",
         f"staleness   {found.staleness_mean:.2f} on average, at most {found.staleness_max}"
         f" ({ages})",
@@ -137,6 +137,11 @@ def described(found: Simulated) -> list[str]:
             f" {found.steps_again} steps made again"
         )
     return [*lines, "", *table(rows)]
+
+
+def _last(found: Simulated) -> str:
+    """How many at the end are left out as well."""
+    return f", the last {found.cool_down} without new prompts" if found.cool_down else ""
 
 
 def _mean_depth(found: Simulated, stage: str) -> float:

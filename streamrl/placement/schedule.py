@@ -9,6 +9,7 @@ that is ahead goes on beside all of it, with the rollouts of several steps (`flo
 import itertools
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from streamrl.dataflow import Kind
 from streamrl.placement.clusters import Cluster
@@ -17,6 +18,7 @@ from streamrl.placement.estimates import CallMemory, Costs, Estimate, Problem
 from streamrl.placement.jobs import Flow, Jobs, burst, busiest_s, busy, standing
 from streamrl.placement.occupancy import Steady
 from streamrl.placement.placements import Assignment, Placement
+from streamrl.placement.timings import Timings
 from streamrl.placement.unrolling import Unrolled, Unroller
 
 FINE = PARTS[max(PARTS)]
@@ -61,9 +63,20 @@ class Estimator:
             self._step_s[key] = seconds
         return self._step_s[key]
 
+    def _timings(self, placement: Placement) -> Timings:
+        """With rewards of all groups that are sampled, of which only some are trained."""
+        timings, times = self.costs.timings(placement), 1 / (1 - self.problem.workload.filtered)
+        if times == 1:
+            return timings
+        score = dict(timings.score)
+        for call in self.flow.calls:
+            if "scores" in call.produces:
+                score[call.stage] = score[call.stage].slower(times)
+        return replace(timings, score=score)
+
     def _busiest_s(self, placement: Placement) -> float:
         """The work of the mesh that has most, with those that overlap it: no step is shorter."""
-        jobs = Jobs(self.flow, self.problem.workload, placement, self.costs.timings(placement))
+        jobs = Jobs(self.flow, self.problem.workload, placement, self._timings(placement))
         return busiest_s(jobs, busy(jobs, self.generation)[0])
 
     def estimate(self, placement: Placement) -> Estimate:
@@ -93,7 +106,7 @@ class Estimator:
 
     def schedule(self, placement: Placement) -> tuple[Jobs, Unrolled]:
         """The jobs of a placement that fits, and when they are done."""
-        timings = self.costs.timings(placement)
+        timings = self._timings(placement)
         jobs = Jobs(self.flow, self.problem.workload, placement, timings)
         window = placement.max_staleness + 1
         if placement.max_staleness:

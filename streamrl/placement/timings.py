@@ -5,7 +5,7 @@ run that was measured. Schedule and simulator know nothing else of models and de
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,15 @@ class ScoreTiming:
     batch_s: float
     rollout_s: float
     token_s: float
+
+    def slower(self, times: float) -> "ScoreTiming":
+        """Where all takes so many times as long."""
+        return replace(
+            self,
+            batch_s=self.batch_s * times,
+            rollout_s=self.rollout_s * times,
+            token_s=self.token_s * times,
+        )
 
     def batch_of(self, rollouts: float, tokens: float) -> float:
         """Seconds for a batch of so many rollouts with so many tokens, prompts included."""

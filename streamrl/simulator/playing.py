@@ -16,7 +16,7 @@ from streamrl.simulator.scenario import Manner
 from streamrl.simulator.simulation import simulate
 
 STEPS = 12
-"""Of a placement that generates nothing ahead; two more for each step it may be ahead."""
+"""Of a placement that generates nothing ahead; three more for each step it may be ahead."""
 UNLIKE = 2
 """The first of them are unlike all others, and more where generation is ahead: not counted."""
 FEWEST_STEPS = 4
@@ -51,13 +51,14 @@ def play(
         seed=seed,
         manner=manner,
     )
-    return replace(found, parts=parts, warm_up=max(found.warm_up, lead + UNLIKE))
+    found = found.without(max(found.warm_up, lead + UNLIKE), lead)
+    return replace(found, parts=parts)
 
 
 def steps_of(groups_per_step: int, lead: int) -> int:
     """How many, with those that are not counted; fewer where they are large."""
     counted = max(FEWEST_STEPS, -(-GROUPS // groups_per_step))
-    return min(STEPS + 2 * lead, lead + UNLIKE + counted)
+    return min(STEPS + 3 * lead, lead + UNLIKE + counted + lead)
 
 
 def parts_of(timings: Timings, workload: Workload) -> int:
@@ -97,11 +98,4 @@ def part_timings(timings: Timings, parts: int) -> Timings:
 def _part_score(timing: ScoreTiming, parts: int) -> ScoreTiming:
     """Where there are too few replicas to divide, they are slower by as much as they are more."""
     replicas = max(1, timing.replicas // parts)
-    slower = replicas * parts / timing.replicas
-    return ScoreTiming(
-        replicas,
-        timing.batch,
-        timing.batch_s * slower,
-        timing.rollout_s * slower,
-        timing.token_s * slower,
-    )
+    return replace(timing.slower(replicas * parts / timing.replicas), replicas=replicas)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 
 from streamrl.buffer.ledger import LedgerCounts
 from streamrl.dataflow import Dataflow, Kind
@@ -29,7 +29,9 @@ _UNKNOWN = ("queue/bytes", "journal/bytes", "journal/fsync_s")
 # Not shown: whoever does, as asyncio of what a coroutine returns, would show every span.
 @dataclass(frozen=True, repr=False)
 class Simulated:
-    """A run as it would be. Times are s since its beginning; means leave out `warm_up` steps.
+    """A run as it would be. Times are s since its beginning; means leave out
+    `warm_up` steps, and the last `cool_down`, in which nothing is generated any more.
+    first_ends: when each step was made first, which a crash may have undone.
 
     outcomes: of each step, the last time it was made. step_ends: when that was. depths: by stage,
     how many groups wait for it, each time that changes. by_process: what each process did.
@@ -46,12 +48,20 @@ class Simulated:
     by_process: Mapping[str, Sequence[Span]]
     processes: Mapping[str, Sequence[str]]
     crashes: Sequence[Crash]
+    first_ends: Sequence[float]
     warm_up: int
+    cool_down: int = 0
     parts: int = 1
 
-    def without(self, warm_up: int) -> "Simulated":
-        """The same with so many steps left out of all means."""
-        return replace(self, warm_up=min(warm_up, len(self.step_ends) - 1))
+    def without(self, warm_up: int, cool_down: int = 0) -> "Simulated":
+        """The same with so many steps left out of all means; one is always counted."""
+        most = len(self.step_ends) - 1
+        first = min(warm_up, most)
+        return replace(self, warm_up=first, cool_down=min(cool_down, most - first))
+
+    @property
+    def _counted(self) -> slice:
+        return slice(self.warm_up, len(self.step_ends) - self.cool_down)
 
     @property
     def steps_s(self) -> list[float]:
@@ -61,18 +71,19 @@ class Simulated:
 
     @property
     def step_s(self) -> float:
-        """The mean."""
-        return fmean(self.steps_s[self.warm_up :])
+        """The mean; what is lost in a crash, and made again, counts."""
+        start, end = self._window
+        return (end - start) / len(self.step_ends[self._counted])
 
     @property
     def step_s_median(self) -> float:
         """The median."""
-        return median(self.steps_s[self.warm_up :])
+        return median(self.steps_s[self._counted])
 
     @property
     def _window(self) -> tuple[float, float]:
-        start = self.step_ends[self.warm_up - 1] if self.warm_up else 0.0
-        return start, self.step_ends[-1]
+        start = self.first_ends[self.warm_up - 1] if self.warm_up else 0.0
+        return start, self.step_ends[self._counted][-1]
 
     @property
     def tokens_per_s(self) -> float:
@@ -84,7 +95,7 @@ class Simulated:
     def staleness(self) -> Counter[int]:
         """Trained tokens by their staleness in versions."""
         found: Counter[int] = Counter()
-        for outcome in self.outcomes[self.warm_up :]:
+        for outcome in self.outcomes[self._counted]:
             for group in outcome.groups:
                 for version, tokens in group.info.version_tokens:
                     found[outcome.version - version] += tokens

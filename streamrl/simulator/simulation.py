@@ -86,7 +86,8 @@ def check_workload(workload: Workload, timings: Timings, steps: int) -> None:
 async def _run(scenario: Scenario) -> Simulated:
     world = World(scenario)
     await world.run()
-    return Simulated(
+    lead = scenario.pipeline.lead
+    found = Simulated(
         dataflow=scenario.dataflow,
         workload=scenario.workload,
         max_staleness=scenario.placement.max_staleness,
@@ -96,5 +97,7 @@ async def _run(scenario: Scenario) -> Simulated:
         by_process=world.site.recording.spans,
         processes=world.processes,
         crashes=world.crashes,
-        warm_up=min(scenario.steps - 1, scenario.pipeline.lead + 1 + scenario.steps // 10),
+        first_ends=world.first_ends,
+        warm_up=0,
     )
+    return found.without(lead + 1 + scenario.steps // 10, lead)

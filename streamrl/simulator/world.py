@@ -47,6 +47,7 @@ class World:
         self.scenario = scenario
         self.outcomes: list[StepOutcome] = []
         self.step_ends: list[float] = []
+        self.first_ends: list[float] = []
         self.crashes: list[Crash] = []
         dataflow, timings = scenario.dataflow, scenario.timings
         self.processes = process_names(dataflow, scenario.replicas)
@@ -210,6 +211,8 @@ class World:
     async def _report(self, outcome: StepOutcome) -> None:
         self.outcomes.append(outcome)
         self.step_ends.append(self._clock.time())
+        if len(self.step_ends) > len(self.first_ends):
+            self.first_ends.append(self.step_ends[-1])
         failures, version = self.scenario.failures, outcome.version + 1
         due = failures is not None and version % failures.checkpoint_every == 0
         if due and not self._books.steps:

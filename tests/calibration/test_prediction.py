@@ -1,5 +1,6 @@
 """What is simulated with timings that were fitted comes to what was measured."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -77,6 +78,19 @@ def test_the_queue_computes_beside_the_stages(tmp_path: Path) -> None:
     assert timings.books_s == pytest.approx(5e-3, rel=0.05)
     true = TRUE.train["policy"]
     assert timings.train["policy"].token_s == pytest.approx(true.token_s, rel=0.1)
+
+
+def test_groups_that_a_run_filtered_are_sampled_in_its_simulation_too(tmp_path: Path) -> None:
+    config = recipe(tmp_path)
+    run = write_run(tmp_path / "run", config, play(config))
+    assert read_run(run).filtered == 0.0
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for row in rows:
+        row["ledger/filtered"] = row["ledger/trained"] / 3
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    measured = read_run(run)
+    assert measured.filtered == pytest.approx(0.25)
+    assert PlannedRun.of(measured, config).problem.workload.filtered == pytest.approx(0.25)
 
 
 def test_a_run_that_chose_how_to_be_placed_says_what_it_chose(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def test_what_is_planned_is_written_as_the_config_of_a_run_that_is_so_placed(
     assert again.max_staleness == placement.max_staleness
     assert picture.read_text().startswith("<svg")
     # And the simulator plays the run's own placement as it played the plan's.
-    steps = str(STEPS + 2 * placement.max_staleness)
+    steps = str(STEPS + 3 * placement.max_staleness)
     written = [str(config), "--cluster", "8xH100", *SIZES, "--steps", steps, "--json"]
     code, out = run(capsys, "simulate", *written)
     assert code == 0
@@ -215,3 +215,15 @@ def test_what_is_filtered_is_said_and_takes_longer(capsys: pytest.CaptureFixture
     assert found[1] > 1.1 * found[0]
     assert "filter.kind=none" in refusal(capsys, "plan", *SMALL, "--filtered", "0.5")
     assert "filtered=1" in refusal(capsys, "plan", *words, "--filtered", "1")
+
+
+def test_weights_in_bfloat16_are_never_split_over_ranks_that_keep_no_master_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dapo, plan = str(CONFIGS / "dapo_qwen2.5_32b_math.yaml"), tmp_path / "plan.yaml"
+    words = [dapo, "--cluster", "64xH100", "--model", "qwen2.5-32b", "--prompt-tokens", "200"]
+    words += ["--lengths", "lognormal:800:0.6", "generator.max_new_tokens=4096"]
+    small = ["--proposals", "50", "--max-staleness", "1", "pipeline.groups_per_step=64"]
+    assert run(capsys, "plan", *words, *small, "-o", str(plan))[0] == 0
+    written = load_config(plan)
+    assert (written.trainer.dtype, written.trainer.tensor_parallel) == ("bfloat16", 1)

@@ -26,6 +26,15 @@ def test_crashes_cost_time_and_the_more_the_longer_a_restart_takes() -> None:
     assert ends[0] < ends[1] < ends[2]
 
 
+@pytest.mark.parametrize("checkpoint_every", [1, 6, 100])
+def test_what_is_lost_in_a_crash_counts_in_the_mean_step(checkpoint_every: int) -> None:
+    plain = run(APART, None)
+    failures = Failures(150.0, 50.0, checkpoint_every=checkpoint_every, node_devices=2)
+    found = run(APART, failures, seed=4)
+    assert found.crashes
+    assert found.step_s > plain.step_s and found.tokens_per_s < plain.tokens_per_s
+
+
 def test_a_dead_generator_has_its_groups_sampled_again() -> None:
     # Only the node of the generator has a device: the trainer is on the other one.
     found = run(APART, Failures(60.0, 3.0, node_devices=1), seed=2)

@@ -41,10 +41,11 @@ def workload(groups: int, lengths: FixedLength | LognormalLengths = LENGTHS) -> 
     [
         # Few groups: as many steps as there are to be.
         (64, 0, 12),
-        (64, 4, 20),
-        # 10240 groups in five steps, behind two that are unlike them, and one more for one ahead.
+        (64, 4, 24),
+        # 10240 groups in five steps, behind two that are unlike them; ahead, there is one more
+        # before them and one behind them.
         (2048, 0, 2 + 5),
-        (2048, 1, 3 + 5),
+        (2048, 1, 3 + 5 + 1),
         # Never fewer than four that count.
         (50_000, 0, 2 + 4),
     ],

@@ -227,3 +227,11 @@ def test_what_was_trained_is_on_its_way_before_others_get_the_devices() -> None:
     published = [span for span in spans if span.name == "publish"]
     assert len(published) == len(updates) == 6
     assert [span.start_s for span in published] == pytest.approx(updates)
+
+
+def test_steps_at_the_end_for_which_nothing_is_sampled_any_more_do_not_count() -> None:
+    found = simulate(FLOW, APART.with_staleness(4), TIMINGS, WORKLOAD, steps=30, seed=1)
+    assert (found.warm_up, found.cool_down) == (8, 4)
+    assert found.step_s == pytest.approx((found.step_ends[25] - found.step_ends[7]) / 18)
+    assert found.without(0).cool_down == 0
+    assert found.without(99, 99).step_s == found.steps_s[-1]

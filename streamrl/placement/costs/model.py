@@ -72,7 +72,7 @@ class CostModel:
             if call.kind is Kind.SCORE:
                 found = placement.calls.get(stage)
                 timing = self._score(stage, found, rests=self._rests(stage, placement))
-                score[stage] = self._for_all(call, timing)
+                score[stage] = timing
             elif call.kind is Kind.TRAIN:
                 train[call.role] = self._train(
                     stage, placement.calls[stage], rests=self._rests(stage, placement)
@@ -235,18 +235,6 @@ class CostModel:
             work = self._work(stage, assignment)
             self._trained[key] = train_timing(work, moving_s(work) if rests else 0.0)
         return self._trained[key]
-
-    def _for_all(self, call: Call, timing: ScoreTiming) -> ScoreTiming:
-        """Rewards are of all groups that are sampled, of which only some are trained."""
-        times = 1 / (1 - self.problem.workload.filtered)
-        if times == 1 or "scores" not in call.produces:
-            return timing
-        return replace(
-            timing,
-            batch_s=timing.batch_s * times,
-            rollout_s=timing.rollout_s * times,
-            token_s=timing.token_s * times,
-        )
 
     def _rests(self, stage: str, placement: Placement) -> bool:
         """Whether a call's devices are another role's in turn, and it leaves some of it away."""

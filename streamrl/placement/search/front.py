@@ -68,12 +68,14 @@ def compared(winner: Candidate, other: Candidate) -> Candidate:
         slower, why = other.step_s, other.estimate.unfit
     else:
         slower = other.step_s - winner.step_s
-        why = _why(winner.estimate, other.estimate)
+        why = _why(winner, other)
     return Candidate(other.label, other.placement, other.estimate, slower, why)
 
 
-def _why(winner: Estimate, other: Estimate) -> str:
-    """The call that has its devices for longest beyond the winner's, and what nobody uses."""
+def _why(best: Candidate, candidate: Candidate) -> str:
+    """The call that has its devices for longest beyond the winner's, or those that share some, and
+    what nobody uses."""
+    winner, other = best.estimate, candidate.estimate
     more = {
         stage: busy_s(other, stage) - busy_s(winner, stage)
         for stage in other.idle
@@ -83,12 +85,28 @@ def _why(winner: Estimate, other: Estimate) -> str:
     stage = max(more, key=lambda each: (more[each], each), default="")
     if stage and more[stage] > CLEAR * winner.step_s:
         ours, theirs = busy_s(winner, stage), busy_s(other, stage)
-        said.append(f"{stage} has its devices for {theirs:.1f} s a step, not {ours:.1f} s")
+        said.append(f"{stage} has its devices for {theirs:.3g} s a step, not {ours:.3g} s")
+    ours, theirs = shared_s(best), shared_s(candidate)
+    if not said and theirs - ours > CLEAR * winner.step_s:
+        said.append(f"calls on the same devices take {theirs:.3g} s a step, not {ours:.3g} s")
     if other.device_idle - winner.device_idle > CLEAR:
         said.append(
             f"{other.device_idle:.0%} of all devices' time is idle, not {winner.device_idle:.0%}"
         )
-    return "; ".join(said) or "as good as the winner, but for waiting in between"
+    if said:
+        return "; ".join(said)
+    is_slower = other.step_s - winner.step_s > CLEAR * winner.step_s
+    return "its calls wait for one another" if is_slower else "as good as the winner, or nearly so"
+
+
+def shared_s(candidate: Candidate) -> float:
+    """How long the calls that share most of a step have their devices, one after another."""
+    estimate, placement = candidate.estimate, candidate.placement
+    stages = [stage for stage in placement.calls if stage in estimate.idle]
+    return max(
+        sum(busy_s(estimate, other) for other in stages if placement.overlaps(stage, other))
+        for stage in stages
+    )
 
 
 def busy_s(estimate: Estimate, stage: str) -> float:
