@@ -37,6 +37,6 @@ def percent(part: float) -> str:
 
 
 def inner_percent(part: float) -> str:
-    """A part above 0 and below 1, with enough digits that it is neither 0% nor 100%."""
+    """A part above 0 and below 1, never told as 0% or 100%: with more digits if need be."""
     texts = (f"{part:.{digits}%}" for digits in range(MOST_DIGITS))
     return next((text for text in texts if float(text[:-1]) not in (0, 100)), f"{part:.3g}")
