@@ -19,6 +19,8 @@ def read_settings(kind: type[T], values: Mapping[str, Any], *, section: str) -> 
     Raises ConfigError that names `section`: an unknown key with the nearest right one, a value of
     another type, a missing one, or what the dataclass itself refuses, which begins with its key.
     """
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"{section}: must be a mapping")
     names = [field.name for field in dataclasses.fields(kind)]  # type: ignore[arg-type]
     for name, value in values.items():
         if name not in names:
@@ -34,6 +36,15 @@ def read_settings(kind: type[T], values: Mapping[str, Any], *, section: str) -> 
         raise ConfigError(f"{section}.{error}") from None
     assert isinstance(found, kind)
     return found
+
+
+def unreadable(error: Exception) -> str:
+    """Why a file cannot be read, or is not what it should be, in one line."""
+    if isinstance(error, FileNotFoundError):
+        return "no such file"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror
+    return " ".join(str(error).split())
 
 
 def nearest(name: str, names: Iterable[str]) -> str:

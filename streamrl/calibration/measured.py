@@ -3,6 +3,7 @@
 Read from its directory: config.yaml, metrics.jsonl, events.jsonl, trace.json and the books.
 """
 
+import math
 import os
 import statistics
 from collections import defaultdict
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.buffer.books import TrainedGroup, TrainedStep, read_log
+from streamrl.buffer.segment import segments
 from streamrl.calibration.lengths import GroupedLengths
 from streamrl.checkpoint import BOOKS, journal_dir
 from streamrl.config import RunConfig, load_config
@@ -215,8 +217,8 @@ def read_run(run_dir: Path) -> Measured:
     config = _config(run_dir, place)
     if not config.queue.journal.enabled:
         raise ConfigError(f"{place}: has no books: queue.journal.enabled=false")
+    rows = _rows(run_dir / METRICS_FILE, place)
     spans = _spans(run_dir, place)
-    rows = {int(row["step"]): row for row in _lines(run_dir / METRICS_FILE)}
     books = _books(run_dir, place)
     steps, left_out = _steady(config, list(books.steps(rows)), spans)
     if len(steps) < LEAST_STEPS:
@@ -225,6 +227,7 @@ def read_run(run_dir: Path) -> Measured:
             f"{place}: too short: {len(steps)} steps to go by, must be at least {LEAST_STEPS}"
             + (f"; left out: {out}" if out else "")
         )
+    _check_rows(config, steps, run_dir / METRICS_FILE)
     sampled = _sampled(spans, books.admitted, since=steps[0].start_s)
     if not sampled:
         raise ConfigError(
@@ -241,6 +244,13 @@ def lengths_of_run(run_dir: Path) -> EmpiricalLengths:
     return read_run(run_dir).lengths
 
 
+def no_run(run_dir: Path) -> str:
+    """Why what has no config.yaml is no run's directory."""
+    if run_dir.is_dir():
+        return "holds no config.yaml"
+    return "not a directory" if run_dir.exists() else "no such directory"
+
+
 def _mean(values: Sequence[float | None]) -> float | None:
     """Of those that are there; None where none is."""
     found = [value for value in values if value is not None]
@@ -250,8 +260,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 def _config(run_dir: Path, place: str) -> RunConfig:
     path = run_dir / "config.yaml"
     if not path.is_file():
-        rule = "holds no config.yaml" if run_dir.is_dir() else "no such directory"
-        raise ConfigError(f"{place}: no run: {rule}")
+        raise ConfigError(f"{place}: no run: {no_run(run_dir)}")
     return load_config(path)
 
 
@@ -260,6 +269,32 @@ def _lines(path: Path) -> list[dict[str, Any]]:
         return read_jsonl(path)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+
+
+def _rows(path: Path, place: str) -> dict[int, Mapping[str, Any]]:
+    """Rows of the metrics by step, each with how long it took."""
+    if not path.is_file():
+        raise ConfigError(f"{place}: has no {path.name}")
+    found: dict[int, Mapping[str, Any]] = {}
+    for number, row in enumerate(_lines(path), start=1):
+        for name in ("step", "time/step_s"):
+            _check_number(row, name, f"{path}:{number}")
+        found[int(row["step"])] = row
+    return found
+
+
+def _check_rows(config: RunConfig, steps: Sequence[MeasuredStep], path: Path) -> None:
+    """Raise ConfigError unless all have what every figure of a run is made of."""
+    names = ["staleness/mean", *(f"idle/{call.stage}" for call in config.dataflow.ordered)]
+    for step in steps:
+        for name in names:
+            _check_number(step.row, name, f"{path}: step {step.version + 1}")
+
+
+def _check_number(row: Any, name: str, place: str) -> None:
+    value = row.get(name) if isinstance(row, Mapping) else None
+    if not isinstance(value, int | float) or not math.isfinite(value):
+        raise ConfigError(f"{place}: has no {name}, a number")
 
 
 def _spans(run_dir: Path, place: str) -> list[Span]:
@@ -306,8 +341,11 @@ def _books(run_dir: Path, place: str) -> _Books:
     trained: dict[int, tuple[TrainedStep, float, int]] = {}
     admitted: dict[str, tuple[float, int]] = {}
     since_start = 0
+    folder = journal_dir(run_dir, BOOKS)
+    if not segments(folder):
+        raise ConfigError(f"{place}: has no books in {folder.relative_to(run_dir)}")
     try:
-        for record in read_log(journal_dir(run_dir, BOOKS)):
+        for record in read_log(folder):
             meta = record.meta
             if meta["kind"] == "open":
                 since_start = 0

@@ -1,6 +1,5 @@
 """What `streamrl report RUN` prints: what bounds a run, and what would help."""
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -75,8 +74,8 @@ def _bound(advice: Advice) -> str:
 
 def _loads(advice: Advice) -> Iterable[str]:
     for load in advice.loads:
-        depth = math.nan if load.depth is None else load.depth
-        yield f"  {load.stage:<14}busy {load.busy:>4.0%}  waiting {depth:>6.3g} groups"
+        waiting = "" if load.depth is None else f"  waiting {load.depth:>6.3g} groups"
+        yield f"  {load.stage:<14}busy {load.busy:>4.0%}{waiting}"
 
 
 def _options(options: Iterable[Option], least: float) -> Iterable[str]:

@@ -11,7 +11,7 @@ from streamrl.calibration.constants import Calibration, Determined, calibrate
 from streamrl.calibration.fit import Fitted, fit
 from streamrl.calibration.measured import Measured, read_run
 from streamrl.calibration.prediction import Figures, PlannedRun, predict
-from streamrl.durable import disk_errors, write_whole
+from streamrl.cli.writing import check_file, write_file
 from streamrl.placement import Cluster
 
 
@@ -30,16 +30,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code. Raises ConfigError for a run that says too little."""
-    measured = read_run(arguments.run_dir)
+    if arguments.output is not None:
+        check_file("-o", arguments.output)
     cluster = Cluster.parse(arguments.cluster) if arguments.cluster else None
+    measured = read_run(arguments.run_dir)
     planned = PlannedRun.of(measured, measured.config, cluster)
     fitted = fit(measured, planned.base)
     found = calibrate(fitted, planned.problem, planned.placement, planned.start)
     figures = predict(planned, fitted.timings)
     errors = figures.against(Figures.of(measured))
     if arguments.output is not None:
-        with disk_errors(arguments.output):
-            write_whole(arguments.output, as_yaml(measured, found))
+        write_file("-o", arguments.output, as_yaml(measured, found))
     if arguments.json:
         print(json.dumps(as_json(measured, fitted, found) | {"simulated": errors}))
     else:

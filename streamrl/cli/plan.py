@@ -13,12 +13,13 @@ from typing import Any
 
 from streamrl.cli.problem import add_problem_arguments, problem_line, read_problem
 from streamrl.cli.tables import count, percent, seconds, table
-from streamrl.cli.writing import write_file
+from streamrl.cli.writing import check_file, write_file
 from streamrl.config import RunConfig, dump_config
 from streamrl.errors import ConfigError
 from streamrl.pictures.timeline import timeline_svg
 from streamrl.placement import Estimate, Problem
 from streamrl.placement.costs import CostModel
+from streamrl.placement.placements import MOST_STALENESS
 from streamrl.placement.search import (
     BY_WHOLE_STEPS,
     PROPOSALS,
@@ -34,7 +35,6 @@ from streamrl.planning import manner_of
 from streamrl.simulator import Simulated, play
 
 BOUNDS = (0, 1, 2, 4)
-MOST_BOUND = 64
 GB = 1e9
 
 
@@ -72,6 +72,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--proposals {arguments.proposals}: must be 0 or more")
     if arguments.output is not None and arguments.output.suffix not in (".yaml", ".json"):
         raise ConfigError(f"-o {arguments.output}: must end in .yaml or .json")
+    for option, path in (("-o", arguments.output), ("--svg", arguments.svg)):
+        if path is not None:
+            check_file(option, path)
     config, problem, constants = read_problem(arguments)
     costs = CostModel(problem, constants)
     planned = plan(
@@ -97,8 +100,10 @@ def read_bounds(text: str) -> Sequence[int]:
     if not text:
         return BOUNDS
     words = text.split(",")
-    if not all(word.strip().isdecimal() and int(word) <= MOST_BOUND for word in words):
-        raise ConfigError(f"--max-staleness {text}: must be numbers from 0 to {MOST_BOUND}, as 0,1")
+    if not all(word.strip().isdecimal() and int(word) <= MOST_STALENESS for word in words):
+        raise ConfigError(
+            f"--max-staleness {text}: must be numbers from 0 to {MOST_STALENESS}, as 0,1"
+        )
     return sorted({int(word) for word in words})
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import yaml
 
 from streamrl.calibration.measured import lengths_of_run
+from streamrl.cli.tables import inner_percent
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
 from streamrl.placement import (
@@ -21,6 +23,7 @@ from streamrl.placement import (
 )
 from streamrl.placement.costs import Constants
 from streamrl.planning import Asked, mean_prompt_tokens, problem_of, run_constants
+from streamrl.settings import unreadable
 
 LENGTHS_HELP = (
     "of completions: fixed:TOKENS, lognormal:MEDIAN:SIGMA, a file of numbers, or a run directory;"
@@ -77,20 +80,34 @@ def read_problem(arguments: argparse.Namespace) -> tuple[RunConfig, Problem, Con
     cluster = read_cluster(arguments.cluster)
     if arguments.gpus is not None:
         cluster = cluster.first(arguments.gpus)
-    prompt_tokens = arguments.prompt_tokens
-    if prompt_tokens is None:
-        prompt_tokens = mean_prompt_tokens(config)
+    constants = Constants.of(cluster)
+    if arguments.constants is not None:
+        constants = Constants.read(arguments.constants, constants)
     lengths = None
     if arguments.lengths is not None:
         lengths = read_lengths(arguments.lengths, config.generator.max_new_tokens)
     filtered = arguments.filtered
     if filtered and config.filter.kind == "none":
         raise ConfigError(f"--filtered {filtered:g}: means nothing to filter.kind=none")
+    prompt_tokens = arguments.prompt_tokens
+    if prompt_tokens is None:
+        prompt_tokens = mean_prompt_tokens(config)
     asked = Asked(prompt_tokens, read_models(config, arguments.model), lengths, filtered)
-    constants = Constants.of(cluster)
-    if arguments.constants is not None:
-        constants = Constants.read(arguments.constants, constants)
-    return config, problem_of(config, cluster, asked), run_constants(config, constants)
+    problem = problem_of(config, cluster, asked)
+    _check_room(problem)
+    return config, problem, run_constants(config, constants)
+
+
+def _check_room(problem: Problem) -> None:
+    """Raise ConfigError unless a micro-batch holds the longest rollout."""
+    workload = problem.workload
+    prompt, most = max(1, round(workload.prompt_tokens)), workload.lengths.most
+    if workload.micro_batch_tokens < prompt + most:
+        raise ConfigError(
+            f"pipeline.micro_batch_tokens={workload.micro_batch_tokens}: must hold one rollout,"
+            f" {prompt + most} tokens = prompt {prompt} + longest completion {most};"
+            " --prompt-tokens and --lengths say how long they are"
+        )
 
 
 def read_config(path: Path, overrides: list[str]) -> RunConfig:
@@ -102,7 +119,7 @@ def read_config(path: Path, overrides: list[str]) -> RunConfig:
 def read_cluster(text: str) -> Cluster:
     """Of a file if there is one of that name, else as it is written."""
     path = Path(text)
-    if not path.is_file():
+    if not os.path.isfile(path):
         if path.suffix in (".yaml", ".yml", ".json"):
             raise ConfigError(f"cluster {path}: no such file")
         return Cluster.parse(text)
@@ -123,7 +140,17 @@ def read_models(config: RunConfig, words: list[str]) -> dict[str, str]:
 
 
 def read_lengths(text: str, limit: int) -> Lengths:
-    """Of SPEC. Raises ConfigError."""
+    """Of SPEC. Raises ConfigError, also for some that are longer than `limit`."""
+    lengths = _lengths(text, limit)
+    if lengths.most > limit:
+        raise ConfigError(
+            f"--lengths {text}: {lengths.most} tokens: must be at most"
+            f" generator.max_new_tokens={limit}"
+        )
+    return lengths
+
+
+def _lengths(text: str, limit: int) -> Lengths:
     kind, *numbers = text.split(":")
     if kind in ("fixed", "lognormal") and not os.path.exists(text):
         try:
@@ -131,29 +158,42 @@ def read_lengths(text: str, limit: int) -> Lengths:
         except ValueError:
             values = []
         if kind == "fixed" and len(values) == 1:
-            return FixedLength(int(values[0]))
+            return FixedLength(_tokens(numbers[0], text))
         if kind == "lognormal" and len(values) == len(("median", "sigma")):
             return LognormalLengths(values[0], values[1], limit)
         raise ConfigError(
             f"--lengths {text}: must be fixed:TOKENS or lognormal:MEDIAN:SIGMA, in numbers"
         )
     path = Path(text)
-    if path.is_dir():
+    if os.path.isdir(path):
         return lengths_of_run(path)
     try:
         words = path.read_text()
         loaded = json.loads(words) if words.lstrip().startswith("[") else words.split()
-        return EmpiricalLengths.of([int(word) for word in loaded])
-    except (OSError, ValueError, TypeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"--lengths {text}: {reason}") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--lengths {text}: {unreadable(error)}") from None
+    found = [_tokens(word, text) for word in loaded]
+    if not found:
+        raise ConfigError(f"--lengths {text}: must be one length or more")
+    return EmpiricalLengths.of(found)
+
+
+def _tokens(word: Any, text: str) -> int:
+    """A length, of a word or of JSON. Raises ConfigError, naming SPEC, for what is none."""
+    try:
+        number = float(word)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if isinstance(word, bool) or not number.is_integer() or number < 1:
+        raise ConfigError(f"--lengths {text}: {word!r:.40}: must be whole tokens, at least 1")
+    return int(number)
 
 
 def _yaml(path: Path, what: str) -> Any:
     try:
         return yaml.safe_load(path.read_text())
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{what} {path}: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{what} {path}: {unreadable(error)}") from None
 
 
 def problem_line(config: RunConfig, problem: Problem) -> str:
@@ -165,5 +205,9 @@ def problem_line(config: RunConfig, problem: Problem) -> str:
         f"a step: {workload.groups_per_step} groups of {workload.group_size}, prompts of"
         f" {workload.prompt_tokens:.0f} tokens, completions of {workload.lengths.mean:.0f} (at most"
         f" {workload.lengths.most}), {workload.updates} updates"
-        + (f"; {workload.filtered:.0%} of all groups are filtered" if workload.filtered else "")
+        + (
+            f"; {inner_percent(workload.filtered)} of all groups are filtered"
+            if workload.filtered
+            else ""
+        )
     )

@@ -13,7 +13,7 @@ from typing import Any
 from streamrl.buffer.account import Account, take_account
 from streamrl.buffer.books import history
 from streamrl.calibration.advice import advise
-from streamrl.calibration.measured import read_run
+from streamrl.calibration.measured import no_run, read_run
 from streamrl.checkpoint import BOOKS, journal_dir
 from streamrl.cli import advice_words
 from streamrl.errors import ConfigError
@@ -87,8 +87,8 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _advise(arguments: argparse.Namespace) -> int:
     """What bounds the run, and what would help."""
-    measured = read_run(arguments.run_dir)
     cluster = Cluster.parse(arguments.cluster) if arguments.cluster else None
+    measured = read_run(arguments.run_dir)
     advice = advise(measured, cluster)
     if arguments.json:
         print(json.dumps(advice_words.as_json(measured, advice)))
@@ -209,8 +209,7 @@ def _at(time_s: float) -> str:
 def _read_log(run_dir: Path) -> Iterator[Entry]:
     """Every entry of the books' log. Raises ConfigError if there is none."""
     if not (run_dir / "config.yaml").is_file():
-        rule = "holds no config.yaml" if run_dir.is_dir() else "no such directory"
-        raise ConfigError(f"--ledger {run_dir}: no run: {rule}")
+        raise ConfigError(f"--ledger {run_dir}: no run: {no_run(run_dir)}")
     folder = journal_dir(run_dir, BOOKS)
     if not folder.is_dir():
         raise ConfigError(

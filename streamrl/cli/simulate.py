@@ -2,21 +2,26 @@
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from streamrl.cli.problem import add_problem_arguments, problem_line, read_problem
 from streamrl.cli.tables import count, percent, seconds, table
 from streamrl.config import RunConfig
+from streamrl.dataflow import GENERATE, Kind
 from streamrl.errors import ConfigError
 from streamrl.placement import Placement, Problem
 from streamrl.placement.costs import CostModel
 from streamrl.placing import run_placement
 from streamrl.planning import manner_of
+from streamrl.settings import unreadable
 from streamrl.simulator import Failures, Simulated, simulate
 
 HOUR_S = 3600.0
 MOST_STEPS = 10_000
+MOST_DEATHS = 5.0
+"""Between two checkpoints, on average; with x of them one time in e^x all goes well."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,11 +54,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     if not 1 <= arguments.steps <= MOST_STEPS:
         raise ConfigError(f"--steps {arguments.steps}: must be from 1 to {MOST_STEPS}")
+    _check_failures(arguments)
+    given = _read_placement(arguments.placement) if arguments.placement is not None else None
     config, problem, constants = read_problem(arguments)
-    placement = _placement(arguments, config, problem)
+    placement = _placement(arguments, config, problem, given)
     costs = CostModel(problem, constants)
     if why := costs.unfit(placement):
         raise ConfigError(f"{problem.cluster}: {why}")
+    failures = _failures(arguments, config, problem)
+    if failures is not None:
+        _check_ends(arguments, failures, placement, costs)
     found = simulate(
         problem.dataflow,
         placement,
@@ -61,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
         problem.workload,
         steps=arguments.steps,
         seed=arguments.seed,
-        failures=_failures(arguments, config, problem),
+        failures=failures,
         manner=manner_of(config),
     )
     if arguments.output is not None:
@@ -73,20 +83,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _placement(arguments: argparse.Namespace, config: RunConfig, problem: Problem) -> Placement:
-    """Of the file, or the config's own; checked against the cluster."""
-    path: Path | None = arguments.placement
-    if path is None:
-        placement = run_placement(config, problem.models)
-        place = f"{arguments.config}, as it is placed"
-    else:
-        place = str(path)
-        try:
-            placement = Placement.of_dict(json.loads(path.read_text()), place=place)
-        except (OSError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(f"--placement {path}: {error}") from None
+def _read_placement(path: Path) -> Placement:
+    """Of a file. Raises ConfigError."""
+    try:
+        loaded = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--placement {path}: {unreadable(error)}") from None
+    return Placement.of_dict(loaded, place=f"--placement {path}")
+
+
+def _placement(
+    arguments: argparse.Namespace, config: RunConfig, problem: Problem, given: Placement | None
+) -> Placement:
+    """The one that is given, or the config's own; checked against the cluster."""
+    placement = given or run_placement(config, problem.models)
+    place = f"{arguments.config}, as it is placed" if given is None else f"{arguments.placement}"
     try:
         placement.check(problem.dataflow, problem.cluster)
     except ConfigError as error:
@@ -94,14 +105,53 @@ def _placement(arguments: argparse.Namespace, config: RunConfig, problem: Proble
     return placement
 
 
+def _check_failures(arguments: argparse.Namespace) -> None:
+    """Raise ConfigError for times that are none, or nodes that die before they are back."""
+    mttf_h, restart_s = arguments.mttf_h, arguments.restart_s
+    for option, value in (("mttf-h", mttf_h), ("restart-s", restart_s)):
+        if value is not None and not (value > 0 and math.isfinite(value * HOUR_S)):
+            raise ConfigError(f"--{option} {value:g}: must be above 0 and finite")
+    if mttf_h is not None and mttf_h * HOUR_S <= restart_s:
+        raise ConfigError(
+            f"--mttf-h {mttf_h:g}: is {mttf_h * HOUR_S:g} s: must be above --restart-s"
+            f" {restart_s:g}, or a node dies again before it is back"
+        )
+
+
+def _check_ends(
+    arguments: argparse.Namespace, failures: Failures, placement: Placement, costs: CostModel
+) -> None:
+    """Raise ConfigError if nodes that train die too often for the run to get anywhere.
+
+    A death leaves what is sampled, but for rollouts under way, and of what is trained the last
+    checkpoint.
+    """
+    calls = costs.problem.dataflow.of_kind(Kind.TRAIN)
+    trained = {call.stage: placement.calls[call.stage] for call in calls}
+    size = failures.node_devices
+    nodes = len({device // size for each in trained.values() for device in each.mesh.devices})
+    steps = min(failures.checkpoint_every, arguments.steps)
+    train_s = max(costs.call_s(stage, each) for stage, each in trained.items())
+    first_s = costs.first_s(placement.calls[GENERATE.stage])
+    most_s = MOST_DEATHS * failures.mttf_s / nodes
+    place = f"--mttf-h {arguments.mttf_h:g}: of {nodes} nodes that train one dies every"
+    place += f" {seconds(failures.mttf_s / nodes)} s"
+    if first_s > most_s:
+        raise ConfigError(
+            f"{place}: the first rollouts take {seconds(first_s)} s: must be at most"
+            f" {MOST_DEATHS:g} times as long"
+        )
+    if steps * train_s > most_s:
+        raise ConfigError(
+            f"{place}: {steps} steps without a checkpoint are trained for"
+            f" {seconds(steps * train_s)} s: must be at most {MOST_DEATHS:g} times as long;"
+            " checkpoint.every says how many there are"
+        )
+
+
 def _failures(
     arguments: argparse.Namespace, config: RunConfig, problem: Problem
 ) -> Failures | None:
-    for name in ("mttf_h", "restart_s"):
-        value = vars(arguments)[name]
-        if value is not None and not value > 0:
-            option = name.replace("_", "-")
-            raise ConfigError(f"--{option} {value:g}: must be above 0")
     if arguments.mttf_h is None:
         return None
     return Failures(

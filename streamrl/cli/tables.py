@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+MOST_DIGITS = 16
+"""Of a percentage; a number has no more."""
+
 
 def table(rows: Sequence[Sequence[str]], *, left: int = 1) -> list[str]:
     """Lines of rows, the first a heading; the first `left` columns begin, others end, together."""
@@ -31,3 +34,9 @@ def seconds(number: float) -> str:
 def percent(part: float) -> str:
     """A part of 1 as whole percents."""
     return f"{part:.0%}"
+
+
+def inner_percent(part: float) -> str:
+    """A part above 0 and below 1, never told as 0% or 100%: with more digits if need be."""
+    texts = (f"{part:.{digits}%}" for digits in range(MOST_DIGITS))
+    return next((text for text in texts if float(text[:-1]) not in (0, 100)), f"{part:.3g}")

@@ -1,5 +1,6 @@
 """Files that a command is asked to write."""
 
+import errno
 import os
 from pathlib import Path
 
@@ -7,12 +8,25 @@ from streamrl.durable import write_whole
 from streamrl.errors import ConfigError
 
 
-def write_file(option: str, path: Path, content: str) -> None:
-    """Write all of it or nothing. Raises ConfigError, naming the option, where no file can be."""
+def check_file(option: str, path: Path) -> Path:
+    """The file that is to be written. Raises ConfigError, naming the option, where none can be."""
     # What a link names is replaced, and not the link; a device must never be.
     place = Path(os.path.realpath(path))
     if os.path.exists(place) and not place.is_file():
         raise ConfigError(f"{option} {path}: not a file")
+    wrong = 0
+    if not os.path.isdir(place.parent):
+        wrong = errno.ENOTDIR if os.path.exists(place.parent) else errno.ENOENT
+    elif not os.access(place.parent, os.W_OK | os.X_OK):
+        wrong = errno.EACCES
+    if wrong:
+        raise ConfigError(f"{option} {path}: {os.strerror(wrong)}")
+    return place
+
+
+def write_file(option: str, path: Path, content: str) -> None:
+    """Write all of it or nothing. Raises ConfigError, naming the option, where no file can be."""
+    place = check_file(option, path)
     try:
         write_whole(place, content)
     except OSError as error:

@@ -3,6 +3,7 @@
 Devices are numbered from 0, node by node, in the order in which the nodes are listed.
 """
 
+import math
 import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,11 @@ from streamrl.settings import nearest, read_settings
 
 GIB = 1 << 30
 GB = 1e9
-MOST_DEVICES = 1 << 20
+MOST_DEVICES = 1 << 14
 PCIE_3, PCIE_4, PCIE_5 = 16 * GB, 32 * GB, 64 * GB
 """Of sixteen lanes, each way."""
+MOST_FIGURE = 1e12
+"""Of a device or a network in a file, in the file's unit: no number, or a slip, beyond it."""
 
 
 @dataclass(frozen=True)
@@ -97,9 +100,10 @@ class NodeGroup:
                 f"cluster: {self.count} nodes of {self.devices} {self.device.name}:"
                 " must be at least 1 of each"
             )
-        if self.network_bytes_per_s < 0:
+        if not 0 <= self.network_bytes_per_s < math.inf:
             raise ConfigError(
-                f"cluster: network of {self.network_bytes_per_s:g} bytes/s: must be 0 or more"
+                f"cluster: network of {self.network_bytes_per_s:g} bytes/s: must be 0 or more, and"
+                " finite"
             )
 
     @property
@@ -261,8 +265,10 @@ class _DeviceEntry:
     def device(self, place: str) -> Device:
         """The device. Raises ConfigError for what is not above 0."""
         for key in ("tflops", "memory_gb", "memory_gbps", "link_gbps", "host_gbps"):
-            if vars(self)[key] <= 0:
-                raise ConfigError(f"{place}.{key}={vars(self)[key]:g}: must be above 0")
+            if not 0 < vars(self)[key] < MOST_FIGURE:
+                raise ConfigError(
+                    f"{place}.{key}={vars(self)[key]:g}: must be above 0, and below {MOST_FIGURE:g}"
+                )
         return _device(
             self.name,
             self.tflops,
@@ -294,4 +300,9 @@ def _group_of(entry: Any, place: str) -> NodeGroup:
         device = device_named(str(named), f"{place}.device")
     rest = {key: value for key, value in entry.items() if key != "device"}
     group = read_settings(_GroupEntry, rest, section=place)
+    if not 0 <= group.network_gbps < MOST_FIGURE:
+        raise ConfigError(
+            f"{place}.network_gbps={group.network_gbps:g}: must be 0 or more, and below"
+            f" {MOST_FIGURE:g}"
+        )
     return NodeGroup(device, group.devices, group.count, group.network_gbps * GB / 8)

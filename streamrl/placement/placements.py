@@ -18,6 +18,8 @@ from streamrl.settings import read_settings
 
 MOST_TENSOR = 8
 """Tensor parallelism beyond a node's usual size is not considered."""
+MOST_STALENESS = 64
+"""A bound beyond it is of no use, and all that it lets in would have to be unrolled."""
 
 
 class Mode(Enum):
@@ -98,8 +100,10 @@ class Placement:
         for stage, call in known.items():
             if call.kind is not Kind.SCORE and stage not in self.calls:
                 raise ConfigError(f"placement.{stage}: missing; the call needs devices")
-        if self.max_staleness < 0:
-            raise ConfigError(f"placement.max_staleness={self.max_staleness}: must be 0 or more")
+        if not 0 <= self.max_staleness <= MOST_STALENESS:
+            raise ConfigError(
+                f"placement.max_staleness={self.max_staleness}: must be from 0 to {MOST_STALENESS}"
+            )
 
     def overlaps(self, one: str, other: str) -> bool:
         """Whether two calls have a device in common."""

@@ -1,5 +1,7 @@
 """What is read from run directories, and which are refused."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -54,17 +56,36 @@ def test_a_torn_trace_is_read_as_far_as_it_is_there(run_dir: Path) -> None:
     assert len(read_run(run_dir).steps) == 12
 
 
+def _without(run: Path, number: int, name: str) -> None:
+    """A line of the metrics loses a figure."""
+    path = run / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    del rows[number - 1][name]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def test_a_file_is_no_run(run_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="no run: not a directory"):
+        read_run(run_dir / "config.yaml")
+
+
 @pytest.mark.parametrize(
     ("break_it", "rule"),
     [
         (lambda run: (run / "config.yaml").unlink(), "holds no config.yaml"),
         (lambda run: (run / "trace.json").unlink(), "no spans in trace.json"),
         (lambda run: (run / "metrics.jsonl").write_text("{}x\n{}\n"), "metrics.jsonl:1"),
-        (lambda run: (run / "metrics.jsonl").unlink(), "too short: 0 steps"),
+        (lambda run: (run / "metrics.jsonl").unlink(), "run: has no metrics.jsonl"),
+        (lambda run: (run / "metrics.jsonl").write_text(""), "too short: 0 steps"),
+        (lambda run: _without(run, 3, "step"), "metrics.jsonl:3: has no step"),
+        (lambda run: _without(run, 3, "time/step_s"), "metrics.jsonl:3: has no time/step_s"),
+        (lambda run: _without(run, 8, "idle/train"), "metrics.jsonl: step 8: has no idle/train"),
+        (lambda run: (run / "metrics.jsonl").write_text("[1]\n"), "metrics.jsonl:1: has no step"),
         (
             lambda run: [path.unlink() for path in journal_dir(run, BOOKS).iterdir()],
-            "too short: 0 steps",
+            "run: has no books in journal/books",
         ),
+        (lambda run: shutil.rmtree(journal_dir(run, BOOKS)), "run: has no books in journal/books"),
     ],
 )
 def test_a_run_that_says_too_little_is_refused_in_one_line(

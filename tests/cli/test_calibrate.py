@@ -49,6 +49,7 @@ def test_json_has_every_constant_with_its_default_and_how_well_it_fits(
         (["nowhere"], "no run: no such directory"),
         (["{run}", "--cluster", "8xZ9"], "not in the table"),
         (["{run}", "--cluster", "1xH100"], "the run has 2 devices"),
+        (["{run}/config.yaml"], "no run: not a directory"),
     ],
 )
 def test_wrong_input_is_one_line_and_code_2(
@@ -57,3 +58,28 @@ def test_wrong_input_is_one_line_and_code_2(
     assert main(["calibrate", *(word.format(run=run_dir) for word in words)]) == 2
     error = capsys.readouterr().err
     assert rule in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [
+        ("/dev/null", "-o /dev/null: not a file"),
+        ("{tmp}", "-o {tmp}: not a file"),
+        ("{tmp}/none/c.yaml", "-o {tmp}/none/c.yaml: No such file or directory"),
+        ("{tmp}/recipe.yaml/c.yaml", "-o {tmp}/recipe.yaml/c.yaml: Not a directory"),
+    ],
+)
+def test_where_no_file_can_be_is_told_before_the_run_is_read(
+    run_dir: Path, tmp_path: Path, name: str, rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # What would be refused later, too, is not what is told.
+    (run_dir / "trace.json").unlink()
+    assert main(["calibrate", str(run_dir), "-o", name.format(tmp=tmp_path)]) == 2
+    assert capsys.readouterr().err == f"streamrl: {rule.format(tmp=tmp_path)}\n"
+
+
+def test_a_link_stays_and_what_it_names_is_written(run_dir: Path, tmp_path: Path) -> None:
+    link, named = tmp_path / "link.yaml", tmp_path / "named.yaml"
+    link.symlink_to(named)
+    assert main(["calibrate", str(run_dir), "-o", str(link)]) == 0
+    assert link.is_symlink() and Constants.read(named) == Constants.read(link)

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from streamrl.cli.main import main
+from streamrl.cli.problem import read_lengths
 from streamrl.config import load_config
 from streamrl.placement import Placement
 from streamrl.placing import run_placement
@@ -126,8 +127,22 @@ def test_what_fits_nowhere_is_told_with_the_arithmetic(
         (["--cluster", "8xH100", "--model", "llama-9b"], "model llama-9b: no size of that name"),
         (["--cluster", "8xH100", "--model", "critic=llama-7b"], "--model critic=llama-7b"),
         (["--cluster", "8xH100", "--lengths", "lognormal:3"], "--lengths lognormal:3"),
-        (["--cluster", "8xH100", "--lengths", "no/file"], "--lengths no/file: No such file"),
-        (["--cluster", "8xH100", "--constants", "no/file"], "no/file"),
+        (["--cluster", "8xH100", "--lengths", "no/file"], "--lengths no/file: no such file"),
+        (["--cluster", "8xH100", "--lengths", "fixed:nan"], "--lengths fixed:nan: 'nan': must be"),
+        (["--cluster", "8xH100", "--lengths", "fixed:inf"], "must be whole tokens"),
+        (["--cluster", "8xH100", "--lengths", "fixed:12.7"], "must be whole tokens"),
+        (
+            ["--cluster", "8xH100", "--lengths", "fixed:999999"],
+            "--lengths fixed:999999: 999999 tokens: must be at most generator.max_new_tokens=12",
+        ),
+        (
+            ["--cluster", "8xH100", "--lengths", "fixed:5000", "generator.max_new_tokens=9999"],
+            "pipeline.micro_batch_tokens=4096: must hold one rollout, 5020 tokens",
+        ),
+        (["--cluster", "8xH100", "--prompt-tokens", "1e12"], "tokens = prompt 1000000000000 +"),
+        (["--cluster", "8xH100", "--constants", "no/file"], "constants no/file: no such file"),
+        (["--cluster", "65536xH100"], "65536 devices: must be at most 16384"),
+        (["--cluster", "8xH100," * 99], "is not written like"),
         (["--cluster", "no/file.yaml"], "no/file.yaml: no such file"),
         (["--cluster", "8xH100@0Gb"], "@0Gb: must be above 0"),
         (["--cluster", "8xH100", "--prompt-tokens", "nan"], "prompt_tokens=nan"),
@@ -144,6 +159,66 @@ def test_wrong_input_is_one_line(
     usual = {"--model": "qwen2.5-1.5b", "--prompt-tokens": "20"}
     more = [word for key, value in usual.items() if key not in words for word in (key, value)]
     assert said in refusal(capsys, command, GRPO, *words, *more)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[1e400, 3]", "inf: must be whole tokens"),
+        ("[3.7, 5]", "3.7: must be whole tokens"),
+        ("[true]", "True: must be whole tokens"),
+        ("[[1]]", "[1]: must be whole tokens"),
+        ("1 2 x", "'x': must be whole tokens"),
+        ("[0]", "0: must be whole tokens, at least 1"),
+        ("[]", "must be one length or more"),
+        ("[1,", "Expecting value"),
+        ("[" + "9" * 400 + "]", "must be whole tokens"),
+        ("3 13", "13 tokens: must be at most generator.max_new_tokens=12"),
+    ],
+)
+def test_a_file_of_lengths_that_are_none_is_one_line(
+    tmp_path: Path, content: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "lengths"
+    path.write_text(content)
+    words = ["--cluster", "8xH100", "--model", "qwen2.5-1.5b", "--prompt-tokens", "20"]
+    error = refusal(capsys, "plan", GRPO, *words, "--lengths", str(path))
+    assert f"--lengths {path}: " in error and said in error
+
+
+def test_whole_lengths_may_be_written_with_a_point() -> None:
+    assert read_lengths("fixed:1e3", 1000).most == 1000
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("[]", ": must be a mapping"),
+        ("3", ": must be a mapping"),
+        ('{"calls": {"train": 3}}', ".calls.train: must be a mapping"),
+        ("{", ": Expecting property name"),
+    ],
+)
+def test_a_file_that_is_no_placement_is_one_line(
+    tmp_path: Path, content: str, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(content)
+    error = refusal(capsys, "simulate", *SMALL[:-2], "--placement", str(path))
+    assert f"--placement {path}{said}" in error
+
+
+def test_a_placement_is_no_further_ahead_than_can_be_planned(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    calls = {stage: {"devices": "0-7", "grid": "1-1-8"} for stage in ("generate", "train")}
+    path.write_text(json.dumps({"calls": calls, "max_staleness": 1_000_000_000}))
+    words = [*SMALL[:-2], "--placement", str(path)]
+    assert "max_staleness=1000000000: must be from 0 to 64" in refusal(capsys, "simulate", *words)
+    assert "must be from 0 to 64" in refusal(
+        capsys, "simulate", *SMALL[:-2], "pipeline.max_staleness=1000000000"
+    )
 
 
 @pytest.mark.parametrize(
@@ -166,7 +241,19 @@ def test_wrong_options_of_plan(
     [
         (["--steps", "0"], "--steps 0: must be from 1"),
         (["--mttf-h", "0"], "--mttf-h 0: must be above 0"),
-        (["--placement", "no/file"], "--placement no/file"),
+        (["--mttf-h", "inf"], "--mttf-h inf: must be above 0 and finite"),
+        (["--mttf-h", "1", "--restart-s", "inf"], "--restart-s inf: must be above 0 and finite"),
+        (["--mttf-h", "1", "--restart-s", "nan"], "--restart-s nan: must be above 0 and finite"),
+        (["--mttf-h", "0.01"], "--mttf-h 0.01: is 36 s: must be above --restart-s 300"),
+        (
+            ["--mttf-h", "0.01", "--restart-s", "1", "--steps", "10000"],
+            "of 1 nodes that train one dies every 36 s: 10000 steps without a checkpoint",
+        ),
+        (
+            ["--mttf-h", "0.0003", "--restart-s", "1", "checkpoint.every=1"],
+            "dies every 1.08 s: the first rollouts take",
+        ),
+        (["--placement", "no/file"], "--placement no/file: no such file"),
         (["generator.replicas=9"], "the cluster has 8"),
     ],
 )
@@ -181,6 +268,9 @@ def test_an_output_that_cannot_be_is_refused(
 ) -> None:
     nowhere = str(tmp_path / "no" / "plan.yaml")
     assert f"-o {nowhere}: No such file" in refusal(capsys, "plan", *SMALL, "-o", nowhere)
+    assert f"--svg {tmp_path}: not a file" in refusal(
+        capsys, "plan", *SMALL, "--svg", str(tmp_path)
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -213,6 +303,8 @@ def test_what_is_filtered_is_said_and_takes_longer(capsys: pytest.CaptureFixture
         assert code == 0
         found.append(json.loads(out)["front"][0]["step_s"])
     assert found[1] > 1.1 * found[0]
+    code, out = run(capsys, "simulate", *words[:-2], "--filtered", "0.995", "--steps", "1")
+    assert code == 0 and "99.5% of all groups are filtered" in out
     assert "filter.kind=none" in refusal(capsys, "plan", *SMALL, "--filtered", "0.5")
     assert "filtered=1" in refusal(capsys, "plan", *words, "--filtered", "1")
 

@@ -26,6 +26,18 @@ def test_text_says_what_bounds_it_and_what_each_other_way_would_give(
     assert "may be as far off" in text and "2 cores" in text
 
 
+def test_of_a_stage_whose_queue_is_not_known_it_is_not_said_how_many_wait(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = run_dir / "metrics.jsonl"
+    path.write_text(path.read_text().replace("queue/depth/train", "other"))
+    assert main(["report", str(run_dir)]) == 0
+    text = capsys.readouterr().out
+    assert "nan" not in text
+    found = {line.split()[0]: line for line in text.splitlines() if line.startswith("  ")}
+    assert "waiting" not in found["train"] and "waiting" in found["reward"]
+
+
 def test_json_says_the_same_for_scripts(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(run_dir), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
@@ -45,6 +57,8 @@ def test_json_says_the_same_for_scripts(run_dir: Path, capsys: pytest.CaptureFix
         (["{run}", "--uid", "0:1:0"], "--uid goes with --ledger RUN"),
         (["--ledger", "{run}", "--cluster", "8xH100"], "--cluster goes with RUN"),
         (["nowhere"], "no such directory"),
+        (["{run}/config.yaml"], "config.yaml: no run: not a directory"),
+        (["--ledger", "{run}/config.yaml"], "config.yaml: no run: not a directory"),
     ],
 )
 def test_wrong_input_is_one_line_and_code_2(

@@ -75,6 +75,8 @@ def test_a_part_of_a_cluster_is_whole_nodes_or_a_part_of_one() -> None:
         ("12xH100", "do not fill nodes of 8; say how many nodes, as in 2x6xH100"),
         ("8xH100@fastGb", "is not written like"),
         ("9999999x8xH100", "must be at most"),
+        ("65536xH100", "65536 devices: must be at most 16384"),
+        (f"8xH100@{'9' * 400}Gb", "network of inf bytes/s: must be 0 or more, and finite"),
     ],
 )
 def test_what_is_no_cluster_is_refused_in_one_line(text: str, said: str) -> None:
@@ -92,6 +94,30 @@ def test_a_file_may_have_devices_of_its_own() -> None:
     first = cluster.group_of(0)
     assert first.device.flops_per_s == 500e12
     assert first.network == 50e9
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0, 1e300])
+@pytest.mark.parametrize("key", ["tflops", "memory_gb", "memory_gbps", "link_gbps", "host_gbps"])
+def test_a_device_of_a_file_has_figures_that_can_be(key: str, value: float) -> None:
+    own = {"name": "X1", "tflops": 500, "memory_gb": 96, "memory_gbps": 2000, "link_gbps": 100}
+    nodes = [{"device": own | {key: value}, "devices": 4}]
+    with pytest.raises(ConfigError) as refused:
+        Cluster.of_dict({"nodes": nodes}, place="c.yaml")
+    assert f"c.yaml: nodes[0].device.{key}={value:g}: must be above 0" in str(refused.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e300])
+def test_a_network_of_a_file_is_one_that_can_be(value: float) -> None:
+    nodes = [{"device": "H100", "devices": 4, "network_gbps": value}]
+    with pytest.raises(ConfigError) as refused:
+        Cluster.of_dict({"nodes": nodes}, place="c.yaml")
+    assert f"c.yaml: nodes[0].network_gbps={value:g}: must be 0 or more" in str(refused.value)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nodes_of_a_file_have_a_number_of_devices(value: float) -> None:
+    with pytest.raises(ConfigError, match=r"c\.yaml: nodes\[0\].devices"):
+        Cluster.of_dict({"nodes": [{"device": "H100", "devices": value}]}, place="c.yaml")
 
 
 @pytest.mark.parametrize(

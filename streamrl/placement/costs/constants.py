@@ -4,6 +4,7 @@ Nothing else in the cost model is a number of its own. `streamrl calibrate` fits
 run that was measured; a file may set any of them.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -13,7 +14,7 @@ import yaml
 
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
-from streamrl.settings import read_settings
+from streamrl.settings import read_settings, unreadable
 
 ABOVE_ZERO = (
     "train_flops_fraction",
@@ -147,6 +148,8 @@ class Constants:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = vars(self)[field.name]
+            if not math.isfinite(value):
+                raise ConfigError(f"{field.name}={value}: must be finite")
             if value < 0 or (field.name in ABOVE_ZERO and value == 0):
                 least = "above 0" if field.name in ABOVE_ZERO else "0 or more"
                 raise ConfigError(f"{field.name}={value}: must be {least}")
@@ -166,8 +169,8 @@ class Constants:
         """Those of a YAML file; what it does not name is as in `defaults`. Raises ConfigError."""
         try:
             found = yaml.safe_load(path.read_text())
-        except (OSError, yaml.YAMLError) as error:
-            raise ConfigError(f"constants {path}: {' '.join(str(error).split())}") from None
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            raise ConfigError(f"constants {path}: {unreadable(error)}") from None
         if not isinstance(found, Mapping):
             raise ConfigError(f"constants {path}: must be a mapping of names to numbers")
         return cls.of_dict(found, defaults, place=f"constants {path}")

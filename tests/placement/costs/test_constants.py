@@ -30,6 +30,12 @@ def test_what_a_file_does_not_name_stays(tmp_path: Path) -> None:
         ("link_fraction: 1.5\n", "must be at most 1"),
         ("hop_s: -1\n", "must be 0 or more"),
         ("hop_s: soon\n", "hop_s"),
+        ("hop_s: .nan\n", "hop_s=nan: must be finite"),
+        ("decode_step_s: .nan\n", "decode_step_s=nan: must be finite"),
+        ("decode_step_s: .inf\n", "decode_step_s=inf: must be finite"),
+        ("link_fraction: .nan\n", "link_fraction=nan: must be finite"),
+        ("max_running: .inf\n", "max_running"),
+        ("max_running: .nan\n", "max_running"),
         ("max_running: 0\n", "must be at least 1"),
         ("[1, 2]\n", "must be a mapping"),
         ("a: [\n", "constants"),
@@ -45,8 +51,15 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, text: str, said: str)
 
 
 def test_a_missing_file_is_said_in_one_line(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"none\.yaml"):
+    with pytest.raises(ConfigError, match=r"none\.yaml: no such file$"):
         Constants.read(tmp_path / "none.yaml")
+
+
+def test_what_is_no_text_is_said_in_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "c.yaml"
+    path.write_bytes(b"hop_s: \xff\n")
+    with pytest.raises(ConfigError, match=r"c\.yaml: .*utf-8"):
+        Constants.read(path)
 
 
 def test_cores_have_constants_of_their_own() -> None:
