@@ -107,11 +107,12 @@ def rules_of(config: RunConfig) -> Rules:
     Layers that are split are trained by torch, which keeps no master weights for those in bfloat16.
     """
 
+    trained = config.dataflow.trained
+    whole = {role for role in trained if config.trainer_of(role).dtype == "bfloat16"}
+
     def rules(call: Call, grid: Grid) -> Sequence[int]:
         is_split = call.kind is Kind.TRAIN and grid.tensor > 1
-        if is_split and config.trainer_of(call.role).dtype == "bfloat16":
-            return ()
-        return run_rules(call, grid)
+        return () if is_split and call.role in whole else run_rules(call, grid)
 
     return rules
 

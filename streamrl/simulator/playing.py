@@ -16,7 +16,7 @@ from streamrl.simulator.scenario import Manner
 from streamrl.simulator.simulation import simulate
 
 STEPS = 12
-"""Of a placement that generates nothing ahead; three more for each step it may be ahead."""
+"""Of a placement that generates nothing ahead; two more for each step it may be ahead."""
 UNLIKE = 2
 """The first of them are unlike all others, and more where generation is ahead: not counted."""
 FEWEST_STEPS = 4
@@ -58,7 +58,7 @@ def play(
 def steps_of(groups_per_step: int, lead: int) -> int:
     """How many, with those that are not counted; fewer where they are large."""
     counted = max(FEWEST_STEPS, -(-GROUPS // groups_per_step))
-    return min(STEPS + 3 * lead, lead + UNLIKE + counted + lead)
+    return min(STEPS + 2 * lead, lead + UNLIKE + counted + lead)
 
 
 def parts_of(timings: Timings, workload: Workload) -> int:

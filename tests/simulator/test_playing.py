@@ -41,7 +41,7 @@ def workload(groups: int, lengths: FixedLength | LognormalLengths = LENGTHS) -> 
     [
         # Few groups: as many steps as there are to be.
         (64, 0, 12),
-        (64, 4, 24),
+        (64, 4, 20),
         # 10240 groups in five steps, behind two that are unlike them; ahead, there is one more
         # before them and one behind them.
         (2048, 0, 2 + 5),
