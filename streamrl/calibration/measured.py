@@ -285,7 +285,8 @@ def _rows(path: Path, place: str) -> dict[int, Mapping[str, Any]]:
 
 def _check_rows(config: RunConfig, steps: Sequence[MeasuredStep], path: Path) -> None:
     """Raise ConfigError unless all have what every figure of a run is made of."""
-    names = ["staleness/mean", *(f"idle/{call.stage}" for call in config.dataflow.ordered)]
+    names = ["staleness/mean", "ledger/filtered", "ledger/trained"]
+    names += [f"idle/{call.stage}" for call in config.dataflow.ordered]
     for step in steps:
         for name in names:
             _check_number(step.row, name, f"{path}: step {step.version + 1}")

@@ -1,6 +1,5 @@
 """What a simulation says of a run, from timings that were fitted to it or to another one."""
 
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -175,17 +174,5 @@ def predict(
         seed=seed,
         manner=manner,
     )
-    steady = slice(lead + SETTLING_STEPS, len(found.step_ends) - lead)
-    seconds, rows = found.steps_s[steady], found.rows[steady]
-    total = sum(seconds)
-
-    def mean(name: str) -> float:
-        values = [float(row[name]) for row in rows]  # type: ignore[arg-type]
-        return sum(value * own for value, own in zip(values, seconds, strict=True)) / total
-
-    return Figures(
-        total / len(seconds),
-        statistics.median(seconds),
-        {call.stage: mean(f"idle/{call.stage}") for call in planned.problem.dataflow.ordered},
-        statistics.fmean(float(row["staleness/mean"]) for row in rows),  # type: ignore[arg-type]
-    )
+    steady = found.without(lead + SETTLING_STEPS, lead)
+    return Figures(steady.step_s, steady.step_s_median, steady.idle, steady.staleness_mean)

@@ -80,6 +80,7 @@ def test_a_file_is_no_run(run_dir: Path) -> None:
         (lambda run: _without(run, 3, "step"), "metrics.jsonl:3: has no step"),
         (lambda run: _without(run, 3, "time/step_s"), "metrics.jsonl:3: has no time/step_s"),
         (lambda run: _without(run, 8, "idle/train"), "metrics.jsonl: step 8: has no idle/train"),
+        (lambda run: _without(run, 8, "ledger/filtered"), "step 8: has no ledger/filtered"),
         (lambda run: (run / "metrics.jsonl").write_text("[1]\n"), "metrics.jsonl:1: has no step"),
         (
             lambda run: [path.unlink() for path in journal_dir(run, BOOKS).iterdir()],
