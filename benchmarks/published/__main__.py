@@ -6,7 +6,7 @@ are searches, which take about a minute together; all others take seconds.
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,9 +25,11 @@ CONSTANTS = {
     "hybridflow": hybridflow.CONSTANTS,
     "real": real.CONSTANTS,
     "flexrlhf": flexrlhf.CONSTANTS,
-    "verl": verl.CONSTANTS,
+    "verl": verl.of_engine(megatron=False),
     "nemo": nemo.CONSTANTS,
 }
+OTHERS = {"verl": {"Megatron": verl.of_engine(megatron=True)}}
+"""Of a source's other engines."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -54,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     every = [row for rows in found.values() for row in rows]
     told = {
         "points": [row.to_dict() for row in every],
-        "constants": {name: changed(name) for name in chosen},
+        "constants": {name: changed(CONSTANTS[name], Constants()) for name in chosen},
         "summary": summary(every),
     }
     print(json.dumps(told, indent=1))
@@ -62,7 +64,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def markdown(name: str, rows: Sequence[Row]) -> str:
     """A source's constants, rates and table."""
-    differ = ", ".join(f"{key} {value:g}" for key, value in changed(name).items())
+    differ = listed(changed(CONSTANTS[name], Constants()))
+    for engine, own in OTHERS.get(name, {}).items():
+        differ += f"; with {engine} {listed(changed(own, CONSTANTS[name]))}"
     rates = summary(rows)[name]
     told = (
         f"Decisions: {rates['decisions_hit']} of {rates['decisions']}. Figures within 15 %:"
@@ -78,11 +82,15 @@ def replaced(page: str, name: str, text: str) -> str:
     return f"{before}<!-- {name} -->\n{text}\n<!-- end of {name} -->{after}"
 
 
-def changed(name: str) -> dict[str, float]:
-    """Constants of a source that are not the defaults."""
-    defaults = asdict(Constants())
-    own = asdict(CONSTANTS[name])
-    return {key: value for key, value in own.items() if value != defaults[key]}
+def changed(own: Constants, others: Constants) -> dict[str, float]:
+    """Those that differ."""
+    before = asdict(others)
+    return {key: value for key, value in asdict(own).items() if value != before[key]}
+
+
+def listed(values: Mapping[str, float]) -> str:
+    """Names and values, in a line."""
+    return ", ".join(f"{key} {value:g}" for key, value in values.items())
 
 
 if __name__ == "__main__":

@@ -1,0 +1,105 @@
+"""What verl's constants are fitted on: `python -m benchmarks.published.verl_fit` fits them anew.
+
+Least squares of logarithms over the printed parts of synchronous steps, nothing else. Prints the
+calibration found, and every part, printed and as it says.
+"""
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+
+import numpy as np
+from scipy.optimize import least_squares
+
+from benchmarks.published.batches import calls_s
+from benchmarks.published.points import VERL, VerlRun
+from benchmarks.published.verl import (
+    CALIBRATED,
+    Calibration,
+    Costs,
+    handed_s,
+    is_fitted,
+    placement,
+    problem,
+)
+from streamrl.messages import Array
+from streamrl.placement.durations import Generation
+
+MOST_EVALUATIONS = 40
+Parts = dict[str, tuple[float, float]]
+
+
+def parts(run: VerlRun, calibrated: Calibration) -> Parts:
+    """Of a synchronous run, those that are printed: seconds printed, and seconds predicted."""
+    asked = problem(run, calibrated)
+    model, placed = Costs(run, asked, calibrated), placement(run, asked)
+    calls = calls_s(asked, model, placed)
+    update_s = calls["train"] - model.constants.train_step_s + handed_s(run, calibrated)
+    found = {
+        "gen": (run.gen_s, calls["generate"]),
+        "own": (run.forward_s, calls["reward"]),
+        "update": (run.update_s, update_s),
+    }
+    if run.reference_s:
+        found["reference"] = (run.reference_s, calls["reference"])
+    if run.sampled_s:
+        timing = model.timings(placed).generator
+        # A replica's part of the prompts, as one replica has them, is the mean of all replicas.
+        alone = replace(
+            asked.workload, groups_per_step=asked.workload.groups_per_step // timing.replicas
+        )
+        mean_s = Generation(alone).completion(replace(timing, replicas=1), (1.0,))[-1]
+        found["sampled"] = (run.sampled_s, mean_s)
+    return found
+
+
+def of_logarithms(logarithms: Array) -> Calibration:
+    """A calibration of the logarithms of all it has."""
+    values = iter(np.exp(logarithms).tolist())
+    plain = {name: next(values) for name in asdict(CALIBRATED) if name != "medians"}
+    return Calibration(**plain, medians={name: next(values) for name in CALIBRATED.medians})
+
+
+def to_logarithms(calibrated: Calibration) -> Array:
+    """The inverse."""
+    told = asdict(calibrated)
+    medians = told.pop("medians")
+    return np.log([*told.values(), *medians.values()])
+
+
+def errors(calibrated: Calibration) -> Iterator[float]:
+    """Logarithms of what is predicted to what is printed."""
+    for run in VERL:
+        if is_fitted(run):
+            for printed, predicted in parts(run, calibrated).values():
+                yield math.log(predicted / printed)
+
+
+def fit(start: Calibration = CALIBRATED) -> Calibration:
+    """The calibration with the least squares, looked for from there."""
+
+    def missed(logarithms: Array) -> Sequence[float]:
+        return list(errors(of_logarithms(logarithms)))
+
+    found = least_squares(missed, to_logarithms(start), diff_step=0.01, max_nfev=MOST_EVALUATIONS)
+    return of_logarithms(found.x)
+
+
+def main() -> None:
+    """Fit, and print what comes of it."""
+    found = fit()
+    told = {
+        f"{run.name}, {run.train} H20": {
+            name: [printed, round(predicted, 1)]
+            for name, (printed, predicted) in parts(run, found).items()
+        }
+        for run in VERL
+        if is_fitted(run)
+    }
+    squares = sum(error**2 for error in errors(found))
+    print(json.dumps({"calibration": asdict(found), "parts": told, "squares": squares}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
