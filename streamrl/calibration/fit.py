@@ -36,8 +36,8 @@ and 13 % with one, two and three, on two cores."""
 EASY = 0.1
 """Which part of what was measured nothing stood in the way of, where devices are shared."""
 FREE = 0.5
-"""Likewise, where devices are not, but generation goes on meanwhile: who samples hears of nothing
-before the end of a step, which is no part of how long anything else takes.
+"""Likewise, where devices are not, but generation goes on meanwhile. Of pulls it is EASY: who
+samples hears of a version at the end of a decode step, which is no part of how long they take.
 """
 TOLD_APART = 0.3
 """A coefficient is known if its standard error is a smaller part of it than this."""
@@ -183,12 +183,12 @@ class _Fitting:
         spans = [s for role in trained for s in self._spans(role, "train", "update", *PLANNING)]
         return sorted(span.end_s for span in spans)
 
-    def _least(self, seconds: Sequence[float]) -> list[float]:
-        """Those that nothing stood in the way of."""
+    def _least(self, seconds: Sequence[float], *, ahead: float = FREE) -> list[float]:
+        """Those that nothing stood in the way of: this part, where generation is ahead."""
         if self._config.placement.shared:
             part = EASY
         elif self._config.pipeline.lead:
-            part = FREE
+            part = ahead
         else:
             part = 1.0
         return sorted(seconds)[: max(1, round(part * len(seconds)))] if seconds else []
@@ -282,7 +282,7 @@ class _Fitting:
             pull.append(span.end_s - since)
         place = f"weights.{call.stage}"
         publish_s = self._note(f"{place}.publish_s", fit_median(self._least(publish)))
-        pull_s = self._note(f"{place}.pull_s", fit_median(self._least(pull)))
+        pull_s = self._note(f"{place}.pull_s", fit_median(self._least(pull, ahead=EASY)))
         paused = [s.row["weights/pause_s"] for s in self._run.steps if s.row.get("weights/pause_s")]
         pause_s = min(pull_s, self._note(f"{place}.pause_s", fit_median(self._least(paused))))
         return WeightsTiming(publish_s, pull_s, pause_s)
