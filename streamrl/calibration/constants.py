@@ -129,6 +129,7 @@ def _ties(problem: Problem, placement: Placement) -> Iterator[Tie]:
     )
     yield Tie("decode_step_s", "generator.step_s", lambda t: t.generator.step_s)
     yield Tie("decode_rollout_s", "generator.rollout_s", lambda t: t.generator.rollout_s)
+    yield Tie("decode_group_s", "generator.group_s", lambda t: t.generator.group_s)
     yield Tie("begin_s", "generator.begin_s", lambda t: t.generator.begin_s)
     yield from _score_ties(problem, placement)
     yield from _weights_ties(problem, placement)

@@ -15,7 +15,7 @@ from itertools import pairwise
 from streamrl.calibration.clocks import WorkClock
 from streamrl.calibration.lines import Fit, fit_line, fit_median
 from streamrl.calibration.measured import Measured
-from streamrl.calibration.sampling import Asked, fit_sampling, sampled_with
+from streamrl.calibration.sampling import COEFFICIENTS, Asked, fit_sampling, sampled_with
 from streamrl.dataflow import GENERATE, GREEDY, POLICY, Call, Kind
 from streamrl.placement import (
     GeneratorTiming,
@@ -35,6 +35,10 @@ CROWDING = 0.04
 and 13 % with one, two and three, on two cores."""
 EASY = 0.1
 """Which part of what was measured nothing stood in the way of, where devices are shared."""
+FREE = 0.5
+"""Likewise, where devices are not, but generation goes on meanwhile. Of pulls it is EASY: who
+samples hears of a version at the end of a decode step, which is no part of how long they take.
+"""
 TOLD_APART = 0.3
 """A coefficient is known if its standard error is a smaller part of it than this."""
 
@@ -142,12 +146,12 @@ class _Fitting:
         ]
         base, pause_s = self._base.generator, self._pause_s()
         sampling = fit_sampling(asked, base, pause_s=pause_s)
-        step_s, rollout_s, prefill_token_s = (
+        values = [
             self._note(f"generator.{name}", sampling, index)
-            for index, name in enumerate(("step_s", "rollout_s", "prefill_token_s"))
-        )
+            for index, name in enumerate(COEFFICIENTS)
+        ]
         begin_s = self._note("generator.begin_s", fit_median(self._begins()))
-        return replace(sampled_with(base, step_s, rollout_s, prefill_token_s), begin_s=begin_s)
+        return replace(sampled_with(base, values), begin_s=begin_s)
 
     def _pause_s(self) -> float:
         """How long a generator samples nothing as it takes up a version."""
@@ -179,11 +183,15 @@ class _Fitting:
         spans = [s for role in trained for s in self._spans(role, "train", "update", *PLANNING)]
         return sorted(span.end_s for span in spans)
 
-    def _least(self, seconds: Sequence[float]) -> list[float]:
-        """Those that nothing stood in the way of: where devices are shared, only a part did not."""
-        if not self._config.placement.shared:
-            return list(seconds)
-        return sorted(seconds)[: max(1, round(EASY * len(seconds)))] if seconds else []
+    def _least(self, seconds: Sequence[float], *, ahead: float = FREE) -> list[float]:
+        """Those that nothing stood in the way of: this part, where generation is ahead."""
+        if self._config.placement.shared:
+            part = EASY
+        elif self._config.pipeline.lead:
+            part = ahead
+        else:
+            part = 1.0
+        return sorted(seconds)[: max(1, round(part * len(seconds)))] if seconds else []
 
     # Scorers.
 
@@ -274,7 +282,7 @@ class _Fitting:
             pull.append(span.end_s - since)
         place = f"weights.{call.stage}"
         publish_s = self._note(f"{place}.publish_s", fit_median(self._least(publish)))
-        pull_s = self._note(f"{place}.pull_s", fit_median(self._least(pull)))
+        pull_s = self._note(f"{place}.pull_s", fit_median(self._least(pull, ahead=EASY)))
         paused = [s.row["weights/pause_s"] for s in self._run.steps if s.row.get("weights/pause_s")]
         pause_s = min(pull_s, self._note(f"{place}.pause_s", fit_median(self._least(paused))))
         return WeightsTiming(publish_s, pull_s, pause_s)

@@ -38,7 +38,8 @@ class Figures:
     def against(self, measured: "Figures") -> dict[str, dict[str, float]]:
         """Of each figure what was predicted, by this, what was measured, and how far off it is.
 
-        error: as a part of what was measured; 0 where neither is anything.
+        error: as a part of what was measured, 0 where neither is anything; of idle time, which is
+        a part of a step's as it is, the difference.
         """
         pairs = {
             "step_s": (self.step_s, measured.step_s),
@@ -47,12 +48,14 @@ class Figures:
             "staleness_mean": (self.staleness_mean, measured.staleness_mean),
         }
         return {
-            name: {"predicted": mine, "measured": theirs, "error": _error(mine, theirs)}
+            name: {"predicted": mine, "measured": theirs, "error": _error(name, mine, theirs)}
             for name, (mine, theirs) in pairs.items()
         }
 
 
-def _error(predicted: float, measured: float) -> float:
+def _error(name: str, predicted: float, measured: float) -> float:
+    if name.startswith("idle/"):
+        return predicted - measured
     if not measured:
         return 0.0 if not predicted else float("inf")
     return (predicted - measured) / measured

@@ -20,12 +20,49 @@ from streamrl.messages import Array
 from streamrl.placement import GeneratorTiming
 from streamrl.simulator.engine import Engine
 
-MOST_GROUPS = 1600
-"""More of one replica say nothing new."""
+WINDOW = 800
+"""Groups of a replica that follow one another and are gone through together."""
+MOST_GROUPS = 3200
+"""More of one replica say nothing new; windows of them are from all over the run."""
 LEAST_ALIKE = 16
 """Groups whose common pace is told from that of others."""
-STARTS = ((1 / 3, 1 / 3, 1 / 3), (0.7, 0.15, 0.15), (0.15, 0.7, 0.15), (0.15, 0.15, 0.7))
-"""Parts of a group's time that a fit may begin from: step, rollouts, prompts."""
+COEFFICIENTS = ("step_s", "rollout_s", "prefill_token_s", "group_s")
+STARTS = (
+    (0.25, 0.25, 0.25, 0.25),
+    (0.55, 0.15, 0.15, 0.15),
+    (0.15, 0.55, 0.15, 0.15),
+    (0.15, 0.15, 0.55, 0.15),
+    (0.15, 0.15, 0.15, 0.55),
+)
+"""Parts of a group's time that a fit may begin from, by coefficient."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Groups that follow one another, behind those that were still there as the first began.
+
+    Who had others beside it that are not here says nothing.
+    """
+
+    groups: Sequence[Sampled]
+    since_s: float
+    until_s: float
+
+    def holds(self, one: Sampled) -> bool:
+        """Whether all that was beside a group is here."""
+        return self.since_s <= one.start_s and one.end_s <= self.until_s
+
+    @classmethod
+    def of(cls, episode: Sequence[Sampled]) -> "Iterator[Window]":
+        """An episode in windows of like numbers of groups; none that holds nothing."""
+        edges = np.linspace(0, len(episode), max(1, round(len(episode) / WINDOW)) + 1).astype(int)
+        for first, last in pairwise(edges.tolist()):
+            since_s = episode[first].start_s
+            until_s = episode[last].start_s if last < len(episode) else np.inf
+            still = [one for one in episode[:first] if one.end_s > since_s]
+            window = cls([*still, *episode[first:last]], since_s, until_s)
+            if any(window.holds(one) for one in window.groups):
+                yield window
 
 
 @dataclass(frozen=True)
@@ -48,21 +85,21 @@ class Asked:
     def parts(
         cls, sampled: Sequence[Sampled], loads: Sequence[float], clock: WorkClock
     ) -> "list[Asked]":
-        """Those of one process, in parts that each begin with nothing to sample."""
-        episodes = list(_episodes(sampled))
-        number = max(1, min(len(episodes), MOST_GROUPS * len(episodes) // len(sampled)))
-        places = np.linspace(0, len(episodes) - 1, number).astype(int)
+        """Those of one process: windows of what it had without a rest."""
+        windows = [one for episode in _episodes(sampled) for one in Window.of(episode)]
+        number = max(1, min(len(windows), MOST_GROUPS * len(windows) // len(sampled)))
+        places = np.linspace(0, len(windows) - 1, number).astype(int)
         # Where one of its groups is in pieces, all of them stood still in between.
         rests: list[Interval] = [
             (before[1], behind[0]) for one in sampled for before, behind in pairwise(one.pieces)
         ]
         own = RestingClock(rests, clock)
-        return [cls.of(episodes[place], loads, own) for place in places]
+        return [cls.of(windows[place], loads, own) for place in places]
 
     @classmethod
-    def of(cls, episode: Sequence[Sampled], loads: Sequence[float], clock: RestingClock) -> "Asked":
-        """The first of an episode, on this clock."""
-        chosen, left_out = episode[:MOST_GROUPS], episode[MOST_GROUPS:]
+    def of(cls, window: "Window", loads: Sequence[float], clock: RestingClock) -> "Asked":
+        """Those of a window, on this clock."""
+        chosen = window.groups
         until = max(one.end_s for one in chosen)
         own = [load for load in loads if chosen[0].start_s < load < until]
         return cls(
@@ -70,8 +107,7 @@ class Asked:
             clock.at(np.array([one.end_s for one in chosen])),
             [one.prompt_tokens for one in chosen],
             [one.lengths for one in chosen],
-            # Who had others beside them that are left out says nothing.
-            np.array([not left_out or one.end_s <= left_out[0].start_s for one in chosen]),
+            np.array([window.holds(one) for one in chosen]),
             clock.at(np.array(own)),
             _turns([one.admitted_version for one in chosen]),
         )
@@ -99,10 +135,12 @@ class Asked:
         advance(np.inf)
         return done
 
-    def typical(self) -> tuple[float, float, float]:
-        """Of a group: decode steps, rollouts in all of them together, prompt tokens beside it."""
+    def typical(self) -> tuple[float, float, float, float]:
+        """Of a group: decode steps, rollouts in all of them together, prompt tokens and groups
+        beside it.
+        """
         steps = [max(lengths) for lengths in self.lengths]
-        beside, prompts = [], []
+        beside, prompts, groups = [], [], []
         ends = self.ends.tolist()
         running: list[tuple[float, int]] = []
         for key, begin in enumerate(self.begins.tolist()):
@@ -110,13 +148,17 @@ class Asked:
                 heapq.heappop(running)
             heapq.heappush(running, (ends[key], len(self.lengths[key])))
             count = sum(rollouts for _, rollouts in running)
+            groups.append(len(running))
             beside.append(count * steps[key])
             prompts.append(count * self.prompt_tokens[key])
-        return float(np.median(steps)), float(np.median(beside)), float(np.median(prompts))
+        steps_, beside_, prompts_, groups_ = (
+            float(np.median(each)) for each in (steps, beside, prompts, groups)
+        )
+        return steps_, beside_, prompts_, groups_
 
 
 def fit_sampling(asked: Sequence[Asked], start: GeneratorTiming, *, pause_s: float) -> Fit:
-    """step_s, rollout_s and prefill_token_s; what else a step takes is as in `start`.
+    """COEFFICIENTS, in this order; what else a step takes is as in `start`.
 
     A machine has slow moments, and in them all groups are slow: what tells the coefficients apart
     is how groups of one turn differ. If `start` computes running rollouts anew for each version,
@@ -127,8 +169,7 @@ def fit_sampling(asked: Sequence[Asked], start: GeneratorTiming, *, pause_s: flo
     turns = _numbered([one.turns[one.counts] for one in asked])
 
     def predict(parts: Array) -> Array:
-        step_s, rollout_s, prefill_token_s = (float(each) for each in parts / sizes)
-        timing = sampled_with(start, step_s, rollout_s, prefill_token_s)
+        timing = sampled_with(start, [float(each) for each in parts / sizes])
         ends = [one.replay(timing, pause_s=pause_s) for one in asked]
         lasts = [(end - one.begins)[one.counts] for end, one in zip(ends, asked, strict=True)]
         return _at_pace(np.concatenate(lasts), measured, turns)
@@ -136,15 +177,15 @@ def fit_sampling(asked: Sequence[Asked], start: GeneratorTiming, *, pause_s: flo
     return fit_parts(predict, measured, sizes, starts=STARTS)
 
 
-def sampled_with(
-    start: GeneratorTiming, step_s: float, rollout_s: float, prefill_token_s: float
-) -> GeneratorTiming:
-    """The same with these coefficients."""
+def sampled_with(start: GeneratorTiming, values: Sequence[float]) -> GeneratorTiming:
+    """The same with these COEFFICIENTS."""
+    step_s, rollout_s, prefill_token_s, group_s = values
     return replace(
         start,
         step_s=step_s,
         rollout_s=rollout_s,
         prefill_token_s=prefill_token_s,
+        group_s=group_s,
         recompute_token_s=prefill_token_s if start.recompute_token_s else 0.0,
     )
 

@@ -43,8 +43,8 @@ class Share:
     group_ends [groups]: at which one each group is complete. edges [m + 1]: at which ones the
     number of running rollouts may change, from 0 on; running [m]: how many run between them;
     resident [m]: the tokens they have together halfway, prompts included; computed [m]: of
-    those that begin there, what has to be taken in. slots: about
-    as many run at once where more are asked for. longest: tokens of a rollout.
+    those that begin there, what has to be taken in; done [m]: groups that are complete there.
+    slots: about as many run at once where more are asked for. longest: tokens of a rollout.
     """
 
     group_ends: Array
@@ -52,6 +52,7 @@ class Share:
     running: Array
     resident: Array
     computed: Array
+    done: Array
     slots: float
     longest: float
 
@@ -66,8 +67,14 @@ class Share:
 
     def _clock(self, timing: GeneratorTiming) -> Array:
         spent = np.diff(self.edges) * decode_steps_s(timing, self.running, self.resident)
-        prompts = self.computed * timing.prefill_token_s
-        return timing.begin_s + np.concatenate(([0.0], np.cumsum(spent + prompts)))
+        spent += self.computed * timing.prefill_token_s
+        # Groups are complete before they are handed on.
+        spent[1:] += self.done[:-1] * timing.group_s
+        return timing.begin_s + np.concatenate(([0.0], np.cumsum(spent)))
+
+    def besides_s(self, timing: GeneratorTiming) -> Array:
+        """What prompts that begin and groups that are done take beside the decode steps, [m]."""
+        return self.computed * timing.prefill_token_s + self.done * timing.group_s
 
 
 def decode_steps_s(timing: GeneratorTiming, running: Array, resident: Array) -> Array:
@@ -161,14 +168,14 @@ class Generation:
             for each in (
                 share.running * np.diff(share.edges),
                 share.resident * np.diff(share.edges),
-                share.computed * timing.prefill_token_s,
+                share.besides_s(timing),
             )
         ]
-        running, resident, prefill_s = (each.tolist() for each in found)
+        running, resident, besides_s = (each.tolist() for each in found)
         edges = bounds.tolist()
         if longer > last:
             # On the slowest of all one rollout goes on alone.
-            edges, prefill_s = [*edges, longer], [*prefill_s, 0.0]
+            edges, besides_s = [*edges, longer], [*besides_s, 0.0]
             running, resident = [*running, 1.0], [*resident, self.workload.prompt_tokens + last]
         rollouts = self.groups(timing.replicas) * self.per_group
         places = self.slots(timing)
@@ -176,7 +183,7 @@ class Generation:
             # What is given up and taken in again is in the share.
             half = share.middles < last / 2
             places = float(np.average(share.running[half], weights=np.diff(share.edges)[half]))
-        return Stream(timing, edges, running, resident, prefill_s, [*ends[:-1], edges[-1]], places)
+        return Stream(timing, edges, running, resident, besides_s, [*ends[:-1], edges[-1]], places)
 
     def saturated_s(self, timing: GeneratorTiming, steps_ahead: int) -> float:
         """Per step, where the next steps' rollouts fill the places of those that are done.
@@ -188,8 +195,9 @@ class Generation:
         running = max(1.0, min(self.slots(timing), (steps_ahead + 1) * each))
         resident = running * (self.workload.prompt_tokens + self._age)
         step_s = timing.decode_step_s(running, resident)
-        prompt_s = self.workload.prompt_tokens * timing.prefill_token_s
-        return each * (self._mean * step_s / running + prompt_s)
+        besides_s = self.workload.prompt_tokens * timing.prefill_token_s
+        besides_s += timing.group_s / self.per_group
+        return each * (self._mean * step_s / running + besides_s)
 
     def shares(self, timing: GeneratorTiming) -> list[Share]:
         """Those of some replicas, the longest rollout of the step among them."""
@@ -329,12 +337,15 @@ def _share(lengths: Array, batch: _Batch, scale: float, slots: float) -> Share:
     # What begins with an edge is computed behind it.
     begun = computed[np.searchsorted(changes, edges, side="left")]
     widths = np.diff(edges)
+    group_ends = batch.ends.reshape(lengths.shape).max(axis=1)
+    done = np.searchsorted(np.sort(group_ends), edges, side="right")
     return Share(
-        batch.ends.reshape(lengths.shape).max(axis=1),
+        group_ends,
         edges,
         np.diff(np.interp(edges, changes, decoded)) / widths * scale,
         np.diff(held) / widths * scale,
         np.diff(begun) * scale,
+        np.diff(done) * scale,
         slots,
         float(lengths.max()),
     )

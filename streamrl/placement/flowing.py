@@ -22,15 +22,15 @@ class Stream:
     """A step's rollouts of one replica, by the decode steps that they have had.
 
     bounds [n + 1]: between which ones running [n] rollouts have a place, with resident [n] tokens,
-    and prompts take prefill_s [n] for each. results: after how many a part of the groups is
-    complete. places: for rollouts at a time.
+    and prompts and groups that are done take besides_s [n] for each. results: after how many a
+    part of the groups is complete. places: for rollouts at a time.
     """
 
     timing: GeneratorTiming
     bounds: Sequence[float]
     running: Sequence[float]
     resident: Sequence[float]
-    prefill_s: Sequence[float]
+    besides_s: Sequence[float]
     results: Sequence[float]
     places: float
 
@@ -131,7 +131,7 @@ class Flowing:
     def _decode_step_s(self) -> float:
         """How long one takes; how much of it each batch has, which is its speed."""
         stream, free = self._stream, self._stream.places
-        running = resident = prefill_s = 0.0
+        running = resident = besides_s = 0.0
         for batch in self._batches:
             asked = stream.running[batch.stretch]
             # The first has all it would have alone.
@@ -140,5 +140,5 @@ class Flowing:
             free = max(0.0, free - asked * speed)
             running += asked * speed
             resident += stream.resident[batch.stretch] * speed
-            prefill_s += stream.prefill_s[batch.stretch] * speed
-        return stream.timing.decode_step_s(running, resident) + prefill_s
+            besides_s += stream.besides_s[batch.stretch] * speed
+        return stream.timing.decode_step_s(running, resident) + besides_s

@@ -21,7 +21,8 @@ class GeneratorTiming:
     weights_s, kv_token_s: to read the weights once, and a token's keys and values.
     compute_rollout_s: to compute a token. step_s, rollout_s: what comes on top for each step, and
     for each rollout in it: communication, and the host's own work. prefill_token_s: a token of a
-    prompt. begin_s: from a prompt in the queue to its place in the engine. recompute_token_s: a
+    prompt. group_s: of the host, to hand on a group that is done, in which nothing is sampled.
+    begin_s: from a prompt in the queue to its place in the engine. recompute_token_s: a
     token of what is running when another version comes; 0 where keys and values are kept.
     """
 
@@ -36,6 +37,7 @@ class GeneratorTiming:
     prefill_token_s: float
     begin_s: float = 0.0
     recompute_token_s: float = 0.0
+    group_s: float = 0.0
 
     def decode_step_s(self, running: float, kv_tokens: float) -> float:
         """One token for each of so many rollouts that have so many tokens together."""

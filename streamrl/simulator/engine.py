@@ -3,7 +3,8 @@
 Between two events (a group is done, there is room for a rollout that waits, there is none for those
 that run) the time that decode steps take is a sum in closed form: the tokens in memory grow by one
 per rollout and step. Times are of whoever calls, s. What comes while a step is under way has its
-effect at the end of the step, which is then as far as the engine has got.
+effect at the end of the step, which is then as far as the engine has got. Groups are done when
+their last step is; to hand them on delays the next one.
 """
 
 import math
@@ -224,6 +225,7 @@ class Engine(Generic[K]):
     def _end(self, count: int) -> None:
         """The first so many are at their end."""
         newest, version = self._marks[-1]
+        ended = len(self._done)
         for end, place, group, start, context in self._running[:count]:
             if start >= newest:
                 versions = group.versions
@@ -234,6 +236,10 @@ class Engine(Generic[K]):
             if place == group.last and not group.waiting:
                 self._done.append((self.now, group))
         del self._running[:count]
+        handing_s = (len(self._done) - ended) * self._timing.group_s
+        if handing_s:
+            self.now += handing_s
+            self._plan = None
 
     def _book(self, group: Sampling[K], start: int, end: int) -> None:
         """Count the tokens of these steps by the version that sampled them."""

@@ -112,6 +112,33 @@ class Machine:
             self._set()
 
 
+class Clerk:
+    """A process that does what it is given one by one, and nobody waits for it."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._until = 0.0
+        self._is_busy = False
+
+    def work(self, seconds: float) -> None:
+        """There is so much more to do."""
+        if not seconds:
+            return
+        self._until = max(self._until, self._machine.now) + seconds
+        if not self._is_busy:
+            self._is_busy = True
+            self._machine.occupy(1)
+            self._machine.call_at(self._until, self._rest)
+
+    def _rest(self) -> None:
+        """Unless more has come."""
+        if self._until > self._machine.now + _ROUNDING_S:
+            self._machine.call_at(self._until, self._rest)
+        else:
+            self._is_busy = False
+            self._machine.occupy(-1)
+
+
 def _wake(waiting: "asyncio.Future[None]") -> None:
     if not waiting.done():
         waiting.set_result(None)

@@ -16,7 +16,7 @@ from streamrl.buffer.client import REQUEST_WAIT_S
 from streamrl.buffer.depth import DepthMeter
 from streamrl.dataflow import Dataflow, Kind
 from streamrl.messages import Ended, Experience, GroupInfo, Lease, Prompt
-from streamrl.simulator.machine import Machine
+from streamrl.simulator.machine import Clerk, Machine
 
 
 @dataclass(eq=False, slots=True)
@@ -133,7 +133,7 @@ class StreamQueue:
     """What `Control` and `train_step` ask of an ExperienceQueue, and what replicas do.
 
     hop_s: from a commit until the group is ready for others, and from a trainer's question to the
-    groups that are ready. books_s: work on the machine for each group, by all its commits together.
+    groups that are ready. books_s: work of its process on the machine for each group, altogether.
     Unless it is `streamed`, a stage that scores gets the groups of a step together, once all of
     them are ready for it.
     """
@@ -159,8 +159,10 @@ class StreamQueue:
         }
         self._whole = {call.stage for call in dataflow.of_kind(Kind.SCORE) if not streamed}
         self._judge = makers.get("scores", "")
-        commits = len(dataflow.calls) - len(dataflow.trained)
-        self._commit_s = books_s / max(1, commits)
+        # A group comes in, is given to each stage and comes back, and is trained.
+        entries = 2 * (len(dataflow.calls) - len(dataflow.trained)) + 2
+        self._entry_s = books_s / entries
+        self._clerk = Clerk(machine)
         self._last = next(call.stage for call in dataflow.takers if call.kind is Kind.TRAIN)
         self.groups: dict[str, Group] = {}
         self.version = 0
@@ -190,9 +192,7 @@ class StreamQueue:
         for group in batch:
             del group.takers[stage]
         machine = self._machine
-        if self._commit_s:
-            machine.occupy(1)
-            machine.later(len(batch) * self._commit_s, lambda: machine.occupy(-1))
+        self._clerk.work(len(batch) * self._entry_s)
         if self._hop_s:
             machine.later(self._hop_s, lambda: self._put(stage, batch))
         else:
@@ -257,7 +257,9 @@ class StreamQueue:
                 self._arrived.set_result(None)
             self._observe(line, len(self._trainable))
         else:
+            ready = len(line.ready)
             line.match(self._loop.time())
+            self._clerk.work((ready - len(line.ready)) * self._entry_s)
             self._observe(line, len(line.ready))
 
     def _observe(self, line: Line, level: int) -> None:
@@ -279,6 +281,7 @@ class StreamQueue:
             self.groups[prompt.uid] = group
             for line in lines:
                 line.add(group)
+        self._clerk.work(len(prompts) * self._entry_s)
         for line in lines:
             self._match(line)
 
@@ -292,6 +295,7 @@ class StreamQueue:
         else:
             await self._machine.until(self._machine.now + self._hop_s)
         taken, self._trainable = self._trainable, []
+        self._clerk.work(len(taken) * self._entry_s)
         self._observe(self._lines[stage], 0)
         return [
             Experience(

@@ -47,3 +47,12 @@ def test_the_coefficients_of_a_run_are_found_again(
     assert found.step_s == pytest.approx(TRUE.step_s, rel=0.05)
     assert found.weights["generate"].pull_s == pytest.approx(0.006, rel=0.05)
     assert found.weights["generate"].publish_s == pytest.approx(0.004, rel=0.05)
+
+
+def test_where_generation_goes_on_a_pull_does_not_include_the_decode_step_it_waits_for(
+    tmp_path: Path,
+) -> None:
+    slow = replace(TRUE, generator=replace(TRUE.generator, step_s=0.06))
+    found = fitted(tmp_path, slow, "pipeline.max_staleness=1").timings
+    # A pull of 6 ms waits for half of a step on average, 30 ms.
+    assert found.weights["generate"].pull_s < 0.006 + 0.02

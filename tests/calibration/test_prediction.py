@@ -35,6 +35,14 @@ def test_a_run_is_predicted_from_another_with_another_bound(
         assert figures.idle[stage] == pytest.approx(idle, abs=0.1), stage
 
 
+def test_idle_time_is_off_by_a_difference_and_all_else_by_a_part() -> None:
+    predicted = Figures(1.1, 0.9, {"train": 0.10}, 0.0)
+    measured = Figures(1.0, 1.0, {"train": 0.05}, 0.0)
+    errors = {name: one["error"] for name, one in predicted.against(measured).items()}
+    expected = {"step_s": 0.1, "step_s_median": -0.1, "idle/train": 0.05, "staleness_mean": 0.0}
+    assert errors == pytest.approx(expected)
+
+
 def test_a_cluster_must_hold_the_run(tmp_path: Path) -> None:
     config = recipe(tmp_path, "generator.replicas=3")
     measured = read_run(write_run(tmp_path / "run", config, play(config)))

@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from streamrl.calibration.sampling import Asked, fit_sampling
+from streamrl.calibration.measured import Sampled
+from streamrl.calibration.sampling import WINDOW, Asked, Window, fit_sampling
 from streamrl.messages import Array
 from streamrl.placement import GeneratorTiming
 
-TRUE = GeneratorTiming(1, 512, 1e6, 2e-4, 1e-7, 1.5e-5, 4e-3, 5e-5, 3e-5)
+TRUE = GeneratorTiming(1, 512, 1e6, 2e-4, 1e-7, 1.5e-5, 4e-3, 5e-5, 3e-5, group_s=3e-4)
 START = replace(TRUE, step_s=4e-3, rollout_s=1e-4, prefill_token_s=5e-5)
 
 
@@ -29,6 +30,25 @@ def asked(paces: list[float]) -> Asked:
 @pytest.mark.parametrize("paces", [[1.0] * 4, [1.0, 1.4, 0.9, 1.0, 1.2, 0.8, 1.0]])
 def test_coefficients_are_those_of_the_usual_pace(paces: list[float]) -> None:
     found = fit_sampling([asked(paces)], START, pause_s=0.0)
-    true = (TRUE.step_s, TRUE.rollout_s, TRUE.prefill_token_s)
+    true = (TRUE.step_s, TRUE.rollout_s, TRUE.prefill_token_s, TRUE.group_s)
     assert found.values == pytest.approx(true, rel=0.1)
     assert found.residual < 0.01
+
+
+def test_windows_are_all_over_a_run_and_count_whose_neighbours_are_known() -> None:
+    # Each begins 1 s after the last and takes 5.5 s: six are beside it.
+    count = 3 * WINDOW + 100
+    episode = [
+        Sampled("generator-0", "generate", str(i), ((i, i + 5.5),), 5, (3,), i, 0)
+        for i in range(count)
+    ]
+    windows = list(Window.of(episode))
+    held = [[one.uid for one in window.groups if window.holds(one)] for window in windows]
+    assert len(windows) == 3
+    # The first five of a window are those that were there before, who do not count; the last six
+    # have others beside them that are in the next window.
+    assert held[0][0] == "0"
+    assert [len(own) for own in held] == [
+        len(w.groups) - 5 * (i > 0) - 5 * (i < 2) for i, w in enumerate(windows)
+    ]
+    assert held[-1][-1] == str(count - 1)

@@ -88,6 +88,17 @@ def test_every_rollout_has_its_prompt_taken_in() -> None:
     assert generation.completion(timing, ALL) == pytest.approx([2.0 + 12 * 0.1 + 0.5])
 
 
+def test_groups_that_are_handed_on_delay_those_that_are_not_done() -> None:
+    timing = replace(ROOMY, group_s=0.05)
+    alike = Generation(Workload(12, 2, 100, FixedLength(50)))
+    assert alike.completion(timing, ALL) == pytest.approx([0.5])
+    unlike = Generation(Workload(12, 1, 100, EmpiricalLengths.of([10, 30])))
+    (share,) = unlike.shares(timing)
+    ends = np.sort(share.group_ends)
+    earlier = np.searchsorted(ends, ends)
+    assert np.sort(share.ends_s(timing)) == pytest.approx(ends * 0.01 + earlier * 0.05)
+
+
 def test_replicas_share_groups_and_a_group_stays_on_one() -> None:
     generation = Generation(Workload(5, 8, 100, FixedLength(50)))
     timing = replace(ROOMY, weights_s=0.0, rollout_s=1e-3)

@@ -68,6 +68,14 @@ def test_prompts_are_computed_before_the_next_step() -> None:
     assert run(engine) == {"a": 2 + 1.0}
 
 
+def test_to_hand_on_what_is_done_delays_the_next_step() -> None:
+    engine: Engine[str] = Engine(replace(PLAIN, group_s=0.25))
+    engine.add("a", 1, [2], 0.0)
+    engine.add("b", 1, [2], 0.0)
+    engine.add("c", 1, [3, 1], 0.0)
+    assert run(engine) == {"a": 2.0, "b": 2.0, "c": 3 + 2 * 0.25}
+
+
 def test_those_beyond_the_places_wait_for_one() -> None:
     engine: Engine[str] = Engine(replace(PLAIN, max_running=2))
     engine.add("a", 1, [2, 3, 2], 0.0)
@@ -156,11 +164,14 @@ class Slow:
             one[2] -= 1
             versions = self.groups[one[0]].versions
             versions[self.version] = versions.get(self.version, 0) + 1
+        done = []
         for one in [one for one in self.running if not one[2]]:
             self.running.remove(one)
             self.left[one[0]] -= 1
             if not self.left[one[0]]:
-                self.ends[one[0]] = self.now
+                done.append(one[0])
+        self.ends |= dict.fromkeys(done, self.now)
+        self.now += self.timing.group_s * len(done)
         while self.running and self.resident + len(self.running) > self.timing.kv_tokens:
             self.waiting.appendleft(self.running.pop())
         self.fill()
@@ -177,6 +188,7 @@ timings = st.builds(
     step_s=st.just(0.1),
     rollout_s=st.sampled_from([0.0, 0.05]),
     prefill_token_s=st.sampled_from([0.0, 0.02]),
+    group_s=st.sampled_from([0.0, 0.04]),
 )
 events = st.lists(
     st.tuples(st.integers(0, 60), st.lists(st.integers(1, 20), max_size=4)), min_size=1, max_size=6

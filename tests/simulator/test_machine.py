@@ -2,11 +2,12 @@
 
 import asyncio
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.simulator.clock import run_virtual
-from streamrl.simulator.machine import Machine
+from streamrl.simulator.machine import Clerk, Machine
 
 
 async def ends(cores: int, works: list[tuple[float, float]]) -> list[float]:
@@ -80,3 +81,19 @@ def test_what_is_cancelled_does_not_happen() -> None:
         return rung
 
     assert run_virtual(main()) == ["second"]
+
+
+def test_a_clerk_does_one_thing_after_another_on_one_core() -> None:
+    async def main() -> tuple[float, float]:
+        machine, clock = Machine(2), asyncio.get_running_loop()
+        clerk = Clerk(machine)
+        for seconds in (1.0, 3.0, 0.0):
+            clerk.work(seconds)
+        # As fast as with nobody beside it but the clerk, and three are one too many for two cores.
+        await machine.work(3.0)
+        beside = clock.time()
+        await asyncio.gather(machine.work(1.5), machine.work(1.5))
+        return beside, clock.time()
+
+    # After 3 s the clerk has 1 s to do: the three of them go at 2/3 for 1.5 s, then two have 0.5 s.
+    assert run_virtual(main()) == pytest.approx((3.0, 3.0 + 1.5 + 0.5))

@@ -33,7 +33,9 @@ MEDIAN = 0.05
 
 
 @cache
-def errors(lengths: FixedLength | LognormalLengths, mini_batches: int) -> dict[str, float]:
+def errors(
+    lengths: FixedLength | LognormalLengths, mini_batches: int, group_s: float = 0.0
+) -> dict[str, float]:
     """By how much the schedule is too slow, relatively, of each placement and bound."""
     workload = Workload(
         32, 4, 256, lengths, mini_batches=mini_batches, whole_steps=mini_batches > 1
@@ -41,7 +43,8 @@ def errors(lengths: FixedLength | LognormalLengths, mini_batches: int) -> dict[s
     flow = dataflow_for((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
     models = {"policy": MODEL, "reference": MODEL}
     problem = Problem(flow, models, workload, Cluster.parse("8xA100"))
-    costs = CostModel(problem, replace(Constants(), max_running=32, keeps_served=True))
+    constants = replace(Constants(), max_running=32, keeps_served=True, decode_group_s=group_s)
+    costs = CostModel(problem, constants)
     estimator = Estimator(problem, costs)
     found = {}
     for name, meshes in PLACES.items():
@@ -65,6 +68,12 @@ def test_every_step_takes_about_as_long_as_it_is_said_to(
 ) -> None:
     found = errors(lengths, mini_batches)
     assert {name: error for name, error in found.items() if abs(error) > WORST} == {}
+
+
+def test_groups_that_are_handed_on_are_reckoned_with() -> None:
+    plain, slow = (errors(LONG_TAILED, 1, group_s) for group_s in (0.0, 0.1))
+    worse = {name: slow[name] - plain[name] for name in slow}
+    assert {name: error for name, error in worse.items() if abs(error) > 0.03} == {}
 
 
 def test_the_median_error_is_small() -> None:

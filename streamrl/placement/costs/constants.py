@@ -50,7 +50,8 @@ class Constants:
 
     Generation. max_running: most rollouts a replica samples at the same time. decode_step_s,
     decode_layer_s, decode_rollout_s: the host's own work for a decode step, for each layer of it,
-    and for each rollout in it. begin_s: from a prompt in the queue to its place in the engine.
+    and for each rollout in it; decode_group_s: for each group that is done. begin_s: from a prompt
+    in the queue to its place in the engine.
 
     Training. micro_batch_s, update_s, train_step_s: on top of each micro-batch, update and step.
     round_s: before each micro-batch and each update, to ask for it.
@@ -104,6 +105,7 @@ class Constants:
     decode_step_s: float = 4e-3
     decode_layer_s: float = 0.0
     decode_rollout_s: float = 100e-6
+    decode_group_s: float = 0.0
     begin_s: float = 10e-3
 
     micro_batch_s: float = 20e-3

@@ -81,6 +81,7 @@ def generator_timing(work: Work, kv_room_bytes: float) -> GeneratorTiming:
         + work.pass_token_s,
         prefill_token_s=_prefill_token_s(work),
         begin_s=constants.begin_s,
+        group_s=constants.decode_group_s,
     )
 
 
