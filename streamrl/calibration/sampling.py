@@ -135,9 +135,9 @@ class Asked:
         advance(np.inf)
         return done
 
-    def typical(self) -> tuple[float, float, float, float]:
+    def typical(self) -> Array:
         """Of a group: decode steps, rollouts in all of them together, prompt tokens and groups
-        beside it.
+        beside it; [4].
         """
         steps = [max(lengths) for lengths in self.lengths]
         beside, prompts, groups = [], [], []
@@ -151,10 +151,8 @@ class Asked:
             groups.append(len(running))
             beside.append(count * steps[key])
             prompts.append(count * self.prompt_tokens[key])
-        steps_, beside_, prompts_, groups_ = (
-            float(np.median(each)) for each in (steps, beside, prompts, groups)
-        )
-        return steps_, beside_, prompts_, groups_
+        found: Array = np.median([steps, beside, prompts, groups], axis=1)
+        return found
 
 
 def fit_sampling(asked: Sequence[Asked], start: GeneratorTiming, *, pause_s: float) -> Fit:
