@@ -15,11 +15,12 @@ from streamrl.actors.remote_shard import RemoteShard
 from streamrl.actors.weight_travel import WeightTravel
 from streamrl.buffer import ExperienceQueue
 from streamrl.config import RunConfig
-from streamrl.dataflow import Call, Dataflow, Kind
+from streamrl.dataflow import COST, REWARD, Call, Dataflow, Kind
 from streamrl.faces import DeviceLease, Fetched, Stage
 from streamrl.lease import Arbiter, ArbiterFace, FreeLease, Pulse, SharedLease, Suspendable
 from streamrl.placement import WorkerMemory
 from streamrl.preflight import placement_of
+from streamrl.rewards import may_use_devices
 from streamrl.telemetry.processors import process_time
 from streamrl.telemetry.spans import Span, SpanRecorder
 from streamrl.weights import Inlet, WeightManifest, unpack
@@ -97,11 +98,16 @@ class ActorReport:
 
 
 def phases(config: RunConfig) -> dict[str, set[int]]:
-    """What slots are held for, and which: each role that serves, and all trainers, who are one."""
+    """What slots are held for, and which: each role that serves, and all trainers, who are one.
+
+    Rules compute nothing on a slot's devices, so nobody waits for them, nor they for anybody.
+    """
     trained = config.dataflow.trained
+    judges = {REWARD.role: config.rewards, COST.role: config.costs}
     found: dict[str, set[int]] = {}
     for role, slots in placement_of(config).slots.items():
-        found.setdefault(TRAINERS if role in trained else role, set()).update(slots)
+        if role not in judges or may_use_devices(judges[role]):
+            found.setdefault(TRAINERS if role in trained else role, set()).update(slots)
     return found
 
 
@@ -127,8 +133,8 @@ def share(
     if config.placement.in_turn:
         return SharedLease(arbiter, holder)
     held = phases(config)
-    phase = role if role in held else TRAINERS
-    mine = held.pop(phase)
+    phase = TRAINERS if role in config.dataflow.trained else role
+    mine = held.pop(phase, set[int]())
     if not any(mine & theirs for theirs in held.values()):
         return FreeLease()
     return SharedLease(arbiter, holder, phase, suspendable=suspendable)

@@ -3,7 +3,13 @@
 from streamrl.rewards.combination import Component
 from streamrl.rewards.config import RewardConfig, SandboxConfig, ScorerConfig
 from streamrl.rewards.plugins import reward
-from streamrl.rewards.registry import KINDS, Kind, build_rewards, check_options
+from streamrl.rewards.registry import (
+    KINDS,
+    Kind,
+    build_rewards,
+    check_options,
+    may_use_devices,
+)
 from streamrl.rewards.reward import Given, Reward, Surroundings
 from streamrl.rewards.reward_set import COSTS, REWARDS, GroupJudgement, Judged, RewardSet
 from streamrl.rewards.text import decode_completions
@@ -29,5 +35,6 @@ __all__ = [
     "build_rewards",
     "check_options",
     "decode_completions",
+    "may_use_devices",
     "reward",
 ]

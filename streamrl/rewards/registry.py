@@ -39,11 +39,15 @@ from streamrl.settings import nearest, read_settings
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind in one line, its options, and how it is made of them."""
+    """A kind in one line, its options, and how it is made of them.
+
+    on_device: whether it may compute on the devices of its replica, as a model does.
+    """
 
     summary: str
     options: type
     make: Callable[[Given[Any]], Reward]
+    on_device: bool = False
 
 
 KINDS: Mapping[str, Kind] = {
@@ -111,11 +115,13 @@ KINDS: Mapping[str, Kind] = {
         "a Python function of yours, in streamrl's, verl's or TRL's signature",
         FunctionOptions,
         function_reward,
+        on_device=True,
     ),
     "model": Kind(
         "what a sequence-classification model gives to prompt and completion",
         ModelOptions,
         model_reward,
+        on_device=True,
     ),
     "judge": Kind(
         "the number a language model gives, behind an OpenAI-compatible server",
@@ -157,6 +163,13 @@ def build_rewards(
     is_combined = judged is REWARDS and around.scorer.combine
     combination = build_combination(components, around.scorer) if is_combined else None
     return RewardSet(components, combination, judged=judged)
+
+
+def may_use_devices(configs: Sequence[RewardConfig]) -> bool:
+    """Whether any of them may compute on the devices of its replica: all that is not a rule of
+    streamrl's may.
+    """
+    return any(one.kind not in KINDS or KINDS[one.kind].on_device for one in configs)
 
 
 def check_options(configs: Sequence[RewardConfig], judged: Judged) -> None:
