@@ -70,17 +70,13 @@ def check_workload(workload: Workload, timings: Timings, steps: int) -> None:
     """Raise ConfigError if it is none, or its longest rollout has no room."""
     if steps < 1:
         raise ConfigError(f"steps={steps}: must be at least 1")
-    longest = max(1, round(workload.prompt_tokens)) + workload.lengths.most
-    rooms = {
-        "workload.micro_batch_tokens": workload.micro_batch_tokens,
-        "timings.generator.kv_tokens": timings.generator.kv_tokens,
-    }
-    for name, room in rooms.items():
-        if room < longest:
-            raise ConfigError(
-                f"{name}={room:g}: must be at least {longest}, the tokens of a prompt and its"
-                " longest completion"
-            )
+    workload.check_room()
+    longest = workload.whole_prompt_tokens + workload.lengths.most
+    if timings.generator.kv_tokens < longest:
+        raise ConfigError(
+            f"timings.generator.kv_tokens={timings.generator.kv_tokens:g}: must be at least"
+            f" {longest}, the tokens of a prompt and its longest completion"
+        )
 
 
 async def _run(scenario: Scenario) -> Simulated:

@@ -185,7 +185,7 @@ def test_what_no_run_could_be_is_refused_with_its_reason() -> None:
         run(replace(TIMINGS, score={}))
     with pytest.raises(ConfigError, match=r"timings\.train\.policy: missing"):
         run(replace(TIMINGS, train={}))
-    with pytest.raises(ConfigError, match="micro_batch_tokens=10: must be at least 11"):
+    with pytest.raises(ConfigError, match="micro_batch_tokens=10: must hold one rollout, 11"):
         run(workload=replace(WORKLOAD, micro_batch_tokens=10))
     with pytest.raises(ConfigError, match="kv_tokens=10: must be at least 11"):
         run(replace(TIMINGS, generator=replace(GENERATOR, kv_tokens=10)))
