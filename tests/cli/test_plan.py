@@ -240,11 +240,11 @@ def test_wrong_options_of_plan(
     ("words", "said"),
     [
         (["--steps", "0"], "--steps 0: must be from 1"),
-        (["--mttf-h", "0"], "--mttf-h 0: must be above 0"),
-        (["--mttf-h", "inf"], "--mttf-h inf: must be above 0 and finite"),
-        (["--mttf-h", "1", "--restart-s", "inf"], "--restart-s inf: must be above 0 and finite"),
-        (["--mttf-h", "1", "--restart-s", "nan"], "--restart-s nan: must be above 0 and finite"),
-        (["--mttf-h", "0.01"], "--mttf-h 0.01: is 36 s: must be above --restart-s 300"),
+        (["--mttf-h", "0"], "--mttf-h 0, --restart-s 300: failures.mttf_s=0: must be above 0"),
+        (["--mttf-h", "inf"], "failures.mttf_s=inf: must be above 0 and finite"),
+        (["--mttf-h", "1", "--restart-s", "inf"], "restart_s=inf: must be above 0 and finite"),
+        (["--restart-s", "nan"], "--restart-s nan: failures.restart_s=nan: must be above 0"),
+        (["--mttf-h", "0.01"], "failures.mttf_s=36: must be above restart_s=300"),
         (
             ["--mttf-h", "0.01", "--restart-s", "1", "--steps", "10000"],
             "of 1 nodes that train one dies every 36 s: 10000 steps without a checkpoint",
