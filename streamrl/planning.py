@@ -6,11 +6,10 @@ from dataclasses import dataclass, field, replace
 from streamrl.config import RunConfig
 from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY
 from streamrl.errors import ConfigError
-from streamrl.placement import Cluster, ModelShape, Problem, Workload, shape_of
+from streamrl.placement import Cluster, Manner, ModelShape, Problem, Workload, shape_of
 from streamrl.placement.costs import Constants
 from streamrl.placement.workload import FixedLength, Lengths
 from streamrl.preflight import load_files, model_length
-from streamrl.simulator import Manner
 
 CRITICS = (CRITIC, COST_CRITIC)
 JUDGES = ("reward", "cost")
@@ -44,7 +43,8 @@ def problem_of(config: RunConfig, cluster: Cluster, asked: Asked) -> Problem:
         settings.scope == "step" or settings.num_updates > 1,
         asked.filtered,
     )
-    return Problem(config.dataflow, models_of(config, asked.models), workload, cluster)
+    models = models_of(config, asked.models)
+    return Problem(config.dataflow, models, workload, cluster, _manner(config))
 
 
 def models_of(config: RunConfig, named: Mapping[str, str]) -> dict[str, ModelShape]:
@@ -118,8 +118,7 @@ def run_constants(config: RunConfig, constants: Constants) -> Constants:
     )
 
 
-def manner_of(config: RunConfig) -> Manner:
-    """How a run is done, for the simulator."""
+def _manner(config: RunConfig) -> Manner:
     pipeline = config.pipeline
     return Manner(
         depth=pipeline.depth, on_stale=pipeline.on_stale, slice_s=config.placement.slice_s

@@ -30,6 +30,9 @@ def test_a_problem_has_the_work_of_a_step_and_the_models_that_are_named() -> Non
     assert problem.models["critic"].scalar_head
     judged = problem_of(recipe("ppo"), cluster, Asked(20, {**SIZES, "reward": "qwen2.5-0.5b"}))
     assert "reward" in judged.stages
+    # And it is done as the run is.
+    manner = problem_of(recipe("ppo", "placement.slice_s=0.2"), cluster, Asked(20, SIZES)).manner
+    assert (manner.slice_s, manner.on_stale) == (0.2, "wait")
 
 
 def test_a_model_that_nobody_can_size_is_refused() -> None:

@@ -7,7 +7,7 @@ are then played in virtual time by the simulator, which has the last word.
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ from streamrl.placement.search import (
     plan,
 )
 from streamrl.placing import RunCosts, placed_run, rules_of
-from streamrl.planning import manner_of
 from streamrl.simulator import Simulated, play
 
 BOUNDS = (0, 1, 2, 4)
@@ -87,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         streamed=(True, False) if arguments.pipeline else (True,),
         proposals=arguments.proposals,
     )
-    found = _played(config, problem, planned.front, costs, arguments)
+    found = _played(problem, planned.front, costs, arguments)
     report = Report(config, problem, planned, gaining(planned.front, found))
     if planned.best is not None:
         _write(arguments, report)
@@ -108,13 +107,14 @@ def read_bounds(text: str) -> Sequence[int]:
 
 
 def _played(
-    config: RunConfig,
     problem: Problem,
     front: Sequence[FrontPoint],
     costs: CostModel,
     arguments: argparse.Namespace,
 ) -> list[Simulated]:
     """Every point of the front in virtual time."""
+    # What is written out is as far ahead as its bound allows.
+    manner = replace(problem.manner, depth=None)
     return [
         play(
             problem.dataflow,
@@ -122,7 +122,7 @@ def _played(
             costs.timings(point.candidate.placement),
             problem.workload,
             seed=arguments.seed,
-            manner=manner_of(config),
+            manner=manner,
         )
         for point in front
     ]

@@ -14,7 +14,6 @@ from streamrl.errors import ConfigError
 from streamrl.placement import Placement, Problem
 from streamrl.placement.costs import CostModel
 from streamrl.placing import run_placement
-from streamrl.planning import manner_of
 from streamrl.settings import unreadable
 from streamrl.simulator import Failures, Simulated, simulate
 
@@ -70,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         steps=arguments.steps,
         seed=arguments.seed,
         failures=failures,
-        manner=manner_of(config),
+        manner=problem.manner,
     )
     if arguments.output is not None:
         found.write(arguments.output)

@@ -5,14 +5,12 @@ from dataclasses import dataclass, field, replace
 
 from streamrl.dataflow import MOVED, POLICY, Call, Dataflow, Kind
 from streamrl.placement.durations import Generation, cuts_of, score_s, spread, training
+from streamrl.placement.manner import Manner
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Assignment, Placement
 from streamrl.placement.timings import ScoreTiming, Timings, WeightsTiming
 from streamrl.placement.unrolling import NOWHERE, Job, Need
 from streamrl.placement.workload import Workload
-
-SLICE_S = 1.0
-"""How long generation keeps devices that it shares, as placement.slice_s is unless it is set."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +70,7 @@ class Jobs:
     workload: Workload
     placement: Placement
     timings: Timings
+    manner: Manner = field(default_factory=Manner)
     devices: list[Mesh] = field(default_factory=list)
     overlaps: list[list[int]] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
@@ -198,9 +197,9 @@ class Jobs:
         if not self.trickles or not self.placement.overlaps(call.stage, self.flow.generate.stage):
             return 0.0
         group_s = timing.batch_of(per_group, per_group * self.workload.rollout_tokens)
-        groups = self.workload.groups_per_step
+        groups, slice_s = self.workload.groups_per_step, self.manner.slice_s
         bursts = sum(
-            min(part * groups, seconds / (SLICE_S + group_s)) for part, seconds in self.spells
+            min(part * groups, seconds / (slice_s + group_s)) for part, seconds in self.spells
         )
         return bursts * group_s
 

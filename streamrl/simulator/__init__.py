@@ -3,7 +3,6 @@
 from streamrl.simulator.failures import Crash, Failures
 from streamrl.simulator.playing import play
 from streamrl.simulator.results import Simulated
-from streamrl.simulator.scenario import Manner
 from streamrl.simulator.simulation import simulate
 
-__all__ = ["Crash", "Failures", "Manner", "Simulated", "play", "simulate"]
+__all__ = ["Crash", "Failures", "Simulated", "play", "simulate"]

@@ -8,11 +8,11 @@ import math
 from dataclasses import replace
 
 from streamrl.dataflow import Dataflow
+from streamrl.placement.manner import Manner
 from streamrl.placement.placements import Placement
 from streamrl.placement.timings import ScoreTiming, Timings
 from streamrl.placement.workload import Workload
 from streamrl.simulator.results import Simulated
-from streamrl.simulator.scenario import Manner
 from streamrl.simulator.simulation import simulate
 
 STEPS = 12

@@ -7,19 +7,11 @@ from dataclasses import dataclass
 from streamrl.control import PipelineConfig
 from streamrl.dataflow import GENERATE, POLICY, Dataflow, Kind
 from streamrl.engines.schedule import Pace
+from streamrl.placement.manner import Manner
 from streamrl.placement.placements import Placement
 from streamrl.placement.timings import Timings
 from streamrl.placement.workload import Workload
 from streamrl.simulator.failures import Failures
-
-
-@dataclass(frozen=True)
-class Manner:
-    """How a run is done, beside its placement; as in a run's config."""
-
-    depth: int | None = None
-    on_stale: str = "wait"
-    slice_s: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ from contextlib import contextmanager
 
 from streamrl.dataflow import Dataflow, Kind
 from streamrl.errors import ConfigError
+from streamrl.placement.manner import Manner
 from streamrl.placement.placements import Placement
 from streamrl.placement.timings import Timings
 from streamrl.placement.workload import Workload
 from streamrl.simulator.clock import run_virtual
 from streamrl.simulator.failures import Failures
 from streamrl.simulator.results import Simulated
-from streamrl.simulator.scenario import Manner, Scenario
+from streamrl.simulator.scenario import Scenario
 from streamrl.simulator.world import World
 
 

@@ -100,6 +100,34 @@ def test_a_placement_goes_from_plan_to_simulate_as_it_is(
     assert "already holds a run" in refusal(capsys, "simulate", *words)
 
 
+def test_a_set_slice_changes_what_is_planned_and_what_is_simulated(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shared = ["placement.mode=mixed", "placement.pools=[{generator: 1, reference: 1}]"]
+    words = [*SMALL[:-2], "algorithm.kl_coef=0.1", *shared, "generator.replicas=4"]
+    words += ["reference.replicas=4", "--steps", "8", "--json"]
+    steps = [
+        json.loads(run(capsys, "simulate", *words, f"placement.slice_s={slice_s}")[1])["step_s"]
+        for slice_s in (0.3, 1, 10)
+    ]
+    assert len(set(steps)) == len(steps)
+    # The schedule's own figures, of all that was found.
+    words = ["plan", *SMALL, "algorithm.kl_coef=0.1", "--max-staleness", "1", "--json"]
+    plans = [
+        [each.get("step_s") for each in json.loads(run(capsys, *words, more)[1])["candidates"]]
+        for more in ("placement.slice_s=0.3", "placement.slice_s=10")
+    ]
+    assert plans[0] != plans[1]
+
+
+def test_a_plan_is_as_far_ahead_as_its_bound_whatever_the_run_was(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["plan", *SMALL, "--max-staleness", "0,1", "--json", "pipeline.max_staleness=2"]
+    plain, deep = (run(capsys, *words, f"pipeline.depth={depth}") for depth in ("null", "2"))
+    assert plain == deep
+
+
 def test_nodes_that_die_cost_time(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["simulate", *SMALL[:-2], "--steps", "10", "--json"]
     whole = json.loads(run(capsys, *words)[1])

@@ -7,6 +7,7 @@ import pytest
 from streamrl.dataflow import Dataflow, dataflow_for
 from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS
+from streamrl.placement.manner import Manner
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Assignment, Placement
 from streamrl.placement.timings import (
@@ -19,7 +20,6 @@ from streamrl.placement.timings import (
 from streamrl.placement.workload import FixedLength, Workload
 from streamrl.resharding import Grid
 from streamrl.simulator.results import Simulated
-from streamrl.simulator.scenario import Manner
 from streamrl.simulator.simulation import simulate
 
 FLOW = dataflow_for((*ROLLOUT_COLUMNS, "scores"))
