@@ -65,16 +65,9 @@ class Share:
         return np.interp(self.group_ends, self.edges, self._clock(timing))
 
     def _clock(self, timing: GeneratorTiming) -> Array:
-        spent = np.diff(self.edges) * decode_steps_s(timing, self.running, self.resident)
+        spent = np.diff(self.edges) * timing.decode_steps_s(self.running, self.resident)
         prompts = self.computed * timing.prefill_token_s
         return timing.begin_s + np.concatenate(([0.0], np.cumsum(spent + prompts)))
-
-
-def decode_steps_s(timing: GeneratorTiming, running: Array, resident: Array) -> Array:
-    """GeneratorTiming.decode_step_s of arrays."""
-    memory = timing.weights_s + timing.kv_token_s * resident
-    compute = timing.compute_rollout_s * running
-    return np.maximum(memory, compute) + timing.step_s + timing.rollout_s * running
 
 
 class Generation:
