@@ -9,9 +9,10 @@ from streamrl.placement.jobs import Flow, Jobs, standing
 from streamrl.placement.manner import Manner
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.timings import GeneratorTiming, ScoreTiming, Timings, TrainTiming
+from streamrl.placement.timings import ScoreTiming, Timings, TrainTiming
 from streamrl.placement.workload import LognormalLengths, Workload
 from streamrl.resharding import Grid
+from tests.placement.simple_costs import sampler
 
 GRPO = dataflow_for((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
 WORKLOAD = Workload(8, 1, 100, LognormalLengths(80, 0.5, 400))
@@ -29,7 +30,7 @@ def test_generation_ahead_stands_still_for_a_group_after_every_slice(
     # fit, but for the shortest slice, where all 8 groups are scored before.
     placement = Placement({"generate": on(0, 8), "reference": on(0, 8), "train": on(8, 1)}, 1)
     timings = Timings(
-        GeneratorTiming(8, 1000, 1e9, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0),
+        sampler(0.1, replicas=8),
         {"reference": ScoreTiming(8, 1, 1.0, 0.0, 0.0)},
         {"policy": TrainTiming(1, 1.0, 0.0, 1.0)},
     )

@@ -18,7 +18,6 @@ from streamrl.placement.placements import Assignment, Placement
 from streamrl.placement.schedule import Estimator, d_cost, estimate
 from streamrl.placement.shapes import shape_of
 from streamrl.placement.timings import (
-    GeneratorTiming,
     ScoreTiming,
     Timings,
     TrainTiming,
@@ -26,7 +25,7 @@ from streamrl.placement.timings import (
 )
 from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
 from streamrl.resharding import Grid
-from tests.placement.simple_costs import SimpleCosts
+from tests.placement.simple_costs import SimpleCosts, sampler
 
 SMALL = shape_of("qwen2.5-0.5b")
 GRPO = dataflow_for((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
@@ -40,7 +39,7 @@ def problem(dataflow: Dataflow = GRPO, workload: Workload = WORKLOAD) -> Problem
     return Problem(dataflow, dict.fromkeys(roles, SMALL), workload, Cluster.parse("8xA100"))
 
 
-GENERATOR = GeneratorTiming(1, 1000, 1e9, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0)
+GENERATOR = sampler(0.1)
 """10 s for a step's rollouts, whatever runs beside them."""
 TIMINGS = Timings(
     GENERATOR,

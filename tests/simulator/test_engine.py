@@ -12,18 +12,9 @@ from streamrl.placement.durations import FINE, Generation
 from streamrl.placement.timings import GeneratorTiming
 from streamrl.placement.workload import FixedLength, Workload
 from streamrl.simulator.engine import Engine, Sampling
+from tests.placement.simple_costs import sampler
 
-PLAIN = GeneratorTiming(
-    replicas=1,
-    max_running=8,
-    kv_tokens=1000,
-    weights_s=1.0,
-    kv_token_s=0.0,
-    compute_rollout_s=0.0,
-    step_s=0.0,
-    rollout_s=0.0,
-    prefill_token_s=0.0,
-)
+PLAIN = sampler(1.0, max_running=8, kv_tokens=1000)
 """A step takes a second, whoever is in it."""
 
 

@@ -11,7 +11,6 @@ from streamrl.placement.manner import Manner
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Assignment, Placement
 from streamrl.placement.timings import (
-    GeneratorTiming,
     ScoreTiming,
     Timings,
     TrainTiming,
@@ -21,19 +20,10 @@ from streamrl.placement.workload import FixedLength, Workload
 from streamrl.resharding import Grid
 from streamrl.simulator.results import Simulated
 from streamrl.simulator.simulation import simulate
+from tests.placement.simple_costs import sampler
 
 FLOW = dataflow_for((*ROLLOUT_COLUMNS, "scores"))
-GENERATOR = GeneratorTiming(
-    replicas=1,
-    max_running=8,
-    kv_tokens=1000,
-    weights_s=1.0,
-    kv_token_s=0.0,
-    compute_rollout_s=0.0,
-    step_s=0.0,
-    rollout_s=0.0,
-    prefill_token_s=0.0,
-)
+GENERATOR = sampler(1.0, max_running=8, kv_tokens=1000)
 TIMINGS = Timings(
     generator=GENERATOR,
     score={"reward": ScoreTiming(1, 2, batch_s=0.5, rollout_s=0.0, token_s=0.0)},
