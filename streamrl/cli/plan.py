@@ -23,6 +23,7 @@ from streamrl.placement.placements import MOST_STALENESS
 from streamrl.placement.search import (
     BY_WHOLE_STEPS,
     PROPOSALS,
+    Absent,
     Candidate,
     FrontPoint,
     Planned,
@@ -87,7 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
         proposals=arguments.proposals,
     )
     found = _played(problem, planned.front, costs, arguments)
-    report = Report(config, problem, planned, gaining(planned.front, found))
+    kept, lost = gaining(planned.front, found)
+    report = Report(config, problem, planned, kept, lost)
     if planned.best is not None:
         _write(arguments, report)
     print(json.dumps(report.as_json()) if arguments.json else report.text(arguments.explain))
@@ -130,23 +132,41 @@ def _played(
 
 def gaining(
     front: Sequence[FrontPoint], played: Sequence[Simulated]
-) -> list[tuple[FrontPoint, Simulated]]:
-    """The points that, as they were played, have more throughput than all with a lower bound."""
+) -> tuple[list[tuple[FrontPoint, Simulated]], list[Absent]]:
+    """The points that, as they were played, have more throughput than all with a lower bound.
+
+    And why the others are left out.
+    """
     kept: list[tuple[FrontPoint, Simulated]] = []
+    lost: list[Absent] = []
     for point, found in zip(front, played, strict=True):
         if not kept or found.tokens_per_s > kept[-1][1].tokens_per_s:
             kept.append((point, found))
-    return kept
+            continue
+        best, most = kept[-1]
+        why = f"simulated, it has {count(found.tokens_per_s)} tokens/s, and {best.max_staleness}"
+        lost.append(Absent(point.max_staleness, f"{why} has {count(most.tokens_per_s)}"))
+    return kept, lost
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was found, to be told: `front` by bound, each point with how it was played."""
+    """What was found, to be told: `front` by bound, each point with how it was played.
+
+    lost: the bounds that the planner had on its front, and the simulator has not.
+    """
 
     config: RunConfig
     problem: Problem
     planned: Planned
     front: Sequence[tuple[FrontPoint, Simulated]]
+    lost: Sequence[Absent]
+
+    @property
+    def absent(self) -> list[Absent]:
+        """The bounds that were asked for and have no row, and why."""
+        every = [*self.planned.absent, *self.lost]
+        return sorted(every, key=lambda each: each.max_staleness)
 
     @property
     def point(self) -> FrontPoint:
@@ -157,7 +177,7 @@ class Report:
         """For a person."""
         lines = [problem_line(self.config, self.problem), ""]
         if self.planned.best is None:
-            return "\n".join([*lines, "nothing fits", *self._others()[1:]])
+            return "\n".join([*lines, "nothing fits", *self._others()[1:], *self._absences()])
         lines += table([HEADING, *(self._row(*each) for each in self.front)])
         lines += ["", f"best: {self.point.candidate.label}"]
         lines += [
@@ -165,7 +185,7 @@ class Report:
             + (f", ZeRO {assignment.zero_stage}" if stage.startswith("train") else "")
             for stage, assignment in self.point.candidate.placement.calls.items()
         ]
-        lines += ["", *self._others()] if explain else []
+        lines += ["", *self._others(), *self._absences()] if explain else []
         return "\n".join(lines)
 
     @staticmethod
@@ -192,6 +212,11 @@ class Report:
                 lines.append(f"  {each.label}: {seconds(each.step_s)} s a step{lost}")
                 lines.append(f"    {each.placement}")
         return lines
+
+    def _absences(self) -> list[str]:
+        """Bounds that were asked for and have no row."""
+        lines = [f"  {each.max_staleness}: {each.why}" for each in self.absent]
+        return ["", "bounds of staleness that are left out:", *lines] if lines else []
 
     def _kinds(self) -> list[Candidate]:
         """Without those that wait for whole steps and gain nothing by it."""
@@ -220,6 +245,7 @@ class Report:
             "devices": self.problem.cluster.size,
             "best": front[-1] if front else None,
             "front": front,
+            "absent": [vars(each) for each in self.absent],
             "candidates": [_candidate(each) for each in self.planned.candidates],
         }
 

@@ -9,6 +9,8 @@ from streamrl.cli.main import main
 from streamrl.cli.problem import read_lengths
 from streamrl.config import load_config
 from streamrl.placement import Placement
+from streamrl.placement.costs import CostModel
+from streamrl.placement.costs.traffic import Traffic
 from streamrl.placing import run_placement
 from streamrl.simulator.playing import STEPS
 
@@ -51,6 +53,29 @@ def test_a_plan_has_a_row_for_each_bound_that_gains_and_the_best_one_in_full(
     assert lines[4].startswith("0: ")
     best = lines.index(next(line for line in lines if line.startswith("best: ")))
     assert [line.split()[0] for line in lines[best + 1 :]] == ["generate", "train"]
+
+
+def test_a_bound_without_a_row_is_told_with_the_reason(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fits = CostModel.unfit
+
+    def refuses(costs: CostModel, placement: Placement) -> str:
+        """Exact costs, unlike those of the search, find no room for generation ahead."""
+        is_exact = type(costs.traffic) is Traffic
+        return "1 GB short" if is_exact and placement.max_staleness else fits(costs, placement)
+
+    monkeypatch.setattr(CostModel, "unfit", refuses)
+    words = ["plan", *SMALL, "--max-staleness", "0,2"]
+    code, out = run(capsys, *words, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert [each["max_staleness"] for each in found["front"]] == [0]
+    (absent,) = found["absent"]
+    assert absent["max_staleness"] == 2 and "ahead: 1 GB short" in absent["why"]
+    said = run(capsys, *words, "--explain")[1].splitlines()
+    assert said[-2:] == ["bounds of staleness that are left out:", f"  2: {absent['why']}"]
+    assert "left out" not in run(capsys, *words)[1]
 
 
 def test_the_same_seed_gives_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:

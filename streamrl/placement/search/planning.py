@@ -10,7 +10,15 @@ from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Mode, Placement
 from streamrl.placement.schedule import Estimator
 from streamrl.placement.search.annealing import Annealing, State
-from streamrl.placement.search.front import Candidate, FrontPoint, Planned, compared, pareto
+from streamrl.placement.search.front import (
+    Absent,
+    Candidate,
+    FrontPoint,
+    Planned,
+    compared,
+    outdone,
+    pareto,
+)
 from streamrl.placement.search.guideline import guideline
 from streamrl.placement.search.mapping import Mapping
 from streamrl.placement.search.parallel import Choices, Roles
@@ -137,30 +145,41 @@ class Planner:
     # What there is to say.
 
     def _said(self, bounds: Sequence[int]) -> Planned:
-        under = {bound: best for bound in bounds if (best := self._best(bound)) is not None}
-        best = min(under.values(), key=lambda each: each.step_s, default=None)
+        found = [self._best(bound) for bound in bounds]
+        under = [each for each in found if isinstance(each, FrontPoint)]
+        absent = [each for each in found if isinstance(each, Absent)]
+        best = min((each.candidate for each in under), key=lambda each: each.step_s, default=None)
         # Those that lost are not worth the plans of their weights.
         kinds = [self._candidate(self.estimator, each) for each in self._best_of_kinds()]
         kinds += self._misfits({each.label for each in kinds})
         if best is None:
-            return Planned(None, kinds, ())
+            return Planned(None, kinds, (), absent)
         told = [compared(best, each) for each in kinds if each.label != best.label]
         candidates = sorted([best, *told], key=lambda each: each.step_s)
-        front = pareto(FrontPoint(bound, candidate) for bound, candidate in under.items())
-        return Planned(best, candidates, front)
+        front = pareto(under)
+        absent += outdone(under, front)
+        return Planned(best, candidates, front, sorted(absent, key=lambda each: each.max_staleness))
 
-    def _best(self, bound: int) -> Candidate | None:
+    def _best(self, bound: int) -> FrontPoint | Absent:
         """Of all that were looked at and keep the bound, the first that exact costs confirm."""
         fit = (
             (seconds, i, placement)
             for i, (placement, seconds) in enumerate(self.estimator.seen())
             if placement.max_staleness <= bound and math.isfinite(seconds)
         )
+        refused = []
         for _, _, placement in heapq.nsmallest(CONFIRMED, fit):
             found = self._candidate(self.exact, placement)
             if not found.estimate.unfit:
-                return found
-        return None
+                return FrontPoint(bound, found)
+            refused.append(f"{found.label}: {found.estimate.unfit}")
+        if not refused:
+            return Absent(bound, "nothing that was looked at fits")
+        return Absent(
+            bound,
+            f"of all that seemed to fit, none of the best ({len(refused)} of them) does once the"
+            f" bytes of its weights are planned; {refused[0]}",
+        )
 
     def _candidate(self, estimator: Estimator, placement: Placement) -> Candidate:
         return Candidate(self._kind(placement), placement, estimator.estimate(placement))
