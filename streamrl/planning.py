@@ -121,5 +121,8 @@ def run_constants(config: RunConfig, constants: Constants) -> Constants:
 def _manner(config: RunConfig) -> Manner:
     pipeline = config.pipeline
     return Manner(
-        depth=pipeline.depth, on_stale=pipeline.on_stale, slice_s=config.placement.slice_s
+        depth=pipeline.depth,
+        on_stale=pipeline.on_stale,
+        slice_s=config.placement.slice_s,
+        publish_every=config.weights.publish_every,
     )

@@ -6,7 +6,7 @@ import pytest
 
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
-from streamrl.placement import Cluster, FixedLength, Placement, of_meshes, of_ratios
+from streamrl.placement import Cluster, FixedLength, Manner, Placement, of_meshes, of_ratios
 from streamrl.placing import placed_run, run_placement
 from streamrl.planning import Asked, problem_of
 
@@ -31,8 +31,9 @@ def test_a_problem_has_the_work_of_a_step_and_the_models_that_are_named() -> Non
     judged = problem_of(recipe("ppo"), cluster, Asked(20, {**SIZES, "reward": "qwen2.5-0.5b"}))
     assert "reward" in judged.stages
     # And it is done as the run is.
-    manner = problem_of(recipe("ppo", "placement.slice_s=0.2"), cluster, Asked(20, SIZES)).manner
-    assert (manner.slice_s, manner.on_stale) == (0.2, "wait")
+    seldom = recipe("ppo", "placement.slice_s=0.2", "weights.publish_every=2")
+    manner = problem_of(seldom, cluster, Asked(20, SIZES)).manner
+    assert manner == Manner(slice_s=0.2, publish_every=2)
 
 
 def test_a_model_that_nobody_can_size_is_refused() -> None:

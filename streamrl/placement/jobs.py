@@ -129,6 +129,11 @@ class Jobs:
         return [calls[stage] for stage in scores if stage in calls]
 
     @property
+    def publish_every(self) -> int:
+        """Steps from one version that is published to the next: as many as may be ahead."""
+        return min(self.manner.publish_every, 1 + self.placement.max_staleness)
+
+    @property
     def trickles(self) -> bool:
         """Whether groups of a step are ready one by one: replicas that score take each at once."""
         return self.placement.streamed and self.workload.varied
@@ -167,12 +172,20 @@ class Jobs:
         )
 
     def _pull(self, call: Call) -> Job:
-        """The version that a step may be generated with, on its way."""
+        """The version that a step may be generated with, on its way.
+
+        Steps that wait for the same one, as not all are published, have it taken up by the first.
+        """
         weights = self.weights(call.stage)
         way = weights.publish_s + weights.pull_s - weights.pause_s
-        lag = 1 + self.placement.max_staleness
-        needs = [Need(update, lag, True, delay_s=way) for update in self.updates]
-        return Job(call.stage, self.mesh(call.stage), (weights.pause_s,), needs)
+        lag, every = 1 + self.placement.max_staleness, self._every(call)
+        needs = [Need(update, lag, True, delay_s=way, every=every) for update in self.updates]
+        mesh, pause = self.mesh(call.stage), (weights.pause_s,)
+        return Job(call.stage, mesh, pause, needs, every=every, first=lag)
+
+    def _every(self, call: Call) -> int:
+        """A reference that moves has a pace of its own."""
+        return 1 if call.follows == MOVED else self.publish_every
 
     def _generate(self, job: Job, pull: int | None) -> Job:
         return replace(job, needs=[] if pull is None else [Need(pull)])
@@ -217,7 +230,8 @@ class Jobs:
         publish_s = max((self.weights(stage).publish_s for stage in self._led(call)), default=0.0)
         needs = self._sources(call, whole=self.workload.whole_steps)
         needs += [Need(each, 1, True, delay_s=self.timings.step_s) for each in self.updates]
-        needs.append(Need(j, 1, True, last=True, delay_s=publish_s))
+        every = self.publish_every
+        needs.append(Need(j, every, True, last=True, delay_s=publish_s, every=every))
         parts = spread(work.passes_s, self.cuts(work.micro_batches))
         parts = [*parts, work.last_s + timing.step_s]
         return Job(call.stage, self.mesh(call.stage), parts, needs, glued=True)
@@ -267,7 +281,7 @@ def busiest_s(jobs: Jobs, every: Sequence[Job], within: Mesh | None = None) -> f
     work = [0.0] * len(jobs.devices)
     for job in every:
         if job.mesh != NOWHERE:
-            work[job.mesh] += sum(job.parts)
+            work[job.mesh] += sum(job.parts) / job.every
     firsts = {mesh.first for mesh in jobs.devices}
     if within is not None:
         firsts = {first for first in firsts if first in within.devices} | {within.first}

@@ -111,7 +111,9 @@ class Estimator:
     def schedule(self, placement: Placement) -> tuple[Jobs, Unrolled]:
         """The jobs of a placement that fits, and when they are done."""
         jobs = self._jobs(placement)
-        window = placement.max_staleness + 1
+        # Of whole turns, where not every step has a version.
+        every, window = jobs.publish_every, placement.max_staleness + 1
+        window = -(-window // every) * every
         if placement.max_staleness:
             # Of as many steps at once.
             ends = self.generation.completion(jobs.timings.generator, FINE)

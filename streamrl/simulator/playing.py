@@ -51,7 +51,8 @@ def play(
         seed=seed,
         manner=manner,
     )
-    found = found.without(max(found.warm_up, lead + UNLIKE), lead)
+    counted = len(found.step_ends) - max(found.warm_up, lead + UNLIKE) - lead
+    found = found.without(len(found.step_ends) - lead - manner.whole_turns(counted), lead)
     return replace(found, parts=parts)
 
 

@@ -40,6 +40,12 @@ def simulate(  # noqa: PLR0913
         raise ConfigError(
             "on_stale=drop: not with a placement that is not streamed: steps are whole"
         )
+    lead = placement.max_staleness if manner.depth is None else manner.depth
+    if manner.publish_every > lead + 1:
+        raise ConfigError(
+            f"publish_every={manner.publish_every}: with generation {lead} steps ahead nobody would"
+            f" sample what is to be trained next; must be at most {lead + 1}"
+        )
     scenario = Scenario(dataflow, placement, timings, workload, steps, seed, manner, failures)
     with _no_garbage():
         return run_virtual(_run(scenario), polls=False)
@@ -97,4 +103,6 @@ async def _run(scenario: Scenario) -> Simulated:
         first_ends=world.first_ends,
         warm_up=0,
     )
-    return found.without(lead + 1 + scenario.steps // 10, lead)
+    warm_up = lead + 1 + scenario.steps // 10
+    counted = scenario.steps - warm_up - lead
+    return found.without(scenario.steps - lead - scenario.manner.whole_turns(counted), lead)

@@ -121,6 +121,18 @@ def test_a_group_that_loses_its_room_goes_on_later() -> None:
     assert run(timings, steps=1).step_ends == [15.5 + 2 + 1]
 
 
+def test_steps_between_two_versions_are_sampled_together_from_the_older_one() -> None:
+    ahead, timings = replace(APART, max_staleness=1), replace(TIMINGS, weights={})
+    # Four groups are sampled by 10 and scored by 11. Version 1 is not published: what comes next
+    # begins with version 2, at 16.5.
+    found = run(timings, ahead, steps=4, manner=Manner(publish_every=2))
+    assert found.step_ends == [10.5 + 3, 10.5 + 6, 10.5 + 6 + 13.5, 10.5 + 6 + 16.5]
+    assert run(timings, ahead, steps=4).step_ends[2] == 13.5 + 13.5
+    assert found.without(0).staleness == {0: 40, 1: 40}
+    with pytest.raises(ConfigError, match="publish_every=2: with generation 0 steps ahead"):
+        run(timings, APART, manner=Manner(publish_every=2))
+
+
 def test_every_update_waits_for_its_own_rounds() -> None:
     # Two epochs of two updates, a group each.
     workload = replace(WORKLOAD, epochs=2, mini_batches=2)

@@ -77,12 +77,16 @@ class Planner:
         self.by_role = Mapping(self.choices, [(role,) for role in self.choices.roles])
         self.generating = Mapping(self.choices, models(problem), everywhere=True)
         self._problem = problem
+        # Who publishes seldom samples with what is older by the last step before.
+        self._least = problem.manner.publish_every - 1
         self._streamed = streamed
 
     def plan(self, bounds: Sequence[int], *, seed: int, proposals: int) -> Planned:
         """See `plan`."""
         found = self.starts()
         for bound in bounds:
+            if bound < self._least:
+                continue
             best = self.search(bound, found, seed=seed, proposals=proposals)
             if best is not None:
                 found.append(best)
@@ -114,7 +118,8 @@ class Planner:
         self, bound: int, known: Sequence[State], *, seed: int, proposals: int
     ) -> State | None:
         """The best found with generation at most `bound` steps ahead."""
-        aheads = sorted({0, bound} | {each.ahead for each in known if each.ahead <= bound})
+        known_aheads = {0, bound} | {each.ahead for each in known}
+        aheads = sorted(ahead for ahead in known_aheads if self._least <= ahead <= bound)
         annealing = Annealing(self.choices, aheads, seed=seed, streamed=self._streamed)
         starts = [each for each in known if each.ahead <= bound]
         if bound:
@@ -162,10 +167,13 @@ class Planner:
 
     def _best(self, bound: int) -> FrontPoint | Absent:
         """Of all that were looked at and keep the bound, the first that exact costs confirm."""
+        if bound < self._least:
+            tokens = f"tokens of the last step before a version are {self._least} versions old"
+            return Absent(bound, f"publish_every={self._least + 1}: {tokens}")
         fit = (
             (seconds, i, placement)
             for i, (placement, seconds) in enumerate(self.estimator.seen())
-            if placement.max_staleness <= bound and math.isfinite(seconds)
+            if self._least <= placement.max_staleness <= bound and math.isfinite(seconds)
         )
         refused = []
         for _, _, placement in heapq.nsmallest(CONFIRMED, fit):
@@ -188,7 +196,7 @@ class Planner:
         """Of all that were looked at and keep the bound, the best of every kind."""
         best: dict[str, tuple[float, Placement]] = {}
         for placement, seconds in self.estimator.seen():
-            if math.isfinite(seconds) and placement.max_staleness <= bound:
+            if math.isfinite(seconds) and self._least <= placement.max_staleness <= bound:
                 kind = self._kind(placement)
                 if kind not in best or seconds < best[kind][0]:
                     best[kind] = (seconds, placement)

@@ -4,6 +4,7 @@ import math
 import random
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from streamrl.dataflow import Call
 from streamrl.errors import ConfigError
 from streamrl.placement.estimates import Problem
+from streamrl.placement.manner import Manner
 from streamrl.placement.meshes import meshes
 from streamrl.placement.placements import Assignment, Placement
 from streamrl.placement.search.front import Absent, FrontPoint, outdone, pareto
@@ -163,6 +165,17 @@ def test_every_bound_is_on_the_front_or_says_why_not(bounds: list[int]) -> None:
     assert sorted(told) == bounds
     for each in planned.absent:
         assert re.fullmatch(r"a step of .* s is no shorter than with \d", each.why)
+
+
+def test_who_publishes_every_other_step_is_a_step_ahead_at_least() -> None:
+    problem = replace(grpo("4xA100", "qwen2.5-0.5b", FIXED), manner=Manner(publish_every=2))
+    planned = plan(problem, SimpleCosts(problem), max_staleness=[0, 1], proposals=60)
+    (point,) = planned.front
+    assert point.candidate.placement.max_staleness == 1
+    assert all(each.placement.max_staleness == 1 for each in planned.candidates)
+    (absent,) = planned.absent
+    assert absent.max_staleness == 0
+    assert absent.why.startswith("publish_every=2: ")
 
 
 def test_where_nothing_fits_it_says_what_is_short() -> None:
