@@ -23,6 +23,7 @@ from streamrl.placement.placements import MOST_STALENESS
 from streamrl.placement.search import (
     BY_WHOLE_STEPS,
     PROPOSALS,
+    RUNNERS_UP,
     Absent,
     Candidate,
     FrontPoint,
@@ -32,9 +33,13 @@ from streamrl.placement.search import (
     plan,
 )
 from streamrl.placing import RunCosts, placed_run, rules_of
-from streamrl.simulator import Simulated, play
+from streamrl.simulator import Simulated, play, played_groups
 
 BOUNDS = (0, 1, 2, 4)
+FEW_GROUPS = 512
+"""In a step, where not the schedule alone says which of the best of a bound is the best."""
+REPLAYED_GROUPS = 8192
+"""Of all that are played besides, together, at most: about a second."""
 GB = 1e9
 
 
@@ -86,9 +91,9 @@ def run(arguments: argparse.Namespace) -> int:
         # A run's calls always work on a step as it comes.
         streamed=(True, False) if arguments.pipeline else (True,),
         proposals=arguments.proposals,
+        runners_up=RUNNERS_UP if problem.workload.groups_per_step <= FEW_GROUPS else 0,
     )
-    found = _played(problem, planned.front, costs, arguments)
-    kept, lost = gaining(planned.front, found)
+    kept, lost = gaining(_played(problem, planned.front, costs, arguments.seed))
     report = Report(config, problem, planned, kept, lost)
     if planned.best is not None:
         _write(arguments, report)
@@ -109,29 +114,36 @@ def read_bounds(text: str) -> Sequence[int]:
 
 
 def _played(
-    problem: Problem,
-    front: Sequence[FrontPoint],
-    costs: CostModel,
-    arguments: argparse.Namespace,
-) -> list[Simulated]:
-    """Every point of the front in virtual time."""
+    problem: Problem, front: Sequence[FrontPoint], costs: CostModel, seed: int
+) -> list[tuple[FrontPoint, Simulated]]:
+    """Every point of the front in virtual time, with the best of those that come next to it."""
     # What is written out is as far ahead as its bound allows.
     manner = replace(problem.manner, depth=None)
-    return [
-        play(
-            problem.dataflow,
-            point.candidate.placement,
-            costs.timings(point.candidate.placement),
-            problem.workload,
-            seed=arguments.seed,
-            manner=manner,
-        )
-        for point in front
-    ]
+    flow, workload = problem.dataflow, problem.workload
+
+    def played(candidate: Candidate) -> Simulated:
+        placement = candidate.placement
+        timings = costs.timings(placement)
+        return play(flow, placement, timings, workload, seed=seed, manner=manner)
+
+    found = [(point, played(point.candidate)) for point in front]
+    left = REPLAYED_GROUPS
+    for turn in range(RUNNERS_UP):
+        # What is best of all is mostly the last.
+        for i, point in reversed([*enumerate(front)]):
+            for other in point.next[turn : turn + 1]:
+                ahead, timings = other.placement.max_staleness, costs.timings(other.placement)
+                needed = played_groups(timings, workload, ahead)
+                if needed > left:
+                    continue
+                left -= needed
+                if (mine := played(other)).tokens_per_s > found[i][1].tokens_per_s:
+                    found[i] = (replace(point, candidate=other), mine)
+    return found
 
 
 def gaining(
-    front: Sequence[FrontPoint], played: Sequence[Simulated]
+    played: Sequence[tuple[FrontPoint, Simulated]],
 ) -> tuple[list[tuple[FrontPoint, Simulated]], list[Absent]]:
     """The points that, as they were played, have more throughput than all with a lower bound.
 
@@ -139,7 +151,7 @@ def gaining(
     """
     kept: list[tuple[FrontPoint, Simulated]] = []
     lost: list[Absent] = []
-    for point, found in zip(front, played, strict=True):
+    for point, found in played:
         if not kept or found.tokens_per_s > kept[-1][1].tokens_per_s:
             kept.append((point, found))
             continue

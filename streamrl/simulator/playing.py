@@ -56,6 +56,12 @@ def play(
     return replace(found, parts=parts)
 
 
+def played_groups(timings: Timings, workload: Workload, lead: int) -> int:
+    """How many groups are trained when it is played: what that takes, about."""
+    groups = part_workload(workload, parts_of(timings, workload)).groups_per_step
+    return groups * steps_of(groups, lead)
+
+
 def steps_of(groups_per_step: int, lead: int) -> int:
     """How many, with those that are not counted; fewer where they are large."""
     counted = max(FEWEST_STEPS, -(-GROUPS // groups_per_step))

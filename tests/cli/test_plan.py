@@ -55,6 +55,22 @@ def test_a_plan_has_a_row_for_each_bound_that_gains_and_the_best_one_in_full(
     assert [line.split()[0] for line in lines[best + 1 :]] == ["generate", "train"]
 
 
+def test_what_comes_next_by_the_schedule_is_played_too_and_may_win(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["plan", GRPO, "--cluster", "8xA100", "--model", "qwen2.5-7b", "--json"]
+    words += ["--prompt-tokens", "300", "--lengths", "lognormal:500:0.8", "--proposals", "300"]
+    words += ["generator.max_new_tokens=2048", "algorithm.kl_coef=0.01", "--max-staleness", "0,1"]
+    found = []
+    for groups in (0, 8192):
+        monkeypatch.setattr("streamrl.cli.plan.REPLAYED_GROUPS", groups)
+        front = json.loads(run(capsys, *words)[1])["front"]
+        found.append([each["simulated"]["tokens_per_s"] for each in front])
+    alone, played = found
+    assert all(more >= less for less, more in zip(alone, played, strict=True))
+    assert played != alone
+
+
 def test_a_bound_without_a_row_is_told_with_the_reason(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,10 +32,11 @@ class Candidate:
 
 @dataclass(frozen=True)
 class FrontPoint:
-    """The best under one bound of staleness."""
+    """The best under one bound of staleness, and those that come next, if they are near."""
 
     max_staleness: int
     candidate: Candidate
+    next: Sequence[Candidate] = ()
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,12 @@ APART = 24
 """Allocations with every role apart that are scheduled to begin with: those of the least bound."""
 CONFIRMED = 5
 """So many of the best are looked at with exact costs until one fits."""
+RUNNERS_UP = 2
+"""That many more are told of each bound, where they are wanted."""
+NEAR = 0.05
+"""Of the best step, what they may take longer."""
+LOOKED = 24
+"""So many of the best are looked at for them: some are but the same on other devices."""
 APART_AHEAD = 12
 """Likewise, with generation ahead."""
 SEARCHED = 3
@@ -47,16 +53,17 @@ def plan(  # noqa: PLR0913
     rules: Rules = anything,
     streamed: Sequence[bool] = (True, False),
     proposals: int = PROPOSALS,
+    runners_up: int = 0,
 ) -> Planned:
     """The best placement under each bound of staleness, what else there was, and why it lost.
 
     rules: how calls may be split. streamed: whether calls on different devices may work on a step
-    as it comes, or wait for all of it. proposals: of the random search, for each bound. The same
-    seed gives the same plan.
+    as it comes, or wait for all of it. proposals: of the random search, for each bound.
+    runners_up: how many more of each bound are told, for whoever knows better than the schedule.
+    The same seed gives the same plan.
     """
-    return Planner(problem, costs, rules=rules, streamed=streamed).plan(
-        sorted(set(max_staleness)), seed=seed, proposals=proposals
-    )
+    planner = Planner(problem, costs, rules=rules, streamed=streamed, runners_up=runners_up)
+    return planner.plan(sorted(set(max_staleness)), seed=seed, proposals=proposals)
 
 
 class Planner:
@@ -69,6 +76,7 @@ class Planner:
         *,
         rules: Rules = anything,
         streamed: Sequence[bool] = (True, False),
+        runners_up: int = 0,
     ) -> None:
         self.estimator = Estimator(problem, costs.rough)
         self.exact = Estimator(problem, costs)
@@ -80,6 +88,7 @@ class Planner:
         # Who publishes seldom samples with what is older by the last step before.
         self._least = problem.manner.publish_every - 1
         self._streamed = streamed
+        self._runners_up = runners_up
 
     def plan(self, bounds: Sequence[int], *, seed: int, proposals: int) -> Planned:
         """See `plan`."""
@@ -175,11 +184,11 @@ class Planner:
             for i, (placement, seconds) in enumerate(self.estimator.seen())
             if self._least <= placement.max_staleness <= bound and math.isfinite(seconds)
         )
-        refused = []
-        for _, _, placement in heapq.nsmallest(CONFIRMED, fit):
+        refused, ranked = [], heapq.nsmallest(max(CONFIRMED, LOOKED), fit)
+        for i, (_, _, placement) in enumerate(ranked[:CONFIRMED]):
             found = self._candidate(self.exact, placement)
             if not found.estimate.unfit:
-                return FrontPoint(bound, found)
+                return FrontPoint(bound, found, self._next(found, ranked[i + 1 :]))
             refused.append(f"{found.label}: {found.estimate.unfit}")
         if not refused:
             return Absent(bound, "nothing that was looked at fits")
@@ -188,6 +197,22 @@ class Planner:
             f"of all that seemed to fit, none of the best ({len(refused)} of them) does once the"
             f" bytes of its weights are planned; {refused[0]}",
         )
+
+    def _next(
+        self, best: Candidate, ranked: Sequence[tuple[float, int, Placement]]
+    ) -> list[Candidate]:
+        """Those that come next and are near; of those that take the same time, one."""
+        found: list[Candidate] = []
+        last = best.step_s
+        for seconds, _, placement in ranked:
+            if len(found) == self._runners_up or seconds > best.step_s * (1 + NEAR):
+                break
+            if math.isclose(seconds, last):
+                continue
+            last, other = seconds, self._candidate(self.exact, placement)
+            if not other.estimate.unfit:
+                found.append(other)
+        return found
 
     def _candidate(self, estimator: Estimator, placement: Placement) -> Candidate:
         return Candidate(self._kind(placement), placement, estimator.estimate(placement))

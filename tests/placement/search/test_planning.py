@@ -20,7 +20,7 @@ from streamrl.placement.search.front import Absent, FrontPoint, outdone, pareto
 from streamrl.placement.search.guideline import guideline
 from streamrl.placement.search.oracle import Oracle
 from streamrl.placement.search.parallel import Choices
-from streamrl.placement.search.planning import CONFIRMED, Planner, plan
+from streamrl.placement.search.planning import CONFIRMED, NEAR, Planner, plan
 from streamrl.placement.workload import FixedLength, LognormalLengths
 from streamrl.resharding import Grid
 from tests.placement.search.problems import FIXED, LONG_TAILED, choices, grpo, ppo
@@ -165,6 +165,22 @@ def test_every_bound_is_on_the_front_or_says_why_not(bounds: list[int]) -> None:
     assert sorted(told) == bounds
     for each in planned.absent:
         assert re.fullmatch(r"a step of .* s is no shorter than with \d", each.why)
+
+
+def test_those_that_come_next_are_near_the_best_and_all_take_another_time() -> None:
+    problem = grpo("4xA100", "qwen2.5-0.5b", LONG_TAILED)
+    words = {"max_staleness": [0, 1], "proposals": 60}
+    plain = plan(problem, SimpleCosts(problem), **words)
+    planned = plan(problem, SimpleCosts(problem), **words, runners_up=2)
+    assert not any(point.next for point in plain.front)
+    assert any(point.next for point in planned.front)
+    for before, point in zip(plain.front, planned.front, strict=True):
+        assert point.candidate == before.candidate
+        times = [point.candidate.step_s, *(each.step_s for each in point.next)]
+        assert len(times) <= 3
+        assert times == sorted(set(times))
+        assert times[-1] <= times[0] * (1 + NEAR)
+        assert all(each.placement.max_staleness <= point.max_staleness for each in point.next)
 
 
 def test_who_publishes_every_other_step_is_a_step_ahead_at_least() -> None:
