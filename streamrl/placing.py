@@ -104,11 +104,12 @@ def placed_run(config: RunConfig, placement: Placement) -> RunConfig:
 def rules_of(config: RunConfig) -> Rules:
     """`run_rules`, for a run's own types.
 
-    Layers that are split are trained by torch, which keeps no master weights for those in bfloat16.
+    Layers that are split are trained by torch, which keeps no master weights for those in bfloat16,
+    and no adapters.
     """
 
-    trained = config.dataflow.trained
-    whole = {role for role in trained if config.trainer_of(role).dtype == "bfloat16"}
+    trainers = {role: config.trainer_of(role) for role in config.dataflow.trained}
+    whole = {r for r, each in trainers.items() if each.dtype == "bfloat16" or each.lora_rank}
 
     def rules(call: Call, grid: Grid) -> Sequence[int]:
         is_split = call.kind is Kind.TRAIN and grid.tensor > 1

@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, replace
 from streamrl.config import RunConfig
 from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY
 from streamrl.errors import ConfigError
-from streamrl.placement import Cluster, ModelShape, Problem, Workload, shape_of
+from streamrl.placement import Cluster, Manner, ModelShape, Problem, Workload, shape_of
+from streamrl.placement.adapters import adapted
 from streamrl.placement.costs import Constants
 from streamrl.placement.workload import FixedLength, Lengths
 from streamrl.preflight import load_files, model_length
-from streamrl.simulator import Manner
 
 CRITICS = (CRITIC, COST_CRITIC)
 JUDGES = ("reward", "cost")
@@ -44,7 +44,8 @@ def problem_of(config: RunConfig, cluster: Cluster, asked: Asked) -> Problem:
         settings.scope == "step" or settings.num_updates > 1,
         asked.filtered,
     )
-    return Problem(config.dataflow, models_of(config, asked.models), workload, cluster)
+    models = models_of(config, asked.models)
+    return Problem(config.dataflow, models, workload, cluster, _manner(config))
 
 
 def models_of(config: RunConfig, named: Mapping[str, str]) -> dict[str, ModelShape]:
@@ -59,7 +60,7 @@ def models_of(config: RunConfig, named: Mapping[str, str]) -> dict[str, ModelSha
                 f"--model {role}={named[role]}: the run has models of {', '.join(sorted(roles))}"
             )
     policy = _sized(named.get(POLICY, config.model.path), POLICY)
-    found = {POLICY: policy}
+    found = {POLICY: _trained(config, POLICY, policy)}
     for role in sorted(roles - {POLICY}):
         if role in named:
             shape = _sized(named[role], role)
@@ -71,9 +72,20 @@ def models_of(config: RunConfig, named: Mapping[str, str]) -> dict[str, ModelSha
         elif role in CRITICS and config.critic.path:
             shape = _sized(config.critic.path, role)
         else:
-            shape = policy
-        found[role] = shape.critic() if role in (*CRITICS, *JUDGES) else shape
+            # A reference that is moved is sent what the policy is trained by.
+            shape = found[POLICY]
+        shape = shape.critic() if role in (*CRITICS, *JUDGES) else shape
+        found[role] = _trained(config, role, shape)
     return found
+
+
+def _trained(config: RunConfig, role: str, shape: ModelShape) -> ModelShape:
+    """The shape with the adapters that are trained in its place, of a role that is trained."""
+    if role not in config.dataflow.trained:
+        return shape
+    trainer = config.trainer_of(role)
+    setting = "trainer.lora_targets" if role == POLICY else "critic.trainer.lora_targets"
+    return adapted(shape, trainer.lora_rank, trainer.lora_targets, setting=setting)
 
 
 def _sized(model: str, role: str) -> ModelShape:
@@ -118,9 +130,11 @@ def run_constants(config: RunConfig, constants: Constants) -> Constants:
     )
 
 
-def manner_of(config: RunConfig) -> Manner:
-    """How a run is done, for the simulator."""
+def _manner(config: RunConfig) -> Manner:
     pipeline = config.pipeline
     return Manner(
-        depth=pipeline.depth, on_stale=pipeline.on_stale, slice_s=config.placement.slice_s
+        depth=pipeline.depth,
+        on_stale=pipeline.on_stale,
+        slice_s=config.placement.slice_s,
+        publish_every=config.weights.publish_every,
     )

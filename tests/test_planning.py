@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 
 from streamrl.config import RunConfig, load_config
+from streamrl.dataflow import Kind
 from streamrl.errors import ConfigError
-from streamrl.placement import Cluster, FixedLength, Placement, of_meshes, of_ratios
-from streamrl.placing import placed_run, run_placement
+from streamrl.placement import Cluster, FixedLength, Manner, Placement, of_meshes, of_ratios
+from streamrl.placing import placed_run, rules_of, run_placement
 from streamrl.planning import Asked, problem_of
+from streamrl.resharding import Grid
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SIZES = {"policy": "llama-7b", "critic": "llama-7b", "reference": "llama-7b"}
@@ -30,6 +32,21 @@ def test_a_problem_has_the_work_of_a_step_and_the_models_that_are_named() -> Non
     assert problem.models["critic"].scalar_head
     judged = problem_of(recipe("ppo"), cluster, Asked(20, {**SIZES, "reward": "qwen2.5-0.5b"}))
     assert "reward" in judged.stages
+    # And it is done as the run is.
+    seldom = recipe("ppo", "placement.slice_s=0.2", "weights.publish_every=2")
+    manner = problem_of(seldom, cluster, Asked(20, SIZES)).manner
+    assert manner == Manner(slice_s=0.2, publish_every=2)
+
+
+def test_what_lora_trains_is_planned_as_adapters_on_whole_layers() -> None:
+    config = recipe("ppo", "trainer.lora_rank=16", "critic.trainer={lora_rank: 0}")
+    models = problem_of(config, Cluster.parse("8xA100"), Asked(20, SIZES)).models
+    assert 0 < models["policy"].trained < 0.01 * models["policy"].params
+    assert not models["critic"].trained
+    rules = rules_of(config)
+    calls = {call.role: call for call in config.dataflow.calls if call.kind is Kind.TRAIN}
+    assert rules(calls["policy"], Grid(1, 2, 2)) == ()
+    assert rules(calls["policy"], Grid(1, 1, 4)) and rules(calls["critic"], Grid(1, 2, 2))
 
 
 def test_a_model_that_nobody_can_size_is_refused() -> None:

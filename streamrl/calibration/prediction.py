@@ -11,7 +11,7 @@ from streamrl.errors import ConfigError
 from streamrl.placement import Cluster, GeneratorTiming, Placement, Problem, Timings
 from streamrl.placement.costs import Constants, CostModel
 from streamrl.placing import run_placement
-from streamrl.planning import Asked, manner_of, problem_of, run_constants
+from streamrl.planning import Asked, problem_of, run_constants
 from streamrl.preflight import counts
 from streamrl.simulator.simulation import simulate
 
@@ -166,7 +166,6 @@ def predict(
 ) -> Figures:
     """What the run would do, by simulation."""
     config = planned.config
-    manner = manner_of(config)
     lead = config.pipeline.lead
     found = simulate(
         planned.problem.dataflow,
@@ -175,7 +174,7 @@ def predict(
         planned.problem.workload,
         steps=steps + 2 * lead + SETTLING_STEPS,
         seed=seed,
-        manner=manner,
+        manner=planned.problem.manner,
     )
     steady = found.without(lead + SETTLING_STEPS, lead)
     return Figures(steady.step_s, steady.step_s_median, steady.idle, steady.staleness_mean)

@@ -7,7 +7,7 @@ are then played in virtual time by the simulator, which has the last word.
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,8 @@ from streamrl.placement.placements import MOST_STALENESS
 from streamrl.placement.search import (
     BY_WHOLE_STEPS,
     PROPOSALS,
+    RUNNERS_UP,
+    Absent,
     Candidate,
     FrontPoint,
     Planned,
@@ -31,10 +33,13 @@ from streamrl.placement.search import (
     plan,
 )
 from streamrl.placing import RunCosts, placed_run, rules_of
-from streamrl.planning import manner_of
-from streamrl.simulator import Simulated, play
+from streamrl.simulator import Simulated, play, played_groups
 
 BOUNDS = (0, 1, 2, 4)
+FEW_GROUPS = 512
+"""In a step, where not the schedule alone says which of the best of a bound is the best."""
+REPLAYED_GROUPS = 8192
+"""Of all that are played besides, together, at most: about a second."""
 GB = 1e9
 
 
@@ -86,9 +91,10 @@ def run(arguments: argparse.Namespace) -> int:
         # A run's calls always work on a step as it comes.
         streamed=(True, False) if arguments.pipeline else (True,),
         proposals=arguments.proposals,
+        runners_up=RUNNERS_UP if problem.workload.groups_per_step <= FEW_GROUPS else 0,
     )
-    found = _played(config, problem, planned.front, costs, arguments)
-    report = Report(config, problem, planned, gaining(planned.front, found))
+    kept, lost = gaining(_played(problem, planned.front, costs, arguments.seed))
+    report = Report(config, problem, planned, kept, lost)
     if planned.best is not None:
         _write(arguments, report)
     print(json.dumps(report.as_json()) if arguments.json else report.text(arguments.explain))
@@ -108,45 +114,71 @@ def read_bounds(text: str) -> Sequence[int]:
 
 
 def _played(
-    config: RunConfig,
-    problem: Problem,
-    front: Sequence[FrontPoint],
-    costs: CostModel,
-    arguments: argparse.Namespace,
-) -> list[Simulated]:
-    """Every point of the front in virtual time."""
-    return [
-        play(
-            problem.dataflow,
-            point.candidate.placement,
-            costs.timings(point.candidate.placement),
-            problem.workload,
-            seed=arguments.seed,
-            manner=manner_of(config),
-        )
-        for point in front
-    ]
+    problem: Problem, front: Sequence[FrontPoint], costs: CostModel, seed: int
+) -> list[tuple[FrontPoint, Simulated]]:
+    """Every point of the front in virtual time, with the best of those that come next to it."""
+    # What is written out is as far ahead as its bound allows.
+    manner = replace(problem.manner, depth=None)
+    flow, workload = problem.dataflow, problem.workload
+
+    def played(candidate: Candidate) -> Simulated:
+        placement = candidate.placement
+        timings = costs.timings(placement)
+        return play(flow, placement, timings, workload, seed=seed, manner=manner)
+
+    found = [(point, played(point.candidate)) for point in front]
+    left = REPLAYED_GROUPS
+    for turn in range(RUNNERS_UP):
+        # What is best of all is mostly the last.
+        for i, point in reversed([*enumerate(front)]):
+            for other in point.next[turn : turn + 1]:
+                ahead, timings = other.placement.max_staleness, costs.timings(other.placement)
+                needed = played_groups(timings, workload, ahead)
+                if needed > left:
+                    continue
+                left -= needed
+                if (mine := played(other)).tokens_per_s > found[i][1].tokens_per_s:
+                    found[i] = (replace(point, candidate=other), mine)
+    return found
 
 
 def gaining(
-    front: Sequence[FrontPoint], played: Sequence[Simulated]
-) -> list[tuple[FrontPoint, Simulated]]:
-    """The points that, as they were played, have more throughput than all with a lower bound."""
+    played: Sequence[tuple[FrontPoint, Simulated]],
+) -> tuple[list[tuple[FrontPoint, Simulated]], list[Absent]]:
+    """The points that, as they were played, have more throughput than all with a lower bound.
+
+    And why the others are left out.
+    """
     kept: list[tuple[FrontPoint, Simulated]] = []
-    for point, found in zip(front, played, strict=True):
+    lost: list[Absent] = []
+    for point, found in played:
         if not kept or found.tokens_per_s > kept[-1][1].tokens_per_s:
             kept.append((point, found))
-    return kept
+            continue
+        best, most = kept[-1]
+        why = f"simulated, it has {count(found.tokens_per_s)} tokens/s, and {best.max_staleness}"
+        lost.append(Absent(point.max_staleness, f"{why} has {count(most.tokens_per_s)}"))
+    return kept, lost
 
 
 @dataclass(frozen=True)
 class Report:
-    """What was found, to be told: `front` by bound, each point with how it was played."""
+    """What was found, to be told: `front` by bound, each point with how it was played.
+
+    lost: the bounds that the planner had on its front, and the simulator has not.
+    """
 
     config: RunConfig
     problem: Problem
     planned: Planned
     front: Sequence[tuple[FrontPoint, Simulated]]
+    lost: Sequence[Absent]
+
+    @property
+    def absent(self) -> list[Absent]:
+        """The bounds that were asked for and have no row, and why."""
+        every = [*self.planned.absent, *self.lost]
+        return sorted(every, key=lambda each: each.max_staleness)
 
     @property
     def point(self) -> FrontPoint:
@@ -157,7 +189,7 @@ class Report:
         """For a person."""
         lines = [problem_line(self.config, self.problem), ""]
         if self.planned.best is None:
-            return "\n".join([*lines, "nothing fits", *self._others()[1:]])
+            return "\n".join([*lines, "nothing fits", *self._others()[1:], *self._absences()])
         lines += table([HEADING, *(self._row(*each) for each in self.front)])
         lines += ["", f"best: {self.point.candidate.label}"]
         lines += [
@@ -165,7 +197,7 @@ class Report:
             + (f", ZeRO {assignment.zero_stage}" if stage.startswith("train") else "")
             for stage, assignment in self.point.candidate.placement.calls.items()
         ]
-        lines += ["", *self._others()] if explain else []
+        lines += ["", *self._others(), *self._absences()] if explain else []
         return "\n".join(lines)
 
     @staticmethod
@@ -192,6 +224,11 @@ class Report:
                 lines.append(f"  {each.label}: {seconds(each.step_s)} s a step{lost}")
                 lines.append(f"    {each.placement}")
         return lines
+
+    def _absences(self) -> list[str]:
+        """Bounds that were asked for and have no row."""
+        lines = [f"  {each.max_staleness}: {each.why}" for each in self.absent]
+        return ["", "bounds of staleness that are left out:", *lines] if lines else []
 
     def _kinds(self) -> list[Candidate]:
         """Without those that wait for whole steps and gain nothing by it."""
@@ -220,6 +257,7 @@ class Report:
             "devices": self.problem.cluster.size,
             "best": front[-1] if front else None,
             "front": front,
+            "absent": [vars(each) for each in self.absent],
             "candidates": [_candidate(each) for each in self.planned.candidates],
         }
 

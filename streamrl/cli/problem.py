@@ -94,20 +94,11 @@ def read_problem(arguments: argparse.Namespace) -> tuple[RunConfig, Problem, Con
         prompt_tokens = mean_prompt_tokens(config)
     asked = Asked(prompt_tokens, read_models(config, arguments.model), lengths, filtered)
     problem = problem_of(config, cluster, asked)
-    _check_room(problem)
+    try:
+        problem.workload.check_room("pipeline.micro_batch_tokens")
+    except ConfigError as error:
+        raise ConfigError(f"{error}; --prompt-tokens and --lengths say how long they are") from None
     return config, problem, run_constants(config, constants)
-
-
-def _check_room(problem: Problem) -> None:
-    """Raise ConfigError unless a micro-batch holds the longest rollout."""
-    workload = problem.workload
-    prompt, most = max(1, round(workload.prompt_tokens)), workload.lengths.most
-    if workload.micro_batch_tokens < prompt + most:
-        raise ConfigError(
-            f"pipeline.micro_batch_tokens={workload.micro_batch_tokens}: must hold one rollout,"
-            f" {prompt + most} tokens = prompt {prompt} + longest completion {most};"
-            " --prompt-tokens and --lengths say how long they are"
-        )
 
 
 def read_config(path: Path, overrides: list[str]) -> RunConfig:

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,11 @@ from streamrl.errors import ConfigError
 from streamrl.placement import Placement, Problem
 from streamrl.placement.costs import CostModel
 from streamrl.placing import run_placement
-from streamrl.planning import manner_of
 from streamrl.settings import unreadable
 from streamrl.simulator import Failures, Simulated, simulate
 
 HOUR_S = 3600.0
 MOST_STEPS = 10_000
-MOST_DEATHS = 5.0
-"""Between two checkpoints, on average; with x of them one time in e^x all goes well."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,16 +51,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     if not 1 <= arguments.steps <= MOST_STEPS:
         raise ConfigError(f"--steps {arguments.steps}: must be from 1 to {MOST_STEPS}")
-    _check_failures(arguments)
+    failures = _failures(arguments)
     given = _read_placement(arguments.placement) if arguments.placement is not None else None
     config, problem, constants = read_problem(arguments)
     placement = _placement(arguments, config, problem, given)
     costs = CostModel(problem, constants)
     if why := costs.unfit(placement):
         raise ConfigError(f"{problem.cluster}: {why}")
-    failures = _failures(arguments, config, problem)
     if failures is not None:
-        _check_ends(arguments, failures, placement, costs)
+        failures = _failures_of(failures, config, problem)
+        _check_progress(failures, placement, costs, arguments.steps)
     found = simulate(
         problem.dataflow,
         placement,
@@ -72,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         steps=arguments.steps,
         seed=arguments.seed,
         failures=failures,
-        manner=manner_of(config),
+        manner=problem.manner,
     )
     if arguments.output is not None:
         found.write(arguments.output)
@@ -105,62 +102,40 @@ def _placement(
     return placement
 
 
-def _check_failures(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError for times that are none, or nodes that die before they are back."""
+def _failures(arguments: argparse.Namespace) -> Failures | None:
+    """How often nodes die, if they do; checkpoints and nodes are yet to be said."""
     mttf_h, restart_s = arguments.mttf_h, arguments.restart_s
-    for option, value in (("mttf-h", mttf_h), ("restart-s", restart_s)):
-        if value is not None and not (value > 0 and math.isfinite(value * HOUR_S)):
-            raise ConfigError(f"--{option} {value:g}: must be above 0 and finite")
-    if mttf_h is not None and mttf_h * HOUR_S <= restart_s:
-        raise ConfigError(
-            f"--mttf-h {mttf_h:g}: is {mttf_h * HOUR_S:g} s: must be above --restart-s"
-            f" {restart_s:g}, or a node dies again before it is back"
-        )
+    told = f"--restart-s {restart_s:g}"
+    # Where nobody dies, a time until a node is back must still be one.
+    mttf_s = 2 * restart_s
+    if mttf_h is not None:
+        mttf_s, told = mttf_h * HOUR_S, f"--mttf-h {mttf_h:g}, {told}"
+    try:
+        found = Failures(mttf_s, restart_s)
+    except ConfigError as error:
+        raise ConfigError(f"{told}: {error}") from None
+    return None if mttf_h is None else found
 
 
-def _check_ends(
-    arguments: argparse.Namespace, failures: Failures, placement: Placement, costs: CostModel
-) -> None:
-    """Raise ConfigError if nodes that train die too often for the run to get anywhere.
+def _failures_of(failures: Failures, config: RunConfig, problem: Problem) -> Failures:
+    """As a run has them: its checkpoints, and the cluster's largest nodes."""
+    # Without checkpoints a run starts again from its beginning.
+    every = config.checkpoint.every or MOST_STEPS
+    devices = max(group.devices for group in problem.cluster.groups)
+    return replace(failures, checkpoint_every=every, node_devices=devices)
 
-    A death leaves what is sampled, but for rollouts under way, and of what is trained the last
-    checkpoint.
-    """
+
+def _check_progress(failures: Failures, placement: Placement, costs: CostModel, steps: int) -> None:
+    """Raise ConfigError if nodes die too often for a run so placed."""
     calls = costs.problem.dataflow.of_kind(Kind.TRAIN)
     trained = {call.stage: placement.calls[call.stage] for call in calls}
-    size = failures.node_devices
-    nodes = len({device // size for each in trained.values() for device in each.mesh.devices})
-    steps = min(failures.checkpoint_every, arguments.steps)
-    train_s = max(costs.call_s(stage, each) for stage, each in trained.items())
+    step_s = max(costs.call_s(stage, each) for stage, each in trained.items())
     first_s = costs.first_s(placement.calls[GENERATE.stage])
-    most_s = MOST_DEATHS * failures.mttf_s / nodes
-    place = f"--mttf-h {arguments.mttf_h:g}: of {nodes} nodes that train one dies every"
-    place += f" {seconds(failures.mttf_s / nodes)} s"
-    if first_s > most_s:
-        raise ConfigError(
-            f"{place}: the first rollouts take {seconds(first_s)} s: must be at most"
-            f" {MOST_DEATHS:g} times as long"
-        )
-    if steps * train_s > most_s:
-        raise ConfigError(
-            f"{place}: {steps} steps without a checkpoint are trained for"
-            f" {seconds(steps * train_s)} s: must be at most {MOST_DEATHS:g} times as long;"
-            " checkpoint.every says how many there are"
-        )
-
-
-def _failures(
-    arguments: argparse.Namespace, config: RunConfig, problem: Problem
-) -> Failures | None:
-    if arguments.mttf_h is None:
-        return None
-    return Failures(
-        arguments.mttf_h * HOUR_S,
-        arguments.restart_s,
-        # Without checkpoints a run starts again from its beginning.
-        config.checkpoint.every or MOST_STEPS,
-        max(group.devices for group in problem.cluster.groups),
-    )
+    meshes = [each.mesh for each in trained.values()]
+    try:
+        failures.check_progress(meshes, first_s=first_s, step_s=step_s, steps=steps)
+    except ConfigError as error:
+        raise ConfigError(f"--mttf-h {failures.mttf_s / HOUR_S:g}: {error}") from None
 
 
 def described(found: Simulated) -> list[str]:

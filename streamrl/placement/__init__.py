@@ -14,6 +14,7 @@ from streamrl.placement.demand import (
     total_cpus,
 )
 from streamrl.placement.estimates import Estimate, Problem
+from streamrl.placement.manner import Manner
 from streamrl.placement.memory import WorkerMemory
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Assignment, Mode, Placement
@@ -50,6 +51,7 @@ __all__ = [
     "GeneratorTiming",
     "Lengths",
     "LognormalLengths",
+    "Manner",
     "Mesh",
     "Mode",
     "ModelShape",

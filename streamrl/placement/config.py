@@ -8,6 +8,8 @@ from streamrl.errors import ConfigError
 from streamrl.placement.pools import ROLES, STRATEGIES, Pool, hosts_actor
 
 LEAST_STORE_MB = 80
+SLICE_S = 1.0
+"""How long a stage has devices that it shares, where nothing is said, s."""
 SEQUENTIAL = "sequential"
 MIXED = "mixed"
 LEAST_PART = 1 / 1024
@@ -43,7 +45,7 @@ class PlacementConfig:
     address: str = ""
     cpus: int | None = None
     object_store_mb: int = 512
-    slice_s: float = 1.0
+    slice_s: float = SLICE_S
     memory_mb: int | None = None
 
     def __post_init__(self) -> None:

@@ -66,7 +66,7 @@ class Share:
         return np.interp(self.group_ends, self.edges, self._clock(timing))
 
     def _clock(self, timing: GeneratorTiming) -> Array:
-        spent = np.diff(self.edges) * decode_steps_s(timing, self.running, self.resident)
+        spent = np.diff(self.edges) * timing.decode_steps_s(self.running, self.resident)
         spent += self.computed * timing.prefill_token_s
         # Groups are complete before they are handed on.
         spent[1:] += self.done[:-1] * timing.group_s
@@ -75,13 +75,6 @@ class Share:
     def besides_s(self, timing: GeneratorTiming) -> Array:
         """What prompts that begin and groups that are done take beside the decode steps, [m]."""
         return self.computed * timing.prefill_token_s + self.done * timing.group_s
-
-
-def decode_steps_s(timing: GeneratorTiming, running: Array, resident: Array) -> Array:
-    """GeneratorTiming.decode_step_s of arrays."""
-    memory = timing.weights_s + timing.kv_token_s * resident
-    compute = timing.compute_rollout_s * running
-    return np.maximum(memory, compute) + timing.step_s + timing.rollout_s * running
 
 
 class Generation:

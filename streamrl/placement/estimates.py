@@ -8,6 +8,7 @@ from typing import Protocol
 from streamrl.dataflow import Dataflow, Kind
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
+from streamrl.placement.manner import Manner
 from streamrl.placement.placements import Assignment, Placement
 from streamrl.placement.shapes import ModelShape
 from streamrl.placement.timings import Timings
@@ -16,7 +17,7 @@ from streamrl.placement.workload import Workload
 
 @dataclass(frozen=True)
 class Problem:
-    """A run to be placed: its calls, its models, a step's work, and where it is to run.
+    """A run to be placed: its calls, its models, a step's work, where it is to run, and how.
 
     models: by role, of those that have one; a reward that is a rule has none, and takes no devices.
     """
@@ -25,6 +26,7 @@ class Problem:
     models: Mapping[str, ModelShape]
     workload: Workload
     cluster: Cluster
+    manner: Manner = field(default_factory=Manner)
 
     def __post_init__(self) -> None:
         for call in self.dataflow.calls:

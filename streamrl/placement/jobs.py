@@ -5,14 +5,12 @@ from dataclasses import dataclass, field, replace
 
 from streamrl.dataflow import MOVED, POLICY, Call, Dataflow, Kind
 from streamrl.placement.durations import Generation, cuts_of, score_s, spread, training
+from streamrl.placement.manner import Manner
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Assignment, Placement
 from streamrl.placement.timings import ScoreTiming, Timings, WeightsTiming
 from streamrl.placement.unrolling import NOWHERE, Job, Need
 from streamrl.placement.workload import Workload
-
-SLICE_S = 1.0
-"""How long generation keeps devices that it shares, as placement.slice_s is unless it is set."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +70,7 @@ class Jobs:
     workload: Workload
     placement: Placement
     timings: Timings
+    manner: Manner = field(default_factory=Manner)
     devices: list[Mesh] = field(default_factory=list)
     overlaps: list[list[int]] = field(default_factory=list)
     jobs: list[Job] = field(default_factory=list)
@@ -130,6 +129,11 @@ class Jobs:
         return [calls[stage] for stage in scores if stage in calls]
 
     @property
+    def publish_every(self) -> int:
+        """Steps from one version that is published to the next: as many as may be ahead."""
+        return min(self.manner.publish_every, 1 + self.placement.max_staleness)
+
+    @property
     def trickles(self) -> bool:
         """Whether groups of a step are ready one by one: replicas that score take each at once."""
         return self.placement.streamed and self.workload.varied
@@ -168,12 +172,20 @@ class Jobs:
         )
 
     def _pull(self, call: Call) -> Job:
-        """The version that a step may be generated with, on its way."""
+        """The version that a step may be generated with, on its way.
+
+        Steps that wait for the same one, as not all are published, have it taken up by the first.
+        """
         weights = self.weights(call.stage)
         way = weights.publish_s + weights.pull_s - weights.pause_s
-        lag = 1 + self.placement.max_staleness
-        needs = [Need(update, lag, True, delay_s=way) for update in self.updates]
-        return Job(call.stage, self.mesh(call.stage), (weights.pause_s,), needs)
+        lag, every = 1 + self.placement.max_staleness, self._every(call)
+        needs = [Need(update, lag, True, delay_s=way, every=every) for update in self.updates]
+        mesh, pause = self.mesh(call.stage), (weights.pause_s,)
+        return Job(call.stage, mesh, pause, needs, every=every, first=lag)
+
+    def _every(self, call: Call) -> int:
+        """A reference that moves has a pace of its own."""
+        return 1 if call.follows == MOVED else self.publish_every
 
     def _generate(self, job: Job, pull: int | None) -> Job:
         return replace(job, needs=[] if pull is None else [Need(pull)])
@@ -198,9 +210,9 @@ class Jobs:
         if not self.trickles or not self.placement.overlaps(call.stage, self.flow.generate.stage):
             return 0.0
         group_s = timing.batch_of(per_group, per_group * self.workload.rollout_tokens)
-        groups = self.workload.groups_per_step
+        groups, slice_s = self.workload.groups_per_step, self.manner.slice_s
         bursts = sum(
-            min(part * groups, seconds / (SLICE_S + group_s)) for part, seconds in self.spells
+            min(part * groups, seconds / (slice_s + group_s)) for part, seconds in self.spells
         )
         return bursts * group_s
 
@@ -218,7 +230,8 @@ class Jobs:
         publish_s = max((self.weights(stage).publish_s for stage in self._led(call)), default=0.0)
         needs = self._sources(call, whole=self.workload.whole_steps)
         needs += [Need(each, 1, True, delay_s=self.timings.step_s) for each in self.updates]
-        needs.append(Need(j, 1, True, last=True, delay_s=publish_s))
+        every = self.publish_every
+        needs.append(Need(j, every, True, last=True, delay_s=publish_s, every=every))
         parts = spread(work.passes_s, self.cuts(work.micro_batches))
         parts = [*parts, work.last_s + timing.step_s]
         return Job(call.stage, self.mesh(call.stage), parts, needs, glued=True)
@@ -268,7 +281,7 @@ def busiest_s(jobs: Jobs, every: Sequence[Job], within: Mesh | None = None) -> f
     work = [0.0] * len(jobs.devices)
     for job in every:
         if job.mesh != NOWHERE:
-            work[job.mesh] += sum(job.parts)
+            work[job.mesh] += sum(job.parts) / job.every
     firsts = {mesh.first for mesh in jobs.devices}
     if within is not None:
         firsts = {first for first in firsts if first in within.devices} | {within.first}

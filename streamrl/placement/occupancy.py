@@ -103,11 +103,12 @@ class Steady:
             return 0.0
         since = self.jobs[self.generate].needs[0].job
         last = len(self.run.ends_s) - 1
-        arrived = {
-            pulled - self.depth: at
-            for (job, pulled), at in self.run.done_s.items()
-            if job == since and pulled >= self.depth
-        }
+        every = self.jobs[since].every
+        arrived: dict[int, float] = {}
+        for (job, pulled), at in self.run.done_s.items():
+            if job == since and pulled >= self.depth:
+                version = -((self.depth - pulled) // every) * every
+                arrived[version] = min(at, arrived.get(version, at))
         found = [
             _mean_behind((self.run.started_s[self.generate, step], at), step, arrived, self.depth)
             for step in range(max(0, last - self.depth), last + 1)
@@ -122,8 +123,9 @@ def _mean_behind(span: Span, step: int, arrived: dict[int, float], most: int) ->
     total, at, behind = 0.0, start, float(most)
     for version in range(step - most + 1, step + 1):
         moment = arrived.get(version, end)
+        # It comes later, or never: others may.
         if moment >= end:
-            break
+            continue
         total += max(0.0, moment - at) * behind
         at, behind = max(at, moment), float(step - version)
     total += (end - at) * behind

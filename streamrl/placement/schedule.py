@@ -76,8 +76,12 @@ class Estimator:
 
     def _busiest_s(self, placement: Placement) -> float:
         """The work of the mesh that has most, with those that overlap it: no step is shorter."""
-        jobs = Jobs(self.flow, self.problem.workload, placement, self._timings(placement))
+        jobs = self._jobs(placement)
         return busiest_s(jobs, busy(jobs, self.generation)[0])
+
+    def _jobs(self, placement: Placement) -> Jobs:
+        problem, timings = self.problem, self._timings(placement)
+        return Jobs(self.flow, problem.workload, placement, timings, problem.manner)
 
     def estimate(self, placement: Placement) -> Estimate:
         """All there is to say of it."""
@@ -106,12 +110,13 @@ class Estimator:
 
     def schedule(self, placement: Placement) -> tuple[Jobs, Unrolled]:
         """The jobs of a placement that fits, and when they are done."""
-        timings = self._timings(placement)
-        jobs = Jobs(self.flow, self.problem.workload, placement, timings)
-        window = placement.max_staleness + 1
+        jobs = self._jobs(placement)
+        # Of whole turns, where not every step has a version.
+        every, window = jobs.publish_every, placement.max_staleness + 1
+        window = -(-window // every) * every
         if placement.max_staleness:
             # Of as many steps at once.
-            ends = self.generation.completion(timings.generator, FINE)
+            ends = self.generation.completion(jobs.timings.generator, FINE)
             spells = zip(spread(1.0, FINE), itertools.pairwise((0.0, *ends)), strict=True)
             jobs.spells = [(part, (late - early) / window) for part, (early, late) in spells]
         begin = standing if placement.max_staleness else burst

@@ -22,7 +22,8 @@ class ModelShape:
     `dense_intermediate` instead of experts. shared_experts: that every token passes besides.
     kv_lora: width of a token's compressed keys and values in a layer (DeepSeek's MLA); 0 for none.
     qkv_bias: whether query, key and value have one. scalar_head: a critic's or a reward model's
-    head in place of the vocabulary's.
+    head in place of the vocabulary's. trained: parameters of adapters that are trained in place of
+    the model's own; 0 where these are.
     """
 
     name: str
@@ -42,6 +43,7 @@ class ModelShape:
     dense_intermediate: int = 0
     kv_lora: int = 0
     scalar_head: bool = False
+    trained: int = 0
 
     def __post_init__(self) -> None:
         for key in ("layers", "hidden", "intermediate", "heads", "kv_heads", "vocab", "head_dim"):
@@ -109,6 +111,11 @@ class ModelShape:
             + self.embedding_params
             + norms
         )
+
+    @property
+    def trained_part(self) -> float:
+        """What is trained, as a part of all parameters."""
+        return self.trained / self.params if self.trained else 1.0
 
     @property
     def active_matmul_params(self) -> int:

@@ -33,8 +33,7 @@ class Loads:
 
     def seconds(self, timing: GeneratorTiming, steps: Array) -> Array:
         """What so many decode steps take."""
-        per_step = timing.weights_s + timing.step_s
-        return steps * per_step + self.tokens * timing.rollout_s + self.read * timing.kv_token_s
+        return timing.reading_s(steps, self.tokens, self.read)
 
 
 def sampled(workload: Workload, per_group: int, replicas: int) -> Loads:

@@ -4,8 +4,13 @@ A cost model makes them of shapes, devices and constants (`costs/`); a calibrati
 run that was measured. Schedule and simulator know nothing else of models and devices.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from streamrl.messages import Array
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,33 @@ class GeneratorTiming:
         memory = self.weights_s + self.kv_token_s * kv_tokens
         compute = self.compute_rollout_s * running
         return max(memory, compute) + self.step_s + self.rollout_s * running
+
+    def decode_steps_s(self, running: Array, kv_tokens: Array) -> Array:
+        """The same of many steps, each by itself."""
+        memory = self.weights_s + self.kv_token_s * kv_tokens
+        compute = self.compute_rollout_s * running
+        return np.maximum(memory, compute) + self.step_s + self.rollout_s * running
+
+    def decoding_s(self, running: int, kv_tokens: float, steps: int) -> float:
+        """So many steps of the same rollouts, which have so many tokens together at the beginning.
+
+        The sum in closed form: tokens grow by one a rollout and step, so that steps are bound by
+        computing first, if at all, and by reading then.
+        """
+        first = self.weights_s + self.kv_token_s * kv_tokens
+        grows = self.kv_token_s * running
+        computing = self.compute_rollout_s * running
+        bound = 0
+        if first < computing:
+            bound = min(steps, math.ceil((computing - first) / grows)) if grows else steps
+        rest = steps - bound
+        reading = rest * (first + grows * (bound + (rest - 1) / 2))
+        return steps * (self.step_s + self.rollout_s * running) + bound * computing + reading
+
+    def reading_s(self, steps: Array, tokens: Array, kv_tokens: Array) -> Array:
+        """Steps that sample so many tokens and read so many in all, where reading bounds each."""
+        per_step = self.weights_s + self.step_s
+        return steps * per_step + tokens * self.rollout_s + kv_tokens * self.kv_token_s
 
 
 @dataclass(frozen=True)

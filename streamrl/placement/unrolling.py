@@ -30,7 +30,9 @@ NOWHERE = -1
 class Need:
     """What a job waits for: the results of another, `lag` steps earlier.
 
-    whole: of all its parts; otherwise part by part, as they come. delay_s: on top.
+    whole: of all its parts; otherwise part by part, as they come. delay_s: on top. every: only so
+    many steps together have results that count, those of the last of them; it is the first such
+    step from `lag` steps earlier on.
     """
 
     job: int
@@ -38,6 +40,11 @@ class Need:
     whole: bool = False
     last: bool = False
     delay_s: float = 0.0
+    every: int = 1
+
+    def lag_at(self, step: int) -> int:
+        """How many steps earlier it is, for this step."""
+        return self.lag - (self.lag - step - 1) % self.every
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,8 @@ class Job:
     after the beginning, for what gives them while it computes. stream: of what computes whenever
     nobody else has its devices, for several steps at once; its results come instead of the curve's.
     glued: whether nobody gets in between its last two parts. queued: whether it takes all there is,
-    what came first before what came later, and keeps its devices meanwhile.
+    what came first before what came later, and keeps its devices meanwhile. every, first: of so
+    many steps it takes time in one alone, which is `first` or so many steps from it.
     """
 
     stage: str
@@ -59,6 +67,12 @@ class Job:
     stream: Stream | None = None
     glued: bool = False
     queued: bool = False
+    every: int = 1
+    first: int = 0
+
+    def takes(self, step: int) -> bool:
+        """Whether it takes time in this step."""
+        return not (step - self.first) % self.every
 
 
 class Taken(NamedTuple):
@@ -91,47 +105,63 @@ _Followers = list[tuple[int, int, float]]
 
 
 class _Program:
-    """The parts of all jobs in one step, numbered, and who waits for what."""
+    """The parts of all jobs in one step, numbered, and who waits for what.
+
+    Lists by step are by its number in a cycle, after which all is as before.
+    """
 
     def __init__(self, jobs: Sequence[Job]) -> None:
         self.jobs = jobs
         self.first = [0, *itertools.accumulate(len(job.parts) for job in jobs)]
         self.job = [j for j, job in enumerate(jobs) for _ in job.parts]
-        self.seconds = [seconds for job in jobs for seconds in job.parts]
+        paces = {need.every for job in jobs for need in job.needs} | {job.every for job in jobs}
+        self.cycle = math.lcm(*paces)
+        steps = range(self.cycle)
+        self.seconds = [
+            [seconds * job.takes(step) for job in jobs for seconds in job.parts] for step in steps
+        ]
         ends = enumerate(jobs, 1)
         self.glued = {self.first[end] - 1 for end, job in ends if job.glued and len(job.parts) > 1}
-        self.lags: list[list[int]] = [[] for _ in self.job]
-        self.after_part: list[_Followers] = [[] for _ in self.job]
+        self.lags: list[list[list[int]]] = [[[] for _ in self.job] for _ in steps]
+        self.after_part: list[list[_Followers]] = [[[] for _ in self.job] for _ in steps]
         results = [job.stream.results if job.stream else job.curve for job in jobs]
-        self.after_result: list[list[_Followers]] = [[[] for _ in each] for each in results]
-        for j, job in enumerate(jobs):
-            for need in job.needs:
-                self._link(j, need)
-            for part in range(self.first[j] + 1, self.first[j + 1]):
-                self._add(self.after_part[part - 1], part, Need(j))
-        self.counts = [len(lags) for lags in self.lags]
-        self.most_lag = max((max(lags, default=0) for lags in self.lags), default=0)
+        self.after_result: list[list[list[_Followers]]] = [
+            [[[] for _ in each] for each in results] for _ in steps
+        ]
+        for step in steps:
+            self._link_all(step)
+        self.counts = [[len(lags) for lags in each] for each in self.lags]
+        self.most_lag = max(
+            (max(lags, default=0) for each in self.lags for lags in each), default=0
+        )
 
-    def _link(self, j: int, need: Need) -> None:
-        source = self.jobs[need.job]
-        at = self.first[need.job]
+    def _link_all(self, step: int) -> None:
+        for j, job in enumerate(self.jobs):
+            for need in job.needs:
+                self._link(j, need, step)
+            for part in range(self.first[j] + 1, self.first[j + 1]):
+                self._add(self.after_part[step][part - 1], part, step, 0, 0.0)
+
+    def _link(self, j: int, need: Need, step: int) -> None:
+        source, lag = self.jobs[need.job], need.lag_at(step)
+        at, theirs = self.first[need.job], (step - lag) % self.cycle
         if source.curve or source.stream:
-            results = self.after_result[need.job]
+            results = self.after_result[theirs][need.job]
         else:
-            results = self.after_part[at : self.first[need.job + 1]]
+            results = self.after_part[theirs][at : self.first[need.job + 1]]
         count = len(self.jobs[j].parts)
         # What is glued to the last part is no work on what comes.
         streamed = count - (self.jobs[j].glued and count > 1)
         for part in range(count - 1 if need.last else 0, count if need.last else streamed):
             output = len(results) if need.whole else -(-(part + 1) * len(results) // streamed)
-            self._add(results[output - 1], self.first[j] + part, need)
+            self._add(results[output - 1], self.first[j] + part, step, lag, need.delay_s)
             # What comes whole is there for the first part, and so for all.
             if need.whole:
                 break
 
-    def _add(self, followers: _Followers, part: int, need: Need) -> None:
-        followers.append((part, need.lag, need.delay_s))
-        self.lags[part].append(need.lag)
+    def _add(self, followers: _Followers, part: int, step: int, lag: int, delay_s: float) -> None:
+        followers.append((part, lag, delay_s))
+        self.lags[step][part].append(lag)
 
 
 class Unroller:
@@ -202,8 +232,8 @@ class Unroller:
         """A part of a step's groups is complete."""
         found, at, step = self._found, result.at_s, result.step
         found.results_s.setdefault(step, []).append(at)
-        j = self._streaming
-        self._tell(self._program.after_result[j][result.number], step, at, j)
+        program, j = self._program, self._streaming
+        self._tell(program.after_result[step % program.cycle][j][result.number], step, at, j)
         if result.is_last:
             found.done_s[j, step] = at
             self._end(step, at)
@@ -252,12 +282,13 @@ class Unroller:
 
     def _open(self, step: int) -> None:
         """Count what the parts of a step wait for, and of those before it."""
-        lags = self._program.lags
+        program = self._program
         for number in range(len(self._waits), step + 1):
-            if number >= self._program.most_lag:
-                waits = self._program.counts.copy()
+            turn = number % program.cycle
+            if number >= program.most_lag:
+                waits = program.counts[turn].copy()
             else:
-                waits = [sum(lag <= number for lag in each) for each in lags]
+                waits = [sum(lag <= number for lag in each) for each in program.lags[turn]]
             self._waits.append(waits)
             self._ready.append([0.0] * len(waits))
             self._turns.append([0.0] * len(waits))
@@ -269,7 +300,8 @@ class Unroller:
     def _take(self, ready: float, step: int, part: int) -> float:
         """Compute a part; when what comes of it is there."""
         program, found = self._program, self._found
-        j, seconds = program.job[part], program.seconds[part]
+        turn = step % program.cycle
+        j, seconds = program.job[part], program.seconds[turn][part]
         job, start, free = self._jobs[j], ready, self._free
         for mesh in self._others[j]:
             start = max(start, free[mesh])
@@ -282,11 +314,11 @@ class Unroller:
                 self._flow.block(ready, end)
         if part == program.first[j]:
             found.started_s[j, step] = start
-        if program.after_part[part]:
-            self._tell(program.after_part[part], step, end, j)
+        if program.after_part[turn][part]:
+            self._tell(program.after_part[turn][part], step, end, j)
         if job.curve:
             for output, offset in enumerate(job.curve):
-                self._tell(program.after_result[j][output], step, start + offset, j)
+                self._tell(program.after_result[turn][j][output], step, start + offset, j)
             end = start + job.curve[-1]
         if part + 1 == program.first[j + 1]:
             found.done_s[j, step] = end

@@ -206,6 +206,23 @@ class Workload:
                 f" micro_batch_tokens={self.micro_batch_tokens}: must be above 0 and finite"
             )
 
+    def check_room(self, setting: str = "workload.micro_batch_tokens") -> None:
+        """Raise ConfigError unless a micro-batch holds the longest rollout.
+
+        setting: what whoever reads the error knows micro_batch_tokens by.
+        """
+        prompt, most = self.whole_prompt_tokens, self.lengths.most
+        if self.micro_batch_tokens < prompt + most:
+            raise ConfigError(
+                f"{setting}={self.micro_batch_tokens}: must hold one rollout, {prompt + most}"
+                f" tokens = prompt {prompt} + longest completion {most}"
+            )
+
+    @property
+    def whole_prompt_tokens(self) -> int:
+        """Of a prompt, where it is a whole number: at least 1."""
+        return max(1, round(self.prompt_tokens))
+
     @property
     def rollouts(self) -> int:
         """Rollouts in a step."""

@@ -158,9 +158,9 @@ class Engine(Generic[K]):
         self._commit(bisect_right(plan.times, now, hi=len(plan.times) - 1))
         if self.now < now:
             steps = self._running[0][0] - self.step
-            rest = self._timing, len(self._running), self.resident
-            made = _steps_until(*rest, now - self.now, at_most=steps)
-            self.now += _seconds(*rest, made)
+            timing, count, resident = self._timing, len(self._running), self.resident
+            made = _steps_until(timing, count, resident, now - self.now, at_most=steps)
+            self.now += timing.decoding_s(count, resident, made)
             self.step += made
             self.resident += made * len(self._running)
             self._end(sum(one[0] == self.step for one in self._running))
@@ -186,11 +186,11 @@ class Engine(Generic[K]):
                 grown = steps * count
                 if grown > room and room // count < steps:
                     steps = max(0, int(room // count))
-                    plan.times.append(now + _seconds(timing, count, resident, steps))
+                    plan.times.append(now + timing.decoding_s(count, resident, steps))
                     plan.residents.append(resident + steps * count)
                     plan.preempts_after = step + steps
                     break
-                now += _seconds(timing, count, resident, steps)
+                now += timing.decoding_s(count, resident, steps)
                 resident += grown
                 step = end
             resident -= context + end - start
@@ -311,20 +311,6 @@ class _Plan:
     preempts_after: int | None = None
 
 
-def _seconds(timing: GeneratorTiming, count: int, resident: float, steps: int) -> float:
-    """How long steps take of so many rollouts, which have so many tokens at the beginning."""
-    first = timing.weights_s + timing.kv_token_s * resident
-    grows = timing.kv_token_s * count
-    computing = timing.compute_rollout_s * count
-    # So many steps are bound by computing; those that follow, by what is to be read.
-    bound = 0
-    if first < computing:
-        bound = min(steps, math.ceil((computing - first) / grows)) if grows else steps
-    rest = steps - bound
-    reading = rest * (first + grows * (bound + (rest - 1) / 2))
-    return steps * (timing.step_s + timing.rollout_s * count) + bound * computing + reading
-
-
 def _steps_until(
     timing: GeneratorTiming, count: int, resident: float, seconds: float, *, at_most: int
 ) -> int:
@@ -332,7 +318,7 @@ def _steps_until(
     low, high = 0, at_most
     while low < high:
         middle = (low + high) // 2
-        if _seconds(timing, count, resident, middle) >= seconds:
+        if timing.decoding_s(count, resident, middle) >= seconds:
             high = middle
         else:
             low = middle + 1

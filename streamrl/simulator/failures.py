@@ -1,10 +1,18 @@
 """Nodes that die, and what that costs."""
 
+import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from streamrl.errors import ConfigError
+from streamrl.placement.meshes import Mesh
+
+MOST_DEATHS = 5.0
+"""Most deaths, on average, in what is lost whole if one comes: a choice, so that simulations end.
+
+With x of them one attempt in e^x gets through: with 5 one in 150, and with 10 one in 22,000.
+"""
 
 
 @dataclass(frozen=True)
@@ -22,9 +30,39 @@ class Failures:
     node_devices: int = 8
 
     def __post_init__(self) -> None:
-        for key in ("mttf_s", "restart_s", "checkpoint_every", "node_devices"):
-            if vars(self)[key] <= 0:
-                raise ConfigError(f"failures.{key}={vars(self)[key]}: must be above 0")
+        for key in ("restart_s", "mttf_s", "checkpoint_every", "node_devices"):
+            value = vars(self)[key]
+            if not 0 < value < math.inf:
+                raise ConfigError(f"failures.{key}={value:g}: must be above 0 and finite")
+        if self.mttf_s <= self.restart_s:
+            raise ConfigError(
+                f"failures.mttf_s={self.mttf_s:g}: must be above restart_s={self.restart_s:g}, or a"
+                " node dies again before it is back"
+            )
+
+    def check_progress(
+        self, trained: Iterable[Mesh], *, first_s: float, step_s: float, steps: int
+    ) -> None:
+        """Raise ConfigError if nodes that train die too often for the run to get anywhere.
+
+        A death leaves what is sampled, but for rollouts under way, and of what is trained the last
+        checkpoint. trained: the devices of all trainers. first_s: of a step, until the first
+        rollouts are there. step_s: to train it. steps: of the run.
+        """
+        size = self.node_devices
+        nodes = len({device // size for mesh in trained for device in mesh.devices})
+        unsaved = min(self.checkpoint_every, steps)
+        most_s = MOST_DEATHS * self.mttf_s / nodes
+        most = f"must be at most {MOST_DEATHS:g} times as long"
+        place = f"failures.mttf_s={self.mttf_s:g}: of {nodes} nodes that train one dies every"
+        place += f" {self.mttf_s / nodes:.6g} s"
+        if first_s > most_s:
+            raise ConfigError(f"{place}: the first rollouts take {first_s:.6g} s: {most}")
+        if unsaved * step_s > most_s:
+            raise ConfigError(
+                f"{place}: {unsaved} steps without a checkpoint are trained for"
+                f" {unsaved * step_s:.6g} s: {most}; checkpoint.every says how many there are"
+            )
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ import math
 from dataclasses import replace
 
 from streamrl.dataflow import Dataflow
+from streamrl.placement.manner import Manner
 from streamrl.placement.placements import Placement
 from streamrl.placement.timings import ScoreTiming, Timings
 from streamrl.placement.workload import Workload
 from streamrl.simulator.results import Simulated
-from streamrl.simulator.scenario import Manner
 from streamrl.simulator.simulation import simulate
 
 STEPS = 12
@@ -51,8 +51,15 @@ def play(
         seed=seed,
         manner=manner,
     )
-    found = found.without(max(found.warm_up, lead + UNLIKE), lead)
+    counted = len(found.step_ends) - max(found.warm_up, lead + UNLIKE) - lead
+    found = found.without(len(found.step_ends) - lead - manner.whole_turns(counted), lead)
     return replace(found, parts=parts)
+
+
+def played_groups(timings: Timings, workload: Workload, lead: int) -> int:
+    """How many groups are trained when it is played: what that takes, about."""
+    groups = part_workload(workload, parts_of(timings, workload)).groups_per_step
+    return groups * steps_of(groups, lead)
 
 
 def steps_of(groups_per_step: int, lead: int) -> int:

@@ -42,7 +42,7 @@ class Completions:
     """Lengths by prompt, drawn by number: the same whatever becomes of it, and when."""
 
     def __init__(self, workload: Workload, seed: int) -> None:
-        self.prompt_tokens = max(1, round(workload.prompt_tokens))
+        self.prompt_tokens = workload.whole_prompt_tokens
         self.group_size = workload.group_size
         self._lengths = workload.lengths
         self._filtered = workload.filtered

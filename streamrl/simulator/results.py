@@ -200,7 +200,7 @@ class Simulated:
     def _row(
         self, outcome: StepOutcome, activity: Mapping[str, Activity], start_s: float, end_s: float
     ) -> Row:
-        prompt_tokens = max(1, round(self.workload.prompt_tokens))
+        prompt_tokens = self.workload.whole_prompt_tokens
         lengths = [n - prompt_tokens for group in outcome.groups for n in group.info.lengths]
         most = self.workload.lengths.most
         known = {"weights/version": float(outcome.version + 1), **dict.fromkeys(_UNKNOWN, NAN)}

@@ -5,21 +5,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from streamrl.control import PipelineConfig
-from streamrl.dataflow import GENERATE, POLICY, Dataflow, Kind
+from streamrl.dataflow import GENERATE, MOVED, POLICY, Dataflow, Kind
 from streamrl.engines.schedule import Pace
+from streamrl.placement.manner import Manner
 from streamrl.placement.placements import Placement
 from streamrl.placement.timings import Timings
 from streamrl.placement.workload import Workload
 from streamrl.simulator.failures import Failures
-
-
-@dataclass(frozen=True)
-class Manner:
-    """How a run is done, beside its placement; as in a run's config."""
-
-    depth: int | None = None
-    on_stale: str = "wait"
-    slice_s: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -72,6 +64,11 @@ class Scenario:
         followers = [call.stage for call in self.dataflow.calls if call.follows == role]
         weights = self.timings.weights
         return max((weights[s].publish_s for s in followers if s in weights), default=0.0)
+
+    def publishes(self, role: str, version: int) -> bool:
+        """Every so many versions, and the last."""
+        is_due = version % self.manner.publish_every == 0
+        return is_due or role == MOVED or version == self.steps
 
     @property
     def resides(self) -> bool:

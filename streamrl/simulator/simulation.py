@@ -6,13 +6,14 @@ from contextlib import contextmanager
 
 from streamrl.dataflow import Dataflow, Kind
 from streamrl.errors import ConfigError
+from streamrl.placement.manner import Manner
 from streamrl.placement.placements import Placement
 from streamrl.placement.timings import Timings
 from streamrl.placement.workload import Workload
 from streamrl.simulator.clock import run_virtual
 from streamrl.simulator.failures import Failures
 from streamrl.simulator.results import Simulated
-from streamrl.simulator.scenario import Manner, Scenario
+from streamrl.simulator.scenario import Scenario
 from streamrl.simulator.world import World
 
 
@@ -38,6 +39,12 @@ def simulate(  # noqa: PLR0913
     if manner.on_stale == "drop" and not placement.streamed:
         raise ConfigError(
             "on_stale=drop: not with a placement that is not streamed: steps are whole"
+        )
+    lead = placement.max_staleness if manner.depth is None else manner.depth
+    if manner.publish_every > lead + 1:
+        raise ConfigError(
+            f"publish_every={manner.publish_every}: with generation {lead} steps ahead nobody would"
+            f" sample what is to be trained next; must be at most {lead + 1}"
         )
     scenario = Scenario(dataflow, placement, timings, workload, steps, seed, manner, failures)
     with _no_garbage():
@@ -70,17 +77,13 @@ def check_workload(workload: Workload, timings: Timings, steps: int) -> None:
     """Raise ConfigError if it is none, or its longest rollout has no room."""
     if steps < 1:
         raise ConfigError(f"steps={steps}: must be at least 1")
-    longest = max(1, round(workload.prompt_tokens)) + workload.lengths.most
-    rooms = {
-        "workload.micro_batch_tokens": workload.micro_batch_tokens,
-        "timings.generator.kv_tokens": timings.generator.kv_tokens,
-    }
-    for name, room in rooms.items():
-        if room < longest:
-            raise ConfigError(
-                f"{name}={room:g}: must be at least {longest}, the tokens of a prompt and its"
-                " longest completion"
-            )
+    workload.check_room()
+    longest = workload.whole_prompt_tokens + workload.lengths.most
+    if timings.generator.kv_tokens < longest:
+        raise ConfigError(
+            f"timings.generator.kv_tokens={timings.generator.kv_tokens:g}: must be at least"
+            f" {longest}, the tokens of a prompt and its longest completion"
+        )
 
 
 async def _run(scenario: Scenario) -> Simulated:
@@ -100,4 +103,6 @@ async def _run(scenario: Scenario) -> Simulated:
         first_ends=world.first_ends,
         warm_up=0,
     )
-    return found.without(lead + 1 + scenario.steps // 10, lead)
+    warm_up = lead + 1 + scenario.steps // 10
+    counted = scenario.steps - warm_up - lead
+    return found.without(scenario.steps - lead - scenario.manner.whole_turns(counted), lead)

@@ -107,7 +107,8 @@ class World:
         versions = {role: Versions() for role in sources}
         self.site.versions = versions
         # In one process, weights are where they are sampled from.
-        publishing = Publishing(sources, versions, lease=None if scenario.resides else lease)
+        lease_to_read = None if scenario.resides else lease
+        publishing = Publishing(sources, versions, due=scenario.publishes, lease=lease_to_read)
         self._control = self._make_control(publishing, version)
         for one in versions.values():
             one.offer(WeightManifest(version, (), ()))

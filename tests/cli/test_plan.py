@@ -9,6 +9,8 @@ from streamrl.cli.main import main
 from streamrl.cli.problem import read_lengths
 from streamrl.config import load_config
 from streamrl.placement import Placement
+from streamrl.placement.costs import CostModel
+from streamrl.placement.costs.traffic import Traffic
 from streamrl.placing import run_placement
 from streamrl.simulator.playing import STEPS
 
@@ -51,6 +53,45 @@ def test_a_plan_has_a_row_for_each_bound_that_gains_and_the_best_one_in_full(
     assert lines[4].startswith("0: ")
     best = lines.index(next(line for line in lines if line.startswith("best: ")))
     assert [line.split()[0] for line in lines[best + 1 :]] == ["generate", "train"]
+
+
+def test_what_comes_next_by_the_schedule_is_played_too_and_may_win(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["plan", GRPO, "--cluster", "8xA100", "--model", "qwen2.5-7b", "--json"]
+    words += ["--prompt-tokens", "300", "--lengths", "lognormal:500:0.8", "--proposals", "300"]
+    words += ["generator.max_new_tokens=2048", "algorithm.kl_coef=0.01", "--max-staleness", "0,1"]
+    found = []
+    for groups in (0, 8192):
+        monkeypatch.setattr("streamrl.cli.plan.REPLAYED_GROUPS", groups)
+        front = json.loads(run(capsys, *words)[1])["front"]
+        found.append([each["simulated"]["tokens_per_s"] for each in front])
+    alone, played = found
+    assert all(more >= less for less, more in zip(alone, played, strict=True))
+    assert played != alone
+
+
+def test_a_bound_without_a_row_is_told_with_the_reason(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fits = CostModel.unfit
+
+    def refuses(costs: CostModel, placement: Placement) -> str:
+        """Exact costs, unlike those of the search, find no room for generation ahead."""
+        is_exact = type(costs.traffic) is Traffic
+        return "1 GB short" if is_exact and placement.max_staleness else fits(costs, placement)
+
+    monkeypatch.setattr(CostModel, "unfit", refuses)
+    words = ["plan", *SMALL, "--max-staleness", "0,2"]
+    code, out = run(capsys, *words, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert [each["max_staleness"] for each in found["front"]] == [0]
+    (absent,) = found["absent"]
+    assert absent["max_staleness"] == 2 and "ahead: 1 GB short" in absent["why"]
+    said = run(capsys, *words, "--explain")[1].splitlines()
+    assert said[-2:] == ["bounds of staleness that are left out:", f"  2: {absent['why']}"]
+    assert "left out" not in run(capsys, *words)[1]
 
 
 def test_the_same_seed_gives_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,6 +139,34 @@ def test_a_placement_goes_from_plan_to_simulate_as_it_is(
     assert {"generate", "train"} <= {event["name"] for event in events}
     # A folder with a run in it is left alone.
     assert "already holds a run" in refusal(capsys, "simulate", *words)
+
+
+def test_a_set_slice_changes_what_is_planned_and_what_is_simulated(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    shared = ["placement.mode=mixed", "placement.pools=[{generator: 1, reference: 1}]"]
+    words = [*SMALL[:-2], "algorithm.kl_coef=0.1", *shared, "generator.replicas=4"]
+    words += ["reference.replicas=4", "--steps", "8", "--json"]
+    steps = [
+        json.loads(run(capsys, "simulate", *words, f"placement.slice_s={slice_s}")[1])["step_s"]
+        for slice_s in (0.3, 1, 10)
+    ]
+    assert len(set(steps)) == len(steps)
+    # The schedule's own figures, of all that was found.
+    words = ["plan", *SMALL, "algorithm.kl_coef=0.1", "--max-staleness", "1", "--json"]
+    plans = [
+        [each.get("step_s") for each in json.loads(run(capsys, *words, more)[1])["candidates"]]
+        for more in ("placement.slice_s=0.3", "placement.slice_s=10")
+    ]
+    assert plans[0] != plans[1]
+
+
+def test_a_plan_is_as_far_ahead_as_its_bound_whatever_the_run_was(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["plan", *SMALL, "--max-staleness", "0,1", "--json", "pipeline.max_staleness=2"]
+    plain, deep = (run(capsys, *words, f"pipeline.depth={depth}") for depth in ("null", "2"))
+    assert plain == deep
 
 
 def test_nodes_that_die_cost_time(capsys: pytest.CaptureFixture[str]) -> None:
@@ -240,11 +309,11 @@ def test_wrong_options_of_plan(
     ("words", "said"),
     [
         (["--steps", "0"], "--steps 0: must be from 1"),
-        (["--mttf-h", "0"], "--mttf-h 0: must be above 0"),
-        (["--mttf-h", "inf"], "--mttf-h inf: must be above 0 and finite"),
-        (["--mttf-h", "1", "--restart-s", "inf"], "--restart-s inf: must be above 0 and finite"),
-        (["--mttf-h", "1", "--restart-s", "nan"], "--restart-s nan: must be above 0 and finite"),
-        (["--mttf-h", "0.01"], "--mttf-h 0.01: is 36 s: must be above --restart-s 300"),
+        (["--mttf-h", "0"], "--mttf-h 0, --restart-s 300: failures.mttf_s=0: must be above 0"),
+        (["--mttf-h", "inf"], "failures.mttf_s=inf: must be above 0 and finite"),
+        (["--mttf-h", "1", "--restart-s", "inf"], "restart_s=inf: must be above 0 and finite"),
+        (["--restart-s", "nan"], "--restart-s nan: failures.restart_s=nan: must be above 0"),
+        (["--mttf-h", "0.01"], "failures.mttf_s=36: must be above restart_s=300"),
         (
             ["--mttf-h", "0.01", "--restart-s", "1", "--steps", "10000"],
             "of 1 nodes that train one dies every 36 s: 10000 steps without a checkpoint",

@@ -19,6 +19,20 @@ from streamrl.placement.timings import (
 EFFICIENCY = 0.4
 
 
+def sampler(
+    decode_s: float,
+    *,
+    rollout_s: float = 0.0,
+    replicas: int = 1,
+    max_running: int = 1000,
+    kv_tokens: float = 1e9,
+) -> GeneratorTiming:
+    """Generators whose decode step takes so long, and so long for each rollout; prompts nothing."""
+    return GeneratorTiming(
+        replicas, max_running, kv_tokens, decode_s, 0.0, 0.0, 0.0, rollout_s, prefill_token_s=0.0
+    )
+
+
 class SimpleCosts:
     """Implements Costs."""
 

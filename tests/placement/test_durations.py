@@ -15,26 +15,17 @@ from streamrl.placement.durations import (
     spread,
     training,
 )
-from streamrl.placement.timings import GeneratorTiming, ScoreTiming, TrainTiming
+from streamrl.placement.timings import ScoreTiming, TrainTiming
 from streamrl.placement.workload import (
     EmpiricalLengths,
     FixedLength,
     LognormalLengths,
     Workload,
 )
+from tests.placement.simple_costs import sampler
 
 ALL = (1.0,)
-ROOMY = GeneratorTiming(
-    replicas=1,
-    max_running=1000,
-    kv_tokens=1e9,
-    weights_s=0.01,
-    kv_token_s=0.0,
-    compute_rollout_s=0.0,
-    step_s=0.0,
-    rollout_s=0.0,
-    prefill_token_s=0.0,
-)
+ROOMY = sampler(0.01)
 """A decode step takes 10 ms, whatever runs."""
 
 

@@ -7,19 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.placement.flowing import Flowing, Stream
-from streamrl.placement.timings import GeneratorTiming
+from tests.placement.simple_costs import sampler
 
-TIMING = GeneratorTiming(
-    replicas=1,
-    max_running=1000,
-    kv_tokens=1e9,
-    weights_s=0.01,
-    kv_token_s=0.0,
-    compute_rollout_s=0.0,
-    step_s=0.0,
-    rollout_s=0.001,
-    prefill_token_s=0.0,
-)
+TIMING = sampler(0.01, rollout_s=0.001)
 
 
 def stream(places: float = 100.0) -> Stream:

@@ -13,20 +13,21 @@ from streamrl.dataflow import Dataflow, dataflow_for
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.estimates import CallMemory, Costs, Problem
+from streamrl.placement.manner import Manner
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Assignment, Placement
 from streamrl.placement.schedule import Estimator, d_cost, estimate
 from streamrl.placement.shapes import shape_of
 from streamrl.placement.timings import (
-    GeneratorTiming,
     ScoreTiming,
     Timings,
     TrainTiming,
     WeightsTiming,
 )
+from streamrl.placement.unrolling import Need
 from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
 from streamrl.resharding import Grid
-from tests.placement.simple_costs import SimpleCosts
+from tests.placement.simple_costs import SimpleCosts, sampler
 
 SMALL = shape_of("qwen2.5-0.5b")
 GRPO = dataflow_for((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
@@ -40,7 +41,7 @@ def problem(dataflow: Dataflow = GRPO, workload: Workload = WORKLOAD) -> Problem
     return Problem(dataflow, dict.fromkeys(roles, SMALL), workload, Cluster.parse("8xA100"))
 
 
-GENERATOR = GeneratorTiming(1, 1000, 1e9, 0.1, 0.0, 0.0, 0.0, 0.0, 0.0)
+GENERATOR = sampler(0.1)
 """10 s for a step's rollouts, whatever runs beside them."""
 TIMINGS = Timings(
     GENERATOR,
@@ -94,6 +95,32 @@ def step_s(placement: Placement, timings: Timings = TIMINGS, dataflow: Dataflow 
 def test_colocated_calls_follow_one_another() -> None:
     placement = Placement(on(generate="0-7", reference="0-7", train="0-7"))
     assert step_s(placement) == pytest.approx(10 + 3 + 5)
+
+
+def test_steps_between_two_versions_wait_for_the_same_one() -> None:
+    placement = Placement(on(generate="0-3", reference="4-7", train="4-7"), 1, streamed=False)
+    told = Told(replace(TIMINGS, score={}))
+    # Two steps of 10 s beside each other, each next one once the step before the other is trained.
+    each = estimate(problem(), placement, told)
+    assert (each.step_s, each.staleness_mean) == pytest.approx((7.5, 0.75))
+    # Both wait for both to be trained, 5 s each: one is on policy, the other a version behind.
+    seldom = replace(problem(), manner=Manner(publish_every=2))
+    both = estimate(seldom, placement, told)
+    assert (both.step_s, both.staleness_mean) == pytest.approx((10.0, 0.5))
+    # A pull that stops generation for 2 s does so once in two steps, and takes 4 s to come.
+    slow = replace(told.told, weights={"generate": WeightsTiming(1.0, 5.0, 2.0)})
+    assert estimate(seldom, placement, Told(slow)).step_s == pytest.approx((20.0 + 4 + 2) / 2)
+
+
+@pytest.mark.parametrize(("lag", "every"), [(1, 1), (2, 2), (3, 2), (4, 3), (5, 3)])
+def test_a_step_waits_for_the_first_version_that_is_published_and_new_enough(
+    lag: int, every: int
+) -> None:
+    need = Need(0, lag, every=every)
+    for step in range(20):
+        version = step - need.lag_at(step) + 1
+        assert version % every == 0
+        assert step - lag < version <= step - lag + every
 
 
 def test_on_policy_parts_wait_for_one_another_where_steps_are_whole() -> None:

@@ -9,21 +9,11 @@ from hypothesis import strategies as st
 
 from streamrl.placement.durations import Generation
 from streamrl.placement.slowest import Loads, sampled, slower
-from streamrl.placement.timings import GeneratorTiming
 from streamrl.placement.workload import EmpiricalLengths, LognormalLengths, Workload
 from streamrl.simulator.engine import Engine
+from tests.placement.simple_costs import sampler
 
-TIMING = GeneratorTiming(
-    replicas=2,
-    max_running=8,
-    kv_tokens=1e9,
-    weights_s=0.01,
-    kv_token_s=0.0,
-    compute_rollout_s=0.0,
-    step_s=0.0,
-    rollout_s=0.001,
-    prefill_token_s=0.0,
-)
+TIMING = sampler(0.01, rollout_s=0.001, replicas=2, max_running=8)
 
 
 def one(longest: float, tokens: float) -> Loads:

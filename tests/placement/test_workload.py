@@ -58,3 +58,12 @@ def test_more_groups_are_sampled_than_are_trained_where_some_are_filtered() -> N
     assert Workload(60, 4, 100.0, FixedLength(50)).sampled.groups_per_step == 60
     with pytest.raises(ConfigError, match="filtered=1: must be 0 or more, and below 1"):
         Workload(1, 8, 100.0, FixedLength(50), filtered=1.0)
+
+
+def test_a_micro_batch_holds_the_longest_rollout_or_says_what_that_is() -> None:
+    # A prompt of 9.6 tokens counts as 10, and 10 + 20 fit into 30.
+    Workload(1, 1, 9.6, FixedLength(20), micro_batch_tokens=30).check_room()
+    said = "tokens=29: must hold one rollout, 30 tokens = prompt 10 [+] longest completion 20"
+    with pytest.raises(ConfigError, match=f"pipeline.micro_batch_{said}"):
+        short = Workload(1, 1, 9.6, FixedLength(20), micro_batch_tokens=29)
+        short.check_room("pipeline.micro_batch_tokens")

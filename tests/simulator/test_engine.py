@@ -8,20 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.placement.durations import FINE, Generation
 from streamrl.placement.timings import GeneratorTiming
+from streamrl.placement.workload import FixedLength, Workload
 from streamrl.simulator.engine import Engine, Sampling
+from tests.placement.simple_costs import sampler
 
-PLAIN = GeneratorTiming(
-    replicas=1,
-    max_running=8,
-    kv_tokens=1000,
-    weights_s=1.0,
-    kv_token_s=0.0,
-    compute_rollout_s=0.0,
-    step_s=0.0,
-    rollout_s=0.0,
-    prefill_token_s=0.0,
-)
+PLAIN = sampler(1.0, max_running=8, kv_tokens=1000)
 """A step takes a second, whoever is in it."""
 
 
@@ -243,3 +236,30 @@ def test_what_runs_is_computed_anew_for_another_version_unless_it_is_kept() -> N
         ends[recompute_token_s] = engine.next_s
     assert ends[0.0] == 4.5
     assert ends[0.1] == 4.5 + 7 * 0.1
+
+
+@given(
+    groups=st.integers(1, 6),
+    size=st.integers(1, 4),
+    prompt=st.integers(1, 9),
+    tokens=st.integers(1, 12),
+    places=st.integers(1, 20),
+    spare=st.integers(1, 60),
+)
+def test_the_planners_batches_have_places_and_lose_them_as_here(
+    groups: int, size: int, prompt: int, tokens: int, places: int, spare: int
+) -> None:
+    room = float(prompt + tokens + 1 + spare)
+    timing = replace(PLAIN, max_running=places, kv_tokens=room)
+    workload = Workload(groups, size, prompt, FixedLength(tokens))
+    (share,) = Generation(workload).shares(timing)
+    # Rooms that differ by little are the same to the planner.
+    same = (1 + FINE) ** math.floor(math.log(room) / math.log(1 + FINE))
+    ends = []
+    for kept in (room, same):
+        engine: Engine[str] = Engine(replace(timing, kv_tokens=kept))
+        for i in range(groups):
+            engine.add(f"{i}", prompt, [tokens] * size, 0.0)
+        found = run(engine)
+        ends.append([found[f"{i}"] for i in range(groups)])
+    assert share.group_ends.tolist() in ends

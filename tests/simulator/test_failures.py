@@ -1,10 +1,12 @@
 """Nodes that die: what is lost, and what that costs."""
 
+import math
 from dataclasses import replace
 
 import pytest
 
 from streamrl.errors import ConfigError
+from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Placement
 from streamrl.simulator.failures import Failures
 from streamrl.simulator.simulation import simulate
@@ -70,3 +72,20 @@ def test_what_never_comes_back_or_never_fails_is_no_failure() -> None:
         Failures(0, 1.0)
     with pytest.raises(ConfigError, match="checkpoint_every=0"):
         Failures(1.0, 1.0, checkpoint_every=0)
+    with pytest.raises(ConfigError, match="restart_s=inf: must be above 0 and finite"):
+        Failures(1.0, math.inf)
+    with pytest.raises(ConfigError, match="mttf_s=5: must be above restart_s=5"):
+        Failures(5.0, 5.0)
+
+
+def test_a_run_gets_on_with_five_deaths_in_what_is_lost_whole_and_not_with_more() -> None:
+    # Devices 0 to 3 and 6 to 9 are on three nodes of four, of which one dies every 10 s.
+    failures, trained = Failures(30.0, 1.0, 10, node_devices=4), [Mesh(0, 4), Mesh(6, 4)]
+    failures.check_progress(trained, first_s=50.0, step_s=5.0, steps=100)
+    failures.check_progress(trained, first_s=50.0, step_s=50.0, steps=1)
+    with pytest.raises(
+        ConfigError, match="3 nodes that train one dies every 10 s: the first rollouts take 51 s"
+    ):
+        failures.check_progress(trained, first_s=51.0, step_s=5.0, steps=100)
+    with pytest.raises(ConfigError, match="10 steps without a checkpoint are trained for 51 s"):
+        failures.check_progress(trained, first_s=50.0, step_s=5.1, steps=100)

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from streamrl.dataflow import dataflow_for
 from streamrl.messages import ROLLOUT_COLUMNS
+from streamrl.placement.manner import Manner
 from streamrl.placement.placements import Placement
 from streamrl.placement.timings import (
     GeneratorTiming,
@@ -20,7 +21,6 @@ from streamrl.placement.workload import LognormalLengths, Workload
 from streamrl.simulator.failures import Failures
 from streamrl.simulator.prompts import Completions
 from streamrl.simulator.results import Simulated
-from streamrl.simulator.scenario import Manner
 from streamrl.simulator.simulation import simulate
 from tests.simulator.test_simulation import on
 

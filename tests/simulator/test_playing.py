@@ -7,9 +7,10 @@ import pytest
 from streamrl.dataflow import dataflow_for
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.constructors import of_meshes
+from streamrl.placement.manner import Manner
 from streamrl.placement.timings import GeneratorTiming, ScoreTiming, Timings, TrainTiming
 from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
-from streamrl.simulator import Manner, play, simulate
+from streamrl.simulator import play, simulate
 from streamrl.simulator.playing import part_timings, parts_of, steps_of
 
 GRPO = dataflow_for((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))

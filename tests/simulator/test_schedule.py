@@ -11,6 +11,7 @@ from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs import Constants, CostModel
 from streamrl.placement.estimates import Problem
+from streamrl.placement.manner import Manner
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Assignment, Placement
 from streamrl.placement.schedule import Estimator
@@ -34,7 +35,11 @@ MEDIAN = 0.05
 
 @cache
 def errors(
-    lengths: FixedLength | LognormalLengths, mini_batches: int, group_s: float = 0.0
+    lengths: FixedLength | LognormalLengths,
+    mini_batches: int,
+    publish_every: int = 1,
+    aheads: tuple[int, ...] = (0, 1, 2),
+    group_s: float = 0.0,
 ) -> dict[str, float]:
     """By how much the schedule is too slow, relatively, of each placement and bound."""
     workload = Workload(
@@ -42,7 +47,8 @@ def errors(
     )
     flow = dataflow_for((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
     models = {"policy": MODEL, "reference": MODEL}
-    problem = Problem(flow, models, workload, Cluster.parse("8xA100"))
+    manner = Manner(publish_every=publish_every)
+    problem = Problem(flow, models, workload, Cluster.parse("8xA100"), manner)
     constants = replace(Constants(), max_running=32, keeps_served=True, decode_group_s=group_s)
     costs = CostModel(problem, constants)
     estimator = Estimator(problem, costs)
@@ -52,10 +58,11 @@ def errors(
             stage: Assignment(Mesh(first, size), Grid(1, 1, size))
             for stage, (first, size) in meshes.items()
         }
-        for ahead in (0, 1, 2):
+        for ahead in aheads:
             placement = Placement(calls, ahead)
+            timings = costs.timings(placement)
             played = simulate(
-                flow, placement, costs.timings(placement), workload, steps=STEPS, seed=0
+                flow, placement, timings, workload, steps=STEPS, seed=0, manner=manner
             )
             found[f"{name}, {ahead} ahead"] = estimator.step_s(placement) / played.step_s - 1
     return found
@@ -71,9 +78,15 @@ def test_every_step_takes_about_as_long_as_it_is_said_to(
 
 
 def test_groups_that_are_handed_on_are_reckoned_with() -> None:
-    plain, slow = (errors(LONG_TAILED, 1, group_s) for group_s in (0.0, 0.1))
+    plain, slow = (errors(LONG_TAILED, 1, group_s=group_s) for group_s in (0.0, 0.1))
     worse = {name: slow[name] - plain[name] for name in slow}
     assert {name: error for name, error in worse.items() if abs(error) > 0.03} == {}
+
+
+@pytest.mark.parametrize(("publish_every", "ahead"), [(2, 1), (2, 2), (3, 2)])
+def test_so_do_steps_that_share_a_version(publish_every: int, ahead: int) -> None:
+    found = errors(FIXED, 1, publish_every, (ahead,))
+    assert {name: error for name, error in found.items() if abs(error) > WORST} == {}
 
 
 def test_the_median_error_is_small() -> None:

@@ -7,10 +7,10 @@ import pytest
 from streamrl.dataflow import Dataflow, dataflow_for
 from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS
+from streamrl.placement.manner import Manner
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Assignment, Placement
 from streamrl.placement.timings import (
-    GeneratorTiming,
     ScoreTiming,
     Timings,
     TrainTiming,
@@ -19,21 +19,11 @@ from streamrl.placement.timings import (
 from streamrl.placement.workload import FixedLength, Workload
 from streamrl.resharding import Grid
 from streamrl.simulator.results import Simulated
-from streamrl.simulator.scenario import Manner
 from streamrl.simulator.simulation import simulate
+from tests.placement.simple_costs import sampler
 
 FLOW = dataflow_for((*ROLLOUT_COLUMNS, "scores"))
-GENERATOR = GeneratorTiming(
-    replicas=1,
-    max_running=8,
-    kv_tokens=1000,
-    weights_s=1.0,
-    kv_token_s=0.0,
-    compute_rollout_s=0.0,
-    step_s=0.0,
-    rollout_s=0.0,
-    prefill_token_s=0.0,
-)
+GENERATOR = sampler(1.0, max_running=8, kv_tokens=1000)
 TIMINGS = Timings(
     generator=GENERATOR,
     score={"reward": ScoreTiming(1, 2, batch_s=0.5, rollout_s=0.0, token_s=0.0)},
@@ -131,6 +121,18 @@ def test_a_group_that_loses_its_room_goes_on_later() -> None:
     assert run(timings, steps=1).step_ends == [15.5 + 2 + 1]
 
 
+def test_steps_between_two_versions_are_sampled_together_from_the_older_one() -> None:
+    ahead, timings = replace(APART, max_staleness=1), replace(TIMINGS, weights={})
+    # Four groups are sampled by 10 and scored by 11. Version 1 is not published: what comes next
+    # begins with version 2, at 16.5.
+    found = run(timings, ahead, steps=4, manner=Manner(publish_every=2))
+    assert found.step_ends == [10.5 + 3, 10.5 + 6, 10.5 + 6 + 13.5, 10.5 + 6 + 16.5]
+    assert run(timings, ahead, steps=4).step_ends[2] == 13.5 + 13.5
+    assert found.without(0).staleness == {0: 40, 1: 40}
+    with pytest.raises(ConfigError, match="publish_every=2: with generation 0 steps ahead"):
+        run(timings, APART, manner=Manner(publish_every=2))
+
+
 def test_every_update_waits_for_its_own_rounds() -> None:
     # Two epochs of two updates, a group each.
     workload = replace(WORKLOAD, epochs=2, mini_batches=2)
@@ -185,7 +187,7 @@ def test_what_no_run_could_be_is_refused_with_its_reason() -> None:
         run(replace(TIMINGS, score={}))
     with pytest.raises(ConfigError, match=r"timings\.train\.policy: missing"):
         run(replace(TIMINGS, train={}))
-    with pytest.raises(ConfigError, match="micro_batch_tokens=10: must be at least 11"):
+    with pytest.raises(ConfigError, match="micro_batch_tokens=10: must hold one rollout, 11"):
         run(workload=replace(WORKLOAD, micro_batch_tokens=10))
     with pytest.raises(ConfigError, match="kv_tokens=10: must be at least 11"):
         run(replace(TIMINGS, generator=replace(GENERATOR, kv_tokens=10)))

@@ -31,14 +31,17 @@ class State:
     def of(cls, work: Work) -> "State":
         """With what the replicas share out."""
         constants, stage = work.constants, work.assignment.zero_stage
+        part = work.shape.trained_part
 
-        def share(num_bytes: int, from_stage: int) -> float:
+        def share(num_bytes: float, from_stage: int) -> float:
             return num_bytes * (work.shared_params if stage >= from_stage else work.params)
 
+        # Adapters lie beside the weights that are frozen.
+        held = 1 + part if work.shape.trained else 1
         return cls(
-            share(constants.weight_bytes, SHARDS_PARAMETERS),
-            share(constants.gradient_bytes, SHARDS_GRADIENTS),
-            share(constants.optimizer_bytes, SHARDS_OPTIMIZER),
+            share(constants.weight_bytes * held, SHARDS_PARAMETERS),
+            share(constants.gradient_bytes * part, SHARDS_GRADIENTS),
+            share(constants.optimizer_bytes * part, SHARDS_OPTIMIZER),
         )
 
     @property

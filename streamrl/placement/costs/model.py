@@ -19,6 +19,7 @@ from streamrl.placement.costs.held import (
     usable,
 )
 from streamrl.placement.costs.holdings import Holder, Holdings
+from streamrl.placement.costs.merging import AdapterTraffic
 from streamrl.placement.costs.rough import RoughTraffic
 from streamrl.placement.costs.score import rule_timing, score_timing
 from streamrl.placement.costs.tensors import stage_params
@@ -46,6 +47,7 @@ class CostModel:
         self.problem = problem
         self.constants = constants or Constants.of(problem.cluster)
         self.traffic = traffic(problem.cluster, self.constants)
+        self._adapters = AdapterTraffic(problem.cluster, self.constants)
         self._calls = {call.stage: call for call in problem.dataflow.ordered}
         self._sampling = problem.dataflow.of_kind(Kind.GENERATE)[0].stage
         self._trainers = {call.role: call.stage for call in problem.dataflow.of_kind(Kind.TRAIN)}
@@ -127,6 +129,8 @@ class CostModel:
 
     def _way(self, shape: ModelShape, source: Assignment, target: Assignment) -> Moved:
         """By formula where ranks share out experts: no plan has those."""
+        if shape.trained:
+            return self._adapters.moved(shape, source, target)
         is_plain = source.expert == 1 and target.expert == 1
         return (self.traffic if is_plain else self.rough.traffic).moved(shape, source, target)
 

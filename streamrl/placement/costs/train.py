@@ -37,7 +37,7 @@ def train_timing(work: Work, moving_s: float = 0.0) -> TrainTiming:
     sums = work.sums * (passes - 1)
     compute = work.compute_s(work.forward_token_flops, constants.train_flops_fraction)
     token_s = passes * compute + sums * work.sum_token_s + 2 * work.pass_token_s
-    token_s += (passes - 1) * work.expert_token_s
+    token_s += (passes - 1) * work.expert_token_s - _frozen_s(work, passes)
     begin_s = sums * work.sum_s + passes * work.experts_s + 2 * work.groups.pipeline.send_s
     return TrainTiming(
         shares=work.replicas,
@@ -51,6 +51,19 @@ def train_timing(work: Work, moving_s: float = 0.0) -> TrainTiming:
     )
 
 
+def _frozen_s(work: Work, passes: int) -> float:
+    """Of a token's passes, what weights that are not trained save: products for their gradients.
+
+    Adapters in their place have all their own products.
+    """
+    shape = work.shape
+    if not shape.trained:
+        return 0.0
+    products = 2 * shape.active_matmul_params
+    once = work.compute_s(products, work.constants.train_flops_fraction)
+    return once * (1 - passes * 2 * shape.trained / products)
+
+
 def _exposed_s(work: Work) -> float:
     """ZeRO's traffic in a micro-batch, as far as nothing hides it.
 
@@ -60,10 +73,10 @@ def _exposed_s(work: Work) -> float:
     data, constants, stage = work.groups.data, work.constants, work.assignment.zero_stage
     if data.ranks == 1 or stage < SHARDS_GRADIENTS:
         return 0.0
-    num_bytes = constants.reduced_bytes
+    num_bytes = work.trained_params * constants.reduced_bytes
     if stage >= SHARDS_PARAMETERS:
-        num_bytes += 2 * constants.weight_bytes
-    whole = work.params * num_bytes * data.gather_byte_s + work.shape.layers * data.gather_s
+        num_bytes += work.params * 2 * constants.weight_bytes
+    whole = num_bytes * data.gather_byte_s + work.shape.layers * data.gather_s
     return constants.zero_exposed_fraction * whole
 
 
@@ -74,11 +87,11 @@ def _reduce_s(work: Work) -> float:
         return 0.0
     if stage < SHARDS_OPTIMIZER:
         bytes_twice = constants.reduced_bytes
-        return data.all_reduce_s + work.params * bytes_twice * data.all_reduce_byte_s
+        return data.all_reduce_s + work.trained_params * bytes_twice * data.all_reduce_byte_s
     num_bytes = constants.reduced_bytes if stage < SHARDS_GRADIENTS else 0
     if stage < SHARDS_PARAMETERS:
         num_bytes += constants.weight_bytes
-    return 2 * data.gather_s + work.params * num_bytes * data.gather_byte_s
+    return 2 * data.gather_s + work.trained_params * num_bytes * data.gather_byte_s
 
 
 def _optimizer_s(work: Work) -> float:
@@ -87,4 +100,5 @@ def _optimizer_s(work: Work) -> float:
     num_bytes = 2 * constants.optimizer_bytes + constants.gradient_bytes + constants.weight_bytes
     is_shared = work.assignment.zero_stage >= SHARDS_OPTIMIZER
     params = work.shared_params if is_shared else work.params
+    params *= work.shape.trained_part
     return params * num_bytes / (work.memory_bytes_per_s * constants.optimizer_memory_fraction)

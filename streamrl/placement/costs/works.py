@@ -103,6 +103,11 @@ class Work:
         return fullest_stage(self.shape, self.stages, self.tensor, self.expert)
 
     @property
+    def trained_params(self) -> float:
+        """Of those, what is trained: adapters are split as the model is."""
+        return self.params * self.shape.trained_part
+
+    @property
     def shared_params(self) -> float:
         """Of the fullest device, where all that hold the same share it out."""
         routed = self.shape.routed_params / self.stages / self.expert if self.expert > 1 else 0.0

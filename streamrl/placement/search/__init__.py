@@ -1,12 +1,14 @@
 """Which placement is best: exact and random search, rules, and an oracle. Pure."""
 
-from streamrl.placement.search.front import Candidate, FrontPoint, Planned, compared
-from streamrl.placement.search.planning import BY_WHOLE_STEPS, PROPOSALS, plan
+from streamrl.placement.search.front import Absent, Candidate, FrontPoint, Planned, compared
+from streamrl.placement.search.planning import BY_WHOLE_STEPS, PROPOSALS, RUNNERS_UP, plan
 from streamrl.placement.search.rules import Rules, anything
 
 __all__ = [
     "BY_WHOLE_STEPS",
     "PROPOSALS",
+    "RUNNERS_UP",
+    "Absent",
     "Candidate",
     "FrontPoint",
     "Planned",

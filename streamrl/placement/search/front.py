@@ -1,6 +1,6 @@
 """What a search found, as data: the best, throughput against staleness, and why others lost."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from streamrl.placement.estimates import Estimate
@@ -32,23 +32,43 @@ class Candidate:
 
 @dataclass(frozen=True)
 class FrontPoint:
-    """The best under one bound of staleness."""
+    """The best under one bound of staleness, and those that come next, if they are near."""
 
     max_staleness: int
     candidate: Candidate
+    next: Sequence[Candidate] = ()
+
+
+@dataclass(frozen=True)
+class Absent:
+    """A bound of staleness that was asked for and is not on the front, and why."""
+
+    max_staleness: int
+    why: str
 
 
 @dataclass(frozen=True)
 class Planned:
     """best: the shortest step. candidates: the best of every kind, the shortest step first.
 
-    front: of bounds of staleness, those whose best none with less of it beats. best is None, and
-    front empty, where nothing fits; the candidates then say why.
+    front: of bounds of staleness, those whose best none with less of it beats; absent: all others.
+    best is None, and front empty, where nothing fits; the candidates then say why.
     """
 
     best: Candidate | None
     candidates: Sequence[Candidate]
     front: Sequence[FrontPoint]
+    absent: Sequence[Absent] = ()
+
+
+def outdone(points: Iterable[FrontPoint], front: Sequence[FrontPoint]) -> Iterator[Absent]:
+    """Those of the points that are not on the front made of them, by what they do not beat."""
+    kept = {point.max_staleness for point in front}
+    for point in points:
+        if point.max_staleness not in kept:
+            least = max(bound for bound in kept if bound < point.max_staleness)
+            why = f"a step of {point.candidate.step_s:.3g} s is no shorter than with {least}"
+            yield Absent(point.max_staleness, why)
 
 
 def pareto(points: Iterable[FrontPoint]) -> list[FrontPoint]:

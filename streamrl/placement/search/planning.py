@@ -10,7 +10,15 @@ from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Mode, Placement
 from streamrl.placement.schedule import Estimator
 from streamrl.placement.search.annealing import Annealing, State
-from streamrl.placement.search.front import Candidate, FrontPoint, Planned, compared, pareto
+from streamrl.placement.search.front import (
+    Absent,
+    Candidate,
+    FrontPoint,
+    Planned,
+    compared,
+    outdone,
+    pareto,
+)
 from streamrl.placement.search.guideline import guideline
 from streamrl.placement.search.mapping import Mapping
 from streamrl.placement.search.parallel import Choices, Roles
@@ -24,6 +32,12 @@ APART = 24
 """Allocations with every role apart that are scheduled to begin with: those of the least bound."""
 CONFIRMED = 5
 """So many of the best are looked at with exact costs until one fits."""
+RUNNERS_UP = 2
+"""That many more are told of each bound, where they are wanted."""
+NEAR = 0.05
+"""Of the best step, what they may take longer."""
+LOOKED = 24
+"""So many of the best are looked at for them: some are but the same on other devices."""
 APART_AHEAD = 12
 """Likewise, with generation ahead."""
 SEARCHED = 3
@@ -39,16 +53,17 @@ def plan(  # noqa: PLR0913
     rules: Rules = anything,
     streamed: Sequence[bool] = (True, False),
     proposals: int = PROPOSALS,
+    runners_up: int = 0,
 ) -> Planned:
     """The best placement under each bound of staleness, what else there was, and why it lost.
 
     rules: how calls may be split. streamed: whether calls on different devices may work on a step
-    as it comes, or wait for all of it. proposals: of the random search, for each bound. The same
-    seed gives the same plan.
+    as it comes, or wait for all of it. proposals: of the random search, for each bound.
+    runners_up: how many more of each bound are told, for whoever knows better than the schedule.
+    The same seed gives the same plan.
     """
-    return Planner(problem, costs, rules=rules, streamed=streamed).plan(
-        sorted(set(max_staleness)), seed=seed, proposals=proposals
-    )
+    planner = Planner(problem, costs, rules=rules, streamed=streamed, runners_up=runners_up)
+    return planner.plan(sorted(set(max_staleness)), seed=seed, proposals=proposals)
 
 
 class Planner:
@@ -61,6 +76,7 @@ class Planner:
         *,
         rules: Rules = anything,
         streamed: Sequence[bool] = (True, False),
+        runners_up: int = 0,
     ) -> None:
         self.estimator = Estimator(problem, costs.rough)
         self.exact = Estimator(problem, costs)
@@ -69,12 +85,17 @@ class Planner:
         self.by_role = Mapping(self.choices, [(role,) for role in self.choices.roles])
         self.generating = Mapping(self.choices, models(problem), everywhere=True)
         self._problem = problem
+        # Who publishes seldom samples with what is older by the last step before.
+        self._least = problem.manner.publish_every - 1
         self._streamed = streamed
+        self._runners_up = runners_up
 
     def plan(self, bounds: Sequence[int], *, seed: int, proposals: int) -> Planned:
         """See `plan`."""
         found = self.starts()
         for bound in bounds:
+            if bound < self._least:
+                continue
             best = self.search(bound, found, seed=seed, proposals=proposals)
             if best is not None:
                 found.append(best)
@@ -106,7 +127,8 @@ class Planner:
         self, bound: int, known: Sequence[State], *, seed: int, proposals: int
     ) -> State | None:
         """The best found with generation at most `bound` steps ahead."""
-        aheads = sorted({0, bound} | {each.ahead for each in known if each.ahead <= bound})
+        known_aheads = {0, bound} | {each.ahead for each in known}
+        aheads = sorted(ahead for ahead in known_aheads if self._least <= ahead <= bound)
         annealing = Annealing(self.choices, aheads, seed=seed, streamed=self._streamed)
         starts = [each for each in known if each.ahead <= bound]
         if bound:
@@ -137,30 +159,60 @@ class Planner:
     # What there is to say.
 
     def _said(self, bounds: Sequence[int]) -> Planned:
-        under = {bound: best for bound in bounds if (best := self._best(bound)) is not None}
-        best = min(under.values(), key=lambda each: each.step_s, default=None)
+        found = [self._best(bound) for bound in bounds]
+        under = [each for each in found if isinstance(each, FrontPoint)]
+        absent = [each for each in found if isinstance(each, Absent)]
+        best = min((each.candidate for each in under), key=lambda each: each.step_s, default=None)
         # Those that lost are not worth the plans of their weights.
         kinds = [self._candidate(self.estimator, each) for each in self._best_of_kinds()]
         kinds += self._misfits({each.label for each in kinds})
         if best is None:
-            return Planned(None, kinds, ())
+            return Planned(None, kinds, (), absent)
         told = [compared(best, each) for each in kinds if each.label != best.label]
         candidates = sorted([best, *told], key=lambda each: each.step_s)
-        front = pareto(FrontPoint(bound, candidate) for bound, candidate in under.items())
-        return Planned(best, candidates, front)
+        front = pareto(under)
+        absent += outdone(under, front)
+        return Planned(best, candidates, front, sorted(absent, key=lambda each: each.max_staleness))
 
-    def _best(self, bound: int) -> Candidate | None:
+    def _best(self, bound: int) -> FrontPoint | Absent:
         """Of all that were looked at and keep the bound, the first that exact costs confirm."""
+        if bound < self._least:
+            tokens = f"tokens of the last step before a version are {self._least} versions old"
+            return Absent(bound, f"publish_every={self._least + 1}: {tokens}")
         fit = (
             (seconds, i, placement)
             for i, (placement, seconds) in enumerate(self.estimator.seen())
-            if placement.max_staleness <= bound and math.isfinite(seconds)
+            if self._least <= placement.max_staleness <= bound and math.isfinite(seconds)
         )
-        for _, _, placement in heapq.nsmallest(CONFIRMED, fit):
+        refused, ranked = [], heapq.nsmallest(max(CONFIRMED, LOOKED), fit)
+        for i, (_, _, placement) in enumerate(ranked[:CONFIRMED]):
             found = self._candidate(self.exact, placement)
             if not found.estimate.unfit:
-                return found
-        return None
+                return FrontPoint(bound, found, self._next(found, ranked[i + 1 :]))
+            refused.append(f"{found.label}: {found.estimate.unfit}")
+        if not refused:
+            return Absent(bound, "nothing that was looked at fits")
+        return Absent(
+            bound,
+            f"of all that seemed to fit, none of the best ({len(refused)} of them) does once the"
+            f" bytes of its weights are planned; {refused[0]}",
+        )
+
+    def _next(
+        self, best: Candidate, ranked: Sequence[tuple[float, int, Placement]]
+    ) -> list[Candidate]:
+        """Those that come next and are near; of those that take the same time, one."""
+        found: list[Candidate] = []
+        last = best.step_s
+        for seconds, _, placement in ranked:
+            if len(found) == self._runners_up or seconds > best.step_s * (1 + NEAR):
+                break
+            if math.isclose(seconds, last):
+                continue
+            last, other = seconds, self._candidate(self.exact, placement)
+            if not other.estimate.unfit:
+                found.append(other)
+        return found
 
     def _candidate(self, estimator: Estimator, placement: Placement) -> Candidate:
         return Candidate(self._kind(placement), placement, estimator.estimate(placement))
@@ -169,7 +221,7 @@ class Planner:
         """Of all that were looked at and keep the bound, the best of every kind."""
         best: dict[str, tuple[float, Placement]] = {}
         for placement, seconds in self.estimator.seen():
-            if math.isfinite(seconds) and placement.max_staleness <= bound:
+            if math.isfinite(seconds) and self._least <= placement.max_staleness <= bound:
                 kind = self._kind(placement)
                 if kind not in best or seconds < best[kind][0]:
                     best[kind] = (seconds, placement)

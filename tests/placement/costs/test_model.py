@@ -7,8 +7,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.dataflow import dataflow_for
+from streamrl.placement.adapters import adapted
 from streamrl.placement.clusters import DEVICES, Cluster, Device, NodeGroup
 from streamrl.placement.costs import Constants, CostModel
+from streamrl.placement.costs.held import State
+from streamrl.placement.costs.train import train_timing
+from streamrl.placement.costs.works import Work
 from streamrl.placement.estimates import Problem
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Assignment, Placement
@@ -100,6 +104,56 @@ def test_pipelined_sampling_reads_the_weights_once_for_each_part() -> None:
     assert of["2-4-1"].weights_s == pytest.approx(of["1-4-2"].weights_s, rel=0.01)
     assert of["2-4-1"].kv_token_s == of["1-4-2"].kv_token_s / 2
     assert of["2-4-1"].kv_tokens > 2 * of["1-4-2"].kv_tokens
+
+
+def lora(cluster: Cluster, rank: int = 16) -> Problem:
+    return Problem(GRPO, {"policy": adapted(SHAPES["llama-7b"], rank)}, WORK, cluster)
+
+
+def test_adapters_shrink_gradients_optimizer_and_what_is_reduced_and_skip_products() -> None:
+    whole, shape = SHAPES["llama-7b"], adapted(SHAPES["llama-7b"], 16)
+    plain = replace(Constants(), update_s=0.0, collective_s=0.0, link_hop_s=0.0, recompute=False)
+    device = replace(DEVICES["A100"], memory_bytes_per_s=1e12)
+    cluster = Cluster((NodeGroup(device, 8),))
+    of = assigned("1-1-8")
+    full, some = (Work(each, of, WORK, cluster, plain) for each in (whole, shape))
+    part = shape.trained / whole.params
+    # Reduction, and reading and writing the optimizer's state, are of what is trained.
+    timings = [train_timing(each) for each in (full, some)]
+    assert timings[1].update_s == pytest.approx(part * timings[0].update_s)
+    # A token has its products three times; of frozen weights twice. Attention has no weights.
+    products = full.compute_s(2 * whole.active_matmul_params, plain.train_flops_fraction)
+    pairs = products * shape.trained / whole.active_matmul_params
+    saved = timings[0].token_s - timings[1].token_s
+    assert saved == pytest.approx(products - 3 * pairs)
+    # Weights stay, with the adapters beside them; the rest is the adapters' alone.
+    states = [State.of(each) for each in (full, some)]
+    assert states[1].weights == pytest.approx((1 + part) * states[0].weights)
+    assert states[1].gradients == pytest.approx(part * states[0].gradients)
+    assert states[1].optimizer == pytest.approx(part * states[0].optimizer)
+
+
+def test_adapters_travel_alone_and_are_merged_into_weights_that_the_host_has() -> None:
+    shape, whole = adapted(SHAPES["llama-7b"], 16), SHAPES["llama-7b"]
+    placement = Placement({"train": assigned("1-1-8"), "generate": assigned("1-1-8", 8)})
+    sent = CostModel(lora(A100)).moved("generate", placement)
+    full = CostModel(grpo("llama-7b", A100)).rough.moved("generate", placement)
+    assert sent is not None and full is not None
+    part = shape.trained / whole.params
+    assert sent.received_bytes == round(part * full.received_bytes) == 2 * shape.trained
+    constants, host = Constants(), DEVICES["A100"].host_bytes_per_s
+    reading_s = 2 * whole.params / (host * constants.host_fraction)
+    assert sent.seconds == pytest.approx(part * full.seconds + reading_s)
+    # On the same devices as well they are merged into a copy.
+    beside = CostModel(lora(A100)).moved("generate", colocated(lora(A100), "1-1-16", "1-1-16"))
+    assert beside is not None and beside.beside_bytes == 2 * whole.params
+
+
+def test_a_model_too_large_to_train_whole_is_trained_with_adapters() -> None:
+    # 13.5 GB of weights and 16 bytes more of each parameter that is trained, on 80 GB.
+    placement = Placement({"train": assigned("1-1-1"), "generate": assigned("1-1-1", 1)})
+    assert CostModel(grpo("llama-7b", A100)).unfit(placement)
+    assert not CostModel(lora(A100)).unfit(placement)
 
 
 def test_zero_and_pipelines_cost_what_they_add() -> None:

@@ -2,7 +2,9 @@
 
 import math
 import random
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,13 +13,14 @@ from hypothesis import strategies as st
 from streamrl.dataflow import Call
 from streamrl.errors import ConfigError
 from streamrl.placement.estimates import Problem
+from streamrl.placement.manner import Manner
 from streamrl.placement.meshes import meshes
-from streamrl.placement.placements import Assignment
-from streamrl.placement.search.front import FrontPoint, pareto
+from streamrl.placement.placements import Assignment, Placement
+from streamrl.placement.search.front import Absent, FrontPoint, outdone, pareto
 from streamrl.placement.search.guideline import guideline
 from streamrl.placement.search.oracle import Oracle
 from streamrl.placement.search.parallel import Choices
-from streamrl.placement.search.planning import Planner, plan
+from streamrl.placement.search.planning import CONFIRMED, NEAR, Planner, plan
 from streamrl.placement.workload import FixedLength, LognormalLengths
 from streamrl.resharding import Grid
 from tests.placement.search.problems import FIXED, LONG_TAILED, choices, grpo, ppo
@@ -133,11 +136,70 @@ def test_every_kind_that_lost_says_by_how_much_and_why() -> None:
         assert each.slower_s == pytest.approx(each.step_s - winner.step_s)
 
 
+class Exacting(SimpleCosts):
+    """Refuses what generates ahead, which a search takes to fit."""
+
+    @property
+    def rough(self) -> SimpleCosts:
+        return SimpleCosts(self.problem)
+
+    def unfit(self, placement: Placement) -> str:
+        return "0.1 GB too little" if placement.max_staleness else super().unfit(placement)
+
+
+def test_a_bound_whose_best_do_not_fit_after_all_says_so() -> None:
+    problem = grpo("4xA100", "qwen2.5-0.5b", LONG_TAILED)
+    planned = plan(problem, Exacting(problem), max_staleness=[0, 1], proposals=60)
+    assert [point.max_staleness for point in planned.front] == [0]
+    (absent,) = planned.absent
+    assert absent.max_staleness == 1
+    assert f"none of the best ({CONFIRMED} of them)" in absent.why
+    assert "1 ahead: 0.1 GB too little" in absent.why
+
+
+@pytest.mark.parametrize("bounds", [[0, 1, 2], [1, 4]])
+def test_every_bound_is_on_the_front_or_says_why_not(bounds: list[int]) -> None:
+    problem = grpo("4xA100", "qwen2.5-0.5b", FIXED)
+    planned = plan(problem, SimpleCosts(problem), max_staleness=bounds, proposals=30)
+    told = [each.max_staleness for each in (*planned.front, *planned.absent)]
+    assert sorted(told) == bounds
+    for each in planned.absent:
+        assert re.fullmatch(r"a step of .* s is no shorter than with \d", each.why)
+
+
+def test_those_that_come_next_are_near_the_best_and_all_take_another_time() -> None:
+    problem = grpo("4xA100", "qwen2.5-0.5b", LONG_TAILED)
+    words = {"max_staleness": [0, 1], "proposals": 60}
+    plain = plan(problem, SimpleCosts(problem), **words)
+    planned = plan(problem, SimpleCosts(problem), **words, runners_up=2)
+    assert not any(point.next for point in plain.front)
+    assert any(point.next for point in planned.front)
+    for before, point in zip(plain.front, planned.front, strict=True):
+        assert point.candidate == before.candidate
+        times = [point.candidate.step_s, *(each.step_s for each in point.next)]
+        assert len(times) <= 3
+        assert times == sorted(set(times))
+        assert times[-1] <= times[0] * (1 + NEAR)
+        assert all(each.placement.max_staleness <= point.max_staleness for each in point.next)
+
+
+def test_who_publishes_every_other_step_is_a_step_ahead_at_least() -> None:
+    problem = replace(grpo("4xA100", "qwen2.5-0.5b", FIXED), manner=Manner(publish_every=2))
+    planned = plan(problem, SimpleCosts(problem), max_staleness=[0, 1], proposals=60)
+    (point,) = planned.front
+    assert point.candidate.placement.max_staleness == 1
+    assert all(each.placement.max_staleness == 1 for each in planned.candidates)
+    (absent,) = planned.absent
+    assert absent.max_staleness == 0
+    assert absent.why.startswith("publish_every=2: ")
+
+
 def test_where_nothing_fits_it_says_what_is_short() -> None:
     problem = ppo("2xV100", "llama-70b")
     planned = plan(problem, SimpleCosts(problem), proposals=10)
     assert planned.best is None
     assert not planned.front
+    assert planned.absent == [Absent(0, "nothing that was looked at fits")]
     assert all("GB too little" in each.estimate.unfit for each in planned.candidates)
     assert {each.label for each in planned.candidates} == {"colocated", "disaggregated"}
 
@@ -196,4 +258,7 @@ def test_the_front_leaves_out_what_staler_tokens_do_not_pay_for() -> None:
         FrontPoint(bound, planner._candidate(planner.exact, planner.choices.placement(roles)))
         for bound in (2, 0, 1)
     ]
-    assert [point.max_staleness for point in pareto(found)] == [0]
+    front = pareto(found)
+    assert [point.max_staleness for point in front] == [0]
+    assert [each.max_staleness for each in outdone(found, front)] == [2, 1]
+    assert all(each.why.endswith("is no shorter than with 0") for each in outdone(found, front))

@@ -1,0 +1,23 @@
+"""How a run is done, beside its placement."""
+
+from dataclasses import dataclass
+
+from streamrl.placement.config import SLICE_S
+
+
+@dataclass(frozen=True)
+class Manner:
+    """As in a run's config: pipeline.depth and pipeline.on_stale, placement.slice_s and
+    weights.publish_every.
+
+    A plan chooses the depth itself, as the bound of staleness.
+    """
+
+    depth: int | None = None
+    on_stale: str = "wait"
+    slice_s: float = SLICE_S
+    publish_every: int = 1
+
+    def whole_turns(self, steps: int) -> int:
+        """At most so many steps, of which as many are of each age if not all have a version."""
+        return steps - steps % self.publish_every
