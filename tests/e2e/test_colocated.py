@@ -1,4 +1,4 @@
-"""A colocated run that is not left alone: asked for more, interrupted, moved, killed, resumed."""
+"""A colocated run that is not left alone: asked for more, interrupted, resumed, killed, moved."""
 
 import json
 import os
@@ -76,43 +76,32 @@ def stopped(run_dir: Path, asked: list[Launched]) -> Ended:
     request = Launched(["scale", str(run_dir), "--generators", "2"], toy)
     request.wait(timeout_s=120.0)
     asked.append(request)
-    return _interrupt(run, run_dir)
+    started = time.monotonic()
+    run.interrupt()
+    code = run.wait()
+    return Ended(run, code, time.monotonic() - started, rows(run_dir))
 
 
 @pytest.fixture(scope="module")
-def apart(stopped: Ended, run_dir: Path) -> Ended:
-    """The run goes on with devices for every stage, for two steps."""
-    run = _resume(run_dir, *APART)
-    run.until(lambda: len(rows(run_dir)) >= len(stopped.rows) + 2)
-    return _interrupt(run, run_dir)
-
-
-@pytest.fixture(scope="module")
-def killed(apart: Ended, run_dir: Path) -> Ended:
-    """It goes on on one slot; then the process of trainer and generator is killed."""
+def killed(stopped: Ended, run_dir: Path) -> Ended:
+    """The run goes on on one slot, for two steps; then the process of trainer and generator is
+    killed."""
     run = _resume(run_dir, "placement.mode=auto", "placement.cpus=1")
-    run.until(lambda: len(rows(run_dir)) >= len(apart.rows) + 2)
+    run.until(lambda: len(rows(run_dir)) >= len(stopped.rows) + 2)
     os.kill(run.actor("HybridActor").pid, signal.SIGKILL)
     return Ended(run, run.wait(timeout_s=240.0), 0.0, rows(run_dir))
 
 
 @pytest.fixture(scope="module")
 def finished(killed: Ended, run_dir: Path) -> Ended:
-    """What is left after that is trained: two steps more."""
+    """What is left after that is trained with devices for every stage: two steps more."""
     steps = len(killed.rows) + 2
-    run = _resume(run_dir, f"run.steps={steps}")
+    run = _resume(run_dir, *APART, f"run.steps={steps}")
     return Ended(run, run.wait(), 0.0, rows(run_dir))
 
 
 def _resume(run_dir: Path, *overrides: str) -> Launched:
     return Launched(["train", "--resume", str(run_dir), *overrides], run_dir.parent)
-
-
-def _interrupt(run: Launched, run_dir: Path) -> Ended:
-    started = time.monotonic()
-    run.interrupt()
-    code = run.wait()
-    return Ended(run, code, time.monotonic() - started, rows(run_dir))
 
 
 def test_where_there_is_one_slot_auto_shares_it_and_says_so_in_one_line(stopped: Ended) -> None:
@@ -151,17 +140,6 @@ def test_its_generators_cannot_be_scaled(stopped: Ended, asked: list[Launched]) 
     )
 
 
-def test_it_goes_on_where_every_stage_has_devices_of_its_own(stopped: Ended, apart: Ended) -> None:
-    assert apart.code == 130, apart.run.output
-    here, there = stopped.rows, apart.rows[len(stopped.rows) :]
-    assert not any(row["weights/bytes"] for row in here)
-    assert any(row["weights/bytes"] for row in there)
-    # A row has none if no version was taken up since the one before.
-    copied = {row["weights/copied_bytes"] for row in here}
-    assert copied <= {0, None} and 0 in copied
-    assert {row["weights/copied_bytes"] for row in there} == {None}, "nobody counts them"
-
-
 def test_a_killed_process_of_trainer_and_generator_ends_the_run_and_is_named(
     killed: Ended, run_dir: Path
 ) -> None:
@@ -171,6 +149,18 @@ def test_a_killed_process_of_trainer_and_generator_ends_the_run_and_is_named(
     assert "Traceback" not in killed.run.output
     assert killed.run.orphans() == []
     assert len(events(run_dir, "failed")) == 1
+
+
+def test_it_goes_on_where_every_stage_has_devices_of_its_own(
+    killed: Ended, finished: Ended
+) -> None:
+    here, there = killed.rows, finished.rows[len(killed.rows) :]
+    assert not any(row["weights/bytes"] for row in here)
+    assert any(row["weights/bytes"] for row in there)
+    # A row has none if no version was taken up since the one before.
+    copied = {row["weights/copied_bytes"] for row in here}
+    assert copied <= {0, None} and 0 in copied
+    assert {row["weights/copied_bytes"] for row in there} == {None}, "nobody counts them"
 
 
 def test_wherever_it_went_on_no_step_is_missing_and_every_prompt_is_trained_once(

@@ -173,11 +173,11 @@ SLACK = 1.25
 
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Mapping[str, Any]]:
-    """A model of 64 M parameters, and what ranks that trained it saw, by case."""
+    """A model of 26 M parameters, and what ranks that trained it saw, by case."""
     folder = tmp_path_factory.mktemp("grown")
-    sizes = {"hidden_size": 1024, "intermediate_size": 2816, "vocab_size": VOCABULARY}
+    sizes = {"hidden_size": 768, "intermediate_size": 2112, "vocab_size": VOCABULARY}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
-    config = Qwen2Config(**sizes, **heads, num_hidden_layers=5, tie_word_embeddings=True)
+    config = Qwen2Config(**sizes, **heads, num_hidden_layers=4, tie_word_embeddings=True)
     path = save(Qwen2ForCausalLM(config), folder / "model")
     ports = [str(port) for port in free_ports(len(CASES))]
     done = subprocess.run(

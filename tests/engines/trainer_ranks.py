@@ -202,9 +202,9 @@ def save_and_go_on(seat: Seat, layout: Layout) -> None:
     trainer = seat.trainer(layout, warmup_steps=4)
     refusals = [refusal_of(trainer, other) for other in seat.saved]
     trainer.load(folder)
-    # It comes back by itself, for whatever needs it.
+    # It comes back by itself, for whatever needs it. Others may still be reading the first files.
     trainer.offload_optimizer()
-    trainer.save(folder)
+    trainer.save(seat.folder / f"{layout.label}-again")
     trainer.offload_optimizer()
     gone = trainer._optimizer_memory._away
     assert isinstance(gone, OnDisk)

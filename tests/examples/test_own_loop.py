@@ -50,6 +50,8 @@ ODD = [
     "algorithm.mini_batches=3",
     "critic.warmup_alone=1",
 ]
+#: A run has nothing to do but what a loop of one's own does.
+BARE = ['data.eval=""', "checkpoint.at_end=false", "telemetry.wandb.mode=disabled"]
 LEARNED = ("loss/policy", "loss/value", "policy/grad_norm", "critic/grad_norm", "policy/kl_ref")
 
 
@@ -124,9 +126,35 @@ def assert_alike(found: Mapping[str, float], wanted: Mapping[str, float]) -> Non
     assert "loss/value" in learned
 
 
+def ppo_saved(folder: Path) -> Loop:
+    """PPO, whose policy is saved after its second step."""
+
+    def loop(stage: Stage) -> Iterator[Step]:
+        for number, step in enumerate(ppo(stage), start=1):
+            yield step
+            if number == 2:
+                stage.groups[0].save_model(folder).get()
+
+    return loop
+
+
+@pytest.fixture(scope="module")
+def alone(
+    pool: ResourcePool, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[list[Mapping[str, float]], Path]:
+    """What PPO learns where one worker has all parameters, on a budget, and the policy then."""
+    folder = tmp_path_factory.mktemp("alone") / "model"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("examples.own_loop.ppo.PolicyWorker", Watched)
+        return play(ppo_saved(folder), on_a_budget(ODD, workers=1), Narrow(pool, 1)), folder
+
+
 @pytest.mark.slow
 def test_ppo_learns_what_a_run_learns_with_one_worker_and_with_two(
-    pool: ResourcePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: ResourcePool,
+    alone: tuple[list[Mapping[str, float]], Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fetched: list[Any] = []
 
@@ -144,19 +172,17 @@ def test_ppo_learns_what_a_run_learns_with_one_worker_and_with_two(
     assert {type(value) for value in fetched} <= {int, type(None), dict}
     assert {type(v) for one in fetched if isinstance(one, dict) for v in one.values()} == {float}
 
-    alone = play(ppo, on_a_budget(ODD, workers=1), Narrow(pool, 1))
-    assert_kept(alone)
+    assert_kept(alone[0])
     assert both[-1]["optimizer_bytes"] > MB
     assert both[-1]["memory/train_mb"] > both[-1]["memory/generate_mb"] - KV_MB / 2
-    for one, other in zip(alone, both, strict=True):
+    for one, other in zip(alone[0], both, strict=True):
         assert_alike(one, other)
         for name in ("weights/bytes", "weights/copied_bytes"):
             assert one[name] == other[name] == 0
     assert ["loss/policy" in step for step in both] == [False, True, True]
 
-    run = Launched(
-        ["train", str(PPO), *ODD, f"run.dir={tmp_path}", "pipeline.max_staleness=0"], tmp_path
-    )
+    overrides = [*ODD, f"run.dir={tmp_path}", "pipeline.max_staleness=0", *BARE]
+    run = Launched(["train", str(PPO), *overrides], tmp_path)
     assert run.wait() == 0, run.output
     for mine, row in zip(both, rows(tmp_path / "run"), strict=True):
         assert_alike(mine, row)
@@ -169,35 +195,15 @@ SPLIT = {
 }
 
 
-def ppo_saved(folder: Path) -> Loop:
-    """PPO, whose policy is saved at the end."""
-
-    def loop(stage: Stage) -> Iterator[Step]:
-        yield from ppo(stage)
-        stage.groups[0].save_model(folder).get()
-
-    return loop
-
-
 def saved(folder: Path) -> dict[str, Tensor]:
     return load_file(folder / "model.safetensors")
-
-
-@pytest.fixture(scope="module")
-def whole(
-    pool: ResourcePool, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[list[Mapping[str, float]], Path]:
-    """What PPO learns where one worker has all parameters, and the policy then."""
-    folder = tmp_path_factory.mktemp("whole") / "model"
-    config = load_config(PPO, [*ODD, "run.steps=2"])
-    return play(ppo_saved(folder), config, Narrow(pool, 1)), folder
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", SPLIT)
 def test_workers_that_hold_a_model_together_learn_the_same(
     pool: ResourcePool,
-    whole: tuple[list[Mapping[str, float]], Path],
+    alone: tuple[list[Mapping[str, float]], Path],
     split: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -211,10 +217,10 @@ def test_workers_that_hold_a_model_together_learn_the_same(
     steps = play(ppo_saved(tmp_path), config, pool)
     if is_bound:
         assert_kept(steps)
-    for one, other in zip(steps, whole[0], strict=True):
+    for one, other in zip(steps, alone[0][:2], strict=True):
         assert_alike(one, other)
         assert one["weights/bytes"] > 0
-    found, wanted = saved(tmp_path), saved(whole[1])
+    found, wanted = saved(tmp_path), saved(alone[1])
     assert found.keys() == wanted.keys()
     for name in wanted:
         # An update moves a parameter by up to the learning rate, 1e-4, however small its gradient.
