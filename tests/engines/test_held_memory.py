@@ -173,7 +173,7 @@ SLACK = 1.25
 
 @pytest.fixture(scope="module")
 def grown(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Mapping[str, Any]]:
-    """A model of 26 M parameters, and what ranks that trained it saw, by case."""
+    """A model of 29 M parameters, and what ranks that trained it saw, by case."""
     folder = tmp_path_factory.mktemp("grown")
     sizes = {"hidden_size": 768, "intermediate_size": 2112, "vocab_size": VOCABULARY}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
