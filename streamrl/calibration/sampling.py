@@ -158,6 +158,9 @@ class Asked:
 def fit_sampling(asked: Sequence[Asked], start: GeneratorTiming, *, pause_s: float) -> Fit:
     """COEFFICIENTS, in this order; what else a step takes is as in `start`.
 
+    A prompt's token takes at least as long as it is computed by `start`: what else a fit could make
+    of groups that come and go all the time is that it takes nothing, and all else more.
+
     A machine has slow moments, and in them all groups are slow: what tells the coefficients apart
     is how groups of one turn differ. If `start` computes running rollouts anew for each version,
     that is as prompts are computed.
@@ -165,14 +168,19 @@ def fit_sampling(asked: Sequence[Asked], start: GeneratorTiming, *, pause_s: flo
     sizes = np.array([one.typical() for one in asked]).mean(axis=0)
     measured = np.concatenate([(one.ends - one.begins)[one.counts] for one in asked])
     turns = _numbered([one.turns[one.counts] for one in asked])
+    least = np.zeros(len(COEFFICIENTS))
+    least[COEFFICIENTS.index("prefill_token_s")] = min(
+        start.compute_rollout_s, start.prefill_token_s
+    )
 
     def predict(parts: Array) -> Array:
-        timing = sampled_with(start, [float(each) for each in parts / sizes])
+        timing = sampled_with(start, (least + parts / sizes).tolist())
         ends = [one.replay(timing, pause_s=pause_s) for one in asked]
         lasts = [(end - one.begins)[one.counts] for end, one in zip(ends, asked, strict=True)]
         return _at_pace(np.concatenate(lasts), measured, turns)
 
-    return fit_parts(predict, measured, sizes, starts=STARTS)
+    found = fit_parts(predict, measured, sizes, starts=STARTS)
+    return replace(found, values=tuple((least + found.values).tolist()))
 
 
 def sampled_with(start: GeneratorTiming, values: Sequence[float]) -> GeneratorTiming:

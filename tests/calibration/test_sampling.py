@@ -52,3 +52,13 @@ def test_windows_are_all_over_a_run_and_count_whose_neighbours_are_known() -> No
         len(w.groups) - 5 * (i > 0) - 5 * (i < 2) for i, w in enumerate(windows)
     ]
     assert held[-1][-1] == str(count - 1)
+
+
+def test_a_prompts_token_takes_at_least_as_long_as_to_compute_it() -> None:
+    # Nothing of it is seen in when groups were done.
+    free = replace(TRUE, prefill_token_s=0.0)
+    one = asked([1.0] * 4)
+    seen = replace(one, ends=one.replay(free, pause_s=0.0))
+    found = fit_sampling([seen], START, pause_s=0.0)
+    assert found.values[2] == pytest.approx(START.compute_rollout_s, rel=0.2)
+    assert found.values[2] >= START.compute_rollout_s
