@@ -35,8 +35,8 @@ RECIPES = ("grpo", "ppo", "remax")
 MODES = {"on_policy": 0, "ahead": 1}
 """By name, the bound of staleness."""
 OVER = {"on_policy": "ahead", "ahead": "on_policy"}
-SEEDS = (0, 1)
-"""Runs with the first are predicted, from themselves and from those with the second."""
+OTHER = {0: 1, 1: 0}
+"""By seed, that of the runs which runs with it are predicted from."""
 SOURCES = ("same_mode", "other_mode", "itself")
 Key = tuple[str, str, int]
 """A run: its recipe, mode and seed."""
@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         folder = arguments.runs or Path(end.enter_context(tempfile.TemporaryDirectory()))
         runs = {
             key: played(folder, *key, steps=arguments.steps)
-            for key in product(arguments.recipes, MODES, SEEDS)
+            for key in product(arguments.recipes, MODES, OTHER)
         }
         found = {recipe: compared(recipe, runs) for recipe in arguments.recipes}
     summary = {"worst_error": worst(found), "recipes": found}
@@ -74,15 +74,15 @@ def played(folder: Path, recipe: str, mode: str, seed: int, *, steps: int) -> Me
 
 
 def compared(recipe: str, runs: Mapping[Key, Measured]) -> dict[str, Any]:
-    """By mode, what was predicted of its run, from others and from itself."""
+    """Of each run of a recipe, what was predicted of it, from others and from itself."""
     found = {}
-    for mode in MODES:
-        measured = runs[recipe, mode, SEEDS[0]]
-        found[mode] = {
+    for (mode, over), (seed, other) in product(OVER.items(), OTHER.items()):
+        measured = runs[recipe, mode, seed]
+        found[f"{mode}, seed {seed}"] = {
             "steps": len(measured.steps),
             "left_out": dict(measured.left_out),
-            "same_mode": predicted(measured, runs[recipe, mode, SEEDS[1]]),
-            "other_mode": predicted(measured, runs[recipe, OVER[mode], SEEDS[1]]),
+            "same_mode": predicted(measured, runs[recipe, mode, other]),
+            "other_mode": predicted(measured, runs[recipe, over, other]),
             "itself": predicted(measured, measured),
         }
     return found
