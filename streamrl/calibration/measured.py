@@ -231,7 +231,8 @@ def read_run(run_dir: Path) -> Measured:
     sampled = _sampled(spans, books.admitted, since=steps[0].start_s)
     if not sampled:
         raise ConfigError(
-            f"{place}: {TRACE_FILE} has no generate spans with lengths: made by an older streamrl"
+            f"{place}: {TRACE_FILE} has no generate spans with lengths: cut off, or made by an"
+            " older streamrl"
         )
     noted = _noted(run_dir)
     machine = _machine(noted).with_rows([step.row for step in steps])

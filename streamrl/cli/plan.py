@@ -19,6 +19,7 @@ from streamrl.errors import ConfigError
 from streamrl.pictures.timeline import timeline_svg
 from streamrl.placement import Estimate, Problem
 from streamrl.placement.costs import CostModel
+from streamrl.placement.estimates import Costs
 from streamrl.placement.placements import MOST_STALENESS
 from streamrl.placement.search import (
     BY_WHOLE_STEPS,
@@ -82,9 +83,14 @@ def run(arguments: argparse.Namespace) -> int:
             check_file(option, path)
     config, problem, constants = read_problem(arguments)
     costs = CostModel(problem, constants)
+
+    def runnable(own: CostModel) -> Costs:
+        pipeline, flow = arguments.pipeline, problem.dataflow
+        return own if pipeline else RunCosts(own, flow, apart=config.apart)
+
     planned = plan(
         problem,
-        costs if arguments.pipeline else RunCosts(costs, problem.dataflow, apart=config.apart),
+        runnable(costs),
         max_staleness=bounds,
         seed=arguments.seed,
         rules=anything if arguments.pipeline else rules_of(config),
@@ -92,6 +98,7 @@ def run(arguments: argparse.Namespace) -> int:
         streamed=(True, False) if arguments.pipeline else (True,),
         proposals=arguments.proposals,
         runners_up=RUNNERS_UP if problem.workload.groups_per_step <= FEW_GROUPS else 0,
+        costs_of=lambda part: runnable(CostModel(part, constants)),
     )
     kept, lost = gaining(_played(problem, planned.front, costs, arguments.seed))
     report = Report(config, problem, planned, kept, lost)

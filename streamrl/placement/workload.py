@@ -13,6 +13,9 @@ from scipy.special import ndtri
 from streamrl.errors import ConfigError
 from streamrl.messages import Array
 
+MOST_FILTERED = 0.995
+"""Of all groups that are sampled: two hundred for each that is trained."""
+
 
 class Lengths(Protocol):
     """How many tokens completions have, and what the longest may have."""
@@ -193,9 +196,10 @@ class Workload:
     filtered: float = 0.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.filtered < 1:
+        if not 0 <= self.filtered <= MOST_FILTERED:
             raise ConfigError(
-                f"workload: filtered={self.filtered:g}: must be 0 or more, and below 1"
+                f"workload: filtered={self.filtered:g}: must be 0 or more, and at most"
+                f" {MOST_FILTERED:g}"
             )
         for key in ("groups_per_step", "group_size", "epochs", "mini_batches"):
             if vars(self)[key] < 1:

@@ -109,5 +109,5 @@ def test_a_short_run_is_refused(tmp_path: Path) -> None:
 def test_spans_without_lengths_are_refused(run_dir: Path) -> None:
     trace = run_dir / "trace.json"
     trace.write_text(trace.read_text().replace('"lengths"', '"sizes"'))
-    with pytest.raises(ConfigError, match="made by an older streamrl"):
+    with pytest.raises(ConfigError, match="cut off, or made by an older streamrl"):
         read_run(run_dir)

@@ -56,7 +56,7 @@ def test_more_groups_are_sampled_than_are_trained_where_some_are_filtered() -> N
     assert workload.rollouts == 240
     assert workload.sampled == Workload(100, 4, 100.0, FixedLength(50))
     assert Workload(60, 4, 100.0, FixedLength(50)).sampled.groups_per_step == 60
-    with pytest.raises(ConfigError, match="filtered=1: must be 0 or more, and below 1"):
+    with pytest.raises(ConfigError, match="filtered=1: must be 0 or more, and at most"):
         Workload(1, 8, 100.0, FixedLength(50), filtered=1.0)
 
 

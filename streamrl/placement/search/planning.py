@@ -2,7 +2,7 @@
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import replace
 
 from streamrl.placement.estimates import Costs, Problem
@@ -23,6 +23,7 @@ from streamrl.placement.search.guideline import guideline
 from streamrl.placement.search.mapping import Mapping
 from streamrl.placement.search.parallel import Choices, Roles
 from streamrl.placement.search.partitions import models, node_edges
+from streamrl.placement.search.parts import moved, parts
 from streamrl.placement.search.rules import Rules, anything
 
 BY_WHOLE_STEPS = ", by whole steps"
@@ -54,16 +55,25 @@ def plan(  # noqa: PLR0913
     streamed: Sequence[bool] = (True, False),
     proposals: int = PROPOSALS,
     runners_up: int = 0,
+    costs_of: Callable[[Problem], Costs] | None = None,
 ) -> Planned:
     """The best placement under each bound of staleness, what else there was, and why it lost.
 
     rules: how calls may be split. streamed: whether calls on different devices may work on a step
     as it comes, or wait for all of it. proposals: of the random search, for each bound.
     runners_up: how many more of each bound are told, for whoever knows better than the schedule.
-    The same seed gives the same plan.
+    costs_of: those of the same problem on a part of the cluster; with it, parts are looked at that
+    may be better off alone. The same seed gives the same plan.
     """
+    bounds = sorted(set(max_staleness))
+    alone: list[Placement] = []
+    if costs_of is not None:
+        for first, part in parts(problem):
+            planner = Planner(part, costs_of(part), rules=rules, streamed=streamed)
+            found = planner.plan(bounds, seed=seed, proposals=proposals)
+            alone += [moved(point.candidate.placement, first) for point in found.front]
     planner = Planner(problem, costs, rules=rules, streamed=streamed, runners_up=runners_up)
-    return planner.plan(sorted(set(max_staleness)), seed=seed, proposals=proposals)
+    return planner.plan(bounds, seed=seed, proposals=proposals, known=alone)
 
 
 class Planner:
@@ -90,9 +100,16 @@ class Planner:
         self._streamed = streamed
         self._runners_up = runners_up
 
-    def plan(self, bounds: Sequence[int], *, seed: int, proposals: int) -> Planned:
-        """See `plan`."""
-        found = self.starts()
+    def plan(
+        self,
+        bounds: Sequence[int],
+        *,
+        seed: int,
+        proposals: int,
+        known: Sequence[Placement] = (),
+    ) -> Planned:
+        """See `plan`. known: placements to begin from, too."""
+        found = [*self.starts(), *(self._state(placement) for placement in known)]
         for bound in bounds:
             if bound < self._least:
                 continue
