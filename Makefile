@@ -7,14 +7,8 @@ PYTHON ?= python3 python3.11 python3.12
 FITS := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
 # More for pytest, as in: make test ARGS="tests/buffer -x"
 ARGS ?=
-# All tests go in two lanes, see tests/lanes.py; those that ARGS choose go one after the other.
-LANES = $(if $(ARGS),,-n 2)
 # Who is killed at which passage, as in: make test-chaos SEED=3 ARGS="--only shard"
 SEED ?= 0
-
-# A run is a dozen processes: without compiled modules each of them compiles its own, a fifteenth of
-# the time it takes to start.
-unexport PYTHONDONTWRITEBYTECODE
 
 BIN := .venv/bin
 STAMP = .venv/installed-for-$(DEVICE)
@@ -36,7 +30,7 @@ demo: $(STAMP) ## train a small model to add with GRPO, into runs/demo
 
 test: lint ## lint, make the arithmetic base model, run the tests (ARGS="..." goes to pytest)
 	$(BASE_MODEL)
-	$(BIN)/python -m pytest $(LANES) $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 test-chaos: $(STAMP) ## kill -9 every kind of actor at every moment of a run; most of an hour (SEED=3)
 	$(BIN)/python -m tests.chaos.run_chaos --seed $(SEED) $(ARGS)

@@ -1,7 +1,5 @@
 """Who is on the way up, and for how long that may take."""
 
-import gc
-
 import pytest
 
 from streamrl.actors.starting import Starting
@@ -27,7 +25,3 @@ def test_each_actor_has_its_own_deadline_and_the_late_ones_are_named() -> None:
     now = 51.0
     with pytest.raises(DeadlineError, match=r"^reference-0: not ready within 30 s$"):
         starting.check()
-
-
-def test_who_imports_engines_seldom_looks_for_garbage() -> None:
-    assert gc.get_threshold()[0] == 10_000
