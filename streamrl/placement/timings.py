@@ -67,7 +67,7 @@ class GeneratorTiming:
         computing = self.compute_rollout_s * running
         bound = 0
         if first < computing:
-            bound = min(steps, math.ceil((computing - first) / grows)) if grows else steps
+            bound = math.ceil(min(steps, (computing - first) / grows)) if grows else steps
         rest = steps - bound
         reading = rest * (first + grows * (bound + (rest - 1) / 2))
         return steps * (self.step_s + self.rollout_s * running) + bound * computing + reading
