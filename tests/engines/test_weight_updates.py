@@ -130,7 +130,9 @@ async def each_group_alone(engine: GenerationEngine, base: PreTrainedModel) -> N
     assert seen >= ALL_HAVE
     rollouts = await running
     assert len(np.unique(rollouts[0].policy_version)) > 3
-    assert worst_error(rollouts, models) < 1e-4
+    # Of a thousand tokens under models of ever larger weights, some are 1e-4 off in float32 for
+    # its rounding alone; a group that did not follow is a hundred times that.
+    assert worst_error(rollouts, models) < 1e-3
 
 
 @pytest.mark.slow
