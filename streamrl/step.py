@@ -1,20 +1,17 @@
 """One optimizer step: its groups are collected, trained as they come, and booked."""
 
 import asyncio
-import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import AsyncExitStack, aclosing
 from dataclasses import dataclass
 
 from streamrl.buffer.books import TrainedStep
-from streamrl.control import STALE, Control, PipelineConfig
+from streamrl.control import Control, PipelineConfig
 from streamrl.dataflow import POLICY
 from streamrl.engines.schedule import Schedule, Turn
-from streamrl.errors import DeadlineError
 from streamrl.faces import DeviceLease, Made, Stage, StepOutcome, Trainer
-from streamrl.messages import Ended
-from streamrl.serving import WAIT_S
+from streamrl.gathering import Gathering
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,8 @@ async def train_step(
     makers = {role: Maker(trainer, control, stage.lease) for role, trainer in trainers.items()}
     active = {role: one for role, one in makers.items() if not trainers[role].rests(version)}
     schedules = {role: _schedule(trainers[role], config) for role in active}
-    parts = replay(recorded) if recorded else assemble(stage, control, schedules, config)
-    async with AsyncExitStack() as until_published:
+    found = replay(recorded) if recorded else assemble(stage, control, schedules, config)
+    async with aclosing(found) as parts, AsyncExitStack() as until_published:
         async for part in parts:
             async with stage.computing(version=version):
                 await asyncio.gather(*(maker.make(role, part) for role, maker in active.items()))
@@ -129,7 +126,7 @@ def _schedule(trainer: Trainer, config: PipelineConfig) -> Schedule:
     )
 
 
-async def replay(step: TrainedStep) -> AsyncIterator[Part]:
+async def replay(step: TrainedStep) -> AsyncGenerator[Part]:
     """A step that is made again, in one part."""
     turns = {role: list(program.turns()) for role, program in step.programs.items()}
     yield Part(turns, [group.uid for group in step.groups])
@@ -140,79 +137,22 @@ async def assemble(
     control: Control,
     schedules: Mapping[str, Schedule],
     config: PipelineConfig,
-) -> AsyncIterator[Part]:
+) -> AsyncGenerator[Part]:
     """The next step as its groups come; not all of it if the run is stopping."""
     version, uids = control.admission.version, list[str]()
-    while not control.assembler.complete:
-        if not await collect(stage, control, config):
-            return
-        for group in control.assembler.draw(version):
-            assert group.info is not None
-            uids.append(group.uid)
-            for schedule in schedules.values():
-                schedule.add(group.uid, group.info.lengths)
-        complete = control.assembler.complete
-        turns = {role: one.turns(complete=complete) for role, one in schedules.items()}
-        if any(turns.values()):
-            yield Part(turns, uids if complete else ())
-
-
-async def collect(stage: Stage, control: Control, config: PipelineConfig) -> bool:
-    """Offer the assembler what the queue has for it, unless it can draw already.
-
-    False if the run is stopping. Raises DeadlineError naming the groups a step waits for, and
-    where they are, once it has waited for longer than `on_stall` allows.
-    """
-    await drop_stale(stage, control)
-    if control.assembler.drawable(control.admission.version):
-        return not control.stopping.is_set()
-    # Time for every attempt to be found stalled and taken back, and once as much again.
-    patience_s = config.stall_s * (1 if config.on_stall == "abort" else 2 * control.max_attempts)
-    clock = asyncio.get_running_loop().time
-    deadline = clock() + patience_s
-    while not control.stopping.is_set():
-        # All there are: the assembler keeps those that must wait for a later step.
-        found = await stage.queue.take(
-            stage.name, max_groups=sys.maxsize, columns=(), wait_s=WAIT_S
-        )
-        ready = [experience for experience in found if experience.ended is None]
-        control.assembler.offer(ready)
-        ended = {e.uid: e.ended for e in found if e.ended is not None}
-        if ended:
-            await control.end(stage.queue, ended)
-        await drop_stale(stage, control)
-        # The end of a group with an earlier deadline frees its place for one that is there.
-        control.publishing.check()
-        if ready or control.assembler.drawable(control.admission.version):
-            return True
-        if clock() > max(deadline, control.pulse.at + patience_s):
-            raise await stall_error(stage, control, config.groups_per_step, patience_s)
-    return False
-
-
-async def drop_stale(stage: Stage, control: Control) -> None:
-    """End the groups that became too old on their way (`on_stale: drop`)."""
-    stale = control.assembler.take_stale(control.admission.version)
-    if stale:
-        how = Ended(STALE, "tokens beyond pipeline.max_staleness")
-        await control.end(stage.queue, {experience.uid: how for experience in stale})
-
-
-async def stall_error(
-    stage: Stage, control: Control, groups_per_step: int, waited_s: float
-) -> DeadlineError:
-    """The error that says what the step of the current version waits for, and where it is."""
-    version = control.admission.version
-    uids = control.assembler.awaited
-    places = await stage.queue.whereabouts(uids[:8])
-    counts = dict(control.admission.ledger.counts.drops)
-    drops = f"; dropped so far: {counts}" if counts else ""
-    first = "; ".join(f"{uid}: {place}" for uid, place in places.items()) or "no prompt admitted"
-    return DeadlineError(
-        f"stage {stage.name} got no group for {waited_s:g} s at version {version}: its step has"
-        f" {control.assembler.num_entered} of {groups_per_step} groups, and {len(uids)} that were"
-        f" admitted are not ready ({first}){drops}"
-    )
+    async with Gathering(stage, control, config) as gathering:
+        while not control.assembler.complete:
+            if not await gathering.some():
+                return
+            for group in control.assembler.draw(version):
+                assert group.info is not None
+                uids.append(group.uid)
+                for schedule in schedules.values():
+                    schedule.add(group.uid, group.info.lengths)
+            complete = control.assembler.complete
+            turns = {role: one.turns(complete=complete) for role, one in schedules.items()}
+            if any(turns.values()):
+                yield Part(turns, uids if complete else ())
 
 
 def add_sums(total: dict[str, float], part: Mapping[str, float]) -> None:

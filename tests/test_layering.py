@@ -31,6 +31,7 @@ LEVELS = (
         "publishing",
         "faces",
         "serving",
+        "gathering",
         "step",
         "engines",
         "buffer",

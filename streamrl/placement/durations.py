@@ -1,92 +1,48 @@
 """How long a whole step's work of each call takes, of coefficients and of what a step is made of.
 
-Generation is continuous batching. Counted in decode steps, when a rollout begins and ends depends
-on lengths and room alone: each running one gets a token in every step. `Share` is that schedule;
-what a decode step takes turns it into seconds (`Share.ends_s`). Lengths are the quantiles of their
-distribution, in an order that is fixed, with the longest that is to be expected of a whole step.
+Generation is continuous batching (`shares.py`). Lengths are the quantiles of their distribution, in
+an order that is fixed, with the longest that is to be expected of a whole step.
 """
 
-import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
-from streamrl.messages import Array
+from streamrl.placement.chains import Chained, counts_of
 from streamrl.placement.flowing import Stream
 from streamrl.placement.rounds import of_mini_batch
+from streamrl.placement.shares import Share, share_of
 from streamrl.placement.slowest import Loads, sampled, slower
 from streamrl.placement.timings import GeneratorTiming, ScoreTiming, TrainTiming
 from streamrl.placement.workload import Workload
 
 MOST_ROLLOUTS = 256
-"""Of a share, each then stands for several."""
+"""Of a share, at once; each then stands for several."""
+MOST_CHAINED = 16384
+"""Of a share, with those that come in the place of others."""
 FEWEST_GROUPS = 24
 """Shares are made until they have so many groups together, or there are no more replicas."""
 MOST_SHARES = 6
 FINE = 0.02
 """Rooms for keys and values that differ by less, relatively, are the same."""
-FEWEST_EDGES = 33
-MOST_CHANGES = 48
-"""Of a share's decode steps: edges of the stretches that are looked at, evenly and by events."""
 STRETCHES = 20
 """Of a step's rollouts, where those of several steps go on together."""
-
-
-@dataclass(frozen=True)
-class Share:
-    """One replica's rollouts of a step, all asked for at once, in decode steps.
-
-    group_ends [groups]: at which one each group is complete. edges [m + 1]: at which ones the
-    number of running rollouts may change, from 0 on; running [m]: how many run between them;
-    resident [m]: the tokens they have together halfway, prompts included; computed [m]: of
-    those that begin there, what has to be taken in; done [m]: groups that are complete there.
-    slots: about as many run at once where more are asked for. longest: tokens of a rollout.
-    """
-
-    group_ends: Array
-    edges: Array
-    running: Array
-    resident: Array
-    computed: Array
-    done: Array
-    slots: float
-    longest: float
-
-    @cached_property
-    def middles(self) -> Array:
-        """Halfway between the edges."""
-        return (self.edges[1:] + self.edges[:-1]) / 2
-
-    def ends_s(self, timing: GeneratorTiming) -> Array:
-        """When each group is complete, s after they are asked for, float64 [groups]."""
-        return np.interp(self.group_ends, self.edges, self._clock(timing))
-
-    def _clock(self, timing: GeneratorTiming) -> Array:
-        spent = np.diff(self.edges) * timing.decode_steps_s(self.running, self.resident)
-        spent += self.computed * timing.prefill_token_s
-        # Groups are complete before they are handed on.
-        spent[1:] += self.done[:-1] * timing.group_s
-        return timing.begin_s + np.concatenate(([0.0], np.cumsum(spent)))
-
-    def besides_s(self, timing: GeneratorTiming) -> Array:
-        """What prompts that begin and groups that are done take beside the decode steps, [m]."""
-        return self.computed * timing.prefill_token_s + self.done * timing.group_s
 
 
 class Generation:
     """A step's generation on replicas that are alike; shares are remembered.
 
-    extra: rollouts of each group besides group_size, as a greedy one.
+    extra: rollouts of each group besides group_size, as a greedy one. Where some are filtered the
+    step's groups are asked for at once, and others in the places of those that are.
     """
 
     def __init__(self, workload: Workload, extra: int = 0) -> None:
         self.workload = workload
         self.per_group = workload.group_size + extra
-        self._found: dict[tuple[GeneratorTiming, tuple[float, ...]], list[float]] = {}
+        self._found: dict[tuple[GeneratorTiming, tuple[float, ...], float], list[float]] = {}
         self._shares: dict[tuple[int, int, float], list[Share]] = {}
         self._loads: dict[int, Loads] = {}
         self._streams: dict[tuple[GeneratorTiming, tuple[float, ...]], Stream] = {}
@@ -105,41 +61,48 @@ class Generation:
         room = timing.kv_tokens / (self.workload.prompt_tokens + self._age)
         return max(1.0, min(float(timing.max_running), room))
 
-    def completion(self, timing: GeneratorTiming, cuts: tuple[float, ...]) -> list[float]:
+    def completion(
+        self, timing: GeneratorTiming, cuts: tuple[float, ...], link_s: float = 0.0
+    ) -> list[float]:
         """When these parts of a step's groups are complete, s after they are asked for.
 
-        The last is 1.0: when all are.
+        The last is 1.0: when all are. link_s: from the end of a group that is filtered to where
+        another is asked for.
         """
-        key = (timing, cuts)
+        key = (timing, cuts, link_s)
         if key not in self._found:
-            self._found[key] = self._completion(timing, cuts)
+            self._found[key] = self._completion(*key)
         return self._found[key]
 
-    def _completion(self, timing: GeneratorTiming, cuts: tuple[float, ...]) -> list[float]:
+    def _completion(
+        self, timing: GeneratorTiming, cuts: tuple[float, ...], link_s: float
+    ) -> list[float]:
         shares = self.shares(timing)
         slowest = max(shares, key=lambda share: float(share.edges[-1]))
         if cuts == (1.0,):
             shares = [slowest]
-        ordered = np.sort(np.concatenate([share.ends_s(timing) for share in shares]))
+        ordered = np.sort(np.concatenate([share.ends_s(timing, link_s) for share in shares]))
         found = [float(ordered[math.ceil(cut * len(ordered)) - 1]) for cut in cuts]
         found[-1] = max(found[-1] * self._slower(timing, slowest), *found)
         return found
 
     def _slower(self, timing: GeneratorTiming, share: Share) -> float:
         """By how much the slowest replica is, beyond one with the longest rollout."""
-        if not self.workload.varied:
+        if not (self.workload.varied or self.workload.filtered):
             return 1.0
         replicas = min(timing.replicas, self.workload.groups_per_step)
-        if replicas not in self._loads:
-            self._loads[replicas] = sampled(self.workload, self.per_group, replicas)
         widths = np.diff(share.edges)
         longest = np.asarray(share.longest)
         own = Loads(longest, np.dot(share.running, widths), np.dot(share.resident, widths))
         rollouts = self.groups(replicas) * self.per_group
         steps, slots = float(share.edges[-1]), share.slots
-        return slower(
-            timing, self._loads[replicas], own, steps=steps, slots=slots, rollouts=rollouts
-        )
+        loads = self._sampled(replicas)
+        return slower(timing, loads, own, steps=steps, slots=slots, rollouts=rollouts)
+
+    def _sampled(self, replicas: int) -> Loads:
+        if replicas not in self._loads:
+            self._loads[replicas] = sampled(self.workload, self.per_group, replicas)
+        return self._loads[replicas]
 
     def stream(self, timing: GeneratorTiming, cuts: tuple[float, ...]) -> Stream:
         """The slowest replica's part of a step, to go on beside those of other steps."""
@@ -212,136 +175,42 @@ class Generation:
         used = min(replicas, self.workload.groups_per_step)
         count = min(used, MOST_SHARES, max(1, -(-FEWEST_GROUPS // groups)))
         # Few enough rollouts, groups as they are.
-        kept = max(1, min(groups, MOST_ROLLOUTS // self.per_group))
-        total = count * kept * self.per_group
-        lengths = self.workload.lengths.quantiles((np.arange(total) + 0.5) / total)
-        everyone = self.workload.groups_per_step * self.per_group
-        longest = self.workload.lengths.expected_longest(everyone)
-        lengths = np.random.default_rng(0).permutation(np.sort(lengths)[:-1])
-        lengths = np.insert(lengths, total // 2, max(longest, float(lengths.max(initial=1.0))))
-        grid = np.rint(lengths).reshape(count, kept, self.per_group)
+        chained = math.ceil(MOST_CHAINED * (1 - self.workload.filtered))
+        kept = max(1, min(groups, min(MOST_ROLLOUTS, chained) // self.per_group))
         scale, prompt = groups / kept, self.workload.prompt_tokens
         slots = min(float(places), room / (prompt + self._age))
-        places = max(1, round(places / scale))
         return [
-            _share(part, _Batch(part.ravel(), prompt, room / scale, places), scale, slots)
-            for part in grid
+            share_of(
+                drawn,
+                prompt_tokens=prompt,
+                room=room / scale,
+                places=max(1, round(places / scale)),
+                scale=scale,
+                slots=slots,
+            )
+            for drawn in self._drawn(used, count, kept)
         ]
 
-
-@dataclass
-class _Batch:
-    """Rollouts sampled in continuous batches, in the order in which they come.
-
-    Whose turn it was first has a place, while there is one of `places` and room for its tokens so
-    far and one more of everybody. Where room runs out the last of them stands back, and has its
-    tokens computed anew when there is room again.
-    """
-
-    lengths: Array
-    prompt_tokens: float
-    room: float
-    places: int
-
-    def __post_init__(self) -> None:
-        count = len(self.lengths)
-        self.ends = np.zeros(count)
-        self.edges, self.computed = [0.0], [0.0]
-        self.running: list[int] = []
-        self.resident: list[float] = []
-        self._left = [float(length) for length in self.lengths]
-        self._had = [self.prompt_tokens] * count
-        self._since = [0.0] * count
-        self._waiting = list(range(count - 1, -1, -1))
-        self._placed: list[int] = []
-        self._ends: list[tuple[float, int]] = []
-        self._tokens = 0.0
-
-    def run(self) -> None:
-        """Until all are sampled."""
-        now = 0.0
-        while self._waiting or self._placed:
-            self._fill(now)
-            count = len(self._placed)
-            while self._ends[0][0] != self._due(self._ends[0][1]):
-                heapq.heappop(self._ends)
-            steps = min(self._ends[0][0] - now, max(1.0, (self.room - self._tokens) // count))
-            self.running.append(count)
-            self.resident.append(self._tokens + steps * count / 2)
-            self.computed.append(0.0)
-            now += steps
-            self.edges.append(now)
-            self._tokens += steps * count
-            self._end(now)
-            while len(self._placed) > 1 and self._tokens + len(self._placed) > self.room:
-                self._stand_back(now)
-
-    def _due(self, one: int) -> float:
-        """When one ends that has a place; what was planned before it stood back is void."""
-        return self._since[one] + self._left[one] if self._left[one] else -1.0
-
-    def _fill(self, now: float) -> None:
-        while self._waiting and len(self._placed) < self.places:
-            one = self._waiting[-1]
-            if self._placed and self._tokens + self._had[one] + len(self._placed) + 1 > self.room:
-                break
-            self._placed.append(self._waiting.pop())
-            self._since[one] = now
-            heapq.heappush(self._ends, (now + self._left[one], one))
-            self._tokens += self._had[one]
-            self.computed[-1] += self._had[one]
-
-    def _end(self, now: float) -> None:
-        while self._ends and self._ends[0][0] <= now:
-            due, one = heapq.heappop(self._ends)
-            if due == self._due(one):
-                self._tokens -= self._had[one] + self._left[one]
-                self._left[one] = 0.0
-                self.ends[one] = now
-                self._placed.remove(one)
-
-    def _stand_back(self, now: float) -> None:
-        one = self._placed.pop()
-        made = now - self._since[one]
-        self._left[one] -= made
-        self._had[one] += made
-        self._since[one] = math.inf
-        self._tokens -= self._had[one]
-        self._waiting.append(one)
-
-
-def _share(lengths: Array, batch: _Batch, scale: float, slots: float) -> Share:
-    """lengths [groups, rollouts] of a batch, whose rollouts stand for `scale` of them each."""
-    batch.run()
-    changes, at = np.array(batch.edges), np.arange(len(batch.edges))
-    # Some of the changes, and moments between them: what runs beside them does not stand still.
-    some = changes[np.unique(np.append(at[:: -(-len(at) // MOST_CHANGES)], at[-1]))]
-    edges = np.union1d(some, np.linspace(0.0, changes[-1], FEWEST_EDGES))
-    running, tokens = np.array(batch.running), np.array(batch.resident)
-    took = np.diff(changes)
-    decoded = np.concatenate(([0.0], np.cumsum(running * took)))
-    # Tokens in memory grow between changes; so does their sum over steps, and faster.
-    since = np.clip(np.searchsorted(changes, edges, side="right") - 1, 0, len(took) - 1)
-    into = edges - changes[since]
-    first = tokens[since] - running[since] * took[since] / 2
-    held = np.concatenate(([0.0], np.cumsum(tokens * took)))[since]
-    held += first * into + running[since] * into**2 / 2
-    computed = np.concatenate(([0.0], np.cumsum(batch.computed)))
-    # What begins with an edge is computed behind it.
-    begun = computed[np.searchsorted(changes, edges, side="left")]
-    widths = np.diff(edges)
-    group_ends = batch.ends.reshape(lengths.shape).max(axis=1)
-    done = np.searchsorted(np.sort(group_ends), edges, side="right")
-    return Share(
-        group_ends,
-        edges,
-        np.diff(np.interp(edges, changes, decoded)) / widths * scale,
-        np.diff(held) / widths * scale,
-        np.diff(begun) * scale,
-        np.diff(done) * scale,
-        slots,
-        float(lengths.max()),
-    )
+    def _drawn(self, replicas: int, shares: int, chains: int) -> Iterator[Chained]:
+        """Groups of so many shares, with so many chains each; the longest of a step among them."""
+        workload, rng = self.workload, np.random.default_rng(0)
+        counts = counts_of(workload.filtered, shares * chains)
+        if workload.filtered:
+            counts = rng.permutation(counts)
+        total = int(counts.sum()) * self.per_group
+        lengths = workload.lengths.quantiles((np.arange(total) + 0.5) / total)
+        if workload.filtered:
+            lengths = rng.permutation(lengths)
+        else:
+            everyone = workload.groups_per_step * self.per_group
+            longest = workload.lengths.expected_longest(everyone)
+            lengths = rng.permutation(np.sort(lengths)[:-1])
+            lengths = np.insert(lengths, total // 2, max(longest, float(lengths.max(initial=1.0))))
+        grid = np.rint(lengths).reshape(-1, self.per_group)
+        whole = Chained.of(grid, counts)
+        if workload.filtered:
+            whole = whole.stretched(float(self._sampled(replicas).longest.max(axis=1).mean()))
+        yield from whole.split(shares)
 
 
 def score_s(

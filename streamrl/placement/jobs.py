@@ -129,6 +129,19 @@ class Jobs:
         return [calls[stage] for stage in scores if stage in calls]
 
     @property
+    def link_s(self) -> float:
+        """On policy, from the end of a group that is filtered to where another is asked for."""
+        hops_s, workload = 2 * self.timings.hop_s, self.workload
+        for call in self.flow.calls:
+            timing = self.timings.score.get(call.stage)
+            if "scores" in call.produces and timing is not None:
+                rollouts = self.flow.per_group(call, workload)
+                seconds = timing.batch_of(rollouts, rollouts * workload.rollout_tokens)
+                # Its timing is that of all that is sampled for a step.
+                hops_s += seconds * (1 - workload.filtered)
+        return hops_s if workload.filtered else 0.0
+
+    @property
     def publish_every(self) -> int:
         """Steps from one version that is published to the next: as many as may be ahead."""
         return min(self.manner.publish_every, 1 + self.placement.max_staleness)
@@ -251,7 +264,7 @@ def _exclude(one: tuple[Mesh, bool], other: tuple[Mesh, bool], trained: Sequence
 
 def burst(jobs: Jobs, generation: Generation) -> Job:
     """Generation on policy: all of a step at once, with nothing before and after it."""
-    curve = generation.completion(jobs.timings.generator, jobs.group_cuts)
+    curve = generation.completion(jobs.timings.generator, jobs.group_cuts, jobs.link_s)
     stage = jobs.flow.generate.stage
     return Job(stage, jobs.mesh(stage), (curve[-1],), curve=curve)
 
@@ -269,7 +282,7 @@ def busy(jobs: Jobs, generation: Generation) -> tuple[list[Job], float]:
     if jobs.placement.max_staleness:
         busy_s = generation.saturated_s(timing, jobs.placement.max_staleness)
     else:
-        (busy_s,) = generation.completion(timing, (1.0,))
+        (busy_s,) = generation.completion(timing, (1.0,), jobs.link_s)
     return jobs.build(Job(stage, jobs.mesh(stage), (busy_s,))), busy_s
 
 

@@ -39,7 +39,9 @@ class Estimator:
         self.problem = problem
         self.costs = costs
         self.flow = Flow.of(problem.dataflow)
-        self.generation = Generation(problem.workload.sampled, self.flow.greedy)
+        # Ahead, what is filtered is made up for by what is sampled beside it.
+        self._ahead = Generation(problem.workload.sampled, self.flow.greedy)
+        self._on_policy = Generation(problem.workload, self.flow.greedy)
         self._step_s: dict[Key, float] = {}
 
     def seen(self) -> Iterator[tuple[Placement, float]]:
@@ -77,7 +79,11 @@ class Estimator:
     def _busiest_s(self, placement: Placement) -> float:
         """The work of the mesh that has most, with those that overlap it: no step is shorter."""
         jobs = self._jobs(placement)
-        return busiest_s(jobs, busy(jobs, self.generation)[0])
+        return busiest_s(jobs, busy(jobs, self.generation(placement))[0])
+
+    def generation(self, placement: Placement) -> Generation:
+        """Of a step, as the placement has it sampled."""
+        return self._ahead if placement.max_staleness else self._on_policy
 
     def _jobs(self, placement: Placement) -> Jobs:
         problem, timings = self.problem, self._timings(placement)
@@ -110,17 +116,17 @@ class Estimator:
 
     def schedule(self, placement: Placement) -> tuple[Jobs, Unrolled]:
         """The jobs of a placement that fits, and when they are done."""
-        jobs = self._jobs(placement)
+        jobs, generation = self._jobs(placement), self.generation(placement)
         # Of whole turns, where not every step has a version.
         every, window = jobs.publish_every, placement.max_staleness + 1
         window = -(-window // every) * every
         if placement.max_staleness:
             # Of as many steps at once.
-            ends = self.generation.completion(jobs.timings.generator, FINE)
+            ends = generation.completion(jobs.timings.generator, FINE)
             spells = zip(spread(1.0, FINE), itertools.pairwise((0.0, *ends)), strict=True)
             jobs.spells = [(part, (late - early) / window) for part, (early, late) in spells]
         begin = standing if placement.max_staleness else burst
-        unroller = Unroller(jobs.build(begin(jobs, self.generation)), jobs.overlaps, jobs.stops)
+        unroller = Unroller(jobs.build(begin(jobs, generation)), jobs.overlaps, jobs.stops)
         run = unroller.run(window=window, most=6 * window + 5)
         if placement.max_staleness:
             # Steps that never come to be alike are a mean of some.
@@ -134,7 +140,7 @@ class Estimator:
             return run.period_s
         workload = self.problem.workload
         generator = timings.generator
-        busy_s = generator.replicas * self.generation.saturated_s(
+        busy_s = generator.replicas * self._ahead.saturated_s(
             generator, jobs.placement.max_staleness
         )
         for call in self.flow.calls:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from streamrl.messages import Array
+from streamrl.placement.chains import sampled_counts
 from streamrl.placement.timings import GeneratorTiming
 from streamrl.placement.workload import Workload
 
@@ -18,11 +19,17 @@ SAMPLED = 32768
 """Rollouts, in whole steps."""
 FEWEST, MOST = 4, 256
 """Steps that are sampled."""
+CHAINED = 16
+"""At least, where some are filtered: chains differ more than rollouts do."""
+MOST_CHAINED = 1 << 21
+"""Rollouts that are sampled for it."""
 
 
 @dataclass(frozen=True)
 class Loads:
     """Of replicas: tokens of the longest rollout, of all, and those read while they are sampled.
+
+    The longest are those that follow one another, where groups take the places of others.
 
     Any shape; the same for all three.
     """
@@ -37,17 +44,32 @@ class Loads:
 
 
 def sampled(workload: Workload, per_group: int, replicas: int) -> Loads:
-    """Of whole steps, float64 [steps, replicas]."""
-    groups = workload.groups_per_step
-    count = int(np.clip(SAMPLED // (groups * per_group), FEWEST, MOST))
+    """Of whole steps, float64 [steps, replicas]; longest are those that follow one another."""
+    groups, kept = workload.groups_per_step, 1 - workload.filtered
+    rollouts = groups * per_group / kept
+    count = int(np.clip(SAMPLED // rollouts, FEWEST, MOST))
+    if workload.filtered:
+        count = max(count, min(CHAINED, int(MOST_CHAINED // rollouts)))
     rng = np.random.default_rng(0)
-    lengths = workload.lengths.sample(count * groups * per_group, rng).astype(np.float64)
+    counts = sampled_counts(workload.filtered, count * groups, rng)
+    lengths = workload.lengths.sample(int(counts.sum()) * per_group, rng).astype(np.float64)
+    every = lengths.reshape(-1, per_group)
+    read = every * workload.prompt_tokens + every**2 / 2
+    firsts = np.cumsum(counts) - counts
     rounds = -(-groups // replicas)
-    padded = np.zeros((count, rounds * replicas, per_group))
-    padded[:, :groups] = lengths.reshape(count, groups, per_group)
-    dealt = padded.reshape(count, rounds, replicas, per_group)
-    read = dealt * workload.prompt_tokens + dealt**2 / 2
-    return Loads(dealt.max(axis=(1, 3)), dealt.sum(axis=(1, 3)), read.sum(axis=(1, 3)))
+
+    def dealt(of_groups: Array) -> Array:
+        """Of chains, to replicas in turn: [steps, rounds, replicas]."""
+        padded = np.zeros((count, rounds * replicas))
+        padded[:, :groups] = np.add.reduceat(of_groups, firsts).reshape(count, groups)
+        return padded.reshape(count, rounds, replicas)
+
+    longest, tokens, taken = (
+        dealt(every.max(axis=1)),
+        dealt(every.sum(axis=1)),
+        dealt(read.sum(axis=1)),
+    )
+    return Loads(longest.max(axis=1), tokens.sum(axis=1), taken.sum(axis=1))
 
 
 def slower(

@@ -39,9 +39,9 @@ def play(
     manner: Manner,
 ) -> Simulated:
     """What a run would do, by a few steps of it. Raises ConfigError as `simulate` does."""
-    parts = parts_of(timings, workload)
-    part = part_workload(workload, parts)
     lead = placement.max_staleness if manner.depth is None else manner.depth
+    parts = parts_of(timings, workload, lead)
+    part = part_workload(workload, parts)
     found = simulate(
         dataflow,
         placement,
@@ -58,7 +58,7 @@ def play(
 
 def played_groups(timings: Timings, workload: Workload, lead: int) -> int:
     """How many groups are trained when it is played: what that takes, about."""
-    groups = part_workload(workload, parts_of(timings, workload)).groups_per_step
+    groups = part_workload(workload, parts_of(timings, workload, lead)).groups_per_step
     return groups * steps_of(groups, lead)
 
 
@@ -68,10 +68,14 @@ def steps_of(groups_per_step: int, lead: int) -> int:
     return min(STEPS + 2 * lead, lead + UNLIKE + counted + lead)
 
 
-def parts_of(timings: Timings, workload: Workload) -> int:
-    """How many parts a run falls into that are alike, and large enough; 1 for all of it."""
+def parts_of(timings: Timings, workload: Workload, lead: int) -> int:
+    """How many parts a run falls into that are alike, and large enough; 1 for all of it.
+
+    On policy filtered groups are replaced one after the other, in the longest of all such chains
+    more often than in that of a part: there is no part that stands for all.
+    """
     groups, lengths = workload.groups_per_step, workload.lengths
-    if timings.cores:
+    if timings.cores or (workload.filtered and not lead):
         return 1
     shares = [timing.shares for timing in timings.train.values()]
     divisor = math.gcd(timings.generator.replicas, *shares)

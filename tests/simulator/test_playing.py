@@ -56,20 +56,26 @@ def test_large_steps_are_played_less_often(groups: int, lead: int, steps: int) -
 
 
 def test_parts_divide_replicas_and_ranks_and_are_large_enough() -> None:
-    assert parts_of(TIMINGS, workload(2048)) == 8
+    assert parts_of(TIMINGS, workload(2048), 0) == 8
     # 1000 groups: four parts of 250 are too small.
-    assert parts_of(TIMINGS, workload(1000)) == 2
-    assert parts_of(TIMINGS, workload(200)) == 1
+    assert parts_of(TIMINGS, workload(1000), 0) == 2
+    assert parts_of(TIMINGS, workload(200), 0) == 1
     odd = replace(TIMINGS, generator=replace(TIMINGS.generator, replicas=7))
-    assert parts_of(odd, workload(2048)) == 1
+    assert parts_of(odd, workload(2048), 0) == 1
     # Cores that all share cannot be divided.
-    assert parts_of(replace(TIMINGS, cores=8), workload(2048)) == 1
+    assert parts_of(replace(TIMINGS, cores=8), workload(2048), 0) == 1
+
+
+def test_where_groups_take_the_places_of_others_all_of_a_step_is_played() -> None:
+    filtering = replace(workload(2048), filtered=0.5)
+    assert parts_of(TIMINGS, filtering, 0) == 1
+    assert parts_of(TIMINGS, filtering, 1) == 8
 
 
 def test_the_longest_of_a_part_is_as_long_as_that_of_all() -> None:
     endless = LognormalLengths(200, 0.6, 1_000_000)
-    assert parts_of(TIMINGS, workload(2048, endless)) == 1
-    assert parts_of(TIMINGS, workload(2048, FixedLength(300))) == 8
+    assert parts_of(TIMINGS, workload(2048, endless), 0) == 1
+    assert parts_of(TIMINGS, workload(2048, FixedLength(300)), 0) == 8
 
 
 def test_replicas_that_are_too_few_to_divide_are_slower() -> None:

@@ -1,0 +1,135 @@
+"""The groups of one step, taken from the queue as they come, also while others are trained."""
+
+import asyncio
+import sys
+from types import TracebackType
+
+from streamrl.control import STALE, Control, PipelineConfig
+from streamrl.errors import DeadlineError
+from streamrl.faces import Stage
+from streamrl.messages import Ended, Experience
+from streamrl.serving import WAIT_S
+
+
+class Gathering:
+    """Offers the assembler what the queue has, until the step of the current version is whole.
+
+    Whoever trains may be busy, or wait for its devices, for long: a group that is filtered
+    meanwhile is booked at once, so that another one is sampled in its place. What is open when it
+    is left stays in the queue, or with the assembler.
+    """
+
+    def __init__(self, stage: Stage, control: Control, config: PipelineConfig) -> None:
+        self._stage, self._control, self._config = stage, control, config
+        self._clock = asyncio.get_running_loop().time
+        self._came = asyncio.Event()
+        self._asked_at: float | None = None
+        """Since when somebody waits for groups."""
+        self._taking: asyncio.Future[list[Experience]] | None = None
+        self._left = False
+
+    async def __aenter__(self) -> "Gathering":
+        await drop_stale(self._stage, self._control)
+        self._task = asyncio.create_task(self._gather())
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        # What is being booked is booked to its end.
+        self._left = True
+        if self._taking is not None:
+            self._taking.cancel()
+        await asyncio.wait([self._task])
+        if not self._task.cancelled():
+            self._task.exception()
+
+    async def some(self) -> bool:
+        """Wait until something has come that may enter the step; False if the run is stopping.
+
+        Raises DeadlineError naming the groups the step waits for, and where they are, once that
+        takes longer than `on_stall` allows, and FilterError or DropError as `Control.end` does.
+        """
+        if not self._drawable:
+            self._asked_at = self._clock()
+            coming = asyncio.ensure_future(self._came.wait())
+            await asyncio.wait([coming, self._task], return_when=asyncio.FIRST_COMPLETED)
+            coming.cancel()
+            self._asked_at = None
+        self._came.clear()
+        if self._task.done():
+            self._task.result()
+        return not self._control.stopping.is_set()
+
+    @property
+    def _drawable(self) -> int:
+        return len(self._control.assembler.drawable(self._control.admission.version))
+
+    @property
+    def _is_whole(self) -> bool:
+        """Whether what is there fills the step."""
+        entered = self._control.assembler.num_entered
+        return entered + self._drawable == self._config.groups_per_step
+
+    async def _gather(self) -> None:
+        control = self._control
+        while not (self._is_whole or self._left or control.stopping.is_set()):
+            # All there are: the assembler keeps those that must wait for a later step.
+            self._taking = asyncio.ensure_future(
+                self._stage.queue.take(
+                    self._stage.name, max_groups=sys.maxsize, columns=(), wait_s=WAIT_S
+                )
+            )
+            found = await self._taking
+            self._taking = None
+            ready = [experience for experience in found if experience.ended is None]
+            control.assembler.offer(ready)
+            ended = {e.uid: e.ended for e in found if e.ended is not None}
+            if ended:
+                await control.end(self._stage.queue, ended)
+            await drop_stale(self._stage, control)
+            control.publishing.check()
+            # The end of a group with an earlier deadline frees its place for one that is there.
+            if ready or self._drawable:
+                self._came.set()
+            await self._check()
+
+    async def _check(self) -> None:
+        """Raise DeadlineError once somebody has waited in vain for too long."""
+        # Time for every attempt to be found stalled and taken back, and once as much again.
+        attempts = 1 if self._config.on_stall == "abort" else 2 * self._control.max_attempts
+        patience_s = self._config.stall_s * attempts
+        if self._asked_at is None or self._came.is_set():
+            return
+        if self._clock() > max(self._asked_at, self._control.pulse.at) + patience_s:
+            raise await stall_error(
+                self._stage, self._control, self._config.groups_per_step, patience_s
+            )
+
+
+async def drop_stale(stage: Stage, control: Control) -> None:
+    """End the groups that became too old on their way (`on_stale: drop`)."""
+    stale = control.assembler.take_stale(control.admission.version)
+    if stale:
+        how = Ended(STALE, "tokens beyond pipeline.max_staleness")
+        await control.end(stage.queue, {experience.uid: how for experience in stale})
+
+
+async def stall_error(
+    stage: Stage, control: Control, groups_per_step: int, waited_s: float
+) -> DeadlineError:
+    """The error that says what the step of the current version waits for, and where it is."""
+    version = control.admission.version
+    uids = control.assembler.awaited
+    places = await stage.queue.whereabouts(uids[:8])
+    counts = dict(control.admission.ledger.counts.drops)
+    drops = f"; dropped so far: {counts}" if counts else ""
+    first = "; ".join(f"{uid}: {place}" for uid, place in places.items()) or "no prompt admitted"
+    return DeadlineError(
+        f"stage {stage.name} got no group for {waited_s:g} s at version {version}: its step has"
+        f" {control.assembler.num_entered} of {groups_per_step} groups, and {len(uids)} that were"
+        f" admitted are not ready ({first}){drops}"
+    )

@@ -1,0 +1,94 @@
+"""Groups that take the places of others: on policy, of those that are filtered.
+
+Whoever is filtered has another prompt sampled in its place, which may be filtered too: a chain, of
+which the last group is trained. How many groups a chain has is geometrically distributed.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from streamrl.messages import Array
+
+
+@dataclass(frozen=True)
+class Chained:
+    """Groups and their order: lengths float64 [groups, rollouts], those asked for at once first.
+
+    chain [groups]: which one each is in, numbered by the first of them.
+    """
+
+    lengths: Array
+    chain: Array
+
+    @classmethod
+    def of(cls, lengths: Array, counts: Array) -> "Chained":
+        """Groups [groups, rollouts] in chains with so many of them each, int [chains]."""
+        turns = range(int(counts.max()))
+        return cls(lengths, np.concatenate([np.flatnonzero(counts > turn) for turn in turns]))
+
+    def split(self, parts: int) -> Iterator["Chained"]:
+        """As many chains, next to one another, in each part."""
+        each = self.first // parts
+        for part in range(parts):
+            chosen = self.chain // each == part
+            yield Chained(self.lengths[chosen], self.chain[chosen] - part * each)
+
+    def stretched(self, longest: float) -> "Chained":
+        """With the longest chain made to have so many tokens that follow one another."""
+        paths = self.paths
+        chosen = self.chain == paths.argmax()
+        factor = np.where(chosen, longest / paths.max(), 1.0)
+        return replace(self, lengths=np.rint(self.lengths * factor[:, None]).clip(1.0))
+
+    @property
+    def first(self) -> int:
+        """How many are asked for at once: one of each chain."""
+        return int(self.chain.max()) + 1
+
+    @cached_property
+    def next(self) -> dict[int, int]:
+        """Who comes when a group is done, if anybody does."""
+        found: dict[int, int] = {}
+        before: dict[int, int] = {}
+        for group, chain in enumerate(self.chain.tolist()):
+            if chain in before:
+                found[before[chain]] = group
+            before[chain] = group
+        return found
+
+    @cached_property
+    def last(self) -> Array:
+        """The last group of each chain, int [chains]."""
+        found = np.zeros(self.first, np.int64)
+        found[self.chain] = np.arange(len(self.chain))
+        return found
+
+    @property
+    def links(self) -> Array:
+        """How many groups each chain has before the last, int [chains]."""
+        return np.asarray(np.bincount(self.chain) - 1)
+
+    @property
+    def paths(self) -> Array:
+        """Tokens that follow one another in each chain: of each group's longest, [chains]."""
+        return np.asarray(np.bincount(self.chain, weights=self.lengths.max(axis=1)))
+
+
+def counts_of(filtered: float, chains: int) -> Array:
+    """Groups of so many chains, ascending: the quantiles of their distribution."""
+    if not filtered:
+        return np.ones(chains, np.int64)
+    above: Array = 1 - (np.arange(chains) + 0.5) / chains
+    counts = np.ceil(np.log(above) / math.log(filtered))
+    return np.asarray(np.maximum(1, counts), np.int64)
+
+
+def sampled_counts(filtered: float, chains: int, rng: np.random.Generator) -> Array:
+    """Groups of so many chains, drawn."""
+    if not filtered:
+        return np.ones(chains, np.int64)
+    return rng.geometric(1 - filtered, chains)
