@@ -16,7 +16,7 @@ from streamrl.placement.timings import (
     TrainTiming,
     WeightsTiming,
 )
-from streamrl.placement.workload import FixedLength, Workload
+from streamrl.placement.workload import EmpiricalLengths, FixedLength, Workload
 from streamrl.resharding import Grid
 from streamrl.simulator.results import Simulated
 from streamrl.simulator.simulation import simulate
@@ -210,6 +210,22 @@ def test_groups_that_are_filtered_are_sampled_again() -> None:
     assert plain.step_s == pytest.approx(200)
     assert filtered.step_s == pytest.approx(400, rel=0.15)
     assert filtered.tokens_per_s == pytest.approx(plain.tokens_per_s / 2, rel=0.15)
+
+
+def test_on_policy_who_waits_for_devices_still_has_filtered_groups_sampled_again() -> None:
+    # The first group that is kept has the trainer ask for the devices, which generation has until
+    # all is sampled. What is filtered meanwhile is replaced as soon as on devices apart.
+    timings = replace(
+        TIMINGS,
+        generator=replace(GENERATOR, max_running=100),
+        train={"policy": TrainTiming(1, 0.0, 0.0, 0.0)},
+        weights={},
+    )
+    lengths = EmpiricalLengths.of([5, 40])
+    workload = replace(WORKLOAD, groups_per_step=20, lengths=lengths, filtered=0.5)
+    together = Placement({"generate": on(0), "train": on(0)})
+    steps = [run(timings, each, workload=workload, steps=8) for each in (APART, together)]
+    assert steps[1].step_s == pytest.approx(steps[0].step_s, rel=0.02)
 
 
 def test_what_was_trained_is_on_its_way_before_others_get_the_devices() -> None:
