@@ -1,13 +1,14 @@
 """The groups of one step, taken from the queue as they come, also while others are trained."""
 
 import asyncio
+import math
 import sys
 from types import TracebackType
 
 from streamrl.control import STALE, Control, PipelineConfig
 from streamrl.errors import DeadlineError
 from streamrl.faces import Stage
-from streamrl.messages import Ended, Experience
+from streamrl.messages import Ended
 from streamrl.serving import WAIT_S
 
 
@@ -21,16 +22,18 @@ class Gathering:
 
     def __init__(self, stage: Stage, control: Control, config: PipelineConfig) -> None:
         self._stage, self._control, self._config = stage, control, config
-        self._clock = asyncio.get_running_loop().time
-        self._came = asyncio.Event()
-        self._asked_at: float | None = None
+        self._loop = asyncio.get_running_loop()
+        self._has_come = False
+        """Something has, since somebody last asked."""
+        self._asked_at = math.inf
         """Since when somebody waits for groups."""
-        self._taking: asyncio.Future[list[Experience]] | None = None
-        self._left = False
+        self._news: asyncio.Future[None] | None = None
+        self._is_taking = self._left = False
 
     async def __aenter__(self) -> "Gathering":
         await drop_stale(self._stage, self._control)
         self._task = asyncio.create_task(self._gather())
+        self._task.add_done_callback(lambda task: self._tell())
         return self
 
     async def __aexit__(
@@ -41,8 +44,8 @@ class Gathering:
     ) -> None:
         # What is being booked is booked to its end.
         self._left = True
-        if self._taking is not None:
-            self._taking.cancel()
+        if self._is_taking:
+            self._task.cancel()
         await asyncio.wait([self._task])
         if not self._task.cancelled():
             self._task.exception()
@@ -53,16 +56,19 @@ class Gathering:
         Raises DeadlineError naming the groups the step waits for, and where they are, once that
         takes longer than `on_stall` allows, and FilterError or DropError as `Control.end` does.
         """
-        if not self._drawable:
-            self._asked_at = self._clock()
-            coming = asyncio.ensure_future(self._came.wait())
-            await asyncio.wait([coming, self._task], return_when=asyncio.FIRST_COMPLETED)
-            coming.cancel()
-            self._asked_at = None
-        self._came.clear()
+        if not (self._has_come or self._task.done() or self._drawable):
+            self._asked_at, self._news = self._loop.time(), self._loop.create_future()
+            await self._news
+            self._asked_at = math.inf
+        self._has_come = False
         if self._task.done():
             self._task.result()
         return not self._control.stopping.is_set()
+
+    def _tell(self) -> None:
+        self._has_come = True
+        if self._news is not None and not self._news.done():
+            self._news.set_result(None)
 
     @property
     def _drawable(self) -> int:
@@ -71,30 +77,29 @@ class Gathering:
     @property
     def _is_whole(self) -> bool:
         """Whether what is there fills the step."""
-        entered = self._control.assembler.num_entered
-        return entered + self._drawable == self._config.groups_per_step
+        assembler = self._control.assembler
+        missing = self._config.groups_per_step - assembler.num_entered
+        return assembler.num_ready >= missing and self._drawable == missing
 
     async def _gather(self) -> None:
-        control = self._control
+        control, stage = self._control, self._stage
         while not (self._is_whole or self._left or control.stopping.is_set()):
+            self._is_taking = True
             # All there are: the assembler keeps those that must wait for a later step.
-            self._taking = asyncio.ensure_future(
-                self._stage.queue.take(
-                    self._stage.name, max_groups=sys.maxsize, columns=(), wait_s=WAIT_S
-                )
+            found = await stage.queue.take(
+                stage.name, max_groups=sys.maxsize, columns=(), wait_s=WAIT_S
             )
-            found = await self._taking
-            self._taking = None
+            self._is_taking = False
             ready = [experience for experience in found if experience.ended is None]
             control.assembler.offer(ready)
             ended = {e.uid: e.ended for e in found if e.ended is not None}
             if ended:
-                await control.end(self._stage.queue, ended)
-            await drop_stale(self._stage, control)
+                await control.end(stage.queue, ended)
+            await drop_stale(stage, control)
             control.publishing.check()
             # The end of a group with an earlier deadline frees its place for one that is there.
-            if ready or self._drawable:
-                self._came.set()
+            if ready or (ended and self._drawable):
+                self._tell()
             await self._check()
 
     async def _check(self) -> None:
@@ -102,9 +107,8 @@ class Gathering:
         # Time for every attempt to be found stalled and taken back, and once as much again.
         attempts = 1 if self._config.on_stall == "abort" else 2 * self._control.max_attempts
         patience_s = self._config.stall_s * attempts
-        if self._asked_at is None or self._came.is_set():
-            return
-        if self._clock() > max(self._asked_at, self._control.pulse.at) + patience_s:
+        waits = not self._has_come
+        if waits and self._loop.time() > max(self._asked_at, self._control.pulse.at) + patience_s:
             raise await stall_error(
                 self._stage, self._control, self._config.groups_per_step, patience_s
             )

@@ -88,6 +88,11 @@ class StepAssembler:
         return len(self._entered)
 
     @property
+    def num_ready(self) -> int:
+        """Groups that have not entered the step, though they are ready."""
+        return len(self._ready)
+
+    @property
     def awaited(self) -> list[str]:
         """Uids that are not ready yet, the earliest deadline first."""
         return sorted(self._pending, key=self._pending.__getitem__)
