@@ -8,9 +8,12 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from streamrl.agreement import apart_at_any_size
+from streamrl.cli.bounds import judged, read_bounds, read_run
 from streamrl.cli.problem import add_problem_arguments, problem_line, read_problem
 from streamrl.cli.tables import count, percent, seconds, table
 from streamrl.cli.writing import check_file, write_file
@@ -20,7 +23,6 @@ from streamrl.pictures.timeline import timeline_svg
 from streamrl.placement import Estimate, Problem
 from streamrl.placement.costs import CostModel
 from streamrl.placement.estimates import Costs
-from streamrl.placement.placements import MOST_STALENESS
 from streamrl.placement.search import (
     BY_WHOLE_STEPS,
     PROPOSALS,
@@ -36,7 +38,6 @@ from streamrl.placement.search import (
 from streamrl.placing import RunCosts, placed_run, rules_of
 from streamrl.simulator import Simulated, play, played_groups
 
-BOUNDS = (0, 1, 2, 4)
 FEW_GROUPS = 512
 """In a step, where not the schedule alone says which of the best of a bound is the best."""
 REPLAYED_GROUPS = 8192
@@ -81,12 +82,14 @@ def run(arguments: argparse.Namespace) -> int:
     for option, path in (("-o", arguments.output), ("--svg", arguments.svg)):
         if path is not None:
             check_file(option, path)
-    config, problem, constants = read_problem(arguments)
+    config = read_run(arguments.config, arguments.overrides, bounds)
+    bounds, refused = judged(config, bounds)
+    problem, constants = read_problem(arguments, config)
     costs = CostModel(problem, constants)
 
     def runnable(own: CostModel) -> Costs:
-        pipeline, flow = arguments.pipeline, problem.dataflow
-        return own if pipeline else RunCosts(own, flow, apart=config.apart)
+        apart = partial(apart_at_any_size, config)
+        return own if arguments.pipeline else RunCosts(own, problem.dataflow, apart=apart)
 
     planned = plan(
         problem,
@@ -101,32 +104,18 @@ def run(arguments: argparse.Namespace) -> int:
         costs_of=lambda part: runnable(CostModel(part, constants)),
     )
     kept, lost = gaining(_played(problem, planned.front, costs, arguments.seed))
-    report = Report(config, problem, planned, kept, lost)
+    report = Report(config, problem, planned, kept, [*refused, *lost])
     if planned.best is not None:
         _write(arguments, report)
     print(json.dumps(report.as_json()) if arguments.json else report.text(arguments.explain))
     return 0 if planned.best is not None else 1
 
 
-def read_bounds(text: str) -> Sequence[int]:
-    """Bounds of staleness, as 0,1,4. Raises ConfigError."""
-    if not text:
-        return BOUNDS
-    words = text.split(",")
-    if not all(word.strip().isdecimal() and int(word) <= MOST_STALENESS for word in words):
-        raise ConfigError(
-            f"--max-staleness {text}: must be numbers from 0 to {MOST_STALENESS}, as 0,1"
-        )
-    return sorted({int(word) for word in words})
-
-
 def _played(
     problem: Problem, front: Sequence[FrontPoint], costs: CostModel, seed: int
 ) -> list[tuple[FrontPoint, Simulated]]:
     """Every point of the front in virtual time, with the best of those that come next to it."""
-    # What is written out is as far ahead as its bound allows.
-    manner = replace(problem.manner, depth=None)
-    flow, workload = problem.dataflow, problem.workload
+    flow, workload, manner = problem.dataflow, problem.workload, problem.manner
 
     def played(candidate: Candidate) -> Simulated:
         placement = candidate.placement
@@ -172,7 +161,8 @@ def gaining(
 class Report:
     """What was found, to be told: `front` by bound, each point with how it was played.
 
-    lost: the bounds that the planner had on its front, and the simulator has not.
+    lost: the bounds that the run's own settings refuse, and those that the planner had on its front
+    and the simulator has not.
     """
 
     config: RunConfig

@@ -72,11 +72,10 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is random (0)")
 
 
-def read_problem(arguments: argparse.Namespace) -> tuple[RunConfig, Problem, Constants]:
-    """The run, what is asked about it, and the constants. Raises ConfigError."""
+def read_problem(arguments: argparse.Namespace, config: RunConfig) -> tuple[Problem, Constants]:
+    """What is asked about a run, and the constants. Raises ConfigError."""
     if arguments.seed < 0:
         raise ConfigError(f"--seed {arguments.seed}: must be 0 or more")
-    config = read_config(arguments.config, arguments.overrides)
     cluster = read_cluster(arguments.cluster)
     if arguments.gpus is not None:
         cluster = cluster.first(arguments.gpus)
@@ -98,7 +97,7 @@ def read_problem(arguments: argparse.Namespace) -> tuple[RunConfig, Problem, Con
         problem.workload.check_room("pipeline.micro_batch_tokens")
     except ConfigError as error:
         raise ConfigError(f"{error}; --prompt-tokens and --lengths say how long they are") from None
-    return config, problem, run_constants(config, constants)
+    return problem, run_constants(config, constants)
 
 
 def read_config(path: Path, overrides: list[str]) -> RunConfig:

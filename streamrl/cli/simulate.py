@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from streamrl.cli.problem import add_problem_arguments, problem_line, read_problem
+from streamrl.cli.problem import add_problem_arguments, problem_line, read_config, read_problem
 from streamrl.cli.tables import count, percent, seconds, table
 from streamrl.config import RunConfig
 from streamrl.dataflow import GENERATE, Kind
@@ -53,7 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--steps {arguments.steps}: must be from 1 to {MOST_STEPS}")
     failures = _failures(arguments)
     given = _read_placement(arguments.placement) if arguments.placement is not None else None
-    config, problem, constants = read_problem(arguments)
+    config = read_config(arguments.config, arguments.overrides)
+    problem, constants = read_problem(arguments, config)
     placement = _placement(arguments, config, problem, given)
     costs = CostModel(problem, constants)
     if why := costs.unfit(placement):
