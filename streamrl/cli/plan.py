@@ -186,7 +186,7 @@ class Report:
         """For a person."""
         lines = [problem_line(self.config, self.problem), ""]
         if self.planned.best is None:
-            return "\n".join([*lines, "nothing fits", *self._others()[1:], *self._absences()])
+            return "\n".join([*lines, "nothing fits", *self._others()[1:], "", *self._absences()])
         lines += table([HEADING, *(self._row(*each) for each in self.front)])
         lines += ["", f"best: {self.point.candidate.label}"]
         lines += [
@@ -194,8 +194,9 @@ class Report:
             + (f", ZeRO {assignment.zero_stage}" if stage.startswith("train") else "")
             for stage, assignment in self.point.candidate.placement.calls.items()
         ]
-        lines += ["", *self._others(), *self._absences()] if explain else []
-        return "\n".join(lines)
+        lines += ["", *self._others()] if explain else []
+        absences = self._absences()
+        return "\n".join([*lines, "", *absences] if absences else lines)
 
     @staticmethod
     def _row(point: FrontPoint, played: Simulated) -> list[str]:
@@ -223,9 +224,11 @@ class Report:
         return lines
 
     def _absences(self) -> list[str]:
-        """Bounds that were asked for and have no row."""
-        lines = [f"  {each.max_staleness}: {each.why}" for each in self.absent]
-        return ["", "bounds of staleness that are left out:", *lines] if lines else []
+        """Bounds that were asked for and have no row, a line for each reason."""
+        bounds: dict[str, list[str]] = {}
+        for each in self.absent:
+            bounds.setdefault(each.why, []).append(str(each.max_staleness))
+        return [f"no row for {', '.join(those)}: {why}" for why, those in bounds.items()]
 
     def _kinds(self) -> list[Candidate]:
         """Without those that wait for whole steps and gain nothing by it."""
