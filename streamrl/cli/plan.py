@@ -38,6 +38,7 @@ from streamrl.placement.search import (
 from streamrl.placing import RunCosts, placed_run, rules_of
 from streamrl.simulator import Simulated, play, played_groups
 
+MOST_PROPOSALS = 100_000
 FEW_GROUPS = 512
 """In a step, where not the schedule alone says which of the best of a bound is the best."""
 REPLAYED_GROUPS = 8192
@@ -59,7 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " score split over devices",
     )
     parser.add_argument(
-        "--proposals", type=int, default=PROPOSALS, metavar="N", help="of each random search"
+        "--proposals",
+        type=int,
+        default=PROPOSALS,
+        metavar="N",
+        help=f"of each random search ({PROPOSALS})",
     )
     parser.add_argument("--explain", action="store_true", help="why every other kind lost")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -75,8 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command: 0 if there is a placement, 1 if nothing fits."""
     bounds = read_bounds(arguments.max_staleness)
-    if arguments.proposals < 0:
-        raise ConfigError(f"--proposals {arguments.proposals}: must be 0 or more")
+    if not 0 <= arguments.proposals <= MOST_PROPOSALS:
+        raise ConfigError(f"--proposals {arguments.proposals}: must be from 0 to {MOST_PROPOSALS}")
     if arguments.output is not None and arguments.output.suffix not in (".yaml", ".json"):
         raise ConfigError(f"-o {arguments.output}: must end in .yaml or .json")
     for option, path in (("-o", arguments.output), ("--svg", arguments.svg)):

@@ -1,13 +1,10 @@
 """What `streamrl plan` and `streamrl simulate` are asked: a run, a cluster, sizes and lengths."""
 
 import argparse
-import json
 import math
 import os
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from streamrl.calibration.measured import lengths_of_run
 from streamrl.cli.tables import inner_percent
@@ -24,7 +21,10 @@ from streamrl.placement import (
 from streamrl.placement.costs import Constants
 from streamrl.planning import Asked, mean_prompt_tokens, problem_of, run_constants
 from streamrl.settings import unreadable
+from streamrl.small_file import MIB, parse_json, read_small, read_small_yaml
 
+MOST_LENGTHS_BYTES = 16 * MIB
+"""Of a file of lengths: millions of them."""
 LENGTHS_HELP = (
     "of completions: fixed:TOKENS, lognormal:MEDIAN:SIGMA, a file of numbers, or a run directory;"
     " by default all have generator.max_new_tokens, the most they can"
@@ -109,11 +109,13 @@ def read_config(path: Path, overrides: list[str]) -> RunConfig:
 def read_cluster(text: str) -> Cluster:
     """Of a file if there is one of that name, else as it is written."""
     path = Path(text)
-    if not os.path.isfile(path):
-        if path.suffix in (".yaml", ".yml", ".json"):
-            raise ConfigError(f"cluster {path}: no such file")
+    if not os.path.exists(path) and path.suffix not in (".yaml", ".yml", ".json"):
         return Cluster.parse(text)
-    return Cluster.of_dict(_yaml(path, "cluster"), place=f"cluster {path}")
+    try:
+        loaded = read_small_yaml(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cluster {path}: {unreadable(error)}") from None
+    return Cluster.of_dict(loaded, place=f"cluster {path}")
 
 
 def read_models(config: RunConfig, words: list[str]) -> dict[str, str]:
@@ -158,8 +160,8 @@ def _lengths(text: str, limit: int) -> Lengths:
     if os.path.isdir(path):
         return lengths_of_run(path)
     try:
-        words = path.read_text()
-        loaded = json.loads(words) if words.lstrip().startswith("[") else words.split()
+        words = read_small(path, most_bytes=MOST_LENGTHS_BYTES)
+        loaded = parse_json(words) if words.lstrip().startswith("[") else words.split()
     except (OSError, ValueError) as error:
         raise ConfigError(f"--lengths {text}: {unreadable(error)}") from None
     found = [_tokens(word, text) for word in loaded]
@@ -177,13 +179,6 @@ def _tokens(word: Any, text: str) -> int:
     if isinstance(word, bool) or not number.is_integer() or number < 1:
         raise ConfigError(f"--lengths {text}: {word!r:.40}: must be whole tokens, at least 1")
     return int(number)
-
-
-def _yaml(path: Path, what: str) -> Any:
-    try:
-        return yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{what} {path}: {unreadable(error)}") from None
 
 
 def problem_line(config: RunConfig, problem: Problem) -> str:

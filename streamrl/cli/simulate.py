@@ -16,6 +16,7 @@ from streamrl.placement.costs import CostModel
 from streamrl.placing import run_placement
 from streamrl.settings import unreadable
 from streamrl.simulator import Failures, Simulated, simulate
+from streamrl.small_file import read_small_json
 
 HOUR_S = 3600.0
 MOST_STEPS = 10_000
@@ -84,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _read_placement(path: Path) -> Placement:
     """Of a file. Raises ConfigError."""
     try:
-        loaded = json.loads(path.read_text())
+        loaded = read_small_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--placement {path}: {unreadable(error)}") from None
     return Placement.of_dict(loaded, place=f"--placement {path}")

@@ -1,6 +1,5 @@
 """How large a model is: its layers and widths, by name or from a Hugging Face config."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,7 +7,8 @@ from typing import Any
 
 from streamrl.errors import ConfigError
 from streamrl.resharding import Component, ModelSpec, TensorSpec
-from streamrl.settings import nearest
+from streamrl.settings import nearest, unreadable
+from streamrl.small_file import read_small_json
 
 BF16 = 2
 
@@ -284,9 +284,9 @@ def shape_of(model: str) -> ModelShape:
             f"model {model}: no size of that name, and no model directory; {nearest(model, SHAPES)}"
         )
     try:
-        found = json.loads(path.read_text())
+        found = read_small_json(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model {path}: {error}") from None
+        raise ConfigError(f"model {path}: {unreadable(error)}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"model {path}: must be a JSON object")
     return _from_huggingface(found, str(path))

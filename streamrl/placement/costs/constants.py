@@ -15,6 +15,7 @@ import yaml
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
 from streamrl.settings import read_settings, unreadable
+from streamrl.small_file import read_small_yaml
 
 ABOVE_ZERO = (
     "train_flops_fraction",
@@ -170,8 +171,8 @@ class Constants:
     def read(cls, path: Path, defaults: "Constants | None" = None) -> "Constants":
         """Those of a YAML file; what it does not name is as in `defaults`. Raises ConfigError."""
         try:
-            found = yaml.safe_load(path.read_text())
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            found = read_small_yaml(path)
+        except (OSError, ValueError) as error:
             raise ConfigError(f"constants {path}: {unreadable(error)}") from None
         if not isinstance(found, Mapping):
             raise ConfigError(f"constants {path}: must be a mapping of names to numbers")
