@@ -3,6 +3,7 @@
 Neither the bound nor the placement that the config itself has is what is planned for.
 """
 
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,7 @@ def read_bounds(text: str) -> Sequence[int]:
     if not text:
         return BOUNDS
     words = text.split(",")
-    if not all(word.strip().isdecimal() and int(word) <= MOST_STALENESS for word in words):
+    if not all(re.fullmatch(r"\s*\d{1,9}\s*", w) and int(w) <= MOST_STALENESS for w in words):
         raise ConfigError(
             f"--max-staleness {text}: must be numbers from 0 to {MOST_STALENESS}, as 0,1"
         )

@@ -295,6 +295,7 @@ def test_a_placement_is_no_further_ahead_than_can_be_planned(
     ("words", "said"),
     [
         (["--max-staleness", "one"], "--max-staleness one: must be numbers"),
+        (["--max-staleness", "9" * 5000], "must be numbers from 0 to 64"),
         (["--max-staleness", "0,99"], "--max-staleness 0,99: must be numbers from 0 to 64"),
         (["--proposals", "-1"], "--proposals -1"),
         (["-o", "plan.txt"], "-o plan.txt: must end in .yaml or .json"),
