@@ -15,10 +15,11 @@ from streamrl.placement import Placement, Problem
 from streamrl.placement.costs import CostModel
 from streamrl.placing import run_placement
 from streamrl.settings import unreadable
-from streamrl.simulator import Failures, Simulated, simulate
+from streamrl.simulator import Failures, Simulated, simulate, steps_of
 from streamrl.small_file import read_small_json
 
 HOUR_S = 3600.0
+STEPS = 20
 MOST_STEPS = 10_000
 
 
@@ -32,7 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a placement that plan has written (-o plan.json); by default the config's own",
     )
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer steps (20)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help=f"optimizer steps ({STEPS}, and more where generation is far ahead)",
+    )
     parser.add_argument(
         "--mttf-h", type=float, metavar="HOURS", help="mean time to failure of a node"
     )
@@ -50,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
-    if not 1 <= arguments.steps <= MOST_STEPS:
+    if arguments.steps is not None and not 1 <= arguments.steps <= MOST_STEPS:
         raise ConfigError(f"--steps {arguments.steps}: must be from 1 to {MOST_STEPS}")
     failures = _failures(arguments)
     given = _read_placement(arguments.placement) if arguments.placement is not None else None
@@ -60,15 +66,19 @@ def run(arguments: argparse.Namespace) -> int:
     costs = CostModel(problem, constants)
     if why := costs.unfit(placement):
         raise ConfigError(f"{problem.cluster}: {why}")
+    steps = arguments.steps
+    if steps is None:
+        lead = problem.manner.lead(placement.max_staleness)
+        steps = max(STEPS, steps_of(problem.workload.groups_per_step, lead))
     if failures is not None:
         failures = _failures_of(failures, config, problem)
-        _check_progress(failures, placement, costs, arguments.steps)
+        _check_progress(failures, placement, costs, steps)
     found = simulate(
         problem.dataflow,
         placement,
         costs.timings(placement),
         problem.workload,
-        steps=arguments.steps,
+        steps=steps,
         seed=arguments.seed,
         failures=failures,
         manner=problem.manner,

@@ -12,7 +12,7 @@ from streamrl.placement import Placement
 from streamrl.placement.costs import CostModel
 from streamrl.placement.costs.traffic import Traffic
 from streamrl.placing import run_placement
-from streamrl.simulator.playing import STEPS
+from streamrl.simulator.playing import steps_of
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 GRPO = str(CONFIGS / "grpo_arithmetic.yaml")
@@ -116,7 +116,7 @@ def test_what_is_planned_is_written_as_the_config_of_a_run_that_is_so_placed(
     assert again.max_staleness == placement.max_staleness
     assert picture.read_text().startswith("<svg")
     # And the simulator plays the run's own placement as it played the plan's.
-    steps = str(STEPS + 2 * placement.max_staleness)
+    steps = str(steps_of(64, placement.max_staleness))
     written = [str(config), "--cluster", "8xH100", *SIZES, "--steps", steps, "--json"]
     code, out = run(capsys, "simulate", *written)
     assert code == 0
@@ -139,6 +139,15 @@ def test_a_placement_goes_from_plan_to_simulate_as_it_is(
     assert {"generate", "train"} <= {event["name"] for event in events}
     # A folder with a run in it is left alone.
     assert "already holds a run" in refusal(capsys, "simulate", *words)
+
+
+def test_who_says_no_steps_has_enough_of_them_to_be_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["simulate", *SMALL[:-2], "--json"]
+    for ahead, steps in ((1, 20), (16, 68)):
+        found = json.loads(run(capsys, *words, f"pipeline.max_staleness={ahead}")[1])
+        assert len(found["step_ends_s"]) == steps
 
 
 def test_a_set_slice_changes_what_is_planned_and_what_is_simulated(
