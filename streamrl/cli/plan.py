@@ -92,13 +92,14 @@ def run(arguments: argparse.Namespace) -> int:
     problem, constants = read_problem(arguments, config)
     costs = CostModel(problem, constants)
 
-    def runnable(own: CostModel) -> Costs:
+    def costs_of(part: Problem) -> Costs:
+        own = costs if part is problem else CostModel(part, constants)
         apart = partial(apart_at_any_size, config)
         return own if arguments.pipeline else RunCosts(own, problem.dataflow, apart=apart)
 
     planned = plan(
         problem,
-        runnable(costs),
+        costs_of,
         max_staleness=bounds,
         seed=arguments.seed,
         rules=anything if arguments.pipeline else rules_of(config),
@@ -106,7 +107,6 @@ def run(arguments: argparse.Namespace) -> int:
         streamed=(True, False) if arguments.pipeline else (True,),
         proposals=arguments.proposals,
         runners_up=RUNNERS_UP if problem.workload.groups_per_step <= FEW_GROUPS else 0,
-        costs_of=lambda part: runnable(CostModel(part, constants)),
     )
     kept, lost = gaining(_played(problem, planned.front, costs, arguments.seed))
     report = Report(config, problem, planned, kept, [*refused, *lost])
@@ -129,7 +129,7 @@ def _played(
 
     found = [(point, played(point.candidate)) for point in front]
     left = REPLAYED_GROUPS
-    for turn in range(RUNNERS_UP):
+    for turn in range(max((len(point.next) for point in front), default=0)):
         # What is best of all is mostly the last.
         for i, point in reversed([*enumerate(front)]):
             for other in point.next[turn : turn + 1]:
