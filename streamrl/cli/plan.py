@@ -84,6 +84,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--proposals {arguments.proposals}: must be from 0 to {MOST_PROPOSALS}")
     if arguments.output is not None and arguments.output.suffix not in (".yaml", ".json"):
         raise ConfigError(f"-o {arguments.output}: must end in .yaml or .json")
+    if arguments.output is not None and arguments.output == arguments.svg:
+        raise ConfigError(f"-o, --svg {arguments.svg}: must be two files")
     for option, path in (("-o", arguments.output), ("--svg", arguments.svg)):
         if path is not None:
             check_file(option, path)

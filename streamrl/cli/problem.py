@@ -25,6 +25,7 @@ from streamrl.small_file import MIB, parse_json, read_small, read_small_yaml
 
 MOST_LENGTHS_BYTES = 16 * MIB
 """Of a file of lengths: millions of them."""
+MOST_MEDIAN = 1_000_000_000
 LENGTHS_HELP = (
     "of completions: fixed:TOKENS, lognormal:MEDIAN:SIGMA, a file of numbers, or a run directory;"
     " by default all have generator.max_new_tokens, the most they can"
@@ -35,7 +36,7 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments that say what is to be placed, and on what."""
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file, or a run")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that override it"
+        "overrides", nargs="*", default=[], metavar="key=value", help="settings that override it"
     )
     parser.add_argument(
         "--cluster",
@@ -122,8 +123,12 @@ def read_models(config: RunConfig, words: list[str]) -> dict[str, str]:
     """Sizes by role of [ROLE=]NAME; one without a role is that of every model but a reward's."""
     roles = {call.follows or call.role for call in config.dataflow.calls} - {"reward", "cost"}
     found: dict[str, str] = {}
+    named: dict[str, str] = {}
     for word in words:
         role, equals, name = word.rpartition("=")
+        if role in named:
+            raise ConfigError(f"--model {word}: --model {named[role]} is given, too")
+        named[role] = word
         if equals:
             found[role] = name
         else:
@@ -152,6 +157,8 @@ def _lengths(text: str, limit: int) -> Lengths:
         if kind == "fixed" and len(values) == 1:
             return FixedLength(_tokens(numbers[0], text))
         if kind == "lognormal" and len(values) == len(("median", "sigma")):
+            if values[0] > MOST_MEDIAN:
+                raise ConfigError(f"--lengths {text}: median: must be at most {MOST_MEDIAN}")
             return LognormalLengths(values[0], values[1], limit)
         raise ConfigError(
             f"--lengths {text}: must be fixed:TOKENS or lognormal:MEDIAN:SIGMA, in numbers"

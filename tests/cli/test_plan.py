@@ -226,6 +226,7 @@ def test_what_fits_nowhere_is_told_with_the_arithmetic(
         (["--cluster", "8xH100@0Gb"], "@0Gb: must be above 0"),
         (["--cluster", "8xH100", "--prompt-tokens", "nan"], "prompt_tokens=nan"),
         (["--cluster", "8xH100", "--lengths", "lognormal:9:99"], "sigma above 0 and at most"),
+        (["--cluster", "8xH100", "--lengths", "lognormal:1e308:4"], "must be at most 1000000000"),
         (["--cluster", "8xH100", "--seed", "-1"], "--seed -1: must be 0 or more"),
         (["--cluster", "8xH100", "trainer.world=2"], "trainer.world"),
         ([], "the following arguments are required: --cluster"),
@@ -308,6 +309,8 @@ def test_a_placement_is_no_further_ahead_than_can_be_planned(
         (["--max-staleness", "0,99"], "--max-staleness 0,99: must be numbers from 0 to 64"),
         (["--proposals", "-1"], "--proposals -1"),
         (["-o", "plan.txt"], "-o plan.txt: must end in .yaml or .json"),
+        (["-o", "plan.yaml", "--svg", "plan.yaml"], "-o, --svg plan.yaml: must be two files"),
+        (["--model", "llama-7b"], "--model llama-7b: --model qwen2.5-1.5b is given, too"),
     ],
 )
 def test_wrong_options_of_plan(

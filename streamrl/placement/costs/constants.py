@@ -31,6 +31,10 @@ ABOVE_ZERO = (
 PARTS = (*ABOVE_ZERO, "zero_exposed_fraction", "pause_fraction", "memory_reserve_fraction")
 
 
+MOST_CONSTANT = 1e12
+"""Of any: seconds, bytes, widths."""
+
+
 @dataclass(frozen=True)
 class Constants:
     """Calibratable. The defaults of generation show what arXiv:2409.19256 published of A100s in
@@ -153,6 +157,8 @@ class Constants:
             value = vars(self)[field.name]
             if not math.isfinite(value):
                 raise ConfigError(f"{field.name}={value}: must be finite")
+            if value > MOST_CONSTANT:
+                raise ConfigError(f"{field.name}={value:g}: must be at most {MOST_CONSTANT:g}")
             if value < 0 or (field.name in ABOVE_ZERO and value == 0):
                 least = "above 0" if field.name in ABOVE_ZERO else "0 or more"
                 raise ConfigError(f"{field.name}={value}: must be {least}")
