@@ -3,6 +3,7 @@
 Each check raises ConfigError naming the setting, its value and the rule.
 """
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from streamrl.algorithms.objective import columns_needed
@@ -95,20 +96,9 @@ def _check_pools(config: "RunConfig") -> None:
 
 def apart(config: "RunConfig") -> str:
     """Why trainer and generators cannot share processes, if so: setting, value and reason."""
-    weights, generator, ranks = config.weights, config.generator, config.trainer.world_size
+    generator, ranks = config.generator, config.trainer.world_size
     split = generator.tensor_parallel
-    drains = weights.on_update == "drain" and config.pipeline.max_staleness > 0
-    coef = config.critic.shared_coef
-    reasons = (
-        (weights.publish_every > 1, "weights.publish_every", "the weights change at every step"),
-        (weights.transport != AUTO, "weights.transport", "weights do not travel"),
-        (drains, "weights.on_update", "rollouts cannot end while others compute"),
-        (coef is not None, "critic.shared_coef", "nobody else can follow the policy"),
-        (
-            generator.threads != config.trainer.threads,
-            "generator.threads",
-            f"it computes with the trainer.threads={config.trainer.threads} of its process",
-        ),
+    sizes = (
         (
             bool(ranks % split),
             "generator.tensor_parallel",
@@ -120,6 +110,32 @@ def apart(config: "RunConfig") -> str:
             f"{_sharers(split)} of trainer.world_size={ranks} ranks has a generator",
         ),
     )
+    return apart_at_any_size(config, config.pipeline.max_staleness) or _first_of(config, sizes)
+
+
+def apart_at_any_size(config: "RunConfig", max_staleness: int) -> str:
+    """The same under another bound of staleness, whatever numbers of ranks and replicas are."""
+    weights = config.weights
+    drains = weights.on_update == "drain" and max_staleness > 0
+    reasons = (
+        (weights.publish_every > 1, "weights.publish_every", "the weights change at every step"),
+        (weights.transport != AUTO, "weights.transport", "weights do not travel"),
+        (drains, "weights.on_update", "rollouts cannot end while others compute"),
+        (
+            config.critic.shared_coef is not None,
+            "critic.shared_coef",
+            "nobody else can follow the policy",
+        ),
+        (
+            config.generator.threads != config.trainer.threads,
+            "generator.threads",
+            f"it computes with the trainer.threads={config.trainer.threads} of its process",
+        ),
+    )
+    return _first_of(config, reasons)
+
+
+def _first_of(config: "RunConfig", reasons: Iterable[tuple[bool, str, str]]) -> str:
     for applies, setting, reason in reasons:
         if applies:
             section, key = setting.split(".")

@@ -1,7 +1,7 @@
 """A run's settings as a placement, and a placement as the settings of a run."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -136,10 +136,12 @@ def run_rules(call: Call, grid: Grid) -> Sequence[int]:
 class RunCosts:
     """Costs of placements that streamrl itself runs; all others do not fit."""
 
-    def __init__(self, costs: Costs, dataflow: Dataflow, *, apart: str = "") -> None:
-        """`apart` is why trainer and generators of the run cannot share processes, if so."""
+    def __init__(
+        self, costs: Costs, dataflow: Dataflow, *, apart: Callable[[int], str] = lambda _: ""
+    ) -> None:
+        """`apart` is why trainer and generators cannot share processes under a bound, if so."""
         self._costs, self._dataflow, self._apart = costs, dataflow, apart
-        self._fits: dict[tuple[tuple[str, Mesh], ...], str] = {}
+        self._pools: dict[tuple[bool, tuple[tuple[str, Mesh], ...]], PlacementConfig | None] = {}
 
     @property
     def rough(self) -> "RunCosts":
@@ -176,15 +178,13 @@ class RunCosts:
         if generate is None or train is None:
             return ""  # a part of a placement, whatever the rest will be
         meshes = tuple((stage, each.mesh) for stage, each in placement.calls.items())
-        split = generate.grid.tensor > 1
-        key = (*meshes, ("split", Mesh(int(split), 1)))
-        if key not in self._fits:
-            pools = pools_of(self._dataflow, placement)
-            if pools is None:
-                self._fits[key] = f"streamrl does not run it: {NOT_POOLS}"
-            else:
-                self._fits[key] = self._apart if pools.is_hybrid else ""
-        return self._fits[key]
+        key = (generate.grid.tensor > 1, meshes)
+        if key not in self._pools:
+            self._pools[key] = pools_of(self._dataflow, placement)
+        pools = self._pools[key]
+        if pools is None:
+            return f"streamrl does not run it: {NOT_POOLS}"
+        return self._apart(placement.max_staleness) if pools.is_hybrid else ""
 
 
 def _check_runs(call: Call, assignment: Assignment, placement: Placement) -> None:

@@ -23,7 +23,7 @@ PURE = (
     "controller",
 )
 LEVELS = (
-    {"messages", "errors", "user_module", "settings", "workers"},
+    {"messages", "errors", "user_module", "settings", "small_file", "workers"},
     {"algorithms", "dataflow", "placement", "resharding", "controller"},
     {
         "pipeline",

@@ -8,9 +8,12 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from streamrl.agreement import apart_at_any_size
+from streamrl.cli.bounds import judged, read_bounds, read_run
 from streamrl.cli.problem import add_problem_arguments, problem_line, read_problem
 from streamrl.cli.tables import count, percent, seconds, table
 from streamrl.cli.writing import check_file, write_file
@@ -20,7 +23,6 @@ from streamrl.pictures.timeline import timeline_svg
 from streamrl.placement import Estimate, Problem
 from streamrl.placement.costs import CostModel
 from streamrl.placement.estimates import Costs
-from streamrl.placement.placements import MOST_STALENESS
 from streamrl.placement.search import (
     BY_WHOLE_STEPS,
     PROPOSALS,
@@ -36,7 +38,7 @@ from streamrl.placement.search import (
 from streamrl.placing import RunCosts, placed_run, rules_of
 from streamrl.simulator import Simulated, play, played_groups
 
-BOUNDS = (0, 1, 2, 4)
+MOST_PROPOSALS = 100_000
 FEW_GROUPS = 512
 """In a step, where not the schedule alone says which of the best of a bound is the best."""
 REPLAYED_GROUPS = 8192
@@ -58,7 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         " score split over devices",
     )
     parser.add_argument(
-        "--proposals", type=int, default=PROPOSALS, metavar="N", help="of each random search"
+        "--proposals",
+        type=int,
+        default=PROPOSALS,
+        metavar="N",
+        help=f"of each random search ({PROPOSALS})",
     )
     parser.add_argument("--explain", action="store_true", help="why every other kind lost")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -74,23 +80,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command: 0 if there is a placement, 1 if nothing fits."""
     bounds = read_bounds(arguments.max_staleness)
-    if arguments.proposals < 0:
-        raise ConfigError(f"--proposals {arguments.proposals}: must be 0 or more")
+    if not 0 <= arguments.proposals <= MOST_PROPOSALS:
+        raise ConfigError(f"--proposals {arguments.proposals}: must be from 0 to {MOST_PROPOSALS}")
     if arguments.output is not None and arguments.output.suffix not in (".yaml", ".json"):
         raise ConfigError(f"-o {arguments.output}: must end in .yaml or .json")
+    if arguments.output is not None and arguments.output == arguments.svg:
+        raise ConfigError(f"-o, --svg {arguments.svg}: must be two files")
     for option, path in (("-o", arguments.output), ("--svg", arguments.svg)):
         if path is not None:
             check_file(option, path)
-    config, problem, constants = read_problem(arguments)
+    config = read_run(arguments.config, arguments.overrides, bounds)
+    bounds, refused = judged(config, bounds)
+    problem, constants = read_problem(arguments, config)
     costs = CostModel(problem, constants)
 
-    def runnable(own: CostModel) -> Costs:
-        pipeline, flow = arguments.pipeline, problem.dataflow
-        return own if pipeline else RunCosts(own, flow, apart=config.apart)
+    def costs_of(part: Problem) -> Costs:
+        own = costs if part is problem else CostModel(part, constants)
+        apart = partial(apart_at_any_size, config)
+        return own if arguments.pipeline else RunCosts(own, problem.dataflow, apart=apart)
 
     planned = plan(
         problem,
-        runnable(costs),
+        costs_of,
         max_staleness=bounds,
         seed=arguments.seed,
         rules=anything if arguments.pipeline else rules_of(config),
@@ -98,35 +109,20 @@ def run(arguments: argparse.Namespace) -> int:
         streamed=(True, False) if arguments.pipeline else (True,),
         proposals=arguments.proposals,
         runners_up=RUNNERS_UP if problem.workload.groups_per_step <= FEW_GROUPS else 0,
-        costs_of=lambda part: runnable(CostModel(part, constants)),
     )
     kept, lost = gaining(_played(problem, planned.front, costs, arguments.seed))
-    report = Report(config, problem, planned, kept, lost)
+    report = Report(config, problem, planned, kept, [*refused, *lost])
     if planned.best is not None:
         _write(arguments, report)
     print(json.dumps(report.as_json()) if arguments.json else report.text(arguments.explain))
     return 0 if planned.best is not None else 1
 
 
-def read_bounds(text: str) -> Sequence[int]:
-    """Bounds of staleness, as 0,1,4. Raises ConfigError."""
-    if not text:
-        return BOUNDS
-    words = text.split(",")
-    if not all(word.strip().isdecimal() and int(word) <= MOST_STALENESS for word in words):
-        raise ConfigError(
-            f"--max-staleness {text}: must be numbers from 0 to {MOST_STALENESS}, as 0,1"
-        )
-    return sorted({int(word) for word in words})
-
-
 def _played(
     problem: Problem, front: Sequence[FrontPoint], costs: CostModel, seed: int
 ) -> list[tuple[FrontPoint, Simulated]]:
     """Every point of the front in virtual time, with the best of those that come next to it."""
-    # What is written out is as far ahead as its bound allows.
-    manner = replace(problem.manner, depth=None)
-    flow, workload = problem.dataflow, problem.workload
+    flow, workload, manner = problem.dataflow, problem.workload, problem.manner
 
     def played(candidate: Candidate) -> Simulated:
         placement = candidate.placement
@@ -135,7 +131,7 @@ def _played(
 
     found = [(point, played(point.candidate)) for point in front]
     left = REPLAYED_GROUPS
-    for turn in range(RUNNERS_UP):
+    for turn in range(max((len(point.next) for point in front), default=0)):
         # What is best of all is mostly the last.
         for i, point in reversed([*enumerate(front)]):
             for other in point.next[turn : turn + 1]:
@@ -172,7 +168,8 @@ def gaining(
 class Report:
     """What was found, to be told: `front` by bound, each point with how it was played.
 
-    lost: the bounds that the planner had on its front, and the simulator has not.
+    lost: the bounds that the run's own settings refuse, and those that the planner had on its front
+    and the simulator has not.
     """
 
     config: RunConfig
@@ -196,7 +193,7 @@ class Report:
         """For a person."""
         lines = [problem_line(self.config, self.problem), ""]
         if self.planned.best is None:
-            return "\n".join([*lines, "nothing fits", *self._others()[1:], *self._absences()])
+            return "\n".join([*lines, "nothing fits", *self._others()[1:], "", *self._absences()])
         lines += table([HEADING, *(self._row(*each) for each in self.front)])
         lines += ["", f"best: {self.point.candidate.label}"]
         lines += [
@@ -204,8 +201,9 @@ class Report:
             + (f", ZeRO {assignment.zero_stage}" if stage.startswith("train") else "")
             for stage, assignment in self.point.candidate.placement.calls.items()
         ]
-        lines += ["", *self._others(), *self._absences()] if explain else []
-        return "\n".join(lines)
+        lines += ["", *self._others()] if explain else []
+        absences = self._absences()
+        return "\n".join([*lines, "", *absences] if absences else lines)
 
     @staticmethod
     def _row(point: FrontPoint, played: Simulated) -> list[str]:
@@ -233,9 +231,11 @@ class Report:
         return lines
 
     def _absences(self) -> list[str]:
-        """Bounds that were asked for and have no row."""
-        lines = [f"  {each.max_staleness}: {each.why}" for each in self.absent]
-        return ["", "bounds of staleness that are left out:", *lines] if lines else []
+        """Bounds that were asked for and have no row, a line for each reason."""
+        bounds: dict[str, list[str]] = {}
+        for each in self.absent:
+            bounds.setdefault(each.why, []).append(str(each.max_staleness))
+        return [f"no row for {', '.join(those)}: {why}" for why, those in bounds.items()]
 
     def _kinds(self) -> list[Candidate]:
         """Without those that wait for whole steps and gain nothing by it."""

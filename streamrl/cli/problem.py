@@ -1,13 +1,10 @@
 """What `streamrl plan` and `streamrl simulate` are asked: a run, a cluster, sizes and lengths."""
 
 import argparse
-import json
 import math
 import os
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from streamrl.calibration.measured import lengths_of_run
 from streamrl.cli.tables import inner_percent
@@ -24,7 +21,11 @@ from streamrl.placement import (
 from streamrl.placement.costs import Constants
 from streamrl.planning import Asked, mean_prompt_tokens, problem_of, run_constants
 from streamrl.settings import unreadable
+from streamrl.small_file import MIB, parse_json, read_small, read_small_yaml
 
+MOST_LENGTHS_BYTES = 16 * MIB
+"""Of a file of lengths: millions of them."""
+MOST_MEDIAN = 1_000_000_000
 LENGTHS_HELP = (
     "of completions: fixed:TOKENS, lognormal:MEDIAN:SIGMA, a file of numbers, or a run directory;"
     " by default all have generator.max_new_tokens, the most they can"
@@ -35,7 +36,7 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments that say what is to be placed, and on what."""
     parser.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file, or a run")
     parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="settings that override it"
+        "overrides", nargs="*", default=[], metavar="key=value", help="settings that override it"
     )
     parser.add_argument(
         "--cluster",
@@ -72,11 +73,10 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is random (0)")
 
 
-def read_problem(arguments: argparse.Namespace) -> tuple[RunConfig, Problem, Constants]:
-    """The run, what is asked about it, and the constants. Raises ConfigError."""
+def read_problem(arguments: argparse.Namespace, config: RunConfig) -> tuple[Problem, Constants]:
+    """What is asked about a run, and the constants. Raises ConfigError."""
     if arguments.seed < 0:
         raise ConfigError(f"--seed {arguments.seed}: must be 0 or more")
-    config = read_config(arguments.config, arguments.overrides)
     cluster = read_cluster(arguments.cluster)
     if arguments.gpus is not None:
         cluster = cluster.first(arguments.gpus)
@@ -98,7 +98,7 @@ def read_problem(arguments: argparse.Namespace) -> tuple[RunConfig, Problem, Con
         problem.workload.check_room("pipeline.micro_batch_tokens")
     except ConfigError as error:
         raise ConfigError(f"{error}; --prompt-tokens and --lengths say how long they are") from None
-    return config, problem, run_constants(config, constants)
+    return problem, run_constants(config, constants)
 
 
 def read_config(path: Path, overrides: list[str]) -> RunConfig:
@@ -110,19 +110,25 @@ def read_config(path: Path, overrides: list[str]) -> RunConfig:
 def read_cluster(text: str) -> Cluster:
     """Of a file if there is one of that name, else as it is written."""
     path = Path(text)
-    if not os.path.isfile(path):
-        if path.suffix in (".yaml", ".yml", ".json"):
-            raise ConfigError(f"cluster {path}: no such file")
+    if not os.path.exists(path) and path.suffix not in (".yaml", ".yml", ".json"):
         return Cluster.parse(text)
-    return Cluster.of_dict(_yaml(path, "cluster"), place=f"cluster {path}")
+    try:
+        loaded = read_small_yaml(path)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cluster {path}: {unreadable(error)}") from None
+    return Cluster.of_dict(loaded, place=f"cluster {path}")
 
 
 def read_models(config: RunConfig, words: list[str]) -> dict[str, str]:
     """Sizes by role of [ROLE=]NAME; one without a role is that of every model but a reward's."""
     roles = {call.follows or call.role for call in config.dataflow.calls} - {"reward", "cost"}
     found: dict[str, str] = {}
+    named: dict[str, str] = {}
     for word in words:
         role, equals, name = word.rpartition("=")
+        if role in named:
+            raise ConfigError(f"--model {word}: --model {named[role]} is given, too")
+        named[role] = word
         if equals:
             found[role] = name
         else:
@@ -151,6 +157,8 @@ def _lengths(text: str, limit: int) -> Lengths:
         if kind == "fixed" and len(values) == 1:
             return FixedLength(_tokens(numbers[0], text))
         if kind == "lognormal" and len(values) == len(("median", "sigma")):
+            if values[0] > MOST_MEDIAN:
+                raise ConfigError(f"--lengths {text}: median: must be at most {MOST_MEDIAN}")
             return LognormalLengths(values[0], values[1], limit)
         raise ConfigError(
             f"--lengths {text}: must be fixed:TOKENS or lognormal:MEDIAN:SIGMA, in numbers"
@@ -159,8 +167,8 @@ def _lengths(text: str, limit: int) -> Lengths:
     if os.path.isdir(path):
         return lengths_of_run(path)
     try:
-        words = path.read_text()
-        loaded = json.loads(words) if words.lstrip().startswith("[") else words.split()
+        words = read_small(path, most_bytes=MOST_LENGTHS_BYTES)
+        loaded = parse_json(words) if words.lstrip().startswith("[") else words.split()
     except (OSError, ValueError) as error:
         raise ConfigError(f"--lengths {text}: {unreadable(error)}") from None
     found = [_tokens(word, text) for word in loaded]
@@ -178,13 +186,6 @@ def _tokens(word: Any, text: str) -> int:
     if isinstance(word, bool) or not number.is_integer() or number < 1:
         raise ConfigError(f"--lengths {text}: {word!r:.40}: must be whole tokens, at least 1")
     return int(number)
-
-
-def _yaml(path: Path, what: str) -> Any:
-    try:
-        return yaml.safe_load(path.read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{what} {path}: {unreadable(error)}") from None
 
 
 def problem_line(config: RunConfig, problem: Problem) -> str:

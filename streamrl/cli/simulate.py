@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from streamrl.cli.problem import add_problem_arguments, problem_line, read_problem
+from streamrl.cli.problem import add_problem_arguments, problem_line, read_config, read_problem
 from streamrl.cli.tables import count, percent, seconds, table
 from streamrl.config import RunConfig
 from streamrl.dataflow import GENERATE, Kind
@@ -15,9 +15,11 @@ from streamrl.placement import Placement, Problem
 from streamrl.placement.costs import CostModel
 from streamrl.placing import run_placement
 from streamrl.settings import unreadable
-from streamrl.simulator import Failures, Simulated, simulate
+from streamrl.simulator import Failures, Simulated, simulate, steps_of
+from streamrl.small_file import read_small_json
 
 HOUR_S = 3600.0
+STEPS = 20
 MOST_STEPS = 10_000
 
 
@@ -31,7 +33,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="a placement that plan has written (-o plan.json); by default the config's own",
     )
-    parser.add_argument("--steps", type=int, default=20, metavar="N", help="optimizer steps (20)")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        metavar="N",
+        help=f"optimizer steps ({STEPS}, and more where generation is far ahead)",
+    )
     parser.add_argument(
         "--mttf-h", type=float, metavar="HOURS", help="mean time to failure of a node"
     )
@@ -49,24 +56,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
-    if not 1 <= arguments.steps <= MOST_STEPS:
+    if arguments.steps is not None and not 1 <= arguments.steps <= MOST_STEPS:
         raise ConfigError(f"--steps {arguments.steps}: must be from 1 to {MOST_STEPS}")
     failures = _failures(arguments)
     given = _read_placement(arguments.placement) if arguments.placement is not None else None
-    config, problem, constants = read_problem(arguments)
+    config = read_config(arguments.config, arguments.overrides)
+    problem, constants = read_problem(arguments, config)
     placement = _placement(arguments, config, problem, given)
     costs = CostModel(problem, constants)
     if why := costs.unfit(placement):
         raise ConfigError(f"{problem.cluster}: {why}")
+    steps = arguments.steps
+    if steps is None:
+        lead = problem.manner.lead(placement.max_staleness)
+        steps = max(STEPS, steps_of(problem.workload.groups_per_step, lead))
     if failures is not None:
         failures = _failures_of(failures, config, problem)
-        _check_progress(failures, placement, costs, arguments.steps)
+        _check_progress(failures, placement, costs, steps)
     found = simulate(
         problem.dataflow,
         placement,
         costs.timings(placement),
         problem.workload,
-        steps=arguments.steps,
+        steps=steps,
         seed=arguments.seed,
         failures=failures,
         manner=problem.manner,
@@ -83,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _read_placement(path: Path) -> Placement:
     """Of a file. Raises ConfigError."""
     try:
-        loaded = json.loads(path.read_text())
+        loaded = read_small_json(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--placement {path}: {unreadable(error)}") from None
     return Placement.of_dict(loaded, place=f"--placement {path}")

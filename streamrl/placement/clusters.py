@@ -218,7 +218,7 @@ class Cluster:
         return ",".join(map(str, self.groups))
 
 
-_GROUP = re.compile(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)(?:@(\d+(?:\.\d+)?)Gb)?")
+_GROUP = re.compile(r"(?:(\d{1,18})x)?(\d{1,18})x([A-Za-z][\w-]*)(?:@(\d+(?:\.\d+)?)Gb)?")
 
 
 def device_named(name: str, place: str) -> Device:
@@ -243,10 +243,15 @@ def _parse_group(part: str, text: str) -> NodeGroup:
         return NodeGroup(device, count, int(nodes), network)
     if count <= device.per_node:
         return NodeGroup(device, count, 1, network)
+    if count > MOST_DEVICES:
+        raise ConfigError(f"{place}: {count} devices: must be at most {MOST_DEVICES}")
     if count % device.per_node:
+        nodes = next(
+            n for n in range(2, count + 1) if count % n == 0 and count // n < device.per_node
+        )
         raise ConfigError(
             f"{place}: {count} {name} do not fill nodes of {device.per_node}; say how many nodes,"
-            f" as in 2x{count // 2}x{name}"
+            f" as in {nodes}x{count // nodes}x{name}"
         )
     return NodeGroup(device, device.per_node, count // device.per_node, network)
 

@@ -18,6 +18,10 @@ class Manner:
     slice_s: float = SLICE_S
     publish_every: int = 1
 
+    def lead(self, max_staleness: int) -> int:
+        """Steps that generation may be ahead of training."""
+        return max_staleness if self.depth is None else self.depth
+
     def whole_turns(self, steps: int) -> int:
         """At most so many steps, of which as many are of each age if not all have a version."""
         return steps - steps % self.publish_every

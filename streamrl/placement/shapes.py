@@ -1,6 +1,5 @@
 """How large a model is: its layers and widths, by name or from a Hugging Face config."""
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,9 +7,14 @@ from typing import Any
 
 from streamrl.errors import ConfigError
 from streamrl.resharding import Component, ModelSpec, TensorSpec
-from streamrl.settings import nearest
+from streamrl.settings import nearest, unreadable
+from streamrl.small_file import read_small_json
 
 BF16 = 2
+MOST_LAYERS, MOST_SIZE = 10_000, 10_000_000
+TOWERS = ("vision_config", "audio_config")
+"""What a model has beside its language model, in a Hugging Face config."""
+ALONE = "its language model alone: weights of other towers are not counted"
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,15 @@ class ModelShape:
         for key in ("layers", "hidden", "intermediate", "heads", "kv_heads", "vocab", "head_dim"):
             if vars(self)[key] < 1:
                 raise ConfigError(f"model {self.name}: {key}={vars(self)[key]}: must be at least 1")
+        if self.layers > MOST_LAYERS:
+            raise ConfigError(
+                f"model {self.name}: layers={self.layers}: must be at most {MOST_LAYERS}"
+            )
+        if self.experts and self.dense_layers > self.layers:
+            raise ConfigError(
+                f"model {self.name}: dense_layers={self.dense_layers}: must be at most the"
+                f" {self.layers} layers"
+            )
         if self.heads % self.kv_heads:
             raise ConfigError(
                 f"model {self.name}: {self.heads} heads do not share {self.kv_heads} kv_heads"
@@ -284,37 +297,52 @@ def shape_of(model: str) -> ModelShape:
             f"model {model}: no size of that name, and no model directory; {nearest(model, SHAPES)}"
         )
     try:
-        found = json.loads(path.read_text())
+        found = read_small_json(path)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model {path}: {error}") from None
+        raise ConfigError(f"model {path}: {unreadable(error)}") from None
     if not isinstance(found, dict):
         raise ConfigError(f"model {path}: must be a JSON object")
     return _from_huggingface(found, str(path))
 
 
 def _from_huggingface(found: Mapping[str, Any], place: str) -> ModelShape:
+    """Of the language model alone, if there is more: sizes are then under text_config."""
+    name, hint = Path(place).parent.name, "; a config.json with a language model's sizes would do"
+    text = found.get("text_config")
+    if isinstance(text, Mapping):
+        found, place = {**found, **text}, f"{place}: text_config"
+    if any(isinstance(found.get(key), Mapping) for key in ("text_config", *TOWERS)):
+        name = f"{name} ({ALONE})"
+
     def number(*names: str, default: int | None = None) -> int:
-        for name in names:
-            if isinstance(found.get(name), int):
-                return int(found[name])
+        for key in names:
+            value = found.get(key)
+            if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= MOST_SIZE:
+                return value
+            if value is not None:
+                raise ConfigError(
+                    f"model {place}: {key}={value!r:.40}: must be a whole number up to {MOST_SIZE}"
+                )
         if default is None:
-            raise ConfigError(f"model {place}: {names[0]} is missing")
+            raise ConfigError(f"model {place}: {names[0]} is missing{hint}")
         return default
 
     hidden, heads = number("hidden_size", "n_embd"), number("num_attention_heads", "n_head")
     experts = number("num_experts", "num_local_experts", "n_routed_experts", default=0)
     intermediate = number("intermediate_size", "n_inner", default=4 * hidden)
     return ModelShape(
-        Path(place).parent.name,
+        name,
         number("num_hidden_layers", "n_layer"),
         hidden,
         number("moe_intermediate_size", default=intermediate) if experts else intermediate,
         heads,
         number("num_key_value_heads", default=heads),
         number("vocab_size"),
-        number("head_dim", default=hidden // heads),
+        number("head_dim", default=hidden // max(1, heads)),
         tied=bool(found.get("tie_word_embeddings", True)),
-        qkv_bias=bool(found.get("attention_bias", found.get("model_type") == "qwen2")),
+        qkv_bias=bool(
+            found.get("attention_bias", str(found.get("model_type")).startswith("qwen2"))
+        ),
         experts=experts,
         experts_per_token=number("num_experts_per_tok", default=min(experts, 1)),
         shared_experts=number("n_shared_experts", default=0),

@@ -15,12 +15,15 @@ from streamrl.placement.workload import Workload
 from streamrl.simulator.results import Simulated
 from streamrl.simulator.simulation import simulate
 
-STEPS = 12
-"""Of a placement that generates nothing ahead; two more for each step it may be ahead."""
+COUNTED = 10
+"""Steps, of a placement that generates little ahead."""
+ROUNDS = 2
+"""Of as many steps as may be under way: one whose rollouts are long holds up all of those, and the
+next ones are short. Between one round and part of one there is as much as half of a step's time."""
 UNLIKE = 2
-"""The first of them are unlike all others, and more where generation is ahead: not counted."""
+"""The first steps are unlike all others, and more where generation is ahead: not counted."""
 FEWEST_STEPS = 4
-"""Counted, whatever there is in a step."""
+"""Counted, whatever there is in a step, and one round at least."""
 GROUPS = 10240
 """So many are counted at least, where that takes no more than all steps."""
 PART_GROUPS = 256
@@ -39,7 +42,7 @@ def play(
     manner: Manner,
 ) -> Simulated:
     """What a run would do, by a few steps of it. Raises ConfigError as `simulate` does."""
-    lead = placement.max_staleness if manner.depth is None else manner.depth
+    lead = manner.lead(placement.max_staleness)
     parts = parts_of(timings, workload, lead)
     part = part_workload(workload, parts)
     found = simulate(
@@ -51,7 +54,7 @@ def play(
         seed=seed,
         manner=manner,
     )
-    counted = len(found.step_ends) - max(found.warm_up, lead + UNLIKE) - lead
+    counted = len(found.step_ends) - (lead + UNLIKE) - lead
     found = found.without(len(found.step_ends) - lead - manner.whole_turns(counted), lead)
     return replace(found, parts=parts)
 
@@ -64,8 +67,10 @@ def played_groups(timings: Timings, workload: Workload, lead: int) -> int:
 
 def steps_of(groups_per_step: int, lead: int) -> int:
     """How many, with those that are not counted; fewer where they are large."""
-    counted = max(FEWEST_STEPS, -(-GROUPS // groups_per_step))
-    return min(STEPS + 2 * lead, lead + UNLIKE + counted + lead)
+    under_way = lead + 1
+    wanted = max(COUNTED, ROUNDS * under_way)
+    enough = max(FEWEST_STEPS, under_way, -(-GROUPS // groups_per_step))
+    return lead + UNLIKE + min(wanted, enough) + lead
 
 
 def parts_of(timings: Timings, workload: Workload, lead: int) -> int:

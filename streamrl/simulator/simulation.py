@@ -40,7 +40,7 @@ def simulate(  # noqa: PLR0913
         raise ConfigError(
             "on_stale=drop: not with a placement that is not streamed: steps are whole"
         )
-    lead = placement.max_staleness if manner.depth is None else manner.depth
+    lead = manner.lead(placement.max_staleness)
     if manner.publish_every > lead + 1:
         raise ConfigError(
             f"publish_every={manner.publish_every}: with generation {lead} steps ahead nobody would"

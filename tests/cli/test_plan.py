@@ -12,7 +12,7 @@ from streamrl.placement import Placement
 from streamrl.placement.costs import CostModel
 from streamrl.placement.costs.traffic import Traffic
 from streamrl.placing import run_placement
-from streamrl.simulator.playing import STEPS
+from streamrl.simulator.playing import steps_of
 
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 GRPO = str(CONFIGS / "grpo_arithmetic.yaml")
@@ -89,9 +89,9 @@ def test_a_bound_without_a_row_is_told_with_the_reason(
     assert [each["max_staleness"] for each in found["front"]] == [0]
     (absent,) = found["absent"]
     assert absent["max_staleness"] == 2 and "ahead: 1 GB short" in absent["why"]
-    said = run(capsys, *words, "--explain")[1].splitlines()
-    assert said[-2:] == ["bounds of staleness that are left out:", f"  2: {absent['why']}"]
-    assert "left out" not in run(capsys, *words)[1]
+    for more in ([], ["--explain"]):
+        said = run(capsys, *words, *more)[1].splitlines()
+        assert said[-2:] == ["", f"no row for 2: {absent['why']}"]
 
 
 def test_the_same_seed_gives_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +116,7 @@ def test_what_is_planned_is_written_as_the_config_of_a_run_that_is_so_placed(
     assert again.max_staleness == placement.max_staleness
     assert picture.read_text().startswith("<svg")
     # And the simulator plays the run's own placement as it played the plan's.
-    steps = str(STEPS + 2 * placement.max_staleness)
+    steps = str(steps_of(64, placement.max_staleness))
     written = [str(config), "--cluster", "8xH100", *SIZES, "--steps", steps, "--json"]
     code, out = run(capsys, "simulate", *written)
     assert code == 0
@@ -139,6 +139,15 @@ def test_a_placement_goes_from_plan_to_simulate_as_it_is(
     assert {"generate", "train"} <= {event["name"] for event in events}
     # A folder with a run in it is left alone.
     assert "already holds a run" in refusal(capsys, "simulate", *words)
+
+
+def test_who_says_no_steps_has_enough_of_them_to_be_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["simulate", *SMALL[:-2], "--json"]
+    for ahead, steps in ((1, 20), (16, 68)):
+        found = json.loads(run(capsys, *words, f"pipeline.max_staleness={ahead}")[1])
+        assert len(found["step_ends_s"]) == steps
 
 
 def test_a_set_slice_changes_what_is_planned_and_what_is_simulated(
@@ -186,6 +195,7 @@ def test_what_fits_nowhere_is_told_with_the_arithmetic(
     assert code == 1
     assert "nothing fits" in out
     assert "GB" in out
+    assert out.endswith("\nno row for 0, 1, 2, 4: nothing that was looked at fits\n")
 
 
 @pytest.mark.parametrize(
@@ -216,6 +226,7 @@ def test_what_fits_nowhere_is_told_with_the_arithmetic(
         (["--cluster", "8xH100@0Gb"], "@0Gb: must be above 0"),
         (["--cluster", "8xH100", "--prompt-tokens", "nan"], "prompt_tokens=nan"),
         (["--cluster", "8xH100", "--lengths", "lognormal:9:99"], "sigma above 0 and at most"),
+        (["--cluster", "8xH100", "--lengths", "lognormal:1e308:4"], "must be at most 1000000000"),
         (["--cluster", "8xH100", "--seed", "-1"], "--seed -1: must be 0 or more"),
         (["--cluster", "8xH100", "trainer.world=2"], "trainer.world"),
         ([], "the following arguments are required: --cluster"),
@@ -294,9 +305,12 @@ def test_a_placement_is_no_further_ahead_than_can_be_planned(
     ("words", "said"),
     [
         (["--max-staleness", "one"], "--max-staleness one: must be numbers"),
+        (["--max-staleness", "9" * 5000], "must be numbers from 0 to 64"),
         (["--max-staleness", "0,99"], "--max-staleness 0,99: must be numbers from 0 to 64"),
         (["--proposals", "-1"], "--proposals -1"),
         (["-o", "plan.txt"], "-o plan.txt: must end in .yaml or .json"),
+        (["-o", "plan.yaml", "--svg", "plan.yaml"], "-o, --svg plan.yaml: must be two files"),
+        (["--model", "llama-7b"], "--model llama-7b: --model qwen2.5-1.5b is given, too"),
     ],
 )
 def test_wrong_options_of_plan(

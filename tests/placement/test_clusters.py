@@ -136,3 +136,25 @@ def test_a_file_that_is_wrong_is_refused_by_its_key(loose: dict, said: str) -> N
     with pytest.raises(ConfigError) as refused:
         Cluster.of_dict(loose, place="c.yaml")
     assert said in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("written", "said"), [("9xH100", "3x3xH100"), ("13xH100", "13x1xH100"), ("20xH100", "4x5xH100")]
+)
+def test_devices_that_fill_no_nodes_are_told_nodes_that_hold_just_as_many(
+    written: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"do not fill nodes of 8; .*, as in {said}"):
+        Cluster.parse(written)
+    assert f"{Cluster.parse(said).size}xH100" == written
+
+
+@pytest.mark.parametrize("devices", [1_000_001, 1_048_577, 99_999_999])
+def test_what_is_too_large_is_told_to_be_that_with_all_its_digits(devices: int) -> None:
+    with pytest.raises(ConfigError, match=rf": {devices} devices: must be at most 16384$"):
+        Cluster.parse(f"{devices}xH100")
+
+
+def test_a_number_that_no_number_can_be_is_not_written_like_one() -> None:
+    with pytest.raises(ConfigError, match="is not written like"):
+        Cluster.parse("9" * 5000 + "xH100")

@@ -4,7 +4,15 @@ import json
 from pathlib import Path
 
 import pytest
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Qwen2Config
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Qwen2Config,
+    SiglipVisionConfig,
+)
 
 from streamrl.errors import ConfigError
 from streamrl.placement import SHAPES, shape_of
@@ -118,4 +126,53 @@ def test_what_is_no_model_is_refused_with_the_nearest_name(tmp_path: Path) -> No
         shape_of(str(tmp_path))
     broken.write_text("[]")
     with pytest.raises(ConfigError, match="must be a JSON object"):
+        shape_of(str(tmp_path))
+
+
+WIDTHS = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 100}
+
+
+def test_of_a_multimodal_model_the_language_model_is_counted_and_it_says_so(
+    tmp_path: Path,
+) -> None:
+    vision = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2}
+    text = LlamaConfig(**WIDTHS, intermediate_size=96, num_key_value_heads=2)
+    config = LlavaConfig(
+        text_config=text,
+        vision_config=SiglipVisionConfig(**vision, num_attention_heads=4),
+        tie_word_embeddings=False,
+    )
+    # As a whole: sizes a text config has by default are left out when it is saved.
+    (tmp_path / "config.json").write_text(json.dumps(config.to_dict()))
+    model = LlavaForConditionalGeneration(config)
+    language = model.model.language_model.num_parameters() + model.lm_head.weight.numel()
+    shape = shape_of(str(tmp_path))
+    assert shape.params == language < model.num_parameters()
+    assert shape.name.endswith(
+        "(its language model alone: weights of other towers are not counted)"
+    )
+
+
+def test_towers_beside_sizes_are_told_too(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**WIDTHS, "vision_config": {}}))
+    assert "are not counted" in shape_of(str(tmp_path)).name
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"text_config": {}}, "text_config: hidden_size is missing; a config.json with a language"),
+        ({**WIDTHS, "num_attention_heads": 0}, "heads=0: must be at least 1"),
+        ({**WIDTHS, "num_hidden_layers": 10**6}, "layers=1000000: must be at most 10000"),
+        ({**WIDTHS, "vocab_size": 10**30}, "vocab_size=10{30}: must be a whole number"),
+        ({**WIDTHS, "intermediate_size": [1, 2]}, r"intermediate_size=\[1, 2\]: must be a whole"),
+        ({**WIDTHS, "head_dim": True}, "head_dim=True: must be a whole number"),
+        ({**WIDTHS, "num_experts": 8, "first_k_dense_replace": 3}, "at most the 2 layers"),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused(
+    settings: dict[str, object], said: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=said):
         shape_of(str(tmp_path))

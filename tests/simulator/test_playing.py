@@ -49,6 +49,9 @@ def workload(groups: int, lengths: FixedLength | LognormalLengths = LENGTHS) -> 
         (2048, 1, 3 + 5 + 1),
         # Never fewer than four that count.
         (50_000, 0, 2 + 4),
+        # Far ahead, twice as many as are under way, and once where they are large.
+        (64, 16, 18 + 2 * 17 + 16),
+        (2048, 16, 18 + 17 + 16),
     ],
 )
 def test_large_steps_are_played_less_often(groups: int, lead: int, steps: int) -> None:
@@ -94,3 +97,19 @@ def test_a_part_has_the_rate_of_all_of_it() -> None:
     assert found.step_s == pytest.approx(every.step_s, rel=0.04)
     assert found.tokens_per_s == pytest.approx(every.tokens_per_s, rel=0.04)
     assert found.staleness_mean == pytest.approx(every.staleness_mean, abs=0.1)
+
+
+def test_what_is_far_ahead_is_played_as_long_as_it_takes_to_go_round() -> None:
+    """A step whose rollouts are long holds up all that are under way: they come in bursts."""
+    asked = replace(workload(32, LognormalLengths(300, 0.7, 2048)), group_size=8)
+    replicas = replace(TIMINGS.generator, replicas=64)
+    # Trained in no time: what takes time is the longest rollout.
+    quick = {"policy": TrainTiming(8, micro_batch_s=0.0, token_s=1e-6, update_s=0.01)}
+    timings, ahead = (
+        replace(TIMINGS, generator=replicas, train=quick),
+        replace(PLACEMENT, max_staleness=16),
+    )
+    every = simulate(GRPO, ahead, timings, asked, steps=200, seed=9)
+    for seed in (0, 1):
+        found = play(GRPO, ahead, timings, asked, seed=seed, manner=Manner())
+        assert found.step_s == pytest.approx(every.step_s, rel=0.1)

@@ -15,6 +15,7 @@ import yaml
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
 from streamrl.settings import read_settings, unreadable
+from streamrl.small_file import read_small_yaml
 
 ABOVE_ZERO = (
     "train_flops_fraction",
@@ -28,6 +29,10 @@ ABOVE_ZERO = (
 )
 """Parts of what a maker states; nothing can be divided by 0."""
 PARTS = (*ABOVE_ZERO, "zero_exposed_fraction", "pause_fraction", "memory_reserve_fraction")
+
+
+MOST_CONSTANT = 1e12
+"""Of any: seconds, bytes, widths."""
 
 
 @dataclass(frozen=True)
@@ -152,6 +157,8 @@ class Constants:
             value = vars(self)[field.name]
             if not math.isfinite(value):
                 raise ConfigError(f"{field.name}={value}: must be finite")
+            if value > MOST_CONSTANT:
+                raise ConfigError(f"{field.name}={value:g}: must be at most {MOST_CONSTANT:g}")
             if value < 0 or (field.name in ABOVE_ZERO and value == 0):
                 least = "above 0" if field.name in ABOVE_ZERO else "0 or more"
                 raise ConfigError(f"{field.name}={value}: must be {least}")
@@ -170,8 +177,8 @@ class Constants:
     def read(cls, path: Path, defaults: "Constants | None" = None) -> "Constants":
         """Those of a YAML file; what it does not name is as in `defaults`. Raises ConfigError."""
         try:
-            found = yaml.safe_load(path.read_text())
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            found = read_small_yaml(path)
+        except (OSError, ValueError) as error:
             raise ConfigError(f"constants {path}: {unreadable(error)}") from None
         if not isinstance(found, Mapping):
             raise ConfigError(f"constants {path}: must be a mapping of names to numbers")

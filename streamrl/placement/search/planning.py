@@ -47,7 +47,7 @@ SEARCHED = 3
 
 def plan(  # noqa: PLR0913
     problem: Problem,
-    costs: Costs,
+    costs_of: Callable[[Problem], Costs],
     *,
     max_staleness: Sequence[int] = (0,),
     seed: int = 0,
@@ -55,23 +55,25 @@ def plan(  # noqa: PLR0913
     streamed: Sequence[bool] = (True, False),
     proposals: int = PROPOSALS,
     runners_up: int = 0,
-    costs_of: Callable[[Problem], Costs] | None = None,
 ) -> Planned:
     """The best placement under each bound of staleness, what else there was, and why it lost.
 
-    rules: how calls may be split. streamed: whether calls on different devices may work on a step
-    as it comes, or wait for all of it. proposals: of the random search, for each bound.
+    costs_of: those of the problem, and of the same on a part of its cluster that may be better off
+    alone. rules: how calls may be split. streamed: whether calls on different devices may work on
+    a step as it comes, or wait for all of it. proposals: of the random search, for each bound.
     runners_up: how many more of each bound are told, for whoever knows better than the schedule.
-    costs_of: those of the same problem on a part of the cluster; with it, parts are looked at that
-    may be better off alone. The same seed gives the same plan.
+    The same seed gives the same plan.
     """
     bounds = sorted(set(max_staleness))
     alone: list[Placement] = []
-    if costs_of is not None:
-        for first, part in parts(problem):
-            planner = Planner(part, costs_of(part), rules=rules, streamed=streamed)
-            found = planner.plan(bounds, seed=seed, proposals=proposals)
-            alone += [moved(point.candidate.placement, first) for point in found.front]
+    for first, part in parts(problem):
+        planner = Planner(
+            part, costs_of(part), rules=rules, streamed=streamed, runners_up=runners_up
+        )
+        for point in planner.plan(bounds, seed=seed, proposals=proposals).front:
+            best = (point.candidate, *point.next)
+            alone += [moved(each.placement, first) for each in best]
+    costs = costs_of(problem)
     planner = Planner(problem, costs, rules=rules, streamed=streamed, runners_up=runners_up)
     return planner.plan(bounds, seed=seed, proposals=proposals, known=alone)
 
@@ -99,6 +101,7 @@ class Planner:
         self._least = problem.manner.publish_every - 1
         self._streamed = streamed
         self._runners_up = runners_up
+        self._known: list[Placement] = []
 
     def plan(
         self,
@@ -108,7 +111,8 @@ class Planner:
         proposals: int,
         known: Sequence[Placement] = (),
     ) -> Planned:
-        """See `plan`. known: placements to begin from, too."""
+        """See `plan`. known: placements to begin from, too, and to tell where they are near."""
+        self._known = [] if not self._runners_up else list(known)
         found = [*self.starts(), *(self._state(placement) for placement in known)]
         for bound in bounds:
             if bound < self._least:
@@ -205,7 +209,10 @@ class Planner:
         for i, (_, _, placement) in enumerate(ranked[:CONFIRMED]):
             found = self._candidate(self.exact, placement)
             if not found.estimate.unfit:
-                return FrontPoint(bound, found, self._next(found, ranked[i + 1 :]))
+                own = list(self._own(bound, found))
+                told = [each.placement for each in own]
+                left = [each for each in ranked[i + 1 :] if each[2] not in told]
+                return FrontPoint(bound, found, own + self._next(found, left))
             refused.append(f"{found.label}: {found.estimate.unfit}")
         if not refused:
             return Absent(bound, "nothing that was looked at fits")
@@ -214,6 +221,17 @@ class Planner:
             f"of all that seemed to fit, none of the best ({len(refused)} of them) does once the"
             f" bytes of its weights are planned; {refused[0]}",
         )
+
+    def _own(self, bound: int, best: Candidate) -> Iterator[Candidate]:
+        """Of those that were known, the ones that are near: of a cluster's part, whose best is then
+        among what is told of all of it."""
+        for i, placement in enumerate(self._known):
+            is_told = placement == best.placement or placement in self._known[:i]
+            if is_told or placement.max_staleness > bound:
+                continue
+            found = self._candidate(self.exact, placement)
+            if found.step_s <= best.step_s * (1 + NEAR):
+                yield found
 
     def _next(
         self, best: Candidate, ranked: Sequence[tuple[float, int, Placement]]

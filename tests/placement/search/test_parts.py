@@ -23,9 +23,13 @@ def problem(cluster: str, workload: Workload = WORKLOAD) -> Problem:
     return Problem(flow, {"policy": MODEL}, workload, Cluster.parse(cluster))
 
 
-def planned(asked: Problem, *bounds: int) -> Planned:
+def planned(asked: Problem, *bounds: int, proposals: int = 300, runners_up: int = 0) -> Planned:
     return plan(
-        asked, CostModel(asked), max_staleness=bounds or (0,), proposals=300, costs_of=CostModel
+        asked,
+        CostModel,
+        max_staleness=bounds or (0,),
+        proposals=proposals,
+        runners_up=runners_up,
     )
 
 
@@ -47,3 +51,15 @@ def test_parts_are_groups_of_nodes_and_as_many_as_there_is_work_for() -> None:
     found = [(first, str(part.cluster)) for first, part in parts(problem("4xA100,8x8xV100", few))]
     assert found == [(0, "4xA100"), (4, "2x8xV100")]
     assert list(parts(problem("8x8xA100"))) == []
+
+
+def test_what_is_best_on_a_part_is_told_of_all_of_it() -> None:
+    few = replace(WORKLOAD, groups_per_step=8, group_size=2)
+    alone, more = (
+        planned(problem(cluster, few), 0, 1, proposals=60, runners_up=2)
+        for cluster in ("16xA100", "64xA100")
+    )
+    for point, other in zip(alone.front, more.front, strict=True):
+        told = [each.placement for each in (other.candidate, *other.next)]
+        assert all(each.placement in told for each in (point.candidate, *point.next))
+        assert all(told.count(placement) == 1 for placement in told)

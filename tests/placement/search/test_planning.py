@@ -32,7 +32,7 @@ MOST_GAP = 0.01
 
 def gap(problem: Problem, ahead: int) -> float:
     """How much longer the planned step is than the best there is, relatively."""
-    planned = plan(problem, SimpleCosts(problem), max_staleness=[ahead], proposals=600)
+    planned = plan(problem, SimpleCosts, max_staleness=[ahead], proposals=600)
     assert planned.best is not None
     oracle = Oracle(choices(problem), sorted({0, ahead}), (True, False))
     _, seconds = oracle.best(planned.best.placement)
@@ -83,7 +83,7 @@ def test_the_oracles_short_cuts_leave_out_nothing_better() -> None:
 
 def test_no_placement_drawn_at_random_is_better_than_the_oracles() -> None:
     problem = ppo("4xA100", "qwen2.5-1.5b")
-    found, planned = choices(problem), plan(problem, SimpleCosts(problem), proposals=100)
+    found, planned = choices(problem), plan(problem, SimpleCosts, proposals=100)
     assert planned.best is not None
     _, seconds = Oracle(found, [0], [True, False]).best(planned.best.placement)
     rng, options = random.Random(1), {role: _all(found, role) for role in found.roles}
@@ -103,15 +103,14 @@ def _all(found: Choices, role: str) -> list[Assignment]:
 def test_the_same_seed_gives_the_same_plan() -> None:
     problem = ppo("2x8xA100", lengths=LONG_TAILED)
     one, two = (
-        plan(problem, SimpleCosts(problem), max_staleness=[0, 1], seed=5, proposals=100)
-        for _ in range(2)
+        plan(problem, SimpleCosts, max_staleness=[0, 1], seed=5, proposals=100) for _ in range(2)
     )
     assert one == two
 
 
 def test_more_staleness_is_never_slower_and_only_what_is_faster_is_on_the_front() -> None:
     problem = ppo("2x8xA100", lengths=LONG_TAILED)
-    planned = plan(problem, SimpleCosts(problem), max_staleness=[0, 1, 2], proposals=60)
+    planned = plan(problem, SimpleCosts, max_staleness=[0, 1, 2], proposals=60)
     times = [point.candidate.step_s for point in planned.front]
     assert times == sorted(times, reverse=True)
     assert len(set(times)) == len(times)
@@ -124,7 +123,7 @@ def test_more_staleness_is_never_slower_and_only_what_is_faster_is_on_the_front(
 
 def test_every_kind_that_lost_says_by_how_much_and_why() -> None:
     problem = ppo("2x8xA100", lengths=LONG_TAILED)
-    planned = plan(problem, SimpleCosts(problem), max_staleness=[0, 1], proposals=60)
+    planned = plan(problem, SimpleCosts, max_staleness=[0, 1], proposals=60)
     winner, *others = planned.candidates
     assert winner == planned.best
     assert not winner.why
@@ -149,7 +148,7 @@ class Exacting(SimpleCosts):
 
 def test_a_bound_whose_best_do_not_fit_after_all_says_so() -> None:
     problem = grpo("4xA100", "qwen2.5-0.5b", LONG_TAILED)
-    planned = plan(problem, Exacting(problem), max_staleness=[0, 1], proposals=60)
+    planned = plan(problem, Exacting, max_staleness=[0, 1], proposals=60)
     assert [point.max_staleness for point in planned.front] == [0]
     (absent,) = planned.absent
     assert absent.max_staleness == 1
@@ -160,7 +159,7 @@ def test_a_bound_whose_best_do_not_fit_after_all_says_so() -> None:
 @pytest.mark.parametrize("bounds", [[0, 1, 2], [1, 4]])
 def test_every_bound_is_on_the_front_or_says_why_not(bounds: list[int]) -> None:
     problem = grpo("4xA100", "qwen2.5-0.5b", FIXED)
-    planned = plan(problem, SimpleCosts(problem), max_staleness=bounds, proposals=30)
+    planned = plan(problem, SimpleCosts, max_staleness=bounds, proposals=30)
     told = [each.max_staleness for each in (*planned.front, *planned.absent)]
     assert sorted(told) == bounds
     for each in planned.absent:
@@ -170,8 +169,8 @@ def test_every_bound_is_on_the_front_or_says_why_not(bounds: list[int]) -> None:
 def test_those_that_come_next_are_near_the_best_and_all_take_another_time() -> None:
     problem = grpo("4xA100", "qwen2.5-0.5b", LONG_TAILED)
     words = {"max_staleness": [0, 1], "proposals": 60}
-    plain = plan(problem, SimpleCosts(problem), **words)
-    planned = plan(problem, SimpleCosts(problem), **words, runners_up=2)
+    plain = plan(problem, SimpleCosts, **words)
+    planned = plan(problem, SimpleCosts, **words, runners_up=2)
     assert not any(point.next for point in plain.front)
     assert any(point.next for point in planned.front)
     for before, point in zip(plain.front, planned.front, strict=True):
@@ -185,7 +184,7 @@ def test_those_that_come_next_are_near_the_best_and_all_take_another_time() -> N
 
 def test_who_publishes_every_other_step_is_a_step_ahead_at_least() -> None:
     problem = replace(grpo("4xA100", "qwen2.5-0.5b", FIXED), manner=Manner(publish_every=2))
-    planned = plan(problem, SimpleCosts(problem), max_staleness=[0, 1], proposals=60)
+    planned = plan(problem, SimpleCosts, max_staleness=[0, 1], proposals=60)
     (point,) = planned.front
     assert point.candidate.placement.max_staleness == 1
     assert all(each.placement.max_staleness == 1 for each in planned.candidates)
@@ -196,7 +195,7 @@ def test_who_publishes_every_other_step_is_a_step_ahead_at_least() -> None:
 
 def test_where_nothing_fits_it_says_what_is_short() -> None:
     problem = ppo("2xV100", "llama-70b")
-    planned = plan(problem, SimpleCosts(problem), proposals=10)
+    planned = plan(problem, SimpleCosts, proposals=10)
     assert planned.best is None
     assert not planned.front
     assert planned.absent == [Absent(0, "nothing that was looked at fits")]
@@ -210,7 +209,7 @@ def test_rules_say_how_calls_may_be_split() -> None:
     def plain(call: Call, grid: Grid) -> Sequence[int]:
         return (3,) if grid.stages == 1 and grid.tensor != 2 else ()
 
-    planned = plan(problem, SimpleCosts(problem), rules=plain, proposals=50)
+    planned = plan(problem, SimpleCosts, rules=plain, proposals=50)
     assert planned.best is not None
     for each in planned.best.placement.calls.values():
         assert (each.grid.stages, each.zero_stage) == (1, 3)
@@ -222,7 +221,7 @@ def test_rules_say_how_calls_may_be_split() -> None:
 def test_twice_the_devices_are_never_slower(size: str, ahead: int) -> None:
     def best_s(cluster: str) -> float:
         problem = ppo(cluster, size, FIXED)
-        planned = plan(problem, SimpleCosts(problem), max_staleness=[ahead], proposals=60)
+        planned = plan(problem, SimpleCosts, max_staleness=[ahead], proposals=60)
         return math.inf if planned.best is None else planned.best.step_s
 
     few, many = best_s("2x8xA100"), best_s("4x8xA100")

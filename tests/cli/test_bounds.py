@@ -1,0 +1,70 @@
+"""Bounds of staleness that `streamrl plan` is asked for: each is judged by itself."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli.main import main
+from streamrl.config import load_config
+from tests.cli.test_plan import SMALL, refusal, run
+
+PLAN = ["plan", *SMALL, "--json"]
+SELDOM = "weights.publish_every=3"
+
+
+def absent(found: dict[str, list[dict[str, str]]]) -> dict[str, str]:
+    return {each["max_staleness"]: each["why"] for each in found["absent"]}
+
+
+def test_a_bound_that_the_settings_refuse_is_absent_and_what_is_written_is_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = tmp_path / "plan.yaml"
+    # The config's own bound is 1.
+    words = ["--max-staleness", "0,1,2", SELDOM, "-o", str(plan)]
+    found = json.loads(run(capsys, *PLAN, *words)[1])
+    assert [each["max_staleness"] for each in found["front"]] == [2]
+    assert {0, 1} == set(absent(found))
+    assert all(why.startswith(SELDOM) for why in absent(found).values())
+    written = load_config(plan)
+    assert (written.pipeline.max_staleness, written.weights.publish_every) == (2, 3)
+
+
+def test_bounds_that_are_all_refused_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refusal(capsys, *PLAN, "--max-staleness", "0,1", SELDOM)
+    assert SELDOM in error and "pipeline.max_staleness=1" in error
+
+
+def test_a_queue_that_is_small_refuses_large_bounds(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--max-staleness", "1,3", "queue.capacity_groups=128"]
+    found = json.loads(run(capsys, *PLAN, *words)[1])
+    assert [each["max_staleness"] for each in found["front"]] == [1]
+    assert absent(found)[3].startswith("queue.capacity_groups=128: must be at least 256")
+
+
+def kinds(capsys: pytest.CaptureFixture[str], *words: str) -> set[str]:
+    """Of all that can be."""
+    candidates = json.loads(run(capsys, *PLAN, *words)[1])["candidates"]
+    return {each["kind"] for each in candidates if "unfit" not in each}
+
+
+def test_who_drains_shares_processes_on_policy_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    # The run's own placement could not have a bound of 1.
+    words = ["weights.on_update=drain", "placement.mode=colocated", "trainer.threads=1"]
+    found = kinds(capsys, "--max-staleness", "0,1", *words, "generator.threads=1")
+    assert "colocated" in found
+    assert any(kind.endswith("1 ahead") for kind in found)
+    assert "colocated, 1 ahead" not in found
+
+
+def test_sizes_the_run_has_now_are_no_reason_against_sharing_processes(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    apart = ["generator.replicas=3", "trainer.world_size=2"]
+    assert "colocated" in kinds(capsys, "--max-staleness", "0", *apart)
+
+
+def test_what_is_wrong_under_every_bound_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN, "trainer.world=2"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1

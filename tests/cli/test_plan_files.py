@@ -1,0 +1,67 @@
+"""Files and numbers that `streamrl plan` and `streamrl simulate` read: all of them are bounded."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.cli.test_plan import GRPO, SMALL, STEP, refusal
+
+PLACED = [GRPO, *STEP, "--model", "qwen2.5-1.5b", "--prompt-tokens", "200"]
+OPTIONS = {
+    "--lengths": (["plan"], "--lengths"),
+    "--constants": (["plan"], "constants"),
+    "--cluster": (["plan"], "cluster"),
+    "--placement": (["simulate"], "--placement"),
+}
+NESTED = "[" * 20_000
+
+
+def refused(capsys: pytest.CaptureFixture[str], option: str, path: Path | str) -> str:
+    """What is said of the file, behind its name."""
+    (command,), name = OPTIONS[option]
+    own = ["--cluster", "8xH100"] if option != "--cluster" else []
+    error = refusal(capsys, command, *PLACED, *own, option, str(path))
+    assert f"{name} {path}: " in error
+    return error.split(f"{path}: ")[1]
+
+
+@pytest.mark.parametrize("option", list(OPTIONS))
+def test_what_may_never_end_is_not_read(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for endless in ("/dev/zero", pipe):
+        assert refused(capsys, option, endless) == "not a regular file\n"
+
+
+@pytest.mark.parametrize("option", list(OPTIONS))
+def test_a_huge_file_is_refused_by_its_size(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "huge.yaml"
+    with path.open("wb") as file:
+        file.truncate(1 << 40)
+    assert "MiB: must be at most that" in refused(capsys, option, path)
+
+
+@pytest.mark.parametrize("option", list(OPTIONS))
+def test_what_is_nested_without_end_is_refused(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "deep.yaml"
+    path.write_text(NESTED)
+    assert refused(capsys, option, path) == "nested too deeply\n"
+
+
+@pytest.mark.parametrize("option", ["--constants", "--cluster", "--placement"])
+def test_a_directory_is_no_file(
+    option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert refused(capsys, option, tmp_path) == "is a directory\n"
+
+
+def test_proposals_are_bounded(capsys: pytest.CaptureFixture[str]) -> None:
+    error = refusal(capsys, "plan", *SMALL[:-1], "1000000000")
+    assert "--proposals 1000000000: must be from 0 to 100000" in error
