@@ -8,6 +8,7 @@ from typing import Any
 
 from streamrl.cli.problem import add_problem_arguments, problem_line, read_config, read_problem
 from streamrl.cli.tables import count, percent, seconds, table
+from streamrl.cli.writing import check_folder
 from streamrl.config import RunConfig
 from streamrl.dataflow import GENERATE, Kind
 from streamrl.errors import ConfigError
@@ -58,6 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
     if arguments.steps is not None and not 1 <= arguments.steps <= MOST_STEPS:
         raise ConfigError(f"--steps {arguments.steps}: must be from 1 to {MOST_STEPS}")
+    if arguments.output is not None:
+        check_folder("-o", arguments.output)
     failures = _failures(arguments)
     given = _read_placement(arguments.placement) if arguments.placement is not None else None
     config = read_config(arguments.config, arguments.overrides)

@@ -24,6 +24,16 @@ def check_file(option: str, path: Path) -> Path:
     return place
 
 
+def check_folder(option: str, path: Path) -> None:
+    """Raise ConfigError, naming the option, where no folder of that name is or can be made."""
+    place = Path(os.path.realpath(path))
+    there = next(each for each in (place, *place.parents) if os.path.lexists(each))
+    if not there.is_dir():
+        raise ConfigError(f"{option} {path}: {os.strerror(errno.ENOTDIR)}")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"{option} {path}: {os.strerror(errno.EACCES)}")
+
+
 def write_file(option: str, path: Path, content: str) -> None:
     """Write all of it or nothing. Raises ConfigError, naming the option, where no file can be."""
     place = check_file(option, path)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from streamrl.dataflow import Dataflow, Kind
 from streamrl.errors import ConfigError
 from streamrl.placement.manner import Manner
-from streamrl.placement.placements import Placement
+from streamrl.placement.placements import MOST_STALENESS, Placement
 from streamrl.placement.timings import Timings
 from streamrl.placement.workload import Workload
 from streamrl.simulator.clock import run_virtual
@@ -41,6 +41,8 @@ def simulate(  # noqa: PLR0913
             "on_stale=drop: not with a placement that is not streamed: steps are whole"
         )
     lead = manner.lead(placement.max_staleness)
+    if lead > MOST_STALENESS:
+        raise ConfigError(f"depth={lead}: steps ahead: must be at most {MOST_STALENESS}")
     if manner.publish_every > lead + 1:
         raise ConfigError(
             f"publish_every={manner.publish_every}: with generation {lead} steps ahead nobody would"

@@ -65,3 +65,22 @@ def test_a_directory_is_no_file(
 def test_proposals_are_bounded(capsys: pytest.CaptureFixture[str]) -> None:
     error = refusal(capsys, "plan", *SMALL[:-1], "1000000000")
     assert "--proposals 1000000000: must be from 0 to 100000" in error
+
+
+def test_what_can_be_no_folder_is_told_before_anything_is_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("mine")
+    for path in (file, file / "below"):
+        error = refusal(capsys, "simulate", *SMALL[:-2], "-o", str(path), "--steps", "1")
+        assert f"-o {path}: Not a directory" in error
+    assert file.read_text() == "mine"
+
+
+def test_generation_is_no_further_ahead_than_can_be_planned(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ahead = ["pipeline.depth=65", "pipeline.on_stale=drop", "queue.capacity_groups=100000"]
+    error = refusal(capsys, "simulate", *SMALL[:-2], *ahead, "--steps", "1")
+    assert "depth=65: steps ahead: must be at most 64" in error
