@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 def test_a_generator_joins_and_one_leaves_and_every_prompt_is_trained_once(tmp_path: Path) -> None:
     toy = write_toy(tmp_path)
     run_dir = toy / "runs" / "elastic"
-    facts = ["run.steps=100000", "evaluation.at_start=false"]
+    facts = ["run.steps=100000", "generator.replicas=2", "evaluation.at_start=false"]
     recipe = [str(toy / "recipe.yaml"), f"run.dir={toy}/runs", "run.name=elastic"]
     run = Launched(["train", *recipe, *facts], toy)
 
@@ -31,17 +31,17 @@ def test_a_generator_joins_and_one_leaves_and_every_prompt_is_trained_once(tmp_p
         return command.output
 
     go_on(5)
-    joined = scale(2)
-    assert joined.startswith("generators: 1 -> 2 (generator-1 joined, serving version ")
+    joined = scale(3)
+    assert joined.startswith("generators: 2 -> 3 (generator-2 joined, serving version ")
     go_on(5)
-    assert scale(1) == "generators: 2 -> 1 (generator-1 left)\n"
+    assert scale(2) == "generators: 3 -> 2 (generator-2 left)\n"
     go_on(5)
     run.interrupt()
     assert run.wait() == 130, run.output
     assert run.orphans() == []
 
     (come,), (gone,) = events(run_dir, "joined"), events(run_dir, "left")
-    assert come["actor"] == gone["actor"] == "generator-1"
+    assert come["actor"] == gone["actor"] == "generator-2"
     assert come["version"] == int(joined.rstrip(")\n").rpartition(" ")[2]) >= 5
     assert not events(run_dir, "died") and not events(run_dir, "restarted")
     found = rows(run_dir)
