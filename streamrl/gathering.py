@@ -47,8 +47,8 @@ class Gathering:
         if self._is_taking:
             self._task.cancel()
         await asyncio.wait([self._task])
-        if not self._task.cancelled():
-            self._task.exception()
+        if not self._task.cancelled() and (wrong := self._task.exception()) and error is None:
+            raise wrong
 
     async def some(self) -> bool:
         """Wait until something has come that may enter the step; False if the run is stopping.

@@ -1,10 +1,17 @@
 """A step's groups are gathered while others are trained, and while the trainer has no devices."""
 
 import asyncio
+import math
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from streamrl.errors import FilterError
+from streamrl.buffer import StepAssembler
+from streamrl.control import PipelineConfig
+from streamrl.errors import FilterError, LedgerError
+from streamrl.gathering import Gathering
+from streamrl.messages import Ended, Experience, GroupInfo, Lease
 from streamrl.simulator.clock import run_virtual
 from tests.fake_stream import Stream, run_stream
 from tests.fakes import Plan
@@ -45,3 +52,52 @@ def test_too_much_that_is_filtered_ends_the_run_also_if_it_comes_while_others_ar
     plan = Plan(**{**vars(FILTERING), "max_filtered": 3, "filter_rate": 0.8})
     with pytest.raises(FilterError, match="step 0 has filtered"):
         run_virtual(run_stream(plan))
+
+
+def ready(number: int, ended: Ended | None = None) -> Experience:
+    info = None if ended else GroupInfo((5,), 4, ((0, 4),))
+    lease = Lease(number, f"0:{number}:0", "train", 1, math.inf)
+    return Experience(lease, 0, info=info, ready_version=0, ended=ended)
+
+
+def test_what_goes_wrong_while_the_last_groups_are_trained_is_not_passed_over() -> None:
+    """The last group is drawn while a filtered one that came with it is still being booked."""
+    assembler = StepAssembler(max_staleness=0, groups_per_step=2)
+    for number in range(3):
+        assembler.admit(f"0:{number}:0", 0)
+
+    class Queue:
+        coming = (([ready(0)], 0.0), ([ready(1), ready(2, Ended("filtered", filtered=True))], 5.0))
+        answers = iter(coming)
+
+        async def take(self, stage: str, **settings: Any) -> list[Experience]:
+            found, after_s = next(self.answers)
+            await asyncio.sleep(after_s)
+            return found
+
+    async def end(queue: Any, ended: Any) -> None:
+        await asyncio.sleep(20.0)
+        raise LedgerError("0:2:0 was never admitted")
+
+    control = SimpleNamespace(
+        assembler=assembler,
+        admission=SimpleNamespace(version=0),
+        stopping=asyncio.Event(),
+        publishing=SimpleNamespace(check=lambda: None),
+        pulse=SimpleNamespace(at=0.0),
+        max_attempts=1,
+        end=end,
+    )
+
+    async def train() -> None:
+        stage: Any = SimpleNamespace(name="train", queue=Queue())
+        config = PipelineConfig(groups_per_step=2)
+        async with Gathering(stage, cast(Any, control), config) as gathering:
+            for _ in range(2):
+                assert await gathering.some()
+                assembler.draw(0)
+                await asyncio.sleep(10.0)
+            assert assembler.complete
+
+    with pytest.raises(LedgerError):
+        run_virtual(train())

@@ -17,10 +17,9 @@ pytestmark = pytest.mark.slow
 
 STEPS, HALF = 6, 3
 MODES = {
-    # It goes on colocated below.
-    "grpo": ("sequential", "disaggregated", "interleaving"),
+    "grpo": ("sequential", "disaggregated", "colocated", "interleaving"),
     # Pools as those of `split` are those of `mixed` here.
-    "ppo": ("disaggregated", "colocated", "shadow", "mixed"),
+    "ppo": ("sequential", "disaggregated", "colocated", "shadow", "mixed"),
 }
 MIXED = "placement.pools=[{policy: 1, generator: 1, reward: 1}, {critic: 1, value: 1}]"
 ON_POLICY = [
@@ -157,7 +156,7 @@ def test_where_generators_share_a_process_with_the_trainer_no_weights_travel(
     def moved(name: str, mode: str) -> int:
         return sum(row["weights/bytes"] for row in played[name, mode].rows)
 
-    # How many are moved in grpo's colocated steps is looked at above.
+    assert moved("grpo", "colocated") == 0
     assert moved("grpo", "disaggregated") > 0 < moved("grpo", "sequential")
     # The critic's go to its shadow as ever; the policy's would go to two generators.
     assert 0 < moved("ppo", "colocated") < moved("ppo", "disaggregated") / 2
