@@ -42,9 +42,9 @@ class Gathering:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # What is being booked is booked to its end.
+        # What is being booked is booked to its end, unless whoever trains is cancelled.
         self._left = True
-        if self._is_taking:
+        if self._is_taking or isinstance(error, asyncio.CancelledError):
             self._task.cancel()
         await asyncio.wait([self._task])
         if not self._task.cancelled() and (wrong := self._task.exception()) and error is None:

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AsyncExitStack, aclosing
+from contextlib import AsyncExitStack, aclosing, nullcontext
 from dataclasses import dataclass
 
 from streamrl.buffer.books import TrainedStep
@@ -38,16 +38,19 @@ async def train_step(
     makers = {role: Maker(trainer, control, stage.lease) for role, trainer in trainers.items()}
     active = {role: one for role, one in makers.items() if not trainers[role].rests(version)}
     schedules = {role: _schedule(trainers[role], config) for role in active}
-    found = replay(recorded) if recorded else assemble(stage, control, schedules, config)
-    async with aclosing(found) as parts, AsyncExitStack() as until_published:
-        async for part in parts:
-            async with stage.computing(version=version):
-                await asyncio.gather(*(maker.make(role, part) for role, maker in active.items()))
-                if all(maker.is_done for maker in active.values()):
-                    # Whoever has the devices next may keep them long, and generators wait for this.
-                    await until_published.enter_async_context(stage.lease.hold("publish"))
-            if control.leaves_step():
-                break
+    gathering = Gathering(stage, control, config)
+    parts = replay(recorded) if recorded else assemble(gathering, control, schedules)
+    async with AsyncExitStack() as until_published:
+        async with nullcontext() if recorded else gathering, aclosing(parts):
+            async for part in parts:
+                async with stage.computing(version=version):
+                    work = (maker.make(role, part) for role, maker in active.items())
+                    await asyncio.gather(*work)
+                    if all(maker.is_done for maker in active.values()):
+                        # Who has the devices next may keep them long, and generators wait for this.
+                        await until_published.enter_async_context(stage.lease.hold("publish"))
+                if control.leaves_step():
+                    break
         if not all(maker.is_done for maker in active.values()):
             return None
         programs = {role: schedule.program for role, schedule in schedules.items()}
@@ -133,26 +136,22 @@ async def replay(step: TrainedStep) -> AsyncGenerator[Part]:
 
 
 async def assemble(
-    stage: Stage,
-    control: Control,
-    schedules: Mapping[str, Schedule],
-    config: PipelineConfig,
+    gathering: Gathering, control: Control, schedules: Mapping[str, Schedule]
 ) -> AsyncGenerator[Part]:
     """The next step as its groups come; not all of it if the run is stopping."""
     version, uids = control.admission.version, list[str]()
-    async with Gathering(stage, control, config) as gathering:
-        while not control.assembler.complete:
-            if not await gathering.some():
-                return
-            for group in control.assembler.draw(version):
-                assert group.info is not None
-                uids.append(group.uid)
-                for schedule in schedules.values():
-                    schedule.add(group.uid, group.info.lengths)
-            complete = control.assembler.complete
-            turns = {role: one.turns(complete=complete) for role, one in schedules.items()}
-            if any(turns.values()):
-                yield Part(turns, uids if complete else ())
+    while not control.assembler.complete:
+        if not await gathering.some():
+            return
+        for group in control.assembler.draw(version):
+            assert group.info is not None
+            uids.append(group.uid)
+            for schedule in schedules.values():
+                schedule.add(group.uid, group.info.lengths)
+        complete = control.assembler.complete
+        turns = {role: one.turns(complete=complete) for role, one in schedules.items()}
+        if any(turns.values()):
+            yield Part(turns, uids if complete else ())
 
 
 def add_sums(total: dict[str, float], part: Mapping[str, float]) -> None:

@@ -54,6 +54,21 @@ def test_too_much_that_is_filtered_ends_the_run_also_if_it_comes_while_others_ar
         run_virtual(run_stream(plan))
 
 
+def test_too_much_that_is_filtered_ends_a_run_with_that_also_if_it_is_stopped_then() -> None:
+    plan = Plan(**{**vars(FILTERING), "max_filtered": 3, "filter_rate": 0.8})
+
+    async def stop(stream: Stream) -> None:
+        while stream.control.filtered <= 3:
+            await asyncio.sleep(0.1)
+        # A part is being trained, and goes on for some seconds.
+        await asyncio.sleep(3.0)
+        stream.control.stop()
+        await asyncio.Event().wait()
+
+    with pytest.raises(FilterError, match="step 0 has filtered"):
+        run_virtual(run_stream(plan, disturb=stop))
+
+
 def ready(number: int, ended: Ended | None = None) -> Experience:
     info = None if ended else GroupInfo((5,), 4, ((0, 4),))
     lease = Lease(number, f"0:{number}:0", "train", 1, math.inf)

@@ -18,31 +18,40 @@ from streamrl.messages import Array
 class Chained:
     """Groups and their order: lengths float64 [groups, rollouts], those asked for at once first.
 
-    chain [groups]: which one each is in, numbered by the first of them.
+    chain [groups]: which one each is in, numbered by the first of them. links [chains]: how many
+    groups each has before the last, or how many one has that stands for a longer one.
     """
 
     lengths: Array
     chain: Array
+    links: Array
 
     @classmethod
     def of(cls, lengths: Array, counts: Array) -> "Chained":
         """Groups [groups, rollouts] in chains with so many of them each, int [chains]."""
         turns = range(int(counts.max()))
-        return cls(lengths, np.concatenate([np.flatnonzero(counts > turn) for turn in turns]))
+        chain = np.concatenate([np.flatnonzero(counts > turn) for turn in turns])
+        return cls(lengths, chain, counts - 1.0)
 
     def split(self, parts: int) -> Iterator["Chained"]:
         """As many chains, next to one another, in each part."""
         each = self.first // parts
         for part in range(parts):
             chosen = self.chain // each == part
-            yield Chained(self.lengths[chosen], self.chain[chosen] - part * each)
+            links = self.links[part * each : (part + 1) * each]
+            yield Chained(self.lengths[chosen], self.chain[chosen] - part * each, links)
 
     def stretched(self, longest: float) -> "Chained":
         """With the longest chain made to have so many tokens that follow one another."""
-        paths = self.paths
-        chosen = self.chain == paths.argmax()
-        factor = np.where(chosen, longest / paths.max(), 1.0)
-        return replace(self, lengths=np.rint(self.lengths * factor[:, None]).clip(1.0))
+        paths, links = self.paths, self.links.copy()
+        one = int(paths.argmax())
+        factor = longest / float(paths[one])
+        factors = np.where(self.chain == one, factor, 1.0)
+        # It has more groups, which here are longer ones.
+        links[one] = max(0.0, (links[one] + 1) * factor - 1)
+        return replace(
+            self, lengths=np.rint(self.lengths * factors[:, None]).clip(1.0), links=links
+        )
 
     @property
     def first(self) -> int:
@@ -66,11 +75,6 @@ class Chained:
         found = np.zeros(self.first, np.int64)
         found[self.chain] = np.arange(len(self.chain))
         return found
-
-    @property
-    def links(self) -> Array:
-        """How many groups each chain has before the last, int [chains]."""
-        return np.asarray(np.bincount(self.chain) - 1)
 
     @property
     def paths(self) -> Array:

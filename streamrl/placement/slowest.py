@@ -19,7 +19,7 @@ SAMPLED = 32768
 """Rollouts, in whole steps."""
 FEWEST, MOST = 4, 256
 """Steps that are sampled."""
-CHAINED = 16
+CHAINED = 256
 """At least, where some are filtered: chains differ more than rollouts do."""
 MOST_CHAINED = 1 << 21
 """Rollouts that are sampled for it."""

@@ -23,6 +23,8 @@ def test_the_longest_chain_is_made_as_long_as_it_is_to_be() -> None:
     lengths = np.array([[10.0], [20.0], [30.0]])
     chained = Chained.of(lengths, np.array([1, 2])).stretched(100)
     assert chained.lengths.ravel().tolist() == [10, 40, 60]
+    # Its two groups are what four would be.
+    assert chained.links.tolist() == [0, 3]
 
 
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.integers(1, 3))
