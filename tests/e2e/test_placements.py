@@ -55,7 +55,11 @@ ROUNDING = {
     "policy/kl_ref": 1e-7,
     "policy/grad_norm": 0.0,
 }
-"""How far a loss may be from another however small it is; beside 1e-5 of it."""
+"""How far a loss may be from another however small it is; beside 1e-4 of it.
+
+Which rollouts share a micro-batch is a matter of who was quick, and in which order sums are made of
+that: after three updates of Adam one part in 1e5 comes of it now and then.
+"""
 
 
 @dataclass(frozen=True)
@@ -147,7 +151,7 @@ def are_close(one: float | None, other: float | None, rounding: float) -> bool:
     """Whether two losses agree, or are both of a term that the algorithm does not have."""
     if one is None or other is None:
         return one is other
-    return one == pytest.approx(other, rel=1e-5, abs=rounding)
+    return one == pytest.approx(other, rel=1e-4, abs=rounding)
 
 
 def test_where_generators_share_a_process_with_the_trainer_no_weights_travel(
