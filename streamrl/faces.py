@@ -33,7 +33,9 @@ class Follower(Protocol):
         ...
 
 
-Sample = Callable[[Prompt, Columns | None], Awaitable[Columns]]
+Finished = Callable[[], None]
+"""Called for each completion that is finished, on the event loop, before all of them are."""
+Sample = Callable[[Prompt, Columns | None, Finished], Awaitable[Columns]]
 """What a generate stage makes of a prompt: its columns. New weights may come while it does.
 
 It goes on from what another has begun of them, if that is given: columns of partial rollouts.

@@ -35,7 +35,7 @@ from streamrl.faces import (
     WeightChannel,
 )
 from streamrl.messages import Columns, Experience
-from streamrl.serving import WAIT_S, Compute, Notes, Result, serve
+from streamrl.serving import WAIT_S, Compute, Desk, Notes, Places, Result, serve
 from streamrl.step import train_step
 from streamrl.weights import HeldVersion, WeightManifest
 from streamrl.weights.figures import Pull
@@ -51,10 +51,10 @@ SOON_S = 0.01
 
 @dataclass(frozen=True)
 class Serving:
-    """What a scorer takes: groups with these columns, at most `slots` of them, `batch` at once."""
+    """What a scorer takes: groups with these columns, at most `most` of them, `batch` at once."""
 
     columns: Sequence[str]
-    slots: int
+    most: int
     batch: int
 
 
@@ -69,14 +69,15 @@ async def admit(control: Control, queue: ExperienceQueue, *, wait_s: float = WAI
 
 
 async def generate(
-    stage: Stage, sample: Sample, held: HeldVersion, *, slots: int, begun: Begun
+    stage: Stage, sample: Sample, held: HeldVersion, *, places: Places, begun: Begun
 ) -> None:
-    """Waits for: a prompt, a free slot, the version the prompt was admitted at.
+    """Waits for: a prompt, a free place, the version the prompt was admitted at.
 
     Produces: what is sampled for it, such as the rollouts of its group; meanwhile, for who may have
     to go on with it, what is `begun` of it.
     """
     notes = Notes(stage.queue, verified(begun, held))
+    desk = Desk(places)
 
     async def compute(experiences: Sequence[Experience]) -> Sequence[Result]:
         (experience,) = experiences
@@ -85,14 +86,14 @@ async def generate(
         prompt_tokens = len(experience.prompt.token_ids)
         async with stage.computing(uid=experience.uid, prompt=prompt_tokens) as known:
             with notes.of(experience.lease):
-                columns = await sample(experience.prompt, experience.begun)
+                columns = await sample(experience.prompt, experience.begun, desk.clearing())
             known["lengths"] = " ".join(map(str, sampled_lengths(columns)))
         # Nothing leaves that was sampled by a version which is not verified yet.
         await held.at_least(newest_version(columns))
         return [columns]
 
     if await serves(stage, held):
-        await serve(stage, compute, columns=(), slots=slots, batch=1, notes=notes)
+        await serve(stage, compute, desk, columns=(), batch=1, notes=notes)
 
 
 async def serves(stage: Stage, held: HeldVersion) -> bool:
@@ -165,9 +166,9 @@ async def score(
         async with stage.computing(groups=len(experiences), rollouts=rollouts, tokens=tokens):
             return await judge(experiences)
 
-    columns, slots, batch = serving.columns, serving.slots, serving.batch
     if held is None or await serves(stage, held):
-        await serve(stage, compute, columns=columns, slots=slots, batch=batch)
+        desk = Desk(Places(serving.most))
+        await serve(stage, compute, desk, columns=serving.columns, batch=serving.batch)
 
 
 async def train(

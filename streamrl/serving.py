@@ -29,6 +29,34 @@ GATHER_S = 0.003
 """How long a result waits for others to be committed with it, s: a message costs about as much."""
 
 
+@dataclass(eq=False, slots=True)
+class Places:
+    """How much a stage may have under way: each completion of a group, or the group, has a place.
+
+    A group more is begun while one is `free`: there are less than none while some wait for one.
+    """
+
+    free: int
+    per_group: int = 1
+
+    @property
+    def room(self) -> int:
+        """How many groups more may be begun."""
+        return max(0, -(-self.free // self.per_group))
+
+
+def shared_places(count: int, completions: Mapping[str, int]) -> dict[str, Places]:
+    """Those of stages that sample side by side, each so many `completions` of a prompt.
+
+    Each stage has its part of them, one at least: none is ahead of the others for long.
+    """
+    whole = sum(completions.values())
+    return {
+        stage: Places(max(1, count * per_group // whole), per_group)
+        for stage, per_group in completions.items()
+    }
+
+
 async def nothing_begun() -> Mapping[str, Columns]:
     """What a stage has begun that makes its columns in one go."""
     return {}
@@ -37,18 +65,18 @@ async def nothing_begun() -> Mapping[str, Columns]:
 async def serve(
     stage: Stage,
     compute: Compute,
+    desk: "Desk",
     *,
     columns: Sequence[str],
-    slots: int,
     batch: int,
     notes: "Notes | None" = None,
 ) -> None:
-    """Take groups, compute, put the results: up to `slots` groups at once, `batch` to a call.
+    """Take groups, compute, put the results: as many as `desk` has room for, `batch` to a call.
 
     Ends once the stage is to leave: what is finished is committed then, and what is begun lies with
     the queue. The leases are still held; the queue's `release` gives them back.
     """
-    queue, desk = stage.queue, Desk(slots)
+    queue = stage.queue
     notes = notes or Notes(queue, nothing_begun)
     async with asyncio.TaskGroup() as tasks:
         outbox = Outbox(queue, desk)
@@ -88,37 +116,61 @@ async def keep_leases(queue: ExperienceQueue, desk: "Desk") -> None:
             desk.abandon(lease)
 
 
+@dataclass
+class _Work:
+    """What a task works on, and the places it has."""
+
+    leases: set[Lease]
+    places: int
+
+
 class Desk:
     """The work a stage has under way, and how much more it may take on."""
 
-    def __init__(self, slots: int) -> None:
-        self._free = slots
-        self._slots = slots
-        self._tasks: dict[asyncio.Task[None], set[Lease]] = {}
+    def __init__(self, places: Places) -> None:
+        self._places = places
+        self._tasks: dict[asyncio.Task[None], _Work] = {}
         self._given = asyncio.Event()
 
     @property
-    def claimed(self) -> int:
-        """Groups the stage works on."""
-        return self._slots - self._free
+    def is_empty(self) -> bool:
+        """Whether the stage works on nothing."""
+        return not self._tasks
 
     async def room(self) -> int:
         """How many groups more, waiting for one: bounded by the deadlines of the work at hand."""
-        while not self._free:
+        while not self._places.room:
             self._given.clear()
             await self._given.wait()
-        return self._free
+        return self._places.room
 
     def begin(self, experiences: Sequence[Experience], task: asyncio.Task[None]) -> None:
         """A task works on these groups until it ends, however that may be."""
-        self._free -= len(experiences)
-        self._tasks[task] = {experience.lease for experience in experiences}
-        task.add_done_callback(lambda done: self._end(done, len(experiences)))
+        places = len(experiences) * self._places.per_group
+        self._places.free -= places
+        self._tasks[task] = _Work({experience.lease for experience in experiences}, places)
+        task.add_done_callback(self._end)
 
-    def _end(self, task: asyncio.Task[None], count: int) -> None:
-        del self._tasks[task]
-        self._free += count
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._give_back(self._tasks.pop(task).places)
+
+    def _give_back(self, places: int) -> None:
+        self._places.free += places
         self._given.set()
+
+    def clearing(self) -> Callable[[], None]:
+        """To be called for each completion that the calling task has finished: its place is free.
+
+        Those that are left come back with its end.
+        """
+        work = self._tasks[asyncio.current_task()]  # type: ignore[index]
+
+        def clear() -> None:
+            if work.places:
+                work.places -= 1
+                self._give_back(1)
+
+        return clear
 
     def close(self) -> None:
         """End all work."""
@@ -127,9 +179,9 @@ class Desk:
 
     def abandon(self, lease: Lease) -> None:
         """This lease is void; the task ends once all of its leases are."""
-        for task, leases in self._tasks.items():
-            leases.discard(lease)
-            if not leases:
+        for task, work in self._tasks.items():
+            work.leases.discard(lease)
+            if not work.leases:
                 task.cancel()
 
 
@@ -149,9 +201,9 @@ class Outbox:
         """Put, filter and fail what was posted, without end. The queue refuses what is late."""
         while True:
             batch = [await self._posted.get()]
-            # The work that this came of may be at its end, though its slots are not free yet.
+            # The work that this came of may be at its end, though its places are not free yet.
             await asyncio.sleep(0)
-            if self._desk.claimed:
+            if not self._desk.is_empty:
                 await asyncio.sleep(GATHER_S)
             while not self._posted.empty():
                 batch.append(self._posted.get_nowait())

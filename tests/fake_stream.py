@@ -39,7 +39,7 @@ from streamrl.pipeline import (
     watch_stalls,
 )
 from streamrl.publishing import Publishing, Source
-from streamrl.serving import nothing_begun
+from streamrl.serving import Places, nothing_begun
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import HeldVersion, WeightManifest
 from streamrl.weights.registry import WeightRegistry
@@ -56,6 +56,8 @@ from tests.fakes import (
     Plan,
 )
 
+GROUPS_AT_ONCE = 3
+"""That a generator has places for."""
 STREAM_COLUMNS = (*ROLLOUT_COLUMNS, "scores")
 
 
@@ -336,7 +338,7 @@ def start_scorer(
         held = HeldVersion(name)
         channel = LocalChannel(stream.control.publishing.registries[call.follows], name)
         own.append(asyncio.create_task(follow_weights(place, scorer, channel, held)))
-    serving = Serving(call.needs, slots=4, batch=2)
+    serving = Serving(call.needs, most=4, batch=2)
     scoring = score(place, scorer.score, serving, held=held)
     own.append(asyncio.create_task(scoring))
 
@@ -353,7 +355,8 @@ def start_generator(stream: Stream, stage: Callable[[str, str], Stage], index: i
     for call in stream.dataflow.of_kind(Kind.GENERATE):
         place, sample = stage(call.stage, name), generator.stages[call.stage]
         begun = generator.begun if call == GENERATE else nothing_begun
-        loop = generate(place, sample, held, slots=3, begun=begun)
+        places = Places(GROUPS_AT_ONCE * plan.group_size, plan.group_size)
+        loop = generate(place, sample, held, places=places, begun=begun)
         own.append(asyncio.create_task(loop))
 
 

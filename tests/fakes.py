@@ -15,7 +15,7 @@ import numpy as np
 from streamrl.engines.packing import Round
 from streamrl.engines.schedule import Pace, Turn
 from streamrl.errors import RewardError
-from streamrl.faces import Fetched, Sample
+from streamrl.faces import Fetched, Finished, Sample
 from streamrl.messages import (
     Array,
     Columns,
@@ -129,7 +129,10 @@ class Sampled:
 
 
 class FakeGenerator:
-    """Rollouts whose tokens are sampled over time, each under the version held just then."""
+    """Rollouts whose tokens are sampled over time, each under the version held just then.
+
+    Half-way one of a group is finished, as far as its place is concerned.
+    """
 
     def __init__(self, plan: Plan, rng: random.Random, generated: Counter[str]) -> None:
         self.version = -1
@@ -149,12 +152,12 @@ class FakeGenerator:
         ordered = sorted(self._under_way, key=lambda work: len(work[1]))
         return {work[0].uid: self._columns(*work) for work in ordered if work[1]}
 
-    async def greedy(self, prompt: Prompt, begun: Columns | None) -> Columns:
+    async def greedy(self, prompt: Prompt, begun: Columns | None, finished: Finished) -> Columns:
         assert begun is None
         await asyncio.sleep(self._rng.uniform(*self._plan.generate_s))
         return {"greedy_ids": np.array([4, 5], np.int32)}
 
-    async def group(self, prompt: Prompt, begun: Columns | None) -> Columns:
+    async def group(self, prompt: Prompt, begun: Columns | None, finished: Finished) -> Columns:
         self._generated[prompt.uid] += begun is None
         rng = random.Random(f"{self._plan.seed}/{prompt.uid}")
         count = rng.randint(1, 8)
@@ -170,6 +173,8 @@ class FakeGenerator:
                 versions.append(self.version)
                 now = asyncio.get_running_loop().time()
                 self.sampled.append(Sampled(prompt.uid, len(tokens), self.version, now))
+                if 2 * len(tokens) == count:
+                    finished()
         finally:
             self._under_way = [one for one in self._under_way if one is not work]
         return self._columns(prompt, tokens, versions)

@@ -18,7 +18,7 @@ from streamrl.engines.schedule import Pace
 from streamrl.errors import DeadlineError, DropError, ProbeError
 from streamrl.messages import Columns, Experience, Lease
 from streamrl.pipeline import newest_version, sampled_lengths
-from streamrl.serving import Desk
+from streamrl.serving import Desk, Places
 from streamrl.simulator.clock import run_virtual
 from streamrl.step import add_sums
 from streamrl.telemetry.spans import busy_s
@@ -246,7 +246,7 @@ def test_a_stall_names_the_groups_and_where_they_are() -> None:
 
 def test_a_desk_counts_what_is_free_until_the_work_ends() -> None:
     async def main() -> int:
-        desk = Desk(2)
+        desk = Desk(Places(2))
         desk.begin([experience("0:0:0"), experience("0:1:0")], asyncio.ensure_future(idle(3.0)))
         waiting = asyncio.create_task(desk.room())
         await asyncio.sleep(1.0)
@@ -258,7 +258,7 @@ def test_a_desk_counts_what_is_free_until_the_work_ends() -> None:
 
 def test_work_is_cancelled_once_all_its_leases_are_lost() -> None:
     async def main() -> list[bool]:
-        desk = Desk(2)
+        desk = Desk(Places(2))
         first, second = experience("0:0:0"), experience("0:1:0")
         task = asyncio.ensure_future(idle(100.0))
         desk.begin([first, second], task)

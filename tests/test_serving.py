@@ -4,13 +4,15 @@ import asyncio
 from collections.abc import Sequence
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from streamrl.buffer import Bounds, ExperienceQueue, QueueConfig
 from streamrl.errors import RewardError
 from streamrl.faces import Stage
 from streamrl.lease import FreeLease
 from streamrl.messages import Experience, Filtered, Lease
-from streamrl.serving import Desk, Result, chunks, serve
+from streamrl.serving import Desk, Places, Result, chunks, serve, shared_places
 from streamrl.simulator.clock import run_virtual
 from streamrl.telemetry.spans import SpanRecorder
 from tests.buffer.shards import STAGES, prompt, rollouts
@@ -52,7 +54,7 @@ async def serving(
     shard: LocalShard, sampler: Sampler, *, slots: int = 2, batch: int = 1, holder: str = "me"
 ) -> "asyncio.Task[None]":
     place = Stage("generate", ExperienceQueue([shard], holder), FreeLease(), SpanRecorder(holder))
-    return asyncio.create_task(serve(place, sampler, columns=(), slots=slots, batch=batch))
+    return asyncio.create_task(serve(place, sampler, Desk(Places(slots)), columns=(), batch=batch))
 
 
 async def admitted(shard: LocalShard, uids: Sequence[str]) -> ExperienceQueue:
@@ -100,7 +102,7 @@ def test_a_stage_that_leaves_commits_what_is_finished_and_takes_nothing_more() -
         shard, sampler = shards_with(UIDS), Sampler(seconds=10.0)
         queue = await admitted(shard, UIDS)
         place = Stage("generate", ExperienceQueue([shard], "me"), FreeLease(), SpanRecorder("me"))
-        loop = asyncio.create_task(serve(place, sampler, columns=(), slots=2, batch=1))
+        loop = asyncio.create_task(serve(place, sampler, Desk(Places(2)), columns=(), batch=1))
         await asyncio.sleep(15.0)
         place.leaving.set()
         await loop
@@ -186,19 +188,78 @@ def experience(uid: str, token: int = 1, *, attempt: int = 1) -> Experience:
 
 def test_room_is_what_is_free_and_waited_for_if_there_is_none() -> None:
     async def main() -> None:
-        desk = Desk(3)
-        assert (await desk.room(), desk.claimed) == (3, 0)
+        desk = Desk(Places(3))
+        assert (await desk.room(), desk.is_empty) == (3, True)
         desk.begin([experience("a"), experience("b")], asyncio.ensure_future(asyncio.sleep(5.0)))
-        assert (await desk.room(), desk.claimed) == (1, 2)
+        assert (await desk.room(), desk.is_empty) == (1, False)
         desk.begin([experience("c")], asyncio.ensure_future(asyncio.sleep(3.0)))
         assert (await desk.room(), asyncio.get_running_loop().time()) == (1, 3.0)
 
     run_virtual(main())
 
 
+def test_a_group_is_begun_while_a_place_is_free_and_gives_its_own_back_one_by_one() -> None:
+    async def main() -> None:
+        desk = Desk(Places(6, per_group=4))
+        assert await desk.room() == 2
+
+        async def work() -> None:
+            clear = desk.clearing()
+            for _ in range(3):
+                await asyncio.sleep(1.0)
+                clear()
+            await asyncio.sleep(1.0)
+
+        for uid in "ab":
+            desk.begin([experience(uid)], asyncio.ensure_future(work()))
+        # Two wait for a place: as many have to end before there is one, and one more.
+        assert (await desk.room(), asyncio.get_running_loop().time()) == (1, 2.0)
+        await asyncio.sleep(1.5)
+        assert (await desk.room(), desk.is_empty) == (1, False)
+        await asyncio.sleep(1.0)
+        assert (await desk.room(), desk.is_empty) == (2, True)
+
+    run_virtual(main())
+
+
+def test_what_ends_early_gives_all_its_places_back_once() -> None:
+    async def main() -> int:
+        desk = Desk(Places(4, per_group=4))
+
+        async def work() -> None:
+            clear = desk.clearing()
+            for _ in range(9):
+                clear()
+            raise RewardError("no")
+
+        task = asyncio.ensure_future(work())
+        desk.begin([experience("a")], task)
+        await asyncio.wait([task])
+        await asyncio.sleep(0)
+        desk.begin([experience("b")], asyncio.ensure_future(asyncio.sleep(9.0)))
+        waiting = asyncio.create_task(desk.room())
+        await asyncio.sleep(8.0)
+        assert not waiting.done()
+        return await waiting
+
+    assert run_virtual(main()) == 1
+
+
+@given(st.integers(1, 600), st.dictionaries(st.sampled_from("abc"), st.integers(1, 32), min_size=1))
+def test_stages_that_sample_side_by_side_share_places_as_their_completions_are(
+    count: int, completions: dict[str, int]
+) -> None:
+    found = shared_places(count, completions)
+    assert {name: places.per_group for name, places in found.items()} == completions
+    assert all(places.room >= 1 for places in found.values())
+    prompts = count / sum(completions.values())
+    for name, places in found.items():
+        assert places.free == max(1, int(prompts * completions[name]))
+
+
 def test_a_void_lease_ends_the_work_on_it_and_not_that_on_a_later_one() -> None:
     async def main() -> list[bool]:
-        desk = Desk(2)
+        desk = Desk(Places(2))
         tasks = [asyncio.ensure_future(asyncio.sleep(100.0)) for _ in range(2)]
         for token, task in enumerate(tasks):
             desk.begin([experience("a", token)], task)

@@ -11,11 +11,11 @@ from streamrl.actors.residence import (
     ResidentFollower,
 )
 from streamrl.actors.wiring import ActorReport, Wiring
-from streamrl.dataflow import GENERATE, POLICY, Call
+from streamrl.dataflow import GENERATE, GREEDY, POLICY, Call
 from streamrl.errors import ActorLostError
 from streamrl.messages import Prompt, Rollout
 from streamrl.pipeline import generate
-from streamrl.serving import nothing_begun
+from streamrl.serving import nothing_begun, shared_places
 
 
 class GeneratorActor(Replica):
@@ -57,14 +57,15 @@ class GeneratorActor(Replica):
         """The loops of the stages, until the actor is killed or has left."""
         config, generator, held = self._config, self._generator, self._held
         assert generator is not None and held is not None
-        # What runs at once for a prompt: its group, and a greedy completion if that is asked for.
-        rollouts = config.algorithm.group_size + len(self._stages) - 1
-        slots = max(1, config.generator.max_concurrent_rollouts // rollouts)
+        group_size, most = config.algorithm.group_size, config.generator.max_concurrent_rollouts
+        places = shared_places(
+            most, {s.name: 1 if s.name == GREEDY.stage else group_size for s in self._stages}
+        )
         loops = []
         for stage in self._stages:
             sample = generator.stages[stage.name]
             begun = generator.begun if stage.name == GENERATE.stage else nothing_begun
-            loops.append(generate(stage, sample, held, slots=slots, begun=begun))
+            loops.append(generate(stage, sample, held, places=places[stage.name], begun=begun))
         if self._residence is None:
             await self._serve(loops, generator)
         else:

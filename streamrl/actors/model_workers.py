@@ -44,6 +44,7 @@ from streamrl.engines.forward import local_device, token_values
 from streamrl.engines.generator_config import generation_env
 from streamrl.engines.packing import Pick, pack
 from streamrl.engines.peak_memory import give_back_freed, give_back_large_at_once
+from streamrl.engines.pending import nobody
 from streamrl.engines.ranks import deadline
 from streamrl.engines.rollout_sums import rollout_sums
 from streamrl.engines.schedule import Pace, Schedule
@@ -292,7 +293,7 @@ class PolicyWorker(TrainedWorker):
         sample = self._generator.stages[stage]
 
         async def all_groups() -> list[Columns]:
-            return await asyncio.gather(*(sample(prompt, None) for prompt in prompts))
+            return await asyncio.gather(*(sample(prompt, None, nobody) for prompt in prompts))
 
         return as_batch(self._loop.run(all_groups()))
 

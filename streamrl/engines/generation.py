@@ -17,7 +17,7 @@ from streamrl.engines.begun import all_begun, continuation_seed, ended, room, un
 from streamrl.engines.engine_calls import EngineCalls
 from streamrl.engines.forward import local_device
 from streamrl.engines.generator_config import GeneratorConfig, generation_env
-from streamrl.engines.pending import PendingGroup
+from streamrl.engines.pending import PendingGroup, Watch
 from streamrl.engines.vllm_engine import Draw, EngineSpec, Sampled, SampleRequest
 from streamrl.errors import ConfigError, DeadlineError, WeightsError
 from streamrl.messages import Array, Rollout
@@ -84,8 +84,8 @@ class GenerationEngine(EngineCalls):
         seeds: Sequence[int],
         temperature: float | None = None,
         max_new_tokens: int | None = None,
-        name: str = "",
         begun: Sequence[Rollout] = (),
+        watch: Watch | None = None,
     ) -> list[Rollout]:
         """One rollout of a prompt, int32 [P], for each seed, in the seeds' order.
 
@@ -98,8 +98,8 @@ class GenerationEngine(EngineCalls):
         `begun` is what there is already of the rollout of each seed, if anything is: one that is
         finished is returned as it is, the others go on where they were broken off, keep what they
         have and are as long as they would have been. What they go on with is drawn with
-        `continuation_seed`, not as it would have been without the break. Calls with a `name` are
-        those that `progress` tells of.
+        `continuation_seed`, not as it would have been without the break. `watch` is told what
+        becomes of them meanwhile.
 
         Raises ConfigError for a prompt or setting the model cannot take, WeightsError before the
         first version, DeadlineError after `request_timeout_s` and GenerationError if the engine
@@ -125,14 +125,14 @@ class GenerationEngine(EngineCalls):
             for index, rollout in enumerate(found)
             if rooms[index]
         )
-        group = PendingGroup(name, found, [draw.index for draw in draws])
+        group = PendingGroup(found, [draw.index for draw in draws], watch)
         if draws:
             heat = config.temperature if temperature is None else temperature
             await self._sample(SampleRequest(self._next_number(), draws, heat), group)
         return group.rollouts()
 
     async def progress(self) -> dict[str, list[Rollout]]:
-        """What there is of the rollouts of every named call under way, in the order of its seeds.
+        """What there is of the rollouts of every watched call, by name, in the order of its seeds.
 
         Those that are finished are whole; the others end with FinishReason.ABORT, some after the
         prompt. All of them are as they were between two steps. Of two calls of one name it tells
@@ -140,7 +140,7 @@ class GenerationEngine(EngineCalls):
         `request_timeout_s`.
         """
         self._calls.check_alive()
-        groups = {number: group for number, group in self._calls.groups.items() if group.name}
+        groups = {n: group for n, group in self._calls.groups.items() if group.watch is not None}
         self._flush()
         batch: Sequence[Sampled] = await self._answer(
             lambda call: self._thread.ask_begun(call, groups.keys()), "progress"
@@ -148,7 +148,7 @@ class GenerationEngine(EngineCalls):
         running: dict[int, dict[int, Sampled]] = {number: {} for number in groups}
         for sampled in batch:
             running[sampled.number][sampled.index] = sampled
-        return {group.name: group.rollouts(running[n]) for n, group in groups.items()}
+        return {g.watch.name: g.rollouts(running[n]) for n, g in groups.items() if g.watch}
 
     async def probe(self, sequences: Sequence[Array]) -> tuple[int, list[Array]]:
         """The version that is served and what it makes of these sequences, int32 [T] each.
@@ -171,7 +171,7 @@ class GenerationEngine(EngineCalls):
                 return held, logprobs
             request = SampleRequest(self._next_number(), draws, 0.0, scores_prompt=True)
             begun = [unsampled(sequence) for sequence in sequences]
-            group = PendingGroup("", begun, range(len(draws)))
+            group = PendingGroup(begun, range(len(draws)))
             try:
                 await self._sample(request, group)
             except DeadlineError as error:

@@ -7,6 +7,7 @@ import torch
 from streamrl.dataflow import GENERATE, GREEDY
 from streamrl.engines.forward import VALUE_HEAD
 from streamrl.engines.generation import GenerationEngine
+from streamrl.engines.pending import Watch, nobody
 from streamrl.engines.seeds import rollout_seeds
 from streamrl.messages import Array, Columns, Prompt, Rollout, group_columns, group_rollouts
 from streamrl.resharding import Storage
@@ -25,20 +26,26 @@ class GroupGenerator:
         self._run_seed = run_seed
 
     @property
-    def stages(self) -> Mapping[str, Callable[[Prompt, Columns | None], Awaitable[Columns]]]:
+    def stages(self) -> Mapping[str, Callable[..., Awaitable[Columns]]]:
         """What it does in each stage of its role."""
         return {GENERATE.stage: self.group, GREEDY.stage: self.greedy}
 
-    async def group(self, prompt: Prompt, begun: Columns | None = None) -> Columns:
+    async def group(
+        self,
+        prompt: Prompt,
+        begun: Columns | None = None,
+        finished: Callable[[], None] = nobody,
+    ) -> Columns:
         """The rollouts of a prompt, on the newest weights the engine holds.
 
-        `begun` is what there is of them already, as `begun()` gave it, here or elsewhere.
+        `begun` is what there is of them already, as `begun()` gave it, here or elsewhere;
+        `finished` is called for each that is.
         """
         rollouts = await self._engine.generate(
             prompt.token_ids,
             seeds=rollout_seeds(self._run_seed, prompt.uid, self._group_size),
-            name=prompt.uid,
             begun=group_rollouts(begun) if begun is not None else (),
+            watch=Watch(prompt.uid, finished),
         )
         return group_columns(rollouts)
 
@@ -54,8 +61,16 @@ class GroupGenerator:
             if any(rollout.loss_mask.any() for rollout in rollouts)
         }
 
-    async def greedy(self, prompt: Prompt, begun: Columns | None = None) -> Columns:
-        """The prompt's likeliest completion, token by token, on those weights."""
+    async def greedy(
+        self,
+        prompt: Prompt,
+        begun: Columns | None = None,
+        finished: Callable[[], None] = nobody,
+    ) -> Columns:
+        """The prompt's likeliest completion, token by token, on those weights.
+
+        The only one: with it all is finished, and what is begun is not gone on with.
+        """
         (rollout,) = await self.sample(prompt, [ANY_SEED], temperature=0.0)
         return {"greedy_ids": rollout.completion_ids}
 

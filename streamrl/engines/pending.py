@@ -1,7 +1,8 @@
 """What callers of a generation engine wait for: rollouts, versions, its start and its end."""
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from streamrl.engines.begun import extended
@@ -11,25 +12,49 @@ from streamrl.messages import Rollout
 from streamrl.weights import Loaded, ParameterSet
 
 
+def nobody() -> None:
+    """Nobody is told."""
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What a caller wants to know of its rollouts while they are sampled.
+
+    `progress` tells of them by `name`; `finished` is called for each that is, in any order.
+    """
+
+    name: str
+    finished: Callable[[], None] = nobody
+
+
 class PendingGroup:
     """The rollouts of one request, as they come in; `missing` are the indices of those to come.
 
     `begun` is what there was of each when the request was made, those included that were finished.
     """
 
-    def __init__(self, name: str, begun: Sequence[Rollout], missing: Collection[int]) -> None:
-        self.name = name
+    def __init__(
+        self, begun: Sequence[Rollout], missing: Collection[int], watch: Watch | None = None
+    ) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.missing = set(missing)
         self.sampled: dict[int, Sampled] = {}
+        self.watch = watch
         self._begun = begun
+        self._tell(len(begun) - len(self.missing))
 
     def add(self, sampled: Sampled) -> None:
         """One is finished; the last one makes the group done."""
         self.missing.discard(sampled.index)
         self.sampled[sampled.index] = sampled
+        self._tell(1)
         if not self.missing and not self.done.done():
             self.done.set_result(None)
+
+    def _tell(self, count: int) -> None:
+        if self.watch is not None:
+            for _ in range(count):
+                self.watch.finished()
 
     def rollouts(self, running: Mapping[int, Sampled] | None = None) -> list[Rollout]:
         """All of them as they are now; `running` is what there is of the missing."""

@@ -15,7 +15,7 @@ from streamrl.placement.chains import Chained, counts_of
 from streamrl.placement.flowing import Stream
 from streamrl.placement.rounds import of_mini_batch
 from streamrl.placement.shares import Share, share_of
-from streamrl.placement.slowest import Loads, sampled, slower
+from streamrl.placement.slowest import Loads, held_up, sampled, slower
 from streamrl.placement.timings import GeneratorTiming, ScoreTiming, TrainTiming
 from streamrl.placement.workload import Workload
 
@@ -45,7 +45,8 @@ class Generation:
         self._found: dict[tuple[GeneratorTiming, tuple[float, ...], float], list[float]] = {}
         self._shares: dict[tuple[int, int, float], list[Share]] = {}
         self._loads: dict[int, Loads] = {}
-        self._streams: dict[tuple[GeneratorTiming, tuple[float, ...]], Stream] = {}
+        self._holds: dict[tuple[int, int], float] = {}
+        self._streams: dict[tuple[GeneratorTiming, tuple[float, ...], int], Stream] = {}
         quantiles = workload.lengths.quantiles(np.linspace(0.0005, 0.9995, 1000))
         self._mean = float(np.mean(quantiles))
         square = float(np.mean(quantiles**2))
@@ -99,26 +100,35 @@ class Generation:
         loads = self._sampled(replicas)
         return slower(timing, loads, own, steps=steps, slots=slots, rollouts=rollouts)
 
+    def _held_up(self, timing: GeneratorTiming, window: int) -> float:
+        """By how much so many steps hold one another up, as their longest rollouts are unlike."""
+        if not self.workload.varied:
+            return 1.0
+        key = (min(timing.replicas, self.workload.groups_per_step), window)
+        if key not in self._holds:
+            self._holds[key] = held_up(self._sampled(key[0]).longest.max(axis=1), window)
+        return self._holds[key]
+
     def _sampled(self, replicas: int) -> Loads:
         if replicas not in self._loads:
             self._loads[replicas] = sampled(self.workload, self.per_group, replicas)
         return self._loads[replicas]
 
-    def stream(self, timing: GeneratorTiming, cuts: tuple[float, ...]) -> Stream:
-        """The slowest replica's part of a step, to go on beside those of other steps."""
-        key = (timing, cuts)
+    def stream(self, timing: GeneratorTiming, cuts: tuple[float, ...], window: int) -> Stream:
+        """The slowest replica's part of a step, to go on beside others: so many are under way."""
+        key = (timing, cuts, window)
         if key not in self._streams:
-            self._streams[key] = self._stream(timing, cuts)
+            self._streams[key] = self._stream(*key)
         return self._streams[key]
 
-    def _stream(self, timing: GeneratorTiming, cuts: tuple[float, ...]) -> Stream:
+    def _stream(self, timing: GeneratorTiming, cuts: tuple[float, ...], window: int) -> Stream:
         shares = self.shares(timing)
         share = max(shares, key=lambda each: float(each.edges[-1]))
         last = float(share.edges[-1])
         bounds = last * np.linspace(0.0, 1.0, STRETCHES + 1) ** 1.5
         ordered = np.sort(np.concatenate([each.group_ends for each in shares]))
         ends = [float(ordered[math.ceil(cut * len(ordered)) - 1]) for cut in cuts]
-        longer = last * max(1.0, self._slower(timing, share))
+        longer = last * max(1.0, self._slower(timing, share) * self._held_up(timing, window))
         found = [
             np.diff(np.interp(bounds, share.edges, np.append(0.0, each.cumsum()))) / np.diff(bounds)
             for each in (
@@ -136,9 +146,9 @@ class Generation:
         rollouts = self.groups(timing.replicas) * self.per_group
         places = self.slots(timing)
         if rollouts > places:
-            # What is given up and taken in again is in the share.
-            half = share.middles < last / 2
-            places = float(np.average(share.running[half], weights=np.diff(share.edges)[half]))
+            # As many as run while some wait: what is given up and taken in again is in the share.
+            full = int(np.flatnonzero(share.computed)[-1]) + 1
+            places = float(np.average(share.running[:full], weights=np.diff(share.edges)[:full]))
         return Stream(timing, edges, running, resident, besides_s, [*ends[:-1], edges[-1]], places)
 
     def saturated_s(self, timing: GeneratorTiming, steps_ahead: int) -> float:

@@ -272,7 +272,8 @@ def burst(jobs: Jobs, generation: Generation) -> Job:
 def standing(jobs: Jobs, generation: Generation) -> Job:
     """Generation steps ahead, where one step's rollouts go on beside the next one's."""
     stage = jobs.flow.generate.stage
-    stream = generation.stream(jobs.timings.generator, jobs.group_cuts)
+    window = jobs.placement.max_staleness + 1
+    stream = generation.stream(jobs.timings.generator, jobs.group_cuts, window)
     return Job(stage, jobs.mesh(stage), (0.0,), stream=stream)
 
 

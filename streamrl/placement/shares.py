@@ -8,7 +8,6 @@ import heapq
 import math
 from collections import deque
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
@@ -43,11 +42,6 @@ class Share:
     done: Array
     slots: float
     longest: float
-
-    @cached_property
-    def middles(self) -> Array:
-        """Halfway between the edges."""
-        return (self.edges[1:] + self.edges[:-1]) / 2
 
     def ends_s(self, timing: GeneratorTiming, link_s: float = 0.0) -> Array:
         """When each group is complete, s after they are asked for, float64 [groups].

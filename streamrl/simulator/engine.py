@@ -1,10 +1,10 @@
 """One generator replica: rollouts sampled together, step by step, none of which is looked at alone.
 
-Between two events (a group is done, there is room for a rollout that waits, there is none for those
-that run) the time that decode steps take is a sum in closed form: the tokens in memory grow by one
-per rollout and step. Times are of whoever calls, s. What comes while a step is under way has its
-effect at the end of the step, which is then as far as the engine has got. Groups are done when
-their last step is; to hand them on delays the next one.
+Between two events (a group is done or may come, there is room for a rollout that waits, there is
+none for those that run) the time that decode steps take is a sum in closed form: the tokens in
+memory grow by one per rollout and step. Times are of whoever calls, s. What comes while a step is
+under way has its effect at the end of the step, which is then as far as the engine has got. Groups
+are done when their last step is; to hand them on delays the next one.
 """
 
 import math
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from streamrl.placement.timings import GeneratorTiming
+from streamrl.serving import Places
 
 K = TypeVar("K")
 
@@ -23,11 +24,12 @@ K = TypeVar("K")
 class Sampling(Generic[K]):
     """A group under way: its tokens by version.
 
-    `waiting` are rollouts without a place; of the others `last` has the place that ends last, after
-    step `end`.
+    Its rollouts give back `places` as they end. `waiting` are those that the engine has no place
+    for; of the others `last` has the place that ends last, after step `end`.
     """
 
     key: K
+    places: Places
     waiting: int
     versions: dict[int, int] = field(default_factory=dict)
     last: int = -1
@@ -50,8 +52,10 @@ class Engine(Generic[K]):
     one, its tokens computed anew.
     """
 
-    def __init__(self, timing: GeneratorTiming) -> None:
+    def __init__(self, timing: GeneratorTiming, kinds: Sequence[Places] = ()) -> None:
+        """`advance` has something to do once one of these `kinds` has a free place again."""
         self._timing = timing
+        self._kinds = kinds
         self.now = 0.0
         """As far as it has got."""
         self.step = 0
@@ -66,6 +70,8 @@ class Engine(Generic[K]):
         self._places = 0
         self._marks = [(0, -1)]
         self._halted = False
+        self._freed_s = math.inf
+        """When a kind had a free place again, of which `advance` has not told yet."""
         self._plan: _Plan | None = None
 
     @property
@@ -93,12 +99,24 @@ class Engine(Generic[K]):
         """When `advance` has something to do; infinite if never."""
         if self._done:
             return self._done[0][0]
+        if self._freed_s < math.inf:
+            return self._freed_s
         return self._planned().times[-1] if self._running and not self._halted else math.inf
 
-    def add(self, key: K, prompt_tokens: float, lengths: Sequence[int], now: float) -> None:
-        """A group comes: sample completions of these lengths behind its prompt."""
+    def add(
+        self,
+        key: K,
+        prompt_tokens: float,
+        lengths: Sequence[int],
+        now: float,
+        places: Places | None = None,
+    ) -> None:
+        """A group comes: sample completions of these lengths behind its prompt.
+
+        They have taken `places`, which are given back one by one.
+        """
         self._reach(now)
-        group, self._plan = Sampling(key, len(lengths)), None
+        group, self._plan = Sampling(key, places or Places(0), len(lengths)), None
         self._waiting.extend([(group, prompt_tokens, tokens) for tokens in lengths])
         self._fill()
 
@@ -106,10 +124,11 @@ class Engine(Generic[K]):
         """Go on until `now`; the groups that are done."""
         done: list[Sampling[K]] = []
         while self.next_s <= now:
-            if not self._done:
+            if not self._done and self._freed_s == math.inf:
                 self._commit(len(self._planned().times))
                 self._make_room()
                 self._fill()
+            self._freed_s = math.inf
             while self._done and self._done[0][0] <= now:
                 done.append(self._done.popleft()[1])
         return done
@@ -178,6 +197,7 @@ class Engine(Generic[K]):
         timing, waiting = self._timing, self._waiting
         now, step, resident, count = self.now, self.step, self.resident, len(self._running)
         plan, is_event = _Plan([], []), False
+        wanted = min([1 - kind.free for kind in self._kinds if kind.free <= 0], default=count)
         for end, place, group, start, context in self._running:
             if end > step:
                 if is_event:
@@ -197,7 +217,7 @@ class Engine(Generic[K]):
             count -= 1
             plan.times.append(now)
             plan.residents.append(resident)
-            is_event |= place == group.last and not group.waiting
+            is_event |= (place == group.last and not group.waiting) or len(plan.times) == wanted
             if waiting and not is_event:
                 is_event = self._fits(count, resident)
         return plan
@@ -226,6 +246,7 @@ class Engine(Generic[K]):
         """The first so many are at their end."""
         newest, version = self._marks[-1]
         ended = len(self._done)
+        full = [kind for kind in self._kinds if kind.free <= 0]
         for end, place, group, start, context in self._running[:count]:
             if start >= newest:
                 versions = group.versions
@@ -233,9 +254,12 @@ class Engine(Generic[K]):
             else:
                 self._book(group, start, end)
             self.resident -= context + end - start
+            group.places.free += 1
             if place == group.last and not group.waiting:
                 self._done.append((self.now, group))
         del self._running[:count]
+        if any(kind.free > 0 for kind in full):
+            self._freed_s = self.now
         handing_s = (len(self._done) - ended) * self._timing.group_s
         if handing_s:
             self.now += handing_s

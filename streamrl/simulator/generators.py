@@ -9,6 +9,7 @@ from streamrl.dataflow import GREEDY, Call
 from streamrl.lease import FreeLease
 from streamrl.messages import GroupInfo
 from streamrl.placement.timings import WeightsTiming
+from streamrl.serving import shared_places
 from streamrl.simulator.engine import Engine, Sampling
 from streamrl.simulator.following import Following
 from streamrl.simulator.holding import Holding
@@ -28,7 +29,7 @@ class GroupWork:
 
 
 class GeneratorReplica:
-    """Serves all stages that generate, each with as many groups at once as there are places for.
+    """Serves all stages that generate, each while it has a free place.
 
     A group begins once the version it was admitted at is held, and the replica has its devices.
     """
@@ -39,10 +40,13 @@ class GeneratorReplica:
         self._site = site
         self._recorder = site.recording.of(process)
         timing = site.timings.generator
-        rollouts = site.completions.group_size + len(calls) - 1
-        self._room = {call.stage: max(1, timing.max_running // rollouts) for call in calls}
         self._begin_s = timing.begin_s
-        self._engine: Engine[GroupWork] = Engine(timing)
+        group_size = site.completions.group_size
+        self._places = shared_places(
+            timing.max_running,
+            {call.stage: 1 if call.stage == GREEDY.stage else group_size for call in calls},
+        )
+        self._engine: Engine[GroupWork] = Engine(timing, list(self._places.values()))
         self._fleet, lease = fleet, fleet.lease
         self._holding = Holding(calls[0].stage, lease, self._granted)
         self._following = Following(
@@ -81,11 +85,11 @@ class GeneratorReplica:
 
     def room(self, stage: str) -> int:
         """How many groups more it may be given."""
-        return 0 if self._is_dead else self._room[stage]
+        return 0 if self._is_dead else self._places[stage].room
 
     def give(self, stage: str, groups: Sequence[Group]) -> None:
         """It has these from now on."""
-        self._room[stage] -= len(groups)
+        self._places[stage].free -= len(groups) * self._places[stage].per_group
         works = [GroupWork(group, stage) for group in groups]
         if self._begin_s:
             asyncio.get_running_loop().call_later(self._begin_s, self._enter, works)
@@ -112,7 +116,7 @@ class GeneratorReplica:
             tokens = completions.prompt_tokens
             facts: dict[str, ArgValue] = {"uid": uid, "prompt": tokens, "lengths": told}
             work.lane = self._recorder.begin(work.stage, facts)
-            self._engine.add(work, tokens, lengths, now)
+            self._engine.add(work, tokens, lengths, now, self._places[work.stage])
         self._update()
 
     # What the weights ask for.
@@ -128,9 +132,7 @@ class GeneratorReplica:
         """A version is held: what was admitted at it can begin."""
         early, self._early = self._early, []
         self._enter(early)
-        for stage, room in self._room.items():
-            if room:
-                self._site.queue.wait(stage, self)
+        self._ask()
 
     # What those ask for who share its devices.
 
@@ -142,7 +144,7 @@ class GeneratorReplica:
 
     def rest(self) -> None:
         """The step has ended: it does nothing."""
-        self._recorder.rest(self._room)
+        self._recorder.rest(self._places)
 
     def go_on(self) -> None:
         """Sample again."""
@@ -178,12 +180,17 @@ class GeneratorReplica:
             work = sampling.key
             self._recorder.end(work.lane)
             self._tell(work, sampling.versions)
-            self._room[work.stage] += 1
             self._holding.end()
             finished.setdefault(work.stage, []).append(work.group)
         for stage, groups in finished.items():
             self._site.queue.commit(stage, groups)
-            self._site.queue.wait(stage, self)
+        self._ask()
+
+    def _ask(self) -> None:
+        """For groups of each stage that has places."""
+        for stage, places in self._places.items():
+            if places.free > 0:
+                self._site.queue.wait(stage, self)
 
     def _tell(self, work: GroupWork, versions: Mapping[int, int]) -> None:
         """What is known of a group from now on."""

@@ -17,7 +17,7 @@ from streamrl.simulator.simulation import simulate
 
 COUNTED = 10
 """Steps, of a placement that generates little ahead."""
-ROUNDS = 2
+ROUNDS = 3
 """Of as many steps as may be under way: one whose rollouts are long holds up all of those, and the
 next ones are short. Between one round and part of one there is as much as half of a step's time."""
 UNLIKE = 2

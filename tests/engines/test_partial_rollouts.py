@@ -11,6 +11,7 @@ import torch
 from streamrl.engines.begun import continuation_seed
 from streamrl.engines.generation import GeneratorConfig
 from streamrl.engines.group_generator import GroupGenerator
+from streamrl.engines.pending import Watch
 from streamrl.errors import ConfigError
 from streamrl.messages import FinishReason, Prompt, Rollout, group_rollouts
 from streamrl.weights import publish, unpack
@@ -56,7 +57,7 @@ async def flight(shared: Flight) -> Flight:
 
 async def broken_off(flight: Flight, num: int, *, steps: int) -> list[Rollout]:
     """What there is of some rollouts after some steps; they are given up then."""
-    call = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(num), name="a"))
+    call = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(num), watch=Watch("a")))
     await flight.steps(steps)
     (found,) = (await flight.engine.progress()).values()
     call.cancel()
@@ -123,14 +124,14 @@ async def test_finished_ones_come_back_as_they_are_and_full_ones_end_for_length(
         await flight.engine.generate(LONG, seeds=[0], begun=begun[:1])
 
 
-async def test_progress_tells_of_named_calls_those_that_wait_and_are_done_included(
+async def test_progress_tells_of_watched_calls_those_that_wait_and_are_done_included(
     flight: Flight,
 ) -> None:
     assert await flight.engine.progress() == {}
-    unnamed = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(2)))
+    unwatched = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(2)))
     calls = {
         name: asyncio.create_task(
-            flight.engine.generate(SHORT, seeds=range(12), name=name, max_new_tokens=80)
+            flight.engine.generate(SHORT, seeds=range(12), watch=Watch(name), max_new_tokens=80)
         )
         for name in ("a", "b")
     }
@@ -147,7 +148,26 @@ async def test_progress_tells_of_named_calls_those_that_wait_and_are_done_includ
             assert partial.token_ids.tolist() == whole.token_ids[:num].tolist()
             assert np.array_equal(partial.generator_logprobs, whole.generator_logprobs[:num])
             assert np.array_equal(partial.policy_version, whole.policy_version[:num])
-    await unnamed
+    await unwatched
+
+
+async def test_who_watches_is_told_of_each_rollout_that_is_finished(flight: Flight) -> None:
+    """Also of one that was finished before; one that was begun further is finished earlier."""
+    near = await broken_off(flight, 3, steps=40)
+    far = await broken_off(flight, 3, steps=10)
+    limit = len(near[0].completion_ids)
+    begun, told = [near[0], near[1], far[2]], []
+    sizes = [len(rollout.completion_ids) for rollout in begun]
+    assert sizes[0] == limit > sizes[2]
+    watch = Watch("a", lambda: told.append(flight.engine.num_running))
+    call = flight.engine.generate(
+        SHORT, seeds=range(3), begun=begun, watch=watch, max_new_tokens=limit + 5
+    )
+    await call
+    assert told == [2, 1, 0]
+    told.clear()
+    await flight.engine.generate(SHORT, seeds=range(3), begun=begun, watch=watch, max_new_tokens=9)
+    assert len(told) == 3, "all were finished"
 
 
 async def test_a_group_goes_on_in_another_generator(flight: Flight) -> None:

@@ -12,6 +12,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from streamrl.engines.generation import GenerationEngine, GeneratorConfig, generation_env
+from streamrl.engines.pending import Watch
 from streamrl.errors import StreamError
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,
@@ -67,7 +68,7 @@ async def test_every_version_reaches_every_rank(
         await engine.load_weights(weights_of(models[0]), 0)
         for version in (1, 2):
             running = asyncio.create_task(
-                engine.generate(SHORT, seeds=range(8), max_new_tokens=300, name="group")
+                engine.generate(SHORT, seeds=range(8), max_new_tokens=300, watch=Watch("group"))
             )
             while not (await engine.progress()).get("group"):
                 await asyncio.sleep(0.01)

@@ -13,7 +13,7 @@ import pytest
 from streamrl.dataflow import CRITIC, POLICY, Dataflow
 from streamrl.engines.packing import Round
 from streamrl.engines.schedule import Pace, Turn
-from streamrl.faces import Sample, Stage
+from streamrl.faces import Finished, Sample, Stage
 from streamrl.lease import FreeLease
 from streamrl.messages import (
     Array,
@@ -27,7 +27,7 @@ from streamrl.messages import (
 from streamrl.placement.placements import Placement
 from streamrl.placement.timings import Timings, WeightsTiming
 from streamrl.placement.workload import Workload
-from streamrl.serving import Result
+from streamrl.serving import Places, Result
 from streamrl.simulator.clock import run_virtual
 from streamrl.simulator.engine import Engine
 from streamrl.simulator.leases import Leases
@@ -39,8 +39,8 @@ from tests.fakes import Plan
 
 PROMPT_TOKENS = 3
 """As the prompts of fakes have."""
-SLOTS, BATCH = 3, 2
-"""Groups at once of a generator, and in a batch of a scorer, in the streams of fakes."""
+BATCH = 2
+"""Groups in a batch of a scorer, in the streams of fakes."""
 
 
 @dataclass
@@ -125,11 +125,23 @@ class Sleeper:
         self._generator.resume()
 
 
+@dataclass(eq=False)
+class Asked:
+    """A group that is sampled, and the places it has given back of which nobody is told yet."""
+
+    done: "asyncio.Future[Mapping[int, int]]"
+    finished: Finished
+    places: Places
+
+
 class TimedGenerator:
     """The engine of simulations behind the face of a real one."""
 
     def __init__(self, case: Case, completions: Completions) -> None:
-        self._engine: Engine[asyncio.Future[Mapping[int, int]]] = Engine(case.timings.generator)
+        self._asked: list[Asked] = []
+        # Each group is a kind of its own, without a place: an event for each rollout that ends.
+        self._kinds: list[Places] = []
+        self._engine: Engine[Asked] = Engine(case.timings.generator, self._kinds)
         self._timing = case.weights("generate")
         self._completions = completions
         self._loop = asyncio.get_running_loop()
@@ -142,12 +154,14 @@ class TimedGenerator:
     async def begun(self) -> Mapping[str, Columns]:
         return {}
 
-    async def _group(self, prompt: Prompt, begun: Columns | None) -> Columns:
+    async def _group(self, prompt: Prompt, begun: Columns | None, finished: Finished) -> Columns:
         lengths = self._completions.of(prompt.uid)
-        done: asyncio.Future[Mapping[int, int]] = self._loop.create_future()
-        self._engine.add(done, PROMPT_TOKENS, lengths, self._loop.time())
+        asked = Asked(self._loop.create_future(), finished, Places(0))
+        self._asked.append(asked)
+        self._kinds.append(asked.places)
+        self._engine.add(asked, PROMPT_TOKENS, lengths, self._loop.time(), asked.places)
         self._set()
-        versions = [v for v, count in sorted((await done).items()) for _ in range(count)]
+        versions = [v for v, count in sorted((await asked.done).items()) for _ in range(count)]
         rollouts, at = [], 0
         for length in lengths:
             part, at = versions[at : at + length], at + length
@@ -169,8 +183,15 @@ class TimedGenerator:
         self._timer = self._loop.call_at(at, self._ring, at)
 
     def _ring(self, at: float) -> None:
-        for group in self._engine.advance(at):
-            group.key.set_result(group.versions)
+        done = self._engine.advance(at)
+        for asked in self._asked:
+            while asked.places.free:
+                asked.places.free -= 1
+                asked.finished()
+        for group in done:
+            group.key.done.set_result(group.versions)
+            self._asked.remove(group.key)
+            self._kinds.remove(group.key.places)
         self._set()
 
     async def suspend(self) -> None:

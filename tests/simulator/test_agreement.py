@@ -18,14 +18,15 @@ from streamrl.placement.timings import (
 from streamrl.placement.workload import LognormalLengths, Workload
 from streamrl.resharding import Grid
 from streamrl.simulator.simulation import simulate
+from tests.fake_stream import GROUPS_AT_ONCE
 from tests.fakes import Plan
-from tests.simulator.real_loops import BATCH, PROMPT_TOKENS, SLOTS, Case, run_real
+from tests.simulator.real_loops import BATCH, PROMPT_TOKENS, Case, run_real
 
 GROUP_SIZE = 2
 TIMINGS = Timings(
     generator=GeneratorTiming(
         replicas=2,
-        max_running=SLOTS * GROUP_SIZE,
+        max_running=GROUPS_AT_ONCE * GROUP_SIZE,
         kv_tokens=400,
         weights_s=0.1,
         kv_token_s=0.001,

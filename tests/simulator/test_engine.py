@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from streamrl.placement.durations import FINE, Generation
 from streamrl.placement.timings import GeneratorTiming
 from streamrl.placement.workload import FixedLength, Workload
+from streamrl.serving import Places
 from streamrl.simulator.engine import Engine, Sampling
 from tests.placement.simple_costs import sampler
 
@@ -125,6 +126,28 @@ def test_tokens_that_would_be_lost_are_those_of_groups_that_are_not_done() -> No
     assert engine.sampled() == 2 + 3
 
 
+def test_there_is_something_to_do_once_a_place_is_free_again() -> None:
+    kind = Places(-1, per_group=4)
+    engine: Engine[str] = Engine(PLAIN, [kind])
+    engine.add("a", 1, [2, 3, 6, 9], 0.0, kind)
+    assert engine.next_s == 3.0, "one gives its place to who has none, the next one is free"
+    assert (engine.advance(3.0), kind.free) == ([], 1)
+    assert engine.next_s == 9.0, "who has free places asks already"
+    kind.free -= 2
+    engine.add("b", 1, [2], 3.5)
+    assert engine.next_s == 6.0
+
+
+def test_a_place_that_is_free_at_the_end_of_a_step_under_way_is_told_of() -> None:
+    kind = Places(0, per_group=2)
+    engine: Engine[str] = Engine(PLAIN, [kind])
+    engine.add("a", 1, [2, 9], 0.0, kind)
+    engine.load(1, 5.0, 1.5)
+    assert (engine.next_s, kind.free) == (2.0, 1)
+    assert engine.advance(2.0) == []
+    assert engine.next_s == 5.0 + 9.0
+
+
 @dataclass
 class Slow:
     """The same token by token."""
@@ -206,7 +229,7 @@ def test_it_is_as_fast_and_as_slow_as_token_by_token(
         slow.now = max(slow.now, time)
         if lengths:
             engine.add(i, 4, lengths, time)
-            slow.groups[i] = Sampling(i, 0)
+            slow.groups[i] = Sampling(i, Places(0), 0)
             slow.left[i] = len(lengths)
             slow.waiting.extend([i, 4, tokens] for tokens in lengths)
             slow.fill()

@@ -40,17 +40,17 @@ def workload(groups: int, lengths: FixedLength | LognormalLengths = LENGTHS) -> 
 @pytest.mark.parametrize(
     ("groups", "lead", "steps"),
     [
-        # Few groups: as many steps as there are to be.
+        # Few groups: as many steps as there are to be, three times as many as are under way.
         (64, 0, 12),
-        (64, 4, 20),
+        (64, 4, 6 + 3 * 5 + 4),
         # 10240 groups in five steps, behind two that are unlike them; ahead, there is one more
         # before them and one behind them.
         (2048, 0, 2 + 5),
         (2048, 1, 3 + 5 + 1),
         # Never fewer than four that count.
         (50_000, 0, 2 + 4),
-        # Far ahead, twice as many as are under way, and once where they are large.
-        (64, 16, 18 + 2 * 17 + 16),
+        # Far ahead, and once where they are large.
+        (64, 16, 18 + 3 * 17 + 16),
         (2048, 16, 18 + 17 + 16),
     ],
 )
