@@ -15,8 +15,9 @@ from streamrl.placement.chains import Chained, counts_of
 from streamrl.placement.flowing import Stream
 from streamrl.placement.rounds import of_mini_batch
 from streamrl.placement.shares import Share, share_of
-from streamrl.placement.slowest import Loads, held_up, sampled, slower
+from streamrl.placement.slowest import Loads, sampled, slower
 from streamrl.placement.timings import GeneratorTiming, ScoreTiming, TrainTiming
+from streamrl.placement.windows import under_way
 from streamrl.placement.workload import Workload
 
 MOST_ROLLOUTS = 256
@@ -26,6 +27,8 @@ MOST_CHAINED = 16384
 FEWEST_GROUPS = 24
 """Shares are made until they have so many groups together, or there are no more replicas."""
 MOST_SHARES = 6
+GROUPS = 4096
+"""That are sampled, where others take the places of some."""
 FINE = 0.02
 """Rooms for keys and values that differ by less, relatively, are the same."""
 STRETCHES = 20
@@ -36,16 +39,18 @@ class Generation:
     """A step's generation on replicas that are alike; shares are remembered.
 
     extra: rollouts of each group besides group_size, as a greedy one. Where some are filtered the
-    step's groups are asked for at once, and others in the places of those that are.
+    step's groups are asked for at once, and others in the places of those that are; ahead, all
+    that are sampled for a step are, of which a part is `replaced`.
     """
 
-    def __init__(self, workload: Workload, extra: int = 0) -> None:
+    def __init__(self, workload: Workload, extra: int = 0, *, replaced: float = 0.0) -> None:
         self.workload = workload
+        self._replaced = replaced
         self.per_group = workload.group_size + extra
         self._found: dict[tuple[GeneratorTiming, tuple[float, ...], float], list[float]] = {}
         self._shares: dict[tuple[int, int, float], list[Share]] = {}
         self._loads: dict[int, Loads] = {}
-        self._holds: dict[tuple[int, int], float] = {}
+        self._windows: dict[int, float] = {}
         self._streams: dict[tuple[GeneratorTiming, tuple[float, ...], int], Stream] = {}
         quantiles = workload.lengths.quantiles(np.linspace(0.0005, 0.9995, 1000))
         self._mean = float(np.mean(quantiles))
@@ -100,14 +105,30 @@ class Generation:
         loads = self._sampled(replicas)
         return slower(timing, loads, own, steps=steps, slots=slots, rollouts=rollouts)
 
-    def _held_up(self, timing: GeneratorTiming, window: int) -> float:
-        """By how much so many steps hold one another up, as their longest rollouts are unlike."""
-        if not self.workload.varied:
-            return 1.0
-        key = (min(timing.replicas, self.workload.groups_per_step), window)
-        if key not in self._holds:
-            self._holds[key] = held_up(self._sampled(key[0]).longest.max(axis=1), window)
-        return self._holds[key]
+    def _held_up(self, timing: GeneratorTiming, last: float, window: int) -> float:
+        """The decode steps of a step that would have `last` alone, beside others of the window."""
+        if self._replaced:
+            # Who comes in the place of others does so while the first still wait for theirs.
+            return max(last, self._under_way(timing, window))
+        if self.workload.varied:
+            return last + self._under_way(timing, window) - self._under_way(timing, 1)
+        return last
+
+    def _under_way(self, timing: GeneratorTiming, window: int) -> float:
+        """For how many decode steps, where there are places for all."""
+        if window not in self._windows:
+            workload, replaced = self.workload, self._replaced
+            groups = round(workload.groups_per_step * (1 - replaced)) if replaced else 1
+            if replaced:
+                every = workload.lengths.sample(GROUPS * self.per_group, np.random.default_rng(0))
+                longest = every.reshape(GROUPS, self.per_group).max(axis=1)
+            else:
+                replicas = min(timing.replicas, workload.groups_per_step)
+                longest = self._sampled(replicas).longest.max(axis=1)
+            self._windows[window] = under_way(
+                longest, window=window, groups=groups, filtered=replaced
+            )
+        return self._windows[window]
 
     def _sampled(self, replicas: int) -> Loads:
         if replicas not in self._loads:
@@ -128,7 +149,8 @@ class Generation:
         bounds = last * np.linspace(0.0, 1.0, STRETCHES + 1) ** 1.5
         ordered = np.sort(np.concatenate([each.group_ends for each in shares]))
         ends = [float(ordered[math.ceil(cut * len(ordered)) - 1]) for cut in cuts]
-        longer = last * max(1.0, self._slower(timing, share) * self._held_up(timing, window))
+        longer = last * max(1.0, self._slower(timing, share))
+        longer = self._held_up(timing, longer, window)
         found = [
             np.diff(np.interp(bounds, share.edges, np.append(0.0, each.cumsum()))) / np.diff(bounds)
             for each in (

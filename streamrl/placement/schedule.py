@@ -40,7 +40,8 @@ class Estimator:
         self.costs = costs
         self.flow = Flow.of(problem.dataflow)
         # Ahead, what is filtered is made up for by what is sampled beside it.
-        self._ahead = Generation(problem.workload.sampled, self.flow.greedy)
+        sampled, replaced = problem.workload.sampled, problem.workload.filtered
+        self._ahead = Generation(sampled, self.flow.greedy, replaced=replaced)
         self._on_policy = Generation(problem.workload, self.flow.greedy)
         self._step_s: dict[Key, float] = {}
 

@@ -6,7 +6,6 @@ its time is a few products: every rollout has its tokens decoded, its keys and v
 of them share the decode steps.
 """
 
-from collections import deque
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,8 +23,6 @@ CHAINED = 256
 """At least, where some are filtered: chains differ more than rollouts do."""
 MOST_CHAINED = 1 << 21
 """Rollouts that are sampled for it."""
-ROUNDS = 500
-"""Of the steps under way, to see how they hold one another up."""
 
 
 @dataclass(frozen=True)
@@ -73,22 +70,6 @@ def sampled(workload: Workload, per_group: int, replicas: int) -> Loads:
         dealt(read.sum(axis=1)),
     )
     return Loads(longest.max(axis=1), tokens.sum(axis=1), taken.sum(axis=1))
-
-
-def held_up(longest: Array, window: int) -> float:
-    """How much more time steps take, relatively, of which so many are under way and end in order.
-
-    longest [steps]: what each takes from its beginning to its end, all of them as likely. One that
-    takes long holds up those behind it, and no other makes up for that.
-    """
-    mean = float(longest.mean())
-    if window == 1 or not mean:
-        return 1.0
-    drawn = np.random.default_rng(0).choice(longest, ROUNDS * window).tolist()
-    ends = deque([0.0] * window, maxlen=window)
-    for one in drawn:
-        ends.append(max(ends[-1], ends[0] + one))
-    return ends[-1] / (ROUNDS * mean)
 
 
 def slower(

@@ -1,0 +1,181 @@
+"""How near the schedule is to the simulator: `python -m benchmarks.schedule` prints JSON.
+
+The search goes by the schedule, which is worked out in a millisecond. For some algorithms, models
+and clusters the best placements of every kind and bound of staleness are planned, and each is
+played. errors: by how much the schedule's step is longer than the simulated one, relatively, of
+each of them; and their median, without signs, and the farthest below and above, on policy and
+ahead, where groups are filtered and where none are.
+"""
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from statistics import median
+from typing import Any
+
+from streamrl.dataflow import dataflow_for
+from streamrl.messages import ROLLOUT_COLUMNS
+from streamrl.placement.clusters import Cluster
+from streamrl.placement.costs import Constants, CostModel
+from streamrl.placement.estimates import Problem
+from streamrl.placement.placements import Placement
+from streamrl.placement.schedule import Estimator, key_of
+from streamrl.placement.search.planning import plan
+from streamrl.placement.shapes import shape_of
+from streamrl.placement.workload import LognormalLengths, Workload
+from streamrl.simulator.playing import play
+
+BOUNDS = (0, 1, 2, 4)
+RUNNERS_UP = 1
+PROPOSALS = 200
+COLUMNS = {
+    "grpo": ("scores", "ref_logprobs"),
+    "dapo": ("scores",),
+    "remax": ("scores", "baseline_scores"),
+    "ppo": ("scores", "ref_logprobs", "values"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run that is planned: rollouts of lengths that differ as their sigma says."""
+
+    algorithm: str
+    model: str
+    cluster: str
+    groups: int
+    group_size: int
+    sigma: float
+    max_running: int
+    filtered: float = 0.0
+
+    @cached_property
+    def problem(self) -> Problem:
+        """What the planner is asked: every role has a model of this size."""
+        shape = shape_of(self.model)
+        models = {"policy": shape, "reference": shape}
+        if self.algorithm == "ppo":
+            models["critic"] = shape.critic()
+        lengths = LognormalLengths(800, self.sigma, 4096)
+        updates = 1 if self.algorithm == "grpo" else 4
+        return Problem(
+            dataflow_for((*ROLLOUT_COLUMNS, *COLUMNS[self.algorithm])),
+            {role: models[role] for role in models if role in self._roles},
+            Workload(
+                *(self.groups, self.group_size, 512, lengths),
+                mini_batches=updates,
+                whole_steps=updates > 1,
+                filtered=self.filtered,
+            ),
+            Cluster.parse(self.cluster),
+        )
+
+    @property
+    def _roles(self) -> set[str]:
+        named = {"ref_logprobs": "reference", "values": "critic"}
+        return {"policy", *(named[c] for c in COLUMNS[self.algorithm] if c in named)}
+
+    def costs(self, problem: Problem) -> CostModel:
+        """With engines that sample so many rollouts at a time."""
+        constants = replace(Constants(), max_running=self.max_running, keeps_served=True)
+        return CostModel(problem, constants)
+
+
+CASES = (
+    Case("grpo", "qwen2.5-1.5b", "4xA100", 64, 8, 0.8, 64),
+    Case("grpo", "qwen2.5-7b", "8xA100", 64, 16, 0.8, 64),
+    Case("grpo", "qwen2.5-7b", "4x8xH100@400Gb", 128, 16, 0.8, 256),
+    Case("ppo", "llama-7b", "2x8xA100@200Gb", 512, 1, 0.6, 256),
+    Case("ppo", "qwen2.5-1.5b", "8xA100", 256, 4, 0.6, 64),
+    Case("remax", "qwen2.5-7b", "2x8xH100@400Gb", 256, 1, 0.8, 128),
+    Case("dapo", "qwen2.5-7b", "8xH100", 32, 16, 0.8, 128, 0.5),
+    Case("dapo", "qwen2.5-32b", "8x8xH100@400Gb", 128, 16, 0.8, 256, 0.3),
+    Case("dapo", "qwen2.5-1.5b", "8xA100", 64, 8, 0.8, 64, 0.8),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Plan, play and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", default="", help="numbers of some, as in 0,3; all if empty")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args(argv)
+    chosen = [int(number) for number in arguments.cases.split(",") if number]
+    rows = [
+        row
+        for number, case in enumerate(CASES)
+        if not chosen or number in chosen
+        for row in errors(case, arguments.seed)
+    ]
+    print(json.dumps({"placements": len(rows), **summary(rows), "errors": rows}, indent=1))
+
+
+def errors(case: Case, seed: int) -> Iterator[dict[str, Any]]:
+    """Of each placement of a case that was planned."""
+    problem, costs = case.problem, case.costs(case.problem)
+    estimator = Estimator(problem, costs)
+    for label, placement in planned(case, seed):
+        step_s = estimator.step_s(placement)
+        timings = costs.timings(placement)
+        played = play(
+            problem.dataflow,
+            placement,
+            timings,
+            problem.workload,
+            seed=seed,
+            manner=problem.manner,
+        )
+        yield {
+            "case": f"{case.algorithm} {case.model} {case.cluster}",
+            "placement": label,
+            "max_staleness": placement.max_staleness,
+            "filtered": case.filtered,
+            "simulated_s": round(played.step_s, 3),
+            "error": round(step_s / played.step_s - 1, 4),
+        }
+
+
+def planned(case: Case, seed: int) -> Iterator[tuple[str, Placement]]:
+    """The best of every kind and of every bound, and those that come next."""
+    found = plan(
+        case.problem,
+        case.costs,
+        max_staleness=BOUNDS,
+        seed=seed,
+        proposals=PROPOSALS,
+        runners_up=RUNNERS_UP,
+    )
+    front = [one for point in found.front for one in (point.candidate, *point.next)]
+    every = {}
+    for candidate in (*front, *found.candidates):
+        if candidate.step_s < float("inf"):
+            every.setdefault(key_of(candidate.placement), candidate)
+    for candidate in every.values():
+        yield candidate.label, candidate.placement
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Medians and the farthest."""
+    kinds = {
+        "on_policy": [r for r in rows if not r["max_staleness"] and not r["filtered"]],
+        "on_policy_filtered": [r for r in rows if not r["max_staleness"] and r["filtered"]],
+        "ahead": [r for r in rows if r["max_staleness"] and not r["filtered"]],
+        "ahead_filtered": [r for r in rows if r["max_staleness"] and r["filtered"]],
+    }
+    found = {}
+    for kind, some in kinds.items():
+        every = [row["error"] for row in some]
+        if every:
+            found[kind] = {
+                "placements": len(every),
+                "median": round(median(abs(error) for error in every), 4),
+                "lowest": min(every),
+                "highest": max(every),
+            }
+    return found
+
+
+if __name__ == "__main__":
+    main()
