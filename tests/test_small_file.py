@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from streamrl.small_file import (
+    LOADER,
     MOST_BYTES,
-    YAML_LOADER,
     read_small,
     read_small_json,
     read_small_yaml,
@@ -21,7 +21,7 @@ def written(tmp_path: Path, text: str) -> Path:
 
 
 def test_yaml_is_read_by_the_loader_in_c_where_there_is_one(tmp_path: Path) -> None:
-    assert yaml.__with_libyaml__ == (YAML_LOADER is yaml.CSafeLoader)
+    assert yaml.__with_libyaml__ == (LOADER is yaml.CSafeLoader)
     assert read_small_yaml(written(tmp_path, "a: [1, two, 3.0]\n")) == {"a": [1, "two", 3.0]}
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.calibration.measured import lengths_of_run
+from streamrl.cli.given import named, named_path
 from streamrl.cli.tables import inner_percent
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
@@ -34,12 +35,13 @@ LENGTHS_HELP = (
 
 def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments that say what is to be placed, and on what."""
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file, or a run")
+    parser.add_argument("config", type=named_path, metavar="CONFIG", help="a YAML file, or a run")
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="settings that override it"
     )
     parser.add_argument(
         "--cluster",
+        type=named,
         required=True,
         metavar="FILE|8xH100",
         help="devices, as 64xH100, 16x8xA100@200Gb or 8xA100,8xV100, or a file with its nodes",
@@ -47,6 +49,7 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, metavar="N", help="only the first N devices of it")
     parser.add_argument(
         "--model",
+        type=named,
         action="append",
         default=[],
         metavar="[ROLE=]NAME",
@@ -59,7 +62,7 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="mean of a prompt; by default of data.train",
     )
-    parser.add_argument("--lengths", metavar="SPEC", help=LENGTHS_HELP)
+    parser.add_argument("--lengths", type=named, metavar="SPEC", help=LENGTHS_HELP)
     parser.add_argument(
         "--filtered",
         type=float,
@@ -68,7 +71,10 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
         help="of all groups that are sampled, the part that filter takes out (0)",
     )
     parser.add_argument(
-        "--constants", type=Path, metavar="FILE", help="of the costs, as calibrate writes them"
+        "--constants",
+        type=named_path,
+        metavar="FILE",
+        help="of the costs, as calibrate writes them",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is random (0)")
 

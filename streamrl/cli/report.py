@@ -16,6 +16,7 @@ from streamrl.calibration.advice import advise
 from streamrl.calibration.measured import no_run, read_run
 from streamrl.checkpoint import BOOKS, journal_dir
 from streamrl.cli import advice_words
+from streamrl.cli.given import named, named_path
 from streamrl.errors import ConfigError
 from streamrl.messages import parse_uid
 from streamrl.placement import Cluster
@@ -31,23 +32,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "streamrl report RUN [--cluster C] | --ledger RUN [--uid UID] [--json]"
     parser.add_argument(
         "run_dir",
-        type=Path,
+        type=named_path,
         nargs="?",
         metavar="RUN",
         help="a run directory: which stage bounds it, and what other settings would make of it",
     )
     parser.add_argument(
         "--cluster",
+        type=named,
         help="what it was made on, as in 8xH100; not needed on one machine's CPU cores",
     )
     parser.add_argument(
         "--ledger",
-        type=Path,
+        type=named_path,
         metavar="RUN",
         help="the accounts of a run directory: where every admitted prompt is",
     )
     parser.add_argument(
-        "--uid", help="the history of one prompt, epoch:index:attempt, and of its later attempts"
+        "--uid",
+        type=named,
+        help="the history of one prompt, epoch:index:attempt, and of its later attempts",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -87,7 +91,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _advise(arguments: argparse.Namespace) -> int:
     """What bounds the run, and what would help."""
-    cluster = Cluster.parse(arguments.cluster) if arguments.cluster else None
+    cluster = None if arguments.cluster is None else Cluster.parse(arguments.cluster)
     measured = read_run(arguments.run_dir)
     advice = advise(measured, cluster)
     if arguments.json:

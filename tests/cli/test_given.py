@@ -1,0 +1,47 @@
+"""What a command line names is named by a word: an empty one is refused, and never the folder."""
+
+import argparse
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli.given import named_path
+from tests.cli.test_plan import GRPO, SMALL, refusal
+
+ASKED = [GRPO, "--cluster", "8xH100"]
+
+
+@pytest.mark.parametrize(
+    ("words", "option"),
+    [
+        (["plan", GRPO, "--cluster", ""], "--cluster"),
+        (["plan", "", "--cluster", "8xH100"], "CONFIG"),
+        *((["plan", *ASKED, option, ""], option) for option in ("--lengths", "--model", "--svg")),
+        *((["plan", *ASKED, option, ""], option) for option in ("--constants", "-o")),
+        (["plan", *SMALL, "--max-staleness", ""], "--max-staleness"),
+        *((["simulate", *ASKED, option, ""], option) for option in ("--placement", "--output")),
+        *((["calibrate", "run", option, ""], option) for option in ("--cluster", "-o")),
+        (["calibrate", ""], "RUN"),
+        (["report", ""], "RUN"),
+        (["report", "--ledger", ""], "--ledger"),
+        (["report", "run", "--cluster", ""], "--cluster"),
+        (["report", "--ledger", "run", "--uid", ""], "--uid"),
+        (["graph", ""], "CONFIG"),
+        (["graph", GRPO, "--svg", ""], "--svg"),
+        (["train", "--resume", ""], "--resume"),
+        (["evaluate", "model", "--data", ""], "--data"),
+        (["data", "check", ""], "FILE"),
+        (["score", "", "--completions", "rows"], "ROWS"),
+    ],
+)
+def test_an_empty_word_is_one_line(
+    words: list[str], option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refusal(capsys, *words)
+    assert f"{option}" in error.split(":")[1] and ": must not be empty" in error
+
+
+def test_a_path_is_what_it_says() -> None:
+    assert named_path("a/b") == Path("a/b")
+    with pytest.raises(argparse.ArgumentTypeError, match="must not be empty"):
+        named_path("")
