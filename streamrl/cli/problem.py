@@ -96,6 +96,8 @@ def read_problem(arguments: argparse.Namespace, config: RunConfig) -> tuple[Prob
     if filtered and config.filter.kind == "none":
         raise ConfigError(f"--filtered {filtered:g}: means nothing to filter.kind=none")
     prompt_tokens = arguments.prompt_tokens
+    if prompt_tokens is not None and not 0 < prompt_tokens < math.inf:
+        raise ConfigError(f"--prompt-tokens {prompt_tokens:g}: must be above 0 and finite")
     if prompt_tokens is None:
         prompt_tokens = mean_prompt_tokens(config)
     asked = Asked(prompt_tokens, read_models(config, arguments.model), lengths, filtered)

@@ -5,6 +5,7 @@ Nothing is written. A run may be under way, or have been killed: a torn last rec
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -212,10 +213,10 @@ def _at(time_s: float) -> str:
 
 def _read_log(run_dir: Path) -> Iterator[Entry]:
     """Every entry of the books' log. Raises ConfigError if there is none."""
-    if not (run_dir / "config.yaml").is_file():
+    if not os.path.isfile(run_dir / "config.yaml"):
         raise ConfigError(f"--ledger {run_dir}: no run: {no_run(run_dir)}")
     folder = journal_dir(run_dir, BOOKS)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise ConfigError(
             f"--ledger {run_dir}: no log in journal/{BOOKS}/: the run has not begun to stream, or"
             " has queue.journal.enabled=false"

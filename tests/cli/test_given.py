@@ -41,6 +41,21 @@ def test_an_empty_word_is_one_line(
     assert f"{option}" in error.split(":")[1] and ": must not be empty" in error
 
 
+@pytest.mark.parametrize("command", [["calibrate"], ["report"], ["report", "--ledger"]])
+def test_a_name_that_no_file_can_have_names_no_run(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = refusal(capsys, *command, "x" * 400)
+    assert error.endswith(": no run: no such directory\n")
+
+
+def test_a_model_of_a_name_that_no_file_can_have_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    error = refusal(capsys, "plan", *ASKED, "--prompt-tokens", "9", "--model", "x" * 400)
+    assert "no size of that name" in error
+
+
 def test_a_path_is_what_it_says() -> None:
     assert named_path("a/b") == Path("a/b")
     with pytest.raises(argparse.ArgumentTypeError, match="must not be empty"):

@@ -224,7 +224,11 @@ def test_what_fits_nowhere_is_told_with_the_arithmetic(
         (["--cluster", "8xH100," * 99], "is not written like"),
         (["--cluster", "no/file.yaml"], "no/file.yaml: no such file"),
         (["--cluster", "8xH100@0Gb"], "8xH100@0Gb: network_gbps=0: must be at least 0.001"),
-        (["--cluster", "8xH100", "--prompt-tokens", "nan"], "prompt_tokens=nan"),
+        (
+            ["--cluster", "8xH100", "--prompt-tokens", "nan"],
+            "--prompt-tokens nan: must be above",
+        ),
+        (["--cluster", "8xH100", "--prompt-tokens", "0"], "--prompt-tokens 0: must be above 0"),
         (["--cluster", "8xH100", "--lengths", "lognormal:9:99"], "sigma above 0 and at most"),
         (["--cluster", "8xH100", "--lengths", "lognormal:1e308:4"], "must be at most 1000000000"),
         (["--cluster", "8xH100", "--seed", "-1"], "--seed -1: must be 0 or more"),
