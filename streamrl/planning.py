@@ -9,6 +9,7 @@ from streamrl.errors import ConfigError
 from streamrl.placement import Cluster, Manner, ModelShape, Problem, Workload, shape_of
 from streamrl.placement.adapters import adapted
 from streamrl.placement.costs import Constants
+from streamrl.placement.costs.constants import MOST
 from streamrl.placement.workload import FixedLength, Lengths
 from streamrl.preflight import load_files, model_length
 
@@ -120,11 +121,17 @@ def mean_prompt_tokens(config: RunConfig) -> float:
 def run_constants(config: RunConfig, constants: Constants) -> Constants:
     """Constants with what the settings of a run say, and how streamrl runs it.
 
-    A generator's weights stay where they are while the trainer beside it computes.
+    A generator's weights stay where they are while the trainer beside it computes. Raises
+    ConfigError for more rollouts at the same time than can be.
     """
+    running, most = config.generator.max_concurrent_rollouts, MOST["max_running"]
+    if running > most:
+        raise ConfigError(
+            f"generator.max_concurrent_rollouts={running}: must be at most {most:.0f} to be planned"
+        )
     return replace(
         constants,
-        max_running=config.generator.max_concurrent_rollouts,
+        max_running=running,
         recompute=config.trainer.gradient_checkpointing,
         keeps_served=True,
     )

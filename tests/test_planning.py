@@ -8,8 +8,9 @@ from streamrl.config import RunConfig, load_config
 from streamrl.dataflow import Kind
 from streamrl.errors import ConfigError
 from streamrl.placement import Cluster, FixedLength, Manner, Placement, of_meshes, of_ratios
+from streamrl.placement.costs import Constants
 from streamrl.placing import placed_run, rules_of, run_placement
-from streamrl.planning import Asked, problem_of
+from streamrl.planning import Asked, problem_of, run_constants
 from streamrl.resharding import Grid
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -47,6 +48,13 @@ def test_what_lora_trains_is_planned_as_adapters_on_whole_layers() -> None:
     calls = {call.role: call for call in config.dataflow.calls if call.kind is Kind.TRAIN}
     assert rules(calls["policy"], Grid(1, 2, 2)) == ()
     assert rules(calls["policy"], Grid(1, 1, 4)) and rules(calls["critic"], Grid(1, 2, 2))
+
+
+def test_more_rollouts_at_once_than_a_constant_may_be_are_told_by_the_setting() -> None:
+    many = recipe("grpo", "generator.max_concurrent_rollouts=2000000")
+    with pytest.raises(ConfigError, match=r"^generator\.max_concurrent_rollouts=2000000: must"):
+        run_constants(many, Constants())
+    assert run_constants(recipe("grpo"), Constants()).max_running == 512
 
 
 def test_a_model_that_nobody_can_size_is_refused() -> None:

@@ -12,7 +12,7 @@ from streamrl.calibration.fit import Fitted, Found
 from streamrl.dataflow import GENERATE, POLICY, Kind
 from streamrl.placement import Placement, Problem, ScoreTiming, Timings
 from streamrl.placement.costs import Constants, CostModel
-from streamrl.placement.costs.constants import PARTS
+from streamrl.placement.costs.constants import MOST
 
 LEAST_PART = 1e-6
 """A device that reaches less of what it can do does nothing."""
@@ -98,10 +98,7 @@ def _solve(
     solved = (wanted - level) / slope
     if tie.is_part:
         solved = 1 / solved if solved > 0 else 1.0
-        least, most = LEAST_PART, 1.0
-    else:
-        least, most = 0.0, 1.0 if tie.constant in PARTS else float("inf")
-    value = min(max(solved, least), most)
+    value = min(max(solved, LEAST_PART if tie.is_part else 0.0), MOST[tie.constant])
     return value, abs(value - solved) > 1e-9 * max(1.0, abs(solved))
 
 

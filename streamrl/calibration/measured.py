@@ -247,9 +247,9 @@ def lengths_of_run(run_dir: Path) -> EmpiricalLengths:
 
 def no_run(run_dir: Path) -> str:
     """Why what has no config.yaml is no run's directory."""
-    if run_dir.is_dir():
+    if os.path.isdir(run_dir):
         return "holds no config.yaml"
-    return "not a directory" if run_dir.exists() else "no such directory"
+    return "not a directory" if os.path.exists(run_dir) else "no such directory"
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -260,7 +260,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def _config(run_dir: Path, place: str) -> RunConfig:
     path = run_dir / "config.yaml"
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(f"{place}: no run: {no_run(run_dir)}")
     return load_config(path)
 
@@ -274,7 +274,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 def _rows(path: Path, place: str) -> dict[int, Mapping[str, Any]]:
     """Rows of the metrics by step, each with how long it took."""
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(f"{place}: has no {path.name}")
     found: dict[int, Mapping[str, Any]] = {}
     for number, row in enumerate(_lines(path), start=1):

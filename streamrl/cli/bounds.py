@@ -14,13 +14,11 @@ from streamrl.errors import ConfigError
 from streamrl.placement.placements import MOST_STALENESS
 from streamrl.placement.search import Absent
 
-BOUNDS = (0, 1, 2, 4)
+BOUNDS = "0,1,2,4"
 
 
 def read_bounds(text: str) -> Sequence[int]:
     """Bounds of staleness, as 0,1,4. Raises ConfigError."""
-    if not text:
-        return BOUNDS
     words = text.split(",")
     if not all(re.fullmatch(r"\s*\d{1,9}\s*", w) and int(w) <= MOST_STALENESS for w in words):
         raise ConfigError(

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -11,19 +10,25 @@ from streamrl.calibration.constants import Calibration, Determined, calibrate
 from streamrl.calibration.fit import Fitted, fit
 from streamrl.calibration.measured import Measured, read_run
 from streamrl.calibration.prediction import Figures, PlannedRun, predict
+from streamrl.cli.given import named, named_path
 from streamrl.cli.writing import check_file, write_file
 from streamrl.placement import Cluster
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `streamrl calibrate`."""
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run directory")
+    parser.add_argument("run_dir", type=named_path, metavar="RUN", help="a run directory")
     parser.add_argument(
         "--cluster",
+        type=named,
         help="what the run was made on, as in 8xH100; not needed on one machine's CPU cores",
     )
     parser.add_argument(
-        "-o", dest="output", type=Path, metavar="FILE", help="write the constants there, as YAML"
+        "-o",
+        dest="output",
+        type=named_path,
+        metavar="FILE",
+        help="write the constants there, as YAML",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -32,7 +37,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code. Raises ConfigError for a run that says too little."""
     if arguments.output is not None:
         check_file("-o", arguments.output)
-    cluster = Cluster.parse(arguments.cluster) if arguments.cluster else None
+    cluster = None if arguments.cluster is None else Cluster.parse(arguments.cluster)
     measured = read_run(arguments.run_dir)
     planned = PlannedRun.of(measured, measured.config, cluster)
     fitted = fit(measured, planned.base)

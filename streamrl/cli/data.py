@@ -4,9 +4,9 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
+from streamrl.cli.given import named, named_path
 from streamrl.config import RunConfig, load_config
 from streamrl.data import DataConfig, DataFile, Fate, Limits, load_tokenizer, load_vocab_size
 from streamrl.data.checking import FileReport, check_file
@@ -23,9 +23,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `streamrl data`."""
     parser.usage = "streamrl data check [FILE ...] --model M | --config RECIPE"
     parser.add_argument("action", choices=["check"], help="check: read every row, as a run would")
-    parser.add_argument("files", nargs="*", metavar="FILE", help="default: those of the recipe")
-    parser.add_argument("--model", type=Path, help="model directory, for its tokenizer")
-    parser.add_argument("--config", type=Path, help="take model, files and limits of this recipe")
+    parser.add_argument(
+        "files", nargs="*", type=named, metavar="FILE", help="default: those of the recipe"
+    )
+    parser.add_argument("--model", type=named_path, help="model directory, for its tokenizer")
+    parser.add_argument(
+        "--config", type=named_path, help="take model, files and limits of this recipe"
+    )
     add_file_arguments(parser)
     parser.add_argument(
         "--max-prompt-tokens", type=int, help="longest prompt (what the model takes)"

@@ -15,6 +15,7 @@ from typing import Any
 
 from streamrl.checkpoint import find_resume_point
 from streamrl.cli.data import add_file_arguments, named_files
+from streamrl.cli.given import named, named_path
 from streamrl.config import load_config
 from streamrl.data import (
     DataConfig,
@@ -50,9 +51,12 @@ class Subject:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `streamrl evaluate`."""
     defaults = EvaluationConfig()
-    parser.add_argument("model", type=Path, help="model directory, checkpoint or run directory")
+    parser.add_argument(
+        "model", type=named_path, help="model directory, checkpoint or run directory"
+    )
     parser.add_argument(
         "--data",
+        type=named,
         action="append",
         default=[],
         metavar="FILE",
@@ -71,7 +75,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--pass-score", type=float, default=defaults.pass_score, help="score that passes"
     )
     parser.add_argument(
-        "--config", type=Path, help="score as this recipe does: its rewards, its longest completion"
+        "--config",
+        type=named_path,
+        help="score as this recipe does: its rewards, its longest completion",
     )
     parser.add_argument(
         "--max-new-tokens",

@@ -7,6 +7,7 @@ import argparse
 import os
 from pathlib import Path
 
+from streamrl.cli.given import named, named_path
 from streamrl.cli.writing import write_file
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
@@ -21,14 +22,16 @@ MOST_STEPS = 100
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `streamrl graph`."""
     parser.usage = "streamrl graph CONFIG [key=value ...] [--text | --dot | --svg FILE] [--steps N]"
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file, or a run")
+    parser.add_argument("config", type=named_path, metavar="CONFIG", help="a YAML file, or a run")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings that override it"
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--text", action="store_true", help="print it as text; this is the default")
     form.add_argument("--dot", action="store_true", help="print it in Graphviz's language")
-    form.add_argument("--svg", metavar="FILE", help="draw it into a file; - prints the drawing")
+    form.add_argument(
+        "--svg", type=named, metavar="FILE", help="draw it into a file; - prints the drawing"
+    )
     parser.add_argument(
         "--steps", type=int, default=1, metavar="N", help="so many optimizer steps of it (1)"
     )

@@ -66,6 +66,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Ray prints a death into whatever is on the screen; it is an event of the run already.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     command = next((a for a in arguments if a in COMMANDS), None)
+    if sys.stdout is None:
+        # It was closed before the start, as by >&-.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         parsed = _parse(build_parser(command), arguments)
         code = int(parsed.run(parsed))

@@ -9,11 +9,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from streamrl.agreement import apart_at_any_size
-from streamrl.cli.bounds import judged, read_bounds, read_run
+from streamrl.cli.bounds import BOUNDS, judged, read_bounds, read_run
+from streamrl.cli.given import named, named_path
 from streamrl.cli.problem import add_problem_arguments, problem_line, read_problem
 from streamrl.cli.tables import count, percent, seconds, table
 from streamrl.cli.writing import check_file, write_file
@@ -51,7 +51,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "streamrl plan CONFIG [key=value ...] --cluster FILE|8xH100 [options]"
     add_problem_arguments(parser)
     parser.add_argument(
-        "--max-staleness", default="", metavar="LIST", help="bounds to plan for, as 0,1,4 (0,1,2,4)"
+        "--max-staleness",
+        type=named,
+        default=BOUNDS,
+        metavar="LIST",
+        help=f"bounds to plan for, as 0,1,4 ({BOUNDS})",
     )
     parser.add_argument(
         "--pipeline",
@@ -70,11 +74,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
         *("-o", "--output"),
-        type=Path,
+        type=named_path,
         metavar="FILE",
         help="write the best: .yaml is the config of a run that is so placed, .json the placement",
     )
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw its devices over time")
+    parser.add_argument("--svg", type=named_path, metavar="FILE", help="draw its devices over time")
 
 
 def run(arguments: argparse.Namespace) -> int:

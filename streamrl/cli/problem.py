@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.calibration.measured import lengths_of_run
+from streamrl.cli.given import named, named_path
 from streamrl.cli.tables import inner_percent
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
@@ -34,12 +35,13 @@ LENGTHS_HELP = (
 
 def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments that say what is to be placed, and on what."""
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="a YAML file, or a run")
+    parser.add_argument("config", type=named_path, metavar="CONFIG", help="a YAML file, or a run")
     parser.add_argument(
         "overrides", nargs="*", default=[], metavar="key=value", help="settings that override it"
     )
     parser.add_argument(
         "--cluster",
+        type=named,
         required=True,
         metavar="FILE|8xH100",
         help="devices, as 64xH100, 16x8xA100@200Gb or 8xA100,8xV100, or a file with its nodes",
@@ -47,6 +49,7 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gpus", type=int, metavar="N", help="only the first N devices of it")
     parser.add_argument(
         "--model",
+        type=named,
         action="append",
         default=[],
         metavar="[ROLE=]NAME",
@@ -59,7 +62,7 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="mean of a prompt; by default of data.train",
     )
-    parser.add_argument("--lengths", metavar="SPEC", help=LENGTHS_HELP)
+    parser.add_argument("--lengths", type=named, metavar="SPEC", help=LENGTHS_HELP)
     parser.add_argument(
         "--filtered",
         type=float,
@@ -68,7 +71,10 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
         help="of all groups that are sampled, the part that filter takes out (0)",
     )
     parser.add_argument(
-        "--constants", type=Path, metavar="FILE", help="of the costs, as calibrate writes them"
+        "--constants",
+        type=named_path,
+        metavar="FILE",
+        help="of the costs, as calibrate writes them",
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is random (0)")
 
@@ -90,6 +96,8 @@ def read_problem(arguments: argparse.Namespace, config: RunConfig) -> tuple[Prob
     if filtered and config.filter.kind == "none":
         raise ConfigError(f"--filtered {filtered:g}: means nothing to filter.kind=none")
     prompt_tokens = arguments.prompt_tokens
+    if prompt_tokens is not None and not 0 < prompt_tokens < math.inf:
+        raise ConfigError(f"--prompt-tokens {prompt_tokens:g}: must be above 0 and finite")
     if prompt_tokens is None:
         prompt_tokens = mean_prompt_tokens(config)
     asked = Asked(prompt_tokens, read_models(config, arguments.model), lengths, filtered)

@@ -5,6 +5,7 @@ Nothing is written. A run may be under way, or have been killed: a torn last rec
 
 import argparse
 import json
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -16,6 +17,7 @@ from streamrl.calibration.advice import advise
 from streamrl.calibration.measured import no_run, read_run
 from streamrl.checkpoint import BOOKS, journal_dir
 from streamrl.cli import advice_words
+from streamrl.cli.given import named, named_path
 from streamrl.errors import ConfigError
 from streamrl.messages import parse_uid
 from streamrl.placement import Cluster
@@ -31,23 +33,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "streamrl report RUN [--cluster C] | --ledger RUN [--uid UID] [--json]"
     parser.add_argument(
         "run_dir",
-        type=Path,
+        type=named_path,
         nargs="?",
         metavar="RUN",
         help="a run directory: which stage bounds it, and what other settings would make of it",
     )
     parser.add_argument(
         "--cluster",
+        type=named,
         help="what it was made on, as in 8xH100; not needed on one machine's CPU cores",
     )
     parser.add_argument(
         "--ledger",
-        type=Path,
+        type=named_path,
         metavar="RUN",
         help="the accounts of a run directory: where every admitted prompt is",
     )
     parser.add_argument(
-        "--uid", help="the history of one prompt, epoch:index:attempt, and of its later attempts"
+        "--uid",
+        type=named,
+        help="the history of one prompt, epoch:index:attempt, and of its later attempts",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -87,7 +92,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _advise(arguments: argparse.Namespace) -> int:
     """What bounds the run, and what would help."""
-    cluster = Cluster.parse(arguments.cluster) if arguments.cluster else None
+    cluster = None if arguments.cluster is None else Cluster.parse(arguments.cluster)
     measured = read_run(arguments.run_dir)
     advice = advise(measured, cluster)
     if arguments.json:
@@ -208,10 +213,10 @@ def _at(time_s: float) -> str:
 
 def _read_log(run_dir: Path) -> Iterator[Entry]:
     """Every entry of the books' log. Raises ConfigError if there is none."""
-    if not (run_dir / "config.yaml").is_file():
+    if not os.path.isfile(run_dir / "config.yaml"):
         raise ConfigError(f"--ledger {run_dir}: no run: {no_run(run_dir)}")
     folder = journal_dir(run_dir, BOOKS)
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise ConfigError(
             f"--ledger {run_dir}: no log in journal/{BOOKS}/: the run has not begun to stream, or"
             " has queue.journal.enabled=false"

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
+from streamrl.cli.given import named_path
 from streamrl.config import load_config
 from streamrl.errors import ConfigError
 from streamrl.mailbox import LEAVE_S, PLACE_S, SPARE_S, ask
@@ -21,7 +22,7 @@ ROLES = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `streamrl scale`."""
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="directory of the run")
+    parser.add_argument("run_dir", type=named_path, metavar="RUN", help="directory of the run")
     for option, role in ROLES.items():
         parser.add_argument(
             f"--{option.replace('_', '-')}",

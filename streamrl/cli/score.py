@@ -16,6 +16,7 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from streamrl.cli.completions import Group, read_groups
+from streamrl.cli.given import named, named_path
 from streamrl.cli.score_summary import summary
 from streamrl.config import RunConfig, configure, load_config
 from streamrl.data import DataFile
@@ -44,12 +45,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "streamrl score ROWS --completions FILE (--reward REWARD ... | --config RECIPE)"
         " [--jsonl] [key=value ...]"
     )
-    parser.add_argument("rows", metavar="ROWS", help="rows, as data.train has them")
+    parser.add_argument("rows", type=named, metavar="ROWS", help="rows, as data.train has them")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="settings, e.g. scorer.timeout_s=5"
     )
     parser.add_argument(
         "--completions",
+        type=named,
         required=True,
         metavar="FILE",
         help='JSONL of {"index": row from 0, "completion": text}; lines of one index are a group;'
@@ -62,7 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a kind, file.py:function, or {kind: regex, pattern: x, weight: 0.5}; repeatable",
     )
     parser.add_argument(
-        "--config", type=Path, metavar="RECIPE", help="judge as this recipe or run directory does"
+        "--config",
+        type=named_path,
+        metavar="RECIPE",
+        help="judge as this recipe or run directory does",
     )
     parser.add_argument("--prompt-key", help="column of the prompt (the recipe's; prompt)")
     parser.add_argument("--label-key", help="column of the ground truth")

@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from streamrl.cli.given import named_path
 from streamrl.cli.problem import add_problem_arguments, problem_line, read_config, read_problem
 from streamrl.cli.tables import count, percent, seconds, table
 from streamrl.cli.writing import check_folder
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_problem_arguments(parser)
     parser.add_argument(
         "--placement",
-        type=Path,
+        type=named_path,
         metavar="FILE",
         help="a placement that plan has written (-o plan.json); by default the config's own",
     )
@@ -48,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         *("-o", "--output"),
-        type=Path,
+        type=named_path,
         metavar="DIR",
         help="write trace.json and metrics.jsonl there, as a run does",
     )

@@ -17,6 +17,7 @@ from streamrl.actors.session import Session
 from streamrl.algorithms.dials import Dials
 from streamrl.buffer import Ledger
 from streamrl.checkpoint import Checkpoint, ResumePoint, find_resume_point
+from streamrl.cli.given import named_path
 from streamrl.cli.interrupts import (
     graceful_interrupt,
     interrupt_on_signals,
@@ -53,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--resume",
-        type=Path,
+        type=named_path,
         metavar="RUN",
         help="go on with a run directory (its newest checkpoint) or with one checkpoint of it",
     )

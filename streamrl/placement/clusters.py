@@ -19,8 +19,8 @@ GB = 1e9
 MOST_DEVICES = 1 << 14
 PCIE_3, PCIE_4, PCIE_5 = 16 * GB, 32 * GB, 64 * GB
 """Of sixteen lanes, each way."""
-MOST_FIGURE = 1e12
-"""Of a device or a network in a file, in the file's unit: no number, or a slip, beyond it."""
+LEAST_FIGURE, MOST_FIGURE = 1e-3, 1e6
+"""Of a device or a network in a file, in the file's unit: a slip, as of the unit, beyond them."""
 
 
 @dataclass(frozen=True)
@@ -233,12 +233,13 @@ def _parse_group(part: str, text: str) -> NodeGroup:
     place = f"cluster {text}"
     found = _GROUP.fullmatch(part)
     if found is None:
-        raise ConfigError(f"{place}: {part!r} is not written like 8xH100 or 16x8xA100@200Gb")
+        raise ConfigError(f"{place}: {part!r:.60} is not written like 8xH100 or 16x8xA100@200Gb")
     nodes, devices, name, gigabits = found.groups()
     device, count = device_named(name, place), int(devices)
-    network = float(gigabits) * GB / 8 if gigabits else 0.0
-    if gigabits and not network:
-        raise ConfigError(f"{place}: @{gigabits}Gb: must be above 0")
+    network = float(gigabits or 0)
+    if gigabits:
+        _check_figure(f"{place}: network_gbps", network)
+    network *= GB / 8
     if nodes is not None:
         return NodeGroup(device, count, int(nodes), network)
     if count <= device.per_node:
@@ -268,12 +269,9 @@ class _DeviceEntry:
     host_gbps: float = PCIE_4 / GB
 
     def device(self, place: str) -> Device:
-        """The device. Raises ConfigError for what is not above 0."""
+        """The device. Raises ConfigError for what no device has."""
         for key in ("tflops", "memory_gb", "memory_gbps", "link_gbps", "host_gbps"):
-            if not 0 < vars(self)[key] < MOST_FIGURE:
-                raise ConfigError(
-                    f"{place}.{key}={vars(self)[key]:g}: must be above 0, and below {MOST_FIGURE:g}"
-                )
+            _check_figure(f"{place}.{key}", vars(self)[key])
         return _device(
             self.name,
             self.tflops,
@@ -293,6 +291,13 @@ class _GroupEntry:
     network_gbps: float = 0.0
 
 
+def _check_figure(name: str, value: float) -> None:
+    if not LEAST_FIGURE <= value <= MOST_FIGURE:
+        raise ConfigError(
+            f"{name}={value:g}: must be at least {LEAST_FIGURE:g} and at most {MOST_FIGURE:g}"
+        )
+
+
 def _group_of(entry: Any, place: str) -> NodeGroup:
     if not isinstance(entry, Mapping) or "device" not in entry:
         raise ConfigError(f"{place}: must be a mapping with device and devices")
@@ -305,9 +310,6 @@ def _group_of(entry: Any, place: str) -> NodeGroup:
         device = device_named(str(named), f"{place}.device")
     rest = {key: value for key, value in entry.items() if key != "device"}
     group = read_settings(_GroupEntry, rest, section=place)
-    if not 0 <= group.network_gbps < MOST_FIGURE:
-        raise ConfigError(
-            f"{place}.network_gbps={group.network_gbps:g}: must be 0 or more, and below"
-            f" {MOST_FIGURE:g}"
-        )
+    if group.network_gbps:
+        _check_figure(f"{place}.network_gbps", group.network_gbps)
     return NodeGroup(device, group.devices, group.count, group.network_gbps * GB / 8)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from streamrl.messages import Array
 from streamrl.placement.chains import Chained, counts_of
 from streamrl.placement.flowing import Stream
 from streamrl.placement.rounds import of_mini_batch
@@ -225,24 +226,35 @@ class Generation:
 
     def _drawn(self, replicas: int, shares: int, chains: int) -> Iterator[Chained]:
         """Groups of so many shares, with so many chains each; the longest of a step among them."""
-        workload, rng = self.workload, np.random.default_rng(0)
-        counts = counts_of(workload.filtered, shares * chains)
-        if workload.filtered:
-            counts = rng.permutation(counts)
-        total = int(counts.sum()) * self.per_group
-        lengths = workload.lengths.quantiles((np.arange(total) + 0.5) / total)
-        if workload.filtered:
-            lengths = rng.permutation(lengths)
+        if self.workload.filtered:
+            longest = float(self._sampled(replicas).longest.max(axis=1).mean())
+            whole = self._replacing(shares * chains).stretched(longest)
         else:
-            everyone = workload.groups_per_step * self.per_group
-            longest = workload.lengths.expected_longest(everyone)
-            lengths = rng.permutation(np.sort(lengths)[:-1])
-            lengths = np.insert(lengths, total // 2, max(longest, float(lengths.max(initial=1.0))))
-        grid = np.rint(lengths).reshape(-1, self.per_group)
-        whole = Chained.of(grid, counts)
-        if workload.filtered:
-            whole = whole.stretched(float(self._sampled(replicas).longest.max(axis=1).mean()))
-        yield from whole.split(shares)
+            whole = self._lasting(shares * chains)
+        return whole.split(shares)
+
+    def _replacing(self, chains: int) -> Chained:
+        """Groups of which some take the place of a filtered one, in an order that is fixed."""
+        rng = np.random.default_rng(0)
+        counts = rng.permutation(counts_of(self.workload.filtered, chains))
+        lengths = rng.permutation(self._quantiles(int(counts.sum())))
+        return self._chained(lengths, counts)
+
+    def _lasting(self, groups: int) -> Chained:
+        """Groups that all stay, likewise; half-way is the longest rollout of a whole step."""
+        everyone = self.workload.groups_per_step * self.per_group
+        others = np.random.default_rng(0).permutation(self._quantiles(groups)[:-1])
+        longest = max(self.workload.lengths.expected_longest(everyone), others.max(initial=1.0))
+        lengths = np.insert(others, (len(others) + 1) // 2, longest)
+        return self._chained(lengths, np.ones(groups, np.int64))
+
+    def _quantiles(self, groups: int) -> Array:
+        """Of the lengths of so many groups' rollouts, ascending."""
+        total = groups * self.per_group
+        return self.workload.lengths.quantiles((np.arange(total) + 0.5) / total)
+
+    def _chained(self, lengths: Array, counts: Array) -> Chained:
+        return Chained.of(np.rint(lengths).reshape(-1, self.per_group), counts)
 
 
 def score_s(

@@ -8,7 +8,7 @@ from streamrl.placement.durations import Generation, cuts_of, score_s, spread, t
 from streamrl.placement.manner import Manner
 from streamrl.placement.meshes import Mesh
 from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.timings import ScoreTiming, Timings, WeightsTiming
+from streamrl.placement.timings import Timings, WeightsTiming
 from streamrl.placement.unrolling import NOWHERE, Job, Need
 from streamrl.placement.workload import Workload
 
@@ -131,15 +131,27 @@ class Jobs:
     @property
     def link_s(self) -> float:
         """On policy, from the end of a group that is filtered to where another is asked for."""
-        hops_s, workload = 2 * self.timings.hop_s, self.workload
-        for call in self.flow.calls:
-            timing = self.timings.score.get(call.stage)
-            if "scores" in call.produces and timing is not None:
-                rollouts = self.flow.per_group(call, workload)
-                seconds = timing.batch_of(rollouts, rollouts * workload.rollout_tokens)
-                # Its timing is that of all that is sampled for a step.
-                hops_s += seconds * (1 - workload.filtered)
-        return hops_s if workload.filtered else 0.0
+        if not self.workload.filtered:
+            return 0.0
+        judges = [call for call in self.flow.calls if "scores" in call.produces]
+        timed = [call for call in judges if call.stage in self.timings.score]
+        return 2 * self.timings.hop_s + sum(self._group_s(call) for call in timed)
+
+    def scores_s(self, call: Call) -> float:
+        """All that a call scores for a step, of the replica that has the most."""
+        timing, per_group = self.timings.score[call.stage], self.flow.per_group(call, self.workload)
+        seconds = score_s(timing, self.workload, per_group, singly=self.trickles)
+        return seconds * self._sampled(call)
+
+    def _group_s(self, call: Call) -> float:
+        """One group that a call scores, by itself."""
+        per_group = self.flow.per_group(call, self.workload)
+        timing, tokens = self.timings.score[call.stage], per_group * self.workload.rollout_tokens
+        return timing.batch_of(per_group, tokens)
+
+    def _sampled(self, call: Call) -> float:
+        """Groups that a call scores for each that is trained: who judges has the filtered, too."""
+        return 1 / (1 - self.workload.filtered) if "scores" in call.produces else 1.0
 
     @property
     def publish_every(self) -> int:
@@ -207,22 +219,20 @@ class Jobs:
         needs = self._sources(call)
         if pull is not None:
             needs.append(Need(pull))
-        timing, seconds = self.timings.score.get(call.stage), 0.0
-        if timing is not None:
-            per_group = self.flow.per_group(call, self.workload)
-            seconds = score_s(timing, self.workload, per_group, singly=self.trickles)
-            seconds = max(seconds, self._bursts_s(call, timing, per_group))
+        seconds = 0.0
+        if call.stage in self.timings.score:
+            seconds = max(self.scores_s(call), self._bursts_s(call))
         parts = spread(seconds, self.group_cuts)
         return Job(call.stage, self.mesh(call.stage), parts, needs, queued=True)
 
-    def _bursts_s(self, call: Call, timing: ScoreTiming, per_group: int) -> float:
+    def _bursts_s(self, call: Call) -> float:
         """How long generation that is ahead stands still for groups that are scored as they come.
 
         It has a slice between two bursts, and in each of them waits for as long as a group takes.
         """
         if not self.trickles or not self.placement.overlaps(call.stage, self.flow.generate.stage):
             return 0.0
-        group_s = timing.batch_of(per_group, per_group * self.workload.rollout_tokens)
+        group_s = self._group_s(call) * self._sampled(call)
         groups, slice_s = self.workload.groups_per_step, self.manner.slice_s
         bursts = sum(
             min(part * groups, seconds / (slice_s + group_s)) for part, seconds in self.spells

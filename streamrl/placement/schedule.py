@@ -9,16 +9,14 @@ that is ahead goes on beside all of it, with the rollouts of several steps (`flo
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 
 from streamrl.dataflow import Kind
 from streamrl.placement.clusters import Cluster
-from streamrl.placement.durations import PARTS, Generation, score_s, spread, training
+from streamrl.placement.durations import PARTS, Generation, spread, training
 from streamrl.placement.estimates import CallMemory, Costs, Estimate, Problem
 from streamrl.placement.jobs import Flow, Jobs, burst, busiest_s, busy, standing
 from streamrl.placement.occupancy import Steady
 from streamrl.placement.placements import Assignment, Placement
-from streamrl.placement.timings import Timings
 from streamrl.placement.unrolling import Unrolled, Unroller
 
 FINE = PARTS[max(PARTS)]
@@ -66,17 +64,6 @@ class Estimator:
             self._step_s[key] = seconds
         return self._step_s[key]
 
-    def _timings(self, placement: Placement) -> Timings:
-        """With rewards of all groups that are sampled, of which only some are trained."""
-        timings, times = self.costs.timings(placement), 1 / (1 - self.problem.workload.filtered)
-        if times == 1:
-            return timings
-        score = dict(timings.score)
-        for call in self.flow.calls:
-            if "scores" in call.produces:
-                score[call.stage] = score[call.stage].slower(times)
-        return replace(timings, score=score)
-
     def _busiest_s(self, placement: Placement) -> float:
         """The work of the mesh that has most, with those that overlap it: no step is shorter."""
         jobs = self._jobs(placement)
@@ -87,7 +74,7 @@ class Estimator:
         return self._ahead if placement.max_staleness else self._on_policy
 
     def _jobs(self, placement: Placement) -> Jobs:
-        problem, timings = self.problem, self._timings(placement)
+        problem, timings = self.problem, self.costs.timings(placement)
         return Jobs(self.flow, problem.workload, placement, timings, problem.manner)
 
     def estimate(self, placement: Placement) -> Estimate:
@@ -149,9 +136,7 @@ class Estimator:
                 timing = timings.train[call.role]
                 busy_s += timing.shares * training(timing, workload).total_s
             elif call.stage in timings.score:
-                score = timings.score[call.stage]
-                per_group = self.flow.per_group(call, workload)
-                busy_s += score.replicas * score_s(score, workload, per_group, singly=jobs.trickles)
+                busy_s += timings.score[call.stage].replicas * jobs.scores_s(call)
         busy_s += workload.groups_per_step * timings.books_s
         return max(run.period_s, busy_s / timings.cores)
 

@@ -1,5 +1,6 @@
 """How large a model is: its layers and widths, by name or from a Hugging Face config."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -290,9 +291,9 @@ def shape_of(model: str) -> ModelShape:
     if model.lower() in SHAPES:
         return SHAPES[model.lower()]
     path = Path(model)
-    if path.is_dir():
+    if os.path.isdir(path):
         path /= "config.json"
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ConfigError(
             f"model {model}: no size of that name, and no model directory; {nearest(model, SHAPES)}"
         )

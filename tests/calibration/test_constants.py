@@ -61,6 +61,13 @@ def test_a_rule_takes_as_long_for_full_batches_one_group_at_a_time(made: Made) -
     assert 32 * made.again.score["reward"].batch_of(4, 0) == pytest.approx(whole)
 
 
+def test_what_is_beyond_the_bound_of_a_constant_is_cut_to_it(made: Made) -> None:
+    slow = replace(made.fitted, timings=replace(made.fitted.timings, hop_s=100.0))
+    found = calibrate(slow, made.planned.problem, made.planned.placement, made.planned.start)
+    assert found.constants.hop_s == 60
+    assert [name for name, one in found.determined.items() if one.is_cut] == ["hop_s"]
+
+
 def test_what_a_run_says_nothing_of_keeps_its_default(made: Made) -> None:
     found = made.found
     start = vars(made.planned.start)

@@ -1,7 +1,10 @@
 """Signals that end a run."""
 
 import contextlib
+import shlex
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -28,3 +31,9 @@ def test_a_signal_whose_exception_got_lost_is_not(number: int) -> None:
         signal.raise_signal(number)
     with pytest.raises(KeyboardInterrupt):
         check()
+
+
+def test_a_command_whose_output_is_closed_before_it_begins_ends_well() -> None:
+    command = f"{shlex.quote(sys.executable)} -m streamrl.cli algorithms >&-"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -76,7 +76,7 @@ def test_a_part_of_a_cluster_is_whole_nodes_or_a_part_of_one() -> None:
         ("8xH100@fastGb", "is not written like"),
         ("9999999x8xH100", "must be at most"),
         ("65536xH100", "65536 devices: must be at most 16384"),
-        (f"8xH100@{'9' * 400}Gb", "network of inf bytes/s: must be 0 or more, and finite"),
+        (f"8xH100@{'9' * 400}Gb", "network_gbps=inf: must be at least 0.001"),
     ],
 )
 def test_what_is_no_cluster_is_refused_in_one_line(text: str, said: str) -> None:
@@ -96,22 +96,24 @@ def test_a_file_may_have_devices_of_its_own() -> None:
     assert first.network == 50e9
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0, 1e300])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0, 1e300, 2e6, 1e-6])
 @pytest.mark.parametrize("key", ["tflops", "memory_gb", "memory_gbps", "link_gbps", "host_gbps"])
 def test_a_device_of_a_file_has_figures_that_can_be(key: str, value: float) -> None:
     own = {"name": "X1", "tflops": 500, "memory_gb": 96, "memory_gbps": 2000, "link_gbps": 100}
     nodes = [{"device": own | {key: value}, "devices": 4}]
     with pytest.raises(ConfigError) as refused:
         Cluster.of_dict({"nodes": nodes}, place="c.yaml")
-    assert f"c.yaml: nodes[0].device.{key}={value:g}: must be above 0" in str(refused.value)
+    assert f"c.yaml: nodes[0].device.{key}={value:g}: must be at least 0.001 and" in str(
+        refused.value
+    )
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e300])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1.0, 1e300, 2e6, 1e-6])
 def test_a_network_of_a_file_is_one_that_can_be(value: float) -> None:
     nodes = [{"device": "H100", "devices": 4, "network_gbps": value}]
     with pytest.raises(ConfigError) as refused:
         Cluster.of_dict({"nodes": nodes}, place="c.yaml")
-    assert f"c.yaml: nodes[0].network_gbps={value:g}: must be 0 or more" in str(refused.value)
+    assert f"c.yaml: nodes[0].network_gbps={value:g}: must be at least 0.001" in str(refused.value)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -31,8 +31,33 @@ ABOVE_ZERO = (
 PARTS = (*ABOVE_ZERO, "zero_exposed_fraction", "pause_fraction", "memory_reserve_fraction")
 
 
-MOST_CONSTANT = 1e12
-"""Of any: seconds, bytes, widths."""
+MOST = {
+    **dict.fromkeys(PARTS, 1.0),
+    # Seconds: of a layer or a hop, of a token's decode step, and of what is there once a batch, a
+    # rollout, an update or a version.
+    **dict.fromkeys(("collective_s", "link_hop_s", "network_hop_s"), 1.0),
+    **dict.fromkeys(("decode_layer_s", "expert_layer_s"), 1.0),
+    **dict.fromkeys(("decode_step_s", "decode_rollout_s", "decode_group_s", "hop_s"), 60.0),
+    **dict.fromkeys(("begin_s", "between_steps_s"), 3600.0),
+    **dict.fromkeys(("micro_batch_s", "update_s", "round_s", "train_step_s"), 3600.0),
+    **dict.fromkeys(("score_batch_s", "score_rollout_s"), 3600.0),
+    **dict.fromkeys(("rule_group_s", "rule_rollout_s"), 3600.0),
+    **dict.fromkeys(("publish_s", "pull_s", "switch_s"), 3600.0),
+    # Widths and numbers of things.
+    "half_width": 1e6,
+    "max_running": 1e6,
+    "expert_rows": 1e6,
+    "stage_micro_batches": 1e3,
+    "score_tokens": 1e9,
+    # Bytes: of an element, of a parameter, and of a token.
+    **dict.fromkeys(("weight_bytes", "gradient_bytes", "reduced_bytes"), 64.0),
+    **dict.fromkeys(("served_bytes", "kv_bytes", "optimizer_bytes"), 64.0),
+    **dict.fromkeys(("activation_bytes", "checkpoint_bytes", "logit_bytes"), 1e3),
+    "column_bytes": 1e6,
+    # Yes or no.
+    **dict.fromkeys(("recompute", "offloads_optimizer", "offloads_weights", "keeps_served"), 1.0),
+}
+"""Of each constant, far above what any device needs: beyond it is a slip, as of a unit."""
 
 
 @dataclass(frozen=True)
@@ -155,15 +180,14 @@ class Constants:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = vars(self)[field.name]
-            if not math.isfinite(value):
+            if isinstance(value, float) and not math.isfinite(value):
                 raise ConfigError(f"{field.name}={value}: must be finite")
-            if value > MOST_CONSTANT:
-                raise ConfigError(f"{field.name}={value:g}: must be at most {MOST_CONSTANT:g}")
             if value < 0 or (field.name in ABOVE_ZERO and value == 0):
                 least = "above 0" if field.name in ABOVE_ZERO else "0 or more"
                 raise ConfigError(f"{field.name}={value}: must be {least}")
-            if field.name in PARTS and value > 1:
-                raise ConfigError(f"{field.name}={value}: must be at most 1")
+            if value > MOST[field.name]:
+                shown = f"{value!s:.40}"
+                raise ConfigError(f"{field.name}={shown}: must be at most {MOST[field.name]:g}")
         for name in ("max_running", "score_tokens", "stage_micro_batches"):
             if vars(self)[name] < 1:
                 raise ConfigError(f"{name}={vars(self)[name]}: must be at least 1")

@@ -1,5 +1,6 @@
 """Constants are read, written and refused by name."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -7,6 +8,7 @@ import pytest
 from streamrl.errors import ConfigError
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs import CPU, Constants
+from streamrl.placement.costs.constants import MOST
 
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
@@ -37,6 +39,13 @@ def test_what_a_file_does_not_name_stays(tmp_path: Path) -> None:
         ("max_running: .inf\n", "max_running"),
         ("max_running: .nan\n", "max_running"),
         ("max_running: 0\n", "must be at least 1"),
+        ("hop_s: 1e12\n", "hop_s=1000000000000.0: must be at most 60"),
+        ("collective_s: 2\n", "collective_s=2.0: must be at most 1"),
+        ("decode_layer_s: 2.0e+9\n", "must be at most 1"),
+        ("publish_s: 3601\n", "publish_s=3601.0: must be at most 3600"),
+        ("half_width: 1.0e+12\n", "must be at most 1e\\+06"),
+        ("weight_bytes: 65\n", "weight_bytes=65: must be at most 64"),
+        (f"max_running: {10**400}\n", "max_running=1000.*: must be at most 1e\\+06"),
         ("[1, 2]\n", "must be a mapping"),
         ("a: [\n", "constants"),
     ],
@@ -48,6 +57,14 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, text: str, said: str)
         Constants.read(path)
     assert "\n" not in str(caught.value)
     assert str(path) in str(caught.value)
+
+
+def test_every_constant_has_a_bound_of_its_own() -> None:
+    assert set(MOST) == set(vars(Constants()))
+    for name, most in MOST.items():
+        assert vars(replace(Constants(), **{name: most}))[name] == most
+        with pytest.raises(ConfigError, match=f"^{name}=.*: must be at most"):
+            replace(Constants(), **{name: most * 2})
 
 
 def test_a_missing_file_is_said_in_one_line(tmp_path: Path) -> None:

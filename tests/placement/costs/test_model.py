@@ -334,11 +334,18 @@ def test_how_long_a_batch_takes_does_not_depend_on_what_is_filtered() -> None:
     assert found[1] == found[0]
 
 
-def test_a_schedule_has_rewards_of_all_groups_that_are_sampled() -> None:
-    found = []
+def test_a_step_has_rewards_of_all_groups_that_are_sampled_each_as_long_as_it_takes() -> None:
+    found, parts = [], []
     for share in (0.0, 0.75):
         problem = grpo("llama-7b", A100, replace(WORK, filtered=share))
         placement = colocated(problem, "1-8-2", "1-2-8")
         jobs, _ = Estimator(problem, CostModel(problem)).schedule(placement)
         found.append(jobs.timings.score["reward"])
-    assert found[1] == found[0].slower(4) != found[0]
+        (reward,) = (job for job in jobs.jobs if job.stage == "reward")
+        parts.append(sum(reward.parts))
+    assert found[1] == found[0]
+    assert parts[1] == pytest.approx(4 * parts[0])
+    # And who takes the place of a filtered group waits for the score of that one alone.
+    rollouts, tokens = WORK.group_size, WORK.group_size * WORK.rollout_tokens
+    one_s = found[0].batch_of(rollouts, tokens)
+    assert jobs.link_s == pytest.approx(2 * jobs.timings.hop_s + one_s)
