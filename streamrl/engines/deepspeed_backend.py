@@ -194,6 +194,7 @@ def _import_deepspeed() -> Any:
     os.environ["LOCAL_RANK"] = str(local_device().index or 0)
     import deepspeed
     import deepspeed.ops
+    from deepspeed.runtime import compiler
     from deepspeed.utils import logger
 
     logger.setLevel("WARNING")
@@ -201,6 +202,8 @@ def _import_deepspeed() -> Any:
     warnings.filterwarnings("ignore", "`torch.distributed.*` is deprecated", FutureWarning)
     # Its shared-memory collectives for CPUs are built with a compiler on first use: over a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # It loads Muon with every optimizer, and to compile that loads torch's compiler: a second.
+    compiler.compile = lambda: compiler.dummy_decorator
     return deepspeed
 
 
