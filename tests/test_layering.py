@@ -47,7 +47,7 @@ LEVELS = (
         "simulator",
     },
     {
-        *("config", "agreement", "preflight", "planning", "placing", "calibration"),
+        *("config", "agreement", "preflight", "planning", "placing", "slots", "calibration"),
         *("pictures", "actors"),
     },
     {"cli"},

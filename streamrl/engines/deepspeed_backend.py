@@ -31,7 +31,8 @@ from streamrl.engines.ranks import bound_collectives
 from streamrl.engines.resident import lay_side_by_side
 from streamrl.engines.trainer_config import BUCKET_ELEMENTS
 from streamrl.errors import CheckpointError
-from streamrl.resharding import Shard, Storage, whole_shard
+from streamrl.resharding import Shard, whole_shard
+from streamrl.resharding.storage import Storage
 from streamrl.weights.parameters import side_by_side
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from streamrl.engines.forward import VALUE_HEAD
 from streamrl.engines.generation import GenerationEngine
 from streamrl.engines.seeds import rollout_seeds
 from streamrl.messages import Array, Columns, Prompt, Rollout, group_columns, group_rollouts
-from streamrl.resharding import Storage
+from streamrl.resharding.storage import Storage
 from streamrl.weights import Loaded
 
 #: Of the likeliest completion, where a seed has no say.

@@ -20,10 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.errors import WeightsError
-from streamrl.weights import WeightManifest, publish, unpack
-from streamrl.weights.manifest import DTYPES
+from streamrl.weights import WeightManifest
+from streamrl.weights.publisher import publish
 from streamrl.weights.segments import clear_up
 from streamrl.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
+from streamrl.weights.subscriber import unpack
+from streamrl.weights.views import DTYPES
 from tests.weights.local_outlet import LocalInlet, LocalOutlet
 
 BUCKET_BYTES = 300
