@@ -30,6 +30,7 @@ from streamrl.engines.lora import check_targets
 from streamrl.engines.split_models import check_split_generator, check_tensor_parallel
 from streamrl.errors import ConfigError
 from streamrl.messages import Per, Prompt, column_spec
+from streamrl.model_config import read_model_config
 from streamrl.placement import SLOTS, Demand, Way, WorkerMemory
 from streamrl.rewards import COSTS, Surroundings, build_rewards
 from streamrl.rewards.filtering import build_filter
@@ -113,10 +114,9 @@ def model_length(path: str, *, limit: int | None) -> int:
     """Tokens a model takes, or `limit` if that is less. Raises ConfigError for what is no model."""
     _check_weights(Path(path))
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
 
     try:
-        settings = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
+        settings = read_model_config(path).get_text_config()
         tokens = int(settings.max_position_embeddings)
     except (
         OSError,

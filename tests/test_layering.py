@@ -23,7 +23,7 @@ PURE = (
     "controller",
 )
 LEVELS = (
-    {"messages", "errors", "user_module", "settings", "small_file", "workers"},
+    {"messages", "errors", "user_module", "settings", "small_file", "workers", "model_config"},
     {"algorithms", "dataflow", "placement", "resharding", "controller"},
     {
         "pipeline",

@@ -16,6 +16,7 @@ from streamrl.engines.dtypes import trained_dtype
 from streamrl.engines.forward import load_skeleton, load_value_skeleton
 from streamrl.engines.held_memory import shares_weights
 from streamrl.engines.lora import num_trained
+from streamrl.engines.outline import read_outline
 from streamrl.engines.teams import teams_of
 from streamrl.engines.two_heads import add_value_head
 from streamrl.placement import Demand
@@ -93,7 +94,7 @@ def _published(config: RunConfig, demands: Sequence[Demand]) -> tuple[Published,
     sizes = {}
     for role in config.dataflow.trained:
         trainer = config.trainer_of(role)
-        elements = num_trained(_skeleton(config, role), trainer)
+        elements = _num_trained(config, role)
         sizes[role] = elements * trained_dtype(trainer).itemsize
         if role == POLICY and config.reference.every:
             averages = bool(config.reference.decay)
@@ -101,6 +102,18 @@ def _published(config: RunConfig, demands: Sequence[Demand]) -> tuple[Published,
     if together:
         del sizes[POLICY]
     return tuple(Published(role, size, readers[role]) for role, size in sizes.items())
+
+
+def _num_trained(config: RunConfig, role: str) -> int:
+    """Elements of a role's model that are trained."""
+    shares = config.critic.shared_coef is not None
+    outline = read_outline(
+        config.model_of(role), has_output=role == POLICY, has_value=role != POLICY or shares
+    )
+    trainer = config.trainer_of(role)
+    return (
+        outline.num_trained(trainer) if outline else num_trained(_skeleton(config, role), trainer)
+    )
 
 
 def _skeleton(config: RunConfig, role: str) -> "PreTrainedModel":
