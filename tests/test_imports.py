@@ -72,7 +72,7 @@ def test_a_step_of_deepspeed_loads_no_compiler(tmp_path: Path) -> None:
     ],
 )
 def test_who_computes_nothing_loads_no_torch(module: str) -> None:
-    assert loaded(f"import streamrl.{module}\n", "torch", "transformers") == []
+    assert loaded(f"import streamrl.{module}\n", "torch", "transformers", "scipy") == []
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "safe_rlhf"])
