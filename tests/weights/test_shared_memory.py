@@ -285,8 +285,9 @@ def test_a_file_system_that_is_full_is_an_error_and_not_the_end_of_the_process()
     found = small_mount(
         "import torch; from pathlib import Path\n"
         "from streamrl.errors import WeightsError\n"
-        "from streamrl.weights import publish, unpack\n"
+        "from streamrl.weights.publisher import publish\n"
         "from streamrl.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet\n"
+        "from streamrl.weights.subscriber import unpack\n"
         "from tests.weights.local_outlet import LocalInlet, LocalOutlet\n"
         "outlet = SharedMemoryOutlet(\n"
         '    "run", LocalOutlet(), keep_versions=2, directory=Path("/mnt"))\n'
