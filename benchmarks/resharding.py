@@ -43,20 +43,14 @@ from streamrl.resharding import (
     BytesReport,
     Component,
     CopyPlan,
-    Executor,
-    GatherInGroups,
     GatherPlan,
     GenerationSizes,
     Grid,
     Layout,
     ModelSpec,
     Nodes,
-    PointToPoint,
     Seating,
-    Storage,
     TensorSpec,
-    allocate,
-    allocate_both,
     micro_groups,
     plan_copies,
     plan_gather,
@@ -65,6 +59,8 @@ from streamrl.resharding import (
     table_2,
     zero_partitioned,
 )
+from streamrl.resharding.executors import Executor, GatherInGroups, PointToPoint
+from streamrl.resharding.storage import Storage, allocate, allocate_both
 
 MOST_RANKS = 16
 MOST_BYTES = 64 << 20

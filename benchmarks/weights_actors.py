@@ -17,13 +17,15 @@ from streamrl.actors.store_transport import StoreInlet, StoreOutlet
 from streamrl.engines import vllm_engine
 from streamrl.engines.generation import GenerationEngine, GeneratorConfig
 from streamrl.errors import GenerationError
-from streamrl.weights import Inlet, Outlet, WeightManifest, WeightsConfig, publish, unpack
+from streamrl.weights import Inlet, Outlet, WeightManifest, WeightsConfig
 from streamrl.weights.collective import CollectiveInlet, CollectiveOutlet
 from streamrl.weights.config import COLLECTIVE, DELTA, DISK, SHARED_MEMORY, STORE
 from streamrl.weights.delta import DeltaInlet, DeltaOutlet
 from streamrl.weights.disk import DiskInlet, DiskOutlet
 from streamrl.weights.parameters import side_by_side
+from streamrl.weights.publisher import publish
 from streamrl.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
+from streamrl.weights.subscriber import unpack
 
 TIMEOUT_S = 60.0
 CHANGED_SHARE = 20

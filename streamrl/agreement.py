@@ -6,8 +6,7 @@ Each check raises ConfigError naming the setting, its value and the rule.
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from streamrl.algorithms.objective import columns_needed
-from streamrl.algorithms.rehearsal import rehearse, settings_read
+from streamrl.algorithms.columns import columns_needed
 from streamrl.algorithms.table import ALGORITHMS
 from streamrl.dataflow import CRITIC, CRITICS, dataflow_for
 from streamrl.engines.trainer_config import CriticConfig
@@ -189,6 +188,9 @@ def _check_critic(config: "RunConfig") -> None:
 
 
 def _check_row(config: "RunConfig") -> None:
+    # It computes; who is given a config that was checked elsewhere does not.
+    from streamrl.algorithms.rehearsal import rehearse, settings_read
+
     try:
         # A column that nobody makes is told here.
         dataflow_for(columns_needed(config.algorithm.row, config.settings))

@@ -14,8 +14,8 @@ from yaml import YAMLError
 
 from streamrl.agreement import apart, check_agreement
 from streamrl.algorithms.algorithm import Settings
+from streamrl.algorithms.columns import columns_needed
 from streamrl.algorithms.config import AlgorithmConfig
-from streamrl.algorithms.objective import columns_needed
 from streamrl.buffer.admission import check_capacity
 from streamrl.buffer.config import QueueConfig
 from streamrl.checkpoint import CheckpointConfig
@@ -25,7 +25,7 @@ from streamrl.data.files import KEYS as FILE_KEYS
 from streamrl.data.files import absolute
 from streamrl.dataflow import POLICY, Dataflow, dataflow_for
 from streamrl.engines.generator_config import GeneratorConfig
-from streamrl.engines.moving_reference import ReferenceConfig
+from streamrl.engines.reference_config import ReferenceConfig
 from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.evaluation import MAX_SEED, EvaluationConfig

@@ -104,6 +104,12 @@ class WeightChannel(Protocol):
         ...
 
 
+class ClosableChannel(WeightChannel, Protocol):
+    """A channel that may be left."""
+
+    async def close(self) -> None: ...
+
+
 class PromptSource(Protocol):
     """Where prompts come from, without end."""
 

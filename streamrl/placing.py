@@ -33,8 +33,8 @@ from streamrl.placement.estimates import CallMemory, Costs
 from streamrl.placement.pools import hosts_actor
 from streamrl.placement.search.rules import Rules
 from streamrl.planning import CRITICS, JUDGES
-from streamrl.preflight import counts
 from streamrl.resharding import Grid
+from streamrl.slots import counts
 
 SHADOWS = ("value", "cost_value")
 NO_EXPERTS = "streamrl has no expert parallelism"

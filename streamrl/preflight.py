@@ -24,15 +24,17 @@ from streamrl.data import (
     load_tokenizer,
     load_vocab_size,
 )
-from streamrl.dataflow import COST, COST_CRITIC, CRITIC, GENERATE, POLICY, REWARD, Dataflow
+from streamrl.dataflow import COST, CRITIC, GENERATE, POLICY, REWARD, Dataflow
 from streamrl.engines.held_memory import worker_memory
 from streamrl.engines.lora import check_targets
 from streamrl.engines.split_models import check_split_generator, check_tensor_parallel
 from streamrl.errors import ConfigError
 from streamrl.messages import Per, Prompt, column_spec
-from streamrl.placement import SLOTS, Demand, SlotMap, Way, WorkerMemory, lay_out
+from streamrl.model_config import read_model_config
+from streamrl.placement import SLOTS, Demand, Way, WorkerMemory
 from streamrl.rewards import COSTS, Surroundings, build_rewards
 from streamrl.rewards.filtering import build_filter
+from streamrl.slots import counts, placement_of
 
 GIB = 1 << 30
 BLOB_BYTES = 2048
@@ -112,10 +114,9 @@ def model_length(path: str, *, limit: int | None) -> int:
     """Tokens a model takes, or `limit` if that is less. Raises ConfigError for what is no model."""
     _check_weights(Path(path))
     from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
 
     try:
-        settings = AutoConfig.from_pretrained(path, local_files_only=True).get_text_config()
+        settings = read_model_config(path).get_text_config()
         tokens = int(settings.max_position_embeddings)
     except (
         OSError,
@@ -198,38 +199,6 @@ def placed(config: RunConfig, mode: str) -> RunConfig:
     has_workers = not (there.mode == "auto" and mode == "disaggregated")
     budget_mb = there.memory_mb if has_workers else None
     return replace(config, placement=replace(there, mode=mode, memory_mb=budget_mb))
-
-
-def counts(config: RunConfig) -> dict[str, tuple[str, int]]:
-    """How many actors each role of a run has, in flow order, and the setting that says so."""
-    critics = ("critic.trainer.world_size", config.trainer_of(CRITIC).world_size)
-    judges = ("scorer.replicas", config.scorer.replicas)
-    shadows = ("critic.replicas", config.critic.replicas)
-    policy = ("trainer.world_size", config.trainer.world_size)
-    generators = ("generator.replicas", config.generator.replicas)
-    known = {
-        "generator": policy if config.placement.is_hybrid else generators,
-        "reward": judges,
-        "cost": judges,
-        "reference": ("reference.replicas", config.reference.replicas),
-        "value": shadows,
-        "cost_value": shadows,
-        POLICY: policy,
-        CRITIC: critics,
-        COST_CRITIC: critics,
-    }
-    return {role: known[role] for role in config.dataflow.roles}
-
-
-def placement_of(config: RunConfig) -> SlotMap:
-    """The slots of every actor of a run, by role."""
-    numbers = {role: count for role, (_, count) in counts(config).items()}
-    return lay_out(config.placement.shared, numbers)
-
-
-def sharing(config: RunConfig) -> str:
-    """Which roles share which slots, in one line; empty where none do."""
-    return placement_of(config).describe() if config.placement.shared else ""
 
 
 def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]:

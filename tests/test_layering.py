@@ -23,7 +23,7 @@ PURE = (
     "controller",
 )
 LEVELS = (
-    {"messages", "errors", "user_module", "settings", "small_file", "workers"},
+    {"messages", "errors", "user_module", "settings", "small_file", "workers", "model_config"},
     {"algorithms", "dataflow", "placement", "resharding", "controller"},
     {
         "pipeline",
@@ -47,7 +47,7 @@ LEVELS = (
         "simulator",
     },
     {
-        *("config", "agreement", "preflight", "planning", "placing", "calibration"),
+        *("config", "agreement", "preflight", "planning", "placing", "slots", "calibration"),
         *("pictures", "actors"),
     },
     {"cli"},

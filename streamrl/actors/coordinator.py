@@ -16,7 +16,7 @@ from streamrl.actors.durability import Durability
 from streamrl.actors.evaluator import Evaluator
 from streamrl.actors.feed import EventReport, Feed, Report, StatusReport, StepReport
 from streamrl.actors.reporting import Reporter, RoleActors, Snapshot
-from streamrl.actors.trainer import MovedReference, TrainerGroup
+from streamrl.actors.trainer_group import MovedReference, TrainerGroup
 from streamrl.actors.wiring import TRAINERS, Wiring, make_arbiter, share
 from streamrl.algorithms.dials import Dials
 from streamrl.buffer import Admission, Books, ExperienceQueue, StepAssembler

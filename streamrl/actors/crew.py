@@ -28,7 +28,8 @@ from streamrl.engines.generator_config import generation_env
 from streamrl.engines.teams import teams_of
 from streamrl.errors import ActorLostError
 from streamrl.placement import Capacity, Demand, check_fits
-from streamrl.preflight import Prepared, demands, placement_of
+from streamrl.preflight import Prepared, demands
+from streamrl.slots import placement_of
 
 STAGE_ENV = {
     "OMP_NUM_THREADS": "1",

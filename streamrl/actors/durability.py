@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.actors.remote_shard import RemoteShard
-from streamrl.actors.trainer import TrainerGroup
+from streamrl.actors.trainer_group import TrainerGroup
 from streamrl.buffer import Books, Ledger
 from streamrl.buffer.books import read_log, recover_books
 from streamrl.buffer.journal import Journal, NoLog

@@ -9,12 +9,14 @@ from streamrl.config import RunConfig
 from streamrl.engines.packing import Pick
 from streamrl.faces import Follower, Sample
 from streamrl.messages import Array, Columns, Prompt, Rollout
-from streamrl.resharding import Moved, Storage
 from streamrl.serving import Compute
 from streamrl.weights import Loaded
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from streamrl.resharding.executors import Moved
+    from streamrl.resharding.storage import Storage
 
 
 class HostedGenerator(Protocol):
@@ -35,7 +37,7 @@ class HostedGenerator(Protocol):
 
     async def probe(self, sequences: Sequence[Array]) -> Sequence[Array] | None: ...
 
-    async def storage(self) -> Storage | None:
+    async def storage(self) -> "Storage | None":
         """Where its parameters lie, to be filled there by others; None if they cannot be."""
         ...
 
@@ -61,7 +63,7 @@ class HostedPart(Protocol):
         """Compute along until the other ends; raises GenerationError when it does."""
         ...
 
-    async def storage(self) -> Storage | None:
+    async def storage(self) -> "Storage | None":
         """As a generator's, of what is here."""
         ...
 
@@ -132,7 +134,7 @@ class HostedRank(Protocol):
 
     def received_bytes(self, gathered: Mapping[str, "Tensor"]) -> int: ...
 
-    def switch(self, served: Storage | None, version: int) -> Moved | None: ...
+    def switch(self, served: "Storage | None", version: int) -> "Moved | None": ...
 
     def whole_state(self) -> Iterable[tuple[str, "Tensor"]]: ...
 

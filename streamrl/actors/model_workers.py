@@ -24,8 +24,8 @@ from streamrl.actors.crew import STAGE_ENV
 from streamrl.actors.real_engines import RealEngines
 from streamrl.actors.residence import Residence
 from streamrl.algorithms import step_normaliser, summarise
-from streamrl.algorithms.critic import summarise_critic
 from streamrl.algorithms.dials import Dials
+from streamrl.algorithms.summary import summarise_critic
 from streamrl.config import RunConfig
 from streamrl.controller import PROTOCOLS, Batch, Place, add_protocol, transfers
 from streamrl.dataflow import (

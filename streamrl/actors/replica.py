@@ -8,10 +8,9 @@ import os
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from streamrl.actors.residence import ClosableChannel
 from streamrl.actors.wiring import Wiring
 from streamrl.dataflow import Call
-from streamrl.faces import Follower
+from streamrl.faces import ClosableChannel, Follower
 from streamrl.lease import Suspendable
 from streamrl.pipeline import follow_weights
 from streamrl.weights import HeldVersion

@@ -12,7 +12,7 @@ from streamrl.actors.calls import call
 from streamrl.actors.feed import Feed, StepReport
 from streamrl.actors.wiring import ActorReport
 from streamrl.algorithms import step_normaliser, summarise
-from streamrl.algorithms.critic import SHARED_PREFIX, summarise_critic
+from streamrl.algorithms.summary import SHARED_PREFIX, summarise_critic
 from streamrl.config import RunConfig
 from streamrl.dataflow import CRITIC, CRITICS, POLICY, Call, Kind
 from streamrl.errors import ActorLostError, DeadlineError

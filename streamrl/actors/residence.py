@@ -8,16 +8,18 @@ the moment the trainer begins to change them until the generator has taken the n
 import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from streamrl.actors.engine_factory import HostedRank
 from streamrl.engines.peak_memory import PeakMemory
 from streamrl.errors import DeadlineError, SupersededError
-from streamrl.faces import Fetched, Follower, WeightChannel
+from streamrl.faces import ClosableChannel, Fetched, Follower
 from streamrl.messages import Array
-from streamrl.resharding import Storage
 from streamrl.weights import Loaded, WeightManifest
 from streamrl.weights.registry import ReaderState
+
+if TYPE_CHECKING:
+    from streamrl.resharding.storage import Storage
 
 UPDATE = "update"
 """Why a generator stands still while its weights change."""
@@ -28,7 +30,7 @@ SAVE = "save"
 class Sampler(Protocol):
     """What samples from the weights, and can stand still."""
 
-    async def storage(self) -> Storage | None: ...
+    async def storage(self) -> "Storage | None": ...
 
     async def release_kv(self) -> None: ...
 
@@ -40,7 +42,7 @@ class Sampler(Protocol):
 class SplitOff(Protocol):
     """A part of a generator that another process has."""
 
-    async def storage(self) -> Storage | None: ...
+    async def storage(self) -> "Storage | None": ...
 
     async def release_kv(self) -> None: ...
 
@@ -209,12 +211,6 @@ class PartFollower:
 
     async def probe(self, sequences: Sequence[Array]) -> None:
         """The leader of the generator is asked."""
-
-
-class ClosableChannel(WeightChannel, Protocol):
-    """A channel that may be left."""
-
-    async def close(self) -> None: ...
 
 
 class ResidentChannel:

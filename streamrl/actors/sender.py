@@ -8,8 +8,9 @@ from streamrl.actors.engine_factory import HostedRank
 from streamrl.actors.residence import Residence
 from streamrl.dataflow import MOVED, POLICY
 from streamrl.engines.moving_reference import MovingReference
-from streamrl.weights import Outlet, WeightManifest, WeightsConfig, publish
+from streamrl.weights import Outlet, WeightManifest, WeightsConfig
 from streamrl.weights.config import DISK
+from streamrl.weights.publisher import publish
 
 
 class Sender:

@@ -17,7 +17,8 @@ from streamrl.actors.scaling import Scaling
 from streamrl.actors.shard import create_shards
 from streamrl.actors.silence import naming_silent
 from streamrl.actors.starting import Starting
-from streamrl.actors.weight_travel import WeightTravel, plan_travel
+from streamrl.actors.travel_plan import plan_travel
+from streamrl.actors.weight_travel import WeightTravel
 from streamrl.actors.wiring import Wiring
 from streamrl.buffer import Bounds, Files, Ports, ShardPlan
 from streamrl.checkpoint import Checkpoint, find_base, journal_dir

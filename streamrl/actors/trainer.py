@@ -1,4 +1,7 @@
-"""The trainer: a rank as an actor, and all ranks as one for the training loop."""
+"""A rank of a trainer as an actor.
+
+What needs torch is imported where it is made: whoever holds an actor's handle loads its class.
+"""
 
 import asyncio
 import contextlib
@@ -8,33 +11,24 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-import torch
 
-from streamrl.actors.calls import CALL_TIMEOUT_S, call
 from streamrl.actors.meeting_place import meeting_place
-from streamrl.actors.reporting import RoleActors
 from streamrl.actors.residence import Residence
-from streamrl.actors.sender import Sender
 from streamrl.actors.wiring import ActorReport, Wiring
-from streamrl.algorithms import Settings, columns_derived_from
-from streamrl.checkpoint import CheckpointWriter
+from streamrl.algorithms import columns_derived_from
 from streamrl.dataflow import MOVED, POLICY, Call
-from streamrl.engines.moving_reference import MovingReference
-from streamrl.engines.packing import MicroBatch, Pick, Round
+from streamrl.engines.packing import MicroBatch, Pick
 from streamrl.engines.peak_memory import give_back_freed, give_back_large_at_once
 from streamrl.engines.rollout_sums import rollout_sums
-from streamrl.engines.schedule import Pace, Turn
-from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.messages import Columns
-from streamrl.step import add_sums
 from streamrl.weights import WeightManifest
 from streamrl.weights.probe import Probe, probe_sequences
 
-FLOAT32 = ("auto", "float32")
-"""Settings of the generator's dtype that are float32 on a CPU."""
+if TYPE_CHECKING:
+    from streamrl.actors.sender import Sender
 
 
 @dataclass(frozen=True)
@@ -72,6 +66,8 @@ class TrainerActor:
         self, wiring: Wiring, rank: int, meeting: Meeting, resume_dir: Path | None
     ) -> None:
         """Load the model, join the other ranks, and load the training state of a checkpoint."""
+        from streamrl.engines.moving_reference import MovingReference
+
         self._config = wiring.config
         self._rank = rank
         (self._stage,) = wiring.stages([meeting.call], f"{meeting.name}-{rank}")
@@ -99,8 +95,10 @@ class TrainerActor:
         if self._residence is not None:
             self._residence.trainer_is_in()
 
-    def _make_sender(self, wiring: Wiring) -> Sender:
+    def _make_sender(self, wiring: Wiring) -> "Sender":
         """Rank 0 publishes: its model, and a reference that follows it."""
+        from streamrl.actors.sender import Sender
+
         path = self._config.model_of(self._role)
         sent = [self._role] if self._residence is None else []
         roles = [*sent, *([MOVED] if self._keeps_reference else [])]
@@ -223,11 +221,12 @@ class TrainerActor:
 
         All ranks must take part if parameters have to be gathered, and only rank 0 else.
         """
+        from streamrl.engines.dtypes import float32_on_cpu
+
         vocab_size = self._trainer.vocab_size
         sequences = probe_sequences(vocab_size=vocab_size, max_length=self._max_length)
         logprobs = [self._trainer.token_logprobs(sequence) for sequence in sequences]
-        exact = not torch.cuda.is_available() and self._config.generator.dtype in FLOAT32
-        exact &= self._config.trainer.torch_dtype == torch.float32
+        exact = float32_on_cpu(self._config.trainer, self._config.generator)
         return Probe(sequences, logprobs, self._config.weights.limit(exact=exact))
 
     async def save(self, model_dir: Path, trainer_dir: Path) -> None:
@@ -281,140 +280,3 @@ class TrainerActor:
     ) -> Any:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(thread or self._thread, function, *arguments)
-
-
-class TrainerGroup:
-    """All ranks as the one trainer the training loop calls."""
-
-    def __init__(
-        self,
-        ranks: RoleActors,
-        *,
-        settings: Settings,
-        config: TrainerConfig,
-        publishes_together: bool = False,
-        rests_until: int = 0,
-        probe_every: int = 0,
-    ) -> None:
-        """`publishes_together`: it takes all ranks also where each has all parameters.
-
-        `probe_every`: every so many versions that are published get a probe; 0 for none.
-        """
-        self.role = ranks.role
-        self._probe_every = probe_every
-        self._count = 0
-        self._published = -1
-        self._probes = False
-        self._rests_until = rests_until
-        self._version = 0
-        self._dials: Mapping[str, float] = {}
-        self._name = ranks.names[0].rpartition("-")[0]
-        self._ranks = ranks.actors
-        self._timeout_s = config.collective_timeout_s + CALL_TIMEOUT_S
-        self._together = config.gathers or publishes_together
-        self._publishing = asyncio.Lock()
-        self._looks_ahead = settings.looks_ahead and self.role == POLICY
-        self._tensor_parallel = config.tensor_parallel
-        self.num_shares = config.num_shares
-        self.pace = Pace(settings.scope == "step", settings.epochs, settings.mini_batches)
-
-    def adopt(self, version: int, dials: Mapping[str, float]) -> None:
-        """Have the ranks train the step of this version, with these."""
-        self._version, self._dials = version, dials
-
-    def rests(self, version: int) -> bool:
-        """Whether the step of this version is left to the other trainers."""
-        return version < self._rests_until
-
-    async def plan(self, uids: Sequence[str], turns: Sequence[Turn]) -> None:
-        """Have every rank derive what needs the whole step, if anything does."""
-        if not self.pace.whole_steps:
-            return
-        first = [turn.work for turn in turns if turn.epoch == 0]
-        rounds = first if self._looks_ahead else []
-        async with self._alone():
-            plans = [
-                rank.plan.remote(uids, [work[share] for work in rounds], self._dials)
-                for rank, share in self._seated()
-            ]
-            await self._all("plan", plans)
-
-    async def train_round(self, work: Round, *, epoch: int) -> Mapping[str, float]:
-        """One micro-batch on every rank; sums over the shares."""
-        version, dials = self._version, self._dials
-        async with self._alone():
-            calls = [
-                rank.train.remote(work[share], epoch, version, dials)
-                for rank, share in self._seated()
-            ]
-            parts = await self._all("train", calls)
-        sums: dict[str, float] = {}
-        for part in parts[:: self._tensor_parallel]:
-            add_sums(sums, part)
-        return sums
-
-    def _seated(self) -> list[tuple[Any, int]]:
-        """Every rank with the share it trains; those of a tensor-parallel group have the same."""
-        return [(rank, i // self._tensor_parallel) for i, rank in enumerate(self._ranks)]
-
-    async def update(self, sums: Mapping[str, float]) -> Mapping[str, float]:
-        """Update on every rank; rank 0 speaks for all."""
-        async with self._alone():
-            replies = await self._all("update", [rank.update.remote(sums) for rank in self._ranks])
-        metrics: Mapping[str, float] = replies[0]
-        return metrics
-
-    async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest:
-        """Publish the weights as they are."""
-        async with self._publishing:
-            if version != self._published:  # else it is sent again, as it was
-                # Said to all ranks alike: one that could not send may have counted otherwise.
-                self._probes = bool(self._probe_every) and not self._count % self._probe_every
-            calls = [rank.publish.remote(version, readers, self._probes) for rank in self._ranks]
-            manifest = (await self._all("publish", calls))[0]
-            self._count += version != self._published
-            self._published = version
-        assert isinstance(manifest, WeightManifest)
-        return manifest
-
-    async def publish_reference(
-        self, version: int, readers: Sequence[str], *, moves: bool
-    ) -> WeightManifest:
-        """Publish the reference that follows this model."""
-        async with self._publishing:
-            calls = [rank.publish_reference.remote(version, readers, moves) for rank in self._ranks]
-            manifest = (await self._all("publish_reference", calls))[0]
-        assert isinstance(manifest, WeightManifest)
-        return manifest
-
-    async def save(self, writer: CheckpointWriter) -> None:
-        """Write every rank's part of a checkpoint."""
-        model, state = writer.dirs(self.role)
-        async with self._alone():
-            await self._all("save", [rank.save.remote(model, state) for rank in self._ranks])
-
-    def _alone(self) -> contextlib.AbstractAsyncContextManager[object]:
-        """Meanwhile nothing is gathered to be published, and nothing begins to be.
-
-        What two calls begin, two ranks may begin in another order.
-        """
-        return self._publishing if self._together else contextlib.nullcontext()
-
-    async def _all(self, what: str, replies: Sequence[Any]) -> list[Any]:
-        names = (f"{self._name}-{rank}.{what}" for rank in range(len(self._ranks)))
-        return await asyncio.gather(
-            *(call(r, name, self._timeout_s) for r, name in zip(replies, names, strict=True))
-        )
-
-
-class MovedReference:
-    """The reference that follows a policy, as something to publish."""
-
-    def __init__(self, policy: TrainerGroup) -> None:
-        self._policy = policy
-        self._is_open = False
-
-    async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest:
-        """Publish it, moved to this version; the first time as the run found it."""
-        moves, self._is_open = self._is_open, True
-        return await self._policy.publish_reference(version, readers, moves=moves)

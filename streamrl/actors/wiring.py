@@ -3,28 +3,27 @@
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import ray
-
-from streamrl.actors.calls import CALL_TIMEOUT_S, call
+from streamrl.actors.calls import call
 from streamrl.actors.engine_factory import EngineFactory
 from streamrl.actors.remote_shard import RemoteShard
 from streamrl.actors.weight_travel import WeightTravel
 from streamrl.buffer import ExperienceQueue
 from streamrl.config import RunConfig
 from streamrl.dataflow import COST, REWARD, Call, Dataflow, Kind
-from streamrl.faces import DeviceLease, Fetched, Stage
+from streamrl.faces import DeviceLease, Stage
 from streamrl.lease import Arbiter, ArbiterFace, FreeLease, Pulse, SharedLease, Suspendable
 from streamrl.placement import WorkerMemory
-from streamrl.preflight import placement_of
 from streamrl.rewards import may_use_devices
+from streamrl.slots import placement_of
 from streamrl.telemetry.processors import process_time
 from streamrl.telemetry.spans import Span, SpanRecorder
-from streamrl.weights import Inlet, WeightManifest, unpack
-from streamrl.weights.registry import ReaderState
+
+if TYPE_CHECKING:
+    from streamrl.actors.channel import RemoteChannel
 
 LONGEST_TURN_S = 86400.0
 """Nobody has a pool for longer, s."""
@@ -54,6 +53,9 @@ class Wiring:
 
     def channel(self, reader: str, role: str) -> "RemoteChannel":
         """Where `reader` follows the weights of a role."""
+        # Those who follow have a model, and torch; every actor of a run is wired.
+        from streamrl.actors.channel import RemoteChannel
+
         return RemoteChannel(self.coordinator, reader, role, self.travel.inlet(role, reader))
 
     @property
@@ -162,38 +164,3 @@ class RemoteArbiter:
     async def wanted(self, holder: str) -> bool:
         """Wait, for a while, until the pool should be given back."""
         return bool(await call(self._coordinator.lease.remote("wanted", holder), "lease.wanted"))
-
-
-class RemoteChannel:
-    """The readers' end of weight sync: manifests from the coordinator, buckets by the inlet.
-
-    `role` is whose weights they are.
-    """
-
-    def __init__(self, coordinator: Any, reader: str, role: str, inlet: Inlet) -> None:
-        self._coordinator = coordinator
-        self._reader = reader
-        self._role = role
-        self._inlet = inlet
-        self._node = ray.get_runtime_context().get_node_id()
-
-    async def newest(self, held: ReaderState, *, wait_s: float) -> WeightManifest | None:
-        """The newest version if it is newer than the one held, if it comes within `wait_s`."""
-        here = replace(held, node=self._node)
-        reply = self._coordinator.newest.remote(self._role, self._reader, here, wait_s)
-        manifest = await call(reply, "coordinator.newest", wait_s + CALL_TIMEOUT_S)
-        assert manifest is None or isinstance(manifest, WeightManifest)
-        return manifest
-
-    async def fetch(self, manifest: WeightManifest) -> Fetched:
-        """The tensors of a version, verified: views of its buckets."""
-        return await asyncio.to_thread(self._fetch, manifest)
-
-    async def close(self) -> None:
-        """Nothing is followed any more."""
-        await asyncio.to_thread(self._inlet.close)
-
-    def _fetch(self, manifest: WeightManifest) -> Fetched:
-        inlet, before = self._inlet, self._inlet.bytes_fetched
-        tensors = unpack(manifest, inlet.fetch(manifest))
-        return Fetched(tensors, inlet.bytes_fetched - before, inlet.failure or "")

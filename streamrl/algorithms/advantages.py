@@ -9,10 +9,8 @@ statistics are taken in float64, the results have the dtype of what came in.
 import torch
 from torch import Tensor
 
+from streamrl.algorithms.choices import SCALES, SINGLES
 from streamrl.algorithms.masks import keep
-
-SCALES = ("std", "batch", "mean", "none")
-SINGLES = ("zero", "keep")
 
 
 def _floating(scores: Tensor) -> torch.dtype:

@@ -6,17 +6,17 @@ is normalised all follow from it.
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.errors import AlgorithmError
 from streamrl.messages import SCHEMA
 from streamrl.user_module import failure_place
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 SCOPES = ("group", "step")
 TAKEN = SCHEMA.keys() | {
@@ -91,16 +91,16 @@ class Tokens:
     derived: what the row's own `derived` functions made.
     """
 
-    log_ratio: Tensor
-    logprobs: Tensor
-    advantages: Tensor
-    loss_mask: Tensor
-    derived: Mapping[str, Tensor] = field(default_factory=dict)
+    log_ratio: "Tensor"
+    logprobs: "Tensor"
+    advantages: "Tensor"
+    loss_mask: "Tensor"
+    derived: Mapping[str, "Tensor"] = field(default_factory=dict)
 
 
-Columns = Mapping[str, Tensor]
-FromGroups = Callable[[Columns, Tensor, Settings], Tensor]
-TokenLoss = Callable[[Tokens, Settings], tuple[Tensor, Tensor]]
+Columns = Mapping[str, "Tensor"]
+FromGroups = Callable[[Columns, "Tensor", Settings], "Tensor"]
+TokenLoss = Callable[[Tokens, Settings], tuple["Tensor", "Tensor"]]
 Dial = Callable[[float, Mapping[str, float], Settings], float]
 
 
@@ -170,23 +170,6 @@ class Algorithm:
             place = failure_place(function.__code__.co_filename, error)
             raise AlgorithmError(f"{who} at {place}") from error
 
-    def losses_of(self, tokens: Tokens, settings: Settings) -> tuple[Tensor, Tensor]:
-        """Loss and where it stops the gradient, [B, T]. Raises AlgorithmError for anything else."""
-        found = self.call(self.token_loss, tokens, settings)
-        who = f"algorithm {self.name}: {self.token_loss.__name__}"
-        try:
-            losses, stopped = found
-        except (TypeError, ValueError):
-            gave = type(found).__name__
-            raise AlgorithmError(
-                f"{who} gave a {gave}, wanted a loss and where it stops the gradient"
-            ) from None
-        for one in (losses, stopped):
-            self.check(self.token_loss, one, [tuple(tokens.loss_mask.shape)])
-        if stopped.dtype != torch.bool:
-            raise AlgorithmError(f"{who}: where it stops the gradient is {stopped.dtype}, not bool")
-        return losses, stopped
-
     def turn(
         self, dial: str, value: float, shown: Mapping[str, float], settings: Settings
     ) -> float:
@@ -195,15 +178,3 @@ class Algorithm:
         if not isinstance(found, int | float) or not math.isfinite(found):
             raise AlgorithmError(f"algorithm {self.name}: dial {dial} became {found!r}")
         return float(found)
-
-    def check(
-        self, function: Callable[..., Any], found: object, shapes: Sequence[tuple[int, ...]]
-    ) -> None:
-        """Raise AlgorithmError unless a function gave a tensor of one of these shapes."""
-        if not isinstance(found, Tensor) or tuple(found.shape) not in shapes:
-            short = " ".join(repr(found).split())[:80]
-            gave = f"shape {list(found.shape)}" if isinstance(found, Tensor) else short
-            wanted = " or ".join(str(list(shape)) for shape in shapes)
-            raise AlgorithmError(
-                f"algorithm {self.name}: {function.__name__} gave {gave}, wanted {wanted}"
-            )

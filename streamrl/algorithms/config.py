@@ -7,11 +7,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from streamrl.algorithms.advantages import SCALES, SINGLES
 from streamrl.algorithms.algorithm import Algorithm, Settings
+from streamrl.algorithms.choices import MODES, SCALES, SINGLES
 from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.algorithms.kl import KINDS
-from streamrl.algorithms.losses import MODES
 from streamrl.algorithms.table import ALGORITHMS, DEFAULTS
 from streamrl.errors import ConfigError
 from streamrl.user_module import import_file

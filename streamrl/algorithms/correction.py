@@ -13,13 +13,15 @@ Weights and masks have no gradient; outside `loss_mask` they are 0 and false wha
 import torch
 from torch import Tensor
 
-from streamrl.algorithms.losses import LOG_RATIO_LIMIT, ratio
+from streamrl.algorithms.choices import (
+    REJECTION_KINDS,
+    REJECTION_LEVELS,
+    WEIGHT_LEVELS,
+    WEIGHT_MODES,
+)
+from streamrl.algorithms.limits import LOG_RATIO_LIMIT
+from streamrl.algorithms.losses import ratio
 from streamrl.algorithms.masks import keep, row_mean, row_sum
-
-WEIGHT_LEVELS = ("token", "sequence", "geometric")
-WEIGHT_MODES = ("truncate", "mask")
-REJECTION_KINDS = ("k1", "k2", "k3")
-REJECTION_LEVELS = ("token", "sum", "mean", "max")
 
 
 def importance_weights(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from streamrl.algorithms.correction import (
+from streamrl.algorithms.choices import (
     REJECTION_KINDS,
     REJECTION_LEVELS,
     WEIGHT_LEVELS,

@@ -12,10 +12,6 @@ from torch import Tensor
 from streamrl.algorithms.losses import value_loss
 from streamrl.algorithms.masks import keep
 
-SHARED_PREFIX = "critic_"
-"""Before the names of a critic's sums among those of the policy it shares a model with."""
-LOSS_NAMES = {"critic": "loss/value", "cost_critic": "loss/cost_value"}
-
 
 def critic_loss(
     batch: Mapping[str, Tensor], values: Tensor, *, clip: float | None
@@ -50,28 +46,3 @@ def critic_losses(
         "value_clipped_sum": (mask & (moved > clip)).sum() if clip else torch.zeros(()),
     }
     return losses, {name: value.detach() for name, value in sums.items()}
-
-
-def summarise_critic(sums: Mapping[str, float], role: str) -> dict[str, float]:
-    """Metrics of a step from its sums, under the critic's role; none if it had no token.
-
-    explained_variance is 1 - var(returns - values) / var(returns): 1 for a perfect critic, 0
-    for one that knows no more than the mean.
-    """
-    count = sums.get("num_tokens", 0.0)
-    if not count:
-        return {}
-    metrics = {
-        LOSS_NAMES[role]: sums["loss_value_sum"] / count,
-        f"{role}/value_mean": sums["value_sum"] / count,
-        f"{role}/clip_frac": sums["value_clipped_sum"] / count,
-    }
-    spread = _variance(sums, "return", count)
-    if spread > 0:
-        metrics[f"{role}/explained_variance"] = 1 - _variance(sums, "error", count) / spread
-    return metrics
-
-
-def _variance(sums: Mapping[str, float], name: str, count: float) -> float:
-    mean = sums[f"{name}_sum"] / count
-    return max(sums[f"{name}_squared_sum"] / count - mean * mean, 0.0)

@@ -1,8 +1,11 @@
 """Estimates of the divergence from a reference, and what holds it at a target."""
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-from streamrl.algorithms.losses import LOG_RATIO_LIMIT
+from streamrl.algorithms.limits import LOG_RATIO_LIMIT
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 K3_LIMIT = 10.0
 KINDS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
@@ -10,7 +13,7 @@ MAX_ADAPTATION = 0.2
 """How far one step may be from the target, in parts of it, for the coefficient to follow."""
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
+def kl_estimate(logprobs: "Tensor", ref_logprobs: "Tensor", kind: str) -> "Tensor":
     """Estimate of KL(policy || reference) at tokens sampled from the policy: same shape.
 
     With x = logprobs - ref_logprobs: k1 x, k2 x^2 / 2, k3 exp(-x) + x - 1 (at most 10), abs |x|.
@@ -28,7 +31,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, kind: str) -> Tensor:
     return _estimate(x, kind)
 
 
-def _estimate(x: Tensor, kind: str) -> Tensor:
+def _estimate(x: "Tensor", kind: str) -> "Tensor":
     if kind == "k2":
         return x.square() / 2
     if kind == "k3":

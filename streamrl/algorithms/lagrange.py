@@ -1,11 +1,15 @@
 """Reward under a limit on cost: one advantage from two, and the multiplier that weighs them."""
 
 import math
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
-def lagrangian(reward_advantages: Tensor, cost_advantages: Tensor, *, multiplier: float) -> Tensor:
+def lagrangian(
+    reward_advantages: "Tensor", cost_advantages: "Tensor", *, multiplier: float
+) -> "Tensor":
     """(A_R - lambda A_C) / (1 + lambda), of the arguments' shape.
 
     Divided so that a growing multiplier changes what is learned, not how fast. Source: Dai et al.

@@ -13,18 +13,12 @@ micro-batches and ranks at will: their sums add up to the same loss and the same
 import torch
 from torch import Tensor
 
+from streamrl.algorithms.choices import check_mode
+from streamrl.algorithms.limits import LOG_RATIO_LIMIT
 from streamrl.algorithms.masks import keep, row_mean
+from streamrl.algorithms.summary import normaliser
 
-MODES = (
-    "token-mean",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-    "prompt-mean",
-)
 DIVERGENCES = ("tv", "kl")
-LOG_RATIO_LIMIT = 20.0
-"""exp() of more than this says nothing more and overflows sooner or later."""
 SEQUENCE_LOG_RATIO_LIMIT = 10.0
 """The same for the ratio of a whole sequence."""
 
@@ -323,7 +317,7 @@ def aggregate_sum(
     is divided by its number of tokens first, in prompt-mean by `group_tokens` [B], the number of
     its whole group. Raises ValueError on an unknown mode, or where prompt-mean lacks them.
     """
-    _check_mode(mode)
+    check_mode(mode)
     kept = keep(token_loss, loss_mask)
     if mode == "seq-mean-token-mean":
         return (kept.sum(-1) / loss_mask.sum(-1).clamp(min=1)).sum()
@@ -332,41 +326,6 @@ def aggregate_sum(
             raise ValueError("prompt-mean needs the groups: the tokens of each row's whole group")
         return (kept.sum(-1) / group_tokens.clamp(min=1)).sum()
     return kept.sum()
-
-
-def normaliser(
-    mode: str,
-    *,
-    num_tokens: float,
-    num_sequences: float,
-    num_groups: float | None = None,
-    max_length: int | None = None,
-) -> float:
-    """What the sum of `aggregate_sum` over a whole optimizer step is divided by.
-
-    Counts are of the step, over all micro-batches and ranks: tokens that count, rollouts and groups
-    that have some. `max_length` is the longest completion there can be, needed by
-    seq-mean-token-sum-norm (Liu et al. 2025, Dr. GRPO) alone; a constant, because the padded width
-    would make the loss depend on how the step is cut. Raises ValueError if what the mode needs is
-    missing, or on an unknown mode.
-    """
-    _check_mode(mode)
-    if mode == "token-mean":
-        return float(num_tokens)
-    if mode == "prompt-mean":
-        if num_groups is None:
-            raise ValueError("prompt-mean needs the number of groups")
-        return float(num_groups)
-    if mode != "seq-mean-token-sum-norm":
-        return float(num_sequences)
-    if max_length is None:
-        raise ValueError("seq-mean-token-sum-norm needs max_length, the longest completion")
-    return float(num_sequences * max_length)
-
-
-def _check_mode(mode: str) -> None:
-    if mode not in MODES:
-        raise ValueError(f"loss aggregation {mode!r}: must be one of {', '.join(MODES)}")
 
 
 def _clipped(

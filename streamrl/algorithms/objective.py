@@ -11,6 +11,7 @@ from torch import Tensor
 
 from streamrl.algorithms.advantages import whiten
 from streamrl.algorithms.algorithm import Algorithm, Settings, Tokens
+from streamrl.algorithms.answers import check, losses_of
 from streamrl.algorithms.correction import (
     importance_weights,
     interpolated_proximal,
@@ -18,33 +19,14 @@ from streamrl.algorithms.correction import (
     rejection_mask,
 )
 from streamrl.algorithms.correction_config import NONE
-from streamrl.algorithms.critic import SHARED_PREFIX, critic_losses
-from streamrl.algorithms.diagnostics import divergence_sums, summarise_divergence
+from streamrl.algorithms.critic import critic_losses
+from streamrl.algorithms.diagnostics import divergence_sums
 from streamrl.algorithms.kl import kl_estimate
-from streamrl.algorithms.losses import aggregate_sum, normaliser
+from streamrl.algorithms.losses import aggregate_sum
 from streamrl.algorithms.masks import keep, row_sum
 from streamrl.algorithms.shaping import soft_overlong, token_rewards
-from streamrl.messages import COMPONENT_PREFIX, ROLLOUT_COLUMNS, FinishReason
-
-ALL_COMPONENTS = COMPONENT_PREFIX + "*"
-
-
-def columns_needed(row: Algorithm, settings: Settings) -> tuple[str, ...]:
-    """The columns a group must have before it is trained on; reward components come with scores."""
-    named = [name for name in row.columns if name != ALL_COMPONENTS]
-    reference = ("ref_logprobs",) if settings.kl_coef else ()
-    return tuple(dict.fromkeys((*ROLLOUT_COLUMNS, "scores", *named, *reference)))
-
-
-def columns_derived_from(row: Algorithm, settings: Settings) -> tuple[str, ...]:
-    """The columns `derive` reads, of all groups of its scope."""
-    named: list[str] = []
-    for name in row.columns:
-        is_all = name == ALL_COMPONENTS
-        named += [COMPONENT_PREFIX + c for c in settings.reward_weights] if is_all else [name]
-    penalty = settings.kl_coef and settings.kl_in == "reward"
-    kl = ("generator_logprobs", "ref_logprobs") if penalty else ()
-    return tuple(dict.fromkeys(("lengths", "loss_mask", "finish_reason", "scores", *named, *kl)))
+from streamrl.algorithms.summary import SHARED_PREFIX
+from streamrl.messages import FinishReason
 
 
 def derive(
@@ -64,7 +46,7 @@ def derive(
     known = _shaped(settings, columns) | {"loss_mask": counts, "num_tokens": sampled.sum(-1)}
     shapes = [(len(counts),), tuple(counts.shape)]
     advantages = row.call(row.advantages, known, group_ids, settings)
-    row.check(row.advantages, advantages, shapes)
+    check(row, row.advantages, advantages, shapes)
     if settings.whiten_advantages:
         per_token = advantages if advantages.ndim > 1 else advantages[:, None]
         advantages = whiten(per_token.expand(counts.shape), counts)
@@ -72,7 +54,7 @@ def derive(
     for name, function in row.derived.items():
         seen = known | _per_token(result, counts)
         result[name] = row.call(function, seen, group_ids, settings)
-        row.check(function, result[name], shapes)
+        check(row, function, result[name], shapes)
     _, index = torch.unique(group_ids, return_inverse=True)
     tokens = counts.sum(-1)
     totals = tokens.new_zeros(int(index.max()) + 1).index_add(0, index, tokens)
@@ -140,7 +122,7 @@ def policy_loss(
     behind = proximal - behaviour
     derived = _per_token({name: batch[name] for name in ("advantages", *row.derived)}, mask)
     tokens = Tokens(log_ratio, current, derived["advantages"], mask, derived)
-    losses, clipped = row.losses_of(tokens, settings)
+    losses, clipped = losses_of(row, tokens, settings)
     weights, kept = _correct(settings, behind, mask)
     if settings.correction.off_policy_threshold is not None:
         kept = kept & off_policy_sequence_mask(
@@ -234,45 +216,3 @@ def _correct(settings: Settings, behind: Tensor, mask: Tensor) -> tuple[Tensor, 
             high=chosen.reject_high,
         )
     return weights, kept
-
-
-def step_normaliser(settings: Settings, sums: Mapping[str, float]) -> float:
-    """What the summed loss of a step is divided by, from its sums over micro-batches and ranks.
-
-    0 if no token was kept: there is nothing to divide, and no update to make.
-    """
-    if not sums.get("num_kept"):
-        return 0.0
-    return normaliser(
-        settings.loss_aggregation,
-        num_tokens=sums["num_tokens"],
-        num_sequences=sums["num_rollouts"],
-        num_groups=sums["num_groups"],
-        max_length=settings.max_length,
-    )
-
-
-def summarise(sums: Mapping[str, float], normaliser: float) -> dict[str, float]:
-    """Metrics of a step from its sums over all micro-batches and ranks; none if it had no token.
-
-    `loss/*` are the parts of the loss as it was minimised, weights included; `policy/*` are means
-    over tokens, `correction/*` tell how far the sampling policy was from the trained one. What
-    needs a reference is there only if there was one.
-    """
-    num_sampled = sums.get("num_sampled", 0.0)
-    if not num_sampled:
-        return {}
-    metrics = summarise_divergence(sums, num_sampled) | {
-        "policy/clip_frac": sums["clipped_sum"] / num_sampled,
-        "policy/entropy": sums["entropy_sum"] / num_sampled,
-        "correction/rejected_frac": 1 - sums["num_kept"] / num_sampled,
-    }
-    if "kl_ref_sum" in sums:
-        metrics["policy/kl_ref"] = sums["kl_ref_sum"] / num_sampled
-    if not normaliser:
-        return metrics
-    parts = [part for part in ("policy", "entropy", "kl") if f"loss_{part}_sum" in sums]
-    return metrics | {
-        "correction/weight_mean": sums["weight_sum"] / sums["num_kept"],
-        **{f"loss/{part}": sums[f"loss_{part}_sum"] / normaliser for part in parts},
-    }

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from streamrl.algorithms.algorithm import Algorithm, Settings
-from streamrl.algorithms.objective import columns_derived_from, derive, policy_loss
+from streamrl.algorithms.columns import columns_derived_from
+from streamrl.algorithms.objective import derive, policy_loss
 from streamrl.dataflow import CRITICS, RETURNS
 from streamrl.errors import AlgorithmError
 from streamrl.messages import Per, column_spec

@@ -6,20 +6,28 @@ which know of neither.
 
 import hashlib
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
-from streamrl.algorithms import advantages as adv
-from streamrl.algorithms import losses
 from streamrl.algorithms.algorithm import Columns, Settings, Tokens
+from streamrl.algorithms.deferred import Deferred
 from streamrl.algorithms.lagrange import adapt_multiplier, lagrangian
-from streamrl.algorithms.masks import row_mean
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from streamrl.algorithms import advantages as adv
+    from streamrl.algorithms import losses, masks
+else:
+    # Who only asks a row what it needs has no use for torch.
+    torch = Deferred("torch")
+    adv = Deferred("streamrl.algorithms.advantages")
+    losses, masks = Deferred("streamrl.algorithms.losses"), Deferred("streamrl.algorithms.masks")
 
 # Advantages: (columns, group_ids, settings) -> [B] or [B, T].
 
 
-def group_relative(columns: Columns, group_ids: Tensor, settings: Settings) -> Tensor:
+def group_relative(columns: Columns, group_ids: "Tensor", settings: Settings) -> "Tensor":
     """Score against the group's mean, over what `advantage_scale` says."""
     return adv.group_relative(
         columns["scores"],
@@ -31,19 +39,19 @@ def group_relative(columns: Columns, group_ids: Tensor, settings: Settings) -> T
     )
 
 
-def leave_one_out(columns: Columns, group_ids: Tensor, settings: Settings) -> Tensor:
+def leave_one_out(columns: Columns, group_ids: "Tensor", settings: Settings) -> "Tensor":
     """Score against the mean of the others in the group."""
     return adv.leave_one_out(columns["scores"], group_ids, single=settings.single_rollout)
 
 
-def length_weighted_baseline(columns: Columns, group_ids: Tensor, settings: Settings) -> Tensor:
+def length_weighted_baseline(columns: Columns, group_ids: "Tensor", settings: Settings) -> "Tensor":
     """Score against the mean of the group's tokens."""
     return adv.length_weighted_baseline(
         columns["scores"], group_ids, columns["num_tokens"], single=settings.single_rollout
     )
 
 
-def best_of_group(columns: Columns, group_ids: Tensor, settings: Settings) -> Tensor:
+def best_of_group(columns: Columns, group_ids: "Tensor", settings: Settings) -> "Tensor":
     """The lead of the best of the group."""
     return adv.best_of_group(
         columns["scores"],
@@ -54,27 +62,27 @@ def best_of_group(columns: Columns, group_ids: Tensor, settings: Settings) -> Te
     )
 
 
-def gpg(columns: Columns, group_ids: Tensor, settings: Settings) -> Tensor:
+def gpg(columns: Columns, group_ids: "Tensor", settings: Settings) -> "Tensor":
     """Score against the group's mean, times rollouts over rollouts with a score."""
     return adv.gpg(columns["scores"], group_ids, single=settings.single_rollout)
 
 
-def reward_to_go(columns: Columns, group_ids: Tensor, settings: Settings) -> Tensor:
+def reward_to_go(columns: Columns, group_ids: "Tensor", settings: Settings) -> "Tensor":
     """The discounted rewards from each token on."""
     return adv.reward_to_go(columns["token_rewards"], columns["loss_mask"], gamma=settings.gamma)
 
 
-def generalized_advantages(columns: Columns, group_ids: Tensor, settings: Settings) -> Tensor:
+def generalized_advantages(columns: Columns, group_ids: "Tensor", settings: Settings) -> "Tensor":
     """Generalized advantage estimates under the critic's values."""
     return _generalized(columns, settings)[0]
 
 
-def returns(columns: Columns, group_ids: Tensor, settings: Settings) -> Tensor:
+def returns(columns: Columns, group_ids: "Tensor", settings: Settings) -> "Tensor":
     """What the critic is to learn: advantages, before they are whitened, plus values."""
     return _generalized(columns, settings)[1]
 
 
-def _generalized(columns: Columns, settings: Settings) -> tuple[Tensor, Tensor]:
+def _generalized(columns: Columns, settings: Settings) -> tuple["Tensor", "Tensor"]:
     return adv.generalized_advantages(
         columns["token_rewards"],
         columns["values"],
@@ -84,13 +92,13 @@ def _generalized(columns: Columns, settings: Settings) -> tuple[Tensor, Tensor]:
     )
 
 
-def greedy_baseline(columns: Columns, group_ids: Tensor, settings: Settings) -> Tensor:
+def greedy_baseline(columns: Columns, group_ids: "Tensor", settings: Settings) -> "Tensor":
     """The rewards from each token on against the score of the prompt's likeliest completion."""
     later = adv.reward_to_go(columns["token_rewards"], columns["loss_mask"], gamma=settings.gamma)
     return adv.greedy_baseline(later, columns["baseline_scores"][:, None])
 
 
-def constrained_advantages(columns: Columns, group_ids: Tensor, settings: Settings) -> Tensor:
+def constrained_advantages(columns: Columns, group_ids: "Tensor", settings: Settings) -> "Tensor":
     """Advantages of reward and of cost, weighed by the multiplier."""
     return lagrangian(
         _of_rewards(columns, settings)[0],
@@ -99,29 +107,29 @@ def constrained_advantages(columns: Columns, group_ids: Tensor, settings: Settin
     )
 
 
-def clipped_returns(columns: Columns, group_ids: Tensor, settings: Settings) -> Tensor:
+def clipped_returns(columns: Columns, group_ids: "Tensor", settings: Settings) -> "Tensor":
     """What the critic of rewards is to learn."""
     return _of_rewards(columns, settings)[1]
 
 
-def cost_returns(columns: Columns, group_ids: Tensor, settings: Settings) -> Tensor:
+def cost_returns(columns: Columns, group_ids: "Tensor", settings: Settings) -> "Tensor":
     """What the critic of costs is to learn."""
     return _of_costs(columns, settings)[1]
 
 
-def _of_rewards(columns: Columns, settings: Settings) -> tuple[Tensor, Tensor]:
+def _of_rewards(columns: Columns, settings: Settings) -> tuple["Tensor", "Tensor"]:
     most = settings.params["token_clip"]
     rewards = columns["token_rewards"].clamp(-most, most)
     return _generalized({**columns, "token_rewards": rewards}, settings)
 
 
-def _of_costs(columns: Columns, settings: Settings) -> tuple[Tensor, Tensor]:
+def _of_costs(columns: Columns, settings: Settings) -> tuple["Tensor", "Tensor"]:
     most = settings.params["token_clip"]
     costs, values = columns["token_costs"].clamp(-most, most), columns["cost_values"]
     return _generalized({**columns, "token_rewards": costs, "values": values}, settings)
 
 
-def decoupled_rewards(columns: Columns, group_ids: Tensor, settings: Settings) -> Tensor:
+def decoupled_rewards(columns: Columns, group_ids: "Tensor", settings: Settings) -> "Tensor":
     """Every reward against its own mean in the group, weighted and added up."""
     weights = settings.reward_weights
     rewards = torch.stack([columns[f"reward/{name}"] for name in weights], -1)
@@ -134,7 +142,7 @@ def decoupled_rewards(columns: Columns, group_ids: Tensor, settings: Settings) -
     )
 
 
-def covariance_band(columns: Columns, group_ids: Tensor, settings: Settings) -> Tensor:
+def covariance_band(columns: Columns, group_ids: "Tensor", settings: Settings) -> "Tensor":
     """A few tokens of large covariance, drawn by lot: of the data, so that all ranks draw alike."""
     logprobs = columns["generator_logprobs"]
     return losses.covariance_band(
@@ -148,7 +156,7 @@ def covariance_band(columns: Columns, group_ids: Tensor, settings: Settings) -> 
     )
 
 
-def _lots(logprobs: Tensor, mask: Tensor) -> Tensor:
+def _lots(logprobs: "Tensor", mask: "Tensor") -> "Tensor":
     """A number in [0, 1) per token, that follows from what its rollout's own tokens are: [B, T]."""
     lots = torch.zeros(mask.shape)
     for row, own, drawn in zip(logprobs, mask, lots, strict=True):
@@ -158,7 +166,7 @@ def _lots(logprobs: Tensor, mask: Tensor) -> Tensor:
     return lots
 
 
-def covariance_top(columns: Columns, group_ids: Tensor, settings: Settings) -> Tensor:
+def covariance_top(columns: Columns, group_ids: "Tensor", settings: Settings) -> "Tensor":
     """The tokens of largest covariance."""
     return losses.covariance_top(
         columns["generator_logprobs"],
@@ -185,7 +193,7 @@ def cost_multiplier(value: float, shown: Mapping[str, float], settings: Settings
 # Token losses: (tokens, settings) -> loss and where it stops the gradient, both [B, T].
 
 
-def clipped_surrogate(tokens: Tokens, settings: Settings) -> tuple[Tensor, Tensor]:
+def clipped_surrogate(tokens: Tokens, settings: Settings) -> tuple["Tensor", "Tensor"]:
     """PPO's clipped loss."""
     loss = losses.clipped_surrogate(
         tokens.log_ratio,
@@ -197,7 +205,7 @@ def clipped_surrogate(tokens: Tokens, settings: Settings) -> tuple[Tensor, Tenso
     return loss, _outside(tokens.log_ratio, tokens, settings)
 
 
-def sequence_clipped_surrogate(tokens: Tokens, settings: Settings) -> tuple[Tensor, Tensor]:
+def sequence_clipped_surrogate(tokens: Tokens, settings: Settings) -> tuple["Tensor", "Tensor"]:
     """GSPO: one ratio per rollout."""
     loss = losses.sequence_clipped_surrogate(
         tokens.log_ratio,
@@ -206,11 +214,11 @@ def sequence_clipped_surrogate(tokens: Tokens, settings: Settings) -> tuple[Tens
         clip_low=settings.clip_low,
         clip_high=settings.clip_high,
     )
-    mean = row_mean(tokens.log_ratio.detach(), tokens.loss_mask)
+    mean = masks.row_mean(tokens.log_ratio.detach(), tokens.loss_mask)
     return loss, _outside(mean, tokens, settings)
 
 
-def clipped_importance(tokens: Tokens, settings: Settings) -> tuple[Tensor, Tensor]:
+def clipped_importance(tokens: Tokens, settings: Settings) -> tuple["Tensor", "Tensor"]:
     """CISPO: the weight is clipped, the gradient never."""
     loss = losses.clipped_importance(
         tokens.log_ratio,
@@ -222,7 +230,7 @@ def clipped_importance(tokens: Tokens, settings: Settings) -> tuple[Tensor, Tens
     return loss, _nowhere(tokens)
 
 
-def geometric_mean(tokens: Tokens, settings: Settings) -> tuple[Tensor, Tensor]:
+def geometric_mean(tokens: Tokens, settings: Settings) -> tuple["Tensor", "Tensor"]:
     """GMPO: the geometric mean of clipped ratios."""
     loss = losses.geometric_mean(
         tokens.log_ratio,
@@ -236,13 +244,13 @@ def geometric_mean(tokens: Tokens, settings: Settings) -> tuple[Tensor, Tensor]:
     return loss, too_high | ((a < 0) & (x < -settings.clip_low))
 
 
-def soft_adaptive(tokens: Tokens, settings: Settings) -> tuple[Tensor, Tensor]:
+def soft_adaptive(tokens: Tokens, settings: Settings) -> tuple["Tensor", "Tensor"]:
     """SAPO: a soft gate."""
     loss = losses.soft_adaptive(tokens.log_ratio, tokens.advantages, **settings.params)
     return loss, _nowhere(tokens)
 
 
-def covariance_clip(tokens: Tokens, settings: Settings) -> tuple[Tensor, Tensor]:
+def covariance_clip(tokens: Tokens, settings: Settings) -> tuple["Tensor", "Tensor"]:
     """Clip-Cov: PPO's loss without a few tokens of large covariance."""
     chosen = tokens.derived["chosen"]
     loss = losses.covariance_clip(
@@ -255,7 +263,7 @@ def covariance_clip(tokens: Tokens, settings: Settings) -> tuple[Tensor, Tensor]
     return loss, _outside(tokens.log_ratio, tokens, settings) | chosen
 
 
-def covariance_kl(tokens: Tokens, settings: Settings) -> tuple[Tensor, Tensor]:
+def covariance_kl(tokens: Tokens, settings: Settings) -> tuple["Tensor", "Tensor"]:
     """KL-Cov: tokens of large covariance are held where they are."""
     loss = losses.covariance_kl(
         tokens.log_ratio,
@@ -266,22 +274,22 @@ def covariance_kl(tokens: Tokens, settings: Settings) -> tuple[Tensor, Tensor]:
     return loss, _nowhere(tokens)
 
 
-def variation_masked(tokens: Tokens, settings: Settings) -> tuple[Tensor, Tensor]:
+def variation_masked(tokens: Tokens, settings: Settings) -> tuple["Tensor", "Tensor"]:
     """DPPO: no update of a token whose probability has come too far."""
     return _divergence_masked(tokens, settings, "tv")
 
 
-def divergence_masked(tokens: Tokens, settings: Settings) -> tuple[Tensor, Tensor]:
+def divergence_masked(tokens: Tokens, settings: Settings) -> tuple["Tensor", "Tensor"]:
     """DPPO with the divergence of "this token or another" in the place of the difference."""
     return _divergence_masked(tokens, settings, "kl")
 
 
-def score_function(tokens: Tokens, settings: Settings) -> tuple[Tensor, Tensor]:
+def score_function(tokens: Tokens, settings: Settings) -> tuple["Tensor", "Tensor"]:
     """REINFORCE's loss."""
     return losses.score_function(tokens.logprobs, tokens.advantages), _nowhere(tokens)
 
 
-def _divergence_masked(tokens: Tokens, settings: Settings, kind: str) -> tuple[Tensor, Tensor]:
+def _divergence_masked(tokens: Tokens, settings: Settings, kind: str) -> tuple["Tensor", "Tensor"]:
     loss = losses.divergence_masked(
         tokens.log_ratio,
         tokens.advantages,
@@ -294,7 +302,7 @@ def _divergence_masked(tokens: Tokens, settings: Settings, kind: str) -> tuple[T
     return loss, (loss == 0) & (tokens.advantages != 0)
 
 
-def _outside(log_ratio: Tensor, tokens: Tokens, settings: Settings) -> Tensor:
+def _outside(log_ratio: "Tensor", tokens: Tokens, settings: Settings) -> "Tensor":
     return losses.outside_clip(
         log_ratio,
         tokens.advantages,
@@ -303,5 +311,5 @@ def _outside(log_ratio: Tensor, tokens: Tokens, settings: Settings) -> Tensor:
     )
 
 
-def _nowhere(tokens: Tokens) -> Tensor:
+def _nowhere(tokens: Tokens) -> "Tensor":
     return torch.zeros_like(tokens.loss_mask)

@@ -24,7 +24,7 @@ from streamrl.placement import (
     TrainTiming,
     WeightsTiming,
 )
-from streamrl.preflight import counts
+from streamrl.slots import counts
 from streamrl.telemetry.spans import Span
 
 WAITING = ("pull", "publish", "publish_reference", "save")

@@ -12,8 +12,8 @@ from streamrl.placement import Cluster, GeneratorTiming, Placement, Problem, Tim
 from streamrl.placement.costs import Constants, CostModel
 from streamrl.placing import run_placement
 from streamrl.planning import Asked, problem_of, run_constants
-from streamrl.preflight import counts
 from streamrl.simulator.simulation import simulate
+from streamrl.slots import counts
 
 STEPS = 60
 """Steps of a simulation; more change its means by less than a run's differ among themselves."""

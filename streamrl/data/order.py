@@ -18,7 +18,7 @@ class Part:
 
 
 class UidSampler:
-    """The endless order of a stream, as a loader wants it: every iterator begins at the start.
+    """The endless order of a stream: every iterator begins at the start.
 
     The order is a pure function of the parts, the seed and whether to shuffle.
     """

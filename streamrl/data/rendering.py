@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from streamrl.data.files import MODEL, PLAIN
 from streamrl.data.rows import Row
 from streamrl.errors import ConfigError
+from streamrl.model_config import read_model_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -56,12 +57,9 @@ def _is_whole(path: Path) -> bool:
 
 def load_vocab_size(model_path: str) -> int:
     """How many token ids the model of a directory knows, from its config.json."""
-    from transformers import AutoConfig
-
     _check_model_directory(model_path)
     try:
-        config = AutoConfig.from_pretrained(model_path, local_files_only=True)
-        return int(config.get_text_config().vocab_size)
+        return int(read_model_config(model_path).get_text_config().vocab_size)
     except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
         raise ConfigError(f"{model_path}: config.json cannot be used: {_why(error)}") from error
 

@@ -1,24 +1,19 @@
 """The endless stream of prompts, resumable to the row.
 
-torchdata's StatefulDataLoader carries it, over a sampler of our own: the loader's own shuffling
-does not resume exactly into the next epoch, and its state is not JSON. The prompts are rendered and
-in memory, so that it works in the calling process, without workers.
+The prompts are rendered and in memory: all that is to be known of a place in the stream is how many
+of each file have been given out.
 """
 
 import hashlib
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from msgspec.structs import replace
 
-from streamrl.data.order import Part, UidSampler
+from streamrl.data.order import Part, UidIterator, UidSampler
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt, make_uid, parse_uid
-
-if TYPE_CHECKING:
-    from torchdata.stateful_dataloader import StatefulDataLoader
 
 
 class PromptStream(Iterator[Prompt]):
@@ -47,7 +42,7 @@ class PromptStream(Iterator[Prompt]):
             raise ValueError(f"{len(prompts)} prompts of files with {files} prompts and shares")
         rest = iter(indices)
         parts = [Part([next(rest) for _ in range(size)], share) for size, share in files]
-        self._order = UidSampler(parts, seed=seed, shuffle=shuffle)
+        self._uids = UidIterator(UidSampler(parts, seed=seed, shuffle=shuffle))
         self._identity = {
             "num_prompts": len(prompts),
             "fingerprint": _fingerprint(prompts),
@@ -55,9 +50,6 @@ class PromptStream(Iterator[Prompt]):
             "shuffle": shuffle,
             "seed": seed,
         }
-        self._place: dict[str, Any] = {}
-        self._loader: StatefulDataLoader[Prompt] | None = None
-        self._loaded: Iterator[Prompt] = iter(())
 
     def __len__(self) -> int:
         """Prompts per epoch, of all files."""
@@ -65,8 +57,7 @@ class PromptStream(Iterator[Prompt]):
 
     def __next__(self) -> Prompt:
         """The next prompt; there always is one."""
-        self._opened()
-        return next(self._loaded)
+        return self._prompts[next(self._uids)]
 
     def draw(self, count: int) -> list[Prompt]:
         """The next `count` prompts."""
@@ -86,7 +77,7 @@ class PromptStream(Iterator[Prompt]):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the stream stands, as JSON: how much of each file has been given out."""
-        return {"loader": self._opened().state_dict(), **self._identity}
+        return {**self._uids.state_dict(), **self._identity}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where the stream that wrote `state` stood.
@@ -100,35 +91,10 @@ class PromptStream(Iterator[Prompt]):
                     f"cannot resume the data stream: {_IDENTITY[name]} was {state[name]} when the "
                     f"checkpoint was written and is {now} now; use the same, or start a new run"
                 )
-        self._open(state["loader"])
-
-    def __getstate__(self) -> dict[str, Any]:
-        # An open loader goes to no other process; the place in it does.
-        place = self._place if self._loader is None else self._loader.state_dict()
-        return {**vars(self), "_place": place, "_loader": None, "_loaded": iter(())}
-
-    def _opened(self) -> "StatefulDataLoader[Prompt]":
-        return self._open(self._place) if self._loader is None else self._loader
-
-    def _open(self, state: dict[str, Any]) -> "StatefulDataLoader[Prompt]":
-        """A loader at the place of `state`."""
-        import torch
-        from torchdata.stateful_dataloader import StatefulDataLoader
-
-        with warnings.catch_warnings():
-            # It calls what torch has deprecated, at every start.
-            warnings.filterwarnings("ignore", message=".*set_vital")
-            loader = StatefulDataLoader(
-                self._prompts,  # type: ignore[arg-type]
-                batch_size=None,
-                sampler=self._order,
-                collate_fn=_as_it_is,
-                # It draws from this at its start, and would from torch's own.
-                generator=torch.Generator(),
-            )
-        loader.load_state_dict(state)
-        self._loader, self._loaded = loader, iter(loader)
-        return loader
+        # Checkpoints used to have it as torchdata's loader wrote it.
+        self._uids.load_state_dict(
+            state["loader"]["_sampler_iter_state"] if "loader" in state else state
+        )
 
 
 #: What must be the same on resume, in words for the user.
@@ -142,7 +108,7 @@ _IDENTITY = {
 
 
 class _ByUid:
-    """Prompts by uid, of any epoch and attempt, as the loader's data set."""
+    """Prompts by uid, of any epoch and attempt."""
 
     def __init__(self, prompts: Mapping[int, Prompt]) -> None:
         self._prompts = prompts
@@ -155,10 +121,6 @@ class _ByUid:
         if index not in self._prompts:
             raise ValueError(f"uid {uid}: no prompt with index {index} among the {len(self)}")
         return replace(self._prompts[index], uid=uid)
-
-
-def _as_it_is(prompt: Prompt) -> Prompt:
-    return prompt
 
 
 def _fingerprint(prompts: Sequence[Prompt]) -> str:

@@ -7,7 +7,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from streamrl.algorithms import Algorithm, Settings, columns_derived_from, derive
+from streamrl.algorithms import Algorithm, Settings, columns_derived_from
+from streamrl.algorithms.objective import derive
 from streamrl.engines.packing import Pick
 from streamrl.messages import Array, Columns, Per, column_spec, split_tokens
 

@@ -31,7 +31,8 @@ from streamrl.engines.ranks import bound_collectives
 from streamrl.engines.resident import lay_side_by_side
 from streamrl.engines.trainer_config import BUCKET_ELEMENTS
 from streamrl.errors import CheckpointError
-from streamrl.resharding import Shard, Storage, whole_shard
+from streamrl.resharding import Shard, whole_shard
+from streamrl.resharding.storage import Storage
 from streamrl.weights.parameters import side_by_side
 
 if TYPE_CHECKING:
@@ -194,6 +195,7 @@ def _import_deepspeed() -> Any:
     os.environ["LOCAL_RANK"] = str(local_device().index or 0)
     import deepspeed
     import deepspeed.ops
+    from deepspeed.runtime import compiler
     from deepspeed.utils import logger
 
     logger.setLevel("WARNING")
@@ -201,6 +203,8 @@ def _import_deepspeed() -> Any:
     warnings.filterwarnings("ignore", "`torch.distributed.*` is deprecated", FutureWarning)
     # Its shared-memory collectives for CPUs are built with a compiler on first use: over a minute.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # It loads Muon with every optimizer, and to compile that loads torch's compiler: a second.
+    compiler.compile = lambda: compiler.dummy_decorator
     return deepspeed
 
 

@@ -17,7 +17,6 @@ CHUNK_TOKENS = 2048
 """Tokens whose distributions over the vocabulary are held in float32 at a time."""
 VALUE_HEAD = "score."
 """How the names of a value model's own parameters begin."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 EntropyMode = Literal["none", "value", "gradient"]
 
@@ -40,13 +39,6 @@ def wait_for_device() -> None:
     """Until a GPU has done what it was given, for whoever goes on with it on another stream."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
-
-
-def resolve_dtype(name: str) -> torch.dtype:
-    """The dtype of that name; auto is bfloat16 on a GPU and float32 on the CPU."""
-    if name == "auto":
-        return torch.bfloat16 if torch.cuda.is_available() else torch.float32
-    return DTYPES[name]
 
 
 def load_model(path: str, *, dtype: torch.dtype) -> "PreTrainedModel":

@@ -21,8 +21,9 @@ from streamrl.engines.pending import PendingGroup, Watch
 from streamrl.engines.vllm_engine import Draw, EngineSpec, Sampled, SampleRequest
 from streamrl.errors import ConfigError, DeadlineError, WeightsError
 from streamrl.messages import Array, Rollout
-from streamrl.resharding import Storage
-from streamrl.weights import Loaded, full_weights
+from streamrl.resharding.storage import Storage
+from streamrl.weights import Loaded
+from streamrl.weights.adapters import full_weights
 
 __all__ = ["GenerationEngine", "GeneratorConfig", "Loaded", "generation_env"]
 

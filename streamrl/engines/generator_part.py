@@ -14,8 +14,8 @@ from streamrl.engines.vllm_engine import EngineSpec
 from streamrl.engines.vllm_kv import release_caches
 from streamrl.errors import ConfigError, DeadlineError, GenerationError
 from streamrl.messages import Array
-from streamrl.resharding import Storage
-from streamrl.weights import full_weights
+from streamrl.resharding.storage import Storage
+from streamrl.weights.adapters import full_weights
 
 if TYPE_CHECKING:
     from streamrl.engines.split_executor import FollowingWorker

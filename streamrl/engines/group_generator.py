@@ -10,7 +10,7 @@ from streamrl.engines.generation import GenerationEngine
 from streamrl.engines.pending import Watch, nobody
 from streamrl.engines.seeds import rollout_seeds
 from streamrl.messages import Array, Columns, Prompt, Rollout, group_columns, group_rollouts
-from streamrl.resharding import Storage
+from streamrl.resharding.storage import Storage
 from streamrl.weights import Loaded
 
 #: Of the likeliest completion, where a seed has no say.

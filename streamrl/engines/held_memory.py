@@ -4,7 +4,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from streamrl.engines.forward import DTYPES, load_skeleton
+from streamrl.engines.dtypes import DTYPES, trained_dtype
+from streamrl.engines.forward import load_skeleton
 from streamrl.engines.generator_config import KV_CACHE_MB_ON_CPU, GeneratorConfig
 from streamrl.engines.lora import num_trained
 from streamrl.engines.tensor_parallel import CUT_BY_INPUTS, CUT_BY_OUTPUTS, layers_of, matrices_of
@@ -35,7 +36,7 @@ def worker_memory(
     """What one hybrid worker holds of the model. On a GPU, generator.kv_cache_mb must be set."""
     module = load_skeleton(model_path)
     elements = sum(parameter.numel() for parameter in module.parameters())
-    itemsize = trainer.torch_dtype.itemsize
+    itemsize = trained_dtype(trainer).itemsize
     trained = num_trained(module, trainer)
     total = elements + (trained if trainer.lora_rank else 0)
     kept, gathered = _kept(module, trainer, total)
@@ -67,7 +68,7 @@ def worker_memory(
 
 def shares_weights(trainer: TrainerConfig, generator: GeneratorConfig, *, on_gpu: bool) -> bool:
     """Whether a rank's generator has the trainer's weights, and none of its own."""
-    of_one_type = trainer.torch_dtype is _served_type(generator, on_gpu=on_gpu)
+    of_one_type = trained_dtype(trainer) is _served_type(generator, on_gpu=on_gpu)
     in_parts = trainer.gathers or generator.tensor_parallel > 1
     return of_one_type and not (in_parts or trainer.lora_rank or on_gpu)
 
@@ -78,7 +79,7 @@ def _trained_there(
     """Elements of what a rank's generator serves, on a CPU, that are those the rank trains."""
     size, parts = trainer.tensor_parallel, generator.tensor_parallel
     is_sharded = trainer.zero_stage == SHARDS_PARAMETERS and trainer.num_shares > 1
-    of_one_type = trainer.torch_dtype is _served_type(generator, on_gpu=False)
+    of_one_type = trained_dtype(trainer) is _served_type(generator, on_gpu=False)
     if size == 1 or size % parts or is_sharded or not of_one_type:
         return 0
     # Columns of a matrix that is served whole, or in larger parts, are not in one piece there.
@@ -138,5 +139,5 @@ def _token_bytes(module: "PreTrainedModel", trainer: TrainerConfig) -> int:
     config = module.config.get_text_config()
     layers, hidden = config.num_hidden_layers, config.hidden_size
     kept = layers + LAYER_VALUES if trainer.gradient_checkpointing else layers * LAYER_VALUES
-    itemsize = trainer.torch_dtype.itemsize
+    itemsize = trained_dtype(trainer).itemsize
     return int(kept * hidden * itemsize + LOGIT_VALUES * config.vocab_size * FLOAT)

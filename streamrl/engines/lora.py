@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from streamrl.engines.forward import VALUE_HEAD, load_skeleton
+from streamrl.engines.lora_names import is_meant
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 
@@ -50,14 +51,14 @@ def layers_to_adapt(
     if not linear:
         raise ConfigError(f"{section}.lora_rank={config.lora_rank}: the model has no linear layers")
     for target in config.lora_targets:
-        if not any(_is_meant(name, target) for name in linear):
+        if not any(is_meant(name, target) for name in linear):
             known = ", ".join(sorted({name.rpartition(".")[2] for name in linear}))
             raise ConfigError(
                 f"{section}.lora_targets={config.lora_targets}: {target} must be a linear"
                 f" layer of the model, which has {known}"
             )
     targets = config.lora_targets or linear
-    return [name for name in linear if any(_is_meant(name, target) for target in targets)]
+    return [name for name in linear if any(is_meant(name, target) for target in targets)]
 
 
 def num_trained(module: "PreTrainedModel", config: TrainerConfig) -> int:
@@ -78,7 +79,3 @@ def check_targets(model_path: str, config: TrainerConfig, *, section: str) -> No
     """Raise ConfigError if the model in a directory has no layers of these names."""
     if config.lora_targets:
         layers_to_adapt(load_skeleton(model_path), config, section=section)
-
-
-def _is_meant(name: str, target: str) -> bool:
-    return name == target or name.endswith(f".{target}")

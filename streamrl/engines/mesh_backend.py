@@ -29,7 +29,8 @@ from streamrl.engines.ranks import bound_collectives, leave_ranks
 from streamrl.engines.resident import place_in
 from streamrl.engines.tensor_parallel import layers_of, split_layers
 from streamrl.engines.trainer_config import SHARDS_PARAMETERS
-from streamrl.resharding import Shard, Storage, TensorSpec, tensor_shard
+from streamrl.resharding import Shard, TensorSpec, tensor_shard
+from streamrl.resharding.storage import Storage
 from streamrl.weights.parameters import side_by_side
 
 if TYPE_CHECKING:

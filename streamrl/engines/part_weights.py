@@ -16,9 +16,10 @@ from torch import Tensor
 from streamrl.engines.teams import Team
 from streamrl.engines.vllm_weights import plain_linears, source_names, use_onednn
 from streamrl.errors import WeightsError
-from streamrl.resharding import Box, Component, Storage, TensorSpec
-from streamrl.weights import ParameterSet
+from streamrl.resharding import Box, Component, TensorSpec
+from streamrl.resharding.storage import Storage
 from streamrl.weights.adapters import stored_weights
+from streamrl.weights.parameters import ParameterSet
 
 #: vLLM's worker of this rank.
 Worker = Any

@@ -1,10 +1,11 @@
-"""The peaks of this process's memory, by phase: of its GPU where there is one, else main memory."""
+"""The peaks of this process's memory, by phase: of its GPU where there is one, else main memory.
+
+Whoever holds a handle of an actor loads its class, and this with it: torch is not for all of them.
+"""
 
 import ctypes
 from contextlib import suppress
 from pathlib import Path
-
-import torch
 
 MB = 1 << 20
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -30,6 +31,8 @@ def give_back_freed() -> None:
 
     On a GPU torch's allocator keeps all of it, and vLLM's would find none for keys and values.
     """
+    import torch
+
     ctypes.CDLL(None).malloc_trim(0)
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
@@ -58,6 +61,8 @@ class PeakMemory:
 
 def _take_peak() -> int:
     """Largest memory since the last call, bytes."""
+    import torch
+
     if torch.cuda.is_available():
         peak = torch.cuda.max_memory_allocated()
         torch.cuda.reset_peak_memory_stats()

@@ -9,7 +9,8 @@ from streamrl.engines.begun import extended
 from streamrl.engines.vllm_engine import ModelFacts, Sampled
 from streamrl.errors import ConfigError, GenerationError
 from streamrl.messages import Rollout
-from streamrl.weights import Loaded, ParameterSet
+from streamrl.weights import Loaded
+from streamrl.weights.parameters import ParameterSet
 
 
 def nobody() -> None:

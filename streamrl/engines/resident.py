@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from streamrl.resharding import Shard, Storage
+from streamrl.resharding import Shard
+from streamrl.resharding.storage import Storage
 from streamrl.weights.parameters import sisters
 
 

@@ -9,19 +9,20 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from streamrl.engines.batching import build_batch, tokens_of
+from streamrl.engines.dtypes import resolve_dtype
 from streamrl.engines.forward import (
     VALUE_HEAD,
     load_model,
     load_skeleton,
     load_value_model,
     local_device,
-    resolve_dtype,
     token_logprobs,
     token_values,
 )
 from streamrl.engines.packing import pack
 from streamrl.messages import Array, Columns
-from streamrl.weights import ParameterSet, full_weights
+from streamrl.weights.adapters import full_weights
+from streamrl.weights.parameters import ParameterSet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

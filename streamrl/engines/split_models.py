@@ -1,6 +1,7 @@
 """Which models can be split over tensor-parallel ranks, and over how many."""
 
 from streamrl.errors import ConfigError
+from streamrl.model_config import read_model_config
 
 FAMILIES = ("llama", "mistral", "qwen2")
 """Types of models, as config.json has them, whose layers have the matrices that are split, and no
@@ -14,9 +15,7 @@ def check_split_generator(model_path: str, ranks: int) -> None:
 
     Key and value heads may be fewer: ranks then have the same.
     """
-    from transformers import AutoConfig
-
-    config = vars(AutoConfig.from_pretrained(model_path, local_files_only=True).get_text_config())
+    config = vars(read_model_config(model_path).get_text_config())
     for name in DIVIDED:
         size = config.get(name)
         repeats = name == "num_key_value_heads" and size and ranks % size == 0
@@ -30,9 +29,7 @@ def check_tensor_parallel(model_path: str, ranks: int, *, section: str) -> None:
     """Raise ConfigError if the model in a directory cannot be split over that many ranks."""
     if ranks == 1:
         return
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(model_path, local_files_only=True)
+    config = read_model_config(model_path)
     said = f"{section}.tensor_parallel={ranks}"
     if config.model_type not in FAMILIES:
         raise ConfigError(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamrl.weights import ParameterSet
+from streamrl.weights.parameters import ParameterSet
 
 #: vLLM's LLMEngine.
 Engine = Any

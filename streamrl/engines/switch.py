@@ -18,18 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from streamrl.resharding import (
-    Executor,
-    Layout,
-    ModelSpec,
-    Moved,
-    Nodes,
-    Shard,
-    Storage,
-    TensorSpec,
-    least_moving,
-    lying_in,
-)
+from streamrl.resharding import Layout, ModelSpec, Nodes, Shard, TensorSpec
+from streamrl.resharding.executors import Executor, Moved, least_moving
+from streamrl.resharding.storage import Storage, lying_in
 
 BUCKET_BYTES = 16 * 2**20
 """What is under way at once, bytes; gloo holds as much again."""

@@ -8,15 +8,9 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from streamrl.algorithms import (
-    Algorithm,
-    Settings,
-    columns_needed,
-    policy_loss,
-    shared_value_loss,
-    step_normaliser,
-)
+from streamrl.algorithms import Algorithm, Settings, columns_needed, step_normaliser
 from streamrl.algorithms.critic import critic_loss
+from streamrl.algorithms.objective import policy_loss, shared_value_loss
 from streamrl.dataflow import CRITIC, CRITICS, RETURNS
 from streamrl.engines.batching import TOKEN_COLUMNS
 from streamrl.engines.forward import (

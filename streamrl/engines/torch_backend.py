@@ -15,7 +15,8 @@ from torch import Tensor
 from streamrl.engines.optimizer_memory import tensors_of
 from streamrl.engines.ranks import leave_ranks
 from streamrl.engines.resident import lay_side_by_side
-from streamrl.resharding import Shard, Storage, whole_shard
+from streamrl.resharding import Shard, whole_shard
+from streamrl.resharding.storage import Storage
 from streamrl.weights.parameters import side_by_side
 
 if TYPE_CHECKING:

@@ -3,12 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
-from streamrl.engines.forward import DTYPES, resolve_dtype
 from streamrl.errors import ConfigError
 
 BACKENDS = ("deepspeed", "torch")
+DTYPES = ("auto", "float32", "bfloat16")
 BUCKET_ELEMENTS = 50_000_000
 """Elements in one of DeepSpeed's reductions, for which it allocates that much; its own default is
 ten times it."""
@@ -83,10 +81,10 @@ class TrainerConfig:
             raise ConfigError(f"trainer.backend={self.backend}: must be {' or '.join(BACKENDS)}")
         if self.zero_stage not in (0, 1, 2, 3):
             raise ConfigError(f"trainer.zero_stage={self.zero_stage}: must be 0, 1, 2 or 3")
-        if self.dtype != "auto" and self.dtype not in DTYPES:
-            allowed = ", ".join(("auto", *DTYPES))
+        if self.dtype not in DTYPES:
+            allowed = ", ".join(DTYPES)
             raise ConfigError(f"trainer.dtype={self.dtype}: must be one of {allowed}")
-        if self.dtype == "bfloat16" and not self._master_weights:
+        if self.dtype == "bfloat16" and not self.has_master_weights:
             raise ConfigError(
                 "trainer.dtype=bfloat16: needs master weights, which backend deepspeed"
                 " keeps from zero_stage 1 on"
@@ -111,7 +109,8 @@ class TrainerConfig:
         return rank // self.tensor_parallel
 
     @property
-    def _master_weights(self) -> bool:
+    def has_master_weights(self) -> bool:
+        """Whether the optimizer keeps float32 weights of its own."""
         return self.backend == "deepspeed" and self.zero_stage > 0
 
     @property
@@ -121,11 +120,6 @@ class TrainerConfig:
         if self.backend == "deepspeed":
             return shards
         return self.tensor_parallel > 1 or (shards and self.world_size > 1)
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        """What the parameters are held in on this machine."""
-        return resolve_dtype(self.dtype) if self._master_weights else torch.float32
 
     def lr_at(self, step: int) -> float:
         """Learning rate of a step, counted from 0."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from streamrl.engines.batching import build_batch, derive_columns
 from streamrl.engines.deepspeed_backend import DeepSpeedBackend
+from streamrl.engines.dtypes import trained_dtype
 from streamrl.engines.forward import local_device, token_logprobs, wait_for_device
 from streamrl.engines.lora import add_adapters
 from streamrl.engines.mesh_backend import MeshBackend
@@ -33,9 +34,11 @@ from streamrl.engines.torch_backend import TorchBackend
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import CheckpointError, DeadlineError, StreamError, WeightsError
 from streamrl.messages import Array, Columns
-from streamrl.resharding import Moved, Shard, Storage
-from streamrl.weights import ParameterSet, full_weights
-from streamrl.weights.adapters import LORA_SCALE
+from streamrl.resharding import Shard
+from streamrl.resharding.executors import Moved
+from streamrl.resharding.storage import Storage
+from streamrl.weights.adapters import LORA_SCALE, full_weights
+from streamrl.weights.parameters import ParameterSet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -132,7 +135,7 @@ class ModelTrainer:
         self._pretraining = pretraining
         self._plan: StepPlan | None = None
         self._switch = PlannedOnce(config.collective_timeout_s)
-        module = task.load(config.torch_dtype)
+        module = task.load(trained_dtype(config))
         self._parameters = ParameterSet.of(module)
         if config.lora_rank:
             add_adapters(module, config)
@@ -382,7 +385,7 @@ class ModelTrainer:
         """These parameters, or all, of the model others load, in the dtype they are trained in."""
         cpu, path = torch.device("cpu"), self._task.model_path
         full = full_weights(trained, self._parameters, model_path=path, device=cpu)
-        dtype = self._config.torch_dtype
+        dtype = trained_dtype(self._config)
         for name in full if names is None else names:
             if self._task.saves(name):
                 yield name, full[name] if name in trained else full[name].to(dtype)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from streamrl.engines.dtypes import trained_dtype
 from streamrl.engines.trainer_config import BUCKET_ELEMENTS, SHARDS_PARAMETERS, TrainerConfig
 
 FLOAT = 4
@@ -44,10 +45,10 @@ def passing_memory(trainer: TrainerConfig, *, trained: int, largest: int, on_gpu
     reduced = min(trained, REDUCED_AT_ONCE) * FLOAT
     if trainer.zero_stage == 0:
         return Passing(update=max(reduced, roots))
-    if trainer.zero_stage == 1 and trainer.torch_dtype is torch.bfloat16:
+    if trainer.zero_stage == 1 and trained_dtype(trainer) is torch.bfloat16:
         # Gradients are there as they were computed, too; they are reduced without buckets.
         roots = _of_one_tensor(-(-trained // trainer.world_size), on_gpu=on_gpu)
-        return Passing(held=trained * trainer.torch_dtype.itemsize, update=max(reduced, roots))
+        return Passing(held=trained * trained_dtype(trainer).itemsize, update=max(reduced, roots))
     return _of_buckets(trainer, trained, on_gpu=on_gpu)
 
 
@@ -58,7 +59,7 @@ def _of_one_tensor(elements: int, *, on_gpu: bool) -> int:
 
 def _of_buckets(trainer: TrainerConfig, trained: int, *, on_gpu: bool) -> Passing:
     """A bucket is reduced in a copy. For the update a rank's gradients are put into one tensor."""
-    itemsize = trainer.torch_dtype.itemsize
+    itemsize = trained_dtype(trainer).itemsize
     full = min(BUCKET_ELEMENTS, trained)
     # What a CPU has not written to yet takes no memory.
     bucket = (BUCKET_ELEMENTS if on_gpu else full) * itemsize

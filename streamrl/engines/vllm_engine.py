@@ -23,8 +23,9 @@ from streamrl.engines.teams import Team
 from streamrl.engines.vllm_weights import ServedWeights, plain_linears
 from streamrl.errors import GenerationError
 from streamrl.messages import FinishReason
-from streamrl.resharding import Storage
-from streamrl.weights import Loaded, ParameterSet
+from streamrl.resharding.storage import Storage
+from streamrl.weights import Loaded
+from streamrl.weights.parameters import ParameterSet
 
 if TYPE_CHECKING:
     from streamrl.engines.split_executor import FollowingWorker

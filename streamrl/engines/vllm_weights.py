@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from streamrl.errors import WeightsError
-from streamrl.resharding import Box, Storage
-from streamrl.weights import ParameterSet
+from streamrl.resharding import Box
+from streamrl.resharding.storage import Storage
 from streamrl.weights.adapters import MergedWeights, stored_weights
+from streamrl.weights.parameters import ParameterSet
 
 #: vLLM's LLMEngine.
 Engine = Any

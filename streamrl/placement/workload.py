@@ -8,7 +8,6 @@ from statistics import NormalDist
 from typing import Protocol
 
 import numpy as np
-from scipy.special import ndtri
 
 from streamrl.errors import ConfigError
 from streamrl.messages import Array
@@ -122,6 +121,9 @@ class LognormalLengths:
 
     def quantiles(self, parts: Array) -> Array:
         """In closed form."""
+        # For plans alone; every actor of a run loads what placements are.
+        from scipy.special import ndtri
+
         found = self.median * np.exp(self.sigma * ndtri(parts))
         return np.asarray(np.clip(found, 1.0, float(self.limit)))
 

@@ -1,14 +1,6 @@
 """Layouts of a model over ranks, and what has to move from one to another."""
 
 from streamrl.resharding.boxes import Box
-from streamrl.resharding.executors import (
-    Executor,
-    GatherInGroups,
-    Moved,
-    PointToPoint,
-    gather_is_least,
-    least_moving,
-)
 from streamrl.resharding.grids import ORDERS, Coordinates, Grid, Seating
 from streamrl.resharding.grouping import (
     GROUPINGS,
@@ -30,7 +22,6 @@ from streamrl.resharding.layouts import (
 )
 from streamrl.resharding.plans import Copy, CopyPlan, GatherPlan, plan_copies, plan_gather
 from streamrl.resharding.reports import BytesReport, Nodes, RankBytes, table_2
-from streamrl.resharding.storage import Storage, allocate, allocate_both, inside, lying_in
 from streamrl.resharding.tensors import Component, ModelSpec, TensorSpec, merged_stages
 
 __all__ = [
@@ -42,28 +33,17 @@ __all__ = [
     "Coordinates",
     "Copy",
     "CopyPlan",
-    "Executor",
-    "GatherInGroups",
     "GatherPlan",
     "GenerationSizes",
     "Grid",
     "Layout",
     "ModelSpec",
-    "Moved",
     "Nodes",
-    "PointToPoint",
     "RankBytes",
     "Seating",
     "Shard",
-    "Storage",
     "TensorSpec",
-    "allocate",
-    "allocate_both",
     "chunked",
-    "gather_is_least",
-    "inside",
-    "least_moving",
-    "lying_in",
     "max_overlap",
     "merged_stages",
     "micro_groups",

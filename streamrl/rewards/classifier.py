@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
 from streamrl.data import load_tokenizer
-from streamrl.engines.forward import local_device, resolve_dtype
+from streamrl.engines.dtypes import resolve_dtype
+from streamrl.engines.forward import local_device
 from streamrl.errors import ConfigError, RewardMemoryError
 
 if TYPE_CHECKING:

@@ -119,6 +119,8 @@ class WandbSink:
     def _init(self, config: Mapping[str, Any]) -> "wandb.Run":
         import wandb
 
+        # Else wandb loads pandas, a second, to see that a histogram is no data frame.
+        wandb.util.pd_available = False
         mode = self._config.mode
         settings = wandb.Settings.model_validate(
             {

@@ -1,7 +1,7 @@
 """Weights on their way from the trainer to those who follow it: versions, buckets, checks."""
 
-from streamrl.weights.adapters import full_weights
 from streamrl.weights.config import WeightsConfig
+from streamrl.weights.held import HeldVersion, Loaded
 from streamrl.weights.manifest import (
     Bucket,
     TensorSlot,
@@ -9,9 +9,6 @@ from streamrl.weights.manifest import (
     WeightManifest,
     plan_buckets,
 )
-from streamrl.weights.parameters import ParameterSet
-from streamrl.weights.publisher import pack, publish
-from streamrl.weights.subscriber import HeldVersion, Loaded, unpack
 from streamrl.weights.transport import Inlet, Outlet
 
 __all__ = [
@@ -20,14 +17,9 @@ __all__ = [
     "Inlet",
     "Loaded",
     "Outlet",
-    "ParameterSet",
     "TensorSlot",
     "TensorSpec",
     "WeightManifest",
     "WeightsConfig",
-    "full_weights",
-    "pack",
     "plan_buckets",
-    "publish",
-    "unpack",
 ]

@@ -14,8 +14,9 @@ import numpy as np
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
-from streamrl.weights.manifest import DTYPES, Bucket, TensorSlot, WeightManifest, checksum
+from streamrl.weights.manifest import Bucket, TensorSlot, WeightManifest, checksum
 from streamrl.weights.transport import Inlet, Outlet
+from streamrl.weights.views import DTYPES
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from safetensors.torch import save_file
 from streamrl.durable import move_whole
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
-from streamrl.weights.manifest import Bucket, WeightManifest, tensor_view
+from streamrl.weights.manifest import Bucket, WeightManifest
+from streamrl.weights.views import tensor_view
 
 LATEST = "latest"
 MANIFEST = "manifest.json"

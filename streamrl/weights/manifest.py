@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import xxhash
 
 from streamrl.messages import Array
@@ -19,29 +18,17 @@ from streamrl.weights.probe import Probe
 #: A tensor starts at a multiple of this, so that any dtype can be viewed in place.
 ALIGNMENT_BYTES = 64
 
-#: What can travel, by name: numpy has no bfloat16, so a name is what manifest and tensor share.
-DTYPES = {
-    str(dtype).removeprefix("torch."): dtype
-    for dtype in (
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e5m2,
-        torch.int64,
-        torch.int32,
-        torch.int16,
-        torch.int8,
-        torch.uint8,
-        torch.bool,
-    )
+ITEMSIZES = {
+    **{"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2},
+    **{"float8_e4m3fn": 1, "float8_e5m2": 1},
+    **{"int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1, "bool": 1},
 }
+"""Bytes of an element of what can travel, by its name in torch."""
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, dtype (a key of DTYPES) and shape of a tensor that has no place yet."""
+    """Name, dtype (a key of ITEMSIZES) and shape of a tensor that has no place yet."""
 
     name: str
     dtype: str
@@ -50,7 +37,7 @@ class TensorSpec:
     @property
     def num_bytes(self) -> int:
         """Size of the tensor in bytes."""
-        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+        return math.prod(self.shape) * ITEMSIZES[self.dtype]
 
 
 @dataclass(frozen=True)
@@ -139,12 +126,3 @@ def plan_buckets(
 def checksum(data: Array) -> str:
     """XXH3 (64 bits, hex) of a contiguous array's bytes."""
     return xxhash.xxh3_64_hexdigest(data.data)
-
-
-def tensor_view(data: Array, slot: TensorSlot) -> torch.Tensor:
-    """The tensor of a slot as a view of its bucket's bytes; `data` may be read-only.
-
-    Through DLPack, because torch.from_numpy warns of a read-only array.
-    """
-    raw = torch.from_dlpack(data[slot.offset : slot.end])
-    return raw.view(DTYPES[slot.dtype]).view(slot.shape)

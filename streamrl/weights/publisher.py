@@ -13,16 +13,9 @@ import torch
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights.hashing import PIECE_BYTES, RunningChecksum
-from streamrl.weights.manifest import (
-    DTYPES,
-    Bucket,
-    SlotAllocator,
-    TensorSlot,
-    TensorSpec,
-    WeightManifest,
-    tensor_view,
-)
+from streamrl.weights.manifest import Bucket, SlotAllocator, TensorSlot, TensorSpec, WeightManifest
 from streamrl.weights.transport import Outlet
+from streamrl.weights.views import DTYPES, tensor_view
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 

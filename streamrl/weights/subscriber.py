@@ -1,8 +1,6 @@
 """The follower's side: buckets in, tensors out, and the version that is held."""
 
-import asyncio
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -10,7 +8,8 @@ import torch
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights.hashing import checksums
-from streamrl.weights.manifest import Bucket, WeightManifest, tensor_view
+from streamrl.weights.manifest import Bucket, WeightManifest
+from streamrl.weights.views import tensor_view
 
 
 def unpack(manifest: WeightManifest, arrays: Sequence[Array]) -> dict[str, torch.Tensor]:
@@ -53,58 +52,3 @@ def _misfit(bucket: Bucket, data: Array) -> str | None:
 def _mismatch(bucket: Bucket, found: str) -> str | None:
     """What is wrong with the bytes of a bucket, if anything, by their checksum."""
     return None if found == bucket.checksum else f"checksum is {found}, wanted {bucket.checksum}"
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What it took a model to go over to a version.
-
-    pause_s: while nothing was computed, s. interrupted: rollouts that had begun, and go on.
-    copied_bytes: of weights, also those that were cast or merged; the rest is used where it lies.
-    """
-
-    pause_s: float = 0.0
-    interrupted: int = 0
-    copied_bytes: int = 0
-
-
-class HeldVersion:
-    """The version one holder (a generator, a scorer) serves, and a place to wait for a newer one.
-
-    Belongs to one event loop. -1 is no version at all. What is followed may stand still for some
-    versions: `due` says which one there is at a version of the policy.
-    """
-
-    def __init__(
-        self, holder: str, version: int = -1, *, due: Callable[[int], int] = lambda version: version
-    ) -> None:
-        self._due = due
-        self.holder = holder
-        self._version = version
-        self._changed = asyncio.Event()
-
-    @property
-    def version(self) -> int:
-        """The version that is held now."""
-        return self._version
-
-    def advance(self, version: int) -> None:
-        """From now on `version` is held. Raises WeightsError unless it is newer."""
-        if version <= self._version:
-            raise WeightsError(
-                f"{self.holder} holds version {self._version}: cannot go to version {version}"
-            )
-        self._version = version
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()
-
-    async def at_least(self, version: int) -> int:
-        """Wait until what is due at `version`, or a newer one, is held, and say which one is.
-
-        It has no deadline of its own, which would have to know how many steps a resumed run makes
-        again before that version. Two others bound it: that of the trainer, which has to make the
-        version, and those of whoever takes it up, with whom the process ends.
-        """
-        while self._version < self._due(version):
-            await self._changed.wait()
-        return self._version

@@ -11,7 +11,8 @@ from torch import Tensor
 from streamrl.actors.residence import PartFollower, Residence, ResidentFollower
 from streamrl.errors import SupersededError
 from streamrl.messages import Array
-from streamrl.resharding import Moved, Storage
+from streamrl.resharding.executors import Moved
+from streamrl.resharding.storage import Storage
 from streamrl.weights import Loaded
 
 

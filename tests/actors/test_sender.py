@@ -12,7 +12,8 @@ from streamrl.dataflow import MOVED, POLICY
 from streamrl.engines.moving_reference import MovingReference
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
-from streamrl.weights import Bucket, WeightManifest, WeightsConfig, unpack
+from streamrl.weights import Bucket, WeightManifest, WeightsConfig
+from streamrl.weights.subscriber import unpack
 from tests.weights.local_outlet import LocalInlet, LocalOutlet
 
 

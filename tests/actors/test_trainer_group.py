@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from streamrl.actors.reporting import RoleActors
-from streamrl.actors.trainer import MovedReference, TrainerGroup
+from streamrl.actors.trainer_group import MovedReference, TrainerGroup
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.dataflow import dataflow_for
 from streamrl.engines.trainer_config import TrainerConfig

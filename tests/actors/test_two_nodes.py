@@ -37,9 +37,11 @@ from streamrl.messages import ROLLOUT_COLUMNS, Array, Columns, Prompt
 from streamrl.placement import PlacementConfig
 from streamrl.preflight import Prepared
 from streamrl.rewards import RewardConfig
-from streamrl.weights import WeightManifest, publish, unpack
+from streamrl.weights import WeightManifest
 from streamrl.weights.choice import Choice
 from streamrl.weights.config import COLLECTIVE, DELTA, DISK, STORE
+from streamrl.weights.publisher import publish
+from streamrl.weights.subscriber import unpack
 from tests.e2e.launched import MARK, marked
 
 pytestmark = pytest.mark.slow

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import ray
 
-from streamrl.actors import weight_travel
-from streamrl.actors.weight_travel import WeightTravel, plan_travel
+from streamrl.actors import travel_plan
+from streamrl.actors.travel_plan import plan_travel
+from streamrl.actors.weight_travel import WeightTravel
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
 from streamrl.placement import Demand
@@ -40,8 +41,8 @@ def node(monkeypatch: pytest.MonkeyPatch) -> None:
     """One node with 100 MB in /dev/shm, of which Ray's store may take 60 MB."""
     found = {"Alive": True, "NodeID": "abc", "Resources": {"object_store_memory": 60.0 * MB}}
     monkeypatch.setattr(ray, "nodes", lambda: [found, {**found, "Alive": False}])
-    monkeypatch.setattr(weight_travel, "free_bytes", lambda: 100 * MB)
-    monkeypatch.setattr(weight_travel, "total_bytes", lambda: 200 * MB)
+    monkeypatch.setattr(travel_plan, "free_bytes", lambda: 100 * MB)
+    monkeypatch.setattr(travel_plan, "total_bytes", lambda: 200 * MB)
 
 
 def config_of(model_path: str, tmp_path: Path, *overrides: str) -> RunConfig:
@@ -59,7 +60,7 @@ def demands_of(config: RunConfig) -> list[Demand]:
 
 def counted(config: RunConfig) -> dict[str, tuple[int, int]]:
     """Bytes of a version and readers of each model that is published."""
-    found = weight_travel._published(config, demands_of(config))
+    found = travel_plan._published(config, demands_of(config))
     return {model.role: (model.num_bytes, model.readers) for model in found}
 
 
@@ -130,11 +131,11 @@ def test_a_store_that_fills_dev_shm_leaves_no_room(
     model_path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(model_path, tmp_path, "weights.transport=shared_memory")
-    monkeypatch.setattr(weight_travel, "node_stores", lambda: [99.0 * MB])
+    monkeypatch.setattr(travel_plan, "node_stores", lambda: [99.0 * MB])
     with pytest.raises(ConfigError, match=r"/dev/shm has 1.0 MB = 100.0 MB - 99.0 MB of Ray's"):
         plan_travel(config, demands_of(config), token="t")
     # Larger than all of /dev/shm, Ray keeps it elsewhere.
-    monkeypatch.setattr(weight_travel, "node_stores", lambda: [201.0 * MB])
+    monkeypatch.setattr(travel_plan, "node_stores", lambda: [201.0 * MB])
     assert plan_travel(config, demands_of(config), token="t").room == {"policy": 100 * MB}
 
 

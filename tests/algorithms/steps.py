@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from streamrl.algorithms import AlgorithmConfig, Settings, derive, policy_loss
+from streamrl.algorithms import AlgorithmConfig, Settings
+from streamrl.algorithms.objective import derive, policy_loss
 from streamrl.messages import FinishReason
 
 WEIGHTS = {"right": 1.0, "short": 0.5}

@@ -8,12 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.algorithms.correction import (
-    WEIGHT_LEVELS,
-    WEIGHT_MODES,
-    importance_weights,
-    interpolated_proximal,
-)
+from streamrl.algorithms.choices import WEIGHT_LEVELS, WEIGHT_MODES
+from streamrl.algorithms.correction import importance_weights, interpolated_proximal
 from tests.algorithms.ragged import (
     BATCHES,
     assert_as_in_loops,

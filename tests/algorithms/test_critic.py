@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from streamrl.algorithms import AlgorithmConfig
-from streamrl.algorithms.critic import critic_loss, summarise_critic
+from streamrl.algorithms.critic import critic_loss
+from streamrl.algorithms.summary import summarise_critic
 from streamrl.dataflow import CRITIC
 from tests.algorithms.steps import derived_of, made_up_step
 

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from streamrl.algorithms.choices import MODES
 from streamrl.algorithms.kl import kl_estimate
 from streamrl.algorithms.losses import (
-    MODES,
     aggregate,
     clipped_importance,
     clipped_surrogate,

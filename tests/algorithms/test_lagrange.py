@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 
-from streamrl.algorithms import AlgorithmConfig, derive
+from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.lagrange import adapt_multiplier, lagrangian
+from streamrl.algorithms.objective import derive
 from tests.algorithms.steps import made_up_step, settings_of
 
 

@@ -8,18 +8,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.algorithms.choices import MODES
+from streamrl.algorithms.limits import LOG_RATIO_LIMIT
 from streamrl.algorithms.losses import (
-    LOG_RATIO_LIMIT,
-    MODES,
     aggregate,
     aggregate_sum,
     clipped_surrogate,
     entropy,
-    normaliser,
     outside_clip,
     ratio,
 )
 from streamrl.algorithms.masks import keep
+from streamrl.algorithms.summary import normaliser
 from tests.algorithms.ragged import (
     BATCHES,
     assert_as_in_loops,

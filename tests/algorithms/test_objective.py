@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamrl.algorithms import ALGORITHMS, AlgorithmConfig, policy_loss, step_normaliser, summarise
+from streamrl.algorithms import ALGORITHMS, AlgorithmConfig, step_normaliser, summarise
+from streamrl.algorithms.choices import MODES
 from streamrl.algorithms.correction_config import CorrectionConfig
-from streamrl.algorithms.losses import MODES
+from streamrl.algorithms.objective import policy_loss
 from streamrl.errors import AlgorithmError
 from tests.algorithms.steps import (
     MAX_LENGTH,

@@ -8,9 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.algorithms.choices import REJECTION_KINDS, REJECTION_LEVELS
 from streamrl.algorithms.correction import (
-    REJECTION_KINDS,
-    REJECTION_LEVELS,
     off_policy_sequence_mask,
     rejection_mask,
     second_moment_limit,

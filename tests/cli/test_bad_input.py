@@ -12,7 +12,7 @@ from streamrl.checkpoint import CheckpointWriter
 from streamrl.cli.main import main
 from streamrl.config import dump_config, load_config
 from streamrl.dataflow import POLICY
-from streamrl.engines.moving_reference import STATE_FILE
+from streamrl.engines.reference_config import STATE_FILE
 from streamrl.preflight import prepare
 from tests.toy import write_toy
 

@@ -223,10 +223,25 @@ def test_resuming_in_another_order_is_refused(settings):
         PromptStream(prompts(5), **settings).load_state_dict(state)
 
 
+def test_a_place_is_read_as_older_checkpoints_have_it():
+    stream = PromptStream(prompts(5), seed=1)
+    stream.draw(3)
+    state = stream.state_dict()
+    loader = {
+        "_sampler_iter_state": {"drawn": state.pop("drawn")},
+        "_sampler_iter_yielded": 3,
+        "_num_yielded": 3,
+        "fetcher_state": None,
+    }
+    resumed = PromptStream(prompts(5), seed=1)
+    resumed.load_state_dict({"loader": loader, **state})
+    assert uids(resumed, 9) == uids(stream, 9)
+
+
 @pytest.mark.parametrize("drawn", [[], [1, 1], [-1]])
 def test_a_place_that_is_none_of_the_data_is_refused(drawn):
     state = PromptStream(prompts(5), seed=1).state_dict()
-    state["loader"]["_sampler_iter_state"]["drawn"] = drawn
+    state["drawn"] = drawn
     with pytest.raises(ValueError, match="prompts drawn of 1 files"):
         PromptStream(prompts(5), seed=1).load_state_dict(state)
 

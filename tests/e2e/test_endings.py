@@ -100,7 +100,7 @@ def test_an_interrupted_run_goes_on_without_gap_or_repeat(
     found = rows(stopped.run_dir)
     assert [row["step"] for row in found] == list(range(1, len(found) + 1))
     assert found[: len(stopped.rows)] == stopped.rows
-    (drawn,) = stopped.state["prompts"]["loader"]["_sampler_iter_state"]["drawn"]
+    (drawn,) = stopped.state["prompts"]["drawn"]
     assert drawn == stopped.state["ledger"]["admitted"]
     before, after = stopped.rows[-1], found[len(stopped.rows)]
     assert after["ledger/trained"] == before["ledger/trained"] + 4

@@ -25,7 +25,7 @@ from streamrl.engines.ranks import join_ranks
 from streamrl.engines.switch import PlannedOnce, Switch, plan_switch
 from streamrl.engines.torch_backend import TorchBackend
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.resharding import Storage
+from streamrl.resharding.storage import Storage
 from tests.engines.moved_ranks import in_one_memory
 from tests.engines.tiny_qwen import save, tiny_model
 

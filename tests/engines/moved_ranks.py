@@ -20,8 +20,9 @@ from streamrl.engines.ranks import join_ranks, leave_ranks
 from streamrl.engines.switch import PlannedOnce
 from streamrl.engines.tensor_parallel import CUT_BY_INPUTS, CUT_BY_OUTPUTS
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.resharding import Box, Storage
-from streamrl.weights import ParameterSet
+from streamrl.resharding import Box
+from streamrl.resharding.storage import Storage
+from streamrl.weights.parameters import ParameterSet
 from tests.engines.mesh_ranks import make
 
 WORLD = 2

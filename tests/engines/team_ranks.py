@@ -28,8 +28,9 @@ from streamrl.engines.teams import Team, team_of
 from streamrl.engines.torch_backend import TorchBackend
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.vllm_engine import EngineSpec
-from streamrl.resharding import Moved, Storage
 from streamrl.resharding.boxes import remainder, total
+from streamrl.resharding.executors import Moved
+from streamrl.resharding.storage import Storage
 from tests.engines.moved_ranks import in_one_memory
 from tests.engines.tiny_qwen import fill, save
 

@@ -11,7 +11,8 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from streamrl.engines import forward
 from streamrl.engines.batching import build_batch
-from streamrl.engines.forward import load_model, resolve_dtype, token_logprobs
+from streamrl.engines.dtypes import resolve_dtype
+from streamrl.engines.forward import load_model, token_logprobs
 from streamrl.errors import ConfigError
 from streamrl.messages import group_rollouts
 from tests.engines.tiny_groups import made_up_groups

@@ -11,8 +11,9 @@ from streamrl.engines.forward import load_model, load_skeleton, load_value_model
 from streamrl.engines.lora import add_adapters, check_targets, layers_to_adapt, num_trained
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
-from streamrl.weights import ParameterSet, full_weights, pack
-from streamrl.weights.adapters import LORA_A, LORA_B, LORA_SCALE
+from streamrl.weights.adapters import LORA_A, LORA_B, LORA_SCALE, full_weights
+from streamrl.weights.parameters import ParameterSet
+from streamrl.weights.publisher import pack
 from tests.engines.plain_step import plain_loss
 from tests.engines.tiny_qwen import VOCABULARY, save, tiny_model
 from tests.engines.trainer_layouts import LAYOUTS, Layout

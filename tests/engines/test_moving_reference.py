@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from streamrl.engines.moving_reference import MovingReference, ReferenceConfig
+from streamrl.engines.moving_reference import MovingReference
+from streamrl.engines.reference_config import ReferenceConfig
 from streamrl.errors import CheckpointError, ConfigError
 
 

@@ -14,9 +14,10 @@ from streamrl.engines.group_generator import GroupGenerator
 from streamrl.engines.pending import Watch
 from streamrl.errors import ConfigError
 from streamrl.messages import FinishReason, Prompt, Rollout, group_rollouts
-from streamrl.weights import publish, unpack
 from streamrl.weights.parameters import side_by_side
 from streamrl.weights.probe import NUM_SEQUENCES
+from streamrl.weights.publisher import publish
+from streamrl.weights.subscriber import unpack
 from tests.engines.flight import Flight, flying, sampled_versions
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,

@@ -6,8 +6,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from streamrl.algorithms import group_relative, policy_loss, summarise
+from streamrl.algorithms import summarise
+from streamrl.algorithms.advantages import group_relative
 from streamrl.algorithms.losses import entropy
+from streamrl.algorithms.objective import policy_loss
 from streamrl.data import TextStream
 from streamrl.engines.batching import derive_columns
 from streamrl.engines.forward import load_value_model

@@ -15,8 +15,8 @@ from transformers import (
 )
 
 from streamrl.messages import Array, Rollout
-from streamrl.weights import publish
 from streamrl.weights.disk import DiskOutlet
+from streamrl.weights.publisher import publish
 
 if TYPE_CHECKING:
     from streamrl.engines.training import ModelTrainer

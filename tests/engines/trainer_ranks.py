@@ -19,8 +19,9 @@ import numpy as np
 import torch
 import torch.multiprocessing as mp
 
-from streamrl.algorithms import AlgorithmConfig, normaliser
+from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.correction_config import CorrectionConfig
+from streamrl.algorithms.summary import normaliser
 from streamrl.data import TextStream
 from streamrl.engines.optimizer_memory import OnDisk
 from streamrl.engines.packing import MicroBatch, Round

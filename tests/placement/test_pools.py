@@ -9,7 +9,7 @@ from streamrl.config import RunConfig, resolve
 from streamrl.errors import ConfigError
 from streamrl.placement import STRATEGIES, SlotMap, lay_out
 from streamrl.placement.pools import PARTNERS, ROLES, hosts_actor
-from streamrl.preflight import placement_of
+from streamrl.slots import placement_of
 
 PPO = {"generator": 2, "reference": 1, "reward": 1, "value": 1, "policy": 2, "critic": 2}
 

@@ -20,25 +20,19 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from streamrl.errors import WeightsError
 from streamrl.resharding import (
-    Executor,
-    GatherInGroups,
     Grid,
     Layout,
     ModelSpec,
     Nodes,
-    PointToPoint,
     Seating,
-    Storage,
-    allocate,
-    allocate_both,
     chunked,
-    inside,
-    least_moving,
     plan_copies,
     plan_gather,
     seated_layout,
     zero_partitioned,
 )
+from streamrl.resharding.executors import Executor, GatherInGroups, PointToPoint, least_moving
+from streamrl.resharding.storage import Storage, allocate, allocate_both, inside
 from tests.resharding.models import transformer
 
 WORLD = 4

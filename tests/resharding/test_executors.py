@@ -12,20 +12,17 @@ import torch
 from streamrl.resharding import (
     Grid,
     ModelSpec,
-    PointToPoint,
     TensorSpec,
-    allocate,
     chunked,
     executors,
-    gather_is_least,
-    lying_in,
     plan_copies,
     plan_gather,
     seated_layout,
     whole_shard,
     zero_partitioned,
 )
-from streamrl.resharding.executors import meeting_device
+from streamrl.resharding.executors import PointToPoint, gather_is_least, meeting_device
+from streamrl.resharding.storage import allocate, lying_in
 from tests.resharding.ranks import CLUSTER, DTYPES, LATE_S, SMALL, WORLD, layout, pairs
 
 

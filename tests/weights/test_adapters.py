@@ -8,8 +8,15 @@ import torch
 from safetensors.torch import save_file
 
 from streamrl.errors import WeightsError
-from streamrl.weights import ParameterSet, full_weights
-from streamrl.weights.adapters import LORA_A, LORA_B, LORA_SCALE, Adapter, stored_weights
+from streamrl.weights.adapters import (
+    LORA_A,
+    LORA_B,
+    LORA_SCALE,
+    Adapter,
+    full_weights,
+    stored_weights,
+)
+from streamrl.weights.parameters import ParameterSet
 
 CPU = torch.device("cpu")
 

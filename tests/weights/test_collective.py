@@ -11,10 +11,12 @@ import pytest
 import torch
 
 from streamrl.errors import WeightsError
-from streamrl.weights import WeightManifest, members, publish, unpack
+from streamrl.weights import WeightManifest, members
 from streamrl.weights.collective import CollectiveInlet, CollectiveOutlet
 from streamrl.weights.members import Deadline
+from streamrl.weights.publisher import publish
 from streamrl.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
+from streamrl.weights.subscriber import unpack
 from tests.weights.local_outlet import LocalInlet, LocalOutlet
 
 TIMEOUT_S = 12.0

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
-from streamrl.weights import WeightManifest, publish, unpack
+from streamrl.weights import WeightManifest
 from streamrl.weights.delta import DeltaInlet, DeltaOutlet, decode, encode
+from streamrl.weights.publisher import publish
 from streamrl.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
+from streamrl.weights.subscriber import unpack
 from tests.weights.local_outlet import LocalInlet, LocalOutlet
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8)

@@ -14,9 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.errors import WeightsError
-from streamrl.weights import WeightManifest, publish, unpack
+from streamrl.weights import WeightManifest
 from streamrl.weights.disk import DiskInlet, DiskOutlet, latest_version, read_manifest
-from streamrl.weights.manifest import DTYPES
+from streamrl.weights.publisher import publish
+from streamrl.weights.subscriber import unpack
+from streamrl.weights.views import DTYPES
 
 
 def tensors_of(version: int) -> dict[str, torch.Tensor]:

@@ -4,9 +4,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.weights import hashing, pack
+from streamrl.weights import hashing
 from streamrl.weights.hashing import RunningChecksum, checksums
 from streamrl.weights.manifest import checksum
+from streamrl.weights.publisher import pack
 from tests.weights.test_travel import some_tensors
 
 

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.weights import Bucket, TensorSlot, TensorSpec, WeightManifest, plan_buckets
-from streamrl.weights.manifest import ALIGNMENT_BYTES, DTYPES, tensor_view
+from streamrl.weights.manifest import ALIGNMENT_BYTES
+from streamrl.weights.views import DTYPES, tensor_view
 
 SPECS = st.lists(
     st.builds(

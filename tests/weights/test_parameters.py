@@ -3,8 +3,7 @@ import pytest
 import torch
 
 from streamrl.errors import WeightsError
-from streamrl.weights import ParameterSet
-from streamrl.weights.parameters import side_by_side
+from streamrl.weights.parameters import ParameterSet, side_by_side
 from tests.engines.tiny_qwen import tiny_model
 
 

@@ -20,10 +20,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamrl.errors import WeightsError
-from streamrl.weights import WeightManifest, publish, unpack
-from streamrl.weights.manifest import DTYPES
+from streamrl.weights import WeightManifest
+from streamrl.weights.publisher import publish
 from streamrl.weights.segments import clear_up
 from streamrl.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
+from streamrl.weights.subscriber import unpack
+from streamrl.weights.views import DTYPES
 from tests.weights.local_outlet import LocalInlet, LocalOutlet
 
 BUCKET_BYTES = 300
@@ -283,8 +285,9 @@ def test_a_file_system_that_is_full_is_an_error_and_not_the_end_of_the_process()
     found = small_mount(
         "import torch; from pathlib import Path\n"
         "from streamrl.errors import WeightsError\n"
-        "from streamrl.weights import publish, unpack\n"
+        "from streamrl.weights.publisher import publish\n"
         "from streamrl.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet\n"
+        "from streamrl.weights.subscriber import unpack\n"
         "from tests.weights.local_outlet import LocalInlet, LocalOutlet\n"
         "outlet = SharedMemoryOutlet(\n"
         '    "run", LocalOutlet(), keep_versions=2, directory=Path("/mnt"))\n'

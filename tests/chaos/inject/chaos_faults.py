@@ -236,7 +236,7 @@ def group_generator(fault, module):
     during_async(fault, module.GroupGenerator, "sample", "generator", "mid_evaluation")
 
 
-def wiring(fault, module):
+def channel(fault, module):
     during_async(fault, module.RemoteChannel, "fetch", "generator", "mid_pull")
 
 
@@ -376,14 +376,14 @@ PATCHES = {
     "streamrl.buffer.client": queue_client,
     "streamrl.actors.blobs": blobs,
     "streamrl.actors.remote_shard": remote_shard,
-    "streamrl.actors.wiring": wiring,
+    "streamrl.actors.channel": channel,
     "streamrl.engines.group_generator": group_generator,
     "streamrl.rewards.scorer": reward_scorer,
     "streamrl.buffer.keeper": keeper,
     "streamrl.buffer.shard": shard,
     "streamrl.buffer.journal": journal,
     "streamrl.buffer.recovery": recovery,
-    "streamrl.actors.trainer": trainer_group,
+    "streamrl.actors.trainer_group": trainer_group,
     "streamrl.buffer.books": books,
     "streamrl.checkpoint": checkpoint,
     "streamrl.engines.training": model_trainer,

@@ -1,0 +1,21 @@
+"""What the user may choose of what the functions of this room do, by name."""
+
+SCALES = ("std", "batch", "mean", "none")
+SINGLES = ("zero", "keep")
+MODES = (
+    "token-mean",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
+    "prompt-mean",
+)
+WEIGHT_LEVELS = ("token", "sequence", "geometric")
+WEIGHT_MODES = ("truncate", "mask")
+REJECTION_KINDS = ("k1", "k2", "k3")
+REJECTION_LEVELS = ("token", "sum", "mean", "max")
+
+
+def check_mode(mode: str) -> None:
+    """Raise ValueError on an unknown way to add losses up."""
+    if mode not in MODES:
+        raise ValueError(f"loss aggregation {mode!r}: must be one of {', '.join(MODES)}")

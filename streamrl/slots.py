@@ -1,0 +1,37 @@
+"""How many actors each role of a run has, and the slots they are on."""
+
+from streamrl.config import RunConfig
+from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY
+from streamrl.placement import SlotMap, lay_out
+
+
+def counts(config: RunConfig) -> dict[str, tuple[str, int]]:
+    """How many actors each role of a run has, in flow order, and the setting that says so."""
+    critics = ("critic.trainer.world_size", config.trainer_of(CRITIC).world_size)
+    judges = ("scorer.replicas", config.scorer.replicas)
+    shadows = ("critic.replicas", config.critic.replicas)
+    policy = ("trainer.world_size", config.trainer.world_size)
+    generators = ("generator.replicas", config.generator.replicas)
+    known = {
+        "generator": policy if config.placement.is_hybrid else generators,
+        "reward": judges,
+        "cost": judges,
+        "reference": ("reference.replicas", config.reference.replicas),
+        "value": shadows,
+        "cost_value": shadows,
+        POLICY: policy,
+        CRITIC: critics,
+        COST_CRITIC: critics,
+    }
+    return {role: known[role] for role in config.dataflow.roles}
+
+
+def placement_of(config: RunConfig) -> SlotMap:
+    """The slots of every actor of a run, by role."""
+    numbers = {role: count for role, (_, count) in counts(config).items()}
+    return lay_out(config.placement.shared, numbers)
+
+
+def sharing(config: RunConfig) -> str:
+    """Which roles share which slots, in one line; empty where none do."""
+    return placement_of(config).describe() if config.placement.shared else ""

@@ -1,0 +1,143 @@
+"""What a process loads: imports are most of the time in which a run starts, and a library that
+nobody there needs is a second of it."""
+
+import json
+import pickle
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from streamrl.config import load_config
+from tests.engines.tiny_qwen import save, tiny_model
+
+ROOT = Path(__file__).parents[1]
+
+
+def loaded(program: str, *names: str) -> list[str]:
+    """Those of the modules that a fresh interpreter has loaded after a program."""
+    tell = f"import json, sys\nprint(json.dumps([n for n in {names!r} if n in sys.modules]))"
+    found = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program) + tell],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    return list(json.loads(found.stdout.splitlines()[-1]))
+
+
+def test_a_histogram_is_logged_to_wandb_without_pandas(tmp_path: Path) -> None:
+    program = f"""
+        from pathlib import Path
+        from streamrl.telemetry.contract import Histogram
+        from streamrl.telemetry.wandb_sink import WandbConfig, WandbSink
+        sink = WandbSink(Path({str(tmp_path)!r}), WandbConfig(), run_name="demo")
+        sink.start({{}})
+        sink.step(1, {{"reward/mean": 0.5, "staleness/histogram": Histogram.of_integers({{0: 2}})}})
+        sink.close({{}})
+    """
+    assert loaded(program, "wandb", "pandas") == ["wandb"]
+
+
+def test_a_step_of_deepspeed_loads_no_compiler(tmp_path: Path) -> None:
+    path = save(tiny_model(tied=True, seed=0), tmp_path)
+    program = f"""
+        import torch
+        import torch.distributed as dist
+        from streamrl.actors.meeting_place import meeting_place
+        from streamrl.engines.deepspeed_backend import DeepSpeedBackend
+        from streamrl.engines.forward import load_model
+        from streamrl.engines.trainer_config import TrainerConfig
+        _, port = meeting_place()
+        dist.init_process_group("gloo", f"tcp://127.0.0.1:{{port}}", rank=0, world_size=1)
+        module = load_model({path!r}, dtype=torch.float32)
+        backend = DeepSpeedBackend(module, TrainerConfig())
+        backend.backward(backend.forward(input_ids=torch.ones(1, 4).long()).logits.sum())
+        backend.step(divisor=1.0, lr=1e-3)
+        backend.close()
+    """
+    assert loaded(program, "deepspeed", "torch._inductor.compile_fx") == ["deepspeed"]
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        # Whoever holds a handle of an actor loads its class.
+        *(f"actors.{name}" for name in ("coordinator", "generator", "hybrid", "scorer", "shard")),
+        *("actors.real_engines", "actors.trainer", "algorithms", "buffer.shard", "config"),
+        *("cli", "cli.main", "resharding", "simulator", "telemetry", "weights"),
+    ],
+)
+def test_who_computes_nothing_loads_no_torch(module: str) -> None:
+    assert loaded(f"import streamrl.{module}\n", "torch", "transformers", "scipy") == []
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "safe_rlhf"])
+def test_what_the_coordinator_asks_of_a_config_takes_no_torch(
+    tmp_path: Path, algorithm: str
+) -> None:
+    costs = "costs: [{kind: length}]" if algorithm == "safe_rlhf" else ""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model: {{path: {tmp_path}}}\ndata: {{train: rows.jsonl}}\nrewards: [{{kind: exact}}]\n"
+        f"algorithm: {{name: {algorithm}, kl_coef: 0.1, kl_target: 0.1}}\n{costs}\n"
+    )
+    (tmp_path / "config.pickle").write_bytes(pickle.dumps(load_config(recipe)))
+    program = f"""
+        import pickle
+        from pathlib import Path
+        import numpy as np
+        import streamrl.actors.coordinator
+        from streamrl.algorithms.dials import Dials
+        from streamrl.algorithms.summary import step_normaliser, summarise, summarise_critic
+        from streamrl.data import PromptStream
+        from streamrl.messages import Prompt
+        from streamrl.slots import placement_of
+        config = pickle.loads(Path({str(tmp_path)!r}, "config.pickle").read_bytes())
+        dials = Dials(config.algorithm.row, config.settings)
+        sums = {{"num_sampled": 8.0, "score_sum": 1.0, "cost_sum": 1.0, "kl_ref_sum": 0.5}}
+        dials.after(sums, num_rollouts=2)
+        assert dials.values
+        step_normaliser(config.settings, {{}}), summarise({{}}, 0.0)
+        summarise_critic({{}}, "critic")
+        config.dataflow, config.trainer_of("critic"), placement_of(config)
+        prompts = [Prompt(uid="0:0:0", token_ids=np.zeros(1, np.int32))]
+        pickle.loads(pickle.dumps(PromptStream(prompts, seed=0))).draw(3)
+    """
+    assert loaded(program, "torch", "transformers") == []
+
+
+def test_rules_score_without_torch(tmp_path: Path) -> None:
+    path = save(tiny_model(tied=True, seed=0), tmp_path)
+    program = f"""
+        import streamrl.actors.scorer
+        from streamrl.data import load_tokenizer
+        from streamrl.rewards import RewardConfig, ScorerConfig, Surroundings, build_rewards
+        from streamrl.rewards import SandboxConfig
+        from streamrl.rewards.filtering import FilterConfig, build_filter
+        from streamrl.rewards.scorer import RewardScorer
+        rewards = build_rewards(
+            [RewardConfig(kind="exact")], Surroundings(ScorerConfig(), SandboxConfig())
+        )
+        RewardScorer(rewards, load_tokenizer({path!r}), build_filter(FilterConfig()))
+    """
+    assert loaded(program, "torch", "transformers") == ["transformers"]
+
+
+def test_what_a_driver_asks_of_a_model_loads_no_model_classes(tmp_path: Path) -> None:
+    path = save(tiny_model(tied=True, seed=0, kv_heads=2), tmp_path)
+    program = f"""
+        import streamrl.cli.train
+        from streamrl.data import load_tokenizer, load_vocab_size
+        from streamrl.engines.outline import read_outline
+        from streamrl.engines.split_models import check_split_generator, check_tensor_parallel
+        from streamrl.preflight import model_length
+        load_tokenizer({path!r}), load_vocab_size({path!r}), model_length({path!r}, limit=None)
+        check_split_generator({path!r}, 1), check_tensor_parallel({path!r}, 2, section="trainer")
+        assert read_outline({path!r}, has_output=True, has_value=False)
+    """
+    classes = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
+    assert loaded(program, "torch", "torch._dynamo", *classes) == ["torch"]
