@@ -132,12 +132,13 @@ def test_what_a_driver_asks_of_a_model_loads_no_model_classes(tmp_path: Path) ->
     program = f"""
         import streamrl.cli.train
         from streamrl.data import load_tokenizer, load_vocab_size
-        from streamrl.engines.outline import read_outline
+        from streamrl.engines.outline import num_trained_of
+        from streamrl.engines.trainer_config import TrainerConfig
         from streamrl.engines.split_models import check_split_generator, check_tensor_parallel
         from streamrl.preflight import model_length
         load_tokenizer({path!r}), load_vocab_size({path!r}), model_length({path!r}, limit=None)
         check_split_generator({path!r}, 1), check_tensor_parallel({path!r}, 2, section="trainer")
-        assert read_outline({path!r}, has_output=True, has_value=False)
+        assert num_trained_of({path!r}, TrainerConfig(), has_output=True, has_value=False)
     """
     classes = ("transformers.modeling_utils", "transformers.models.auto.modeling_auto")
     assert loaded(program, "torch", "torch._dynamo", *classes) == ["torch"]

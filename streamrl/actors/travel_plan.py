@@ -16,7 +16,7 @@ from streamrl.engines.dtypes import trained_dtype
 from streamrl.engines.forward import load_skeleton, load_value_skeleton
 from streamrl.engines.held_memory import shares_weights
 from streamrl.engines.lora import num_trained
-from streamrl.engines.outline import read_outline
+from streamrl.engines.outline import num_trained_of
 from streamrl.engines.teams import teams_of
 from streamrl.engines.two_heads import add_value_head
 from streamrl.placement import Demand
@@ -106,14 +106,14 @@ def _published(config: RunConfig, demands: Sequence[Demand]) -> tuple[Published,
 
 def _num_trained(config: RunConfig, role: str) -> int:
     """Elements of a role's model that are trained."""
-    shares = config.critic.shared_coef is not None
-    outline = read_outline(
-        config.model_of(role), has_output=role == POLICY, has_value=role != POLICY or shares
+    trainer, shares = config.trainer_of(role), config.critic.shared_coef is not None
+    found = num_trained_of(
+        config.model_of(role),
+        trainer,
+        has_output=role == POLICY,
+        has_value=role != POLICY or shares,
     )
-    trainer = config.trainer_of(role)
-    return (
-        outline.num_trained(trainer) if outline else num_trained(_skeleton(config, role), trainer)
-    )
+    return num_trained(_skeleton(config, role), trainer) if found is None else found
 
 
 def _skeleton(config: RunConfig, role: str) -> "PreTrainedModel":

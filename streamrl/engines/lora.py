@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from streamrl.engines.forward import VALUE_HEAD, load_skeleton
-from streamrl.engines.lora_names import is_meant
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
+from streamrl.placement.adapters import is_meant
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -23,12 +23,12 @@ def adapted(
         return replace(shape, trained=0)
     sizes = dict(linear_layers(shape))
     for target in targets:
-        if not any(_is_meant(name, target) for name in sizes):
+        if not any(is_meant(name, target) for name in sizes):
             raise ConfigError(f"{setting}: {target}: no linear layer of {shape.name}")
     meant = [
         size
         for name, size in sizes.items()
-        if not targets or any(_is_meant(name, target) for target in targets)
+        if not targets or any(is_meant(name, target) for target in targets)
     ]
     head = shape.hidden if shape.scalar_head else 0
     return replace(shape, trained=rank * sum(meant) + head)
@@ -64,5 +64,6 @@ def _mlps(shape: ModelShape, layer: int) -> Iterator[tuple[str, int]]:
             yield f"{place}{name}", shape.hidden + wide
 
 
-def _is_meant(name: str, target: str) -> bool:
+def is_meant(name: str, target: str) -> bool:
+    """Whether trainer.lora_targets mean the layer of this name: they are the ends of names."""
     return name == target or name.endswith(f".{target}")

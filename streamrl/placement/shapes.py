@@ -15,6 +15,8 @@ BF16 = 2
 MOST_LAYERS, MOST_SIZE = 10_000, 10_000_000
 TOWERS = ("vision_config", "audio_config")
 """What a model has beside its language model, in a Hugging Face config."""
+TIED = ("gemma", "gpt2")
+"""Families whose embedding is the head, too, unless a Hugging Face config says it is not."""
 ALONE = "its language model alone: weights of other towers are not counted"
 
 
@@ -328,6 +330,7 @@ def _from_huggingface(found: Mapping[str, Any], place: str) -> ModelShape:
             raise ConfigError(f"model {place}: {names[0]} is missing{hint}")
         return default
 
+    family = str(found.get("model_type"))
     hidden, heads = number("hidden_size", "n_embd"), number("num_attention_heads", "n_head")
     experts = number("num_experts", "num_local_experts", "n_routed_experts", default=0)
     intermediate = number("intermediate_size", "n_inner", default=4 * hidden)
@@ -340,10 +343,8 @@ def _from_huggingface(found: Mapping[str, Any], place: str) -> ModelShape:
         number("num_key_value_heads", default=heads),
         number("vocab_size"),
         number("head_dim", default=hidden // max(1, heads)),
-        tied=bool(found.get("tie_word_embeddings", True)),
-        qkv_bias=bool(
-            found.get("attention_bias", str(found.get("model_type")).startswith("qwen2"))
-        ),
+        tied=bool(found.get("tie_word_embeddings", family.startswith(TIED))),
+        qkv_bias=bool(found.get("attention_bias", family.startswith("qwen2"))),
         experts=experts,
         experts_per_token=number("num_experts_per_tok", default=min(experts, 1)),
         shared_experts=number("n_shared_experts", default=0),

@@ -8,6 +8,7 @@ from contextvars import Context
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+NANOSECOND = 1e-9
 
 
 class _InstantSelector(selectors.SelectSelector):
@@ -37,6 +38,15 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def __init__(self, *, polls: bool = True) -> None:
         self._instant = _InstantSelector(polls=polls)
         super().__init__(self._instant)
+
+    @property
+    def _clock_resolution(self) -> float:
+        """What is this close is due, s: after half a year a nanosecond is less than rounding."""
+        return max(NANOSECOND, math.ulp(self._instant.now))
+
+    @_clock_resolution.setter
+    def _clock_resolution(self, seconds: float) -> None:
+        """That of a clock which goes on by itself is of no matter here."""
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""

@@ -8,8 +8,8 @@ from functools import partial
 
 from streamrl.placement.timings import speed_on
 
-_ROUNDING_S = 1e-9
-"""What is this close is now, s."""
+_ROUNDING_S, _ROUNDING = 1e-9, 1e-15
+"""What is this close is now, s and relatively."""
 
 
 class Timer:
@@ -103,7 +103,7 @@ class Machine:
 
     def _ring(self) -> None:
         self._next, timers = None, self._timers
-        now = self.now + _ROUNDING_S
+        now = self.now * (1 + _ROUNDING) + _ROUNDING_S
         while timers and timers[0][0] <= now:
             happen = heapq.heappop(timers)[2].happen
             if happen is not None:

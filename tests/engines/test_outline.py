@@ -11,7 +11,7 @@ from safetensors import safe_open
 from examples.toy_models.small_qwen2 import make_tokenizer, make_untrained, save
 from streamrl.engines.forward import load_skeleton, load_value_skeleton
 from streamrl.engines.lora import num_trained
-from streamrl.engines.outline import Outline, read_outline
+from streamrl.engines.outline import num_trained_of
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.two_heads import add_value_head
 
@@ -29,8 +29,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral"},
     "mistral of narrow heads": {"model_type": "mistral", "head_dim": 4},
     "llama": {"model_type": "llama"},
-    "llama with biases": {"model_type": "llama", "attention_bias": True, "mlp_bias": True},
-    "llama with some": {"model_type": "llama", "attention_bias": True},
 }
 TRAINERS = (
     TrainerConfig(),
@@ -44,19 +42,15 @@ def write(folder: Path, model: dict[str, Any]) -> str:
     return str(folder)
 
 
-def outline(path: str, *, has_output: bool, has_value: bool) -> Outline:
-    found = read_outline(path, has_output=has_output, has_value=has_value)
-    assert found is not None
-    return found
-
-
 def test_the_elements_of_a_small_model_by_hand(tmp_path: Path) -> None:
-    found = outline(write(tmp_path, MODELS["llama"]), has_output=True, has_value=False)
+    path = write(tmp_path, MODELS["llama"])
     # Query and output 24 x 24, key and value 24 x 12, three matrices 24 x 40, two norms of 24.
     layer = 2 * 24 * 24 + 2 * 24 * 12 + 3 * 24 * 40 + 2 * 24
-    assert found.num_trained(TrainerConfig()) == 2 * 50 * 24 + 3 * layer + 24
+    whole = num_trained_of(path, TrainerConfig(), has_output=True, has_value=False)
+    assert whole == 2 * 50 * 24 + 3 * layer + 24
     pairs = 2 * (24 + 24) + 2 * (24 + 12) + 3 * (24 + 40)
-    assert found.num_trained(TrainerConfig(lora_rank=4)) == 4 * 3 * pairs
+    lora = TrainerConfig(lora_rank=4)
+    assert num_trained_of(path, lora, has_output=True, has_value=False) == 4 * 3 * pairs
 
 
 @pytest.mark.parametrize(("model", "tied"), product(MODELS, (False, True)))
@@ -70,22 +64,33 @@ def test_as_many_are_trained_as_of_the_model_itself(tmp_path: Path, model: str, 
             (both, True, True),
             (critic, False, True),
         ):
-            found = outline(path, has_output=has_output, has_value=has_value)
-            assert found.num_trained(config) == num_trained(module, config)
+            found = num_trained_of(path, config, has_output=has_output, has_value=has_value)
+            assert found == num_trained(module, config)
 
 
 def test_the_model_of_the_examples_is_what_its_config_says(tmp_path: Path) -> None:
     tokenizer = make_tokenizer()
     model = make_untrained(tokenizer, seed=0)
     save(model, tokenizer, tmp_path)
-    found = outline(str(tmp_path), has_output=True, has_value=False)
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         in_file = sum(file.get_tensor(name).numel() for name in file.keys())  # noqa: SIM118
-    assert found.num_trained(TrainerConfig()) == in_file
+    path = str(tmp_path)
+    assert num_trained_of(path, TrainerConfig(), has_output=True, has_value=False) == in_file
     for config in TRAINERS:
-        assert found.num_trained(config) == num_trained(model, config)
+        found = num_trained_of(path, config, has_output=True, has_value=False)
+        assert found == num_trained(model, config)
 
 
-def test_of_another_family_nothing_is_told(tmp_path: Path) -> None:
-    path = write(tmp_path, {"model_type": "qwen3"})
-    assert read_outline(path, has_output=True, has_value=False) is None
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"model_type": "qwen3"},
+        {"model_type": "llama", "attention_bias": True},
+        {"model_type": "llama", "hidden_size": None},
+    ],
+)
+def test_of_what_is_not_counted_to_the_last_one_nothing_is_told(
+    tmp_path: Path, model: dict[str, Any]
+) -> None:
+    path = write(tmp_path, model)
+    assert num_trained_of(path, TrainerConfig(), has_output=True, has_value=False) is None

@@ -30,3 +30,12 @@ def test_who_waits_for_ever_is_woken_or_it_is_a_deadlock(polls: bool) -> None:
     run_virtual(woken(), polls=polls)
     with pytest.raises(RuntimeError, match="deadlock"):
         run_virtual(forgotten(), polls=polls)
+
+
+def test_time_goes_on_where_a_nanosecond_is_less_than_rounding() -> None:
+    async def main() -> float:
+        for _ in range(100):
+            await asyncio.sleep(1e9 / 3)
+        return asyncio.get_running_loop().time()
+
+    assert run_virtual(main()) == pytest.approx(1e11 / 3)
