@@ -27,7 +27,8 @@ class GeneratorConfig:
     #: Temperature of the sampling distribution. There is no top-p and no top-k: logprobs would be
     #: those of another distribution than the one that is trained.
     temperature: float = 1.0
-    #: Rollouts one replica samples at the same time; more wait in its queue.
+    #: Rollouts one replica samples at the same time; more wait in its queue. While there are fewer
+    #: than so many, another group is taken on.
     max_concurrent_rollouts: int = 256
     #: Memory for keys and values, MB per replica; of a split one, in each process. Unset: 64 on a
     #: CPU, and on a GPU what gpu_memory_utilization leaves.
