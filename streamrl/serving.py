@@ -152,7 +152,9 @@ class Desk:
         task.add_done_callback(self._end)
 
     def _end(self, task: asyncio.Task[None]) -> None:
-        self._give_back(self._tasks.pop(task).places)
+        work = self._tasks.pop(task)
+        places, work.places = work.places, 0
+        self._give_back(places)
 
     def _give_back(self, places: int) -> None:
         self._places.free += places

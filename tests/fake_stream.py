@@ -57,7 +57,7 @@ from tests.fakes import (
 )
 
 GROUPS_AT_ONCE = 3
-"""That a generator has places for."""
+"""That a generator has places for, if nothing else is said."""
 STREAM_COLUMNS = (*ROLLOUT_COLUMNS, "scores")
 
 
@@ -355,7 +355,7 @@ def start_generator(stream: Stream, stage: Callable[[str, str], Stage], index: i
     for call in stream.dataflow.of_kind(Kind.GENERATE):
         place, sample = stage(call.stage, name), generator.stages[call.stage]
         begun = generator.begun if call == GENERATE else nothing_begun
-        places = Places(GROUPS_AT_ONCE * plan.group_size, plan.group_size)
+        places = Places(plan.places or GROUPS_AT_ONCE * plan.group_size, plan.group_size)
         loop = generate(place, sample, held, places=places, begun=begun)
         own.append(asyncio.create_task(loop))
 

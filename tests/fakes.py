@@ -76,6 +76,8 @@ class Plan:
     reference: bool = False
     critic: bool = False
     """A second model is trained on the same groups, and its shadow scores them."""
+    places: int = 0
+    """Of a generator; of three groups if 0."""
     greedy: bool = False
     """Each prompt has a completion besides its group, whose score is a column."""
     rests: int = 0

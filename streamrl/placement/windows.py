@@ -7,29 +7,34 @@ ready, the earliest first, and waits only for what must be in it.
 
 import heapq
 from collections import Counter
+from collections.abc import Iterator
 
 import numpy as np
 
 from streamrl.messages import Array
 
-ROUNDS = 500
-"""Of the steps under way."""
-GROUPS = 8192
-"""In fewer rounds, where a step has many groups, but not in fewer than FEWEST steps."""
-FEWEST = 60
+ROUNDS, FEWEST = 500, 3
+"""Of the steps under way, at most and at least."""
+EVENTS = 60_000
+"""Ends of groups, if that is between the two."""
+MOST = 8192
+"""Of a step. Of one with more groups a part is looked at: places are what it waits for."""
 UNLIKE = 2
 """Rounds at the beginning that are unlike all others."""
+DRAWN = 4096
+"""At a time."""
 
 
 def under_way(longest: Array, *, window: int, groups: int = 1, filtered: float = 0.0) -> float:
     """For how long a step is under way, on average, where so many are and nobody waits for a place.
 
     longest [n]: how long a group takes, each of them as likely, in any unit; so many `groups` make
-    a step, and every other that is sampled is `filtered`, a part of all, and another begun.
+    a step. A part of all that end is `filtered`, and another is begun for each.
     """
-    steps = min(ROUNDS * window, max(FEWEST, GROUPS // groups)) + UNLIKE * window
-    ends = _Window(longest, window, groups, filtered).ends(steps)
-    counted = steps - UNLIKE * window
+    some = max(1, min(groups, round(MOST * (1 - filtered))))
+    rounds = int(np.clip(EVENTS * (1 - filtered) / some / window, FEWEST, ROUNDS))
+    counted = rounds * window
+    ends = _Window(longest, window, some, filtered).ends(counted + UNLIKE * window)
     return (ends[-1] - ends[-1 - counted]) / counted * window
 
 
@@ -37,8 +42,7 @@ class _Window:
     """Groups by the version they were admitted at: those that go on, and those that are ready."""
 
     def __init__(self, longest: Array, window: int, groups: int, filtered: float) -> None:
-        self._rng = np.random.default_rng(0)
-        self._longest, self._filtered = longest, filtered
+        self._lengths, self._filtered = _drawn(longest), filtered
         self._window, self._groups = window, groups
         self._under_way: list[tuple[float, int]] = []
         self._going: Counter[int] = Counter()
@@ -47,31 +51,32 @@ class _Window:
     def ends(self, steps: int) -> list[float]:
         """When so many steps are complete."""
         ends: list[float] = []
+        chances, ready = _drawn(None), 0
         self._admit(self._window * self._groups, 0, 0.0)
         while len(ends) < steps:
             now, version = heapq.heappop(self._under_way)
             self._going[version] -= 1
-            if self._filtered and self._rng.random() < self._filtered:
+            if self._filtered and next(chances) < self._filtered:
                 self._admit(1, len(ends), now)
-                continue
-            self._ready[version] += 1
-            while self._is_complete(len(ends)):
+            else:
+                self._ready[version] += 1
+                ready += 1
+            while ready >= self._groups and not self._waits(len(ends)):
                 self._take()
+                ready -= self._groups
                 ends.append(now)
                 self._admit(self._groups, len(ends), now)
         return ends
 
     def _admit(self, groups: int, version: int, now: float) -> None:
-        for seconds in self._rng.choice(self._longest, groups).tolist():
-            heapq.heappush(self._under_way, (now + seconds, version))
+        for _ in range(groups):
+            heapq.heappush(self._under_way, (now + next(self._lengths), version))
         self._going[version] += groups
 
-    def _is_complete(self, version: int) -> bool:
-        """Whether there is a step's worth, and all that must be in it."""
+    def _waits(self, version: int) -> bool:
+        """Whether a group goes on that must be in the step of this version."""
         due = version - self._window + 1
-        return self._ready.total() >= self._groups and not any(
-            count for admitted, count in self._going.items() if admitted <= due
-        )
+        return any(count for admitted, count in self._going.items() if admitted <= due)
 
     def _take(self) -> None:
         """The earliest."""
@@ -80,5 +85,12 @@ class _Window:
             taken = min(left, self._ready[version])
             self._ready[version] -= taken
             left -= taken
-        self._ready = +self._ready
-        self._going = +self._going
+        self._ready, self._going = +self._ready, +self._going
+
+
+def _drawn(values: Array | None) -> Iterator[float]:
+    """Some of the values, or of what is between 0 and 1, without end; always the same."""
+    rng = np.random.default_rng(0)
+    while True:
+        found = rng.random(DRAWN) if values is None else rng.choice(values, DRAWN)
+        yield from found.tolist()

@@ -103,6 +103,12 @@ class Engine(Generic[K]):
             return self._freed_s
         return self._planned().times[-1] if self._running and not self._halted else math.inf
 
+    def take(self, places: Places, count: int) -> None:
+        """So many places are had by a group, which comes now or later."""
+        places.free -= count
+        if places.free <= 0:
+            self._plan = None
+
     def add(
         self,
         key: K,
@@ -113,7 +119,7 @@ class Engine(Generic[K]):
     ) -> None:
         """A group comes: sample completions of these lengths behind its prompt.
 
-        They have taken `places`, which are given back one by one.
+        They have `places`, which are given back one by one.
         """
         self._reach(now)
         group, self._plan = Sampling(key, places or Places(0), len(lengths)), None

@@ -89,7 +89,9 @@ class GeneratorReplica:
 
     def give(self, stage: str, groups: Sequence[Group]) -> None:
         """It has these from now on."""
-        self._places[stage].free -= len(groups) * self._places[stage].per_group
+        places = self._places[stage]
+        self._engine.take(places, len(groups) * places.per_group)
+        self._update()
         works = [GroupWork(group, stage) for group in groups]
         if self._begin_s:
             asyncio.get_running_loop().call_later(self._begin_s, self._enter, works)

@@ -186,7 +186,7 @@ class TimedGenerator:
         done = self._engine.advance(at)
         for asked in self._asked:
             while asked.places.free:
-                asked.places.free -= 1
+                self._engine.take(asked.places, 1)
                 asked.finished()
         for group in done:
             group.key.done.set_result(group.versions)

@@ -77,10 +77,23 @@ def case(staleness: int, first: dict[str, int], **plan: object) -> Case:
     return Case(known, placed(staleness, **chosen), TIMINGS, WORKLOAD)
 
 
+def crowded(group_size: int, places: int) -> Case:
+    """Groups of unlike lengths, for which a generator has so many places."""
+    known = case(2, APART, group_size=group_size, places=places)
+    return replace(
+        known,
+        timings=replace(TIMINGS, generator=replace(TIMINGS.generator, max_running=places)),
+        workload=replace(WORKLOAD, group_size=group_size, micro_batch_tokens=400),
+        plan=replace(known.plan, micro_batch_tokens=400),
+    )
+
+
 CASES = {
     "on policy": case(0, APART),
     "one step ahead": case(1, APART),
     "two steps ahead": case(2, APART),
+    "groups of five": crowded(5, 8),
+    "fewer places than a group has": crowded(5, 3),
     "with a reference": case(1, APART, reference=True),
     "two models trained": case(1, APART, critic=True),
     "one after the other": case(0, TOGETHER),
