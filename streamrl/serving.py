@@ -6,11 +6,12 @@ what has been made of it so far is left with the queue now and then: it survives
 
 import asyncio
 import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from streamrl.buffer import ExperienceQueue
+from streamrl.dataflow import GREEDY
 from streamrl.errors import StreamError
 from streamrl.faces import Begun, Stage
 from streamrl.messages import Columns, Experience, Filtered, Lease
@@ -45,11 +46,12 @@ class Places:
         return max(0, -(-self.free // self.per_group))
 
 
-def shared_places(count: int, completions: Mapping[str, int]) -> dict[str, Places]:
-    """Those of stages that sample side by side, each so many `completions` of a prompt.
+def shared_places(count: int, stages: Iterable[str], *, group_size: int) -> dict[str, Places]:
+    """Those of stages that sample side by side: of each prompt a group, or a greedy completion.
 
     Each stage has its part of them, one at least: none is ahead of the others for long.
     """
+    completions = {stage: 1 if stage == GREEDY.stage else group_size for stage in stages}
     whole = sum(completions.values())
     return {
         stage: Places(max(1, count * per_group // whole), per_group)

@@ -245,11 +245,12 @@ def test_what_ends_early_gives_all_its_places_back_once() -> None:
     assert run_virtual(main()) == 1
 
 
-@given(st.integers(1, 600), st.dictionaries(st.sampled_from("abc"), st.integers(1, 32), min_size=1))
+@given(st.integers(1, 600), st.integers(1, 32), st.booleans())
 def test_stages_that_sample_side_by_side_share_places_as_their_completions_are(
-    count: int, completions: dict[str, int]
+    count: int, group_size: int, greedy: bool
 ) -> None:
-    found = shared_places(count, completions)
+    completions = {"generate": group_size, **({"greedy": 1} if greedy else {})}
+    found = shared_places(count, completions, group_size=group_size)
     assert {name: places.per_group for name, places in found.items()} == completions
     assert all(places.room >= 1 for places in found.values())
     prompts = count / sum(completions.values())

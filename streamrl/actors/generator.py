@@ -11,7 +11,7 @@ from streamrl.actors.residence import (
     ResidentFollower,
 )
 from streamrl.actors.wiring import ActorReport, Wiring
-from streamrl.dataflow import GENERATE, GREEDY, POLICY, Call
+from streamrl.dataflow import GENERATE, POLICY, Call
 from streamrl.errors import ActorLostError
 from streamrl.messages import Prompt, Rollout
 from streamrl.pipeline import generate
@@ -57,9 +57,10 @@ class GeneratorActor(Replica):
         """The loops of the stages, until the actor is killed or has left."""
         config, generator, held = self._config, self._generator, self._held
         assert generator is not None and held is not None
-        group_size, most = config.algorithm.group_size, config.generator.max_concurrent_rollouts
         places = shared_places(
-            most, {s.name: 1 if s.name == GREEDY.stage else group_size for s in self._stages}
+            config.generator.max_concurrent_rollouts,
+            [stage.name for stage in self._stages],
+            group_size=config.algorithm.group_size,
         )
         loops = []
         for stage in self._stages:

@@ -41,11 +41,8 @@ class GeneratorReplica:
         self._recorder = site.recording.of(process)
         timing = site.timings.generator
         self._begin_s = timing.begin_s
-        group_size = site.completions.group_size
-        self._places = shared_places(
-            timing.max_running,
-            {call.stage: 1 if call.stage == GREEDY.stage else group_size for call in calls},
-        )
+        stages, group_size = [call.stage for call in calls], site.completions.group_size
+        self._places = shared_places(timing.max_running, stages, group_size=group_size)
         self._engine: Engine[GroupWork] = Engine(timing, list(self._places.values()))
         self._fleet, lease = fleet, fleet.lease
         self._holding = Holding(calls[0].stage, lease, self._granted)

@@ -46,6 +46,10 @@ class Machine:
         """Seconds that a process which was busy throughout has worked."""
         return self._worked + (self._clock.time() - self._since) * self._speed
 
+    def has_come(self, when: float) -> bool:
+        """Whether it is this time, but for rounding."""
+        return when <= self.now * (1 + _ROUNDING) + _ROUNDING_S
+
     def call_at(self, when: float, happen: Callable[[], object]) -> Timer:
         """Let something happen once `now` is `when`."""
         timer = Timer(happen)
@@ -103,8 +107,7 @@ class Machine:
 
     def _ring(self) -> None:
         self._next, timers = None, self._timers
-        now = self.now * (1 + _ROUNDING) + _ROUNDING_S
-        while timers and timers[0][0] <= now:
+        while timers and self.has_come(timers[0][0]):
             happen = heapq.heappop(timers)[2].happen
             if happen is not None:
                 happen()
@@ -132,11 +135,11 @@ class Clerk:
 
     def _rest(self) -> None:
         """Unless more has come."""
-        if self._until > self._machine.now + _ROUNDING_S:
-            self._machine.call_at(self._until, self._rest)
-        else:
+        if self._machine.has_come(self._until):
             self._is_busy = False
             self._machine.occupy(-1)
+        else:
+            self._machine.call_at(self._until, self._rest)
 
 
 def _wake(waiting: "asyncio.Future[None]") -> None:
