@@ -7,23 +7,25 @@ from typing import Any
 import ray
 
 from streamrl.actors.calls import CALL_TIMEOUT_S, call
+from streamrl.actors.travel_ends import make_inlet
+from streamrl.actors.weight_travel import WeightTravel
 from streamrl.faces import Fetched
-from streamrl.weights import Inlet, WeightManifest
+from streamrl.weights import WeightManifest
 from streamrl.weights.registry import ReaderState
 from streamrl.weights.subscriber import unpack
 
 
 class RemoteChannel:
-    """The readers' end of weight sync: manifests from the coordinator, buckets by the inlet.
+    """The readers' end of weight sync: manifests from the coordinator, buckets as they travel.
 
     `role` is whose weights they are.
     """
 
-    def __init__(self, coordinator: Any, reader: str, role: str, inlet: Inlet) -> None:
+    def __init__(self, coordinator: Any, travel: WeightTravel, reader: str, role: str) -> None:
         self._coordinator = coordinator
         self._reader = reader
         self._role = role
-        self._inlet = inlet
+        self._inlet = make_inlet(travel, role, reader)
         self._node = ray.get_runtime_context().get_node_id()
 
     async def newest(self, held: ReaderState, *, wait_s: float) -> WeightManifest | None:

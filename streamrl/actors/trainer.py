@@ -98,11 +98,14 @@ class TrainerActor:
     def _make_sender(self, wiring: Wiring) -> "Sender":
         """Rank 0 publishes: its model, and a reference that follows it."""
         from streamrl.actors.sender import Sender
+        from streamrl.actors.travel_ends import make_outlet
 
         path = self._config.model_of(self._role)
         sent = [self._role] if self._residence is None else []
         roles = [*sent, *([MOVED] if self._keeps_reference else [])]
-        outlets = {role: wiring.travel.outlet(role, path) for role in roles if self._rank == 0}
+        outlets = {
+            role: make_outlet(wiring.travel, role, path) for role in roles if self._rank == 0
+        }
         weights = self._config.weights
         return Sender(
             self._trainer, self._role, outlets, weights, self._reference, residence=self._residence

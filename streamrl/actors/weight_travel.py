@@ -1,11 +1,10 @@
-"""How the weights of a run travel: the transport that was chosen, and its two ends."""
+"""How the weights of a run travel: the transport that was chosen, and what its ends must know."""
 
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamrl.weights import Inlet, Outlet
 from streamrl.weights.choice import Choice
 from streamrl.weights.config import DELTA, SHARED_MEMORY, STORE
 from streamrl.weights.segments import PREFIX, SHARED_MEMORY_DIR, clear_up
@@ -17,7 +16,7 @@ END_S = 2.0
 
 @dataclass(frozen=True)
 class WeightTravel:
-    """Makes the ends of a run's transport, in the processes that need them.
+    """Told to every actor of a run; `travel_ends` makes its ends.
 
     `token` tells the run from others on the machine. `room`: most bytes of shared memory for each
     role that is published. `node`: where all have to be who publish or follow; empty for anywhere.
@@ -29,13 +28,6 @@ class WeightTravel:
     keep_versions: int
     room: Mapping[str, int]
     node: str = ""
-
-    def outlet(self, role: str, model_path: str) -> Outlet:
-        """The end of the rank that publishes the weights of a role."""
-        # Those who have an end have a model, and torch; every actor of a run is told the way.
-        from streamrl.actors.travel_ends import make_outlet
-
-        return make_outlet(self, role, model_path)
 
     def spread(self, origin: str) -> Spread | None:
         """Who may pull from whom, with publishers on the node `origin`.
@@ -55,9 +47,3 @@ class WeightTravel:
             if time.monotonic() > deadline:
                 return
             time.sleep(0.02)
-
-    def inlet(self, role: str, reader: str) -> Inlet:
-        """The end of one that follows the weights of a role."""
-        from streamrl.actors.travel_ends import make_inlet
-
-        return make_inlet(self, role, reader)

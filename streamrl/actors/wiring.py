@@ -56,7 +56,7 @@ class Wiring:
         # Those who follow have a model, and torch; every actor of a run is wired.
         from streamrl.actors.channel import RemoteChannel
 
-        return RemoteChannel(self.coordinator, reader, role, self.travel.inlet(role, reader))
+        return RemoteChannel(self.coordinator, self.travel, reader, role)
 
     @property
     def train_columns(self) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from streamrl.actors.crew import Crew
 from streamrl.actors.remote_shard import RemoteShard
 from streamrl.actors.seats import give_back, reserve
 from streamrl.actors.shard import create_shards
+from streamrl.actors.travel_ends import make_inlet, make_outlet
 from streamrl.actors.weight_travel import WeightTravel
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.buffer import Bounds, ExperienceQueue, Files, Ports, QueueConfig, ShardPlan
@@ -282,7 +283,7 @@ class Publisher:
     """The publishing end of a transport, of one after the other."""
 
     def open(self, travel: WeightTravel) -> None:
-        self._outlet = travel.outlet(POLICY, "")
+        self._outlet = make_outlet(travel, POLICY, "")
 
     def publish(self, version: int, readers: list[str]) -> WeightManifest:
         self._outlet.set_readers(readers)
@@ -297,7 +298,7 @@ class Reader:
         self._name = name
 
     def open(self, travel: WeightTravel) -> None:
-        self._inlet = travel.inlet(POLICY, self._name)
+        self._inlet = make_inlet(travel, POLICY, self._name)
 
     def pull(self, manifest: WeightManifest) -> tuple[bool, str | None]:
         """Whether a version came as it was published, and why it took a detour if it did."""
