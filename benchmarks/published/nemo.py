@@ -7,6 +7,7 @@ scoring its own rollouts stands as a reward model, beside the reference. Of thos
 all but the one that computes is on the host.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -47,6 +48,9 @@ SENT_BYTE_S = 11e-12
 """On its way elsewhere, all of the model to all devices: 5.5 s at 235B and 14 s of DeepSeek-V3
 (NVIDIA-NeMo/RL pull request 1379)."""
 EXPERT_TENSORS = 3
+ASYNCHRONOUS_RUNNING = 128
+"""Most rollouts of an asynchronous engine at once: vLLM's default, which is 1,024 for one that is
+not, and which NeMo-RL leaves as it is."""
 PROMPT_TOKENS = 150
 
 
@@ -152,12 +156,22 @@ def placement(run: NemoRun) -> Placement:
     return Placement(calls, run.ahead, streamed=False)
 
 
+def running(run: NemoRun) -> int:
+    """Rollouts that an engine has at once, ahead: those of as many steps are under way together as
+    generation may be ahead (`max_trajectory_age_steps`), whatever weights come meanwhile.
+    """
+    replicas = placement(run).calls["generate"].grid.replicas
+    under_way = WORKS[run.model].rollouts * run.ahead
+    return min(ASYNCHRONOUS_RUNNING, math.ceil(under_way / replicas))
+
+
 def costs(run: NemoRun, asked: Problem, constants: Constants = CONSTANTS) -> CostModel:
     """Of a run, with its own settings."""
     work, shape = WORKS[run.model], SHAPES[run.model]
     sent_s = SENT_BYTE_S * shape.params * constants.served_bytes if run.ahead else 0.0
     told = replace(
         constants,
+        max_running=running(run) if run.ahead else constants.max_running,
         recompute=work.recompute,
         score_tokens=work.scored * work.longest,
         # Elsewhere who trains and who samples stand still while weights are sent.
