@@ -1,7 +1,7 @@
 """A run's settings as a placement, and a placement as the settings of a run."""
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from streamrl.placement import (
 )
 from streamrl.placement.config import MIXED
 from streamrl.placement.estimates import CallMemory, Costs
-from streamrl.placement.pools import hosts_actor
+from streamrl.placement.pools import Pool, hosts_actor
 from streamrl.placement.search.rules import Rules
 from streamrl.planning import CRITICS, JUDGES
 from streamrl.resharding import Grid
@@ -218,6 +218,8 @@ def _pools_of(meshes: Mapping[str, Mesh], *, is_split: bool) -> PlacementConfig 
     numbers = {role: mesh.size for role, mesh in meshes.items()}
     wanted = _shifts(meshes)
     for way in _ways(meshes):
+        if not _brings_together(way.shared, wanted):
+            continue
         shares = any(GENERATE.role in pool for pool in way.shared)
         # One process of both for each of their devices.
         together = meshes.get(GENERATE.role) == meshes.get(POLICY)
@@ -229,6 +231,15 @@ def _pools_of(meshes: Mapping[str, Mesh], *, is_split: bool) -> PlacementConfig 
         if _shifts({role: Mesh(own[0], len(own)) for role, own in slots.items()}) == wanted:
             return way
     return None
+
+
+def _brings_together(pools: Sequence[Pool], overlaps: Iterable[tuple[str, str]]) -> bool:
+    """Whether all roles that share devices with one another are in the same pool."""
+    pool_of = {role: i for i, pool in enumerate(pools) for role in pool}
+    return all(
+        one == other or (one in pool_of and pool_of[one] == pool_of.get(other))
+        for one, other in overlaps
+    )
 
 
 def _ways(meshes: Mapping[str, Mesh]) -> Iterator[PlacementConfig]:
