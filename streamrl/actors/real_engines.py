@@ -14,6 +14,7 @@ from streamrl.config import RunConfig
 from streamrl.dataflow import BASELINE, COST, COST_VALUE, POLICY, REFERENCE, REWARD, VALUE, Call
 from streamrl.messages import Array, Columns, Experience
 from streamrl.serving import Result
+from streamrl.uncollected import uncollected
 from streamrl.weights import Loaded
 
 if TYPE_CHECKING:
@@ -62,36 +63,41 @@ class RealEngines:
 
     async def generator(self, config: RunConfig, max_length: int, replica: int) -> HostedGenerator:
         """A vLLM engine of its own per replica, which others compute with where they share it."""
-        from streamrl.engines.generation import GenerationEngine
-        from streamrl.engines.group_generator import GroupGenerator
+        with uncollected():
+            from streamrl.engines.generation import GenerationEngine
+            from streamrl.engines.group_generator import GroupGenerator
 
-        engine = await GenerationEngine.of(_engine_spec(config, max_length, replica))
+            engine = await GenerationEngine.of(_engine_spec(config, max_length, replica))
         return GroupGenerator(
             engine, group_size=config.algorithm.group_size, run_seed=config.run.seed
         )
 
     async def generator_part(self, config: RunConfig, max_length: int, rank: int) -> HostedPart:
         """vLLM's worker with a part of the engine that the leader of the rank's team has."""
-        from streamrl.engines.generator_part import GeneratorPart
+        with uncollected():
+            from streamrl.engines.generator_part import GeneratorPart
 
-        return await GeneratorPart.start(_engine_spec(config, max_length, rank))
+            return await GeneratorPart.start(_engine_spec(config, max_length, rank))
 
     async def scorer(self, config: RunConfig, role: str) -> HostedScorer:
         """The scorer of a role of the dataflow: reward, cost, reference or a critic's shadow."""
-        scorer = SCORERS[role](config)
-        await scorer.start()
-        return scorer
+        with uncollected():
+            scorer = SCORERS[role](config)
+            await scorer.start()
+            return scorer
 
     def trainer(self, config: RunConfig, rank: int, role: str) -> "ModelTrainer":
         """One rank of a model's trainer."""
-        from streamrl.engines.training import ModelTrainer
+        has_texts = role == POLICY and bool(config.data.pretrain)
+        with uncollected():
+            from streamrl.engines.training import ModelTrainer
 
-        return ModelTrainer(
-            _task(config, role),
-            config=config.trainer_of(role),
-            rank=rank,
-            pretraining=_pretraining(config) if role == POLICY and config.data.pretrain else None,
-        )
+            return ModelTrainer(
+                _task(config, role),
+                config=config.trainer_of(role),
+                rank=rank,
+                pretraining=_pretraining(config) if has_texts else None,
+            )
 
 
 def _engine_spec(config: RunConfig, max_length: int, replica: int) -> "EngineSpec":

@@ -1,9 +1,5 @@
 """A placement's run in virtual time."""
 
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from streamrl.dataflow import Dataflow, Kind
 from streamrl.errors import ConfigError
 from streamrl.placement.manner import Manner
@@ -15,6 +11,7 @@ from streamrl.simulator.failures import Failures
 from streamrl.simulator.results import Simulated
 from streamrl.simulator.scenario import Scenario
 from streamrl.simulator.world import World
+from streamrl.uncollected import uncollected
 
 
 def simulate(  # noqa: PLR0913
@@ -49,20 +46,8 @@ def simulate(  # noqa: PLR0913
             f" sample what is to be trained next; must be at most {lead + 1}"
         )
     scenario = Scenario(dataflow, placement, timings, workload, steps, seed, manner, failures)
-    with _no_garbage():
+    with uncollected():
         return run_virtual(_run(scenario), polls=False)
-
-
-@contextmanager
-def _no_garbage() -> Iterator[None]:
-    """Nothing is garbage before the end, and to look for some takes half of the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def check_timings(dataflow: Dataflow, timings: Timings) -> None:
