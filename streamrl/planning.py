@@ -144,4 +144,6 @@ def _manner(config: RunConfig) -> Manner:
         on_stale=pipeline.on_stale,
         slice_s=config.placement.slice_s,
         publish_every=config.weights.publish_every,
+        # One that does not move is followed by nobody.
+        reference_every=config.reference.every or 1,
     )
