@@ -68,6 +68,31 @@ def test_proposals_are_bounded(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--proposals 1000000000: must be from 0 to 100000" in error
 
 
+HUGE = "pipeline.groups_per_step=10000000"
+
+
+def test_what_would_take_hours_is_refused_before_it_begins(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    factors = "pipeline.groups_per_step=10000000, algorithm.group_size=8: about"
+    rule = "h to simulate: must be at most 1 h\n"
+    error = refusal(capsys, "plan", *SMALL, HUGE)
+    assert f" {factors} " in error and error.endswith(rule)
+    error = refusal(capsys, "simulate", *SMALL[:-2], HUGE, "--steps", "2")
+    assert f" --steps 2, {factors} " in error and error.endswith(rule)
+    many = ["pipeline.groups_per_step=4096", "--steps", "10000"]
+    error = refusal(capsys, "simulate", *SMALL[:-2], *many)
+    assert "--steps 10000, pipeline.groups_per_step=4096, algorithm.group_size=8: about" in error
+    assert "must be from 1 to 10000" in refusal(
+        capsys, "simulate", *SMALL[:-2], "--steps", "10000000"
+    )
+    # What is played as a whole is known only when it is planned.
+    monkeypatch.setattr("streamrl.cli.problem.HOUR_S", 0.1)
+    monkeypatch.setattr("streamrl.cli.plan.play", None)
+    error = refusal(capsys, "plan", *SMALL, "--max-staleness", "0")
+    assert "pipeline.groups_per_step=64, algorithm.group_size=8: about" in error
+
+
 def test_what_can_be_no_folder_is_told_before_anything_is_simulated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
