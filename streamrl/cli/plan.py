@@ -96,6 +96,11 @@ def run(arguments: argparse.Namespace) -> int:
     config = read_run(arguments.config, arguments.overrides, bounds)
     bounds, refused = judged(config, bounds)
     problem, constants = read_problem(arguments, config)
+    output = arguments.output
+    if output is not None and output.suffix == ".yaml" and not problem.cluster.is_uniform:
+        raise ConfigError(
+            f"-o {output}: a run cannot say which of unlike devices a role gets; -o plan.json can"
+        )
     # Parts are as many as there are replicas, at most, and those as many as devices.
     part = part_workload(problem.workload, problem.cluster.size)
     played = sum(simulated_s(part, lead=bound) for bound in bounds)
@@ -322,17 +327,12 @@ def _simulated(played: Simulated) -> dict[str, Any]:
 
 
 def _write(arguments: argparse.Namespace, report: Report) -> None:
-    """The files that are asked for; none if one of them is refused before."""
+    """The files that are asked for."""
     candidate = report.point.candidate
     placement = candidate.placement
     if arguments.output is not None:
         if arguments.output.suffix == ".json":
             content = json.dumps(placement.to_dict(), indent=1) + "\n"
-        elif not report.problem.cluster.is_uniform:
-            raise ConfigError(
-                f"-o {arguments.output}: a run cannot say which of unlike devices a role gets;"
-                " -o plan.json can"
-            )
         else:
             content = dump_config(placed_run(report.config, placement))
         write_file("-o", arguments.output, content)

@@ -26,6 +26,7 @@ from streamrl.placing import run_placement
 from streamrl.settings import unreadable
 from streamrl.simulator import Failures, Simulated, simulate, simulated_s, steps_of
 from streamrl.small_file import read_small_json
+from streamrl.telemetry.sinks import check_no_run
 
 STEPS = 20
 MOST_STEPS = 10_000
@@ -68,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--steps {arguments.steps}: must be from 1 to {MOST_STEPS}")
     if arguments.output is not None:
         check_folder("-o", arguments.output)
+        check_no_run(arguments.output)
     failures = _failures(arguments)
     given = _read_placement(arguments.placement) if arguments.placement is not None else None
     config = read_config(arguments.config, arguments.overrides)

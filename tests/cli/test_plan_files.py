@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from streamrl.cli.writing import check_file, check_folder
 from tests.cli.test_plan import GRPO, SMALL, STEP, refusal
 
 PLACED = [GRPO, *STEP, "--model", "qwen2.5-1.5b", "--prompt-tokens", "200"]
@@ -102,6 +103,50 @@ def test_what_can_be_no_folder_is_told_before_anything_is_simulated(
         error = refusal(capsys, "simulate", *SMALL[:-2], "-o", str(path), "--steps", "1")
         assert f"-o {path}: Not a directory" in error
     assert file.read_text() == "mine"
+
+
+LONG = "x" * 300
+
+
+@pytest.mark.parametrize(
+    ("command", "path", "reason"),
+    [
+        ("plan", "/proc/plan.yaml", ""),
+        ("plan", f"{{tmp}}/{LONG}.yaml", "File name too long"),
+        # Until it is whole a file has a longer name.
+        ("plan", f"{{tmp}}/{LONG[:245]}.yaml", "File name too long"),
+        ("plan", "{tmp}/folder.yaml", "not a file"),
+        ("plan", "{tmp}/none/plan.yaml", "No such file or directory"),
+        ("simulate", "/proc/folder", ""),
+        ("simulate", "/proc/folder/below", ""),
+        ("simulate", f"{{tmp}}/{LONG}", "File name too long"),
+        ("simulate", f"{{tmp}}/none/{LONG}", "File name too long"),
+        ("simulate", "{tmp}/none/" + "below/" * 1000, "File name too long"),
+    ],
+)
+def test_what_can_never_be_written_is_told_before_anything_is_read(
+    command: str, path: str, reason: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "folder.yaml").mkdir()
+    place = Path(path.format(tmp=tmp_path))
+    error = refusal(capsys, command, "nowhere.yaml", "--cluster", "8xH100", "-o", str(place))
+    assert f"-o {place}: {reason}" in error
+    assert [each.name for each in tmp_path.iterdir()] == ["folder.yaml"]
+
+
+@pytest.mark.parametrize("path", ["deep/er/plan", "plan"])
+def test_what_can_be_written_is_not_there_before_it_is(tmp_path: Path, path: str) -> None:
+    check_folder("-o", tmp_path / path)
+    check_file("-o", tmp_path / "plan.yaml")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_is_in_the_way_before_anything_is_simulated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").touch()
+    words = ["simulate", "nowhere.yaml", "--cluster", "8xH100", "-o", str(tmp_path)]
+    assert f"{tmp_path} already holds a run" in refusal(capsys, *words)
 
 
 def test_generation_is_no_further_ahead_than_can_be_planned(
