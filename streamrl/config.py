@@ -40,6 +40,8 @@ from streamrl.rewards import (
 )
 from streamrl.rewards.config import fold_options
 from streamrl.rewards.filtering import FilterConfig
+from streamrl.settings import unreadable
+from streamrl.small_file import read_small_yaml
 from streamrl.telemetry import TelemetryConfig
 from streamrl.weights import WeightsConfig
 
@@ -199,7 +201,7 @@ def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
 
     Raises ConfigError: one line with the key, the value and the rule, or the nearest right key.
     """
-    return configure(_read_yaml(path), overrides, place=str(path))
+    return configure(_read_config(path), overrides, place=str(path))
 
 
 def configure(settings: DictConfig, overrides: Sequence[str] = (), *, place: str) -> RunConfig:
@@ -350,16 +352,23 @@ def to_dict(config: RunConfig) -> dict[str, Any]:
     return dataclasses.asdict(config)
 
 
-def _read_yaml(path: Path) -> DictConfig:
+def _read_config(path: Path) -> DictConfig:
+    """The settings of a file, in which ${...} may stand for others."""
     try:
-        loaded = OmegaConf.load(path)
+        loaded = read_small_yaml(path)
     except OSError as error:
         raise ConfigError(f"config {path}: {error.strerror or error}") from None
-    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
-        raise ConfigError(f"config {path}: not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(loaded, DictConfig):
-        raise ConfigError(f"config {path}: must be a mapping of settings, not a list")
-    return loaded
+    except ValueError as error:
+        raise ConfigError(f"config {path}: {unreadable(error)}") from None
+    if loaded is None:
+        loaded = {}
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"config {path}: {loaded!r:.40}: must be a mapping of settings")
+    try:
+        return OmegaConf.create(loaded)
+    except OmegaConfBaseException as error:
+        reason = str(error.msg or error).splitlines()[0]
+        raise ConfigError(f"config {path}: {error.full_key}: {reason}") from None
 
 
 def _apply_override(settings: DictConfig, override: str) -> None:

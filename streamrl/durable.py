@@ -25,9 +25,14 @@ def disk_errors(path: Path) -> AbstractContextManager[None]:
 
 def write_whole(path: Path, text: str) -> None:
     """Put `text` into a file at once: readers and crashes see the old file or the new one."""
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_of(path)
     partial.write_text(text, encoding="utf-8")
     move_whole(partial, path)
+
+
+def partial_of(path: Path) -> Path:
+    """What a file is called until it is whole."""
+    return path.with_name(f".{path.name}.partial")
 
 
 def move_whole(partial: Path, final: Path) -> None:

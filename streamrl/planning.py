@@ -4,14 +4,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from streamrl.config import RunConfig
+from streamrl.data import load_files
 from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY
 from streamrl.errors import ConfigError
+from streamrl.model_config import model_length
 from streamrl.placement import Cluster, Manner, ModelShape, Problem, Workload, shape_of
 from streamrl.placement.adapters import adapted
 from streamrl.placement.costs import Constants
 from streamrl.placement.costs.constants import MOST
 from streamrl.placement.workload import FixedLength, Lengths
-from streamrl.preflight import load_files, model_length
 
 CRITICS = (CRITIC, COST_CRITIC)
 JUDGES = ("reward", "cost")
@@ -111,7 +112,8 @@ def mean_prompt_tokens(config: RunConfig) -> float:
             model_tokens=model_length(config.model.path, limit=config.model.max_length),
             max_new_tokens=config.generator.max_new_tokens,
         )
-        loaded = load_files(config, config.data.train_files, limit)
+        data, model = config.data, config.model.path
+        loaded = load_files(data.train_files, model, limit=limit, on_long=data.on_long_prompt)
     except ConfigError as error:
         raise ConfigError(f"{error}; --prompt-tokens N says how long prompts are") from None
     sizes = [len(prompt.token_ids) for prompt in loaded.prompts]
@@ -144,4 +146,6 @@ def _manner(config: RunConfig) -> Manner:
         on_stale=pipeline.on_stale,
         slice_s=config.placement.slice_s,
         publish_every=config.weights.publish_every,
+        # One that does not move is followed by nobody.
+        reference_every=config.reference.every or 1,
     )

@@ -5,7 +5,7 @@ What passes here is loaded already: the prompts, rendered and measured, and the 
 
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
@@ -15,14 +15,10 @@ import torch
 from streamrl.buffer.admission import check_bytes
 from streamrl.config import RunConfig
 from streamrl.data import (
-    DataFile,
-    Limits,
     LoadedPrompts,
     PromptStream,
-    load_prompts,
+    load_files,
     load_texts,
-    load_tokenizer,
-    load_vocab_size,
 )
 from streamrl.dataflow import COST, CRITIC, GENERATE, POLICY, REWARD, Dataflow
 from streamrl.engines.held_memory import worker_memory
@@ -30,11 +26,11 @@ from streamrl.engines.lora import check_targets
 from streamrl.engines.split_models import check_split_generator, check_tensor_parallel
 from streamrl.errors import ConfigError
 from streamrl.messages import Per, Prompt, column_spec
-from streamrl.model_config import read_model_config
+from streamrl.model_config import check_weights, model_length
 from streamrl.placement import SLOTS, Demand, Way, WorkerMemory
 from streamrl.rewards import COSTS, Surroundings, build_rewards
 from streamrl.rewards.filtering import build_filter
-from streamrl.slots import counts, placement_of
+from streamrl.slots import counts, placed, placement_of
 
 GIB = 1 << 30
 BLOB_BYTES = 2048
@@ -74,8 +70,10 @@ def prepare(config: RunConfig) -> Prepared:
         model_tokens=model_tokens, max_new_tokens=config.generator.max_new_tokens
     )
     said = [asyncio.run(judges.preflight()) for judges in (rewards, *costs)]
-    train = load_files(config, config.data.train_files, limit)
-    evaluation = load_files(config, config.data.eval_files, limit)
+    train, evaluation = (
+        load_files(files, config.model.path, limit=limit, on_long=config.data.on_long_prompt)
+        for files in (config.data.train_files, config.data.eval_files)
+    )
     for judges in (rewards, *costs):
         judges.check([*train.prompts, *evaluation.prompts])
     if config.data.pretrain:
@@ -85,7 +83,7 @@ def prepare(config: RunConfig) -> Prepared:
     _check_micro_batch(config, max_length)
     dataflow = config.dataflow
     if dataflow.trained != [POLICY]:
-        _check_weights(Path(config.model_of(CRITIC)), "critic.path")
+        check_weights(Path(config.model_of(CRITIC)), "critic.path")
     for role in dataflow.trained:
         section = "trainer" if role == POLICY else "critic.trainer"
         check_targets(config.model_of(role), config.trainer_of(role), section=section)
@@ -108,45 +106,6 @@ def prepare(config: RunConfig) -> Prepared:
             for call, judges in zip((REWARD, COST), (rewards, *costs), strict=False)
         },
     )
-
-
-def model_length(path: str, *, limit: int | None) -> int:
-    """Tokens a model takes, or `limit` if that is less. Raises ConfigError for what is no model."""
-    _check_weights(Path(path))
-    from huggingface_hub.errors import StrictDataclassError
-
-    try:
-        settings = read_model_config(path).get_text_config()
-        tokens = int(settings.max_position_embeddings)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        StrictDataclassError,
-    ) as error:
-        raise ConfigError(f"model.path={path}: {' '.join(str(error).split())}") from None
-    if limit is not None and limit > tokens:
-        raise ConfigError(f"model.max_length={limit}: the model takes at most {tokens} tokens")
-    return tokens if limit is None else limit
-
-
-def _check_weights(path: Path, key: str = "model.path") -> None:
-    """Raise ConfigError unless the directory holds safetensors files with readable headers."""
-    from safetensors import SafetensorError, safe_open
-
-    if not path.is_dir():
-        raise ConfigError(f"{key}={path}: no such directory")
-    files = sorted(path.glob("*.safetensors"))
-    if not files:
-        raise ConfigError(f"{key}={path}: holds no .safetensors file")
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                opened.keys()
-        except (OSError, SafetensorError) as error:
-            raise ConfigError(f"{key}={path}: {file.name}: {error}") from None
 
 
 def ways(config: RunConfig, prepared: Prepared, on_gpu: bool) -> dict[str, Way]:
@@ -191,14 +150,6 @@ def _unbounded_cache(config: RunConfig, demands: Sequence[Demand]) -> str:
         f"generator.kv_cache_mb=null: must be set where a generator shares a GPU, here with"
         f" {', '.join(others)}, else the KV cache takes what there is"
     )
-
-
-def placed(config: RunConfig, mode: str) -> RunConfig:
-    """The config of the same run in a mode; a budget for workers goes where there are none."""
-    there = config.placement
-    has_workers = not (there.mode == "auto" and mode == "disaggregated")
-    budget_mb = there.memory_mb if has_workers else None
-    return replace(config, placement=replace(there, mode=mode, memory_mb=budget_mb))
 
 
 def demands(config: RunConfig, prepared: Prepared, on_gpu: bool) -> list[Demand]:
@@ -292,12 +243,6 @@ def shard_bytes(config: RunConfig, prepared: Prepared, *, node_stores: Sequence[
         f" {smallest / 2**20:.0f} MB over {per_node} of queue.shards={config.queue.shards}",
     )
     return share
-
-
-def load_files(config: RunConfig, files: Sequence[DataFile], limit: int) -> LoadedPrompts:
-    """The prompts of files as the model of a run reads them, of at most `limit` tokens each."""
-    limits = Limits(limit, load_vocab_size(config.model.path), config.data.on_long_prompt)
-    return load_prompts(files, load_tokenizer(config.model.path), limits)
 
 
 def _check_micro_batch(config: RunConfig, max_length: int) -> None:

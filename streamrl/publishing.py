@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from streamrl.dataflow import MOVED, POLICY
+from streamrl.engines.reference_config import ReferenceConfig
 from streamrl.errors import WeightsError
 from streamrl.faces import DeviceLease
 from streamrl.lease import FreeLease
@@ -24,6 +25,18 @@ class Source(Protocol):
     async def publish(self, version: int, readers: Sequence[str]) -> WeightManifest:
         """Send it off as it is. Raises WeightsError if it cannot be sent; asked again, it can."""
         ...
+
+
+def is_due(
+    role: str, version: int, *, every: int, reference: ReferenceConfig, looked_at: bool
+) -> bool:
+    """Whether those who follow a role get a version: every so many, and what is looked at.
+
+    A reference that moves has a pace of its own.
+    """
+    if role == MOVED:
+        return reference.moves_at(version)
+    return version % every == 0 or looked_at
 
 
 class Publishing:

@@ -1,8 +1,18 @@
 """How many actors each role of a run has, and the slots they are on."""
 
+from dataclasses import replace
+
 from streamrl.config import RunConfig
 from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY
 from streamrl.placement import SlotMap, lay_out
+
+
+def placed(config: RunConfig, mode: str) -> RunConfig:
+    """The config of the same run in a mode; a budget for workers goes where there are none."""
+    there = config.placement
+    has_workers = not (there.mode == "auto" and mode == "disaggregated")
+    budget_mb = there.memory_mb if has_workers else None
+    return replace(config, placement=replace(there, mode=mode, memory_mb=budget_mb))
 
 
 def counts(config: RunConfig) -> dict[str, tuple[str, int]]:

@@ -1,5 +1,6 @@
 """From YAML and overrides to a checked RunConfig, or to one line that says why not."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -183,8 +184,41 @@ def test_a_missing_file_and_a_file_that_is_not_yaml_are_named(tmp_path: Path) ->
         load_config(broken)
     assert "\n" not in str(error.value)
     broken.write_text("- 1")
-    with pytest.raises(ConfigError, match="must be a mapping"):
+    with pytest.raises(ConfigError, match=r"broken\.yaml: \[1\]: must be a mapping of settings$"):
         load_config(broken)
+
+
+def test_a_setting_may_stand_for_another(recipe: Path) -> None:
+    recipe.write_text(recipe.read_text() + "run: {name: 'of-${run.seed}', seed: 7}\n")
+    assert load_config(recipe).run.name == "of-7"
+    assert load_config(recipe, ["run.seed=8"]).run.name == "of-8"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("run: {steps: 1}\nrun: {steps: 2}\n", "line 2, column 1: run: must be there once"),
+        ("a: &b {c: 1}\nd: *b\n", r"line 2, column 4: \*b: must be written out, no alias"),
+        ("run: {name: '${'}\n", r"run\.name: no viable alternative at input '\$\{'"),
+        ("name\n", "'name': must be a mapping of settings"),
+        ("# a\n" * (1 << 18) + "\n", "more than 1 MiB: must be at most that"),
+    ],
+)
+def test_a_config_is_read_as_every_file_of_settings(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    wrong = tmp_path / "wrong.yaml"
+    wrong.write_text(text)
+    with pytest.raises(ConfigError, match=rf"^config {wrong}: {message}$"):
+        load_config(wrong)
+
+
+def test_a_config_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:
+    """One that never ends would be read for ever, and a pipe nobody writes to waits."""
+    os.mkfifo(tmp_path / "pipe")
+    for path, reason in ((tmp_path / "pipe", "not a regular file"), (tmp_path, "is a directory")):
+        with pytest.raises(ConfigError, match=rf"^config {path}: {reason}$"):
+            load_config(path)
 
 
 def test_the_number_of_settings_stays_one_a_person_can_know() -> None:

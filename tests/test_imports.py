@@ -68,7 +68,8 @@ def test_a_step_of_deepspeed_loads_no_compiler(tmp_path: Path) -> None:
         # Whoever holds a handle of an actor loads its class.
         *(f"actors.{name}" for name in ("coordinator", "generator", "hybrid", "scorer", "shard")),
         *("actors.real_engines", "actors.trainer", "algorithms", "buffer.shard", "config"),
-        *("cli", "cli.main", "resharding", "simulator", "telemetry", "weights"),
+        *("cli", "cli.main", "cli.plan", "cli.simulate", "planning", "resharding", "simulator"),
+        *("telemetry", "weights"),
     ],
 )
 def test_who_computes_nothing_loads_no_torch(module: str) -> None:
@@ -127,6 +128,24 @@ def test_rules_score_without_torch(tmp_path: Path) -> None:
     assert loaded(program, "torch", "transformers") == ["transformers"]
 
 
+@pytest.mark.parametrize("command", ["plan", "simulate"])
+def test_a_run_whose_sizes_are_told_is_planned_and_simulated_without_transformers(
+    tmp_path: Path, command: str
+) -> None:
+    """What torch is loaded for is the algorithm, which is tried on a made-up step."""
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"model: {{path: {tmp_path}}}\ndata: {{train: rows.jsonl}}\nrewards: [{{kind: exact}}]\n"
+    )
+    program = f"""
+        from streamrl.cli.main import main
+        sizes = ["--model", "qwen2.5-0.5b", "--prompt-tokens", "9"]
+        assert main(["{command}", {str(recipe)!r}, "--cluster", "2xA100", *sizes, "--json"]) == 0
+    """
+    libraries = ("transformers", "ray", "deepspeed", "vllm", "peft")
+    assert loaded(program, "torch", *libraries) == ["torch"]
+
+
 def test_what_a_driver_asks_of_a_model_loads_no_model_classes(tmp_path: Path) -> None:
     path = save(tiny_model(tied=True, seed=0, kv_heads=2), tmp_path)
     program = f"""
@@ -135,7 +154,7 @@ def test_what_a_driver_asks_of_a_model_loads_no_model_classes(tmp_path: Path) ->
         from streamrl.engines.outline import num_trained_of
         from streamrl.engines.trainer_config import TrainerConfig
         from streamrl.engines.split_models import check_split_generator, check_tensor_parallel
-        from streamrl.preflight import model_length
+        from streamrl.model_config import model_length
         load_tokenizer({path!r}), load_vocab_size({path!r}), model_length({path!r}, limit=None)
         check_split_generator({path!r}, 1), check_tensor_parallel({path!r}, 2, section="trainer")
         assert num_trained_of({path!r}, TrainerConfig(), has_output=True, has_value=False)

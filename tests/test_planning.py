@@ -37,6 +37,9 @@ def test_a_problem_has_the_work_of_a_step_and_the_models_that_are_named() -> Non
     seldom = recipe("ppo", "placement.slice_s=0.2", "weights.publish_every=2")
     manner = problem_of(seldom, cluster, Asked(20, SIZES)).manner
     assert manner == Manner(slice_s=0.2, publish_every=2)
+    moved = recipe("grpo", "algorithm.kl_coef=0.1", "reference.every=3")
+    named = {role: SIZES[role] for role in ("policy", "reference")}
+    assert problem_of(moved, cluster, Asked(20, named)).manner.reference_every == 3
 
 
 def test_what_lora_trains_is_planned_as_adapters_on_whole_layers() -> None:

@@ -14,11 +14,11 @@ from streamrl.preflight import (
     Prepared,
     demands,
     largest_group_bytes,
-    placed,
     prepare,
     shard_bytes,
     ways,
 )
+from streamrl.slots import placed
 from tests.toy import write_toy
 
 MB = 1 << 20

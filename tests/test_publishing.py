@@ -6,9 +6,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from streamrl.dataflow import MOVED
+from streamrl.dataflow import MOVED, POLICY
+from streamrl.engines.reference_config import ReferenceConfig
 from streamrl.errors import WeightsError
-from streamrl.publishing import PUBLISH_ATTEMPTS, Publishing
+from streamrl.publishing import PUBLISH_ATTEMPTS, Publishing, is_due
 from streamrl.simulator.clock import run_virtual
 from streamrl.weights import WeightManifest
 from streamrl.weights.registry import Fault, WeightRegistry
@@ -31,6 +32,19 @@ class Source:
             self.failures -= 1
             raise WeightsError("the disk is full")
         return WeightManifest(version, (), ())
+
+
+def test_a_reference_has_a_pace_of_its_own_and_is_not_looked_at() -> None:
+    def due(role: str) -> list[int]:
+        reference = ReferenceConfig(every=3)
+        return [
+            version
+            for version in range(8)
+            if is_due(role, version, every=2, reference=reference, looked_at=version == 7)
+        ]
+
+    assert due(POLICY) == [0, 2, 4, 6, 7]
+    assert due(MOVED) == [3, 6]
 
 
 def test_versions_are_published_beside_others_and_one_at_a_time() -> None:

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from streamrl.small_file import (
-    LOADER,
     MOST_BYTES,
+    Loader,
     read_small,
     read_small_json,
     read_small_yaml,
@@ -21,14 +22,15 @@ def written(tmp_path: Path, text: str) -> Path:
 
 
 def test_yaml_is_read_by_the_loader_in_c_where_there_is_one(tmp_path: Path) -> None:
-    assert yaml.__with_libyaml__ == (LOADER is yaml.CSafeLoader)
+    assert yaml.__with_libyaml__ == issubclass(Loader, yaml.CSafeLoader)
     assert read_small_yaml(written(tmp_path, "a: [1, two, 3.0]\n")) == {"a": [1, "two", 3.0]}
 
 
 def test_aliases_that_would_stand_for_endless_text_are_refused(tmp_path: Path) -> None:
     levels = ["&l0 [x, x]", *(f"&l{i + 1} [*l{i}, *l{i}]" for i in range(99))]
     path = written(tmp_path, "".join(f"- {level}\n" for level in levels))
-    with pytest.raises(ValueError, match=r"^\*l0: must be written out, no alias$"):
+    message = r"^line 2, column 8: \*l0: must be written out, no alias$"
+    with pytest.raises(ValueError, match=message):
         read_small_yaml(path)
 
 
@@ -36,6 +38,47 @@ def test_aliases_that_would_stand_for_endless_text_are_refused(tmp_path: Path) -
 def test_no_alias_is_read(tmp_path: Path, text: str) -> None:
     with pytest.raises(ValueError, match="no alias"):
         read_small_yaml(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("a: 1e-6\nb: -1.5e6\nc: 1_0.e3\nd: 1e+2\ne: 3.\n", "a: 2026-01-31\nb: 1:30\nc: 0x1f\n"),
+        *("a: .5\nb: .inf\nc: 1e\nd: e5\ne: 1_000\n", "a: yes\nb: ~\n1: on\n", "a: ${b.c}\n"),
+        *("<<: {a: 1}\na: 2\n", "- [1, {b: 'x'}]\n- |\n  text\n", ""),
+    ],
+)
+def test_every_word_of_yaml_is_what_omegaconf_reads(tmp_path: Path, text: str) -> None:
+    found = read_small_yaml(written(tmp_path, text))
+    expected = OmegaConf.to_container(OmegaConf.load(tmp_path / "file.yaml"))
+    assert (found or {}) == expected
+    assert repr(found or {}) == repr(expected)
+
+
+@pytest.mark.parametrize(
+    "text", ["a: 1\nb: 2\na: 1\n", "1: 2\n2: 3\n1: 1\n", "a:\n\n  {a: 1, a: 2}\n"]
+)
+def test_a_key_that_is_there_twice_is_refused_with_its_place(tmp_path: Path, text: str) -> None:
+    with pytest.raises(ValueError, match=r"^line 3, column (1|10): [a1]: must be there once$"):
+        read_small_yaml(written(tmp_path, text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: 1\n  b: 2\n", "line 2, column 4: mapping values are not allowed in this context"),
+        ("a: !own 1\n", "line 1, column 4: could not determine a constructor for the tag '!own'"),
+        (
+            "a: [1\n",
+            "line 2, column 1: did not find expected ',' or ']', while parsing a flow sequence"
+            " (line 1, column 4)",
+        ),
+    ],
+)
+def test_what_is_no_yaml_is_told_with_its_place(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        read_small_yaml(written(tmp_path, text))
+    assert str(error.value) == f"not YAML: {message}"
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{a: " * 100_000, "a: [", "- \ud83d\t: }"])

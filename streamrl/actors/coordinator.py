@@ -29,7 +29,7 @@ from streamrl.faces import Stage, StepOutcome
 from streamrl.lease import Pulse
 from streamrl.messages import Ended, Prompt
 from streamrl.pipeline import admit, train, watch_stalls
-from streamrl.publishing import Publishing, Source
+from streamrl.publishing import Publishing, Source, is_due
 from streamrl.telemetry.spans import SpanRecorder
 from streamrl.weights import WeightManifest
 from streamrl.weights.figures import weight_metrics
@@ -189,13 +189,11 @@ class CoordinatorActor:
         self._feed.post(EventReport(kind, {**fields, "reason": fault.reason}))
 
     def _publishes(self, role: str, version: int) -> bool:
-        """Every so many versions, and those that are looked at: the last, and what is evaluated."""
-        if role == MOVED:
-            return self._config.reference.moves_at(version)
+        """Looked at are the last version, and what is evaluated."""
         config, steps = self._config, self._config.run.steps
-        if version % config.weights.publish_every == 0 or version == steps:
-            return True
-        return bool(self._eval_prompts) and config.evaluation.is_due(version, num_steps=steps)
+        evaluated = bool(self._eval_prompts) and config.evaluation.is_due(version, num_steps=steps)
+        every, looked_at = config.weights.publish_every, version == steps or evaluated
+        return is_due(role, version, every=every, reference=config.reference, looked_at=looked_at)
 
     async def run(self) -> Finish:
         """Evaluate, stream until the last step or until stopped, evaluate, save."""

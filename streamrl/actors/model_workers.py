@@ -52,7 +52,8 @@ from streamrl.engines.scoring import LogprobScorer, per_token
 from streamrl.errors import ConfigError, StreamError
 from streamrl.messages import SCHEMA, Array, Columns, Experience, Lease, Prompt, is_component
 from streamrl.placement import WorkerMemory
-from streamrl.preflight import hybrid_memory, placed
+from streamrl.preflight import hybrid_memory
+from streamrl.slots import placed
 from streamrl.step import add_sums
 
 PROMPT = "prompt"

@@ -134,7 +134,7 @@ def _task(config: RunConfig, role: str) -> "Task":
 def _pretraining(config: RunConfig) -> "Pretraining":
     from streamrl.data import TextStream, load_texts, load_tokenizer
     from streamrl.engines.pretraining import Pretraining
-    from streamrl.preflight import model_length
+    from streamrl.model_config import model_length
 
     budget = config.pipeline.micro_batch_tokens
     return Pretraining(

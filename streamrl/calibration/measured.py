@@ -21,7 +21,7 @@ from streamrl.config import RunConfig, load_config
 from streamrl.dataflow import GENERATE
 from streamrl.errors import ConfigError, JournalError
 from streamrl.placement import EmpiricalLengths
-from streamrl.preflight import placed
+from streamrl.slots import placed
 from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE, read_jsonl
 from streamrl.telemetry.spans import Span
 from streamrl.telemetry.trace import TRACE_FILE, read_spans

@@ -12,7 +12,7 @@ from streamrl.data import DataConfig, DataFile, Fate, Limits, load_tokenizer, lo
 from streamrl.data.checking import FileReport, check_file
 from streamrl.data.files import MODEL, PLAIN, data_files
 from streamrl.errors import ConfigError
-from streamrl.preflight import model_length
+from streamrl.model_config import model_length
 
 BAD_ROWS = 2
 SHOWN = 20

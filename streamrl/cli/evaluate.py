@@ -32,7 +32,7 @@ from streamrl.errors import ConfigError
 from streamrl.evaluation import EvaluationConfig, EvaluationResult, evaluate
 from streamrl.evaluation.figures import Interval
 from streamrl.messages import Columns, Prompt, Rollout
-from streamrl.preflight import model_length
+from streamrl.model_config import model_length
 from streamrl.rewards import RewardConfig, Surroundings, build_rewards, decode_completions
 from streamrl.rewards.scorer import answer_hashes
 

@@ -14,7 +14,7 @@ from typing import Any
 from streamrl.agreement import apart_at_any_size
 from streamrl.cli.bounds import BOUNDS, judged, read_bounds, read_run
 from streamrl.cli.given import named, named_path
-from streamrl.cli.problem import add_problem_arguments, problem_line, read_problem
+from streamrl.cli.problem import add_problem_arguments, check_time, problem_line, read_problem
 from streamrl.cli.tables import count, percent, seconds, table
 from streamrl.cli.writing import check_file, write_file
 from streamrl.config import RunConfig, dump_config
@@ -36,7 +36,7 @@ from streamrl.placement.search import (
     plan,
 )
 from streamrl.placing import RunCosts, placed_run, rules_of
-from streamrl.simulator import Simulated, play, played_groups
+from streamrl.simulator import Simulated, part_workload, play, played_groups, played_s, simulated_s
 
 MOST_PROPOSALS = 100_000
 FEW_GROUPS = 512
@@ -96,6 +96,15 @@ def run(arguments: argparse.Namespace) -> int:
     config = read_run(arguments.config, arguments.overrides, bounds)
     bounds, refused = judged(config, bounds)
     problem, constants = read_problem(arguments, config)
+    output = arguments.output
+    if output is not None and output.suffix == ".yaml" and not problem.cluster.is_uniform:
+        raise ConfigError(
+            f"-o {output}: a run cannot say which of unlike devices a role gets; -o plan.json can"
+        )
+    # Parts are as many as there are replicas, at most, and those as many as devices.
+    part = part_workload(problem.workload, problem.cluster.size)
+    played = sum(simulated_s(part, lead=bound) for bound in bounds)
+    check_time(played, problem.workload, place="")
     costs = CostModel(problem, constants)
 
     def costs_of(part: Problem) -> Costs:
@@ -133,6 +142,9 @@ def _played(
         timings = costs.timings(placement)
         return play(flow, placement, timings, workload, seed=seed, manner=manner)
 
+    placements = [point.candidate.placement for point in front]
+    seconds = [played_s(costs.timings(p), workload, p.max_staleness) for p in placements]
+    check_time(sum(seconds), workload, place="")
     found = [(point, played(point.candidate)) for point in front]
     left = REPLAYED_GROUPS
     for turn in range(max((len(point.next) for point in front), default=0)):
@@ -315,17 +327,12 @@ def _simulated(played: Simulated) -> dict[str, Any]:
 
 
 def _write(arguments: argparse.Namespace, report: Report) -> None:
-    """The files that are asked for; none if one of them is refused before."""
+    """The files that are asked for."""
     candidate = report.point.candidate
     placement = candidate.placement
     if arguments.output is not None:
         if arguments.output.suffix == ".json":
             content = json.dumps(placement.to_dict(), indent=1) + "\n"
-        elif not report.problem.cluster.is_uniform:
-            raise ConfigError(
-                f"-o {arguments.output}: a run cannot say which of unlike devices a role gets;"
-                " -o plan.json can"
-            )
         else:
             content = dump_config(placed_run(report.config, placement))
         write_file("-o", arguments.output, content)

@@ -18,6 +18,7 @@ from streamrl.placement import (
     Lengths,
     LognormalLengths,
     Problem,
+    Workload,
 )
 from streamrl.placement.costs import Constants
 from streamrl.planning import Asked, mean_prompt_tokens, problem_of, run_constants
@@ -26,6 +27,7 @@ from streamrl.small_file import MIB, parse_json, read_small, read_small_yaml
 
 MOST_LENGTHS_BYTES = 16 * MIB
 """Of a file of lengths: millions of them."""
+HOUR_S = 3600.0
 MOST_MEDIAN = 1_000_000_000
 LENGTHS_HELP = (
     "of completions: fixed:TOKENS, lognormal:MEDIAN:SIGMA, a file of numbers, or a run directory;"
@@ -107,6 +109,16 @@ def read_problem(arguments: argparse.Namespace, config: RunConfig) -> tuple[Prob
     except ConfigError as error:
         raise ConfigError(f"{error}; --prompt-tokens and --lengths say how long they are") from None
     return problem, run_constants(config, constants)
+
+
+def check_time(seconds: float, workload: Workload, *, place: str) -> None:
+    """Raise ConfigError for what takes more than an hour to simulate."""
+    if seconds > HOUR_S:
+        raise ConfigError(
+            f"{place}pipeline.groups_per_step={workload.groups_per_step},"
+            f" algorithm.group_size={workload.group_size}: about {seconds / HOUR_S:.3g} h to"
+            " simulate: must be at most 1 h"
+        )
 
 
 def read_config(path: Path, overrides: list[str]) -> RunConfig:

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.cli.given import named_path
-from streamrl.cli.problem import add_problem_arguments, problem_line, read_config, read_problem
+from streamrl.cli.problem import (
+    HOUR_S,
+    add_problem_arguments,
+    check_time,
+    problem_line,
+    read_config,
+    read_problem,
+)
 from streamrl.cli.tables import count, percent, seconds, table
 from streamrl.cli.writing import check_folder
 from streamrl.config import RunConfig
@@ -17,10 +24,10 @@ from streamrl.placement import Placement, Problem
 from streamrl.placement.costs import CostModel
 from streamrl.placing import run_placement
 from streamrl.settings import unreadable
-from streamrl.simulator import Failures, Simulated, simulate, steps_of
+from streamrl.simulator import Failures, Simulated, simulate, simulated_s, steps_of
 from streamrl.small_file import read_small_json
+from streamrl.telemetry.sinks import check_no_run
 
-HOUR_S = 3600.0
 STEPS = 20
 MOST_STEPS = 10_000
 
@@ -62,6 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--steps {arguments.steps}: must be from 1 to {MOST_STEPS}")
     if arguments.output is not None:
         check_folder("-o", arguments.output)
+        check_no_run(arguments.output)
     failures = _failures(arguments)
     given = _read_placement(arguments.placement) if arguments.placement is not None else None
     config = read_config(arguments.config, arguments.overrides)
@@ -74,6 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
     if steps is None:
         lead = problem.manner.lead(placement.max_staleness)
         steps = max(STEPS, steps_of(problem.workload.groups_per_step, lead))
+    check_time(
+        simulated_s(problem.workload, steps=steps), problem.workload, place=f"--steps {steps}, "
+    )
     if failures is not None:
         failures = _failures_of(failures, config, problem)
         _check_progress(failures, placement, costs, steps)

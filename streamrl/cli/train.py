@@ -28,8 +28,8 @@ from streamrl.dataflow import CRITIC, POLICY, Kind
 from streamrl.durable import write_whole
 from streamrl.engines.reference_config import STATE_FILE
 from streamrl.errors import ConfigError, DiskError, StreamError
-from streamrl.preflight import hybrid_memory, placed, prepare, shard_bytes, ways
-from streamrl.slots import sharing
+from streamrl.preflight import hybrid_memory, prepare, shard_bytes, ways
+from streamrl.slots import placed, sharing
 from streamrl.telemetry import Fanout, RunFacts, make_sinks
 from streamrl.telemetry.rollout_log import RolloutLog
 from streamrl.telemetry.sinks import METRICS_FILE, Fields

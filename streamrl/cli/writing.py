@@ -1,10 +1,13 @@
 """Files that a command is asked to write."""
 
+import contextlib
 import errno
 import os
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-from streamrl.durable import write_whole
+from streamrl.durable import partial_of, write_whole
 from streamrl.errors import ConfigError
 
 
@@ -14,13 +17,10 @@ def check_file(option: str, path: Path) -> Path:
     place = Path(os.path.realpath(path))
     if os.path.exists(place) and not place.is_file():
         raise ConfigError(f"{option} {path}: not a file")
-    wrong = 0
     if not os.path.isdir(place.parent):
         wrong = errno.ENOTDIR if os.path.exists(place.parent) else errno.ENOENT
-    elif not os.access(place.parent, os.W_OK | os.X_OK):
-        wrong = errno.EACCES
-    if wrong:
         raise ConfigError(f"{option} {path}: {os.strerror(wrong)}")
+    _check_new(option, path, place.parent, [partial_of(place)])
     return place
 
 
@@ -30,8 +30,20 @@ def check_folder(option: str, path: Path) -> None:
     there = next(each for each in (place, *place.parents) if os.path.lexists(each))
     if not there.is_dir():
         raise ConfigError(f"{option} {path}: {os.strerror(errno.ENOTDIR)}")
-    if not os.access(there, os.W_OK | os.X_OK):
-        raise ConfigError(f"{option} {path}: {os.strerror(errno.EACCES)}")
+    missing = place.relative_to(there).parts
+    _check_new(option, path, there, [place, *(there / name for name in missing)])
+
+
+def _check_new(option: str, path: Path, folder: Path, names: Sequence[Path]) -> None:
+    """Raise ConfigError where nothing new can be in a folder, or a name is too long for it."""
+    try:
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                os.lstat(name)
+        # One without a name, of which nothing is left: not all folders say what they allow.
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"{option} {path}: {error.strerror or error}") from None
 
 
 def write_file(option: str, path: Path, content: str) -> None:

@@ -3,7 +3,7 @@
 from streamrl.data.config import DataConfig
 from streamrl.data.examining import Fate, Limits, examine
 from streamrl.data.files import DataFile
-from streamrl.data.prompts import LoadedFile, LoadedPrompts, load_prompts
+from streamrl.data.prompts import LoadedFile, LoadedPrompts, load_files, load_prompts
 from streamrl.data.rendering import load_tokenizer, load_vocab_size
 from streamrl.data.rows import Row, load_rows
 from streamrl.data.stream import PromptStream
@@ -20,6 +20,7 @@ __all__ = [
     "Row",
     "TextStream",
     "examine",
+    "load_files",
     "load_prompts",
     "load_rows",
     "load_texts",

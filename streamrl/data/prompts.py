@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from streamrl.data.examining import Fate, Limits, examine
 from streamrl.data.files import DataFile
+from streamrl.data.rendering import load_tokenizer, load_vocab_size
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt
 
@@ -68,6 +69,15 @@ class LoadedPrompts:
             for loaded, size in zip(self.files, sizes, strict=True)
         ]
         return [(size, weight / sum(weights)) for size, weight in zip(sizes, weights, strict=True)]
+
+
+def load_files(files: Sequence[DataFile], model: str, *, limit: int, on_long: str) -> LoadedPrompts:
+    """The prompts of files as the model of a directory reads them, of at most `limit` tokens each.
+
+    Raises ConfigError, as `load_prompts` does.
+    """
+    limits = Limits(limit, load_vocab_size(model), on_long)
+    return load_prompts(files, load_tokenizer(model), limits)
 
 
 def load_prompts(

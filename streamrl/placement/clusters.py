@@ -3,10 +3,11 @@
 Devices are numbered from 0, node by node, in the order in which the nodes are listed.
 """
 
+import contextlib
 import math
 import re
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -97,13 +98,12 @@ class NodeGroup:
     def __post_init__(self) -> None:
         if self.devices < 1 or self.count < 1:
             raise ConfigError(
-                f"cluster: {self.count} nodes of {self.devices} {self.device.name}:"
+                f"{self.count} nodes of {self.devices} {self.device.name}:"
                 " must be at least 1 of each"
             )
         if not 0 <= self.network_bytes_per_s < math.inf:
             raise ConfigError(
-                f"cluster: network of {self.network_bytes_per_s:g} bytes/s: must be 0 or more, and"
-                " finite"
+                f"network of {self.network_bytes_per_s:g} bytes/s: must be 0 or more, and finite"
             )
 
     @property
@@ -130,9 +130,9 @@ class Cluster:
 
     def __post_init__(self) -> None:
         if not self.groups:
-            raise ConfigError("cluster: it has no nodes")
+            raise ConfigError("it has no nodes")
         if self.size > MOST_DEVICES:
-            raise ConfigError(f"cluster: {self.size} devices: must be at most {MOST_DEVICES}")
+            raise ConfigError(f"{self.size} devices: must be at most {MOST_DEVICES}")
 
     @classmethod
     def parse(cls, text: str) -> "Cluster":
@@ -140,7 +140,9 @@ class Cluster:
 
         Without NODES, N devices fill nodes of the usual size. Raises ConfigError.
         """
-        return cls(tuple(_parse_group(part.strip(), text) for part in text.split(",")))
+        groups = tuple(_parse_group(part.strip(), text) for part in text.split(","))
+        with _placed(f"cluster {text}"):
+            return cls(groups)
 
     @classmethod
     def of_dict(cls, loose: Mapping[str, Any], *, place: str) -> "Cluster":
@@ -153,7 +155,9 @@ class Cluster:
         nodes = loose.get("nodes") if isinstance(loose, Mapping) else None
         if not isinstance(nodes, Sequence) or isinstance(nodes, str) or set(loose) != {"nodes"}:
             raise ConfigError(f"{place}: must be a mapping with `nodes`, a list, and nothing else")
-        return cls(tuple(_group_of(entry, f"{place}: nodes[{i}]") for i, entry in enumerate(nodes)))
+        groups = tuple(_group_of(entry, f"{place}: nodes[{i}]") for i, entry in enumerate(nodes))
+        with _placed(place):
+            return cls(groups)
 
     @property
     def size(self) -> int:
@@ -218,6 +222,15 @@ class Cluster:
         return ",".join(map(str, self.groups))
 
 
+@contextlib.contextmanager
+def _placed(place: str) -> Iterator[None]:
+    """Says where it was read what is no cluster."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
+
+
 _GROUP = re.compile(r"(?:(\d{1,18})x)?(\d{1,18})x([A-Za-z][\w-]*)(?:@(\d+(?:\.\d+)?)Gb)?")
 
 
@@ -240,10 +253,9 @@ def _parse_group(part: str, text: str) -> NodeGroup:
     if gigabits:
         _check_figure(f"{place}: network_gbps", network)
     network *= GB / 8
-    if nodes is not None:
-        return NodeGroup(device, count, int(nodes), network)
-    if count <= device.per_node:
-        return NodeGroup(device, count, 1, network)
+    if nodes is not None or count <= device.per_node:
+        with _placed(place):
+            return NodeGroup(device, count, 1 if nodes is None else int(nodes), network)
     if count > MOST_DEVICES:
         raise ConfigError(f"{place}: {count} devices: must be at most {MOST_DEVICES}")
     if count % device.per_node:
@@ -312,4 +324,5 @@ def _group_of(entry: Any, place: str) -> NodeGroup:
     group = read_settings(_GroupEntry, rest, section=place)
     if group.network_gbps:
         _check_figure(f"{place}.network_gbps", group.network_gbps)
-    return NodeGroup(device, group.devices, group.count, group.network_gbps * GB / 8)
+    with _placed(place):
+        return NodeGroup(device, group.devices, group.count, group.network_gbps * GB / 8)

@@ -7,8 +7,8 @@ from streamrl.placement.config import SLICE_S
 
 @dataclass(frozen=True)
 class Manner:
-    """As in a run's config: pipeline.depth and pipeline.on_stale, placement.slice_s and
-    weights.publish_every.
+    """As in a run's config: pipeline.depth and pipeline.on_stale, placement.slice_s,
+    weights.publish_every and, of a reference that moves, reference.every.
 
     A plan chooses the depth itself, as the bound of staleness.
     """
@@ -17,6 +17,7 @@ class Manner:
     on_stale: str = "wait"
     slice_s: float = SLICE_S
     publish_every: int = 1
+    reference_every: int = 1
 
     def lead(self, max_staleness: int) -> int:
         """Steps that generation may be ahead of training."""

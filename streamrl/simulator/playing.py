@@ -28,6 +28,10 @@ GROUPS = 10240
 """So many are counted at least, where that takes no more than all steps."""
 PART_GROUPS = 256
 """The fewest of a step in a part that stands for all of it."""
+ROLLOUT_S = 40e-6
+"""About what each takes to simulate, with all that is done with it, on a core of a server."""
+MANY_GROUPS = 5000
+"""In a step: with more of them every rollout takes longer, as the root of how many they are."""
 LONGEST = 0.99
 """Of the longest rollout of a step, what the longest of a part has at least."""
 
@@ -63,6 +67,18 @@ def played_groups(timings: Timings, workload: Workload, lead: int) -> int:
     """How many groups are trained when it is played: what that takes, about."""
     groups = part_workload(workload, parts_of(timings, workload, lead)).groups_per_step
     return groups * steps_of(groups, lead)
+
+
+def played_s(timings: Timings, workload: Workload, lead: int) -> float:
+    """About how long it takes to play it."""
+    return simulated_s(part_workload(workload, parts_of(timings, workload, lead)), lead=lead)
+
+
+def simulated_s(workload: Workload, *, lead: int = 0, steps: int | None = None) -> float:
+    """About how long it takes to simulate so many steps, or those of a comparison."""
+    steps = steps_of(workload.groups_per_step, lead) if steps is None else steps
+    slower = math.sqrt(max(1.0, workload.groups_per_step / MANY_GROUPS))
+    return steps * workload.rollouts / (1 - workload.filtered) * ROLLOUT_S * slower
 
 
 def steps_of(groups_per_step: int, lead: int) -> int:

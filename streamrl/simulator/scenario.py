@@ -5,12 +5,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from streamrl.control import PipelineConfig
-from streamrl.dataflow import GENERATE, MOVED, POLICY, Dataflow, Kind
+from streamrl.dataflow import GENERATE, POLICY, Dataflow, Kind
+from streamrl.engines.reference_config import ReferenceConfig
 from streamrl.engines.schedule import Pace
 from streamrl.placement.manner import Manner
 from streamrl.placement.placements import Placement
 from streamrl.placement.timings import Timings
 from streamrl.placement.workload import Workload
+from streamrl.publishing import is_due
 from streamrl.simulator.failures import Failures
 
 
@@ -48,6 +50,11 @@ class Scenario:
         )
 
     @property
+    def reference(self) -> ReferenceConfig:
+        """When it moves, if it does."""
+        return ReferenceConfig(every=self.manner.reference_every)
+
+    @property
     def replicas(self) -> dict[str, int]:
         """How many of each role that is not trained."""
         timings = self.timings
@@ -66,9 +73,14 @@ class Scenario:
         return max((weights[s].publish_s for s in followers if s in weights), default=0.0)
 
     def publishes(self, role: str, version: int) -> bool:
-        """Every so many versions, and the last."""
-        is_due = version % self.manner.publish_every == 0
-        return is_due or role == MOVED or version == self.steps
+        """Looked at is the last version."""
+        return is_due(
+            role,
+            version,
+            every=self.manner.publish_every,
+            reference=self.reference,
+            looked_at=version == self.steps,
+        )
 
     @property
     def resides(self) -> bool:

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from streamrl.dataflow import Call
+from streamrl.dataflow import MOVED, Call
 from streamrl.lease import FreeLease
 from streamrl.placement.timings import WeightsTiming
 from streamrl.simulator.following import Following
@@ -23,7 +23,7 @@ class Batch:
 
     @property
     def version(self) -> int:
-        """What the model must hold at least, if it follows one."""
+        """The newest that any of them was admitted at."""
         return max(group.admitted_version for group in self.groups)
 
 
@@ -58,6 +58,11 @@ class ScorerReplica:
         else:
             self.arrived()
 
+    def _due(self, version: int) -> int:
+        """What must be held at least for what was admitted at a version."""
+        is_moved = next(iter(self._calls.values())).follows == MOVED
+        return self._site.reference.version_for(version) if is_moved else version
+
     def die(self) -> int:
         """What it was at is handed out again; no token is lost."""
         self._is_dead = True
@@ -84,7 +89,7 @@ class ScorerReplica:
 
     def _enter(self, batches: Sequence[Batch]) -> None:
         for batch in batches:
-            if self._following is not None and batch.version > self._following.held:
+            if self._following is not None and self._due(batch.version) > self._following.held:
                 self._early.append(batch)
             else:
                 self._ready.append(batch)

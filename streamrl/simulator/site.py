@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from streamrl.engines.reference_config import ReferenceConfig
 from streamrl.placement.timings import Timings
 from streamrl.simulator.following import Versions
 from streamrl.simulator.leases import Leases
@@ -22,4 +23,5 @@ class Site:
     leases: Leases
     completions: Completions
     recording: Recording
+    reference: ReferenceConfig
     versions: Mapping[str, Versions]

@@ -68,6 +68,7 @@ class World:
             Leases(dataflow, scenario.placement, slice_s=scenario.manner.slice_s),
             Completions(scenario.workload, scenario.seed),
             Recording(),
+            scenario.reference,
             {},
         )
         self._books = TimedBooks(

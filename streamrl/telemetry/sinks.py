@@ -35,6 +35,12 @@ class Sink(Protocol):
         """Write what is left; `summary` holds facts about the whole run."""
 
 
+def check_no_run(run_dir: Path) -> None:
+    """Raise ConfigError if a run is there, whose rows and events would be mixed with new ones."""
+    if any((run_dir / name).exists() for name in (METRICS_FILE, EVENTS_FILE)):
+        raise ConfigError(f"{run_dir} already holds a run: resume it or name another")
+
+
 class JsonlSink:
     """Writes `metrics.jsonl` and `events.jsonl`, each line flushed as it comes.
 
@@ -67,8 +73,8 @@ class JsonlSink:
             for path, kept in ((metrics, rows), (events, read_jsonl(events))):
                 with disk_errors(path):
                     write_whole(path, "".join(map(_dump, kept)))
-        elif metrics.exists() or events.exists():
-            raise ConfigError(f"{metrics.parent} already holds a run: resume it or name another")
+        else:
+            check_no_run(metrics.parent)
         with disk_errors(metrics.parent):
             self._files = tuple(
                 path.open("a", encoding="utf-8", buffering=1) for path in self._paths

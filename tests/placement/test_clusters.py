@@ -71,11 +71,11 @@ def test_a_part_of_a_cluster_is_whole_nodes_or_a_part_of_one() -> None:
         ("8xH1000", "device H1000: not in the table; the nearest key is H100"),
         ("H100", "'H100' is not written like 8xH100"),
         ("", "'' is not written like"),
-        ("0xH100", "must be at least 1 of each"),
+        ("0xH100", "cluster 0xH100: 1 nodes of 0 H100: must be at least 1 of each"),
         ("12xH100", "do not fill nodes of 8; say how many nodes, as in 2x6xH100"),
         ("8xH100@fastGb", "is not written like"),
         ("9999999x8xH100", "must be at most"),
-        ("65536xH100", "65536 devices: must be at most 16384"),
+        ("65536xH100", "cluster 65536xH100: 65536 devices: must be at most 16384"),
         (f"8xH100@{'9' * 400}Gb", "network_gbps=inf: must be at least 0.001"),
     ],
 )
@@ -127,7 +127,15 @@ def test_nodes_of_a_file_have_a_number_of_devices(value: float) -> None:
     [
         ({}, "c.yaml: must be a mapping with `nodes`"),
         ({"nodes": 3}, "c.yaml: must be a mapping with `nodes`"),
-        ({"nodes": []}, "it has no nodes"),
+        ({"nodes": []}, "c.yaml: it has no nodes"),
+        (
+            {"nodes": [{"device": "H100", "devices": 0}]},
+            "c.yaml: nodes[0]: 1 nodes of 0 H100: must be at least 1 of each",
+        ),
+        (
+            {"nodes": [{"device": "H100", "devices": 8, "count": 4096}]},
+            "c.yaml: 32768 devices: must be at most 16384",
+        ),
         ({"nodes": [{"devices": 8}]}, "c.yaml: nodes[0]: must be a mapping with device"),
         ({"nodes": [{"device": "H100"}]}, "c.yaml: nodes[0].devices: missing"),
         ({"nodes": [{"device": "H100", "device_count": 8}]}, "nearest key is"),
@@ -138,6 +146,7 @@ def test_a_file_that_is_wrong_is_refused_by_its_key(loose: dict, said: str) -> N
     with pytest.raises(ConfigError) as refused:
         Cluster.of_dict(loose, place="c.yaml")
     assert said in str(refused.value)
+    assert str(refused.value).startswith("c.yaml: ")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from streamrl.placement.manner import Manner
 from streamrl.placement.timings import GeneratorTiming, ScoreTiming, Timings, TrainTiming
 from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
 from streamrl.simulator import play, simulate
-from streamrl.simulator.playing import part_timings, parts_of, steps_of
+from streamrl.simulator.playing import part_timings, parts_of, played_s, simulated_s, steps_of
 
 GRPO = dataflow_for((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"))
 LENGTHS = LognormalLengths(200, 0.6, 400)
@@ -113,3 +113,21 @@ def test_what_is_far_ahead_is_played_as_long_as_it_takes_to_go_round() -> None:
     for seed in (0, 1):
         found = play(GRPO, ahead, timings, asked, seed=seed, manner=Manner())
         assert found.step_s == pytest.approx(every.step_s, rel=0.1)
+
+
+def test_time_goes_with_all_that_is_sampled_and_more_of_it_with_many_groups_at_once() -> None:
+    found = simulated_s(replace(workload(512), group_size=8), steps=20_000)
+    assert found == pytest.approx(512 * 8 * 20_000 * 40e-6)
+    assert simulated_s(workload(512), steps=6) == pytest.approx(
+        6 / 5 * simulated_s(workload(512), steps=5)
+    )
+    half = replace(workload(512), filtered=0.5)
+    assert simulated_s(half, steps=5) == pytest.approx(2 * simulated_s(workload(512), steps=5))
+    few, many = (simulated_s(workload(groups), steps=1) for groups in (5000, 20_000))
+    assert many == pytest.approx(4 * 2 * few)
+
+
+def test_what_is_played_in_parts_takes_the_time_of_one() -> None:
+    asked = workload(4096)
+    assert parts_of(TIMINGS, asked, 1) == 8
+    assert played_s(TIMINGS, asked, 1) == simulated_s(workload(512), lead=1)

@@ -142,6 +142,25 @@ def test_steps_between_two_versions_are_sampled_together_from_the_older_one() ->
         run(timings, APART, manner=Manner(publish_every=2))
 
 
+def test_a_reference_moves_at_every_so_many_versions_and_is_waited_for_at_those_alone() -> None:
+    flow = dataflow_for((*ROLLOUT_COLUMNS, "scores", "ref_logprobs"), moves_reference=True)
+    placement = Placement({"generate": on(0), "reference": on(1), "train": on(2)})
+    score = {**TIMINGS.score, "reference": ScoreTiming(1, 2, 0.5, 0.0, 0.0)}
+    weights = {"reference": WeightsTiming(publish_s=0.0, pull_s=100.0)}
+    timings = replace(TIMINGS, score=score, weights=weights)
+
+    def played(every: int) -> tuple[list[float], list[object]]:
+        manner = Manner(reference_every=every)
+        found = run(timings, placement, flow=flow, steps=5, manner=manner)
+        spans = [span for span in found.by_process["reference-0"] if span.name == "pull"]
+        return found.step_ends, [span.args["version"] for span in spans]
+
+    # Where it moves 100 to pull, else 10 to sample; then 0.5 to score, 2 and 1 to train.
+    assert played(1) == ([103.5 * step for step in range(1, 6)], [0, 1, 2, 3, 4])
+    assert played(2) == ([103.5, 117.0, 220.5, 234.0, 337.5], [0, 2, 4])
+    assert played(4) == ([103.5, 117.0, 130.5, 144.0, 247.5], [0, 4])
+
+
 def test_every_update_waits_for_its_own_rounds() -> None:
     # Two epochs of two updates, a group each.
     workload = replace(WORKLOAD, epochs=2, mini_batches=2)
