@@ -23,7 +23,16 @@ PURE = (
     "controller",
 )
 LEVELS = (
-    {"messages", "errors", "user_module", "settings", "small_file", "workers", "model_config"},
+    {
+        "messages",
+        "errors",
+        "user_module",
+        "settings",
+        "small_file",
+        "uncollected",
+        "workers",
+        "model_config",
+    },
     {"algorithms", "dataflow", "placement", "resharding", "controller"},
     {
         "pipeline",
