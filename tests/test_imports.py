@@ -33,7 +33,8 @@ def test_a_histogram_is_logged_to_wandb_without_pandas(tmp_path: Path) -> None:
     program = f"""
         from pathlib import Path
         from streamrl.telemetry.contract import Histogram
-        from streamrl.telemetry.wandb_sink import WandbConfig, WandbSink
+        from streamrl.telemetry.config import WandbConfig
+        from streamrl.telemetry.wandb_sink import WandbSink
         sink = WandbSink(Path({str(tmp_path)!r}), WandbConfig(), run_name="demo")
         sink.start({{}})
         sink.step(1, {{"reward/mean": 0.5, "staleness/histogram": Histogram.of_integers({{0: 2}})}})
@@ -74,6 +75,11 @@ def test_a_step_of_deepspeed_loads_no_compiler(tmp_path: Path) -> None:
 )
 def test_who_computes_nothing_loads_no_torch(module: str) -> None:
     assert loaded(f"import streamrl.{module}\n", "torch", "transformers", "scipy") == []
+
+
+@pytest.mark.parametrize("actor", ["coordinator", "generator", "scorer", "shard", "trainer"])
+def test_only_the_command_loads_what_draws_on_a_terminal(actor: str) -> None:
+    assert loaded(f"import streamrl.actors.{actor}\n", "rich") == []
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "safe_rlhf"])

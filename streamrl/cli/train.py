@@ -30,7 +30,8 @@ from streamrl.engines.reference_config import STATE_FILE
 from streamrl.errors import ConfigError, DiskError, StreamError
 from streamrl.preflight import hybrid_memory, prepare, shard_bytes, ways
 from streamrl.slots import placed, sharing
-from streamrl.telemetry import Fanout, RunFacts, make_sinks
+from streamrl.telemetry import RunFacts
+from streamrl.telemetry.fanout import Fanout, make_sinks
 from streamrl.telemetry.rollout_log import RolloutLog
 from streamrl.telemetry.sinks import METRICS_FILE, Fields
 

@@ -2,12 +2,11 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 from rich.console import Console
 
-from streamrl.errors import ConfigError
+from streamrl.telemetry.config import TelemetryConfig
 from streamrl.telemetry.console import PlainConsole, RunConsole
 from streamrl.telemetry.contract import Histogram, Row, check_row
 from streamrl.telemetry.live import LiveConsole
@@ -23,29 +22,7 @@ from streamrl.telemetry.sinks import (
 )
 from streamrl.telemetry.spans import Span
 from streamrl.telemetry.trace import TraceSink
-from streamrl.telemetry.wandb_sink import WandbConfig, WandbSink, saved_run_id
-
-CONSOLES = ("auto", "live", "plain", "none")
-
-
-@dataclass
-class TelemetryConfig:
-    """What a run reports beside metrics.jsonl and events.jsonl, which it always writes.
-
-    wandb: Weights & Biases, see WandbConfig.
-    console: live (a view that is redrawn), plain (a line per step), none, or auto, which is live on
-        a terminal and plain elsewhere.
-    trace: whether to write trace.json, the spans of every process (for Perfetto).
-    """
-
-    wandb: WandbConfig = field(default_factory=WandbConfig)
-    console: str = "auto"
-    trace: bool = True
-
-    def __post_init__(self) -> None:
-        if self.console not in CONSOLES:
-            rule = f"must be one of {', '.join(CONSOLES)}"
-            raise ConfigError(f"telemetry.console={self.console}: {rule}")
+from streamrl.telemetry.wandb_sink import WandbSink, saved_run_id
 
 
 class Fanout:

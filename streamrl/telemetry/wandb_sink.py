@@ -9,7 +9,6 @@ import logging
 import secrets
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +17,13 @@ import psutil
 
 from streamrl.durable import disk_errors, write_whole
 from streamrl.errors import ConfigError
+from streamrl.telemetry.config import WandbConfig
 from streamrl.telemetry.contract import Histogram, Row
 from streamrl.telemetry.sinks import Fields
 
 if TYPE_CHECKING:
     import wandb
 
-MODES = ("offline", "online", "disabled")
 RUN_ID_FILE = "run_id.txt"
 FINISH_S = 10.0
 _GRACE_S = 2.0
@@ -34,28 +33,6 @@ _log = logging.getLogger(__name__)
 
 ALERTS = ("stall", "died")
 """Events that wandb is told of at once: a row comes only at the end of a step."""
-
-
-@dataclass
-class WandbConfig:
-    """Whether and where metrics go to Weights & Biases.
-
-    mode: offline (files only, no account needed), online (needs `wandb login`) or disabled.
-    project: the project's name.
-    entity: the user or team that owns it; empty is the account's default.
-    """
-
-    mode: str = "offline"
-    project: str = "streamrl"
-    entity: str = ""
-
-    def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise ConfigError(
-                f"telemetry.wandb.mode={self.mode}: must be one of {', '.join(MODES)}"
-            )
-        if self.mode != "disabled" and not self.project:
-            raise ConfigError("telemetry.wandb.project=: must not be empty")
 
 
 def saved_run_id(run_dir: Path) -> str | None:

@@ -6,9 +6,9 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from streamrl.errors import ConfigError
-from streamrl.telemetry import Span, TelemetryConfig, WandbConfig, make_sinks
+from streamrl.telemetry import Span, TelemetryConfig, WandbConfig
 from streamrl.telemetry.console import PlainConsole
-from streamrl.telemetry.fanout import Fanout, make_console
+from streamrl.telemetry.fanout import Fanout, make_console, make_sinks
 from streamrl.telemetry.live import LiveConsole
 from streamrl.telemetry.sinks import read_jsonl
 from streamrl.telemetry.wandb_sink import WandbSink

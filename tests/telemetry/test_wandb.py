@@ -12,8 +12,9 @@ import psutil
 import pytest
 
 from streamrl.errors import ConfigError
+from streamrl.telemetry.config import WandbConfig
 from streamrl.telemetry.contract import Histogram
-from streamrl.telemetry.wandb_sink import WandbConfig, WandbSink, saved_run_id
+from streamrl.telemetry.wandb_sink import WandbSink, saved_run_id
 from tests.telemetry.rows import full_row
 from tests.telemetry.wandb_file import read_wandb_file
 
@@ -152,7 +153,8 @@ def test_an_offline_program_calls_nobody_up_to_its_exit(tmp_path):
     program = f"""
         import socket, sys
         from pathlib import Path
-        from streamrl.telemetry.wandb_sink import WandbConfig, WandbSink
+        from streamrl.telemetry.config import WandbConfig
+        from streamrl.telemetry.wandb_sink import WandbSink
 
         def refuse(host, *args, **options):
             print("looked up", host, flush=True)
