@@ -12,6 +12,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 from streamrl.placement.timings import GeneratorTiming
@@ -188,7 +189,7 @@ class Engine(Generic[K]):
             self.now += timing.decoding_s(count, resident, made)
             self.step += made
             self.resident += made * len(self._running)
-            self._end(sum(one[0] == self.step for one in self._running))
+            self._end(bisect_right(self._running, self.step, key=itemgetter(0)))
             self._make_room()
             self._fill()
             self._plan = None

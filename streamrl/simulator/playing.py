@@ -64,9 +64,9 @@ def play(
 
 
 def played_groups(timings: Timings, workload: Workload, lead: int) -> int:
-    """How many groups are trained when it is played: what that takes, about."""
+    """How many groups are sampled when it is played: what that takes, about."""
     groups = part_workload(workload, parts_of(timings, workload, lead)).groups_per_step
-    return groups * steps_of(groups, lead)
+    return round(groups * steps_of(groups, lead) / (1 - workload.filtered))
 
 
 def played_s(timings: Timings, workload: Workload, lead: int) -> float:

@@ -9,7 +9,7 @@ from streamrl.messages import Prompt, make_uid, parse_uid
 from streamrl.placement.workload import Workload
 
 _BLOCK = 256
-"""Prompts whose completions are drawn at once."""
+"""Prompts of which is drawn at once what they come to."""
 
 
 class Prompts:
@@ -48,6 +48,7 @@ class Completions:
         self._filtered = workload.filtered
         self._seed = seed
         self._blocks: dict[int, list[list[int]]] = {}
+        self._fates: dict[int, list[bool]] = {}
         self._by_uid: dict[str, list[int]] = {}
 
     def of(self, uid: str) -> Sequence[int]:
@@ -61,8 +62,11 @@ class Completions:
         """Whether its group is taken out once it is scored."""
         if not self._filtered:
             return False
-        rng = np.random.default_rng((self._seed, parse_uid(uid)[1], 1))
-        return bool(rng.random() < self._filtered)
+        block, place = divmod(parse_uid(uid)[1], _BLOCK)
+        if block not in self._fates:
+            rng = np.random.default_rng((self._seed, block, 1))
+            self._fates[block] = (rng.random(_BLOCK) < self._filtered).tolist()
+        return self._fates[block][place]
 
     def greedy(self, uid: str) -> int:
         """Tokens of its greedy completion."""
