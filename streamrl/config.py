@@ -369,6 +369,12 @@ def _read_config(path: Path) -> DictConfig:
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
         raise ConfigError(f"config {path}: {error.full_key}: {reason}") from None
+    except RecursionError:
+        raise ConfigError(f"config {path}: nested too deeply") from None
+
+
+NO_SUCH_VALUE = (TypeError, ValueError, LookupError, AttributeError)
+"""What a value comes to that is not what its tag says, as in `!!int x`."""
 
 
 def _apply_override(settings: DictConfig, override: str) -> None:
@@ -379,8 +385,10 @@ def _apply_override(settings: DictConfig, override: str) -> None:
     try:
         parsed = OmegaConf.from_dotlist([f"value={value}"])["value"]
         OmegaConf.update(settings, key, parsed, merge=False, force_add=True)
-    except (YAMLError, OmegaConfBaseException, TypeError, IndexError) as error:
-        raise ConfigError(f"{override!r}: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"{override!r:.80}: nested too deeply") from None
+    except (YAMLError, OmegaConfBaseException, *NO_SUCH_VALUE) as error:
+        raise ConfigError(f"{override!r:.200}: {' '.join(str(error).split())}") from None
 
 
 def _walk(loose: Any, kind: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:

@@ -22,16 +22,33 @@ class Loader(FASTEST):  # type: ignore[misc]
         for first, resolvers in FASTEST.yaml_implicit_resolvers.items()
     }
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Raises ValueError for a key that is there twice, of which one would be lost."""
-        known: set[tuple[str, str]] = set()
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                if (key.tag, key.value) in known:
-                    raise ValueError(f"{_place(key.start_mark)}: {key.value}: must be there once")
-                known.add((key.tag, key.value))
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """What is not what its tag says, as in `!!int x`, is told as all else that is no YAML."""
+        try:
+            return super().construct_object(node, deep=deep)
+        except (ValueError, TypeError, LookupError, AttributeError):
+            kind = node.tag.rpartition(":")[2]
+            problem = f"{node.value!r:.40}: no {kind}"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from None
+
+    def construct_mapping(self, node: yaml.Node, deep: bool = False) -> dict[Any, Any]:
+        """Raises ConstructorError for a key that is there twice, of which one would be lost."""
+        _check_keys(node)
         found: dict[Any, Any] = super().construct_mapping(node, deep=deep)
         return found
+
+
+def _check_keys(node: yaml.Node) -> None:
+    """Each is there once, also in what is merged in."""
+    known: set[tuple[str, str]] = set()
+    for key, value in node.value if isinstance(node, yaml.MappingNode) else ():
+        if isinstance(key, yaml.ScalarNode):
+            if (key.tag, key.value) in known:
+                problem = f"{key.value}: must be there once"
+                raise yaml.constructor.ConstructorError(None, None, problem, key.start_mark)
+            known.add((key.tag, key.value))
+            if key.tag == "tag:yaml.org,2002:merge":
+                _check_keys(value)
 
 
 Loader.add_implicit_resolver(
@@ -66,6 +83,10 @@ def parse_json(text: str) -> Any:
     """Raises ValueError, also for what is nested too deeply to be read."""
     try:
         return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:
+        raise ValueError("a number of too many digits") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
 
@@ -79,6 +100,8 @@ def read_small_yaml(path: Path) -> Any:
                 place = _place(event.start_mark)
                 raise ValueError(f"{place}: *{event.anchor}: must be written out, no alias")
         return yaml.load(text, Loader=Loader)
+    except yaml.constructor.ConstructorError as error:
+        raise ValueError(_told(error)) from None
     except yaml.YAMLError as error:
         raise ValueError(f"not YAML: {_told(error)}") from None
     except RecursionError:

@@ -201,6 +201,7 @@ def test_a_setting_may_stand_for_another(recipe: Path) -> None:
         ("a: &b {c: 1}\nd: *b\n", r"line 2, column 4: \*b: must be written out, no alias"),
         ("run: {name: '${'}\n", r"run\.name: no viable alternative at input '\$\{'"),
         ("name\n", "'name': must be a mapping of settings"),
+        ("{a: " * 120 + "1" + "}" * 120, "nested too deeply"),
         ("# a\n" * (1 << 18) + "\n", "more than 1 MiB: must be at most that"),
     ],
 )
@@ -211,6 +212,15 @@ def test_a_config_is_read_as_every_file_of_settings(
     wrong.write_text(text)
     with pytest.raises(ConfigError, match=rf"^config {wrong}: {message}$"):
         load_config(wrong)
+
+
+@pytest.mark.parametrize(
+    "value", ["!!bool x", "!!int", "!!timestamp x", "!!int x", "[" * 300 + "]" * 300]
+)
+def test_an_override_that_is_no_value_is_refused(recipe: Path, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"^'run\.name=") as error:
+        load_config(recipe, [f"run.name={value}"])
+    assert "\n" not in str(error.value)
 
 
 def test_a_config_that_is_no_regular_file_is_refused(tmp_path: Path) -> None:

@@ -56,10 +56,14 @@ def test_every_word_of_yaml_is_what_omegaconf_reads(tmp_path: Path, text: str) -
 
 
 @pytest.mark.parametrize(
-    "text", ["a: 1\nb: 2\na: 1\n", "1: 2\n2: 3\n1: 1\n", "a:\n\n  {a: 1, a: 2}\n"]
+    "text",
+    [
+        *("a: 1\nb: 2\na: 1\n", "1: 2\n2: 3\n1: 1\n", "a:\n\n  {a: 1, a: 2}\n"),
+        "a:\n\n <<: {a: 1, a: 2}\n",
+    ],
 )
 def test_a_key_that_is_there_twice_is_refused_with_its_place(tmp_path: Path, text: str) -> None:
-    with pytest.raises(ValueError, match=r"^line 3, column (1|10): [a1]: must be there once$"):
+    with pytest.raises(ValueError, match=r"^line 3, column (1|10|13): [a1]: must be there once$"):
         read_small_yaml(written(tmp_path, text))
 
 
@@ -67,7 +71,6 @@ def test_a_key_that_is_there_twice_is_refused_with_its_place(tmp_path: Path, tex
     ("text", "message"),
     [
         ("a: 1\n  b: 2\n", "line 2, column 4: mapping values are not allowed in this context"),
-        ("a: !own 1\n", "line 1, column 4: could not determine a constructor for the tag '!own'"),
         (
             "a: [1\n",
             "line 2, column 1: did not find expected ',' or ']', while parsing a flow sequence"
@@ -79,6 +82,30 @@ def test_what_is_no_yaml_is_told_with_its_place(tmp_path: Path, text: str, messa
     with pytest.raises(ValueError) as error:
         read_small_yaml(written(tmp_path, text))
     assert str(error.value) == f"not YAML: {message}"
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ('!!int ""', "'': no int"),
+        ("!!int x", "'x': no int"),
+        ("!!bool maybe", "'maybe': no bool"),
+        ("!!timestamp foo", "'foo': no timestamp"),
+        ("!!timestamp 2024-99-99", "'2024-99-99': no timestamp"),
+        ("!!float x", "'x': no float"),
+        ("0b_", "'0b_': no int"),
+        ("9" * 5000, f"'{'9' * 39}: no int"),
+        ("!!map [1]", "expected a mapping node, but found sequence"),
+        ("!!map x", "expected a mapping node, but found scalar"),
+        ("!own 1", "could not determine a constructor for the tag '!own'"),
+    ],
+)
+def test_what_is_not_what_its_tag_says_is_told_with_its_place(
+    tmp_path: Path, word: str, message: str
+) -> None:
+    with pytest.raises(ValueError) as error:
+        read_small_yaml(written(tmp_path, f"a:\n  - {word}\n"))
+    assert str(error.value) == f"line 2, column 5: {message}"
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{a: " * 100_000, "a: [", "- \ud83d\t: }"])

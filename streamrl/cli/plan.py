@@ -88,11 +88,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--proposals {arguments.proposals}: must be from 0 to {MOST_PROPOSALS}")
     if arguments.output is not None and arguments.output.suffix not in (".yaml", ".json"):
         raise ConfigError(f"-o {arguments.output}: must end in .yaml or .json")
-    if arguments.output is not None and arguments.output == arguments.svg:
+    asked = {"-o": arguments.output, "--svg": arguments.svg}
+    places = [check_file(option, path) for option, path in asked.items() if path is not None]
+    if len(places) > len(set(places)):
         raise ConfigError(f"-o, --svg {arguments.svg}: must be two files")
-    for option, path in (("-o", arguments.output), ("--svg", arguments.svg)):
-        if path is not None:
-            check_file(option, path)
     config = read_run(arguments.config, arguments.overrides, bounds)
     bounds, refused = judged(config, bounds)
     problem, constants = read_problem(arguments, config)
@@ -312,7 +311,6 @@ def _estimate(estimate: Estimate) -> dict[str, Any]:
         "device_idle": estimate.device_idle,
         "memory_bytes": estimate.memory_bytes,
         "free_bytes": estimate.free_bytes,
-        "staleness_mean": estimate.staleness_mean,
     }
 
 

@@ -128,11 +128,14 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The lines of a JSONL file as dicts; [] if there is no file.
 
     The last line may be torn by a crash and is then left out. Raises ValueError with the line's
-    number if another line is not JSON.
+    number if another line is not JSON, and with the byte's for what is no text.
     """
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: byte {error.start}: not text in UTF-8") from None
     rows = []
     for number, line in enumerate(lines, start=1):
         try:

@@ -314,6 +314,7 @@ def test_a_placement_is_no_further_ahead_than_can_be_planned(
         (["--proposals", "-1"], "--proposals -1"),
         (["-o", "plan.txt"], "-o plan.txt: must end in .yaml or .json"),
         (["-o", "plan.yaml", "--svg", "plan.yaml"], "-o, --svg plan.yaml: must be two files"),
+        (["-o", "plan.json", "--svg", "./tests/../plan.json"], "json: must be two files"),
         (["--model", "llama-7b"], "--model llama-7b: --model qwen2.5-1.5b is given, too"),
     ],
 )

@@ -146,3 +146,10 @@ def test_the_base_models_evaluation_is_an_event_and_no_row(tmp_path):
     assert [row["step"] for row in rows] == [1]
     assert events[0]["event"] == "base_evaluation"
     assert events[0]["eval/pass_at_1"] == 0.25
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n\xd0\xff\n')
+    with pytest.raises(ValueError, match=rf"^{path}: byte 12: not text in UTF-8$"):
+        read_jsonl(path)
