@@ -82,16 +82,16 @@ def run(arguments: argparse.Namespace) -> int:
     if steps is None:
         lead = problem.manner.lead(placement.max_staleness)
         steps = max(STEPS, steps_of(problem.workload.groups_per_step, lead))
-    check_time(
-        simulated_s(problem.workload, steps=steps), problem.workload, place=f"--steps {steps}, "
-    )
+    timings = costs.timings(placement)
+    takes_s = simulated_s(problem.workload, steps=steps, generator=timings.generator)
+    check_time(takes_s, problem.workload, place=f"--steps {steps}, ")
     if failures is not None:
         failures = _failures_of(failures, config, problem)
         _check_progress(failures, placement, costs, steps)
     found = simulate(
         problem.dataflow,
         placement,
-        costs.timings(placement),
+        timings,
         problem.workload,
         steps=steps,
         seed=arguments.seed,

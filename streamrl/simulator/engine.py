@@ -318,9 +318,11 @@ class Engine(Generic[K]):
 
     def _make_room(self) -> None:
         """Take the places of the newest until there is room for a token of everybody."""
-        while self._running and self.resident + len(self._running) > self._timing.kv_tokens:
-            newest = max(range(len(self._running)), key=lambda i: self._running[i][1])
-            end, _, group, start, context = self._running.pop(newest)
+        running, room = self._running, self._timing.kv_tokens
+        while running and self.resident + len(running) > room:
+            newest = max(running, key=itemgetter(1))
+            running.remove(newest)
+            end, _, group, start, context = newest
             self._book(group, start, self.step)
             context += self.step - start
             self.resident -= context

@@ -10,7 +10,7 @@ from dataclasses import replace
 from streamrl.dataflow import Dataflow
 from streamrl.placement.manner import Manner
 from streamrl.placement.placements import Placement
-from streamrl.placement.timings import ScoreTiming, Timings
+from streamrl.placement.timings import GeneratorTiming, ScoreTiming, Timings
 from streamrl.placement.workload import Workload
 from streamrl.simulator.results import Simulated
 from streamrl.simulator.simulation import simulate
@@ -32,6 +32,8 @@ ROLLOUT_S = 40e-6
 """About what each takes to simulate, with all that is done with it, on a core of a server."""
 MANY_GROUPS = 5000
 """In a step: with more of them every rollout takes longer, as the root of how many they are."""
+CROWDED = 8.0
+"""So many times as long where rollouts give up their room for one another, at a guess: 4 to 12."""
 LONGEST = 0.99
 """Of the longest rollout of a step, what the longest of a part has at least."""
 
@@ -71,14 +73,34 @@ def played_groups(timings: Timings, workload: Workload, lead: int) -> int:
 
 def played_s(timings: Timings, workload: Workload, lead: int) -> float:
     """About how long it takes to play it."""
-    return simulated_s(part_workload(workload, parts_of(timings, workload, lead)), lead=lead)
+    parts = parts_of(timings, workload, lead)
+    generator = part_timings(timings, parts).generator
+    return simulated_s(part_workload(workload, parts), lead=lead, generator=generator)
 
 
-def simulated_s(workload: Workload, *, lead: int = 0, steps: int | None = None) -> float:
-    """About how long it takes to simulate so many steps, or those of a comparison."""
+def simulated_s(
+    workload: Workload,
+    *,
+    lead: int = 0,
+    steps: int | None = None,
+    generator: GeneratorTiming | None = None,
+) -> float:
+    """About how long it takes to simulate so many steps, or those of a comparison.
+
+    At least that, where nothing is said of the generators.
+    """
     steps = steps_of(workload.groups_per_step, lead) if steps is None else steps
     slower = math.sqrt(max(1.0, workload.groups_per_step / MANY_GROUPS))
+    if generator is not None and _lacks_room(workload, generator):
+        slower *= CROWDED
     return steps * workload.rollouts / (1 - workload.filtered) * ROLLOUT_S * slower
+
+
+def _lacks_room(workload: Workload, generator: GeneratorTiming) -> bool:
+    """Whether a replica has places for more rollouts than it has room for, when they are long."""
+    running = min(generator.max_running, workload.rollouts / generator.replicas)
+    tokens = workload.whole_prompt_tokens + workload.lengths.mean
+    return running * tokens > generator.kv_tokens
 
 
 def steps_of(groups_per_step: int, lead: int) -> int:

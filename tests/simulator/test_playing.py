@@ -127,6 +127,17 @@ def test_time_goes_with_all_that_is_sampled_and_more_of_it_with_many_groups_at_o
     assert many == pytest.approx(4 * 2 * few)
 
 
+def test_it_takes_longer_where_rollouts_give_up_their_room_for_one_another() -> None:
+    roomy, asked = TIMINGS.generator, workload(512)
+    plain = simulated_s(asked, steps=5)
+    assert simulated_s(asked, steps=5, generator=roomy) == plain
+    tokens = asked.whole_prompt_tokens + asked.lengths.mean
+    full = replace(roomy, max_running=1000, kv_tokens=0.99 * tokens * 512 * asked.group_size / 8)
+    assert simulated_s(asked, steps=5, generator=full) == 8 * plain
+    few = replace(full, max_running=32)
+    assert simulated_s(asked, steps=5, generator=few) == plain
+
+
 def test_what_is_played_in_parts_takes_the_time_of_one() -> None:
     asked = workload(4096)
     assert parts_of(TIMINGS, asked, 1) == 8
