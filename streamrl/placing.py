@@ -28,7 +28,7 @@ from streamrl.placement import (
     lay_out,
     owner,
 )
-from streamrl.placement.config import MIXED
+from streamrl.placement.config import LEAST_PART, MIXED
 from streamrl.placement.estimates import CallMemory, Costs
 from streamrl.placement.pools import Pool, hosts_actor
 from streamrl.placement.search.rules import Rules
@@ -253,7 +253,8 @@ def _ways(meshes: Mapping[str, Mesh]) -> Iterator[PlacementConfig]:
         ordered = sorted(roles, key=lambda role: (meshes[role].first, -meshes[role].size, role))
         if len(ordered) > 1:
             pools.append({role: meshes[role].size / size for role in ordered})
-    if pools:
+    # Of a pool of thousands of devices none can have one or two of them.
+    if pools and all(part >= LEAST_PART for pool in pools for part in pool.values()):
         yield PlacementConfig(mode=MIXED, pools=pools)
 
 

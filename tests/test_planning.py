@@ -9,7 +9,7 @@ from streamrl.dataflow import Kind
 from streamrl.errors import ConfigError
 from streamrl.placement import Cluster, FixedLength, Manner, Placement, of_meshes, of_ratios
 from streamrl.placement.costs import Constants
-from streamrl.placing import placed_run, rules_of, run_placement
+from streamrl.placing import placed_run, pools_of, rules_of, run_placement
 from streamrl.planning import Asked, problem_of, run_constants
 from streamrl.resharding import Grid
 
@@ -70,6 +70,14 @@ def test_a_model_that_nobody_can_size_is_refused() -> None:
 
 
 ROLES = ("policy", "critic", "reference")
+
+
+def test_a_device_of_thousands_is_no_part_of_a_pool() -> None:
+    dataflow = recipe("grpo").dataflow
+    meshes = {"generate": ("0-0", "1-1-1"), "train": ("0-1023", "1-1-1024")}
+    assert pools_of(dataflow, of_meshes(meshes)) is not None
+    meshes["train"] = ("0-2047", "1-1-2048")
+    assert pools_of(dataflow, of_meshes(meshes)) is None
 
 
 @pytest.mark.parametrize(
