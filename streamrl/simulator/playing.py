@@ -33,7 +33,7 @@ ROLLOUT_S = 40e-6
 MANY_GROUPS = 5000
 """In a step: with more of them every rollout takes longer, as the root of how many they are."""
 CROWDED = 8.0
-"""So many times as long where rollouts give up their room for one another: two runs took 4 and 12."""
+"""So many times as long where rollouts give up their room for others: two runs took 4 and 12."""
 LONGEST = 0.99
 """Of the longest rollout of a step, what the longest of a part has at least."""
 
