@@ -6,11 +6,16 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import psutil
 import ray
+from ray._private import node, parameter
 from ray.exceptions import RayError
 
+from streamrl.actors.fork_server import LAUNCHER, LOCAL_RAY_ENV
+from streamrl.actors.launch_worker import SOCKETS_VARIABLE
 from streamrl.errors import ActorError, ConfigError
 from streamrl.placement import (
     Capacity,
@@ -108,20 +113,52 @@ def _check_reachable(address: str) -> None:
 
 
 def _start_local(cpus: int, object_store_bytes: int) -> None:
-    # The local instance serves this run alone; there is nobody to authenticate.
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
+    for name, value in LOCAL_RAY_ENV.items():
+        os.environ.setdefault(name, value)
     # Ray prints a warning once there are four times as many processes as may start at once, by
     # default one per core. A run needs one per slot and a few more.
     at_once = max(os.cpu_count() or 1, -(-(cpus + 8) // 4))
     os.environ.setdefault("RAY_worker_maximum_startup_concurrency", str(at_once))
     try:
-        ray.init(
-            address="local",
-            num_cpus=cpus,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=object_store_bytes,
-        )
+        with _lean_ray():
+            ray.init(
+                address="local",
+                num_cpus=cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+                object_store_memory=object_store_bytes,
+            )
     except Exception as error:  # noqa: BLE001
         raise ActorError(f"Ray did not start: {' '.join(str(error).split())}") from None
+
+
+@contextlib.contextmanager
+def _lean_ray() -> Iterator[None]:
+    """Have Ray start only what a local instance needs, and workers from the fork server.
+
+    No argument of `ray.init` leaves out the autoscaler's monitor, the log monitor and the head of
+    the dashboard, which together keep a start waiting for seconds.
+    """
+    changes: dict[str, Any] = {"no_monitor": True, "include_log_monitor": False}
+    if SOCKETS_VARIABLE in os.environ:
+        changes["setup_worker_path"] = str(LAUNCHER)
+    with (
+        _replaced(parameter, "RayParams", partial(parameter.RayParams, **changes)),
+        _replaced(node.Node, "start_api_server", _start_no_api_server),
+    ):
+        yield
+
+
+def _start_no_api_server(self: Any, **options: Any) -> None:
+    self._webui_url = ""
+
+
+@contextlib.contextmanager
+def _replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -198,8 +198,6 @@ class CoordinatorActor:
     async def run(self) -> Finish:
         """Evaluate, stream until the last step or until stopped, evaluate, save."""
         control, config = self._control, self._config
-        if control.admission.version == 0:
-            await self._evaluate_base()
         self._reporter = Reporter(config, self._cast.roles, self._feed, start_s=time.time())
         reporting = asyncio.create_task(self._reporter.run())
         try:
@@ -222,11 +220,7 @@ class CoordinatorActor:
 
     async def _stream(self, reporting: "asyncio.Task[None]") -> None:
         """Admit and train side by side; the first error of either, or of reporting, ends both."""
-        stage = Stage("train", self._queue, self._lease, self._loop_spans)
-        trainers = self._trainers
-        training = asyncio.create_task(
-            train(stage, self._control, trainers, self._config.pipeline, report=self._step)
-        )
+        training = asyncio.create_task(self._train())
         admitting = asyncio.create_task(admit(self._control, self._queue))
         watching = asyncio.create_task(
             watch_stalls(self._control, self._queue, self._config.pipeline)
@@ -245,6 +239,14 @@ class CoordinatorActor:
         for task in (watching, admitting):
             task.cancel()
         await asyncio.wait([watching, admitting])
+
+    async def _train(self) -> None:
+        """Train; what the run starts from is evaluated first, while the first step is sampled."""
+        if self._control.admission.version == 0:
+            await self._evaluate_base()
+        self._reporter.begin_step(time.time())
+        stage = Stage("train", self._queue, self._lease, self._loop_spans)
+        await train(stage, self._control, self._trainers, self._config.pipeline, report=self._step)
 
     async def _step(self, outcome: StepOutcome) -> None:
         """After each step: evaluate if it is time, note the step, maybe save."""

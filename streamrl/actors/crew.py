@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from streamrl.actors.calls import fetch
 from streamrl.actors.cluster import GIB
+from streamrl.actors.fork_server import BASE, GENERATOR, MODELS, STAGE_ENV, TRAINER, level_env
 from streamrl.actors.generator import GeneratorActor
 from streamrl.actors.hybrid import HybridActor, Part
 from streamrl.actors.reporting import RoleActors
@@ -23,7 +24,7 @@ from streamrl.actors.trainer import Meeting, TrainerActor
 from streamrl.actors.wiring import Wiring
 from streamrl.checkpoint import Checkpoint
 from streamrl.config import RunConfig
-from streamrl.dataflow import GENERATE, POLICY, Call, Kind
+from streamrl.dataflow import GENERATE, POLICY, REFERENCE, Call, Kind
 from streamrl.engines.generator_config import generation_env
 from streamrl.engines.teams import teams_of
 from streamrl.errors import ActorLostError
@@ -31,13 +32,6 @@ from streamrl.placement import Capacity, Demand, check_fits
 from streamrl.preflight import Prepared, demands
 from streamrl.slots import placement_of
 
-STAGE_ENV = {
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_VERBOSITY": "error",
-    "TOKENIZERS_PARALLELISM": "false",
-}
-"""For the libraries of models and tokenizers, which coordinator and shards do not use."""
 RETURNING = (Kind.GENERATE, Kind.SCORE)
 """Kinds of stages whose actors are started again when they die: they hold nothing that is lost."""
 HOSTS = {
@@ -124,9 +118,11 @@ class Crew:
         if not roles:
             return []
         demand = self._demands[POLICY]
-        env: dict[str, str] = {**STAGE_ENV}
+        env: dict[str, str] = {}
         for role in roles:
-            env |= self._env(self._demands[role].calls[0])
+            call = self._demands[role].calls[0]
+            env |= _worker_env(self._config, call, on_gpu=self._on_gpu)
+        env |= level_env(GENERATOR)
         runtime_env = {"env_vars": env}
         leaders = self._leaders
         return [
@@ -324,7 +320,7 @@ class Crew:
 
     def _hire(self, name: str, demand: Demand, place: Mapping[str, Any]) -> Any:
         call = demand.calls[0]
-        env = {"env_vars": {**STAGE_ENV, **self._env(call)}}
+        env = {"env_vars": _worker_env(self._config, call, on_gpu=self._on_gpu)}
         options = {**place, "runtime_env": env}
         if call.kind in RETURNING:
             options["max_restarts"] = self._config.run.max_restarts
@@ -339,15 +335,18 @@ class Crew:
         again = self.actors[name].start.options(max_task_retries=-1)
         self._starts[name] = partial(again.remote, self._wiring, number, role.calls)
 
-    def _env(self, call: Call) -> dict[str, str]:
-        """What a process must have in its environment before it imports its engine."""
-        if call.kind is Kind.GENERATE:
-            device = "cuda" if self._on_gpu else "cpu"
-            return generation_env(device, threads=self._config.generator.threads)
-        if call.kind is Kind.TRAIN:
-            env = {"OMP_NUM_THREADS": str(self._config.trainer_of(call.role).threads)}
-            return env if self._on_gpu else {**env, "DS_ACCELERATOR": "cpu"}
-        return {}
+
+def _worker_env(config: RunConfig, call: Call, *, on_gpu: bool) -> dict[str, str]:
+    """Return what a process must have in its environment before it imports its engine."""
+    if call.kind is Kind.GENERATE:
+        env = generation_env("cuda" if on_gpu else "cpu", threads=config.generator.threads)
+        return {**STAGE_ENV, **env, **level_env(GENERATOR)}
+    if call.kind is Kind.TRAIN:
+        env = {"OMP_NUM_THREADS": str(config.trainer_of(call.role).threads)}
+        env |= {} if on_gpu else {"DS_ACCELERATOR": "cpu"}
+        return {**STAGE_ENV, **env, **level_env(TRAINER)}
+    has_model = call.follows is not None or call.role == REFERENCE.role
+    return {**STAGE_ENV, **level_env(MODELS if has_model else BASE)}
 
 
 def _host(actor: Any) -> Any:

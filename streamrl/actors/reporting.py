@@ -92,6 +92,10 @@ class Reporter:
         self._drained_at = 0.0
         self._snapshots: asyncio.Queue[Snapshot] = asyncio.Queue()
 
+    def begin_step(self, start_s: float) -> None:
+        """Count what comes from `start_s` on, epoch seconds, to the next step."""
+        self._window_start = start_s
+
     def note(self, snapshot: Snapshot) -> None:
         """A step has ended; its report follows in its own time."""
         self._snapshots.put_nowait(snapshot)

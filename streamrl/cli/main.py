@@ -33,6 +33,10 @@ COMMANDS = {
 }
 
 
+STARTING = ("train", "evaluate")
+"""Commands that start the processes of a run."""
+
+
 class OneLineParser(argparse.ArgumentParser):
     """An argument parser whose errors are one line."""
 
@@ -69,8 +73,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stdout is None:
         # It was closed before the start, as by >&-.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    forks = command in STARTING and not {"-h", "--help"} & set(arguments)
     try:
+        if forks:
+            # Libraries start threads for it at import, and a process with threads cannot be forked.
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+            from streamrl.actors import fork_server
+
+            fork_server.import_base()
         parsed = _parse(build_parser(command), arguments)
+        if forks:
+            fork_server.start_fork_server()
         code = int(parsed.run(parsed))
         sys.stdout.flush()
         return code

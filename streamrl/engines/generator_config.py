@@ -84,7 +84,8 @@ def generation_env(device: str, *, threads: int = 1) -> dict[str, str]:
         raise ValueError(f"device {device!r}: must be cpu or cuda")
     env = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
+        # vLLM would configure all loggers of the process, in half a second; see `build_engine`.
+        "VLLM_CONFIGURE_LOGGING": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",

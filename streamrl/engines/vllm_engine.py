@@ -4,6 +4,7 @@ vLLM is imported by whoever calls these functions, not with this module; all cal
 must come from one thread.
 """
 
+import logging
 import os
 import threading
 import time
@@ -166,6 +167,8 @@ def _arguments(spec: EngineSpec) -> Any:
     """vLLM's EngineArgs."""
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
         raise RuntimeError("generation_env() must be in the environment before vLLM is imported")
+    # What vLLM would do itself, if all loggers of the process were its own to configure.
+    logging.getLogger("vllm").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         # Of its own imports; nothing a user could act on.
         warnings.simplefilter("ignore", FutureWarning)

@@ -98,6 +98,8 @@ class WandbSink:
 
         # Else wandb loads pandas, a second, to see that a histogram is no data frame.
         wandb.util.pd_available = False
+        # Another second of imports, for inputs that wandb's launcher has staged.
+        wandb.Run._detect_and_apply_job_inputs = lambda _: None  # type: ignore[assignment,method-assign,misc]
         mode = self._config.mode
         settings = wandb.Settings.model_validate(
             {

@@ -1,0 +1,211 @@
+"""Time to the first step: `python -m benchmarks.startup` prints one JSON object.
+
+start: seconds from `streamrl train` on the demo's recipe to its first row of metrics, and the
+processor seconds that each kind of process used until then. restart: seconds from the kill -9 of
+the generator to its return. limit: a bare process that imports vLLM and builds the demo's engine,
+the longest chain of a start; ratio is start over limit. commands: seconds of commands that only
+read files. Medians over the repeats.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPE = ROOT / "configs" / "grpo_arithmetic.yaml"
+MARK = "STREAMRL_STARTUP_BENCHMARK"
+DEADLINE_S = 180.0
+POLL_S = 0.05
+REPORTED_STEPS = 12
+"""`streamrl report` takes no run of fewer."""
+COMMANDS = {
+    "plan --help": ["plan", "--help"],
+    "report": ["report"],
+    "doctor": ["doctor"],
+}
+BARE_ENGINE = """
+import os, sys
+from streamrl.engines.generator_config import GeneratorConfig, generation_env
+os.environ.update(generation_env("cpu"))
+from streamrl.engines.vllm_engine import EngineSpec, build_engine
+config = GeneratorConfig(max_new_tokens=12, max_concurrent_rollouts=512)
+build_engine(EngineSpec(sys.argv[1], config, seed=0, max_length=64))
+os._exit(0)
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Start the demo, kill its generator, and print the figures."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quick", action="store_true", help="one repeat")
+    arguments = parser.parse_args(argv)
+    make = [sys.executable, str(ROOT / "examples" / "arithmetic" / "make.py")]
+    subprocess.run(make, check=True, stdout=sys.stderr)
+    repeats = 1 if arguments.quick else arguments.repeats
+    print(json.dumps(measure_startup(repeats), indent=1))
+
+
+def measure_startup(repeats: int) -> dict[str, Any]:
+    """Medians of all figures; every figure is taken once before any is taken again."""
+    starts, restarts, limits, processors = [], [], [], []
+    commands: dict[str, list[float]] = {name: [] for name in COMMANDS}
+    for _ in range(repeats):
+        with tempfile.TemporaryDirectory() as folder:
+            run_dir = Path(folder) / "startup"
+            with launched_demo(run_dir) as run:
+                start_s, processor_s = run.wait_for_first_step()
+                restart_s = run.kill_generator()
+                run.wait_for_steps(REPORTED_STEPS)
+            starts.append(start_s)
+            restarts.append(restart_s)
+            processors.append(processor_s)
+            for name, words in COMMANDS.items():
+                words = [*words, str(run_dir)] if name == "report" else words
+                commands[name].append(time_command("-m", "streamrl.cli.main", *words))
+        model = ROOT / "examples" / "arithmetic" / "build" / "base_model"
+        limits.append(time_command("-c", BARE_ENGINE, str(model)))
+    kinds = sorted({kind for one in processors for kind in one})
+    by_kind = {kind: round(statistics.median(one[kind] for one in processors), 2) for kind in kinds}
+    start_s, limit_s = statistics.median(starts), statistics.median(limits)
+    return {
+        "start_s": start_s,
+        "start_processor_s": sum(by_kind.values()),
+        "processor_s_by_process": by_kind,
+        "restart_s": statistics.median(restarts),
+        "limit_s": limit_s,
+        "start_over_limit": start_s / limit_s,
+        "commands_s": {name: statistics.median(found) for name, found in commands.items()},
+    }
+
+
+def time_command(*words: str) -> float:
+    """Seconds that a Python process takes. Raises CalledProcessError if it fails."""
+    started = time.perf_counter()
+    subprocess.run(
+        [sys.executable, *words],
+        check=True,
+        capture_output=True,
+        cwd=ROOT,
+        timeout=DEADLINE_S,
+    )
+    return time.perf_counter() - started
+
+
+class DemoRun:
+    """A run of the demo's recipe; all of its processes carry a mark in their environment."""
+
+    def __init__(self, run_dir: Path, log: Path) -> None:
+        self._run_dir = run_dir
+        self._mark = uuid.uuid4().hex
+        self._log = log
+        self._started = time.perf_counter()
+        words = [str(RECIPE), f"run.dir={run_dir.parent}", f"run.name={run_dir.name}"]
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "streamrl.cli.main", "train", *words, "run.steps=100000"],
+            stdin=subprocess.DEVNULL,
+            stdout=log.open("w"),
+            stderr=subprocess.STDOUT,
+            env={**os.environ, MARK: self._mark},
+            cwd=ROOT,
+            start_new_session=True,
+        )
+
+    def wait_for_first_step(self) -> tuple[float, Counter[str]]:
+        """Seconds to the first row of metrics, and processor seconds by kind of process."""
+        metrics = self._run_dir / "metrics.jsonl"
+        used: dict[int, tuple[str, float]] = {}
+
+        def has_stepped() -> bool:
+            for process in self._processes():
+                with contextlib.suppress(psutil.Error):
+                    times = process.cpu_times()
+                    used[process.pid] = kind_of(process), times.user + times.system
+            return metrics.exists() and metrics.stat().st_size > 0
+
+        self._wait(has_stepped, "the first step")
+        seconds = time.perf_counter() - self._started
+        processor_s: Counter[str] = Counter()
+        for kind, spent in used.values():
+            processor_s[kind] += spent
+        return seconds, processor_s
+
+    def kill_generator(self) -> float:
+        """Kill the generator; seconds until the run says that it is back."""
+        (generator,) = (p for p in self._processes() if "GeneratorActor" in kind_of(p))
+        events = self._run_dir / "events.jsonl"
+        started = time.perf_counter()
+        generator.kill()
+        self._wait(lambda: '"restarted"' in events.read_text(), "the generator's return")
+        return time.perf_counter() - started
+
+    def wait_for_steps(self, count: int) -> None:
+        """Wait until the metrics have so many rows."""
+        metrics = self._run_dir / "metrics.jsonl"
+        self._wait(lambda: metrics.read_text().count("\n") >= count, f"{count} steps")
+
+    def end(self) -> None:
+        """Interrupt the run, and kill what is left of it after half a minute."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGINT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(30.0)
+        for process in self._processes():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    def _processes(self) -> list[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(MARK) == self._mark:
+                    found.append(process)
+        return found
+
+    def _wait(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not condition():
+            if self._process.poll() is not None:
+                sys.exit(f"benchmarks.startup: the run ended early:\n{self._log.read_text()}")
+            if time.monotonic() > deadline:
+                sys.exit(f"benchmarks.startup: waited {DEADLINE_S:g} s for {what}")
+            time.sleep(POLL_S)
+
+
+def kind_of(process: psutil.Process) -> str:
+    """The name of an actor's class, or of the program."""
+    words = process.cmdline()
+    if not words:
+        return "ended"
+    if words[0].startswith("ray::"):
+        return words[0].partition("::")[2].partition(".")[0]
+    script = next((word for word in words[1:] if not word.startswith("-")), words[0])
+    return "driver" if "streamrl.cli.main" in words else Path(script).name
+
+
+@contextlib.contextmanager
+def launched_demo(run_dir: Path) -> Iterator[DemoRun]:
+    """Start the demo, and end it whatever happens."""
+    run = DemoRun(run_dir, run_dir.parent / "output.txt")
+    try:
+        yield run
+    finally:
+        run.end()
+
+
+if __name__ == "__main__":
+    main()

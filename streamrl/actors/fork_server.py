@@ -1,0 +1,257 @@
+"""Start Ray workers by forking processes that have imported their libraries already.
+
+Imports of torch, transformers, DeepSpeed and vLLM take longer than all else in the start of a run.
+`start_fork_server` forks the command's process once it has imported what all workers need, and
+again into one process per level of LEVELS, which import the rest side by side while the command
+reads its config and starts Ray. Each listens on a Unix socket. Ray starts a worker through
+`launch_worker.py`, which asks the level that the worker's runtime environment names to fork.
+
+Only a process with one thread and without a CUDA context is forked. A level that has more, or was
+imported under another environment than the worker asks for, refuses, and the worker starts as Ray
+starts it.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from streamrl.actors.launch_worker import FILES, LEVEL_VARIABLE, SOCKETS_VARIABLE
+from streamrl.engines.generator_config import generation_env
+
+LAUNCHER = Path(__file__).with_name("launch_worker.py")
+PR_SET_PDEATHSIG = 1
+BACKLOG = 64
+REQUEST_S = 10.0
+"""Longest that a launcher may take to write its request, s."""
+LOCAL_RAY_ENV = {"RAY_AUTH_MODE": "disabled"}
+"""The local instance serves one run and listens on the loopback device alone."""
+STAGE_ENV = {
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+"""For the libraries of models and tokenizers, which coordinator and shards do not use."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """Modules that one process imports, on top of its parent's.
+
+    `env` is what they read at import: a worker that asks for other values is refused. `absent` are
+    optional modules that they do without during the import, `empty` ones that a run has no use for.
+    """
+
+    name: str
+    parent: str
+    modules: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    absent: tuple[str, ...] = ()
+    empty: tuple[str, ...] = ()
+
+
+UNUSED = ("scipy",)
+"""transformers matches boxes with it, vLLM resamples audio; both ask whether it is there, at their
+first import, and it takes 0.7 s."""
+BASE = Level(
+    "base",
+    "",
+    (
+        "ray._private.workers.default_worker",
+        *(f"streamrl.actors.{name}" for name in ("coordinator", "hybrid", "scorer", "shard")),
+        "transformers",
+        "torch",
+    ),
+    {"OMP_NUM_THREADS": "1"},
+    absent=UNUSED,
+)
+MODELS = Level("models", "base", ("transformers.modeling_utils",), STAGE_ENV, absent=UNUSED)
+TRAINER = Level(
+    "trainer",
+    "models",
+    ("streamrl.engines.training", "streamrl.engines.deepspeed_backend", "deepspeed"),
+    {**STAGE_ENV, "DS_ACCELERATOR": "cpu"},
+)
+GENERATOR = Level(
+    "generator",
+    "models",
+    ("streamrl.engines.generation", "vllm.v1.engine.llm_engine", "vllm.v1.worker.cpu_worker"),
+    generation_env("cpu"),
+    absent=UNUSED,
+    # It patches Inductor, which takes 0.6 s to import and compiles nothing under generation_env.
+    empty=("vllm.env_override",),
+)
+# DeepSpeed and vLLM ask for GPUs at import, after which a process cannot be forked.
+HAS_GPU = Path("/dev/nvidiactl").exists()
+LEVELS = (BASE, MODELS) if HAS_GPU else (BASE, MODELS, TRAINER, GENERATOR)
+
+
+def level_env(level: Level) -> dict[str, str]:
+    """Return the entry of a worker's runtime environment that has it forked from `level`."""
+    return {LEVEL_VARIABLE: (level if level in LEVELS else MODELS).name}
+
+
+def import_base() -> None:
+    """Import what all workers need; before anything else has imported Ray or numpy."""
+    # Ray reads these at import: a worker without a job takes that of its first task, and one whose
+    # raylet is gone ends, as a local raylet does with this process.
+    ray_env = {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(os.getpid())}
+    with _environment({**STAGE_ENV, **ray_env}):
+        _import(BASE)
+
+
+def start_fork_server() -> None:
+    """Fork the levels; Ray instances that this process starts from now on fork their workers.
+
+    Needs `import_base`. Does nothing if this process cannot be forked any more. The levels end with
+    this process.
+    """
+    if not _is_forkable():
+        return
+    folder = tempfile.mkdtemp(prefix="streamrl-")
+    listening = {level.name: _listen(Path(folder, level.name)) for level in LEVELS}
+    server = os.fork()
+    if not server:
+        try:
+            _serve_base(listening)
+        finally:
+            os._exit(1)  # what the command has registered for its end is not for the levels
+    for one in listening.values():
+        one.close()
+    os.environ[SOCKETS_VARIABLE] = folder
+    atexit.register(_stop, server, folder)
+
+
+def _stop(server: int, folder: str) -> None:
+    """End all levels and the workers that they forked."""
+    os.environ.pop(SOCKETS_VARIABLE, None)
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(server, signal.SIGKILL)
+        os.waitpid(server, 0)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _serve_base(listening: dict[str, socket.socket]) -> None:
+    # Ctrl-C in the terminal is for the command, which ends the run.
+    os.setsid()
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for file in FILES:
+        os.dup2(nowhere, file)
+    # Workers are not this process's to wait for.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    gc.disable()
+    os.environ.update(BASE.env)
+    _serve_level(BASE, listening)
+
+
+def _listen(path: Path) -> socket.socket:
+    listening = socket.socket(socket.AF_UNIX)
+    listening.bind(str(path))
+    listening.listen(BACKLOG)
+    return listening
+
+
+def _serve_level(level: Level, listening: dict[str, socket.socket]) -> None:
+    """Import a level's modules and serve it; a level that cannot import them ends."""
+    _die_with_parent()
+    os.environ.update(level.env)
+    _import(level)
+    for child in LEVELS:
+        if child.parent == level.name and os.fork() == 0:
+            return _serve_level(child, listening)
+    for name in listening.keys() - {level.name}:
+        listening[name].close()
+    gc.freeze()
+    while True:
+        connection, _ = listening[level.name].accept()
+        request: dict[str, Any] = {}
+        files: list[int] = []
+        forks = False
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(REQUEST_S)
+            request, files = _receive(connection)
+            wants = request["env"].items() >= level.env.items() if request else False
+            can_fork = wants and _is_forkable()
+            connection.sendall(b"y" if can_fork else b"n")
+            forks = can_fork
+        if forks and os.fork() == 0:
+            listening[level.name].close()
+            return _become_worker(request, files)
+        for file in files:
+            os.close(file)
+
+
+def _import(level: Level) -> None:
+    absent = [name for name in level.absent if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(absent))  # type: ignore[arg-type]
+    sys.modules.update({name: ModuleType(name) for name in level.empty})
+    try:
+        for module in level.modules:
+            importlib.import_module(module)
+    finally:
+        for name in absent:
+            del sys.modules[name]
+
+
+@contextlib.contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name in changes.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update({name: before[name] for name in changes.keys() & before.keys()})
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Read a request and the files of the worker's standard streams."""
+    _, files, _, _ = socket.recv_fds(connection, 1, len(FILES))
+    with connection.makefile("rb") as lines:
+        line = lines.readline()
+    # A launcher that has given up has closed its end.
+    return (json.loads(line) if line.endswith(b"\n") else {}), files
+
+
+def _is_forkable() -> bool:
+    """Tell whether a fork of this process is sound."""
+    torch = sys.modules["torch"]
+    return len(os.listdir("/proc/self/task")) == 1 and not torch.cuda.is_initialized()
+
+
+def _become_worker(request: Mapping[str, Any], files: list[int]) -> None:
+    """Run Ray's worker in this process, with the launcher's environment and streams."""
+    _die_with_parent()
+    os.setpgid(0, 0)  # Ray kills what a worker leaves behind by its process group
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for target, file in zip(FILES, files, strict=True):
+        os.dup2(file, target)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(request["env"])
+    os.chdir(request["cwd"])
+    numpy = sys.modules["numpy"]
+    numpy.random.seed()  # all forks would draw the same
+    gc.enable()
+    sys.argv = request["argv"]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

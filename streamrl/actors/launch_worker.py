@@ -1,0 +1,63 @@
+"""What Ray runs to start a worker: have the fork server fork it, or start it as Ray does.
+
+Ray runs this file in the place of its own `setup_worker.py`, once per worker, so it imports
+nothing but the standard library.
+"""
+
+import importlib.util
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+SOCKETS_VARIABLE = "STREAMRL_FORK_SERVER"
+"""Names the folder of the fork server's sockets; without it workers start as Ray starts them."""
+LEVEL_VARIABLE = "STREAMRL_FORK_LEVEL"
+"""Names the level that a worker is forked from, in its runtime environment."""
+ANSWER_S = 45.0
+"""Ray gives a worker a minute to register, and a plain start needs some of it."""
+FILES = (0, 1, 2)
+SETUP_OPTIONS = ("--language", "--serialized-runtime-env-context")
+"""Options of Ray's setup script, which stand among those of the worker."""
+
+
+def main() -> None:
+    """Fork the worker, or become Ray's own setup script."""
+    arguments = sys.argv[1:]
+    if not fork_worker(arguments):
+        (ray,) = importlib.util.find_spec("ray").submodule_search_locations  # type: ignore[union-attr,misc]
+        script = str(Path(ray, "_private", "workers", "setup_worker.py"))
+        os.execv(sys.executable, [sys.executable, script, *arguments])
+
+
+def fork_worker(arguments: list[str]) -> bool:
+    """Ask the fork server for the worker; False if it has to be started in another way."""
+    options = {name: value for name, _, value in (w.partition("=") for w in arguments)}
+    command = [word for word in arguments if word.partition("=")[0] not in SETUP_OPTIONS]
+    context = json.loads(options.get("--serialized-runtime-env-context") or "{}")
+    variables = context.get("env_vars") or {}
+    is_plain = (
+        options.get("--language", "PYTHON") == "PYTHON"
+        and context.get("py_executable", sys.executable) == sys.executable
+        and not context.get("command_prefix")
+        and not context.get("override_worker_entrypoint")
+        and command[0].endswith(".py")
+    )
+    folder = os.environ.get(SOCKETS_VARIABLE)
+    if folder is None or not is_plain:
+        return False
+    request = {"argv": command, "env": {**os.environ, **variables}, "cwd": os.getcwd()}
+    try:
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.settimeout(ANSWER_S)
+            connection.connect(str(Path(folder, variables.get(LEVEL_VARIABLE, "base"))))
+            socket.send_fds(connection, [b"f"], FILES)
+            connection.sendall(json.dumps(request).encode() + b"\n")
+            return connection.recv(1) == b"y"
+    except OSError:
+        return False
+
+
+if __name__ == "__main__":
+    main()
