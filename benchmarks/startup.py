@@ -193,8 +193,11 @@ def kind_of(process: psutil.Process) -> str:
         return "ended"
     if words[0].startswith("ray::"):
         return words[0].partition("::")[2].partition(".")[0]
+    if "streamrl.cli.main" in words:
+        is_driver = process.ppid() == os.getpid()
+        return "driver" if is_driver else "fork server"
     script = next((word for word in words[1:] if not word.startswith("-")), words[0])
-    return "driver" if "streamrl.cli.main" in words else Path(script).name
+    return Path(script).name
 
 
 @contextlib.contextmanager

@@ -345,7 +345,7 @@ def _worker_env(config: RunConfig, call: Call, *, on_gpu: bool) -> dict[str, str
         env = {"OMP_NUM_THREADS": str(config.trainer_of(call.role).threads)}
         env |= {} if on_gpu else {"DS_ACCELERATOR": "cpu"}
         return {**STAGE_ENV, **env, **level_env(TRAINER)}
-    has_model = call.follows is not None or call.role == REFERENCE.role
+    has_model = bool(call.follows) or call.role == REFERENCE.role
     return {**STAGE_ENV, **level_env(MODELS if has_model else BASE)}
 
 

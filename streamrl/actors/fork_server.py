@@ -24,11 +24,12 @@ import signal
 import socket
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
 from streamrl.actors.launch_worker import FILES, LEVEL_VARIABLE, SOCKETS_VARIABLE
 from streamrl.engines.generator_config import generation_env
@@ -98,6 +99,9 @@ GENERATOR = Level(
 )
 # DeepSpeed and vLLM ask for GPUs at import, after which a process cannot be forked.
 HAS_GPU = Path("/dev/nvidiactl").exists()
+_imported_in: set[int] = set()
+_running: dict[int, str] = {}
+"""The base level's process, and the folder of the sockets."""
 LEVELS = (BASE, MODELS) if HAS_GPU else (BASE, MODELS, TRAINER, GENERATOR)
 
 
@@ -107,46 +111,55 @@ def level_env(level: Level) -> dict[str, str]:
 
 
 def import_base() -> None:
-    """Import what all workers need; before anything else has imported Ray or numpy."""
+    """Import what all workers need. Does nothing if Ray is imported already: see below."""
+    if "ray" in sys.modules:
+        return
     # Ray reads these at import: a worker without a job takes that of its first task, and one whose
     # raylet is gone ends, as a local raylet does with this process.
     ray_env = {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(os.getpid())}
     with _environment({**STAGE_ENV, **ray_env}):
         _import(BASE)
+    _imported_in.add(os.getpid())
 
 
 def start_fork_server() -> None:
     """Fork the levels; Ray instances that this process starts from now on fork their workers.
 
-    Needs `import_base`. Does nothing if this process cannot be forked any more. The levels end with
-    this process.
+    Does nothing without `import_base`, or if this process cannot be forked any more. The levels end
+    with this process, and their workers with them.
     """
-    if not _is_forkable():
+    if os.getpid() not in _imported_in or not _is_forkable():
         return
     folder = tempfile.mkdtemp(prefix="streamrl-")
     listening = {level.name: _listen(Path(folder, level.name)) for level in LEVELS}
+    parent = os.getpid()
     server = os.fork()
     if not server:
         try:
-            _serve_base(listening)
+            _serve_base(listening, parent)
         finally:
-            os._exit(1)  # what the command has registered for its end is not for the levels
+            os._exit(1)
     for one in listening.values():
         one.close()
     os.environ[SOCKETS_VARIABLE] = folder
-    atexit.register(_stop, server, folder)
+    atexit.register(stop_fork_server)
+    _running[server] = folder
 
 
-def _stop(server: int, folder: str) -> None:
+def stop_fork_server() -> None:
     """End all levels and the workers that they forked."""
-    os.environ.pop(SOCKETS_VARIABLE, None)
-    with contextlib.suppress(ProcessLookupError, ChildProcessError):
-        os.kill(server, signal.SIGKILL)
-        os.waitpid(server, 0)
-    shutil.rmtree(folder, ignore_errors=True)
+    while _running:
+        server, folder = _running.popitem()
+        os.environ.pop(SOCKETS_VARIABLE, None)
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(server, signal.SIGKILL)
+            os.waitpid(server, 0)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
-def _serve_base(listening: dict[str, socket.socket]) -> None:
+def _serve_base(listening: dict[str, socket.socket], parent: int) -> None:
+    # What the command has registered for its end is not for the levels.
+    atexit._clear()
     # Ctrl-C in the terminal is for the command, which ends the run.
     os.setsid()
     nowhere = os.open(os.devnull, os.O_RDWR)
@@ -155,8 +168,7 @@ def _serve_base(listening: dict[str, socket.socket]) -> None:
     # Workers are not this process's to wait for.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     gc.disable()
-    os.environ.update(BASE.env)
-    _serve_level(BASE, listening)
+    _serve_level(BASE, listening, parent)
 
 
 def _listen(path: Path) -> socket.socket:
@@ -166,14 +178,15 @@ def _listen(path: Path) -> socket.socket:
     return listening
 
 
-def _serve_level(level: Level, listening: dict[str, socket.socket]) -> None:
+def _serve_level(level: Level, listening: dict[str, socket.socket], parent: int) -> None:
     """Import a level's modules and serve it; a level that cannot import them ends."""
-    _die_with_parent()
+    _die_with(parent)
     os.environ.update(level.env)
     _import(level)
+    own = os.getpid()
     for child in LEVELS:
         if child.parent == level.name and os.fork() == 0:
-            return _serve_level(child, listening)
+            return _serve_level(child, listening, own)
     for name in listening.keys() - {level.name}:
         listening[name].close()
     gc.freeze()
@@ -191,7 +204,8 @@ def _serve_level(level: Level, listening: dict[str, socket.socket]) -> None:
             forks = can_fork
         if forks and os.fork() == 0:
             listening[level.name].close()
-            return _become_worker(request, files)
+            _die_with(own)
+            _become_worker(request, files)
         for file in files:
             os.close(file)
 
@@ -231,13 +245,13 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
 
 def _is_forkable() -> bool:
     """Tell whether a fork of this process is sound."""
-    torch = sys.modules["torch"]
-    return len(os.listdir("/proc/self/task")) == 1 and not torch.cuda.is_initialized()
+    torch = sys.modules.get("torch")
+    has_cuda = torch is not None and torch.cuda.is_initialized()
+    return len(os.listdir("/proc/self/task")) == 1 and not has_cuda
 
 
-def _become_worker(request: Mapping[str, Any], files: list[int]) -> None:
+def _become_worker(request: Mapping[str, Any], files: list[int]) -> NoReturn:
     """Run Ray's worker in this process, with the launcher's environment and streams."""
-    _die_with_parent()
     os.setpgid(0, 0)  # Ray kills what a worker leaves behind by its process group
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for target, file in zip(FILES, files, strict=True):
@@ -246,12 +260,25 @@ def _become_worker(request: Mapping[str, Any], files: list[int]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
-    numpy = sys.modules["numpy"]
-    numpy.random.seed()  # all forks would draw the same
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # all forks would draw the same
     gc.enable()
     sys.argv = request["argv"]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    code: Any = 1
+    try:
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        code = end.code
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(code if isinstance(code, int) else int(code is not None))
 
 
-def _die_with_parent() -> None:
+def _die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
