@@ -1,0 +1,181 @@
+"""The fork server: what a forked worker is like, and when a worker starts as Ray starts it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from streamrl.actors import fork_server
+from streamrl.actors.fork_server import LEVELS
+from streamrl.actors.launch_worker import LEVEL_VARIABLE, SOCKETS_VARIABLE, fork_worker
+
+# A command with two light levels: the second is imported under X=1.
+COMMAND = """
+import sys, time
+from streamrl.actors import fork_server
+from streamrl.actors.fork_server import Level
+fork_server.BASE = Level("base", "", ("numpy",), {"OMP_NUM_THREADS": "1"})
+second = Level("second", "base", ("wave",), {"OMP_NUM_THREADS": "1", "X": "1"})
+broken = Level("broken", "base", ("no_such_module",))
+fork_server.LEVELS = (fork_server.BASE, second, broken)
+fork_server.import_base()
+fork_server.start_fork_server()
+import os
+print(os.environ["STREAMRL_FORK_SERVER"], flush=True)
+time.sleep(60)
+"""
+WORKER = """
+import json, os, sys
+import numpy
+found = {
+    "argv": sys.argv[1:], "cwd": os.getcwd(), "name": __name__, "Y": os.environ.get("Y"),
+    "has_module": "wave" in sys.modules, "draw": float(numpy.random.random()),
+    "leads_its_group": os.getpgid(0) == os.getpid(), "parent": os.getppid(), "pid": os.getpid(),
+}
+with open(sys.argv[1], "w") as file:
+    json.dump(found, file)
+if "stay" in sys.argv:
+    import time
+    time.sleep(60)
+sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 and sys.argv[2].isdigit() else 0)
+"""
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch):
+    """A command that has started a fork server, whose folder is in this environment."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    with subprocess.Popen(
+        [sys.executable, "-c", COMMAND], stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        monkeypatch.setenv(SOCKETS_VARIABLE, process.stdout.readline().strip())
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> str:
+    path = tmp_path / "worker.py"
+    path.write_text(WORKER)
+    return str(path)
+
+
+def ray_arguments(worker: str, *words: str, env: dict[str, str] | None = None, **context):
+    serialized = json.dumps({"env_vars": env or {}, **context})
+    options = ["--language=PYTHON", f"--serialized-runtime-env-context={serialized}"]
+    return [worker, *options, *words]
+
+
+def what_it_found(path: Path) -> dict:
+    deadline = time.monotonic() + 30
+    while not path.exists() or not path.read_text():
+        assert time.monotonic() < deadline, "the worker wrote nothing in 30 s"
+        time.sleep(0.01)
+    time.sleep(0.05)
+    return json.loads(path.read_text())
+
+
+def test_a_forked_worker_has_arguments_environment_and_directory_of_its_launcher(
+    command, worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    out = tmp_path / "found.json"
+    assert fork_worker(ray_arguments(worker, str(out), env={"Y": "why"}))
+    found = what_it_found(out)
+    assert found["argv"] == [str(out)], "the options of Ray's setup script are taken out"
+    assert found["cwd"] == str(tmp_path)
+    assert found["name"] == "__main__"
+    assert found["Y"] == "why"
+    assert found["leads_its_group"], "Ray kills what a worker leaves behind by its process group"
+
+
+def test_a_worker_is_forked_from_the_level_it_names_and_draws_numbers_of_its_own(
+    command, worker: str, tmp_path: Path
+) -> None:
+    draws = []
+    for i, level in enumerate(["base", "second", "second"]):
+        out = tmp_path / f"{i}.json"
+        env = {LEVEL_VARIABLE: level, "X": "1"}
+        assert fork_worker(ray_arguments(worker, str(out), env=env))
+        found = what_it_found(out)
+        assert found["has_module"] == (level == "second")
+        draws.append(found["draw"])
+    assert len(set(draws)) == 3
+
+
+@pytest.mark.parametrize(
+    ("env", "context"),
+    [
+        ({LEVEL_VARIABLE: "second", "X": "2"}, {}),
+        ({LEVEL_VARIABLE: "second"}, {}),
+        ({LEVEL_VARIABLE: "broken"}, {}),
+        ({LEVEL_VARIABLE: "none"}, {}),
+        ({}, {"py_executable": "python-of-a-container"}),
+        ({}, {"command_prefix": ["nsys"]}),
+    ],
+    ids=["other environment", "no environment", "cannot import", "no level", "python", "prefix"],
+)
+def test_a_worker_that_needs_something_else_is_left_to_ray(
+    command, worker: str, tmp_path: Path, env: dict[str, str], context: dict
+) -> None:
+    assert not fork_worker(ray_arguments(worker, str(tmp_path / "x"), env=env, **context))
+    assert not (tmp_path / "x").exists()
+
+
+def test_without_a_server_a_worker_is_left_to_ray(
+    worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(SOCKETS_VARIABLE, raising=False)
+    assert not fork_worker(ray_arguments(worker))
+    monkeypatch.setenv(SOCKETS_VARIABLE, str(tmp_path / "gone"))
+    assert not fork_worker(ray_arguments(worker))
+
+
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGTERM])
+def test_levels_and_workers_end_with_the_command_however_it_ends(
+    command, worker: str, tmp_path: Path, sent: signal.Signals
+) -> None:
+    out = tmp_path / "found.json"
+    assert fork_worker(ray_arguments(worker, str(out), "stay"))
+    found = what_it_found(out)
+    assert psutil.pid_exists(found["pid"])
+    started = psutil.Process(command.pid).children(recursive=True)
+    assert {found["pid"], found["parent"]} <= {process.pid for process in started}
+    command.send_signal(sent)
+    command.wait(10)
+    _, alive = psutil.wait_procs(started, timeout=10)
+    assert not alive
+
+
+def test_a_process_with_a_second_thread_is_not_forked(tmp_path: Path) -> None:
+    code = COMMAND.replace(
+        "fork_server.start_fork_server()",
+        "import threading; threading.Thread(target=time.sleep, args=(1,)).start()\n"
+        "fork_server.start_fork_server()\n"
+        f"sys.exit('{SOCKETS_VARIABLE}' in __import__('os').environ)",
+    )
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env.pop(SOCKETS_VARIABLE, None)
+    done = subprocess.run([sys.executable, "-c", code], env=env, timeout=60, check=False)
+    assert done.returncode == 0
+
+
+def test_where_ray_is_imported_already_nothing_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray  # noqa: F401
+
+    monkeypatch.delenv(SOCKETS_VARIABLE, raising=False)
+    fork_server.import_base()
+    fork_server.start_fork_server()
+    assert SOCKETS_VARIABLE not in os.environ
+
+
+def test_every_level_forks_from_one_before_it() -> None:
+    for i, level in enumerate(LEVELS):
+        assert level.parent in {"", *(one.name for one in LEVELS[:i])}
