@@ -7,6 +7,8 @@ PYTHON ?= python3 python3.11 python3.12
 FITS := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
 # More for pytest, as in: make test ARGS="tests/buffer -x"
 ARGS ?=
+# Processes that run the tests side by side.
+PROCESSES ?= 2
 # Who is killed at which passage, as in: make test-chaos SEED=3 ARGS="--only shard"
 SEED ?= 0
 
@@ -14,9 +16,11 @@ BIN := .venv/bin
 STAMP = .venv/installed-for-$(DEVICE)
 # What `make parity` compares with lies beside .venv and sees its packages.
 PARITY := .venv-parity
+# Tests of one file, and those that share a run or an engine, stay on one process.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup
 BASE_MODEL = $(BIN)/python examples/arithmetic/make.py
 
-.PHONY: help install demo test test-chaos parity lint clean
+.PHONY: help install demo test test-all test-chaos parity lint clean
 
 help: ## list these targets (the default)
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' Makefile
@@ -28,9 +32,13 @@ demo: $(STAMP) ## train a small model to add with GRPO, into runs/demo
 	$(BASE_MODEL)
 	$(BIN)/streamrl train configs/grpo_arithmetic.yaml run.name=demo run.overwrite=true
 
-test: lint ## lint, make the arithmetic base model, run the tests (ARGS="..." goes to pytest)
+test: lint ## lint, make the arithmetic base model, run the quick tests (ARGS="..." goes to pytest)
 	$(BASE_MODEL)
-	$(BIN)/python -m pytest $(ARGS)
+	$(PYTEST) -m "not slow and not gpu" $(ARGS)
+
+test-all: lint ## the same with every test, and random schedules ten times as long
+	$(BASE_MODEL)
+	STREAMRL_TEST_BUDGET=10 $(PYTEST) $(ARGS)
 
 test-chaos: $(STAMP) ## kill -9 every kind of actor at every moment of a run; most of an hour (SEED=3)
 	$(BIN)/python -m tests.chaos.run_chaos --seed $(SEED) $(ARGS)
