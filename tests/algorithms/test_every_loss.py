@@ -33,7 +33,6 @@ from tests.algorithms.ragged import (
     assert_as_in_loops,
     assert_padding_has_no_say,
     assert_rows_are_apart,
-    few,
     on_tokens,
     ragged,
     rows_that_count,
@@ -246,7 +245,6 @@ def test_losses_and_gradients_are_as_in_plain_loops(name, dtype):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@few
 @given(batch=BATCHES)
 def test_padding_has_no_say_in_loss_or_gradient(name, batch):
     for i in range(2):
@@ -254,7 +252,6 @@ def test_padding_has_no_say_in_loss_or_gradient(name, batch):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-@few
 @given(batch=BATCHES, seed=SEEDS)
 def test_a_row_does_not_see_the_others(name, batch, seed):
     for i in range(2):
@@ -278,7 +275,6 @@ def test_policies_that_are_far_apart_have_a_loss_and_a_gradient(name, sign):
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
-@few
 @given(batch=BATCHES)
 def test_one_advantage_per_rollout_may_be_given_once(name, batch):
     mask = batch["loss_mask"]
@@ -290,7 +286,6 @@ def test_one_advantage_per_rollout_may_be_given_once(name, batch):
 
 
 @pytest.mark.parametrize("name", [name for name in POLICY_LOSSES if name != "kl_cov"])
-@few
 @given(batch=BATCHES, factor=st.floats(0, 5))
 def test_advantages_are_in_the_unit_of_the_loss(name, batch, factor):
     scaled = run(name, batch | {"advantages": batch["advantages"] * factor})

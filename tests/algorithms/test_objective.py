@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig, step_normaliser, summarise
@@ -68,7 +68,6 @@ def test_padding_further_changes_nothing(config):
 
 
 @every_config
-@settings(max_examples=10)
 @given(seed=st.integers(0, 50), data=st.data())
 def test_cutting_a_step_into_parts_changes_nothing(config, seed, data):
     """Micro-batches and ranks are parts of a step, in any order and of any rows."""

@@ -13,7 +13,6 @@ from tests.algorithms.ragged import (
     assert_as_in_loops,
     assert_padding_has_no_say,
     assert_rows_are_apart,
-    few,
     on_tokens,
     ragged,
     rows_that_count,
@@ -37,7 +36,6 @@ def test_the_penalty_of_long_completions_by_hand():
     ]
 
 
-@few
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=9), st.integers(1, 30), st.floats(0.1, 10))
 def test_the_penalty_falls_linearly_from_0_to_the_factor(lengths, buffer, factor):
     penalties = soft_overlong(torch.tensor(lengths), max_length=40, buffer=buffer, factor=factor)
@@ -46,7 +44,6 @@ def test_the_penalty_falls_linearly_from_0_to_the_factor(lengths, buffer, factor
         assert penalty == pytest.approx(-factor * over / buffer, abs=2e-5)
 
 
-@few
 @given(st.lists(st.integers(0, 60), min_size=2, max_size=9), SEEDS)
 def test_a_completion_does_not_see_the_others(lengths, seed):
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed))
@@ -88,7 +85,6 @@ def test_rewards_of_tokens_are_as_in_plain_loops(dtype, seed):
     assert_as_in_loops(rewards_of(batch), on_tokens(penalised, mask), dtype)
 
 
-@few
 @given(batch=BATCHES, seed=SEEDS)
 def test_neither_padding_nor_other_rows_have_a_say(batch, seed):
     assert_padding_has_no_say(rewards_of, batch)

@@ -15,7 +15,6 @@ from tests.algorithms.ragged import (
     assert_padding_has_no_say,
     assert_rows_are_apart,
     assert_rows_may_be_shuffled,
-    few,
     on_tokens,
     ragged,
     rows_that_count,
@@ -162,7 +161,6 @@ def test_long_sums_do_not_pile_up_rounding_in_float32():
     torch.testing.assert_close(far, torch.tensor([[-1.0, 0.0, 1.0]]))
 
 
-@few
 @given(batch=BATCHES)
 def test_with_lam_0_an_advantage_is_the_error_of_one_step(batch):
     advantages, _ = gae(batch, lam=0.0, bootstrap=False)
@@ -179,7 +177,6 @@ def test_with_lam_0_an_advantage_is_the_error_of_one_step(batch):
     torch.testing.assert_close(advantages, on_tokens(errors, batch["loss_mask"]))
 
 
-@few
 @given(batch=BATCHES, gamma=st.floats(0.5, 1.0))
 def test_with_lam_1_an_advantage_is_the_return_minus_the_value(batch, gamma):
     advantages, returns = gae(batch, gamma=gamma, lam=1.0, bootstrap=False)
@@ -189,7 +186,6 @@ def test_with_lam_1_an_advantage_is_the_return_minus_the_value(batch, gamma):
     torch.testing.assert_close(advantages, expected - torch.where(mask, batch["values"], 0.0))
 
 
-@few
 @given(batch=BATCHES)
 def test_without_a_discount_the_return_of_every_token_is_the_score_on_the_last(batch):
     mask = batch["loss_mask"]
@@ -201,7 +197,6 @@ def test_without_a_discount_the_return_of_every_token_is_the_score_on_the_last(b
     assert torch.equal(reward_to_go(last, mask, gamma=1.0), expected)
 
 
-@few
 @given(batch=BATCHES)
 def test_a_critic_that_is_right_leaves_no_advantage(batch):
     mask = batch["loss_mask"]
@@ -211,7 +206,6 @@ def test_a_critic_that_is_right_leaves_no_advantage(batch):
     torch.testing.assert_close(returns, right["values"])
 
 
-@few
 @given(batch=BATCHES)
 def test_whitened_tokens_have_mean_0_and_variance_1(batch):
     mask = batch["loss_mask"]
@@ -221,7 +215,6 @@ def test_whitened_tokens_have_mean_0_and_variance_1(batch):
         assert tokens.var().item() == pytest.approx(1, abs=1e-3)
 
 
-@few
 @given(batch=BATCHES, shift=st.integers(-9, 9), factor=st.integers(1, 9))
 def test_whitening_takes_away_shift_and_unit(batch, shift, factor):
     mask = batch["loss_mask"]
@@ -238,20 +231,17 @@ OF_TOKENS = {
 
 
 @pytest.mark.parametrize("name", OF_TOKENS)
-@few
 @given(batch=BATCHES)
 def test_padding_has_no_say(name, batch):
     assert_padding_has_no_say(OF_TOKENS[name], batch)
 
 
 @pytest.mark.parametrize("name", [name for name in OF_TOKENS if name != "whitened"])
-@few
 @given(batch=BATCHES, seed=SEEDS)
 def test_a_row_does_not_see_the_others(name, batch, seed):
     assert_rows_are_apart(OF_TOKENS[name], batch, seed)
 
 
-@few
 @given(batch=BATCHES, seed=SEEDS)
 def test_whitening_does_not_see_the_order_of_rows(batch, seed):
     assert_rows_may_be_shuffled(OF_TOKENS["whitened"], batch, seed)

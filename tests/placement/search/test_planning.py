@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.dataflow import Call
@@ -216,7 +216,6 @@ def test_rules_say_how_calls_may_be_split() -> None:
         assert each.grid.tensor != 2
 
 
-@settings(max_examples=4, deadline=None)
 @given(st.sampled_from(["qwen2.5-1.5b", "llama-7b", "llama-13b"]), st.integers(0, 1))
 def test_twice_the_devices_are_never_slower(size: str, ahead: int) -> None:
     def best_s(cluster: str) -> float:
