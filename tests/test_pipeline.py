@@ -92,6 +92,17 @@ def test_under_any_schedule_the_stream_keeps_its_promises(plan: Plan) -> None:
     assert counts.admitted == counts.trained + counts.dropped + counts.in_flight
 
 
+def test_where_every_second_version_is_published_two_steps_are_sampled_from_each() -> None:
+    """Admission follows what is published: version 1 is made, and nothing is sampled from it."""
+    plan = Plan(steps=6, groups_per_step=2, max_staleness=1, publish_every=2)
+    stream = run_virtual(run_stream(plan))
+    sampled_from = [
+        {version for group in outcome.groups for version, _ in group.info.version_tokens}
+        for outcome in stream.outcomes
+    ]
+    assert sampled_from == [{0}, {0}, {2}, {2}, {4}, {4}]
+
+
 @given(plans)
 def test_the_same_seed_gives_the_same_steps(plan: Plan) -> None:
     first, second = run_virtual(run_stream(plan)), run_virtual(run_stream(plan))
