@@ -1,5 +1,6 @@
 """Advantages of tokens, from rewards and values of tokens."""
 
+import itertools
 import math
 
 import pytest
@@ -108,42 +109,41 @@ def gae(batch: Batch, gamma: float = 0.9, lam: float = 0.8, bootstrap: bool = Tr
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("bootstrap", [False, True])
-@pytest.mark.parametrize("seed", range(8))
-def test_generalized_advantages_are_as_in_plain_loops(dtype, bootstrap, seed):
-    batch = ragged(seed, dtype)
-    mask, rows = batch["loss_mask"], rows_that_count(batch)
-    advantages, returns = gae(batch, bootstrap=bootstrap)
-    expected = on_tokens(
-        [gae_of_row(row, row["scores"][0] if bootstrap else 0.0, 0.9, 0.8) for row in rows], mask
-    )
-    assert_as_in_loops(advantages, expected, dtype)
-    values = on_tokens([row["values"] for row in rows], mask)
-    assert_as_in_loops(returns, expected + values, dtype)
+def test_generalized_advantages_are_as_in_plain_loops(dtype):
+    for seed, bootstrap in itertools.product(range(8), (False, True)):
+        batch = ragged(seed, dtype)
+        mask, rows = batch["loss_mask"], rows_that_count(batch)
+        advantages, returns = gae(batch, bootstrap=bootstrap)
+        expected = on_tokens(
+            [gae_of_row(row, row["scores"][0] if bootstrap else 0.0, 0.9, 0.8) for row in rows],
+            mask,
+        )
+        assert_as_in_loops(advantages, expected, dtype)
+        values = on_tokens([row["values"] for row in rows], mask)
+        assert_as_in_loops(returns, expected + values, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("seed", range(8))
-def test_rewards_to_go_are_as_in_plain_loops(dtype, seed):
-    batch = ragged(seed, dtype)
-    expected = [returns_of_row(row, 0.9) for row in rows_that_count(batch)]
-    result = reward_to_go(batch["token_rewards"], batch["loss_mask"], gamma=0.9)
-    assert_as_in_loops(result, on_tokens(expected, batch["loss_mask"]), dtype)
+def test_rewards_to_go_are_as_in_plain_loops(dtype):
+    for seed in range(8):
+        batch = ragged(seed, dtype)
+        expected = [returns_of_row(row, 0.9) for row in rows_that_count(batch)]
+        result = reward_to_go(batch["token_rewards"], batch["loss_mask"], gamma=0.9)
+        assert_as_in_loops(result, on_tokens(expected, batch["loss_mask"]), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("unbiased", [False, True])
-@pytest.mark.parametrize("seed", range(8))
-def test_whitened_tokens_are_as_in_plain_loops(dtype, unbiased, seed):
-    batch = ragged(seed, dtype)
-    rows = [row["values"] for row in rows_that_count(batch)]
-    tokens = [x for row in rows for x in row]
-    mean = math.fsum(tokens) / max(len(tokens), 1)
-    squares = math.fsum((x - mean) ** 2 for x in tokens)
-    deviation = math.sqrt(squares / max(len(tokens) - unbiased, 1) + 1e-8)
-    expected = [[(x - mean) / deviation for x in row] for row in rows]
-    result = whiten(batch["values"], batch["loss_mask"], unbiased=unbiased)
-    assert_as_in_loops(result, on_tokens(expected, batch["loss_mask"]), dtype)
+def test_whitened_tokens_are_as_in_plain_loops(dtype):
+    for seed, unbiased in itertools.product(range(8), (False, True)):
+        batch = ragged(seed, dtype)
+        rows = [row["values"] for row in rows_that_count(batch)]
+        tokens = [x for row in rows for x in row]
+        mean = math.fsum(tokens) / max(len(tokens), 1)
+        squares = math.fsum((x - mean) ** 2 for x in tokens)
+        deviation = math.sqrt(squares / max(len(tokens) - unbiased, 1) + 1e-8)
+        expected = [[(x - mean) / deviation for x in row] for row in rows]
+        result = whiten(batch["values"], batch["loss_mask"], unbiased=unbiased)
+        assert_as_in_loops(result, on_tokens(expected, batch["loss_mask"]), dtype)
 
 
 def test_long_sums_do_not_pile_up_rounding_in_float32():
