@@ -3,17 +3,17 @@
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
 
+from tests.budget import Budget
 from tests.e2e.recital import Recital
-
-# On machines of any speed.
-settings.register_profile("any speed", deadline=None)
-settings.load_profile("any speed")
 
 RECIPES = "tests/e2e/test_recipes.py"
 RUNS = ("tests/e2e/", "tests/chaos/", RECIPES)
 """Tests of whole runs, in the order in which they come: the recipes have been played by then."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(Budget())
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
@@ -208,7 +208,6 @@ async def watch_credit(stream: Stream) -> None:
         await asyncio.sleep(0.001)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     st.builds(
         Plan,

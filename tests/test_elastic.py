@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.messages import GroupInfo
@@ -50,7 +50,6 @@ async def come_go_and_die(stream: Stream) -> None:
                 await let_leave(stream, i)
 
 
-@settings(max_examples=40, deadline=None)
 @given(plans)
 def test_whoever_joins_leaves_or_dies_every_prompt_is_trained_once_or_accounted_for(
     plan: Plan,
@@ -91,7 +90,6 @@ def check_versions(stream: Stream) -> None:
             assert group.info.version_tokens == expected
 
 
-@settings(max_examples=60, deadline=None)
 @given(slow_plans())
 def test_no_token_is_sampled_twice_when_generators_leave(plan: Plan) -> None:
     stream = run_virtual(run_stream(plan, disturb=come_and_go))
@@ -119,7 +117,6 @@ def killing(deaths: list[tuple[float, str]]) -> Disturb:
     return kill
 
 
-@settings(max_examples=60, deadline=None)
 @given(slow_plans())
 def test_a_death_costs_no_more_sampling_than_what_came_after_the_last_note(plan: Plan) -> None:
     plan = replace(plan, max_attempts=100)

@@ -8,8 +8,6 @@ import sys
 import textwrap
 from pathlib import Path
 
-import pytest
-
 from streamrl.config import load_config
 from tests.engines.tiny_qwen import save, tiny_model
 
@@ -63,36 +61,40 @@ def test_a_step_of_deepspeed_loads_no_compiler(tmp_path: Path) -> None:
     assert loaded(program, "deepspeed", "torch._inductor.compile_fx") == ["deepspeed"]
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        # Whoever holds a handle of an actor loads its class.
-        *(f"actors.{name}" for name in ("coordinator", "generator", "hybrid", "scorer", "shard")),
-        *("actors.real_engines", "actors.trainer", "algorithms", "buffer.shard", "config"),
-        *("cli", "cli.main", "cli.plan", "cli.simulate", "planning", "resharding", "simulator"),
-        *("telemetry", "weights"),
-    ],
+ACTORS = ("coordinator", "generator", "scorer", "shard", "trainer")
+NO_TORCH = (
+    # Whoever holds a handle of an actor loads its class.
+    *(f"streamrl.actors.{name}" for name in (*ACTORS, "hybrid", "real_engines")),
+    *("streamrl.algorithms", "streamrl.buffer.shard", "streamrl.config", "streamrl.planning"),
+    *("streamrl.resharding", "streamrl.simulator", "streamrl.telemetry", "streamrl.weights"),
+    *("streamrl.cli", "streamrl.cli.main", "streamrl.cli.plan", "streamrl.cli.simulate"),
 )
-def test_who_computes_nothing_loads_no_torch(module: str) -> None:
-    assert loaded(f"import streamrl.{module}\n", "torch", "transformers", "scipy") == []
 
 
-@pytest.mark.parametrize("actor", ["coordinator", "generator", "scorer", "shard", "trainer"])
-def test_only_the_command_loads_what_draws_on_a_terminal(actor: str) -> None:
-    assert loaded(f"import streamrl.actors.{actor}\n", "rich") == []
+def test_who_computes_nothing_loads_no_torch_and_only_the_command_what_draws_on_a_terminal() -> (
+    None
+):
+    program = f"""
+        import importlib, sys
+        for name in {NO_TORCH!r}:
+            importlib.import_module(name)
+            heavy = {{"torch", "transformers", "scipy"}} & sys.modules.keys()
+            assert not heavy, f"{{name}} loads {{heavy}}"
+            if name.startswith("streamrl.actors."):
+                assert "rich" not in sys.modules, f"{{name}} loads rich"
+    """
+    assert loaded(program, "torch") == []
 
 
-@pytest.mark.parametrize("algorithm", ["grpo", "safe_rlhf"])
-def test_what_the_coordinator_asks_of_a_config_takes_no_torch(
-    tmp_path: Path, algorithm: str
-) -> None:
-    costs = "costs: [{kind: length}]" if algorithm == "safe_rlhf" else ""
-    recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(
-        f"model: {{path: {tmp_path}}}\ndata: {{train: rows.jsonl}}\nrewards: [{{kind: exact}}]\n"
-        f"algorithm: {{name: {algorithm}, kl_coef: 0.1, kl_target: 0.1}}\n{costs}\n"
-    )
-    (tmp_path / "config.pickle").write_bytes(pickle.dumps(load_config(recipe)))
+def test_what_the_coordinator_asks_of_a_config_takes_no_torch(tmp_path: Path) -> None:
+    for algorithm, costs in (("grpo", ""), ("safe_rlhf", "costs: [{kind: length}]")):
+        recipe = tmp_path / f"{algorithm}.yaml"
+        recipe.write_text(
+            f"model: {{path: {tmp_path}}}\ndata: {{train: rows.jsonl}}\n"
+            "rewards: [{kind: exact}]\n"
+            f"algorithm: {{name: {algorithm}, kl_coef: 0.1, kl_target: 0.1}}\n{costs}\n"
+        )
+        (tmp_path / f"{algorithm}.pickle").write_bytes(pickle.dumps(load_config(recipe)))
     program = f"""
         import pickle
         from pathlib import Path
@@ -103,14 +105,15 @@ def test_what_the_coordinator_asks_of_a_config_takes_no_torch(
         from streamrl.data import PromptStream
         from streamrl.messages import Prompt
         from streamrl.slots import placement_of
-        config = pickle.loads(Path({str(tmp_path)!r}, "config.pickle").read_bytes())
-        dials = Dials(config.algorithm.row, config.settings)
-        sums = {{"num_sampled": 8.0, "score_sum": 1.0, "cost_sum": 1.0, "kl_ref_sum": 0.5}}
-        dials.after(sums, num_rollouts=2)
-        assert dials.values
-        step_normaliser(config.settings, {{}}), summarise({{}}, 0.0)
-        summarise_critic({{}}, "critic")
-        config.dataflow, config.trainer_of("critic"), placement_of(config)
+        for name in ("grpo", "safe_rlhf"):
+            config = pickle.loads(Path({str(tmp_path)!r}, name + ".pickle").read_bytes())
+            dials = Dials(config.algorithm.row, config.settings)
+            sums = {{"num_sampled": 8.0, "score_sum": 1.0, "cost_sum": 1.0, "kl_ref_sum": 0.5}}
+            dials.after(sums, num_rollouts=2)
+            assert dials.values
+            step_normaliser(config.settings, {{}}), summarise({{}}, 0.0)
+            summarise_critic({{}}, "critic")
+            config.dataflow, config.trainer_of("critic"), placement_of(config)
         prompts = [Prompt(uid="0:0:0", token_ids=np.zeros(1, np.int32))]
         pickle.loads(pickle.dumps(PromptStream(prompts, seed=0))).draw(3)
     """
@@ -134,9 +137,8 @@ def test_rules_score_without_torch(tmp_path: Path) -> None:
     assert loaded(program, "torch", "transformers") == ["transformers"]
 
 
-@pytest.mark.parametrize("command", ["plan", "simulate"])
 def test_a_run_whose_sizes_are_told_is_planned_and_simulated_without_transformers(
-    tmp_path: Path, command: str
+    tmp_path: Path,
 ) -> None:
     """What torch is loaded for is the algorithm, which is tried on a made-up step."""
     recipe = tmp_path / "recipe.yaml"
@@ -145,8 +147,10 @@ def test_a_run_whose_sizes_are_told_is_planned_and_simulated_without_transformer
     )
     program = f"""
         from streamrl.cli.main import main
-        sizes = ["--model", "qwen2.5-0.5b", "--prompt-tokens", "9"]
-        assert main(["{command}", {str(recipe)!r}, "--cluster", "2xA100", *sizes, "--json"]) == 0
+        words = [{str(recipe)!r}, "--cluster", "2xA100", "--json"]
+        words += ["--model", "qwen2.5-0.5b", "--prompt-tokens", "9"]
+        assert main(["simulate", *words]) == 0
+        assert main(["plan", *words, "--proposals", "9"]) == 0
     """
     libraries = ("transformers", "ray", "deepspeed", "vllm", "peft")
     assert loaded(program, "torch", *libraries) == ["torch"]

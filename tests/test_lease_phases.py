@@ -3,7 +3,7 @@
 import asyncio
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import DeadlineError
@@ -123,7 +123,6 @@ PIECES = st.lists(
 
 
 @given(PIECES, PIECES, st.floats(0.1, 5.0))
-@settings(max_examples=60, deadline=None)
 def test_whoever_comes_when_phases_never_overlap_and_nobody_starves(
     rollouts: list[tuple[str, float, float]],
     steps: list[tuple[str, float, float]],
@@ -233,7 +232,6 @@ def test_a_deadline_names_only_those_who_stand_in_the_way() -> None:
     ),
     st.sampled_from([0.0, 1.0, float("inf")]),
 )
-@settings(max_examples=150, deadline=None)
 def test_no_device_is_ever_in_two_phases_and_everyone_has_a_turn(
     slots: dict[str, set[int]], pieces: list[tuple[str, int, float, float]], slice_s: float
 ) -> None:

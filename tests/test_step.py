@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.buffer.books import TrainedStep
@@ -130,7 +130,6 @@ def test_a_run_that_is_stopped_between_two_updates_ends_the_step_if_there_is_tim
     assert len(stream.outcomes) == stream.control.admission.version == int(ends)
 
 
-@settings(max_examples=150)
 @given(
     seed=st.integers(0, 1000),
     stop_s=st.floats(0.0, 6.0),

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from streamrl.engines.schedule import Pace
@@ -135,7 +135,6 @@ FULL_OF_ONE_THAT_WAITS = Plan(
 
 
 @example(FULL_OF_ONE_THAT_WAITS)
-@settings(max_examples=100, deadline=None)
 @given(plans)
 def test_whatever_dies_every_prompt_is_trained_once_or_accounted_for(plan: Plan) -> None:
     stream = run_virtual(run_stream(plan, disturb=harm))
@@ -146,7 +145,6 @@ def test_whatever_dies_every_prompt_is_trained_once_or_accounted_for(plan: Plan)
         assert epochs <= {0}, "a prompt was admitted anew though nobody asked for it"
 
 
-@settings(max_examples=25, deadline=None)
 @given(plans)
 def test_the_same_seed_and_the_same_deaths_give_the_same_steps(plan: Plan) -> None:
     first = run_virtual(run_stream(plan, disturb=harm))
@@ -190,7 +188,6 @@ async def lives(
     return True
 
 
-@settings(max_examples=75, deadline=None)
 @given(plans, st.lists(st.floats(0.0, 40.0), min_size=1, max_size=3), st.integers(0, 3))
 def test_a_run_that_dies_goes_on_and_trains_every_prompt_once(
     plan: Plan, crashes: list[float], every: int
@@ -239,7 +236,6 @@ def test_a_resumed_run_may_make_steps_again_for_longer_than_a_stall() -> None:
     assert stream.ledger.counts.trained == plan.steps * plan.groups_per_step
 
 
-@settings(max_examples=40, deadline=None)
 @given(st.integers(0, 100_000), st.floats(1.0, 20.0))
 def test_what_was_admitted_at_a_version_that_is_no_longer_due_gets_it_all_the_same(
     seed: int, crash: float
@@ -269,7 +265,6 @@ def unbooked(stream: Stream) -> set[int]:
     return {version for version in stream.trainer.digests if version not in done}
 
 
-@settings(max_examples=60, deadline=None)
 @given(plans, st.floats(0.0, 40.0), st.integers(0, 3))
 def test_what_was_generated_is_not_generated_again_after_a_crash(
     plan: Plan, crash: float, every: int

@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-from hypothesis import settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -16,8 +15,6 @@ BOUNDS = {torch.float64: 1e-9, torch.float32: 2e-5}
 """How near a result has to be to that of plain loops over Python's floats."""
 LEFT, RIGHT = 1, 2
 """Positions that `wider` adds."""
-
-few = settings(max_examples=20, deadline=None)
 
 
 def ragged(seed: int, dtype: torch.dtype = torch.float64) -> Batch:

@@ -18,7 +18,7 @@ from streamrl.algorithms.advantages import (
     leave_one_out,
     length_weighted_baseline,
 )
-from tests.algorithms.ragged import assert_as_in_loops, few
+from tests.algorithms.ragged import assert_as_in_loops
 
 SCORES = st.lists(st.floats(-10, 10, width=32), min_size=2, max_size=6)
 SEEDS = st.integers(0, 9999)
@@ -187,7 +187,6 @@ def test_eps_of_decoupled_rewards():
     near(decoupled_reward_normalization(rewards / 1e6, ids, unbiased=False), [-0.5, 0.5])
 
 
-@few
 @given(st.lists(SCORES, min_size=1, max_size=4))
 def test_advantages_of_a_group_sum_to_zero(groups):
     scores, ids = grouped(groups)
@@ -272,7 +271,6 @@ IN_LOOPS = {
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", ESTIMATORS)
-@few
 @given(groups=GROUPS)
 def test_any_groups_are_as_in_plain_loops(name, dtype, groups):
     scores, ids = grouped(groups)
@@ -284,7 +282,6 @@ def test_any_groups_are_as_in_plain_loops(name, dtype, groups):
 
 # Not those whose references square the scores.
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in SQUARING])
-@few
 @given(groups=GROUPS)
 def test_small_differences_of_large_scores_are_not_lost_in_float32(name, groups):
     large = [[2.0**20 + x for x in group] for group in groups]
@@ -296,7 +293,6 @@ def test_small_differences_of_large_scores_are_not_lost_in_float32(name, groups)
 
 
 @pytest.mark.parametrize("name", [name for name in ESTIMATORS if name not in OF_THE_BATCH])
-@few
 @given(groups=GROUPS)
 def test_a_group_does_not_see_the_others(name, groups):
     scores, ids = grouped(groups)
@@ -306,7 +302,6 @@ def test_a_group_does_not_see_the_others(name, groups):
 
 
 @pytest.mark.parametrize("name", ESTIMATORS)
-@few
 @given(groups=GROUPS, seed=SEEDS)
 def test_neither_the_order_of_rows_matters_nor_which_number_a_group_has(name, groups, seed):
     scores, ids = grouped(groups)
@@ -318,7 +313,6 @@ def test_neither_the_order_of_rows_matters_nor_which_number_a_group_has(name, gr
 
 
 @pytest.mark.parametrize("name", ["std", "batch", "none", "leave one out", "best", "best over std"])
-@few
 @given(groups=GROUPS, shift=st.integers(-9, 9))
 def test_a_shift_of_all_scores_does_nothing(name, groups, shift):
     scores, ids = grouped(groups)
@@ -342,7 +336,6 @@ def test_a_shift_does_nothing_under_given_lengths_and_baselines():
         *((name, 1) for name in ("none", "leave one out", "best", "gpg")),
     ],
 )
-@few
 @given(groups=GROUPS, factor=st.integers(1, 7))
 def test_the_unit_of_the_scores_cancels_or_stays(name, power, groups, factor):
     scores, ids = grouped(groups)

@@ -15,7 +15,6 @@ from tests.algorithms.ragged import (
     assert_as_in_loops,
     assert_padding_has_no_say,
     assert_rows_are_apart,
-    few,
     on_tokens,
     ragged,
     rows_that_count,
@@ -99,7 +98,6 @@ def test_weights_are_as_in_plain_loops(name, dtype):
         assert_as_in_loops(result, on_tokens(expected, batch["loss_mask"]), dtype)
 
 
-@few
 @given(batch=BATCHES)
 def test_weights_of_a_behaviour_that_is_right_average_to_1(batch):
     # Over all tokens there are, by their probability under the behaviour: sum of q p / q.
@@ -153,14 +151,12 @@ MASKED = {
 
 
 @pytest.mark.parametrize("name", MASKED)
-@few
 @given(batch=BATCHES)
 def test_padding_has_no_say(name, batch):
     assert_padding_has_no_say(MASKED[name], batch)
 
 
 @pytest.mark.parametrize("name", MASKED)
-@few
 @given(batch=BATCHES, seed=SEEDS)
 def test_a_row_does_not_see_the_others(name, batch, seed):
     assert_rows_are_apart(MASKED[name], batch, seed)

@@ -12,7 +12,6 @@ from streamrl.algorithms.summary import summarise_divergence
 from tests.algorithms.ragged import (
     BATCHES,
     BOUNDS,
-    few,
     ragged,
     rows_that_count,
     shuffled_cuts,
@@ -79,7 +78,6 @@ def test_metrics_are_as_in_plain_loops(dtype):
             assert metrics[name] == pytest.approx(value, rel=BOUNDS[dtype], abs=BOUNDS[dtype])
 
 
-@few
 @given(batch=BATCHES, seed=st.integers(0, 9999))
 def test_sums_add_up_over_any_micro_batches(batch, seed):
     parts = [sums_of(take(batch, rows)) for rows in shuffled_cuts(batch, seed)]
@@ -87,14 +85,12 @@ def test_sums_add_up_over_any_micro_batches(batch, seed):
     assert total == pytest.approx(sums_of(batch))
 
 
-@few
 @given(batch=BATCHES)
 def test_padding_has_no_say(batch):
     assert sums_of(spoilt(batch)) == sums_of(batch)
     assert sums_of(wider(batch)) == pytest.approx(sums_of(batch))
 
 
-@few
 @given(batch=BATCHES, spread=st.floats(-4, 1))
 def test_every_token_is_counted_in_one_bin(batch, spread):
     sums = sums_of(batch | {"log_ratio": batch["log_ratio"] * 10**spread})
@@ -104,7 +100,6 @@ def test_every_token_is_counted_in_one_bin(batch, spread):
     assert sums["num_sequences"] == batch["loss_mask"].any(-1).sum()
 
 
-@few
 @given(seed=st.integers(0, 9999), spread=st.floats(-4, 1), shift=st.floats(-1, 1))
 def test_quantiles_are_near_the_true_ones(seed, spread, shift):
     draw = torch.Generator().manual_seed(seed)

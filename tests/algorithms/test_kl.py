@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.algorithms.kl import KINDS, adapt_coefficient, kl_estimate
-from tests.algorithms.ragged import few
 
 STRAIGHT_THROUGH = [kind for kind in KINDS if kind.endswith("+")]
 
@@ -101,7 +100,6 @@ def test_k1_and_k3_average_to_the_divergence(weights, reference_weights):
         torch.testing.assert_close(mean, exact, atol=1e-9, rtol=1e-9)
 
 
-@few
 @given(WEIGHTS, WEIGHTS)
 def test_in_the_mean_only_k2_and_the_straight_through_ones_lead_down_the_divergence(
     weights, reference_weights

@@ -25,7 +25,6 @@ from tests.algorithms.ragged import (
     assert_as_in_loops,
     assert_padding_has_no_say,
     assert_rows_are_apart,
-    few,
     ragged,
     rows_that_count,
     spoilt,
@@ -76,7 +75,6 @@ def test_a_ratio_is_that_of_the_probabilities_and_stays_finite():
     assert LOG_RATIO_LIMIT == 20
 
 
-@few
 @given(batch=BATCHES, seed=st.integers(0, 9999))
 def test_where_the_clip_is_sees_neither_padding_nor_other_rows(batch, seed):
     def stopped(b):
@@ -126,7 +124,6 @@ def test_the_entropy_and_its_gradient_are_as_in_plain_loops(dtype):
         assert_as_in_loops(logits.grad, float64(slopes).view(*shape, -1), dtype)
 
 
-@few
 @given(batch=BATCHES, seed=st.integers(0, 9999), shift=st.floats(-50, 50))
 def test_the_entropy_sees_neither_padding_nor_other_rows_nor_a_shift(batch, seed, shift):
     def kept(b):
@@ -248,7 +245,6 @@ def cut_up(draw):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@few
 @given(case=cut_up(), seed=st.integers(0, 99))
 def test_splitting_a_step_leaves_its_loss_and_gradient_alone(mode, case, seed):
     lengths, cuts = case

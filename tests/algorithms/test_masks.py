@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 
 from streamrl.algorithms.masks import keep, row_mean, row_sum
-from tests.algorithms.ragged import BATCHES, Batch, few, rows_that_count, spoilt, wider
+from tests.algorithms.ragged import BATCHES, Batch, rows_that_count, spoilt, wider
 
 NAN = math.nan
 VALUES = torch.tensor([[1.0, NAN, 4.0, NAN], [NAN, NAN, NAN, NAN]])
@@ -28,7 +28,6 @@ def test_nan_outside_the_mask_gets_no_gradient():
     assert values.grad.tolist() == [[2.5, 0.0, 8.5, 0.0], [0.0, 0.0, 0.0, 0.0]]
 
 
-@few
 @given(batch=BATCHES)
 def test_sums_and_means_are_those_of_the_tokens_that_count(batch: Batch):
     rows = [row["values"] for row in rows_that_count(batch)]

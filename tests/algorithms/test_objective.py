@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig, step_normaliser, summarise
@@ -12,6 +12,7 @@ from streamrl.algorithms.choices import MODES
 from streamrl.algorithms.correction_config import CorrectionConfig
 from streamrl.algorithms.objective import policy_loss
 from streamrl.errors import AlgorithmError
+from streamrl.messages import FinishReason
 from tests.algorithms.steps import (
     MAX_LENGTH,
     batch_of,
@@ -48,27 +49,19 @@ def close(one, other):
 
 
 @every_config
-def test_nan_where_nothing_was_sampled_changes_nothing(config):
+def test_neither_nan_where_nothing_was_sampled_nor_more_padding_changes_anything(config):
     step = made_up_step()
-    clean, spoilt = (train(config, s, derived_of(config, s)) for s in (step, step.spoilt()))
+    steps = (step, step.spoilt(), step.wider(3))
+    clean, spoilt, wider = (train(config, each, derived_of(config, each)) for each in steps)
     close(spoilt.loss, clean.loss)
     close(spoilt.gradient, clean.gradient)
     close(spoilt.sums, clean.sums)
+    close(wider.loss, clean.loss)
+    close(wider.gradient[:, :-3], clean.gradient)
     assert clean.gradient.abs().sum() > 0
 
 
 @every_config
-def test_padding_further_changes_nothing(config):
-    step = made_up_step()
-    trained = train(config, step, derived_of(config, step))
-    wider = step.wider(3)
-    again = train(config, wider, derived_of(config, wider))
-    close(again.loss, trained.loss)
-    close(again.gradient[:, :-3], trained.gradient)
-
-
-@every_config
-@settings(max_examples=10)
 @given(seed=st.integers(0, 50), data=st.data())
 def test_cutting_a_step_into_parts_changes_nothing(config, seed, data):
     """Micro-batches and ranks are parts of a step, in any order and of any rows."""
@@ -103,6 +96,23 @@ def test_off_policy_rollouts_are_judged_by_the_policy_in_training():
     step.logprobs = step.logprobs - 1.0
     far = train(config, step, derived)
     assert far.sums["num_kept"] < near.sums["num_kept"]
+
+
+def test_off_policy_rollouts_are_judged_by_the_distance_to_the_policy_that_sampled_them():
+    """Not by what the step has done to them so far, which is the distance to the proximal one."""
+    correction = CorrectionConfig(proximal="trainer", off_policy_threshold=0.4)
+    # Row 0 has become less likely since it was sampled, before this step; row 1 only within it.
+    batch, _ = hand_made(
+        advantages=torch.tensor([-1.0, -1.0]),
+        generator_logprobs=torch.tensor([[0.0] * 4, [-0.5] * 4]),
+        proximal_logprobs=torch.tensor([[-0.5] * 4, [0.0] * 4]),
+    )
+    config, logprobs = AlgorithmConfig(name="dapo", correction=correction), torch.full((2, 4), -0.5)
+    loss, sums = policy_loss(
+        config.row, settings_of(config), batch, logprobs=logprobs, entropy=torch.zeros(2, 4)
+    )
+    assert sums["num_kept"] == 1, "row 1 has one token, row 0 three"
+    assert loss.item() == pytest.approx(0.8), "its ratio, exp(-0.5) = 0.61, is clipped"
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
@@ -235,6 +245,16 @@ def test_prompt_mean_by_hand():
     assert step_normaliser(settings_of(config), sums) == 1
 
 
+def test_prompt_mean_divides_by_groups_as_they_were_before_a_rejection():
+    # Two of the group's four tokens, with the ratios 1.5 and 0.5, are rejected.
+    correction = CorrectionConfig(reject="k1", reject_low=0.8, reject_high=1.25)
+    config = AlgorithmConfig(name="dapo", loss_aggregation="prompt-mean", correction=correction)
+    loss, sums = loss_by_hand(config)
+    assert loss == pytest.approx((-1 + 2.0) / 4)
+    assert sums["num_kept"] == 2
+    assert step_normaliser(settings_of(config), sums) == 1
+
+
 def test_divergence_and_entropy_join_under_the_same_aggregation():
     config = AlgorithmConfig(name="dapo", kl_coef=0.1, kl_kind="k1", entropy_coef=0.01)
     loss, sums = loss_by_hand(config)
@@ -318,6 +338,19 @@ def test_a_truncated_rollout_is_left_out_but_its_score_counts_in_the_group():
     assert not masked["loss_mask"][cut_off].any()
     assert torch.equal(masked["loss_mask"][~cut_off], plain["loss_mask"][~cut_off])
     assert masked["group_tokens"].tolist() == [int(masked["loss_mask"].sum())] * 3
+
+
+def test_the_baseline_of_opo_weighs_a_truncated_rollout_by_the_tokens_that_were_sampled():
+    # Six tokens with score 1 and two with score 0: the baseline is (6 * 1 + 2 * 0) / 8.
+    step = made_up_step(sizes=(2,))
+    mask = torch.zeros(2, 9, dtype=torch.bool)
+    mask[0, :6], mask[1, :2] = True, True
+    truncated = torch.tensor([FinishReason.LENGTH.value, FinishReason.STOP.value])
+    changes = {"loss_mask": mask, "scores": torch.tensor([1.0, 0.0]), "finish_reason": truncated}
+    step.columns = {**step.columns, **changes}
+    derived = derived_of(AlgorithmConfig(name="opo", mask_truncated=True), step)
+    close(derived["advantages"], torch.tensor([0.25, -0.75]))
+    assert derived["loss_mask"].sum(-1).tolist() == [0, 2]
 
 
 def test_the_overlong_penalty_reaches_the_advantages():

@@ -31,7 +31,6 @@ from tests.algorithms.ragged import (
     assert_as_in_loops,
     assert_padding_has_no_say,
     assert_rows_may_be_shuffled,
-    few,
     on_tokens,
     ragged,
     rows_that_count,
@@ -225,7 +224,6 @@ OF_COVARIANCES = {
 
 
 @pytest.mark.parametrize("name", OF_COVARIANCES)
-@few
 @given(batch=BATCHES, seed=st.integers(0, 9999))
 def test_covariances_see_neither_padding_nor_the_order_of_rows(name, batch, seed):
     # Those of two tokens are equal: which of them is the largest is the order's say.
@@ -239,7 +237,6 @@ def test_covariances_see_neither_padding_nor_the_order_of_rows(name, batch, seed
     assert_rows_may_be_shuffled(result, batch, seed)
 
 
-@few
 @given(batch=BATCHES)
 def test_one_advantage_per_rollout_is_enough_for_covariances(batch):
     once = batch["advantages"][:, :1]

@@ -20,7 +20,6 @@ from tests.algorithms.ragged import (
     assert_padding_has_no_say,
     assert_rows_are_apart,
     assert_rows_may_be_shuffled,
-    few,
     on_tokens,
     ragged,
     rows_that_count,
@@ -210,7 +209,6 @@ def test_of_no_tokens_none_stay():
     assert not second_moment_mask(torch.full((2, 2), NAN), nothing, threshold=1.0).any()
 
 
-@few
 @given(batch=BATCHES, threshold=st.floats(0.01, 1.0))
 def test_what_stays_is_below_the_threshold_and_one_more_would_not_be(batch, threshold):
     mask = batch["loss_mask"]
@@ -235,20 +233,17 @@ MASKED = {
 
 
 @pytest.mark.parametrize("name", MASKED)
-@few
 @given(batch=BATCHES)
 def test_padding_has_no_say(name, batch):
     assert_padding_has_no_say(lambda b: MASKED[name](b).double(), batch)
 
 
 @pytest.mark.parametrize("name", [name for name in MASKED if name != "second moment"])
-@few
 @given(batch=BATCHES, seed=SEEDS)
 def test_a_row_does_not_see_the_others(name, batch, seed):
     assert_rows_are_apart(lambda b: MASKED[name](b).double(), batch, seed)
 
 
-@few
 @given(batch=BATCHES, seed=SEEDS)
 def test_the_second_moment_does_not_see_the_order_of_rows(batch, seed):
     assert_rows_may_be_shuffled(lambda b: MASKED["second moment"](b).double(), batch, seed)

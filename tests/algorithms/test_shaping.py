@@ -13,7 +13,6 @@ from tests.algorithms.ragged import (
     assert_as_in_loops,
     assert_padding_has_no_say,
     assert_rows_are_apart,
-    few,
     on_tokens,
     ragged,
     rows_that_count,
@@ -37,7 +36,6 @@ def test_the_penalty_of_long_completions_by_hand():
     ]
 
 
-@few
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=9), st.integers(1, 30), st.floats(0.1, 10))
 def test_the_penalty_falls_linearly_from_0_to_the_factor(lengths, buffer, factor):
     penalties = soft_overlong(torch.tensor(lengths), max_length=40, buffer=buffer, factor=factor)
@@ -46,7 +44,6 @@ def test_the_penalty_falls_linearly_from_0_to_the_factor(lengths, buffer, factor
         assert penalty == pytest.approx(-factor * over / buffer, abs=2e-5)
 
 
-@few
 @given(st.lists(st.integers(0, 60), min_size=2, max_size=9), SEEDS)
 def test_a_completion_does_not_see_the_others(lengths, seed):
     order = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(seed))
@@ -76,19 +73,20 @@ def rewards_of(batch):
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("seed", range(8))
-def test_rewards_of_tokens_are_as_in_plain_loops(dtype, seed):
-    batch = ragged(seed, dtype)
-    plain, penalised = [], []
-    for row in rows_that_count(batch):
-        plain.append([*[0.0 for _ in row["values"][1:]], *row["scores"]] if row["values"] else [])
-        penalised.append([r - x for r, x in zip(plain[-1], row["values"], strict=True)])
-    mask = batch["loss_mask"]
-    assert_as_in_loops(token_rewards(batch["scores"], mask), on_tokens(plain, mask), dtype)
-    assert_as_in_loops(rewards_of(batch), on_tokens(penalised, mask), dtype)
+def test_rewards_of_tokens_are_as_in_plain_loops(dtype):
+    for seed in range(8):
+        batch = ragged(seed, dtype)
+        plain, penalised = [], []
+        for row in rows_that_count(batch):
+            plain.append(
+                [*[0.0 for _ in row["values"][1:]], *row["scores"]] if row["values"] else []
+            )
+            penalised.append([r - x for r, x in zip(plain[-1], row["values"], strict=True)])
+        mask = batch["loss_mask"]
+        assert_as_in_loops(token_rewards(batch["scores"], mask), on_tokens(plain, mask), dtype)
+        assert_as_in_loops(rewards_of(batch), on_tokens(penalised, mask), dtype)
 
 
-@few
 @given(batch=BATCHES, seed=SEEDS)
 def test_neither_padding_nor_other_rows_have_a_say(batch, seed):
     assert_padding_has_no_say(rewards_of, batch)

@@ -29,11 +29,12 @@ def test_rows_fill_what_the_config_leaves_open_and_no_more():
     assert chosen == dataclasses.replace(dapo, clip_high=0.5, dual_clip=3.0)
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_row_can_be_configured_by_its_name_alone(name):
-    settings = settings_of(AlgorithmConfig(name=name))
-    assert settings.max_length == 9
-    assert settings.params == ALGORITHMS[name].params
+def test_every_row_can_be_configured_by_its_name_alone():
+    settings = {name: settings_of(AlgorithmConfig(name=name)) for name in ALGORITHMS}
+    assert {one.max_length for one in settings.values()} == {9}
+    assert {name: one.params for name, one in settings.items()} == {
+        name: row.params for name, row in ALGORITHMS.items()
+    }
 
 
 def test_a_rows_own_numbers_are_set_under_params():

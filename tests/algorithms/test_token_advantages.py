@@ -1,5 +1,6 @@
 """Advantages of tokens, from rewards and values of tokens."""
 
+import itertools
 import math
 
 import pytest
@@ -15,7 +16,6 @@ from tests.algorithms.ragged import (
     assert_padding_has_no_say,
     assert_rows_are_apart,
     assert_rows_may_be_shuffled,
-    few,
     on_tokens,
     ragged,
     rows_that_count,
@@ -109,42 +109,41 @@ def gae(batch: Batch, gamma: float = 0.9, lam: float = 0.8, bootstrap: bool = Tr
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("bootstrap", [False, True])
-@pytest.mark.parametrize("seed", range(8))
-def test_generalized_advantages_are_as_in_plain_loops(dtype, bootstrap, seed):
-    batch = ragged(seed, dtype)
-    mask, rows = batch["loss_mask"], rows_that_count(batch)
-    advantages, returns = gae(batch, bootstrap=bootstrap)
-    expected = on_tokens(
-        [gae_of_row(row, row["scores"][0] if bootstrap else 0.0, 0.9, 0.8) for row in rows], mask
-    )
-    assert_as_in_loops(advantages, expected, dtype)
-    values = on_tokens([row["values"] for row in rows], mask)
-    assert_as_in_loops(returns, expected + values, dtype)
+def test_generalized_advantages_are_as_in_plain_loops(dtype):
+    for seed, bootstrap in itertools.product(range(8), (False, True)):
+        batch = ragged(seed, dtype)
+        mask, rows = batch["loss_mask"], rows_that_count(batch)
+        advantages, returns = gae(batch, bootstrap=bootstrap)
+        expected = on_tokens(
+            [gae_of_row(row, row["scores"][0] if bootstrap else 0.0, 0.9, 0.8) for row in rows],
+            mask,
+        )
+        assert_as_in_loops(advantages, expected, dtype)
+        values = on_tokens([row["values"] for row in rows], mask)
+        assert_as_in_loops(returns, expected + values, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("seed", range(8))
-def test_rewards_to_go_are_as_in_plain_loops(dtype, seed):
-    batch = ragged(seed, dtype)
-    expected = [returns_of_row(row, 0.9) for row in rows_that_count(batch)]
-    result = reward_to_go(batch["token_rewards"], batch["loss_mask"], gamma=0.9)
-    assert_as_in_loops(result, on_tokens(expected, batch["loss_mask"]), dtype)
+def test_rewards_to_go_are_as_in_plain_loops(dtype):
+    for seed in range(8):
+        batch = ragged(seed, dtype)
+        expected = [returns_of_row(row, 0.9) for row in rows_that_count(batch)]
+        result = reward_to_go(batch["token_rewards"], batch["loss_mask"], gamma=0.9)
+        assert_as_in_loops(result, on_tokens(expected, batch["loss_mask"]), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize("unbiased", [False, True])
-@pytest.mark.parametrize("seed", range(8))
-def test_whitened_tokens_are_as_in_plain_loops(dtype, unbiased, seed):
-    batch = ragged(seed, dtype)
-    rows = [row["values"] for row in rows_that_count(batch)]
-    tokens = [x for row in rows for x in row]
-    mean = math.fsum(tokens) / max(len(tokens), 1)
-    squares = math.fsum((x - mean) ** 2 for x in tokens)
-    deviation = math.sqrt(squares / max(len(tokens) - unbiased, 1) + 1e-8)
-    expected = [[(x - mean) / deviation for x in row] for row in rows]
-    result = whiten(batch["values"], batch["loss_mask"], unbiased=unbiased)
-    assert_as_in_loops(result, on_tokens(expected, batch["loss_mask"]), dtype)
+def test_whitened_tokens_are_as_in_plain_loops(dtype):
+    for seed, unbiased in itertools.product(range(8), (False, True)):
+        batch = ragged(seed, dtype)
+        rows = [row["values"] for row in rows_that_count(batch)]
+        tokens = [x for row in rows for x in row]
+        mean = math.fsum(tokens) / max(len(tokens), 1)
+        squares = math.fsum((x - mean) ** 2 for x in tokens)
+        deviation = math.sqrt(squares / max(len(tokens) - unbiased, 1) + 1e-8)
+        expected = [[(x - mean) / deviation for x in row] for row in rows]
+        result = whiten(batch["values"], batch["loss_mask"], unbiased=unbiased)
+        assert_as_in_loops(result, on_tokens(expected, batch["loss_mask"]), dtype)
 
 
 def test_long_sums_do_not_pile_up_rounding_in_float32():
@@ -162,7 +161,6 @@ def test_long_sums_do_not_pile_up_rounding_in_float32():
     torch.testing.assert_close(far, torch.tensor([[-1.0, 0.0, 1.0]]))
 
 
-@few
 @given(batch=BATCHES)
 def test_with_lam_0_an_advantage_is_the_error_of_one_step(batch):
     advantages, _ = gae(batch, lam=0.0, bootstrap=False)
@@ -179,7 +177,6 @@ def test_with_lam_0_an_advantage_is_the_error_of_one_step(batch):
     torch.testing.assert_close(advantages, on_tokens(errors, batch["loss_mask"]))
 
 
-@few
 @given(batch=BATCHES, gamma=st.floats(0.5, 1.0))
 def test_with_lam_1_an_advantage_is_the_return_minus_the_value(batch, gamma):
     advantages, returns = gae(batch, gamma=gamma, lam=1.0, bootstrap=False)
@@ -189,7 +186,6 @@ def test_with_lam_1_an_advantage_is_the_return_minus_the_value(batch, gamma):
     torch.testing.assert_close(advantages, expected - torch.where(mask, batch["values"], 0.0))
 
 
-@few
 @given(batch=BATCHES)
 def test_without_a_discount_the_return_of_every_token_is_the_score_on_the_last(batch):
     mask = batch["loss_mask"]
@@ -201,7 +197,6 @@ def test_without_a_discount_the_return_of_every_token_is_the_score_on_the_last(b
     assert torch.equal(reward_to_go(last, mask, gamma=1.0), expected)
 
 
-@few
 @given(batch=BATCHES)
 def test_a_critic_that_is_right_leaves_no_advantage(batch):
     mask = batch["loss_mask"]
@@ -211,7 +206,6 @@ def test_a_critic_that_is_right_leaves_no_advantage(batch):
     torch.testing.assert_close(returns, right["values"])
 
 
-@few
 @given(batch=BATCHES)
 def test_whitened_tokens_have_mean_0_and_variance_1(batch):
     mask = batch["loss_mask"]
@@ -221,7 +215,6 @@ def test_whitened_tokens_have_mean_0_and_variance_1(batch):
         assert tokens.var().item() == pytest.approx(1, abs=1e-3)
 
 
-@few
 @given(batch=BATCHES, shift=st.integers(-9, 9), factor=st.integers(1, 9))
 def test_whitening_takes_away_shift_and_unit(batch, shift, factor):
     mask = batch["loss_mask"]
@@ -238,20 +231,17 @@ OF_TOKENS = {
 
 
 @pytest.mark.parametrize("name", OF_TOKENS)
-@few
 @given(batch=BATCHES)
 def test_padding_has_no_say(name, batch):
     assert_padding_has_no_say(OF_TOKENS[name], batch)
 
 
 @pytest.mark.parametrize("name", [name for name in OF_TOKENS if name != "whitened"])
-@few
 @given(batch=BATCHES, seed=SEEDS)
 def test_a_row_does_not_see_the_others(name, batch, seed):
     assert_rows_are_apart(OF_TOKENS[name], batch, seed)
 
 
-@few
 @given(batch=BATCHES, seed=SEEDS)
 def test_whitening_does_not_see_the_order_of_rows(batch, seed):
     assert_rows_may_be_shuffled(OF_TOKENS["whitened"], batch, seed)

@@ -47,6 +47,22 @@ def test_a_new_version_brings_credits_for_one_step() -> None:
     assert admission.credit == 4
 
 
+def test_a_version_that_is_made_and_not_published_brings_no_credits() -> None:
+    """Version 0 would sample for step 2, with a bound of one: two versions behind."""
+    ledger = Ledger()
+    admission = make(ledger, depth=1)
+    for i in range(8):
+        ledger.admit(str(i), 0)
+    for i in range(4):
+        ledger.train(str(i))
+    admission.advance(1, published=False)
+    assert admission.credit == 0
+    for i in range(4, 8):
+        ledger.train(str(i))
+    admission.advance(2)
+    assert admission.credit == 8, "two steps were made, both have their credits now"
+
+
 def test_a_dropped_group_returns_its_credit() -> None:
     ledger = Ledger()
     admission = make(ledger)

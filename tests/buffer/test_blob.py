@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import safetensors.numpy
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -27,20 +27,17 @@ def same(found, wanted) -> None:  # type: ignore[no-untyped-def]
         np.testing.assert_array_equal(found[name], column)
 
 
-@settings(max_examples=50, deadline=None)
 @given(columns)
 def test_what_is_read_is_what_was_written(written) -> None:  # type: ignore[no-untyped-def]
     same(decode(encode(written)), written)
 
 
-@settings(max_examples=50, deadline=None)
 @given(columns)
 def test_the_safetensors_library_reads_our_blobs_and_we_read_its(written) -> None:  # type: ignore[no-untyped-def]
     same(safetensors.numpy.load(encode(written)), written)
     same(decode(safetensors.numpy.save(written)), written)
 
 
-@settings(max_examples=50, deadline=None)
 @given(columns)
 def test_every_column_begins_at_a_multiple_of_its_item_size(written) -> None:  # type: ignore[no-untyped-def]
     blob = encode(written)

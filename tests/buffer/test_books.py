@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.buffer import Books, Ledger
@@ -69,7 +69,6 @@ def steps(draw: st.DrawFn) -> TrainedStep:
     return TrainedStep(draw(st.integers(0, 1000)), groups, draw(programs))
 
 
-@settings(deadline=None)
 @given(steps())
 def test_a_step_is_in_the_log_with_all_it_takes_to_make_it_again(made: TrainedStep) -> None:
     assert TrainedStep.from_record(travelled(made.to_record())) == made
@@ -85,7 +84,6 @@ def test_the_uids_of_a_step_stand_in_plain_sight() -> None:
 MOVES = ["admit", "admit", "admit", "step", "filter", "drop", "again", "checkpoint"]
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(MOVES), st.integers(0, 99)), max_size=40))
 def test_after_any_sequence_the_log_gives_the_live_ledger(schedule: list[tuple[str, int]]) -> None:
     async def main() -> None:

@@ -296,7 +296,6 @@ def killed(folder: Path, fsync_s: str, lines: int) -> Iterator[tuple[str, int]]:
         yield name, int(i)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fsync_s", ["0", "0.05", ""])
 def test_what_was_acknowledged_survives_kill_9(tmp_path: Path, fsync_s: str) -> None:
     acknowledged = [*killed(tmp_path, fsync_s, 150), *killed(tmp_path, fsync_s, 77)]

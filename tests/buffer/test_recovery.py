@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.buffer import Bounds, Shard
@@ -47,7 +47,6 @@ def on_disk(part: Part) -> bytes:
 # In memory, on a virtual clock: posts are lost when the shard is killed.
 
 
-@settings(max_examples=80, deadline=None)
 @given(moves)
 def test_the_log_gives_back_what_the_shard_had(schedule: list[tuple[str, int]]) -> None:
     async def main() -> None:
@@ -69,7 +68,6 @@ def test_the_log_gives_back_what_the_shard_had(schedule: list[tuple[str, int]]) 
     run_virtual(main())
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.lists(moves, min_size=1, max_size=3))
 def test_whenever_it_is_killed_nothing_accepted_is_lost_and_a_token_means_one_thing(
     lives: list[list[tuple[str, int]]],
@@ -133,7 +131,6 @@ def journal_of(folder: Path, **config: Any) -> Journal:
     return Journal(folder, JournalConfig(**{"fsync_s": None, **config}), clock=loop.time)
 
 
-@settings(max_examples=25, deadline=None)
 @given(moves, moves, moves)
 def test_a_snapshot_and_what_came_after_its_cut_give_back_what_the_shard_had(
     tmp_path_factory: pytest.TempPathFactory,

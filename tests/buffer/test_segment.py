@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.buffer import segment
@@ -70,7 +70,6 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=50, deadline=None)
 @given(st.lists(st.tuples(st.dictionaries(st.text(), JSON), st.binary(max_size=300)), max_size=8))
 def test_a_written_file_holds_its_records(
     tmp_path_factory: pytest.TempPathFactory, content: list[tuple[dict[str, Any], bytes]]

@@ -2,13 +2,12 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.calibration.lines import fit_line, fit_median
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.floats(1e-3, 1.0), st.floats(1e-6, 1e-3), st.integers(0, 1000))
 def test_an_exact_line_is_found(each_s: float, token_s: float, seed: int) -> None:
     tokens = np.random.default_rng(seed).uniform(each_s / token_s, 5 * each_s / token_s, 30)

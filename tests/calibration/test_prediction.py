@@ -14,17 +14,24 @@ from streamrl.placement import Cluster
 from tests.calibration.runs import TRUE, play, recipe, write_run
 
 
-@pytest.mark.parametrize("mode", ["disaggregated", "colocated"])
-@pytest.mark.parametrize(("bound", "other"), [(0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    ("bound", "other", "mode"),
+    [
+        (0, 1, "colocated"),
+        (1, 0, "disaggregated"),
+        pytest.param(0, 1, "disaggregated", marks=pytest.mark.slow),
+        pytest.param(1, 0, "colocated", marks=pytest.mark.slow),
+    ],
+)
 def test_a_run_is_predicted_from_another_with_another_bound(
     tmp_path: Path, bound: int, other: int, mode: str
 ) -> None:
     runs = []
-    for seed, staleness in enumerate((bound, other)):
+    for staleness in (bound, other):
         words = (f"pipeline.max_staleness={staleness}", f"placement.mode={mode}")
         config = recipe(tmp_path, *words)
-        simulated = play(config, steps=24, seed=seed)
-        runs.append(read_run(write_run(tmp_path / f"run{seed}", config, simulated)))
+        simulated = play(config, steps=24, seed=staleness)
+        runs.append(read_run(write_run(tmp_path / f"run{staleness}", config, simulated)))
     source, target = runs
     timings = fit(source, PlannedRun.of(source, source.config).base).timings
     figures = predict(PlannedRun.of(source, target.config), timings)

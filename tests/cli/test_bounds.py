@@ -7,9 +7,9 @@ import pytest
 
 from streamrl.cli.main import main
 from streamrl.config import load_config
-from tests.cli.test_plan import SMALL, refusal, run
+from tests.cli.test_plan import TINY, refusal, run
 
-PLAN = ["plan", *SMALL, "--json"]
+PLAN = ["plan", *TINY, "--json"]
 SELDOM = "weights.publish_every=3"
 
 
@@ -37,10 +37,10 @@ def test_bounds_that_are_all_refused_are_one_line(capsys: pytest.CaptureFixture[
 
 
 def test_a_queue_that_is_small_refuses_large_bounds(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--max-staleness", "1,3", "queue.capacity_groups=128"]
+    words = ["--max-staleness", "1,3", "queue.capacity_groups=32"]
     found = json.loads(run(capsys, *PLAN, *words)[1])
     assert [each["max_staleness"] for each in found["front"]] == [1]
-    assert absent(found)[3].startswith("queue.capacity_groups=128: must be at least 256")
+    assert absent(found)[3].startswith("queue.capacity_groups=32: must be at least 64")
 
 
 def kinds(capsys: pytest.CaptureFixture[str], *words: str) -> set[str]:

@@ -17,8 +17,9 @@ from streamrl.simulator.playing import steps_of
 CONFIGS = Path(__file__).parent.parent.parent / "configs"
 GRPO = str(CONFIGS / "grpo_arithmetic.yaml")
 SIZES = ["--model", "qwen2.5-1.5b", "--prompt-tokens", "200", "--lengths", "lognormal:300:0.7"]
-STEP = ["generator.max_new_tokens=2048", "pipeline.groups_per_step=64"]
+STEP = ["generator.max_new_tokens=2048", "pipeline.groups_per_step=16"]
 SMALL = [GRPO, *STEP, "--cluster", "8xH100", *SIZES, "--proposals", "50"]
+TINY = [GRPO, *STEP, "--cluster", "4xH100", *SIZES, "--proposals", "20"]
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -82,7 +83,7 @@ def test_a_bound_without_a_row_is_told_with_the_reason(
         return "1 GB short" if is_exact and placement.max_staleness else fits(costs, placement)
 
     monkeypatch.setattr(CostModel, "unfit", refuses)
-    words = ["plan", *SMALL, "--max-staleness", "0,2"]
+    words = ["plan", *TINY, "--max-staleness", "0,2"]
     code, out = run(capsys, *words, "--json")
     assert code == 0
     found = json.loads(out)
@@ -95,7 +96,7 @@ def test_a_bound_without_a_row_is_told_with_the_reason(
 
 
 def test_the_same_seed_gives_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["plan", *SMALL, "--max-staleness", "0,2", "--json"]
+    words = ["plan", *TINY, "--max-staleness", "0,2", "--json"]
     first, again = (run(capsys, *words, "--seed", "3")[1] for _ in range(2))
     assert first == again
 
@@ -116,7 +117,7 @@ def test_what_is_planned_is_written_as_the_config_of_a_run_that_is_so_placed(
     assert again.max_staleness == placement.max_staleness
     assert picture.read_text().startswith("<svg")
     # And the simulator plays the run's own placement as it played the plan's.
-    steps = str(steps_of(64, placement.max_staleness))
+    steps = str(steps_of(16, placement.max_staleness))
     written = [str(config), "--cluster", "8xH100", *SIZES, "--steps", steps, "--json"]
     code, out = run(capsys, "simulate", *written)
     assert code == 0
@@ -127,8 +128,9 @@ def test_a_placement_goes_from_plan_to_simulate_as_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     placement, folder = tmp_path / "plan.json", tmp_path / "simulated"
-    assert run(capsys, "plan", *SMALL, "-o", str(placement), "--pipeline")[0] == 0
-    words = [*SMALL[:-2], "--placement", str(placement), "--steps", "6", "-o", str(folder)]
+    options = ["-o", str(placement), "--pipeline", "--max-staleness", "0,1"]
+    assert run(capsys, "plan", *TINY, *options)[0] == 0
+    words = [*TINY[:-2], "--placement", str(placement), "--steps", "6", "-o", str(folder)]
     code, out = run(capsys, "simulate", *words)
     assert code == 0
     assert "ledger      admitted" in out
@@ -162,7 +164,7 @@ def test_a_set_slice_changes_what_is_planned_and_what_is_simulated(
     ]
     assert len(set(steps)) == len(steps)
     # The schedule's own figures, of all that was found.
-    words = ["plan", *SMALL, "algorithm.kl_coef=0.1", "--max-staleness", "1", "--json"]
+    words = ["plan", *TINY, "algorithm.kl_coef=0.1", "--max-staleness", "1", "--json"]
     plans = [
         [each.get("step_s") for each in json.loads(run(capsys, *words, more)[1])["candidates"]]
         for more in ("placement.slice_s=0.3", "placement.slice_s=10")
@@ -173,7 +175,7 @@ def test_a_set_slice_changes_what_is_planned_and_what_is_simulated(
 def test_a_plan_is_as_far_ahead_as_its_bound_whatever_the_run_was(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    words = ["plan", *SMALL, "--max-staleness", "0,1", "--json", "pipeline.max_staleness=2"]
+    words = ["plan", *TINY, "--max-staleness", "0,1", "--json", "pipeline.max_staleness=2"]
     plain, deep = (run(capsys, *words, f"pipeline.depth={depth}") for depth in ("null", "2"))
     assert plain == deep
 
@@ -365,7 +367,8 @@ def test_an_output_that_cannot_be_is_refused(
 def test_unlike_devices_are_no_setting_of_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [GRPO, *STEP, "--cluster", "4xH100,4xA100", *SIZES, "--proposals", "20"]
+    words = [GRPO, *STEP, "--cluster", "2xH100,2xA100", *SIZES, "--proposals", "20"]
+    words += ["--max-staleness", "0"]
     out = tmp_path / "plan.yaml"
     assert "which of unlike devices" in refusal(capsys, "plan", *words, "-o", str(out))
     assert run(capsys, "plan", *words, "-o", str(tmp_path / "plan.json"))[0] == 0

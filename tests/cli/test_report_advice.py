@@ -1,6 +1,7 @@
 """`streamrl report RUN`: what bounds a run and what would help, as text and JSON."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,11 @@ from streamrl.cli.main import main
 from tests.calibration.runs import play, recipe, write_run
 
 
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    config = recipe(tmp_path)
-    return write_run(tmp_path / "run", config, play(config))
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("advice")
+    config = recipe(folder)
+    return write_run(folder / "run", config, play(config))
 
 
 def test_text_says_what_bounds_it_and_what_each_other_way_would_give(
@@ -27,11 +29,12 @@ def test_text_says_what_bounds_it_and_what_each_other_way_would_give(
 
 
 def test_of_a_stage_whose_queue_is_not_known_it_is_not_said_how_many_wait(
-    run_dir: Path, capsys: pytest.CaptureFixture[str]
+    run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = run_dir / "metrics.jsonl"
+    other = shutil.copytree(run_dir, tmp_path / "run")
+    path = other / "metrics.jsonl"
     path.write_text(path.read_text().replace("queue/depth/train", "other"))
-    assert main(["report", str(run_dir)]) == 0
+    assert main(["report", str(other)]) == 0
     text = capsys.readouterr().out
     assert "nan" not in text
     found = {line.split()[0]: line for line in text.splitlines() if line.startswith("  ")}

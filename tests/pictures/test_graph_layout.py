@@ -4,7 +4,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.config import load_config
@@ -40,7 +40,6 @@ def meet(a: Area, b: Area) -> bool:
     return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.sampled_from(RECIPES), st.integers(1, 5), st.integers(0, 3))
 def test_boxes_and_labels_are_apart_and_inside(recipe: str, steps: int, bound: int) -> None:
     layout = layout_of(FLOWS[recipe], steps, bound)
@@ -53,7 +52,6 @@ def test_boxes_and_labels_are_apart_and_inside(recipe: str, steps: int, bound: i
         assert one[3] <= layout.height
 
 
-@settings(deadline=None, max_examples=40)
 @given(st.sampled_from(RECIPES), st.integers(1, 5), st.integers(0, 3))
 def test_lines_run_clear_of_boxes_and_labels(recipe: str, steps: int, bound: int) -> None:
     layout = layout_of(FLOWS[recipe], steps, bound)

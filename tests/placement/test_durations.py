@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.placement.durations import (
@@ -129,7 +129,6 @@ def test_what_others_fill_in_for_takes_its_share_of_a_full_batch() -> None:
     assert generation.saturated_s(timing, 0) == pytest.approx(16 * 50 * 0.01 / 16)
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     groups=st.integers(1, 300),
     size=st.integers(1, 16),

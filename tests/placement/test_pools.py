@@ -1,7 +1,7 @@
 """Which slots each role has: strategies by name, by ratio and by sets of roles."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -95,7 +95,6 @@ POOLS = st.lists(st.sampled_from(ROLES), unique=True, max_size=len(ROLES)).flatm
 
 
 @given(POOLS, st.dictionaries(st.sampled_from(ROLES), st.integers(1, 9), min_size=1))
-@settings(max_examples=300, deadline=None)
 def test_every_actor_has_one_slot_of_its_roles_pool(drawn, counts) -> None:
     pools: list[dict[str, float]] = [{}, {}, {}]
     for role, pool, part in zip(*drawn, strict=True):

@@ -23,7 +23,12 @@ def test_the_best_tensor_parallelism_is_hybridflows() -> None:
 
 @pytest.mark.parametrize(
     ("model", "devices"),
-    [point for point in FIG_12 if point not in (("llama-13b", 128), ("llama-34b", 64))],
+    [
+        # The searches of the largest model take as long as all others together.
+        pytest.param(*point, marks=[pytest.mark.slow] * (point[0] == "llama-34b"))
+        for point in FIG_12
+        if point not in (("llama-13b", 128), ("llama-34b", 64))
+    ],
 )
 def test_the_best_placement_is_hybridflows(model: str, devices: int) -> None:
     found = hybridflow.best_families(hybridflow.families_of(model), devices)
@@ -72,7 +77,14 @@ def test_asynchronous_steps_are_verls() -> None:
             assert verl.step_s(run) == pytest.approx(run.step_s, rel=0.15)
 
 
-@pytest.mark.parametrize("name", [name for name in SOURCES if name not in SEARCHES])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name == "hybridflow"))
+        for name in SOURCES
+        if name not in SEARCHES
+    ],
+)
 def test_the_page_has_what_the_benchmark_prints(name: str) -> None:
     printed = markdown(name, list(SOURCES[name]()))
     assert printed in PAGE.read_text(), (

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.dataflow import Dataflow, dataflow_for
@@ -233,7 +233,6 @@ def test_being_ahead_loses_where_devices_are_few() -> None:
 MESHES = ("0-7", "0-3", "4-7", "0-1", "2-3", "4-5", "6", "7")
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     meshes=st.tuples(*[st.sampled_from(MESHES)] * 5),
     ahead=st.integers(0, 3),
@@ -278,7 +277,6 @@ def test_no_device_is_had_twice_and_no_token_is_staler_than_the_bound(
         assert sum(end - start for start, end in here) <= found.step_s * (1 + 1e-6)
 
 
-@settings(max_examples=30, deadline=None)
 @given(ahead=st.integers(0, 4), train=st.floats(0.5, 30.0))
 def test_a_step_takes_at_least_the_work_of_its_busiest_devices(ahead: int, train: float) -> None:
     timings = replace(TIMINGS, train={"policy": TrainTiming(1, train, 0.0, 1.0)})

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.placement.durations import Generation
@@ -39,7 +39,6 @@ def test_all_rollouts_of_a_step_are_some_replicas() -> None:
     assert loads.read.tolist()[0][0] == pytest.approx(9 * (7 * 10 + 24.5))
 
 
-@settings(max_examples=6, deadline=None)
 @given(
     sigma=st.floats(0.3, 1.2),
     replicas=st.integers(2, 8),

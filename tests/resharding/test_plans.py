@@ -4,7 +4,7 @@ from collections import Counter
 from fractions import Fraction
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from streamrl.resharding.boxes import nested, total, union_numel
@@ -142,7 +142,6 @@ def mixed(model: ModelSpec, data: st.DataObject) -> Layout:
     return Layout(model, shards)
 
 
-@settings(max_examples=30)
 @given(st.data(), st.integers(1, 4))
 def test_no_byte_crosses_the_network_that_a_rank_of_the_node_holds(
     data: st.DataObject, per_node: int

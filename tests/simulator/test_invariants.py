@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 from dataclasses import dataclass, replace
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.dataflow import dataflow_for
@@ -150,7 +150,6 @@ def check_devices(case: Chosen, found: Simulated) -> None:
             ends[phase] = max(end, ends.get(phase, 0.0))
 
 
-@settings(max_examples=60, deadline=None)
 @given(cases)
 def test_books_balance_tokens_are_fresh_and_devices_are_in_one_phase(case: Chosen) -> None:
     found = case.run()
@@ -158,7 +157,6 @@ def test_books_balance_tokens_are_fresh_and_devices_are_in_one_phase(case: Chose
     check_devices(case, found)
 
 
-@settings(max_examples=20, deadline=None)
 @given(cases, st.integers(0, 1))
 def test_what_is_dropped_as_stale_comes_again(case: Chosen, staleness: int) -> None:
     manner = replace(case.manner, depth=staleness + 2, on_stale="drop")
@@ -169,7 +167,6 @@ def test_what_is_dropped_as_stale_comes_again(case: Chosen, staleness: int) -> N
     assert found.without(0).staleness_max <= staleness
 
 
-@settings(max_examples=10, deadline=None)
 @given(cases)
 def test_the_same_seed_is_the_same_run(case: Chosen) -> None:
     first, second = case.run(), case.run()
@@ -177,7 +174,6 @@ def test_the_same_seed_is_the_same_run(case: Chosen) -> None:
     assert first.spans == second.spans
 
 
-@settings(max_examples=30, deadline=None)
 @given(cases, st.sampled_from([40.0, 300.0]), st.integers(1, 3))
 def test_crashes_lose_nothing_and_train_nothing_twice(
     case: Chosen, mttf_s: float, checkpoint_every: int

@@ -68,7 +68,7 @@ def errors(
     return found
 
 
-@pytest.mark.parametrize("mini_batches", [1, 4])
+@pytest.mark.parametrize("mini_batches", [1, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("lengths", [FIXED, LONG_TAILED], ids=["fixed", "long-tailed"])
 def test_every_step_takes_about_as_long_as_it_is_said_to(
     lengths: FixedLength | LognormalLengths, mini_batches: int
@@ -77,8 +77,9 @@ def test_every_step_takes_about_as_long_as_it_is_said_to(
     assert {name: error for name, error in found.items() if abs(error) > WORST} == {}
 
 
-def test_groups_that_are_handed_on_are_reckoned_with() -> None:
-    plain, slow = (errors(LONG_TAILED, 1, group_s=group_s) for group_s in (0.0, 0.1))
+@pytest.mark.parametrize("ahead", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2))])
+def test_groups_that_are_handed_on_are_reckoned_with(ahead: int) -> None:
+    plain, slow = errors(LONG_TAILED, 1), errors(LONG_TAILED, 1, aheads=(ahead,), group_s=0.1)
     worse = {name: slow[name] - plain[name] for name in slow}
     assert {name: error for name, error in worse.items() if abs(error) > 0.03} == {}
 
@@ -89,11 +90,12 @@ def test_so_do_steps_that_share_a_version(publish_every: int, ahead: int) -> Non
     assert {name: error for name, error in found.items() if abs(error) > WORST} == {}
 
 
-def test_the_median_error_is_small() -> None:
+@pytest.mark.parametrize("updates", [(1,), pytest.param((1, 4), marks=pytest.mark.slow)])
+def test_the_median_error_is_small(updates: tuple[int, ...]) -> None:
     every = [
         abs(error)
         for lengths in (FIXED, LONG_TAILED)
-        for mini_batches in (1, 4)
+        for mini_batches in updates
         for error in errors(lengths, mini_batches).values()
     ]
     assert median(every) <= MEDIAN

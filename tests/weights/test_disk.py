@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import WeightsError
@@ -69,7 +69,6 @@ def test_a_directory_can_be_moved(tmp_path: Path) -> None:
     assert is_version(read(read_manifest(tmp_path / "there" / "v00000007")), 7)
 
 
-@settings(max_examples=20, deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.errors import WeightsError
@@ -78,7 +78,6 @@ def test_every_version_is_read_as_it_was_published(outlet: SharedMemoryOutlet) -
         assert is_version(read(put(outlet, version)), version)
 
 
-@settings(max_examples=25, deadline=None)
 @given(
     st.lists(
         st.lists(

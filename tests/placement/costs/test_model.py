@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.dataflow import dataflow_for
@@ -282,7 +282,6 @@ def scaled(device: Device, **times: float) -> Device:
     return replace(device, **{key: vars(device)[key] * by for key, by in times.items()})
 
 
-@settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(["flops_per_s", "memory_bytes_per_s", "link_bytes_per_s", "memory_bytes"]),
     st.floats(1.0, 4.0),
@@ -297,7 +296,6 @@ def test_more_of_a_device_is_never_slower(key: str, by: float, grid: str, stage:
     assert seconds[1] <= seconds[0]
 
 
-@settings(max_examples=20, deadline=None)
 @given(st.floats(1.0, 8.0), st.integers(1, 4))
 def test_more_network_and_less_work_are_never_slower(by: float, groups: int) -> None:
     slow, fast = (Cluster((NodeGroup(DEVICES["A100"], 8, 2, 25e9 * x),)) for x in (1.0, by))

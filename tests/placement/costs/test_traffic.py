@@ -3,7 +3,7 @@
 from fractions import Fraction
 
 import pytest
-from hypothesis import assume, example, given, settings
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 
 from streamrl.placement.clusters import Cluster
@@ -127,7 +127,6 @@ def divides(train: Grid, follow: Grid) -> bool:
 GRIDS = st.tuples(*[st.sampled_from([1, 2, 4])] * 3).map(lambda sizes: Grid(*sizes))
 
 
-@settings(max_examples=30, deadline=None)
 @example(Grid(1, 2, 4), Grid(4, 1, 2), False)
 @given(GRIDS, GRIDS, st.booleans())
 def test_alike_layers_and_replicas_planned_once_receive_the_same(

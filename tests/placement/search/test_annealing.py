@@ -2,7 +2,7 @@
 
 import math
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.placement.meshes import Mesh
@@ -23,7 +23,6 @@ def annealing(seed: int, aheads: tuple[int, ...] = (0, 1)) -> Annealing:
     return Annealing(CHOICES, aheads, seed=seed, streamed=(True, False))
 
 
-@settings(max_examples=8, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_it_is_never_worse_than_where_it_began_and_its_placements_are_valid(seed: int) -> None:
     begun = start()

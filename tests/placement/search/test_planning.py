@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from streamrl.dataflow import Call
 from streamrl.errors import ConfigError
@@ -216,8 +214,18 @@ def test_rules_say_how_calls_may_be_split() -> None:
         assert each.grid.tensor != 2
 
 
-@settings(max_examples=4, deadline=None)
-@given(st.sampled_from(["qwen2.5-1.5b", "llama-7b", "llama-13b"]), st.integers(0, 1))
+@pytest.mark.parametrize(
+    ("size", "ahead"),
+    [
+        ("qwen2.5-1.5b", 1),
+        *(
+            pytest.param(size, ahead, marks=pytest.mark.slow)
+            for size in ("qwen2.5-1.5b", "llama-7b", "llama-13b")
+            for ahead in (0, 1)
+            if (size, ahead) != ("qwen2.5-1.5b", 1)
+        ),
+    ],
+)
 def test_twice_the_devices_are_never_slower(size: str, ahead: int) -> None:
     def best_s(cluster: str) -> float:
         problem = ppo(cluster, size, FIXED)

@@ -1,0 +1,91 @@
+"""Randomised tests end when their budget is used, and still find what they would have found."""
+
+import contextlib
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+
+from tests.budget import LEAST, Budget, BudgetUsedError, within_budget
+
+Seen = list[int]
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> Seen:
+    """What a body was called with; each number in it has taken a second of processor time."""
+    numbers: Seen = []
+    monkeypatch.setattr(time, "process_time", lambda: float(len(numbers)))
+    return numbers
+
+
+def run(body: Callable[..., None], seconds: float = 0.5) -> None:
+    """Run a body that draws a number as pytest runs a randomised test."""
+    with contextlib.suppress(BudgetUsedError):
+        given(number=st.integers(0))(within_budget(body, seconds))()
+
+
+@pytest.mark.parametrize(("seconds", "draws"), [(0.5, LEAST), (10.0, 11), (10.5, 11)])
+def test_a_randomised_test_draws_nothing_more_once_its_budget_is_used(
+    seen: Seen, seconds: float, draws: int
+) -> None:
+    def body(number: int) -> None:
+        seen.append(number)
+
+    run(body, seconds)
+    assert len(seen) == draws
+
+
+def test_examples_that_are_written_down_come_in_addition(seen: Seen) -> None:
+    @example(number=-3)
+    @example(number=-2)
+    def body(number: int) -> None:
+        seen.append(number)
+
+    run(body)
+    assert sorted(seen)[:2] == [-3, -2]
+    assert len(seen) == LEAST + 2
+
+
+def test_draws_that_are_rejected_do_not_lengthen_it(seen: Seen) -> None:
+    def body(number: int) -> None:
+        seen.append(number)
+        assume(number % 2)
+
+    run(body)
+    assert len(seen) == LEAST
+
+
+def test_a_failure_is_made_as_simple_as_without_a_budget(seen: Seen) -> None:
+    def body(number: int) -> None:
+        seen.append(number)
+        assert number == -1
+
+    with pytest.raises(AssertionError):
+        run(body)
+    assert seen[-1] == 0
+
+
+def test_pytest_gives_each_case_of_a_randomised_test_its_share(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.budget.SECONDS", 40.0)
+
+    @given(data=st.data())
+    def test(data: st.DataObject) -> None:
+        seen.append(data.draw(st.integers()))
+
+    cases: Any = [SimpleNamespace(obj=test)] * 2
+    plugin = Budget()
+    plugin.pytest_collection_finish(cast(pytest.Session, SimpleNamespace(items=cases)))
+    call = plugin.pytest_runtest_call(cases[0])
+    next(call)
+    with pytest.raises(BudgetUsedError) as end:
+        test()
+    with pytest.raises(StopIteration):
+        call.throw(end.value)
+    assert len(seen) == 21
