@@ -2,12 +2,12 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
 from streamrl.buffer import Bounds, Ports, QueueConfig, Shard, ShardStats
-from streamrl.buffer.blob import join, size_of
+from streamrl.buffer.blob import Blob, join, size_of
 from streamrl.buffer.exchange import Commit, Grant
 from streamrl.buffer.group import GroupBook
 from streamrl.buffer.leases import Overdue, Request
@@ -17,6 +17,7 @@ from streamrl.messages import Filtered, Lease
 
 CALL_S = 0.001
 RETRY_S = 0.2
+Result = TypeVar("Result")
 
 
 class MemoryLog:
@@ -96,7 +97,7 @@ class LocalShard:
         self.shard = self._make(self.log)
         self._up.set()
 
-    async def _call(self, work: Callable[[Shard], Awaitable[Any]]) -> Any:
+    async def _call(self, work: Callable[[Shard], Awaitable[Result]]) -> Result:
         while True:
             await self._up.wait()
             deaths = self.deaths
@@ -113,25 +114,31 @@ class LocalShard:
                 if self.deaths == deaths:
                     raise
 
-    async def _one(self, work: Callable[[Shard], Awaitable[Any]]) -> Any:
+    async def _ask(self, work: Callable[[Shard], Result]) -> Result:
+        async def ask(shard: Shard) -> Result:
+            return work(shard)
+
+        return await self._call(ask)
+
+    async def _one(self, work: Callable[[Shard], Awaitable[Result]]) -> Result:
         await asyncio.sleep(CALL_S)
         result = await work(self.shard)
         await asyncio.sleep(CALL_S)
         return result
 
     async def admit(self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float) -> list[str]:
-        return list(await self._call(lambda shard: shard.admit(entries, wait_s=wait_s)))
+        return await self._call(lambda shard: shard.admit(entries, wait_s=wait_s))
 
     async def add(
         self, entries: Sequence[tuple[str, bytes, int]], commits: Sequence[Commit], *, wait_s: float
     ) -> list[str]:
-        return list(await self._call(lambda shard: shard.add(entries, commits, wait_s=wait_s)))
+        return await self._call(lambda shard: shard.add(entries, commits, wait_s=wait_s))
 
     async def take(self, request: Request, *, wait_s: float) -> list[Grant]:
-        return list(await self._call(lambda shard: shard.take(request, wait_s=wait_s)))
+        return await self._call(lambda shard: shard.take(request, wait_s=wait_s))
 
     async def put(self, commits: Sequence[Commit]) -> list[str]:
-        refused = list(await self._call(lambda shard: shard.put(commits)))
+        refused = await self._call(lambda shard: shard.put(commits))
         if self._repeats():
             again = await self._call(lambda shard: shard.put(commits))
             # What was refused may be taken now: a shard that died has forgotten that a lease ended.
@@ -141,44 +148,40 @@ class LocalShard:
 
     async def note(self, commits: Sequence[Commit]) -> None:
         self.notes += len(commits)
-        await self._call(lambda shard: _now(shard.note(commits)))
+        await self._ask(lambda shard: shard.note(commits))
 
     async def fail(self, entries: Sequence[tuple[Lease, StreamError]]) -> None:
-        await self._call(lambda shard: _now(shard.fail(entries)))
+        await self._ask(lambda shard: shard.fail(entries))
 
     async def filter(self, entries: Sequence[tuple[Lease, Filtered]]) -> None:
-        await self._call(lambda shard: _now(shard.filter(entries)))
+        await self._ask(lambda shard: shard.filter(entries))
 
     async def renew(self, leases: Sequence[Lease]) -> list[Lease]:
-        return list(await self._call(lambda shard: _now(shard.renew(leases))))
+        return await self._ask(lambda shard: shard.renew(leases))
 
-    async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Sequence[bytes]]:
-        return list(await self._call(lambda shard: _now(shard.read(uids, columns))))
+    async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Sequence[Blob]]:
+        return await self._ask(lambda shard: shard.read(uids, columns))
 
     async def leave(self, uids: Sequence[str], version: int) -> None:
         await self._call(lambda shard: shard.leave(uids, version))
 
     async def end_step(self, uids: Sequence[str], version: int) -> ShardStats:
-        return cast(ShardStats, await self._call(lambda shard: shard.end_step(uids, version)))
+        return await self._call(lambda shard: shard.end_step(uids, version))
 
     async def stats(self) -> ShardStats:
-        return cast(ShardStats, await self._call(lambda shard: _now(shard.stats())))
+        return await self._ask(lambda shard: shard.stats())
 
     async def release(self, holder: str, *, died: bool = True) -> int:
-        return int(await self._call(lambda shard: _now(shard.release(holder, died=died))))
+        return await self._ask(lambda shard: shard.release(holder, died=died))
 
     async def overdue(self, age_s: float) -> list[Overdue]:
-        return list(await self._call(lambda shard: _now(shard.overdue(age_s))))
+        return await self._ask(lambda shard: shard.overdue(age_s))
 
     async def take_back(self, found: Sequence[Overdue]) -> None:
-        await self._call(lambda shard: _now(shard.take_back(found)))
+        await self._ask(lambda shard: shard.take_back(found))
 
     async def whereabouts(self, uids: Sequence[str]) -> dict[str, str]:
-        return dict(await self._call(lambda shard: _now(shard.whereabouts(uids))))
-
-
-async def _now(value: Any) -> Any:
-    return value
+        return await self._ask(lambda shard: shard.whereabouts(uids))
 
 
 def recover(stages: Mapping[str, Ports], log: MemoryLog) -> GroupBook:

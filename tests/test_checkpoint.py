@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -270,6 +271,6 @@ def test_a_shard_continues_its_snapshot_in_the_newest_checkpoint(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("key", "value"), [("every", -1), ("keep", 0)])
-def test_impossible_settings_are_refused(key: str, value: int) -> None:
+def test_impossible_settings_are_refused(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"checkpoint\.{key}={value}"):
         CheckpointConfig(**{key: value})

@@ -26,6 +26,7 @@ from streamrl.dataflow import POLICY
 from streamrl.errors import ConfigError, DropError, FilterError
 from streamrl.messages import Ended, Prompt
 from streamrl.pipeline import admit
+from streamrl.publishing import Publishing
 from streamrl.simulator.clock import run_virtual
 from streamrl.weights.registry import WeightRegistry
 from tests.buffer.shards import STAGES
@@ -63,7 +64,7 @@ def control_of(*, log: MemoryLog | None = None, **settings: Any) -> Control:
         admission,
         StepAssembler(max_staleness=1, groups_per_step=3),
         Books(admission.ledger, log or MemoryLog()),
-        {POLICY: WeightRegistry(keep_versions=2)},
+        Publishing({}, {POLICY: WeightRegistry(keep_versions=2)}),
         Dials(ALGORITHMS["grpo"], AlgorithmConfig().settings(max_length=8, reward_weights={})),
         FakePrompts(),
         **settings,
@@ -361,6 +362,6 @@ def test_more_depth_than_the_bound_is_refused_with_the_arithmetic_unless_stale_i
         ("on_stall", "sleep", "must be one of abort, redeliver, warn"),
     ],
 )
-def test_impossible_settings_are_refused(key: str, value: float, rule: str) -> None:
+def test_impossible_settings_are_refused(key: str, value: Any, rule: str) -> None:
     with pytest.raises(ConfigError, match=rf"^pipeline\.{key}={value}: {rule}$"):
         PipelineConfig(**{key: value})

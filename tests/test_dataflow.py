@@ -91,7 +91,8 @@ def flow_of(recipe: str) -> Dataflow:
 
 
 def edges(flow: Dataflow) -> dict[tuple[str, str], list[str]]:
-    return {(a, b): columns for a, b, columns in flow.graph.edges(data="columns")}
+    graph = flow.graph
+    return {(a, b): graph.edges[a, b]["columns"] for a, b in graph.edges}
 
 
 @pytest.mark.parametrize("recipe", GOLDEN)
@@ -190,8 +191,8 @@ def test_three_steps_of_grpo_one_version_behind() -> None:
     graph = flow_of("grpo_arithmetic").unroll(3, 1)
     assert set(graph) == {(i, s) for i in range(3) for s in ("generate", "reward", "train")}
     found: dict[Wait, set[object]] = {kind: set() for kind in Wait}
-    for a, b, kind in graph.edges(data="kind"):
-        found[kind].add((a, b))
+    for a, b in graph.edges:
+        found[graph.edges[a, b]["kind"]].add((a, b))
     assert found[Wait.DATA] == {((i, a), (i, b)) for i in range(3) for a, b in GRPO}
     assert found[Wait.ORDER] == {((i, "train"), (i + 1, "train")) for i in range(2)}
     assert found[Wait.VERSION] == {((0, "train"), (2, "generate"))}
@@ -289,4 +290,4 @@ def test_one_step_is_the_flow_and_a_looser_bound_only_takes_waits_away(
 
 
 def _of_kind(graph: "nx.DiGraph[tuple[int, str]]", kind: Wait) -> set[object]:
-    return {(a, b) for a, b, found in graph.edges(data="kind") if found == kind}
+    return {(a, b) for a, b in graph.edges if graph.edges[a, b]["kind"] == kind}

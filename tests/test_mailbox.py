@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from streamrl.errors import ConfigError, DiskError
-from streamrl.mailbox import FOLDER, TAKEN_S, Answer, Mailbox, ask
+from streamrl.mailbox import FOLDER, TAKEN_S, Answer, Mailbox, Request, ask
 
 
 class Clock:
     """Time that passes when somebody sleeps; the run does something at every look."""
 
-    def __init__(self, run: Callable[[float], None]) -> None:
+    def __init__(self, run: Callable[[float], object]) -> None:
         self.now = 0.0
         self._run = run
 
@@ -27,7 +27,7 @@ class Clock:
         self._run(self.now)
 
 
-def asked(run_dir: Path, run: Callable[[float], None], **counts: int) -> Answer:
+def asked(run_dir: Path, run: Callable[[float], object], **counts: int) -> Answer:
     clock = Clock(run)
     return ask(run_dir, counts, timeout_s=100.0, clock=clock, sleep=clock.sleep)
 
@@ -39,7 +39,8 @@ def opened(run_dir: Path) -> Mailbox:
 
 
 def test_a_request_is_taken_once_answered_and_leaves_nothing_behind(tmp_path: Path) -> None:
-    mailbox, taken = opened(tmp_path), []
+    mailbox = opened(tmp_path)
+    taken: list[Request] = []
 
     def run(now: float) -> None:
         taken.extend(mailbox.take())
@@ -52,7 +53,8 @@ def test_a_request_is_taken_once_answered_and_leaves_nothing_behind(tmp_path: Pa
 
 
 def test_two_that_ask_at_once_get_their_own_answers(tmp_path: Path) -> None:
-    mailbox, inner = opened(tmp_path), []
+    mailbox = opened(tmp_path)
+    inner: list[Answer] = []
 
     def answer_all(now: float) -> None:
         for request in mailbox.take():
@@ -87,7 +89,9 @@ def test_foreign_and_half_written_files_are_no_requests(tmp_path: Path) -> None:
 
 
 def test_an_answer_nobody_waits_for_goes_with_the_run(tmp_path: Path) -> None:
-    mailbox, taken, times = opened(tmp_path), [], []
+    mailbox = opened(tmp_path)
+    taken: list[Request] = []
+    times: list[float] = []
     with pytest.raises(ConfigError, match="no answer within 100 s"):
         asked(tmp_path, lambda now: taken.extend(mailbox.take()), generator=2)
     mailbox.answer(taken[0].id, Answer(["generators: 1 -> 2"], True))
@@ -127,7 +131,8 @@ def test_a_disk_that_refuses_an_answer_is_named(
 def test_a_run_that_is_not_there_is_told_at_once_or_after_a_while(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the run is not running, or still starting"):
         asked(tmp_path, lambda now: None, generator=2)
-    mailbox, times = opened(tmp_path), []
+    mailbox = opened(tmp_path)
+    times: list[float] = []
     with pytest.raises(ConfigError, match=f"no answer within {TAKEN_S:g} s: the run is not"):
         asked(tmp_path, times.append, generator=2)
     assert TAKEN_S < times[-1] < TAKEN_S + 1
@@ -148,7 +153,8 @@ def test_a_request_to_a_run_that_died_does_not_reach_the_one_that_goes_on(tmp_pa
 def test_who_waits_when_a_run_ends_or_is_resumed_is_told_at_once(
     tmp_path: Path, end: Callable[[Mailbox], None]
 ) -> None:
-    mailbox, times = opened(tmp_path), []
+    mailbox = opened(tmp_path)
+    times: list[float] = []
 
     def run(now: float) -> None:
         times.append(now)
@@ -162,4 +168,4 @@ def test_who_waits_when_a_run_ends_or_is_resumed_is_told_at_once(
 def test_a_taken_request_that_is_never_answered_has_a_deadline(tmp_path: Path) -> None:
     mailbox = opened(tmp_path)
     with pytest.raises(ConfigError, match=r"no answer within 100 s; what was asked for may"):
-        asked(tmp_path, lambda now: mailbox.take() and None, generator=2)
+        asked(tmp_path, lambda now: mailbox.take(), generator=2)

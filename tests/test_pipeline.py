@@ -141,7 +141,12 @@ def test_on_policy_training_overlaps_the_generation_of_its_own_step() -> None:
 
 
 def test_one_step_of_staleness_generates_the_next_step_while_this_one_trains() -> None:
-    balanced = {"generate_s": (4.0, 4.0), "train_s": 2.0, "micro_batch_tokens": 1000, "steps": 8}
+    balanced: dict[str, Any] = {
+        "generate_s": (4.0, 4.0),
+        "train_s": 2.0,
+        "micro_batch_tokens": 1000,
+        "steps": 8,
+    }
     slow = run_virtual(run_stream(Plan(max_staleness=0, **balanced)))
     fast = run_virtual(run_stream(Plan(max_staleness=1, **balanced)))
     assert fast.step_ends[-1] < 0.75 * slow.step_ends[-1]

@@ -123,7 +123,9 @@ def test_a_split_generator_asks_for_a_device_for_each_of_its_processes(
         modes = ways(config, run[1], on_gpu)
         reason = "in a colocated run it must divide trainer.world_size=1"
         assert modes["colocated"] == f"generator.tensor_parallel=2: {reason}"
-        asked = {demand.role: getattr(demand, key) for demand in modes["disaggregated"]}
+        demands = modes["disaggregated"]
+        assert not isinstance(demands, str), demands
+        asked = {demand.role: getattr(demand, key) for demand in demands}
         assert (asked["generator"], asked["trainer"]) == (2, 1)
 
 

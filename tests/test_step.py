@@ -3,6 +3,7 @@
 import asyncio
 import re
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,7 +18,7 @@ from streamrl.errors import DeadlineError
 from streamrl.messages import parse_uid
 from streamrl.serving import WAIT_S
 from streamrl.simulator.clock import run_virtual
-from streamrl.step import add_sums, replay
+from streamrl.step import Part, add_sums, replay
 from tests.fake_stream import Disk, Stream, build_stream, run_loops, run_stream
 from tests.fakes import Plan
 
@@ -80,7 +81,7 @@ def test_what_is_made_again_comes_in_the_rounds_it_was_made_in() -> None:
     (step,) = [r for r in stream.disk.books.records if r.meta["kind"] == "step"]
     recorded = TrainedStep.from_record(step)
 
-    async def main() -> list[object]:
+    async def main() -> list[Part]:
         return [part async for part in replay(recorded)]
 
     (part,) = run_virtual(main())
@@ -143,7 +144,7 @@ def test_whenever_it_is_stopped_a_run_with_short_steps_is_of_one_version(
         await asyncio.sleep(stop_s)
         stream.control.stop()
 
-    facts = {"micro_batch_tokens": 11, "generate_s": (0.1, 0.5), "train_s": train_s}
+    facts: dict[str, Any] = {"micro_batch_tokens": 11, "generate_s": (0.1, 0.5), "train_s": train_s}
     stream = run_virtual(
         run_stream(Plan(seed=seed, steps=1000, pace=pace, critic=True, **facts), disturb=stop)
     )
@@ -156,7 +157,7 @@ def test_whenever_it_is_stopped_a_run_with_short_steps_is_of_one_version(
 @pytest.mark.parametrize("critic", [False, True])
 @pytest.mark.parametrize("train_s", [0.3, 2.0, 4.0])
 def test_a_run_that_is_stopped_before_its_first_update_makes_none(
-    train_s: float, critic: bool
+    train_s: float, critic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def stop(stream: Stream) -> None:
         begun, train_round = asyncio.Event(), stream.trainer.train_round
@@ -165,7 +166,7 @@ def test_a_run_that_is_stopped_before_its_first_update_makes_none(
             begun.set()
             return await train_round(work, epoch=epoch)
 
-        stream.trainer.train_round = noted
+        monkeypatch.setattr(stream.trainer, "train_round", noted)
         await begun.wait()
         await asyncio.sleep(0.1)
         stream.control.stop()

@@ -36,7 +36,7 @@ def value_of(text):
     numbers = []
 
     def value(node):
-        if isinstance(node, ast.Constant):
+        if isinstance(node, ast.Constant) and isinstance(node.value, int):
             numbers.append(node.value)
             return Fraction(node.value)
         if isinstance(node, ast.BinOp) and type(node.op) in SIGNS:

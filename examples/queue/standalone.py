@@ -32,19 +32,23 @@ NUM_GROUPS, GROUP_SIZE = 400, 4
 LONGEST_S = 60.0
 
 
-@ray.remote(num_cpus=0)
 class Worker:
     """Takes groups that are ready for a stage, computes, and puts the columns of the stage."""
 
     def __init__(self, shards: list[RemoteShard], name: str) -> None:
         self.queue = ExperienceQueue(shards, name)
 
+    @ray.method
     async def run(self, stage: str, compute: Callable[[Experience], Columns]) -> None:
         """Without end. What takes longer than queue.lease_s must call `queue.renew` meanwhile."""
         needs = STAGES[stage].needs
         while True:
             taken = await self.queue.take(stage, max_groups=4, columns=needs, wait_s=1.0)
             await self.queue.put([(group.lease, compute(group)) for group in taken])
+
+
+# By a call and with @ray.method, not @ray.remote above the class: so a type checker sees `remote`.
+WORKER = ray.remote(num_cpus=0)(Worker)
 
 
 def make_rollouts(group: Experience) -> Columns:
@@ -95,7 +99,7 @@ async def main(folder: Path) -> int:
     """Put prompts in, let the others work, receive all; 0 if each came once and whole."""
     shards = start_shards(STAGES, folder, bounds=Bounds(NUM_GROUPS), config=QueueConfig(shards=2))
     jobs = {"producer-0": "generate", "producer-1": "generate", "scorer-0": "reward"}
-    workers = {name: Worker.remote(shards, name) for name in jobs}
+    workers = {name: WORKER.remote(shards, name) for name in jobs}
     for name, stage in jobs.items():
         workers[name].run.remote(stage, make_rollouts if stage == "generate" else score)
     queue, uids = ExperienceQueue(shards, "consumer"), [make_uid(0, i) for i in range(NUM_GROUPS)]

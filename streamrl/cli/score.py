@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 
@@ -36,6 +36,7 @@ from streamrl.user_module import split_reference
 FAILED = 1
 PASS, WRONG, INFRA = (one.value for one in (Verdict.PASS, Verdict.WRONG, Verdict.INFRA_ERROR))
 Line = dict[str, Any]
+Judged = TypeVar("Judged")
 """What is said of one completion, as it is printed."""
 
 
@@ -176,7 +177,11 @@ async def _score(judges: Judges, groups: Sequence[Group], config: RunConfig) -> 
 
 
 async def side_by_side(
-    judge: Callable[[Group], Any], groups: Sequence[Group], *, most: int, tell: Callable[..., None]
+    judge: Callable[[Judged], Any],
+    groups: Sequence[Judged],
+    *,
+    most: int,
+    tell: Callable[..., None],
 ) -> None:
     """Judge so many groups at once, and tell of each as it ends. Rewards bound their own time."""
     left, pending = iter(groups), set[asyncio.Task[Any]]()

@@ -48,6 +48,12 @@ def ragged(seed: int, dtype: torch.dtype = torch.float64) -> Batch:
 BATCHES = st.builds(ragged, st.integers(0, 9999))
 
 
+def gradient(leaf: Tensor) -> Tensor:
+    """Fail if a leaf has none."""
+    assert leaf.grad is not None
+    return leaf.grad
+
+
 def take(batch: Batch, rows: Sequence[int]) -> Batch:
     """Some of the rows, in this order."""
     return {name: x[list(rows)] for name, x in batch.items()}

@@ -2,6 +2,7 @@
 
 import math
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -67,7 +68,7 @@ def test_weights_stay_finite():
         assert importance_weights(far, torch.ones(2, 2).bool(), level=level).isfinite().all()
 
 
-BOUNDED = {
+BOUNDED: dict[str, dict[str, Any]] = {
     f"{level} {mode}": {"level": level, "mode": mode, "low": 0.6, "high": 1.5}
     for level, mode in product(WEIGHT_LEVELS, WEIGHT_MODES)
 }

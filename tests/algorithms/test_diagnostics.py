@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamrl.algorithms.diagnostics import FINEST, HALF_BINS, divergence_sums
-from streamrl.algorithms.summary import summarise_divergence
+from streamrl.algorithms.diagnostics import divergence_sums
+from streamrl.algorithms.summary import FINEST, HALF_BINS, summarise_divergence
 from tests.algorithms.ragged import (
     BATCHES,
     BOUNDS,

@@ -34,6 +34,7 @@ from tests.algorithms.ragged import (
     assert_as_in_loops,
     assert_padding_has_no_say,
     assert_rows_are_apart,
+    gradient,
     on_tokens,
     ragged,
     rows_that_count,
@@ -72,16 +73,19 @@ POLICY_LOSSES: dict[str, Callable[[Batch], Tensor]] = {
     ),
     "reinforce": lambda b: score_function(b["logprobs"], b["advantages"]),
 }
+
+
+def divergence_of(kind: str) -> Callable[[Batch], Tensor]:
+    return lambda b: kl_estimate(b["logprobs"], b["ref_logprobs"], kind)
+
+
 KL_KINDS = ("k1", "k2", "k3", "abs", "k1+", "k2+", "k3+", "abs+")
 LOSSES = POLICY_LOSSES | {
     "value": lambda b: value_loss(b["values"], b["returns"], b["old_values"]),
     "clipped value": lambda b: value_loss(
         b["values"], b["returns"], b["old_values"], clip=VALUE_CLIP
     ),
-    **{
-        kind: lambda b, kind=kind: kl_estimate(b["logprobs"], b["ref_logprobs"], kind)
-        for kind in KL_KINDS
-    },
+    **{kind: divergence_of(kind) for kind in KL_KINDS},
 }
 
 
@@ -100,7 +104,12 @@ def run(name: str, batch: Batch) -> tuple[Tensor, Tensor]:
     tokens["log_ratio"] = tokens["logprobs"] - tokens["old_logprobs"]
     loss = keep(LOSSES[name](tokens), mask)
     loss.sum().backward()
-    return loss.detach(), leaf.grad
+    return loss.detach(), gradient(leaf)
+
+
+def part_of(name: str, part: int) -> Callable[[Batch], Tensor]:
+    """One of what `run` gives: 0 the loss, 1 the gradient."""
+    return lambda batch: run(name, batch)[part]
 
 
 # The same in plain Python: a row's tokens -> their losses and slopes (gradients by what is trained,
@@ -249,14 +258,14 @@ def test_losses_and_gradients_are_as_in_plain_loops(name, dtype):
 @given(batch=BATCHES)
 def test_padding_has_no_say_in_loss_or_gradient(name, batch):
     for i in range(2):
-        assert_padding_has_no_say(lambda b, i=i: run(name, b)[i], batch)
+        assert_padding_has_no_say(part_of(name, i), batch)
 
 
 @pytest.mark.parametrize("name", LOSSES)
 @given(batch=BATCHES, seed=SEEDS)
 def test_a_row_does_not_see_the_others(name, batch, seed):
     for i in range(2):
-        assert_rows_are_apart(lambda b, i=i: run(name, b)[i], batch, seed)
+        assert_rows_are_apart(part_of(name, i), batch, seed)
 
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
@@ -302,7 +311,14 @@ def first_step(loss: Callable[[Batch], Tensor], batch: Batch, mode: str) -> Tens
     group_ids = torch.arange(len(mask)) // 2
     total = aggregate(loss(tokens), mask, mode=mode, max_length=9, group_ids=group_ids)
     total.backward()
-    return leaf.grad
+    return gradient(leaf)
+
+
+def dppo_masked(kind: str, bound: float) -> Callable[[Batch], Tensor]:
+    bounds = {"low": bound, "high": bound, "cap": 1.0}
+    return lambda b: divergence_masked(
+        b["log_ratio"], b["advantages"], logprobs=b["logprobs"], kind=kind, **bounds
+    )
 
 
 EXACTLY = {
@@ -311,10 +327,7 @@ EXACTLY = {
         b["log_ratio"], b["advantages"], temperature_negative=1.0
     ),
     **{
-        f"dppo {kind}, bounds {bound}": lambda b, kind=kind, bound=bound: divergence_masked(
-            *(b["log_ratio"], b["advantages"]),
-            **{"logprobs": b["logprobs"], "kind": kind, "low": bound, "high": bound, "cap": 1.0},
-        )
+        f"dppo {kind}, bounds {bound}": dppo_masked(kind, bound)
         for kind in ("tv", "kl")
         for bound in (0.0, 0.2)
     },

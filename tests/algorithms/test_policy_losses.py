@@ -1,13 +1,16 @@
 """The policy losses beside PPO's, and the critic's; what they share is in test_every_loss.py."""
 
 import math
+from collections.abc import Callable
 from functools import partial
 from statistics import mean
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from streamrl.algorithms.losses import (
     aggregate,
@@ -31,6 +34,7 @@ from tests.algorithms.ragged import (
     assert_as_in_loops,
     assert_padding_has_no_say,
     assert_rows_may_be_shuffled,
+    gradient,
     on_tokens,
     ragged,
     rows_that_count,
@@ -216,7 +220,7 @@ def test_covariances_are_as_in_plain_loops(dtype):
         assert_as_in_loops(result, on_tokens(expected, mask), torch.float64)
 
 
-OF_COVARIANCES = {
+OF_COVARIANCES: dict[str, Callable[..., Tensor]] = {
     "covariances": covariances,
     "top": partial(covariance_top, fraction=0.3),
     "band": partial(covariance_band, low=-0.1, high=0.3, fraction=1.0),
@@ -284,7 +288,7 @@ def test_the_largest_covariances_are_chosen():
 def test_nothing_is_chosen_of_nothing():
     nothing = torch.zeros_like(COV_MASK)
     assert not covariance_top(COV_LOGPROBS, COV_ADVANTAGES, nothing, fraction=1.0).any()
-    band = {"low": -1.0, "high": 9.0, "fraction": 1.0}
+    band: dict[str, Any] = {"low": -1.0, "high": 9.0, "fraction": 1.0}
     assert not covariance_band(COV_LOGPROBS, COV_ADVANTAGES, nothing, **band).any()
 
 
@@ -368,4 +372,4 @@ def test_the_first_step_of_clip_cov_is_that_of_ppo_but_for_the_chosen():
     covariance_clip(log_ratio, advantages, chosen=CHOSEN, **CLIP).sum().backward()
     other = logprobs.detach().requires_grad_()
     clipped_surrogate(other - other.detach(), advantages, **CLIP).sum().backward()
-    assert torch.equal(logprobs.grad, torch.where(CHOSEN, 0.0, other.grad))
+    assert torch.equal(gradient(logprobs), torch.where(CHOSEN, 0.0, gradient(other)))

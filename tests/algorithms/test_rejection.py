@@ -1,12 +1,15 @@
 """Tokens and rollouts of another policy that are too far off to be trained on."""
 
 import math
+from collections.abc import Callable, Mapping
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from streamrl.algorithms.choices import REJECTION_KINDS, REJECTION_LEVELS
 from streamrl.algorithms.correction import (
@@ -17,6 +20,7 @@ from streamrl.algorithms.correction import (
 )
 from tests.algorithms.ragged import (
     BATCHES,
+    Batch,
     assert_padding_has_no_say,
     assert_rows_are_apart,
     assert_rows_may_be_shuffled,
@@ -114,7 +118,7 @@ def test_a_log_ratio_counts_as_20_at_most():
         assert rejection_mask(x, mask, kind="k1", level="sum", **bounds).all()
 
 
-REJECTING = {
+REJECTING: dict[str, dict[str, Any]] = {
     f"{kind} {level}": {"kind": kind, "level": level, "high": 1.4 if kind == "k1" else 0.1}
     | ({"low": 0.6} if kind == "k1" else {})
     for kind, level in product(REJECTION_KINDS, REJECTION_LEVELS)
@@ -220,11 +224,12 @@ def test_what_stays_is_below_the_threshold_and_one_more_would_not_be(batch, thre
     assert not inside or not outside or inside[-1] < outside[0]
 
 
+def rejecting(options: Mapping[str, Any]) -> Callable[[Batch], Tensor]:
+    return lambda b: rejection_mask(b["log_ratio"], b["loss_mask"], **options)
+
+
 MASKED = {
-    **{
-        name: lambda b, options=options: rejection_mask(b["log_ratio"], b["loss_mask"], **options)
-        for name, options in REJECTING.items()
-    },
+    **{name: rejecting(options) for name, options in REJECTING.items()},
     "left behind": lambda b: off_policy_sequence_mask(
         b["log_ratio"], b["advantages"], b["loss_mask"], threshold=0.1
     ),

@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -179,7 +180,11 @@ def test_prompt_mean_cannot_leave_rejected_tokens_out_of_its_count():
 
 
 def test_the_config_is_one_omegaconf_can_read():
-    given = {"name": "sapo", "clip_low": 0.1, "params": {"temperature_positive": 0.5}}
+    given: dict[str, Any] = {
+        "name": "sapo",
+        "clip_low": 0.1,
+        "params": {"temperature_positive": 0.5},
+    }
     merged = OmegaConf.merge(OmegaConf.structured(AlgorithmConfig), given)
     assert OmegaConf.to_object(merged) == AlgorithmConfig(**given)
 

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ NAN = math.nan
 TURNS = torch.tensor([[True, False, True, False]])
 REWARDS = torch.tensor([[1.0, NAN, 2.0, NAN]])
 VALUES = torch.tensor([[0.5, NAN, 1.0, NAN]])
-DISCOUNT = {"gamma": 0.9, "lam": 0.8}
+DISCOUNT: dict[str, Any] = {"gamma": 0.9, "lam": 0.8}
 SEEDS = st.integers(0, 9999)
 
 

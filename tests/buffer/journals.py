@@ -1,7 +1,7 @@
 """Journals under test, and notes to put into them."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,15 @@ def numbers(folder: Path, **bounds: Any) -> list[int | None]:
         None if isinstance(item, Corrupt) else item[1].meta["i"]
         for item in replay(folder, **bounds)
     ]
+
+
+def intact(items: Iterable[tuple[Position, Record] | Corrupt]) -> list[tuple[Position, Record]]:
+    """Fail if one of the records is corrupt."""
+    found = []
+    for item in items:
+        assert not isinstance(item, Corrupt), item
+        found.append(item)
+    return found
 
 
 def opened(folder: Path, **config: Any) -> Journal:

@@ -185,8 +185,8 @@ def _facts(group: Group, blob_of: Callable[[Any], bytes], leases: bool) -> tuple
         for stage, several in group.leases.items()
         for one in several
     )
-    common = (group.uid, group.prompt, group.admitted_version, group.ended)
-    common = (*common, Counter(group.failures), held if leases else [])
+    begun = (group.uid, group.prompt, group.admitted_version, group.ended)
+    common = (*begun, Counter(group.failures), held if leases else [])
     if group.ended is not None:
         return common
     parts = {stage: (part.names, blob_of(part)) for stage, part in group.parts.items()}

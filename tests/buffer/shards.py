@@ -40,7 +40,8 @@ WITH_A_GREEDY_ONE = {
 SCORES: Columns = {"scores": np.ones(2, np.float32)}
 REFERENCE: Columns = {"ref_logprobs": np.zeros(10, np.float32)}
 ROOM = Bounds(8)
-QUICK = {"lease_s": 10.0, "max_attempts": 2}
+MAX_ATTEMPTS = 2
+QUICK: dict[str, Any] = {"lease_s": 10.0, "max_attempts": MAX_ATTEMPTS}
 
 
 def prompt(uid: str) -> Prompt:

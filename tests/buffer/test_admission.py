@@ -1,6 +1,7 @@
 """Credits: how far generation may run ahead."""
 
 import asyncio
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -155,7 +156,11 @@ def test_a_shard_too_small_for_a_step_is_refused_with_the_arithmetic() -> None:
         r"^queue.store_share=0.5: 8.00 MB for a shard, must be at least 10.00 MB"
         r" = pipeline.groups_per_step 4 \* 2.50 MB, the largest group$"
     )
-    facts = {"group_bytes": 5 << 19, "groups_per_step": 4, "place": "queue.store_share=0.5"}
+    facts: dict[str, Any] = {
+        "group_bytes": 5 << 19,
+        "groups_per_step": 4,
+        "place": "queue.store_share=0.5",
+    }
     with pytest.raises(ConfigError, match=message):
         check_bytes(8 << 20, **facts)
     check_bytes(10 << 20, **facts)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from streamrl.buffer.blob import LARGE_BYTES, decode, encode, join, size_of
-from streamrl.messages import SCHEMA
+from streamrl.messages import SCHEMA, Columns
 from tests.buffer.shards import rollouts
 
 DTYPES = ("int32", "int8", "float32", "bool", "int64")
@@ -20,7 +20,7 @@ columns = st.dictionaries(
 )
 
 
-def same(found, wanted) -> None:  # type: ignore[no-untyped-def]
+def same(found: Columns, wanted: Columns) -> None:
     assert found.keys() == wanted.keys()
     for name, column in wanted.items():
         assert found[name].dtype == column.dtype
@@ -28,19 +28,19 @@ def same(found, wanted) -> None:  # type: ignore[no-untyped-def]
 
 
 @given(columns)
-def test_what_is_read_is_what_was_written(written) -> None:  # type: ignore[no-untyped-def]
+def test_what_is_read_is_what_was_written(written: Columns) -> None:
     same(decode(encode(written)), written)
 
 
 @given(columns)
-def test_the_safetensors_library_reads_our_blobs_and_we_read_its(written) -> None:  # type: ignore[no-untyped-def]
-    same(safetensors.numpy.load(encode(written)), written)
-    same(decode(safetensors.numpy.save(written)), written)
+def test_the_safetensors_library_reads_our_blobs_and_we_read_its(written: Columns) -> None:
+    same(safetensors.numpy.load(join(encode(written))), written)
+    same(decode(safetensors.numpy.save(dict(written))), written)
 
 
 @given(columns)
-def test_every_column_begins_at_a_multiple_of_its_item_size(written) -> None:  # type: ignore[no-untyped-def]
-    blob = encode(written)
+def test_every_column_begins_at_a_multiple_of_its_item_size(written: Columns) -> None:
+    blob = join(encode(written))
     start = np.frombuffer(blob, np.uint8).__array_interface__["data"][0]
     for column in decode(blob).values():
         if column.size:
@@ -72,7 +72,7 @@ def test_a_small_blob_is_in_one_piece() -> None:
 
 
 def test_columns_are_views_of_the_blob_and_of_nothing_else() -> None:
-    blob = bytearray(encode(rollouts()))
+    blob = bytearray(join(encode(rollouts())))
     found = decode(blob)
     for column in found.values():
         assert np.shares_memory(column, np.frombuffer(blob, np.uint8))

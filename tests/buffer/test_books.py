@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.buffer import Books, Ledger
+from streamrl.buffer.blob import join
 from streamrl.buffer.books import (
     TrainedGroup,
     TrainedStep,
@@ -43,7 +44,7 @@ def step(version: int, *uids: str) -> TrainedStep:
 
 def travelled(record: Record) -> Record:
     """As a journal gives it back."""
-    return Record(json.loads(json.dumps(dict(record.meta))), bytes(record.payload))
+    return Record(json.loads(json.dumps(dict(record.meta))), join(record.payload))
 
 
 # Steps.

@@ -1,7 +1,7 @@
 """What a shard takes: from whom, when, and how often."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from streamrl.buffer import Shard
 from streamrl.buffer.blob import encode
 from streamrl.buffer.exchange import Commit
 from streamrl.buffer.group import GroupBook
+from streamrl.buffer.segment import Record
 from streamrl.errors import ContractError, DeadlineError, JournalError
 from streamrl.messages import Columns, Ended, Lease, column_sizes
 from streamrl.simulator.clock import run_virtual
@@ -153,10 +154,10 @@ def test_columns_beyond_those_declared_are_kept() -> None:
 
 def test_an_error_of_the_journal_reaches_whoever_commits() -> None:
     class FullDisk(MemoryLog):
-        async def append(self, records: Any) -> None:
+        async def append(self, records: Sequence[Record], *, sync: bool = True) -> None:
             if any(record.meta["kind"] == "put" for record in records):
                 raise JournalError("no space left")
-            await super().append(records)
+            await super().append(records, sync=sync)
 
     async def main() -> None:
         shard = make_shard(log=FullDisk())
@@ -275,7 +276,8 @@ def test_a_stage_that_does_not_keep_to_what_it_declared_is_told_so() -> None:
             await put(shard, (one.lease, uneven))
         for name in ("foo", 7):
             with pytest.raises(ContractError, match=f"column {name}: there is no such column"):
-                await put(shard, (one.lease, {**rollouts(), name: np.zeros(2, np.float32)}))
+                more: dict[Any, Any] = {name: np.zeros(2, np.float32)}
+                await put(shard, (one.lease, {**rollouts(), **more}))
         assert await put(shard, (one.lease, rollouts())) == []
 
     on_shard(test)

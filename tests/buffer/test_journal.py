@@ -22,7 +22,7 @@ from streamrl.buffer.segment import (
     write_segment,
 )
 from streamrl.errors import ConfigError, JournalError
-from tests.buffer.journals import eventually, note, numbers, opened, written
+from tests.buffer.journals import eventually, intact, note, numbers, opened, written
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -118,7 +118,7 @@ async def test_calls_keep_their_order_and_so_do_the_waiters(tmp_path: Path) -> N
 
     await asyncio.gather(*(owner(start) for start in range(0, 400, 40)))
     await journal.close()
-    found = numbers(tmp_path)
+    found = [record.meta["i"] for _, record in intact(replay(tmp_path))]
     assert sorted(found) == list(range(400))
     for start in range(0, 400, 40):
         assert [i for i in found if start <= i < start + 40] == list(range(start, start + 40))
@@ -347,9 +347,13 @@ async def test_what_waits_is_fsynced_in_time_though_nothing_follows(
 ) -> None:
     journal = opened(tmp_path, fsync_s=0.1)
     fsyncs.clear()
+
+    def fsynced(times: int) -> Callable[[], bool]:
+        return lambda: len(fsyncs) >= times
+
     for count in (1, 2):
         await journal.append([note(0)])
-        await eventually(lambda count=count: len(fsyncs) >= count)
+        await eventually(fsynced(count))
     await asyncio.sleep(0.25)
     assert fsyncs == ["00000001.journal"] * 2, "once for each: nothing new, nothing to sync"
     await journal.close()
@@ -385,6 +389,6 @@ def test_a_written_file_is_fsynced_with_its_name(tmp_path: Path, fsyncs: list[st
         ("max_mb", 0, "must be at least 1 MB"),
     ],
 )
-def test_bad_numbers_are_named(key: str, value: float, rule: str) -> None:
+def test_bad_numbers_are_named(key: str, value: Any, rule: str) -> None:
     with pytest.raises(ConfigError, match=rf"^queue\.journal\.{key}={value}: {rule}$"):
         JournalConfig(**{key: value})

@@ -10,18 +10,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.buffer import Bounds, Shard
-from streamrl.buffer.blob import decode
+from streamrl.buffer.blob import Blob, decode, join
 from streamrl.buffer.group import GroupBook, Part
-from streamrl.buffer.journal import Journal, JournalConfig
+from streamrl.buffer.journal import Journal, JournalConfig, Log
 from streamrl.buffer.recovery import Base, load, payload, recover, snapshot
 from streamrl.buffer.segment import Corrupt, segment_path, segments
 from streamrl.errors import JournalError
 from streamrl.messages import Ended
 from streamrl.simulator.clock import run_virtual
 from tests import fake_shards
+from tests.buffer.journals import intact
 from tests.buffer.schedules import Life, facts, moves
 from tests.buffer.shards import (
-    QUICK,
+    MAX_ATTEMPTS,
     STAGES,
     admit,
     do,
@@ -37,11 +38,11 @@ TIGHT: dict[str, Any] = {"hedge_s": 5.0, "bounds": Bounds(1000)}
 
 
 def in_memory(part: Part) -> bytes:
-    return bytes(part.data)
+    return join(part.data)
 
 
 def on_disk(part: Part) -> bytes:
-    return bytes(payload(part))
+    return join(payload(part))
 
 
 # In memory, on a virtual clock: posts are lost when the shard is killed.
@@ -158,7 +159,7 @@ def test_a_snapshot_and_what_came_after_its_cut_give_back_what_the_shard_had(
         for found, corrupt in (recover(STAGES, folder, Base()), recover(STAGES, folder, base)):
             assert not corrupt
             assert facts(found, on_disk) == wanted
-            load(found, bytes)
+            load(found, join)
             assert facts(found, in_memory) == wanted
             assert not life.tokens or (found.session, found.incarnation) == ("run", 1)
         await log.close()
@@ -167,14 +168,14 @@ def test_a_snapshot_and_what_came_after_its_cut_give_back_what_the_shard_had(
         runner.run(main())
 
 
-async def lived(folder: Path, **config: Any) -> Shard:
+async def lived(journal: Log) -> Shard:
     """A shard whose journal has one group at every place: see the uids."""
-    shard = make_shard(log=journal_of(folder, **config), session="run", lease_s=1000.0)
+    shard = make_shard(log=journal, session="run", lease_s=1000.0)
     await admit(shard, "trained", version=3)
     await finish(shard)
     await shard.leave(["trained"], 4)
     await admit(shard, "ended", version=4)
-    for _ in range(QUICK["max_attempts"]):
+    for _ in range(MAX_ATTEMPTS):
         (one,) = await take(shard, "generate")
         shard.release("me")
     await admit(shard, "whole", version=4)
@@ -190,8 +191,9 @@ async def lived(folder: Path, **config: Any) -> Shard:
 
 
 async def closed(folder: Path, **config: Any) -> None:
-    shard = await lived(folder, **config)
-    await shard._log.close()
+    journal = journal_of(folder, **config)
+    await lived(journal)
+    await journal.close()
 
 
 async def test_every_state_of_a_group_comes_back(tmp_path: Path) -> None:
@@ -220,8 +222,13 @@ async def test_recovery_loads_no_columns_until_it_is_told_where_to(tmp_path: Pat
     await closed(tmp_path)
     book, _ = recover(STAGES, tmp_path, Base())
     assert all(p.data is None for group in book.groups.values() for p in group.parts.values())
-    stored = []
-    load(book, lambda blob: stored.append(bytes(blob)) or len(stored))
+    stored: list[bytes] = []
+
+    def store(blob: Blob) -> int:
+        stored.append(join(blob))
+        return len(stored)
+
+    load(book, store)
     assert len(stored) == 5
     assert book.groups["scored"].parts["reward"].data == 5
 
@@ -229,7 +236,7 @@ async def test_recovery_loads_no_columns_until_it_is_told_where_to(tmp_path: Pat
 async def test_groups_that_have_left_can_be_read_after_a_restart(tmp_path: Path) -> None:
     await closed(tmp_path)
     book, _ = recover(STAGES, tmp_path, Base())
-    load(book, bytes)
+    load(book, join)
     shard = make_shard(book=book, session="next")
     for uid in ("trained", "whole"):
         (blobs,) = shard.read([uid], ["token_ids", "scores"])
@@ -243,7 +250,7 @@ async def test_a_group_the_books_have_trained_can_be_read_though_it_leaves_only_
 ) -> None:
     await closed(tmp_path)
     book, _ = recover(STAGES, tmp_path, Base())
-    load(book, bytes)
+    load(book, join)
     shard = make_shard(book=book, session="next")
     # The coordinator died between booking the step and telling the shard.
     await shard.leave(["whole"], 5)
@@ -308,7 +315,7 @@ def damage(folder: Path, kind: str, uid: str, **facts: Any) -> Corrupt:
         meta = record.meta
         return meta["kind"] == kind and meta["uid"] == uid and facts.items() <= meta.items()
 
-    (position,) = (place for place, record in replay(folder) if fits(record))
+    (position,) = (place for place, record in intact(replay(folder)) if fits(record))
     path = segment_path(folder, position.segment)
     content = bytearray(path.read_bytes())
     content[position.offset + position.size - 1] ^= 0x01
@@ -337,7 +344,7 @@ async def test_what_was_computed_from_lost_columns_is_lost_with_them(tmp_path: P
     book, _ = recover(STAGES, tmp_path, Base())
     scored = book.groups["scored"]
     assert not scored.parts and scored.info is None, "the scores are of rollouts that are no more"
-    load(book, bytes)
+    load(book, join)
     shard = make_shard(book=book, session="run")
     (again,) = [one for one in await take(shard, "generate") if one.uid == "scored"]
     assert await put(shard, (again.lease, rollouts(version=4))) == []
@@ -345,9 +352,10 @@ async def test_what_was_computed_from_lost_columns_is_lost_with_them(tmp_path: P
 
 
 async def test_a_lease_on_lost_columns_is_void(tmp_path: Path) -> None:
-    shard = await lived(tmp_path)
+    journal = journal_of(tmp_path)
+    shard = await lived(journal)
     (held,) = await take(shard, "reference")
-    await shard._log.close()
+    await journal.close()
     damage(tmp_path, "put", held.uid, stage="generate")
     book, _ = recover(STAGES, tmp_path, Base())
     assert not book.groups[held.uid].leases

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import weakref
+from typing import Any
 
 import pytest
 
@@ -386,7 +387,7 @@ def test_leaving_may_be_repeated_and_versions_only_grow() -> None:
         ("hedge_s", 0.0),
     ],
 )
-def test_impossible_queue_settings_are_refused(key: str, value: float) -> None:
+def test_impossible_queue_settings_are_refused(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"queue\.{key}={value}: must be"):
         QueueConfig(**{key: value})
 

@@ -25,7 +25,7 @@ from streamrl.placement import (
 from streamrl.placing import run_placement
 from streamrl.simulator.results import Simulated
 from streamrl.simulator.simulation import simulate
-from streamrl.telemetry.sinks import JsonlSink
+from streamrl.telemetry.sinks import JsonlSink, Sink
 from streamrl.telemetry.trace import TraceSink
 
 EPOCH_S = 1e9
@@ -96,7 +96,7 @@ def write_run(
     config: RunConfig,
     simulated: Simulated,
     *,
-    cores: int = 2,
+    cores: float = 2,
     used: Mapping[str, float] = ALONE,
 ) -> Path:
     """The run directory of what a simulation did; `used` is what its steps say of the cores."""
@@ -105,11 +105,12 @@ def write_run(
     config = replace(config, run=replace(config.run, steps=steps))
     (run_dir / "config.yaml").write_text(dump_config(config))
     now = EPOCH_S
-    sinks = [JsonlSink(run_dir, clock=lambda: now), TraceSink(run_dir, clock=lambda: now)]
+    metrics, trace = JsonlSink(run_dir, clock=lambda: now), TraceSink(run_dir, clock=lambda: now)
+    sinks: list[Sink] = [metrics, trace]
     for sink in sinks:
         sink.start(to_dict(config))
-    sinks[0].event("machine", {"on_gpu": False, "nodes": 1, "cores": cores})
-    sinks[1].spans(
+    metrics.event("machine", {"on_gpu": False, "nodes": 1, "cores": cores})
+    trace.spans(
         replace(
             span,
             process=_process(span.process),

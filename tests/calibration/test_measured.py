@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,11 @@ def _without(run: Path, number: int, name: str) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+
+
 def test_a_file_is_no_run(run_dir: Path) -> None:
     with pytest.raises(ConfigError, match="no run: not a directory"):
         read_run(run_dir / "config.yaml")
@@ -82,17 +88,13 @@ def test_a_file_is_no_run(run_dir: Path) -> None:
         (lambda run: _without(run, 8, "idle/train"), "metrics.jsonl: step 8: has no idle/train"),
         (lambda run: _without(run, 8, "ledger/filtered"), "step 8: has no ledger/filtered"),
         (lambda run: (run / "metrics.jsonl").write_text("[1]\n"), "metrics.jsonl:1: has no step"),
-        (
-            lambda run: [path.unlink() for path in journal_dir(run, BOOKS).iterdir()],
-            "run: has no books in journal/books",
-        ),
+        (lambda run: _empty(journal_dir(run, BOOKS)), "run: has no books in journal/books"),
         (lambda run: shutil.rmtree(journal_dir(run, BOOKS)), "run: has no books in journal/books"),
     ],
 )
 def test_a_run_that_says_too_little_is_refused_in_one_line(
-    run_dir: Path, break_it: object, rule: str
+    run_dir: Path, break_it: Callable[[Path], object], rule: str
 ) -> None:
-    assert callable(break_it)
     break_it(run_dir)
     with pytest.raises(ConfigError, match=rule) as error:
         read_run(run_dir)

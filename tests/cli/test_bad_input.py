@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -373,12 +374,20 @@ def test_a_resume_keeps_a_reference_that_moves_or_one_that_does_not(
 
 
 def save_checkpoint(run_dir: Path, prompts: object, state: Mapping[str, object] = {}) -> Path:
+    """Of a state in which anything may be anything."""
     writer = CheckpointWriter(run_dir, 1)
     for folder in (*writer.dirs(POLICY), writer.queue_dir):
         folder.mkdir()
         (folder / "file").write_text("state")
     ledger = Ledger().state_dict()
-    whole = {"version": 1, "ledger": ledger, "prompts": prompts, "cuts": {}, "dials": {}, **state}
+    whole: Any = {
+        "version": 1,
+        "ledger": ledger,
+        "prompts": prompts,
+        "cuts": {},
+        "dials": {},
+        **state,
+    }
     return writer.commit(whole, keep=1)
 
 

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ PLAN = ["plan", *TINY, "--json"]
 SELDOM = "weights.publish_every=3"
 
 
-def absent(found: dict[str, list[dict[str, str]]]) -> dict[str, str]:
+def absent(found: dict[str, list[dict[str, Any]]]) -> dict[int, str]:
     return {each["max_staleness"]: each["why"] for each in found["absent"]}
 
 

@@ -107,9 +107,12 @@ def parse_dot(source: str) -> tuple[dict[str, str], list[tuple[str, str, dict[st
     string = r'"(?:[^"\\]|\\.)*"'
     tokens = re.findall(rf"{string}|->|[\[\]{{}}=,;]|\w+", source)
     assert "".join(re.findall(rf"{string}|\S", source)) == "".join(tokens)
-    nodes, edges, words = {}, [], iter(tokens)
+    nodes: dict[str, str] = {}
+    edges: list[tuple[str, str, dict[str, str]]] = []
+    words = iter(tokens)
     assert [next(words), next(words)[0], next(words)] == ["digraph", '"', "{"]
-    depth, names = 1, []
+    depth = 1
+    names: list[str] = []
     for word in words:
         if word == "[":
             facts = _attributes(words)

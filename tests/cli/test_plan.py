@@ -29,6 +29,7 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
 
 def refusal(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     """The one line of what is refused, with exit code 2."""
+    code: object
     try:
         code = main(list(words))
     except SystemExit as end:

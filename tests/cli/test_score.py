@@ -9,6 +9,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -67,11 +68,16 @@ class Characters:
 
 
 def experience(row, completions):
-    facts = {"finish_reason": FinishReason.STOP}
     start, rollouts = np.array([0], np.int32), []
     for text in completions:
-        each = {"logprobs": [-1.0] * len(text), "versions": [0] * len(text)}
-        rollouts.append(Rollout.single_turn(start, list(map(ord, text)), **facts, **each))
+        rollouts.append(
+            Rollout.single_turn(
+                *(start, list(map(ord, text))),
+                logprobs=[-1.0] * len(text),
+                versions=[0] * len(text),
+                finish_reason=FinishReason.STOP,
+            )
+        )
     prompt = Prompt("0:0:0", start, ground_truth=row)
     lease = Lease(token=1, uid=prompt.uid, stage="any", attempt=1, expires_at=9.0)
     return Experience(lease, 0, prompt=prompt, columns=group_columns(rollouts))
@@ -86,6 +92,7 @@ async def test_it_says_what_the_scorer_of_a_run_says(score):
     scorer = RewardScorer(build_rewards(rewards), Characters(), NoFilter())
     texts = ["5", "5.0", "6", "five"]
     (columns,) = await scorer.score([experience("5", texts)])
+    assert isinstance(columns, Mapping)
     (sample,) = scorer.drain_samples()
     words = ("{kind: exact, weight: 0.25, gate: true}", r"{kind: regex, pattern: '\.', name: dot}")
     named = [word for one in (*words, "numeric") for word in ("--reward", one)]
@@ -210,7 +217,8 @@ def test_where_nothing_counts_all_must_pass():
 
 
 async def test_so_many_groups_are_judged_at_once_and_no_more():
-    at_once, told = [0], []
+    at_once = [0]
+    told: list[int] = []
 
     async def judge(number):
         at_once.append(at_once[-1] + 1)

@@ -12,6 +12,7 @@ from streamrl.controller.answers import Answers, given_by
 from streamrl.controller.batches import BatchRef, Part, concatenate, cut, join, num_rows
 from streamrl.controller.protocols import (
     PROTOCOLS,
+    Distribute,
     Handed,
     Mesh,
     Protocol,
@@ -33,6 +34,12 @@ def parts_of(ref: BatchRef) -> tuple[Part, ...]:
 
 def rows_of(ref: BatchRef) -> list[int]:
     return [row for part in parts_of(ref) for row in range(part.start, part.stop)]
+
+
+def calls_of(handed: Handed) -> list[tuple[Any, ...]]:
+    """Fail if a rank is not called."""
+    assert None not in handed.calls
+    return [call for call in handed.calls if call is not None]
 
 
 def through(name: str, mesh: Mesh, given: BatchRef) -> tuple[list, BatchRef]:
@@ -88,7 +95,7 @@ def test_a_3d_call_of_the_papers_figure_5() -> None:
     critic = Mesh(Grid.parse("2-1-2").seating())
     protocol = PROTOCOLS["P3D"]
     handed = protocol.distribute(actor, (batch(6),))
-    assert [rows_of(call[0]) for call in handed.calls] == [
+    assert [rows_of(call[0]) for call in calls_of(handed)] == [
         [0, 1],
         [0, 1],
         [2, 3],
@@ -102,7 +109,7 @@ def test_a_3d_call_of_the_papers_figure_5() -> None:
     second = protocol.distribute(critic, (collected,))
     # All of the first actor replica and half of the second, whole references or slices of them.
     first = (Part("rank 0", 0, 2), Part("rank 2", 0, 1))
-    assert [parts_of(call[0]) for call in second.calls] == [
+    assert [parts_of(call[0]) for call in calls_of(second)] == [
         first,
         first,
         (Part("rank 2", 1, 2), Part("rank 4", 0, 2)),
@@ -140,7 +147,7 @@ def test_one_for_all_one_for_each_and_one_for_the_first() -> None:
 def test_figures_come_from_every_rank() -> None:
     mesh = Mesh(Grid.parse("1-1-3").seating())
     handed = PROTOCOLS["DP_METRIC"].distribute(mesh, (batch(4), "setting"))
-    assert [(len(share), setting) for share, setting in handed.calls] == [(2, "setting")] * 3
+    assert [(len(share), setting) for share, setting in calls_of(handed)] == [(2, "setting")] * 3
     assert PROTOCOLS["DP_METRIC"].collect(mesh, [0.1, 0.2, 0.3]) == [0.1, 0.2, 0.3]
 
 
@@ -214,12 +221,17 @@ def test_answers_that_do_not_count_are_not_looked_at() -> None:
 
 def test_what_is_handed_out_is_a_call_for_each_rank() -> None:
     mesh = Mesh(Grid.parse("1-1-2").seating())
-    for handed, told in (
+    wrong: list[tuple[Any, str]] = [
         (Handed(((1,),) * 5), "protocol OWN: its distribute gave 5 calls for 2 ranks"),
         (Handed(((1,),)), "gave 1 calls for 2 ranks"),
         ([(1,), (1,)], "protocol OWN: its distribute gave a list, not a Handed"),
-    ):
-        own = Protocol("OWN", lambda mesh, arguments, one=handed: one, PROTOCOLS["DP"].collect)
+    ]
+
+    def giving(handed: Any) -> Distribute:
+        return lambda mesh, arguments: handed
+
+    for handed, told in wrong:
+        own = Protocol("OWN", giving(handed), PROTOCOLS["DP"].collect)
         with pytest.raises(ValueError, match=told):
             own.hand_out(mesh, ())
 

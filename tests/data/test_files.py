@@ -1,6 +1,7 @@
 """What data.train and data.eval may be: paths, mappings, lists; what each file says of itself."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,8 @@ def test_a_path_a_mapping_and_a_list_of_either_name_files():
         (file,) = DataConfig(train=train, prompt_key="question").train_files
         assert (file.path, file.prompt_key, file.name) == ("a/x.jsonl", "question", "x")
         assert (file.weight, file.label_key, file.template, file.filter) == (None, "", "model", "")
-    for nothing in ("", None, []):
+    nothings: tuple[Any, ...] = ("", None, [])
+    for nothing in nothings:
         assert DataConfig(eval=nothing).eval_files == ()
 
 

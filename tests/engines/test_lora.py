@@ -1,9 +1,11 @@
 """Adapters are trained in place of the model, and who follows them computes what they compute."""
 
 import json
+from collections.abc import Callable, Mapping
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoModelForCausalLM
 
@@ -67,6 +69,16 @@ def seen(model_path, folder):
     )
 
 
+def logits_of(model: nn.Module, weights: Mapping[str, Tensor]) -> Callable[[Tensor], Tensor]:
+    """Of a model with other weights."""
+
+    def run(ids: Tensor) -> Tensor:
+        logits: Tensor = functional_call(model, dict(weights), (ids,)).logits
+        return logits
+
+    return run
+
+
 def furthest(tensors, others) -> float:
     assert tensors.keys() == others.keys()
     return max((tensors[name] - others[name]).abs().max().item() for name in others)
@@ -91,7 +103,7 @@ def expected(seen):
             + SCALE * trained[layer + LORA_B] @ trained[layer + LORA_A]
             for layer in LAYERS
         }
-        loss = plain_loss(lambda ids, w=weights: functional_call(model, w, (ids,)).logits)
+        loss = plain_loss(logits_of(model, weights))
         (loss / divisor_of(GROUPS)).backward()
         norms.append(torch.nn.utils.clip_grad_norm_(trained.values(), 1.0).item())
         optimizer.step()

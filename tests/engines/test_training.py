@@ -1,6 +1,7 @@
 """The trainer's update, whatever the backend, the ranks and the cut into micro-batches."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -76,7 +77,9 @@ def several_plain_updates():
         scores = torch.from_numpy(columns["scores"])
         advantages = group_relative(scores, torch.zeros(len(scores), dtype=torch.long))
         for i, advantage in enumerate(advantages):
-            row = {name: torch.from_numpy(parts[i])[None, 1:] for name, parts in cut.items()}
+            row: dict[str, Any] = {
+                name: torch.from_numpy(parts[i])[None, 1:] for name, parts in cut.items()
+            }
             row["uid"], row["ids"] = uid, torch.from_numpy(cut["token_ids"][i]).long()
             row["advantages"] = advantage.expand(1, row["loss_mask"].shape[1])
             row["group_tokens"] = torch.tensor([int(columns["loss_mask"].sum())])
@@ -134,7 +137,7 @@ def plain_critic(model_path):
     losses = []
     for _ in range(2):
         optimizer.zero_grad()
-        total = 0.0
+        total = torch.zeros(())
         for columns in VALUED.values():
             parts = {
                 name: split_tokens(columns[name], columns["lengths"])
@@ -145,7 +148,8 @@ def plain_critic(model_path):
                 hidden = model(input_ids=ids[None].long()).logits[0, :-1, 0]
                 sampled = mask[1:].nonzero()[:, 0]
                 # Under gamma 1 the return is by hand: backwards, A = delta + 0.95 A_next.
-                returns, advantage, value_after, reward = [], 0.0, 0.0, score
+                returns: list[float] = []
+                advantage, value_after, reward = 0.0, 0.0, score
                 for t in reversed(sampled.tolist()):
                     value = old[t + 1].item()
                     advantage = reward + value_after - value + 0.95 * advantage
@@ -190,7 +194,7 @@ def plain_two_headed(coef):
     optimizer = torch.optim.AdamW(both, lr=SEVERAL_LR, weight_decay=0.0)
     settings = PPO.settings(max_length=8, reward_weights={})
     for _ in range(2):
-        total = 0.0
+        total = torch.zeros(())
         for columns in VALUED.values():
             derived = derive_columns(PPO.row, settings, {"": columns})[""]
             group = {**columns, **derived}
@@ -262,7 +266,7 @@ def plain_pretraining(model_path):
     for update in range(len(PTX_DIVISORS)):
         rows = [text.split() for text in TextStream(TEXTS, seed=0).batch(update, PTX_ROWS)]
         tokens = [([int(word[1:]) for word in row] + [EOS])[:5] for row in rows]
-        loss = 0.0
+        loss = torch.zeros(())
         for ids in map(torch.tensor, tokens):
             logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1)
             loss = loss - logprobs.gather(-1, ids[1:, None]).sum()

@@ -1,4 +1,5 @@
 import asyncio
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,7 +123,9 @@ async def test_answers_make_a_majority_unless_some_source_tells_none():
             columns["answers"] = np.array([0] * 4 if none else [7, 7, 0, 3], np.int64)
         return columns
 
-    silent, settings = (), {"generate": generate, "score": score, "config": EvaluationConfig()}
+    silent: tuple[str, ...] = ()
+    settings: dict[str, Any] = {"generate": generate, "score": score}
+    settings |= {"config": EvaluationConfig()}
     result = await evaluate(prompts("a", "b", "b"), **settings)
     # Of a and the first b, half and none of the majority answer pass; the second b has no answer.
     assert result.maj_at_k == pytest.approx((0.5 + 0 + 0) / 3)

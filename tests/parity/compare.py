@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 for engine in ("deepspeed", "vllm"):
     # Not used here. TRL would import them, which takes longer than the comparison.
-    sys.modules[engine] = None
+    sys.modules[engine] = None  # type: ignore[assignment]  # so says the import system
 
 from tests.parity import (  # noqa: E402
     trl_cases,

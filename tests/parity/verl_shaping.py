@@ -37,8 +37,10 @@ def adapted(batch: Batch) -> Tensor:
 
 def our_adapted(batch: Batch) -> Tensor:
     """Ours."""
-    settings = {"target": 0.5, "horizon": 100, "num_rollouts": 16}
-    coefs = [kl.adapt_coefficient(0.1, d, **settings) for d in batch.scores.tolist()]
+    coefs = [
+        kl.adapt_coefficient(0.1, d, target=0.5, horizon=100, num_rollouts=16)
+        for d in batch.scores.tolist()
+    ]
     return torch.tensor(coefs, dtype=torch.float64)
 
 

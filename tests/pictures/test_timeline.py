@@ -25,17 +25,17 @@ def test_boxes_are_where_and_when_the_work_was() -> None:
     root = ET.fromstring(timeline_svg("two pools", GRPO, SPLIT, work))
     ns = "{http://www.w3.org/2000/svg}"
     boxes = {
-        box.find(f"{ns}title").text: box
+        title.text: box.attrib
         for box in root.iter(f"{ns}rect")
-        if box.find(f"{ns}title") is not None
+        if (title := box.find(f"{ns}title")) is not None
     }
     generate = boxes["generate, step 2: 0 to 6 s"]
     train = boxes["train, step 1: 2 to 10 s"]
     # Ten seconds are the width of the picture.
-    assert float(train.get("width")) / float(generate.get("width")) == pytest.approx(8 / 6)
-    per_second = float(generate.get("width")) / 6
-    assert float(train.get("x")) - float(generate.get("x")) == pytest.approx(2 * per_second)
-    assert float(train.get("y")) > float(generate.get("y"))
+    assert float(train["width"]) / float(generate["width"]) == pytest.approx(8 / 6)
+    per_second = float(generate["width"]) / 6
+    assert float(train["x"]) - float(generate["x"]) == pytest.approx(2 * per_second)
+    assert float(train["y"]) > float(generate["y"])
     texts = [text.text for text in root.iter(f"{ns}text")]
     assert "devices 0-3" in texts
     assert "devices 4-7" in texts

@@ -1,6 +1,7 @@
 """What a hybrid worker holds, as sums a person can check, and budgets."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -19,7 +20,8 @@ def held(**other: int) -> WorkerMemory:
     """
     sizes = {"weights": 4, "served": 0, "optimizer": 8, "gradients": 4, "activations": 30}
     sizes |= {"update": 12, "kv": 64}
-    return WorkerMemory(**{name: size * MB for name, size in {**sizes, **other}.items()})
+    held: dict[str, Any] = {name: size * MB for name, size in {**sizes, **other}.items()}
+    return WorkerMemory(**held)
 
 
 def test_what_is_held_is_said_by_phase_as_a_sum() -> None:

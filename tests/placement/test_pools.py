@@ -8,7 +8,7 @@ from omegaconf import OmegaConf
 from streamrl.config import RunConfig, resolve
 from streamrl.errors import ConfigError
 from streamrl.placement import STRATEGIES, SlotMap, lay_out
-from streamrl.placement.pools import PARTNERS, ROLES, hosts_actor
+from streamrl.placement.pools import PARTNERS, ROLES, Pool, hosts_actor
 from streamrl.slots import placement_of
 
 PPO = {"generator": 2, "reference": 1, "reward": 1, "value": 1, "policy": 2, "critic": 2}
@@ -68,7 +68,7 @@ def test_without_pools_every_actor_has_a_slot_of_its_own() -> None:
 
 def test_a_placement_is_told_in_one_line() -> None:
     counts = {"policy": 2, "generator": 2, "reference": 1, "reward": 1}
-    pools = [{"policy": 1, "generator": 1}, {"reference": 0.5, "reward": 0.5}]
+    pools: list[Pool] = [{"policy": 1, "generator": 1}, {"reference": 0.5, "reward": 0.5}]
     told = "slots: 0 to 1 for policy, generator; 2 for reference; 3 for reward"
     assert lay_out(pools, counts).describe() == told
     assert lay_out([{"reward": 0.5}, {"policy": 1}], {"reward": 1, "policy": 1}).describe() == (

@@ -78,6 +78,9 @@ class Told:
         seconds = {"generate": 10.0, "reference": 3.0, "value": 2.0, "train": 5.0}
         return seconds.get(stage, 3.0)
 
+    def first_s(self, assignment: Assignment) -> float:
+        return self.call_s("generate", assignment)
+
 
 def on(**meshes: str) -> dict[str, Assignment]:
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from streamrl.messages import Array
 from streamrl.placement import windows
 from streamrl.placement.windows import _drawn, under_way
 
@@ -49,7 +50,7 @@ def test_no_step_is_so_large_that_it_is_looked_at_for_long(
 ) -> None:
     drawn: list[int] = []
 
-    def counted(values: object) -> Iterator[float]:
+    def counted(values: Array | None) -> Iterator[float]:
         for one in _drawn(values):
             drawn.append(1)
             yield one

@@ -13,7 +13,7 @@ from streamrl.errors import (
     RewardRaisedError,
     RewardTimeoutError,
 )
-from streamrl.rewards import RewardConfig, ScorerConfig, Surroundings, build_rewards
+from streamrl.rewards import RewardConfig, RewardSet, ScorerConfig, Surroundings, build_rewards
 from tests.descendants import descendants
 from tests.rewards.judged import prompt
 
@@ -21,7 +21,7 @@ from tests.rewards.judged import prompt
 @pytest.fixture
 async def running(tmp_path):
     """Rewards of a file, their workers started, and closed at the end."""
-    made = []
+    made: list[RewardSet] = []
 
     async def start(source, name="f", **options):
         path = tmp_path / f"reward{len(made)}.py"

@@ -349,6 +349,7 @@ def test_a_wait_in_seconds_or_as_a_date():
     assert retry_after("1.5") == 1.5
     assert retry_after("-3") == 0.0
     date = format_datetime(datetime.now(UTC) + timedelta(seconds=30), usegmt=True)
-    assert 27 < retry_after(date) < 31
+    found = retry_after(date)
+    assert found is not None and 27 < found < 31
     assert retry_after("soon") is None
     assert retry_after("") is None

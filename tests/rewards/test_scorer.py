@@ -1,5 +1,8 @@
 """The stages that judge texts."""
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from streamrl.errors import RewardError
@@ -36,7 +39,7 @@ PROMPT = Prompt("0:1:0", np.array([0], np.int32))
 
 
 def rollout(*tokens):
-    facts = {"logprobs": [-1.0] * len(tokens), "versions": [0] * len(tokens)}
+    facts: dict[str, Any] = {"logprobs": [-1.0] * len(tokens), "versions": [0] * len(tokens)}
     return Rollout.single_turn(
         np.array([0], np.int32), list(tokens), finish_reason=FinishReason.STOP, **facts
     )
@@ -62,6 +65,7 @@ def one_reward(reward, **facts):
 async def test_every_rollout_is_compared_with_the_score_of_the_greedy_completion():
     scorer = RewardScorer(one_reward(says("b")), Letters(), AllOut())
     (found,) = await scorer.baseline([GREEDY])
+    assert isinstance(found, Mapping)
     assert {name: column.tolist() for name, column in found.items()} == {
         "baseline_scores": [2.0, 2.0, 2.0]
     }
@@ -81,6 +85,7 @@ async def test_a_baseline_that_cannot_be_had_is_an_error_not_a_zero():
 async def test_costs_have_columns_of_their_own():
     scorer = CostScorer(one_reward(says("b"), judged=COSTS), Letters())
     (found,) = await scorer.score([GROUP])
+    assert isinstance(found, Mapping)
     assert {name: column.tolist() for name, column in found.items()} == {
         "cost/has": [1.0, 0.0, 1.0],
         "costs": [2.0, 0.0, 2.0],

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -70,7 +71,7 @@ TOGETHER = dict.fromkeys(APART, 0)
 SPLIT = {"generate": 0, "reference": 2, "value": 2, "train": 0, "train_critic": 2}
 
 
-def case(staleness: int, first: dict[str, int], **plan: object) -> Case:
+def case(staleness: int, first: dict[str, int], **plan: Any) -> Case:
     known = replace(PLAN, max_staleness=staleness, **plan)
     stages = [call.stage for call in Case(known, Placement({}), TIMINGS, WORKLOAD).dataflow.calls]
     chosen = {stage: at for stage, at in first.items() if stage in stages}

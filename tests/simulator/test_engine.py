@@ -21,7 +21,7 @@ PLAIN = sampler(1.0, max_running=8, kv_tokens=1000)
 
 def run(engine: Engine[str]) -> dict[str, float]:
     """To the end of all groups: when each was done."""
-    ends = {}
+    ends: dict[str, float] = {}
     while engine.next_s < math.inf:
         now = engine.next_s
         ends |= {group.key: now for group in engine.advance(now)}
@@ -249,7 +249,7 @@ def test_it_is_as_fast_and_as_slow_as_token_by_token(
 
 
 def test_what_runs_is_computed_anew_for_another_version_unless_it_is_kept() -> None:
-    ends = {}
+    ends: dict[float, float] = {}
     for recompute_token_s in (0.0, 0.1):
         timing = GeneratorTiming(1, 8, 1e6, 0, 0, 0, 1.0, 0, 0, recompute_token_s=recompute_token_s)
         engine: Engine[str] = Engine(timing)

@@ -1,5 +1,6 @@
 """Runs that can be followed by hand."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -149,7 +150,7 @@ def test_a_reference_moves_at_every_so_many_versions_and_is_waited_for_at_those_
     weights = {"reference": WeightsTiming(publish_s=0.0, pull_s=100.0)}
     timings = replace(TIMINGS, score=score, weights=weights)
 
-    def played(every: int) -> tuple[list[float], list[object]]:
+    def played(every: int) -> tuple[Sequence[float], list[object]]:
         manner = Manner(reference_every=every)
         found = run(timings, placement, flow=flow, steps=5, manner=manner)
         spans = [span for span in found.by_process["reference-0"] if span.name == "pull"]

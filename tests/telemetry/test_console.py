@@ -29,9 +29,9 @@ def lines(console):
 
 def view(live, width):
     """The live view as text."""
-    console = Console(file=io.StringIO(), width=width)
-    console.print(live.render())
-    return console.file.getvalue()
+    text = io.StringIO()
+    Console(file=text, width=width).print(live.render())
+    return text.getvalue()
 
 
 def run(console, *, steps=(1, 2, 3), clock=None):

@@ -49,7 +49,7 @@ def output(*, is_terminal, encoding="utf-8"):
 
 
 def test_all_sinks_are_told_and_closed_in_reverse():
-    log = []
+    log: list[str] = []
     fanout = Fanout([Recording("a", log), Recording("b", log)])
     fanout.start({})
     fanout.step(1, {"reward/mean": 0.5})
@@ -63,7 +63,7 @@ def test_all_sinks_are_told_and_closed_in_reverse():
 
 
 def test_a_sink_that_cannot_start_closes_those_before_it():
-    log = []
+    log: list[str] = []
     fanout = Fanout([Recording("a", log), Recording("b", log, fails_at="start")])
     with pytest.raises(OSError, match="b failed"):
         fanout.start({})
@@ -71,7 +71,7 @@ def test_a_sink_that_cannot_start_closes_those_before_it():
 
 
 def test_a_sink_that_cannot_close_does_not_keep_the_others_open():
-    log = []
+    log: list[str] = []
     fanout = Fanout([Recording("a", log), Recording("b", log, fails_at="close")])
     fanout.start({})
     with pytest.raises(OSError, match="b failed"):
@@ -80,7 +80,7 @@ def test_a_sink_that_cannot_close_does_not_keep_the_others_open():
 
 
 def test_a_row_outside_the_contract_reaches_no_sink():
-    log = []
+    log: list[str] = []
     fanout = Fanout([Recording("a", log)])
     with pytest.raises(ValueError, match="not in the metrics contract"):
         fanout.step(1, {"rewards": 1.0})
@@ -118,15 +118,17 @@ def test_a_resumed_run_continues_its_files_and_its_console(tmp_path):
         run.step(step, full_row(step))
     run.close({})
     config = TelemetryConfig(wandb=WandbConfig(mode="disabled"), console="plain")
-    out = Console(file=io.StringIO(), width=100)
-    again = make_sinks(config, facts(tmp_path, resume_step=2), console=out)
+    text = io.StringIO()
+    again = make_sinks(
+        config, facts(tmp_path, resume_step=2), console=Console(file=text, width=100)
+    )
     again.start({})
     again.step(3, full_row(3))
     again.close({})
     assert [row["step"] for row in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3]
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert [e["name"] for e in trace if e["ph"] == "i"] == ["step 1", "step 2", "step 3", "step 3"]
-    assert "0.100 -> 0.300" in out.file.getvalue()
+    assert "0.100 -> 0.300" in text.getvalue()
 
 
 def test_a_directory_that_holds_a_run_is_left_as_it_is(tmp_path):
@@ -190,4 +192,5 @@ def test_an_impossible_setting_names_its_key(settings, message):
 
 def test_the_defaults_need_no_account():
     config = OmegaConf.to_object(OmegaConf.structured(TelemetryConfig))
+    assert isinstance(config, TelemetryConfig)
     assert (config.wandb.mode, config.console, config.trace) == ("offline", "auto", True)

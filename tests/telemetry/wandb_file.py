@@ -31,7 +31,8 @@ class WandbFile:
 
 def read_wandb_file(path: Path) -> WandbFile:
     """Everything of interest in one `run-<id>.wandb`."""
-    from wandb.proto.wandb_internal_pb2 import Record
+    # Protobuf makes its classes when they are imported.
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
     found = WandbFile()
     for data in _records(path.read_bytes()):

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -62,9 +63,11 @@ def test_what_is_wrong_is_said_in_one_line(tmp_path: Path, text: str, said: str)
 def test_every_constant_has_a_bound_of_its_own() -> None:
     assert set(MOST) == set(vars(Constants()))
     for name, most in MOST.items():
-        assert vars(replace(Constants(), **{name: most}))[name] == most
+        bound: dict[str, Any] = {name: most}
+        beyond: dict[str, Any] = {name: most * 2}
+        assert vars(replace(Constants(), **bound))[name] == most
         with pytest.raises(ConfigError, match=f"^{name}=.*: must be at most"):
-            replace(Constants(), **{name: most * 2})
+            replace(Constants(), **beyond)
 
 
 def test_a_missing_file_is_said_in_one_line(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import random
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -158,7 +159,8 @@ def test_a_bound_whose_best_do_not_fit_after_all_says_so() -> None:
 def test_every_bound_is_on_the_front_or_says_why_not(bounds: list[int]) -> None:
     problem = grpo("4xA100", "qwen2.5-0.5b", FIXED)
     planned = plan(problem, SimpleCosts, max_staleness=bounds, proposals=30)
-    told = [each.max_staleness for each in (*planned.front, *planned.absent)]
+    front = [point.max_staleness for point in planned.front]
+    told = [*front, *(each.max_staleness for each in planned.absent)]
     assert sorted(told) == bounds
     for each in planned.absent:
         assert re.fullmatch(r"a step of .* s is no shorter than with \d", each.why)
@@ -166,7 +168,7 @@ def test_every_bound_is_on_the_front_or_says_why_not(bounds: list[int]) -> None:
 
 def test_those_that_come_next_are_near_the_best_and_all_take_another_time() -> None:
     problem = grpo("4xA100", "qwen2.5-0.5b", LONG_TAILED)
-    words = {"max_staleness": [0, 1], "proposals": 60}
+    words: dict[str, Any] = {"max_staleness": [0, 1], "proposals": 60}
     plain = plan(problem, SimpleCosts, **words)
     planned = plan(problem, SimpleCosts, **words, runners_up=2)
     assert not any(point.next for point in plain.front)
