@@ -9,8 +9,6 @@ from operator import methodcaller
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from streamrl.actors.calls import CALL_TIMEOUT_S
 from streamrl.actors.durability import Durability
 from streamrl.actors.evaluator import Evaluator
@@ -71,7 +69,6 @@ class Finish:
     checkpoint: str
 
 
-@ray.remote(num_cpus=0)
 class CoordinatorActor:
     """Hosts the admitting and the training loop, and answers those who follow the weights."""
 

@@ -35,11 +35,10 @@ from streamrl.slots import placement_of
 RETURNING = (Kind.GENERATE, Kind.SCORE)
 """Kinds of stages whose actors are started again when they die: they hold nothing that is lost."""
 HOSTS = {
-    Kind.GENERATE: ray.remote(GeneratorActor),
+    Kind.GENERATE: GeneratorActor,
     Kind.SCORE: ScorerActor,
-    Kind.TRAIN: ray.remote(TrainerActor),
+    Kind.TRAIN: TrainerActor,
 }
-HYBRID = ray.remote(HybridActor)
 
 
 class Crew:
@@ -66,7 +65,10 @@ class Crew:
         options: Mapping[str, Any] | None = None,
     ) -> Any:
         """Make an actor; it takes no slot unless `options` say so."""
-        actor = actor_class.options(**{"num_cpus": 0, **(options or {})}).remote(*arguments)
+        # Not where the class is defined: see `fork_server._draws_anew`.
+        actor = (
+            ray.remote(actor_class).options(**{"num_cpus": 0, **(options or {})}).remote(*arguments)
+        )
         self.actors[name] = actor
         return actor
 
@@ -126,7 +128,9 @@ class Crew:
         runtime_env = {"env_vars": env}
         leaders = self._leaders
         return [
-            HYBRID.options(**self._seat(demand, i), runtime_env=runtime_env).remote(i in leaders)
+            ray.remote(HybridActor)
+            .options(**self._seat(demand, i), runtime_env=runtime_env)
+            .remote(i in leaders)
             for i in range(demand.count)
         ]
 

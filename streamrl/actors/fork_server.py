@@ -6,9 +6,10 @@ again into one process per level of LEVELS, which import the rest side by side w
 reads its config and starts Ray. Each listens on a Unix socket. Ray starts a worker through
 `launch_worker.py`, which asks the level that the worker's runtime environment names to fork.
 
-Only a process with one thread and without a CUDA context is forked. A level that has more, or was
-imported under another environment than the worker asks for, refuses, and the worker starts as Ray
-starts it.
+Only a process with one thread and without a CUDA context is forked, and only one that has not yet
+drawn an id from Ray: its forks would draw the same ids, for tasks and objects alike. A level that
+cannot be forked, or was imported under another environment than the worker asks for, refuses, and
+the worker starts as Ray starts it.
 """
 
 import atexit
@@ -189,6 +190,8 @@ def _serve_level(level: Level, listening: dict[str, socket.socket], parent: int)
             return _serve_level(child, listening, own)
     for name in listening.keys() - {level.name}:
         listening[name].close()
+    if not _draws_anew():
+        return
     gc.freeze()
     while True:
         connection, _ = listening[level.name].accept()
@@ -248,6 +251,25 @@ def _is_forkable() -> bool:
     torch = sys.modules.get("torch")
     has_cuda = torch is not None and torch.cuda.is_initialized()
     return len(os.listdir("/proc/self/task")) == 1 and not has_cuda
+
+
+def _draws_anew() -> bool:
+    """Tell whether forks of this process draw ids from Ray that no other fork draws.
+
+    Ray's generator takes its seed at the first draw; `ray.remote` of a class is one.
+    """
+    if "ray" not in sys.modules:
+        return True
+    drawn = []
+    for _ in range(2):
+        read, write = os.pipe()
+        if os.fork() == 0:
+            os.write(write, sys.modules["ray"].ObjectID.from_random().binary())
+            os._exit(0)
+        os.close(write)
+        with open(read, "rb") as answer:
+            drawn.append(answer.read())
+    return drawn[0] != drawn[1]
 
 
 def _become_worker(request: Mapping[str, Any], files: list[int]) -> NoReturn:

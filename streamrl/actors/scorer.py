@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import ray
-
 from streamrl.actors.engine_factory import HostedScorer
 from streamrl.actors.replica import Replica, same
 from streamrl.actors.wiring import ActorReport, Wiring
@@ -14,7 +12,6 @@ from streamrl.pipeline import Serving, score
 from streamrl.serving import Result
 
 
-@ray.remote
 class ScorerActor(Replica):
     """Long-lived: models and reward workers live as long as the run, or as the process does."""
 

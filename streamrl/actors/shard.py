@@ -17,7 +17,6 @@ RESTARTS = 10
 """Times Ray starts a shard anew that has a journal."""
 
 
-@ray.remote(num_cpus=0)
 class ShardActor:
     """Hosts one shard on its event loop, from the first call after each start of the process.
 
@@ -102,4 +101,4 @@ def create_shards(
 
 
 def _create(name: str, actor_class: Any, arguments: Sequence[Any], *, options: Any) -> Any:
-    return actor_class.options(**options).remote(*arguments)
+    return ray.remote(actor_class).options(num_cpus=0, **options).remote(*arguments)

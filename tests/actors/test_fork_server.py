@@ -176,6 +176,21 @@ def test_where_ray_is_imported_already_nothing_is_forked(monkeypatch: pytest.Mon
     assert SOCKETS_VARIABLE not in os.environ
 
 
+def test_no_two_forks_of_a_command_draw_the_same_id_from_ray() -> None:
+    code = (
+        "from streamrl.actors import fork_server\n"
+        "fork_server.import_base()\n"
+        "import streamrl.cli.train, streamrl.cli.evaluate, streamrl.engines.training\n"
+        "print(fork_server._draws_anew())\n"
+        "import ray; ray.remote(int)\n"
+        "print(fork_server._draws_anew())\n"
+    )
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, "-c", code]
+    printed = subprocess.check_output(words, env=env, text=True, timeout=120)
+    assert printed.split() == ["True", "False"]
+
+
 def test_every_level_forks_from_one_before_it() -> None:
     for i, level in enumerate(LEVELS):
         assert level.parent in {"", *(one.name for one in LEVELS[:i])}
