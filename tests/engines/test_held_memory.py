@@ -1,7 +1,5 @@
 """What a rank and its generator hold, against models that exist."""
 
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,9 +12,12 @@ from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.held_memory import worker_memory
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.placement import WorkerMemory
-from tests.engines.memory_ranks import CASES, TOKENS, Case
+from tests import forked
+from tests.engines.memory_ranks import CASES, TOKENS, Case, one_rank
 from tests.engines.tiny_qwen import VOCABULARY, save, tiny_model
 from tests.engines.trainer_ranks import free_ports
+
+pytestmark = pytest.mark.xdist_group("ranks")
 
 MB = 1 << 20
 
@@ -179,18 +180,10 @@ def grown(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Mapping[str, A
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
     config = Qwen2Config(**sizes, **heads, num_hidden_layers=4, tie_word_embeddings=True)
     path = save(Qwen2ForCausalLM(config), folder / "model")
-    ports = [str(port) for port in free_ports(len(CASES))]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engines.memory_ranks", str(folder), path, *ports],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    ports = free_ports(len(CASES))
     seen: dict[str, Any] = {}
-    for rank in range(2):
-        seen |= torch.load(folder / f"{rank}.pt")
+    for found in forked.run(one_rank, [(rank, path, ports) for rank in range(2)], timeout_s=900):
+        seen |= found
     return path, seen
 
 

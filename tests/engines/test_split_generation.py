@@ -23,7 +23,12 @@ from tests.engines.tiny_qwen import (
     worst_error,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.xdist_group("engines"),
+    pytest.mark.usefixtures("no_engine"),
+    pytest.mark.slow,
+]
 
 SHORT = prompt(5, 14, 6, 18)
 

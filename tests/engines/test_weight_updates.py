@@ -33,6 +33,12 @@ from tests.engines.tiny_qwen import (
     worst_error,
 )
 
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.xdist_group("engines"),
+    pytest.mark.usefixtures("no_engine"),
+]
+
 PROMPT = prompt(5, 14, 6, 18, 7, 9)
 #: Vocabularies of 50 are padded to 64 in vLLM.
 FAMILIES = {

@@ -1,6 +1,5 @@
 """Broadcasts between real processes, and what happens when one of them is not there."""
 
-import multiprocessing
 import os
 import threading
 import time
@@ -17,7 +16,10 @@ from streamrl.weights.members import Deadline
 from streamrl.weights.publisher import publish
 from streamrl.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
 from streamrl.weights.subscriber import unpack
+from tests import forked
 from tests.weights.local_outlet import LocalInlet, LocalOutlet
+
+pytestmark = pytest.mark.xdist_group("ranks")
 
 TIMEOUT_S = 12.0
 
@@ -68,9 +70,8 @@ class Reader:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        context = multiprocessing.get_context("spawn")
-        self._pipe, there = context.Pipe()
-        self.process = context.Process(target=follow, args=(there, name))
+        self._pipe, there = forked.context().Pipe()
+        self.process = forked.context().Process(target=follow, args=(there, name))
         self.process.start()
         there.close()
 

@@ -3,7 +3,6 @@
 import errno
 import gc
 import itertools
-import multiprocessing
 import os
 import signal
 import subprocess
@@ -26,7 +25,10 @@ from streamrl.weights.segments import clear_up
 from streamrl.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
 from streamrl.weights.subscriber import unpack
 from streamrl.weights.views import DTYPES
+from tests import forked
 from tests.weights.local_outlet import LocalInlet, LocalOutlet
+
+pytestmark = pytest.mark.xdist_group("ranks")
 
 BUCKET_BYTES = 300
 
@@ -314,8 +316,8 @@ def test_a_file_system_that_is_full_is_an_error_and_not_the_end_of_the_process()
 
 
 def in_child(work: Callable[..., None], *arguments: object) -> tuple[BaseProcess, Connection]:
-    here, there = multiprocessing.get_context("spawn").Pipe()
-    child = multiprocessing.get_context("spawn").Process(target=work, args=(there, *arguments))
+    here, there = forked.context().Pipe()
+    child = forked.context().Process(target=work, args=(there, *arguments))
     child.start()
     there.close()
     return child, here
