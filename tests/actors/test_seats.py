@@ -88,7 +88,8 @@ def test_neighbouring_slots_are_on_one_node_as_far_as_can_be() -> None:
 
 def shares(options: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
     """What actors that are made so have."""
-    actors = [ray.remote(Where).options(**each).remote() for each in options]
+    remote: Any = ray.remote(Where)
+    actors = [remote.options(**each).remote() for each in options]
     found = ray.get([actor.share.remote() for actor in actors], timeout=120)
     return [{k: v for k, v in each.items() if k in ("CPU", "GPU") and v} for each in found]
 

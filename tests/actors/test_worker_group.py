@@ -105,9 +105,12 @@ def test_what_one_call_returns_is_given_to_the_next_without_being_looked_at(
     group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetched = []
-    monkeypatch.setattr(
-        "streamrl.actors.worker_group.load", lambda batch: fetched.append(batch) or load(batch)
-    )
+
+    def noted(batch: BatchRef) -> object:
+        fetched.append(batch)
+        return load(batch)
+
+    monkeypatch.setattr("streamrl.actors.worker_group.load", noted)
     first = group.double(put({"x": np.arange(6.0)}))
     second = group.double(first)
     both = group.twice_as_many(second)
@@ -181,7 +184,7 @@ class Static(Doubler):
 
 
 class Gone(Doubler):
-    where = None
+    where = None  # type: ignore[assignment]
 
 
 class Unknown(Doubler):

@@ -69,7 +69,7 @@ class Flight:
 
     async def load(self, model: PreTrainedModel) -> Loaded:
         """Load the model as the next version."""
-        version = self.engine.version + 1
+        version = max(self.engine.version, *self.models, -1) + 1
         self.models[version] = model
         return await self.engine.load_weights(weights_of(model), version)
 

@@ -91,6 +91,11 @@ async def all_backends(path: str, cases: Sequence[Case]) -> dict[str, list[dict[
     return seen
 
 
+def served_by(engine: GenerationEngine) -> Any:
+    """The weights of an engine, as it holds them."""
+    return engine._thread._weights
+
+
 def make(module: PreTrainedModel, config: TrainerConfig) -> Any:
     if config.backend == "deepspeed":
         return DeepSpeedBackend(module, config)
@@ -129,7 +134,7 @@ async def filler(engine: GenerationEngine, backend: Any) -> Callable[[int], dict
     switch = await plan(backend.placed(), served)
     assert switch is not None
     kept = sum(tensor.nbytes for _, tensor, _ in backend.placed())
-    memory = sum(b.held[0].nbytes for b in engine._thread._weights._bound)
+    memory = sum(b.held[0].nbytes for b in served_by(engine)._bound)
 
     def fill(version: int) -> dict[str, Any]:
         moved = switch.run(backend.placed(), version)
@@ -157,7 +162,7 @@ def in_place(
         return {
             "copied_bytes": moved.copied_bytes,
             "received_bytes": moved.received_bytes,
-            "one memory": in_one_memory(engine._thread._weights._model.parameters(), backend),
+            "one memory": in_one_memory(served_by(engine)._model.parameters(), backend),
             "sizes": {name: view.nbytes for name, _, view in served},
         }
 
@@ -180,7 +185,7 @@ async def look(engine: GenerationEngine, backend: Any) -> dict[str, Any]:
     trained = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].numpy()
     lies_at = {name: p.data_ptr() for name, p in backend.module.named_parameters()}
     # What the engine has fused begins where the first of it lies.
-    bound = engine._thread._weights._bound
+    bound = served_by(engine)._bound
     return {
         "apart": [b.names for b in bound if b.held[0].data_ptr() != lies_at[b.names[0]]],
         "bound": len(bound),

@@ -37,7 +37,6 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
-ALONE = {"world_size": 1}
 MESHES: dict[str, dict[str, Any]] = {
     "data 2, tensor 2": {"tensor_parallel": 2},
     "sharded data 2, tensor 2": {"tensor_parallel": 2, "zero_stage": 3},
@@ -87,7 +86,7 @@ def one_rank(rank: int, ports: Sequence[int], cases: Sequence[Case]) -> dict[str
     seen = {}
     # Each sees by itself what a single rank makes of some of the models.
     for model in list(dict.fromkeys(case.model for case in cases))[rank::WORLD]:
-        seen[alone(model)] = train(0, make(model), TrainerConfig(backend="torch", **ALONE))
+        seen[alone(model)] = train(0, make(model), TrainerConfig(backend="torch", world_size=1))
     for case, port in zip(cases, ports, strict=True):
         os.environ["MASTER_PORT"] = str(port)
         config = TrainerConfig(backend="torch", world_size=WORLD, **MESHES[case.mesh])

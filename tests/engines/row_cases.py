@@ -60,7 +60,7 @@ def scored_groups(model_path: str) -> dict[str, Columns]:
     from streamrl.engines.scoring import LogprobScorer
 
     scorer = LogprobScorer(model_path, temperature=TEMPERATURE, micro_batch_tokens=64)
-    groups = {}
+    groups: dict[str, Columns] = {}
     for uid, columns in GROUPS.items():
         scores = columns["scores"]
         expected = np.where(columns["loss_mask"], 0.1, 0).astype(np.float32)

@@ -65,7 +65,9 @@ def make(kv_heads: int) -> PreTrainedModel:
 
 
 def trainer_config(mesh: str, world: int) -> TrainerConfig:
-    settings = {key: world if value == -1 else value for key, value in MESHES[mesh].items()}
+    settings = MESHES[mesh]
+    if settings.get("tensor_parallel") == -1:
+        settings = {"tensor_parallel": world}
     return TrainerConfig(backend="torch", world_size=world, **settings)
 
 
@@ -148,7 +150,9 @@ def lacking(backend: Any, storage: Storage) -> int:
 
 def parameters_of(engine: GenerationEngine | GeneratorPart) -> Iterator[torch.Tensor]:
     """Those of vLLM's model on this rank."""
-    weights = engine._thread._weights if isinstance(engine, GenerationEngine) else engine._weights
+    weights: Any = (
+        engine._thread._weights if isinstance(engine, GenerationEngine) else engine._weights
+    )
     return weights._model.parameters()
 
 
@@ -167,10 +171,11 @@ async def without_kv(engine: GenerationEngine | GeneratorPart) -> tuple[int, int
 
 
 def kv_bytes(engine: GenerationEngine | GeneratorPart) -> int:
+    within: Any = engine
     if isinstance(engine, GenerationEngine):
-        worker = engine._thread._weights._worker
+        worker = within._thread._weights._worker
     else:
-        worker = engine._worker.wrapper
+        worker = within._worker.wrapper
     return sum(cache.untyped_storage().nbytes() for cache in worker.model_runner.kv_caches)
 
 

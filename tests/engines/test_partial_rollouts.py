@@ -174,9 +174,9 @@ async def test_a_group_goes_on_in_another_generator(flight: Flight) -> None:
     await flight.steps(10)
     begun = await generator.begun()
     assert begun.keys() == {f"0:{i}:0" for i in range(4)}, "the others have not begun"
-    for each in (call, queued):
-        each.cancel()
-    await asyncio.wait([call, queued])
+    call.cancel()
+    queued.cancel()
+    await asyncio.gather(call, queued, return_exceptions=True)
     assert await generator.begun() == {}
     loaded = await generator.load_weights(weights_of(endless_model(seed=3)), 1 + max(flight.models))
     flight.models[max(flight.models) + 1] = endless_model(seed=3)

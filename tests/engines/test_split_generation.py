@@ -1,10 +1,10 @@
 """An engine whose layers are split over two processes: one like any other, from outside."""
 
 import asyncio
-import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -58,18 +58,20 @@ def ranks() -> list[psutil.Process]:
     return found
 
 
-def left_behind() -> set[str]:
-    """Files of split engines in shared memory."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith("vllm_dist_")}
+def shared_files() -> set[Path]:
+    """What the ranks talk through: files in shared memory, whether they have names or not."""
+    maps = [mapped.path for rank in ranks() for mapped in rank.memory_maps()]
+    return {Path(path.removesuffix(" (deleted)")) for path in maps if "vllm_dist_" in path}
 
 
 async def test_every_version_reaches_every_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = left_behind()
     models = {version: tiny_model(tied=True, seed=version) for version in range(3)}
     async with started(models[0], tmp_path, monkeypatch) as engine:
         assert len(ranks()) == 2
+        shared = shared_files()
+        assert shared
         await engine.load_weights(weights_of(models[0]), 0)
         for version in (1, 2):
             running = asyncio.create_task(
@@ -89,7 +91,7 @@ async def test_every_version_reaches_every_rank(
         last = rollouts[0].policy_version == 2
         np.testing.assert_allclose(logprobs[last], rollouts[0].generator_logprobs[last], atol=1e-4)
     assert not ranks()
-    assert left_behind() <= before
+    assert not [path for path in shared if path.exists()]
 
 
 @pytest.mark.parametrize("over", ["rollouts", "weights"])
@@ -99,6 +101,7 @@ async def test_a_rank_that_dies_is_told_and_takes_the_others_along(
     model = tiny_model(tied=True, seed=1)
     async with started(model, tmp_path, monkeypatch) as engine:
         await engine.load_weights(weights_of(model), 0)
+        work: Coroutine[Any, Any, object]
         if over == "rollouts":
             work = engine.generate(SHORT, seeds=range(8), max_new_tokens=500)
         else:

@@ -78,15 +78,16 @@ CASES = [(run, mesh) for run, (_, _, meshes) in RUNS.items() for mesh in meshes]
     ],
 )
 def test_who_shares_a_generator_trains_what_it_serves_as_far_as_can_be(
-    settings: dict[str, int], size: int, teams: list[tuple[int, ...]]
+    settings: dict[str, Any], size: int, teams: list[tuple[int, ...]]
 ) -> None:
     assert list(teams_of(TrainerConfig(backend="torch", **settings), size)) == teams
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_no_team_is_larger_than_a_node_that_has_room_for_it(tensor_parallel: int) -> None:
-    shape = {"world_size": 32, "zero_stage": 3, "tensor_parallel": tensor_parallel}
-    trainer = TrainerConfig(backend="torch", **shape)
+    trainer = TrainerConfig(
+        backend="torch", zero_stage=3, world_size=32, tensor_parallel=tensor_parallel
+    )
     teams = teams_of(trainer, 8)
     assert {frozenset(rank // 8 for rank in team) for team in teams} == {
         frozenset([node]) for node in range(4)

@@ -9,7 +9,7 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -131,7 +131,7 @@ class Seat:
             time.sleep(0.05)
 
 
-def cut(groups: dict[str, Columns], *, num_micro_batches: int, num_shares: int) -> list[Round]:
+def cut(groups: Mapping[str, Columns], *, num_micro_batches: int, num_shares: int) -> list[Round]:
     """All rollouts in rounds; with five micro-batches the last share goes without in the last."""
     picks = [(uid, i) for uid, columns in groups.items() for i in range(len(columns["lengths"]))]
     places = num_micro_batches * num_shares
@@ -253,10 +253,10 @@ def two_headed_updates(seat: Seat, layout: Layout) -> None:
     from streamrl.engines.tasks import PolicyTask, TwoHeadedTask
 
     facts = (seat.model_path, PPO.row, PPO.settings(max_length=8, reward_weights={}), TEMPERATURE)
-    heads = {
-        coef: TwoHeadedTask(*facts, value_clip=VALUE_CLIP, value_coef=coef) for coef in SHARED_COEFS
-    }
-    for coef, task in {None: PolicyTask(*facts), **heads}.items():
+    tasks: dict[float | None, Task] = {None: PolicyTask(*facts)}
+    for coef in SHARED_COEFS:
+        tasks[coef] = TwoHeadedTask(*facts, value_clip=VALUE_CLIP, value_coef=coef)
+    for coef, task in tasks.items():
         trainer = seat.trainer(layout, PPO, task=task, lr=SEVERAL_LR)
         sums = []
         for _ in range(2):
@@ -464,11 +464,7 @@ def sit(rank: int, plan: Sequence[Case], model_path: str, folder: Path, ports: l
     """The life of a process: what it saw."""
     seat = Seat(rank, model_path, folder, list(ports))
     for case in plan:
-        _a = time.process_time()  # TEMP
         CASES[case.name](seat, case.layout, *case.more)
-        open(f"/tmp/eng/cases_{rank}.tsv", "a").write(
-            f"{time.process_time() - _a:.2f} {case.name} {case.layout.label} {case.more}\n"
-        )  # TEMP
     return seat.seen
 
 

@@ -189,10 +189,8 @@ def fsdp() -> dict[str, list[float]]:
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     parallelize_module(module, mesh["tensor"], plan)
     fully_shard(module, mesh=mesh["data"])
-    return {
-        name: parameter.to_local().flatten().tolist()
-        for name, parameter in module.named_parameters()
-    }
+    kept: dict[str, Any] = dict(module.named_parameters())
+    return {name: tensor.to_local().flatten().tolist() for name, tensor in kept.items()}
 
 
 def odd_version() -> dict[str, str]:

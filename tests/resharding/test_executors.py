@@ -50,7 +50,7 @@ def test_every_way_between_any_layouts_is_bit_exact(ranks: list[dict[str, Any]])
 
 def test_what_is_moved_is_what_the_plan_says(ranks: list[dict[str, Any]]) -> None:
     for name, (source, target) in pairs().items():
-        plans = {
+        plans: dict[str, Any] = {
             "copies": plan_copies(source, target, CLUSTER),
             "gather": plan_gather(source, target, CLUSTER, [list(range(WORLD))]),
         }

@@ -5,11 +5,13 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
 
 from streamrl.errors import WeightsError
+from streamrl.messages import Array
 from streamrl.weights import WeightManifest, members
 from streamrl.weights.collective import CollectiveInlet, CollectiveOutlet
 from streamrl.weights.members import Deadline
@@ -55,14 +57,14 @@ def die_before(bucket: int) -> None:
     send = Group.broadcast
     seen = 0
 
-    def broadcast(self: Group, *arguments: object) -> torch.Tensor:
+    def broadcast(self: Group, *arguments: Any) -> torch.Tensor:
         nonlocal seen
         seen += 1
         if seen == bucket + 2:  # the header comes first
             os._exit(1)
         return send(self, *arguments)
 
-    Group.broadcast = broadcast
+    Group.broadcast = broadcast  # type: ignore[assignment, method-assign]
 
 
 class Reader:
@@ -311,7 +313,7 @@ def test_a_publisher_that_is_gone_leaves_the_fallback() -> None:
 
 def test_both_ways_closed_is_an_error_that_names_both() -> None:
     class Closed(LocalInlet):
-        def fetch(self, manifest: WeightManifest) -> list[object]:
+        def fetch(self, manifest: WeightManifest) -> list[Array]:
             raise WeightsError(f"version {manifest.version}, bucket 0: gone")
 
     outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=8)

@@ -4,7 +4,6 @@ import errno
 import gc
 import itertools
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -359,7 +358,7 @@ def test_the_next_publisher_clears_up_after_one_that_was_killed(folder: Path) ->
     assert f"run-{child.pid}" in manifest.handles[0].path
     assert clear_up(folder) == []
     found = read(manifest)
-    os.kill(child.pid, signal.SIGKILL)
+    child.kill()
     child.join()
     assert files(folder)
     outlet = SharedMemoryOutlet("next", LocalOutlet(), keep_versions=1, directory=folder)
