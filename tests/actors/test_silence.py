@@ -27,7 +27,6 @@ pytestmark = pytest.mark.xdist_group("ray")
 RECIPE = Path(__file__).parents[2] / "configs" / "grpo_arithmetic.yaml"
 
 
-@ray.remote(num_cpus=0)
 class Waiter:
     """Waits, as a leader does for those who compute along."""
 
@@ -41,7 +40,8 @@ class Waiter:
 @pytest.fixture(scope="module")
 def processes(local_ray: None) -> Iterator[dict[str, ray.actor.ActorHandle]]:
     """One that waits, one that is stopped, and one that is dead."""
-    found = {name: Waiter.remote() for name in ("generator-0", "generator-1", "reward-0")}
+    waiter: Any = ray.remote(num_cpus=0)(Waiter)
+    found = {name: waiter.remote() for name in ("generator-0", "generator-1", "reward-0")}
     pids = {name: ray.get(one.pid.remote()) for name, one in found.items()}
     found["generator-0"].wait.remote()
     os.kill(pids["reward-0"], signal.SIGKILL)

@@ -149,7 +149,7 @@ def two_nodes(patch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     patch.setenv(MARK, mark)
     ray.shutdown()  # an instance that other tests share
     sizes = {"num_cpus": 8, "object_store_memory": 100 << 20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=sizes)
+    cluster: Any = Cluster(initialize_head=True, head_node_args=sizes)
     started: list[psutil.Process] = []
     try:
         second = cluster.add_node(num_cpus=8, object_store_memory=100 << 20)
@@ -312,12 +312,15 @@ class Reader:
         return same and found.keys() == wanted.keys(), self._inlet.failure
 
 
+@pytest.mark.slow
 def test_versions_reach_readers_on_both_nodes(nodes: Nodes, tmp_path: Path) -> None:
     names = ["generator-0", "generator-1"]
     places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes.ids]
-    publisher = ray.remote(Publisher).options(scheduling_strategy=places[0]).remote()
+    make_publisher: Any = ray.remote(Publisher)
+    make_reader: Any = ray.remote(Reader)
+    publisher = make_publisher.options(scheduling_strategy=places[0]).remote()
     readers = [
-        ray.remote(Reader).options(scheduling_strategy=place).remote(name)
+        make_reader.options(scheduling_strategy=place).remote(name)
         for place, name in zip(places, names, strict=True)
     ]
     assert [node_of(reader) for reader in readers] == list(nodes.ids)

@@ -46,6 +46,7 @@ FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, 64),
     "llama": (LlamaConfig, LlamaForCausalLM, 50),
 }
+QUICK = [("qwen2", True), ("qwen3", False), ("llama", False)]
 GROUPS = {
     "embeddings": "embed_tokens",
     "q, k and v": r"[qkv]_proj\.weight",
@@ -141,9 +142,19 @@ async def each_group_alone(engine: GenerationEngine, base: PreTrainedModel) -> N
     assert worst_error(rollouts, models) < 1e-3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [
+        pytest.param(
+            family,
+            tied,
+            id=f"{family}-{'tied' if tied else 'untied'}",
+            marks=[] if (family, tied) in QUICK else [pytest.mark.slow],
+        )
+        for family in FAMILIES
+        for tied in (True, False)
+    ],
+)
 async def test_each_group_of_parameters_reaches_the_model(
     family: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -254,8 +254,8 @@ def two_headed_updates(seat: Seat, layout: Layout) -> None:
 
     facts = (seat.model_path, PPO.row, PPO.settings(max_length=8, reward_weights={}), TEMPERATURE)
     tasks: dict[float | None, Task] = {None: PolicyTask(*facts)}
-    for coef in SHARED_COEFS:
-        tasks[coef] = TwoHeadedTask(*facts, value_clip=VALUE_CLIP, value_coef=coef)
+    for weight in SHARED_COEFS:
+        tasks[weight] = TwoHeadedTask(*facts, value_clip=VALUE_CLIP, value_coef=weight)
     for coef, task in tasks.items():
         trainer = seat.trainer(layout, PPO, task=task, lr=SEVERAL_LR)
         sums = []
