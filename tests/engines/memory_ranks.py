@@ -62,7 +62,10 @@ TOGETHER = (
 CASES = (*ALONE, *TOGETHER)
 
 
-def one_rank(rank: int, model_path: str, ports: Sequence[int]) -> dict[str, dict[str, float]]:
+def one_rank(
+    rank: int, model_path: str, small_path: str, ports: Sequence[int]
+) -> dict[str, dict[str, float]]:
+    """What a rank saw, by case; before, it trains a small model."""
     from streamrl.engines.deepspeed_backend import _import_deepspeed
 
     give_back_large_at_once()  # as a worker with a budget does
@@ -71,6 +74,8 @@ def one_rank(rank: int, model_path: str, ports: Sequence[int]) -> dict[str, dict
     seen = {}
     split, sharded, *others = TOGETHER
     free = list(ports)
+    # To a forked process, what it runs for the first time is new memory.
+    train(ALONE[0], rank, small_path)
     for case in (split, sharded, ALONE[rank], *others):
         if case.world_size > 1:
             os.environ["MASTER_PORT"] = str(free.pop())

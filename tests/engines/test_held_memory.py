@@ -173,18 +173,19 @@ SLACK = 1.25
 
 
 @pytest.fixture(scope="module")
-def grown(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Mapping[str, Any]]:
+def grown(path: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Mapping[str, Any]]:
     """A model of 29 M parameters, and what ranks that trained it saw, by case."""
     folder = tmp_path_factory.mktemp("grown")
     sizes = {"hidden_size": 768, "intermediate_size": 2112, "vocab_size": VOCABULARY}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
     config = Qwen2Config(**sizes, **heads, num_hidden_layers=4, tie_word_embeddings=True)
-    path = save(Qwen2ForCausalLM(config), folder / "model")
+    large = save(Qwen2ForCausalLM(config), folder / "model")
     ports = free_ports(len(CASES))
     seen: dict[str, Any] = {}
-    for found in forked.run(one_rank, [(rank, path, ports) for rank in range(2)], timeout_s=900):
+    arguments = [(rank, large, path, ports) for rank in range(2)]
+    for found in forked.run(one_rank, arguments, timeout_s=900):
         seen |= found
-    return path, seen
+    return large, seen
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """An engine whose layers are split over two processes: one like any other, from outside."""
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from streamrl.engines.generation import GenerationEngine, GeneratorConfig, generation_env
 from streamrl.engines.pending import Watch
 from streamrl.errors import StreamError
+from tests import forked
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,
     prompt,
@@ -26,19 +28,39 @@ from tests.engines.tiny_qwen import (
 pytestmark = [
     pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.xdist_group("engines"),
-    pytest.mark.usefixtures("no_engine"),
     pytest.mark.slow,
 ]
 
 SHORT = prompt(5, 14, 6, 18)
 
 
-@asynccontextmanager
-async def started(
-    model: PreTrainedModel, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[GenerationEngine]:
+class Forks:
+    """How vLLM is to start the ranks of a split engine: not anew, which is an import for each."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(forked.context(), name)
+
+    def Process(self, *, target: Any, kwargs: Any, **more: Any) -> Any:  # noqa: N802
+        arguments = (dict(os.environ), target, kwargs)
+        return forked.context().Process(target=in_environment, args=arguments, **more)
+
+
+def in_environment(environment: dict[str, str], target: Any, kwargs: dict[str, Any]) -> None:
+    os.environ.update(environment)
+    target(**kwargs)
+
+
+@pytest.fixture(autouse=True)
+def forks(no_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in generation_env("cpu").items():
         monkeypatch.setenv(name, value)
+    from vllm.v1.executor import multiproc_executor
+
+    monkeypatch.setattr(multiproc_executor, "get_mp_context", Forks)
+
+
+@asynccontextmanager
+async def started(model: PreTrainedModel, folder: Path) -> AsyncIterator[GenerationEngine]:
     config = GeneratorConfig(max_new_tokens=32, tensor_parallel=2)
     path = save(model, folder, ends=False)
     engine = await GenerationEngine.start(path, config, seed=0, max_length=MAX_LENGTH)
@@ -64,11 +86,9 @@ def shared_files() -> set[Path]:
     return {Path(path.removesuffix(" (deleted)")) for path in maps if "vllm_dist_" in path}
 
 
-async def test_every_version_reaches_every_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_every_version_reaches_every_rank(tmp_path: Path) -> None:
     models = {version: tiny_model(tied=True, seed=version) for version in range(3)}
-    async with started(models[0], tmp_path, monkeypatch) as engine:
+    async with started(models[0], tmp_path) as engine:
         assert len(ranks()) == 2
         shared = shared_files()
         assert shared
@@ -96,10 +116,10 @@ async def test_every_version_reaches_every_rank(
 
 @pytest.mark.parametrize("over", ["rollouts", "weights"])
 async def test_a_rank_that_dies_is_told_and_takes_the_others_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: str
+    tmp_path: Path, over: str
 ) -> None:
     model = tiny_model(tied=True, seed=1)
-    async with started(model, tmp_path, monkeypatch) as engine:
+    async with started(model, tmp_path) as engine:
         await engine.load_weights(weights_of(model), 0)
         work: Coroutine[Any, Any, object]
         if over == "rollouts":
