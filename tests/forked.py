@@ -6,7 +6,7 @@ in a session. It has one thread, no process group and no GPU, so a fork is as go
 
 import io
 import multiprocessing
-import signal
+import os
 import time
 import traceback
 from collections.abc import Callable, Collection, Sequence
@@ -85,16 +85,17 @@ def run(
 
 
 def _answer(pipe: Connection, function: Callable[..., Any], given: tuple[Any, ...]) -> None:
-    """The life of a process: what is left of it waits until it is killed, as others may need it."""
+    """The life of a process: others may need what is left of it, until nobody waits for any."""
     try:
         answer = (True, function(*given))
     except BaseException:  # noqa: BLE001 - it goes to who waits
         answer = (False, traceback.format_exc())
     text = io.BytesIO()
     torch.save(answer, text)
-    with suppress(OSError):
+    with suppress(EOFError, OSError):
         pipe.send_bytes(text.getvalue())
-    signal.pause()
+        pipe.recv_bytes()
+    os._exit(0)
 
 
 def _read(pipe: Any) -> Any:
