@@ -1,5 +1,6 @@
 """What tests of engines share: processes that trained, the engine that samples, and models."""
 
+import threading
 from collections.abc import AsyncIterator, Collection, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -93,3 +94,6 @@ async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Eng
 async def no_engine(engines: Engines) -> None:
     """Room for an engine of the test's own."""
     await engines.close()
+    for thread in threading.enumerate():
+        if thread.name == "vllm-engine":  # one that has died takes what vLLM shares along
+            thread.join(timeout=60)

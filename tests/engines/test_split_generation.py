@@ -5,7 +5,7 @@ import os
 from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import psutil
@@ -37,12 +37,16 @@ SHORT = prompt(5, 14, 6, 18)
 class Forks:
     """How vLLM is to start the ranks of a split engine: not anew, which is an import for each."""
 
+    started: ClassVar[list[Any]] = []
+
     def __getattr__(self, name: str) -> Any:
         return getattr(forked.context(), name)
 
     def Process(self, *, target: Any, kwargs: Any, **more: Any) -> Any:  # noqa: N802
         arguments = (dict(os.environ), target, kwargs)
-        return forked.context().Process(target=in_environment, args=arguments, **more)
+        made = forked.context().Process(target=in_environment, args=arguments, **more)
+        self.started.append(made)
+        return made
 
 
 def in_environment(environment: dict[str, str], target: Any, kwargs: dict[str, Any]) -> None:
@@ -56,6 +60,7 @@ def forks(no_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     from vllm.v1.executor import multiproc_executor
 
+    Forks.started.clear()
     monkeypatch.setattr(multiproc_executor, "get_mp_context", Forks)
 
 
@@ -73,10 +78,9 @@ async def started(model: PreTrainedModel, folder: Path) -> AsyncIterator[Generat
 def ranks() -> list[psutil.Process]:
     """The processes that compute for the engine of this one."""
     found = []
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it has ended meanwhile
-            if "VLLM::Worker" in " ".join(child.cmdline()):
-                found.append(child)
+    for process in Forks.started:
+        with suppress(psutil.Error):  # it has ended
+            found.append(psutil.Process(process.pid))
     return found
 
 

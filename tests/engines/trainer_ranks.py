@@ -493,9 +493,12 @@ def run_ranks(
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on, below those the system hands to outgoing connections."""
+    """Ports nobody listens on, below those the system hands to outgoing connections.
+
+    They are drawn by the system: other sessions of tests may have seeded `random` as this one has.
+    """
     ports: list[int] = []
-    for port in random.sample(range(10_000, 32_000), 1000):
+    for port in random.SystemRandom().sample(range(10_000, 32_000), 1000):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             ports.append(port)
         if len(ports) == count:
