@@ -80,7 +80,9 @@ def ranks() -> list[psutil.Process]:
     found = []
     for process in Forks.started:
         with suppress(psutil.Error):  # it has ended
-            found.append(psutil.Process(process.pid))
+            rank = psutil.Process(process.pid)
+            if rank.status() != psutil.STATUS_ZOMBIE:
+                found.append(rank)
     return found
 
 
