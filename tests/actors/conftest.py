@@ -6,6 +6,9 @@ from collections.abc import Iterator
 import pytest
 import ray
 
+from streamrl.actors.cluster import _lean_ray
+from streamrl.actors.fork_server import LOCAL_RAY_ENV
+
 CPUS = 5
 
 
@@ -22,12 +25,14 @@ def local_ray(ray_ends: None) -> None:
     if ray.is_initialized():
         return
     # As any local instance of ours.
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    ray.init(
-        address="local",
-        num_cpus=CPUS,
-        num_gpus=1,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=200 << 20,
-    )
+    for name, value in LOCAL_RAY_ENV.items():
+        os.environ.setdefault(name, value)
+    with _lean_ray():
+        ray.init(
+            address="local",
+            num_cpus=CPUS,
+            num_gpus=1,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=200 << 20,
+        )
