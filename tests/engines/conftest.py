@@ -81,9 +81,12 @@ def seen(
     )
 
 
-@pytest_asyncio.fixture(scope="session", loop_scope="session")
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
 async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engines]:
-    """The engine of this process, which tests of one xdist group share."""
+    """The engine of this process, which tests of one xdist group share.
+
+    No other room finds the environment and the process group that vLLM has.
+    """
     model = tiny_model(tied=False, seed=1)
     found = Engines(save(model, tmp_path_factory.mktemp("untied")))
     yield found
