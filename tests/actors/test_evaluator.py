@@ -78,7 +78,7 @@ def test_its_deadline_counts_the_time_in_which_nothing_moves_on_shared_devices(
         rewards=[RewardConfig("exact")],
     )
     replica = Replica(100.0, dies=dies)
-    roles = [RoleActors([each], [each.role], [replica]) for each in (GENERATE, REWARD)]
+    sampling, scoring = (RoleActors([each], [each.role], [replica]) for each in (GENERATE, REWARD))
     prompts = {"held_out": [Prompt("0:0:0", np.array([1], np.int32))]}
 
     async def main() -> float:
@@ -90,7 +90,7 @@ def test_its_deadline_counts_the_time_in_which_nothing_moves_on_shared_devices(
 
         training = asyncio.create_task(train())
         try:
-            result = await Evaluator(config, *roles, pulse).run(prompts, version=0)
+            result = await Evaluator(config, sampling, scoring, pulse).run(prompts, version=0)
         finally:
             training.cancel()
         return result.pass_at_1

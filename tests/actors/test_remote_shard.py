@@ -12,7 +12,6 @@ import pytest
 import ray
 
 from streamrl.actors import remote_shard
-from streamrl.actors.cluster import cluster, nothing
 from streamrl.actors.remote_shard import RemoteShard
 from streamrl.actors.shard import create_shards
 from streamrl.actors.wire import Endpoint
@@ -20,7 +19,8 @@ from streamrl.buffer import Bounds, ExperienceQueue, Files, Ports, QueueConfig, 
 from streamrl.buffer.blob import LARGE_BYTES
 from streamrl.errors import ActorLostError, ContractError
 from streamrl.messages import ROLLOUT_COLUMNS, Columns, Prompt
-from streamrl.placement import PlacementConfig
+
+pytestmark = [pytest.mark.xdist_group("ray"), pytest.mark.usefixtures("local_ray")]
 
 STAGES = {"generate": Ports((), ROLLOUT_COLUMNS), "train": Ports(ROLLOUT_COLUMNS, ())}
 SIZES = {"0:0:0": 5, "0:1:0": LARGE_BYTES // 13 + 1, "0:2:0": 900}
@@ -41,12 +41,6 @@ class Spy:
             return self.actor.__ray_call__
         self.called.append(name)
         return getattr(self.actor, name)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def ray_is_up() -> Iterator[None]:
-    with cluster(PlacementConfig(cpus=2, object_store_mb=200), nothing):
-        yield
 
 
 @pytest.fixture
@@ -92,7 +86,7 @@ def kill(shard: RemoteShard) -> None:
     os.kill(ray.get(shard.actor.__ray_call__.remote(lambda _: os.getpid())), signal.SIGKILL)
 
 
-@pytest.mark.parametrize("uid", SIZES)
+@pytest.mark.parametrize("uid", ["0:0:0", "0:1:0", pytest.param("0:2:0", marks=pytest.mark.slow)])
 def test_what_was_begun_goes_to_the_next_holder(make: Make, uid: str) -> None:
     shard = make()
 
@@ -110,7 +104,7 @@ def test_what_was_begun_goes_to_the_next_holder(make: Make, uid: str) -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("uid", SIZES)
+@pytest.mark.parametrize("uid", ["0:0:0", "0:1:0", pytest.param("0:2:0", marks=pytest.mark.slow)])
 def test_only_what_is_large_takes_actor_calls(make: Make, uid: str) -> None:
     shard = make()
     queue = ExperienceQueue([shard], "me")
@@ -210,6 +204,7 @@ def test_a_shard_that_cannot_be_reached_is_named_with_its_place(
     asyncio.run(main())
 
 
+@pytest.mark.slow
 def test_a_call_that_waits_for_long_may_lose_its_connection_now_and_then(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -166,10 +167,10 @@ def test_cores_are_those_that_the_processes_of_all_stages_kept_busy() -> None:
         await asyncio.sleep(2.0)
         run.generator.process_time = run.rank.process_time = {"both": 6.5}
         run.reporter.note(snapshot(1, ended_at=2.0))
-        first, second = await run.finish()
-        assert math.isnan(first.row["cpu/stages"])
-        assert second.row["cpu/stages"] == pytest.approx(1.5 / (2.0 - DRAIN_EVERY_S))
-        assert second.row["cpu/machine"] >= 0.0 and second.row["cpu/queue"] >= 0.0
+        first, second = [dict[str, Any](report.row) for report in await run.finish()]
+        assert math.isnan(first["cpu/stages"])
+        assert second["cpu/stages"] == pytest.approx(1.5 / (2.0 - DRAIN_EVERY_S))
+        assert second["cpu/machine"] >= 0.0 and second["cpu/queue"] >= 0.0
 
     run_virtual(scenario())
 

@@ -122,13 +122,15 @@ class Run:
 
     def look(self, after_s: float = 1.0) -> None:
         self.now += after_s
-        self.scaling.look(lambda event: self.events.append((event.name, event.fields["actor"])))
+        self.scaling.look(self._note)
+
+    def _note(self, event: Any) -> None:
+        self.events.append((event.name, event.fields["actor"]))
 
     def reply(self, *replies: str) -> None:
         for reply in replies:
             assert reply in self.scaling
-            handle = lambda event: self.events.append((event.name, event.fields["actor"]))  # noqa: E731
-            self.scaling.arrived(reply, handle)
+            self.scaling.arrived(reply, self._note)
         self.look()
 
     @property

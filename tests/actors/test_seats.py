@@ -1,33 +1,35 @@
 """Slots that are reserved together, and told of when there is no room."""
 
-import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 import ray
-from ray.util.placement_group import placement_group_table, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group_table,
+    remove_placement_group,
+)
 
 from streamrl.actors import seats as seats_module
 from streamrl.actors.seats import OwnSeats, Seats, give_back, neighbours, reserve
 from streamrl.errors import ConfigError
 from streamrl.placement import Demand, lay_out
+from tests.actors.conftest import CPUS
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.xdist_group("ray")
 
 COUNTS = {"policy": 2, "generator": 2, "reference": 1, "reward": 1}
 POOLS = [{"policy": 1.0, "generator": 1.0, "reference": 0.5, "reward": 0.5}]
 
 
 @pytest.fixture(scope="module", autouse=True)
-def three_slots() -> Iterator[None]:
-    # As any local instance of ours.
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    # Ray takes our word for what there is.
-    ray.init(address="local", num_cpus=3, num_gpus=1, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
+def held(local_ray: None) -> Iterator[PlacementGroup]:
+    """What leaves three slots of one CPU to these tests."""
+    group = reserve([{"CPU": CPUS - 3.0}], timeout_s=60.0)
+    yield group
+    give_back(group)
 
 
 class Where:
@@ -53,6 +55,7 @@ def test_every_actor_has_its_part_of_its_slot_and_the_slots_are_given_back() -> 
     remove_placement_group(reserve([{"CPU": 1.0}] * 3, timeout_s=60.0))
 
 
+@pytest.mark.slow
 def test_only_a_slot_where_somebody_computes_on_a_gpu_is_one_and_only_they_have_parts_of_it() -> (
     None
 ):
@@ -85,19 +88,21 @@ def test_neighbouring_slots_are_on_one_node_as_far_as_can_be() -> None:
 
 def shares(options: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
     """What actors that are made so have."""
-    actors = [ray.remote(Where).options(**each).remote() for each in options]
+    remote: Any = ray.remote(Where)
+    actors = [remote.options(**each).remote() for each in options]
     found = ray.get([actor.share.remote() for actor in actors], timeout=120)
     return [{k: v for k, v in each.items() if k in ("CPU", "GPU") and v} for each in found]
 
 
-def test_a_wait_for_room_can_be_broken_off_and_leaves_nothing() -> None:
+def test_a_wait_for_room_can_be_broken_off_and_leaves_nothing(held: PlacementGroup) -> None:
     def stop(text: str) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         reserve([{"CPU": 1.0}] * 4, waiting=stop)
-    left = [group["state"] for group in placement_group_table().values()]
-    assert set(left) == {"REMOVED"}
+    groups = placement_group_table()
+    del groups[held.id.hex()]
+    assert {group["state"] for group in groups.values()} == {"REMOVED"}
 
 
 def ranks(count: int, *, role: str = "trainer", cpus: int = 1, gpus: int = 0) -> Demand:
@@ -106,6 +111,7 @@ def ranks(count: int, *, role: str = "trainer", cpus: int = 1, gpus: int = 0) ->
     return Demand((), role=role, key=key, count=count, cpus=cpus, gpus=gpus)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_model_have_slots_of_their_own_which_are_given_back() -> None:
     said: list[str] = []
     # A rank alone takes a place as any actor does, and what asks for nothing has no slot.
@@ -128,7 +134,7 @@ def test_a_model_whose_ranks_find_no_room_is_named_and_no_other_keeps_its_slots(
     monkeypatch.setattr(seats_module, "ROOM_S", 2.0)
     said: list[str] = []
     words = (
-        r"^trainer.world_size=2: 2 slots of 1 CPU each found no room in 2 s; free are \S+ of 3 CPU"
+        r"^trainer.world_size=2: 2 slots of 1 CPU each found no room in 2 s; free are \S+ of 5 CPU"
     )
     with pytest.raises(ConfigError, match=words):
         demands = {"critic": ranks(2, role="critic"), "policy": ranks(2)}

@@ -22,10 +22,11 @@ from streamrl.dataflow import GENERATE, POLICY, REWARD
 from streamrl.errors import DeadlineError, FilterError
 from streamrl.preflight import Prepared
 
+pytestmark = pytest.mark.xdist_group("ray")
+
 RECIPE = Path(__file__).parents[2] / "configs" / "grpo_arithmetic.yaml"
 
 
-@ray.remote(num_cpus=0)
 class Waiter:
     """Waits, as a leader does for those who compute along."""
 
@@ -37,12 +38,10 @@ class Waiter:
 
 
 @pytest.fixture(scope="module")
-def processes() -> Iterator[dict[str, ray.actor.ActorHandle]]:
+def processes(local_ray: None) -> Iterator[dict[str, ray.actor.ActorHandle]]:
     """One that waits, one that is stopped, and one that is dead."""
-    # As any local instance of ours.
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    ray.init(address="local", num_cpus=1, include_dashboard=False, log_to_driver=False)
-    found = {name: Waiter.remote() for name in ("generator-0", "generator-1", "reward-0")}
+    waiter: Any = ray.remote(num_cpus=0)(Waiter)
+    found = {name: waiter.remote() for name in ("generator-0", "generator-1", "reward-0")}
     pids = {name: ray.get(one.pid.remote()) for name, one in found.items()}
     found["generator-0"].wait.remote()
     os.kill(pids["reward-0"], signal.SIGKILL)
@@ -51,10 +50,8 @@ def processes() -> Iterator[dict[str, ray.actor.ActorHandle]]:
     os.kill(pids["generator-1"], signal.SIGSTOP)
     yield found
     os.kill(pids["generator-1"], signal.SIGKILL)
-    ray.shutdown()
 
 
-@pytest.mark.slow
 def test_of_those_that_wait_are_stopped_and_are_dead_only_the_stopped_one_is_silent(
     processes: dict[str, ray.actor.ActorHandle],
 ) -> None:
@@ -65,7 +62,6 @@ def test_of_those_that_wait_are_stopped_and_are_dead_only_the_stopped_one_is_sil
     assert time.monotonic() - began < 2.0, "nobody is waited for who answers"
 
 
-@pytest.mark.slow
 def test_an_error_of_waiting_names_who_is_silent_and_others_stay_as_they_are(
     processes: dict[str, ray.actor.ActorHandle],
 ) -> None:

@@ -60,7 +60,7 @@ def wiring(told: list[str]) -> Any:
         config=config,
         stages=lambda calls, name: (stage,),
         train_columns=(),
-        memory=WorkerMemory(*[1] * 7, releases_kv=True, offloads_optimizer=True),
+        memory=WorkerMemory(1, 1, 1, 1, 1, 1, 1, releases_kv=True, offloads_optimizer=True),
         max_length=8,
         engines=SimpleNamespace(trainer=lambda config, rank, role: Rank(told)),
     )

@@ -74,7 +74,7 @@ def test_ranks_that_gather_to_publish_train_on_afterwards(zero_stage: int, waits
         trainer = group(ranks, zero_stage=zero_stage)
         publishing = asyncio.create_task(trainer.publish(1, []))
         await asyncio.sleep(0.5)
-        await trainer.train_round([[], []], epoch=0)
+        await trainer.train_round(((), ()), epoch=0)
         await publishing
         for rank in ranks:
             assert (rank.log.index("train begins") > rank.log.index("publish ends")) is waits
@@ -107,7 +107,7 @@ def test_what_is_sent_again_over_a_round_is_gathered_after_it(zero_stage: int, w
     async def scenario() -> None:
         ranks = [Rank(), Rank()]
         trainer = group(ranks, zero_stage=zero_stage)
-        training = asyncio.create_task(trainer.train_round([[], []], epoch=0))
+        training = asyncio.create_task(trainer.train_round(((), ()), epoch=0))
         await asyncio.sleep(0.5)
         await trainer.publish(1, [])
         await training

@@ -45,7 +45,6 @@ from streamrl.weights.publisher import publish
 from streamrl.weights.subscriber import unpack
 from tests.e2e.launched import MARK, marked
 
-pytestmark = pytest.mark.slow
 # The nodes' workers need not find the tests on their path.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
@@ -148,8 +147,9 @@ def two_nodes(patch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     patch.setenv("RAY_AUTH_MODE", "disabled")
     mark = uuid.uuid4().hex
     patch.setenv(MARK, mark)
+    ray.shutdown()  # an instance that other tests share
     sizes = {"num_cpus": 8, "object_store_memory": 100 << 20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args=sizes)
+    cluster: Any = Cluster(initialize_head=True, head_node_args=sizes)
     started: list[psutil.Process] = []
     try:
         second = cluster.add_node(num_cpus=8, object_store_memory=100 << 20)
@@ -169,6 +169,7 @@ def node_of(actor: Any) -> str:
     return str(ray.get(reply, timeout=120.0))
 
 
+@pytest.mark.slow
 def test_who_publishes_or_follows_stays_on_one_node_also_when_hired_or_started_again(
     nodes: Nodes,
 ) -> None:
@@ -197,6 +198,7 @@ def test_who_publishes_or_follows_stays_on_one_node_also_when_hired_or_started_a
         crew.close()
 
 
+@pytest.mark.slow
 def test_ranks_leave_room_for_a_generator_of_many_devices(nodes: Nodes) -> None:
     wait_until_free()
     # Two models of two ranks on a node each would leave no node with seven.
@@ -231,6 +233,7 @@ def crew_of(*, ranks: int, tensor_parallel: int = 1) -> Crew:
     return Crew(config, Prepared(config.dataflow, nothing, {}, (), 8, 0, ()), on_gpu=False)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_model_are_on_one_node_if_that_has_room_and_come_before_others(
     nodes: Nodes,
 ) -> None:
@@ -248,6 +251,7 @@ def test_ranks_of_a_model_are_on_one_node_if_that_has_room_and_come_before_other
         give_back(taken)
 
 
+@pytest.mark.slow
 def test_where_one_model_finds_no_room_on_the_named_node_nothing_is_left(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,12 +312,15 @@ class Reader:
         return same and found.keys() == wanted.keys(), self._inlet.failure
 
 
+@pytest.mark.slow
 def test_versions_reach_readers_on_both_nodes(nodes: Nodes, tmp_path: Path) -> None:
     names = ["generator-0", "generator-1"]
     places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes.ids]
-    publisher = ray.remote(Publisher).options(scheduling_strategy=places[0]).remote()
+    make_publisher: Any = ray.remote(Publisher)
+    make_reader: Any = ray.remote(Reader)
+    publisher = make_publisher.options(scheduling_strategy=places[0]).remote()
     readers = [
-        ray.remote(Reader).options(scheduling_strategy=place).remote(name)
+        make_reader.options(scheduling_strategy=place).remote(name)
         for place, name in zip(places, names, strict=True)
     ]
     assert [node_of(reader) for reader in readers] == list(nodes.ids)

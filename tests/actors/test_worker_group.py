@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import ray
 
-from streamrl.actors.cluster import cluster, nothing
 from streamrl.actors.worker_group import ResourcePool, WorkerGroup, load, put
 from streamrl.controller import (
     PROTOCOLS,
@@ -21,11 +20,10 @@ from streamrl.controller import (
     transfers,
 )
 from streamrl.errors import ActorError, ActorLostError, ConfigError, DeadlineError
-from streamrl.placement import PlacementConfig
 from streamrl.resharding import Grid
 from tests.e2e.launched import Launched
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.xdist_group("ray")
 
 
 class Doubler:
@@ -80,11 +78,10 @@ class Doubler:
 
 
 @pytest.fixture(scope="module")
-def pool() -> Iterator[ResourcePool]:
-    with cluster(PlacementConfig(cpus=5, object_store_mb=200), nothing):
-        pool = ResourcePool(4, groups=3)
-        yield pool
-        pool.close()
+def pool(local_ray: None) -> Iterator[ResourcePool]:
+    pool = ResourcePool(4, groups=3)
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="module")
@@ -108,9 +105,12 @@ def test_what_one_call_returns_is_given_to_the_next_without_being_looked_at(
     group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fetched = []
-    monkeypatch.setattr(
-        "streamrl.actors.worker_group.load", lambda batch: fetched.append(batch) or load(batch)
-    )
+
+    def noted(batch: BatchRef) -> object:
+        fetched.append(batch)
+        return load(batch)
+
+    monkeypatch.setattr("streamrl.actors.worker_group.load", noted)
     first = group.double(put({"x": np.arange(6.0)}))
     second = group.double(first)
     both = group.twice_as_many(second)
@@ -184,7 +184,7 @@ class Static(Doubler):
 
 
 class Gone(Doubler):
-    where = None
+    where = None  # type: ignore[assignment]
 
 
 class Unknown(Doubler):
@@ -219,6 +219,7 @@ def test_what_a_call_cannot_take_is_told_in_a_line(group: WorkerGroup) -> None:
             use()
 
 
+@pytest.mark.slow
 def test_a_group_that_finds_a_slot_full_leaves_the_others_free(pool: ResourcePool) -> None:
     pool = ResourcePool(2, cpus=0.5, groups=1)
     one = Mesh(Grid.parse("1-1-1").seating())
@@ -253,6 +254,7 @@ def test_slots_that_there_cannot_be_are_refused(pool: ResourcePool) -> None:
             ResourcePool(1, **settings)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_failure_is_told_once(tmp_path: Path) -> None:
     """Ray prints every error whose reference is dropped unread: there must be none."""
     (tmp_path / "failing.py").write_text(FAILING)
@@ -303,6 +305,7 @@ time.sleep(3)
 """
 
 
+@pytest.mark.slow
 def test_several_groups_share_a_pool_until_it_is_full(
     pool: ResourcePool, group: WorkerGroup
 ) -> None:
@@ -330,6 +333,7 @@ def test_trouble_is_named_and_no_wait_is_endless(group: WorkerGroup) -> None:
         group.double(put({"x": np.arange(2.0)}), put({"x": np.arange(3.0)}))
 
 
+@pytest.mark.slow
 def test_a_worker_that_hangs_or_dies_is_told(pool: ResourcePool) -> None:
     group = WorkerGroup(
         pool, Doubler, mesh=Mesh(Grid.parse("1-1-1").seating()), first_slot=1, timeout_s=2.0
@@ -407,6 +411,7 @@ class Stubborn(Doubler):
             raise ConfigError("rank=1: must be another")
 
 
+@pytest.mark.slow
 def test_a_worker_that_does_not_start_is_told_and_its_slot_is_free_again(
     pool: ResourcePool,
 ) -> None:

@@ -1,64 +1,102 @@
-"""What tests of trainers share: the processes that trained, and the model they began with."""
+"""What tests of engines share: processes that trained, the engine that samples, and models."""
 
+import threading
+from collections.abc import AsyncIterator, Collection, Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
+import pytest_asyncio
 
+from tests.engines.flight import Engines
 from tests.engines.tiny_qwen import save, tiny_model
 from tests.engines.trainer_layouts import LAYOUTS, Layout
-from tests.engines.trainer_ranks import run_ranks
+from tests.engines.trainer_ranks import NARROW, Case, run_ranks
 
 PAIRS = [layout for layout in LAYOUTS if layout.world_size == 2]
 SAVED = [layout for layout in LAYOUTS if layout.world_size == 2 or layout.zero_stage == 2]
 SEVERAL_ON = [layout for layout in LAYOUTS if layout.backend == "torch" or layout.zero_stage == 3]
-ROWS_ON = [Layout("torch", 1, 1), Layout("torch", 1, 2)]
-LATE = Layout("deepspeed", 1, 2)
-TIMEOUT_S = 400
+ONE, TWO = Layout("torch", 1, 1), Layout("torch", 1, 2)
+SHARDED, SPLIT = Layout("deepspeed", 2, 2), Layout("torch", 1, 2, tensor_parallel=2)
+GATHERED = Layout("deepspeed", 3, 2)
+AnyCase = TypeVar("AnyCase")
+TIMEOUT_S = 900
+"""For all cases there are, on a machine that does much else."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "ranks(*cases): looks at what ranks saw in these cases")
+
+
+def of_ranks(
+    *names: str, on: Sequence[Layout], quick: Collection[Layout] = ()
+) -> pytest.MarkDecorator:
+    """A test for each of the layouts, of these cases; those that are not `quick` are slow."""
+    return pytest.mark.parametrize(
+        "layout",
+        [
+            pytest.param(
+                layout,
+                id=layout.label,
+                marks=[
+                    pytest.mark.ranks(*(Case(name, layout) for name in names)),
+                    *([] if layout in quick else [pytest.mark.slow]),
+                ],
+            )
+            for layout in on
+        ],
+    )
+
+
+def cases_of(request: pytest.FixtureRequest, kind: type[AnyCase]) -> list[AnyCase]:
+    """The cases of a kind that the tests of this session look at, each once."""
+    marks = [mark for item in request.session.items for mark in item.iter_markers("ranks")]
+    found = dict.fromkeys(case for mark in marks for case in mark.args)
+    return [case for case in found if isinstance(case, kind)]
 
 
 @pytest.fixture(scope="session")
-def model_path(tmp_path_factory):
+def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save(tiny_model(tied=True, seed=0, kv_heads=2), tmp_path_factory.mktemp("policy"))
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("ranks")
 
 
 @pytest.fixture(scope="session")
-def seen(model_path, folder):
-    """What the ranks saw, by case: a list with one entry per rank."""
-    single = [("same_update", layout) for layout in LAYOUTS if layout.world_size == 1]
-    single += [("save_and_go_on", layout) for layout in SAVED if layout.world_size == 1]
-    single += [("several_updates", layout) for layout in SEVERAL_ON if layout.world_size == 1]
-    single += [
-        (case, layout)
-        for case in ("critic_updates", "pretraining_updates", "two_headed_updates")
-        for layout in SEVERAL_ON
-        if layout.world_size == 1
-    ]
-    single.append(("other_settings", Layout("deepspeed", 1, 1)))
-    single += [("every_row", layout) for layout in ROWS_ON if layout.world_size == 1]
-    together = [
-        (case, layout)
-        for case in ("same_update", "save_and_go_on", "steps_that_do_not_count")
-        for layout in PAIRS
-    ]
-    together += [("every_row", layout) for layout in ROWS_ON if layout.world_size == 2]
-    together += [
-        (case, layout)
-        for case in (
-            *("several_updates", "critic_updates"),
-            *("pretraining_updates", "two_headed_updates"),
-        )
-        for layout in SEVERAL_ON
-        if layout.world_size == 2
-    ]
-    together.sort(key=lambda case: case[1].backend, reverse=True)
+def narrow_path(folder: Path) -> str:
+    """A model with one head of keys and values, so that not all matrices are square."""
+    return save(tiny_model(tied=True, seed=0), folder / NARROW)
+
+
+@pytest.fixture(scope="session")
+def seen(
+    request: pytest.FixtureRequest, model_path: str, narrow_path: str, folder: Path
+) -> dict[str, list[Any]]:
+    """What the ranks saw in all cases that tests look at: a list with one entry per rank."""
     return run_ranks(
-        [[*together, *single[rank::2], ("come_late", LATE)] for rank in range(2)],
-        model_path=model_path,
-        folder=folder,
-        timeout_s=TIMEOUT_S,
+        cases_of(request, Case), model_path=model_path, folder=folder, timeout_s=TIMEOUT_S
     )
+
+
+@pytest_asyncio.fixture(scope="package", loop_scope="session")
+async def engines(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Engines]:
+    """The engine of this process, which tests of one xdist group share.
+
+    No other room finds the environment and the process group that vLLM has.
+    """
+    model = tiny_model(tied=False, seed=1)
+    found = Engines(save(model, tmp_path_factory.mktemp("untied")))
+    yield found
+    await found.close()
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def no_engine(engines: Engines) -> None:
+    """Room for an engine of the test's own."""
+    await engines.close()
+    for thread in threading.enumerate():
+        if thread.name == "vllm-engine":  # one that has died takes what vLLM shares along
+            thread.join(timeout=60)

@@ -3,8 +3,8 @@
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from streamrl.engines import vllm_engine
 from streamrl.engines.generation import GenerationEngine, GeneratorConfig, Loaded, generation_env
 from streamrl.messages import Rollout
+from streamrl.weights import probe
 from tests.engines.tiny_qwen import MAX_LENGTH, weights_of
 
 
@@ -62,12 +63,13 @@ class Flight:
 
     engine: GenerationEngine
     policy: str
+    config: GeneratorConfig
     log: StepLog
     models: dict[int, PreTrainedModel] = field(default_factory=dict)
 
     async def load(self, model: PreTrainedModel) -> Loaded:
         """Load the model as the next version."""
-        version = max(self.models, default=-1) + 1
+        version = max(self.engine.version, *self.models, -1) + 1
         self.models[version] = model
         return await self.engine.load_weights(weights_of(model), version)
 
@@ -90,11 +92,44 @@ def sampled_versions(rollouts: Sequence[Rollout]) -> list[list[int]]:
     return [rollout.policy_version[rollout.loss_mask].tolist() for rollout in rollouts]
 
 
+CONCURRENT = 64
+# The engine itself runs a probe more than it is asked for.
+WIDE = GeneratorConfig(max_new_tokens=150, max_concurrent_rollouts=CONCURRENT - probe.NUM_SEQUENCES)
+"""Settings of the engine that most tests share."""
 POLICIES: Mapping[str, dict[str, bool]] = {
     "recompute": {},
     "keep": {"keeps_kv": True},
     "drain": {"drains": True},
 }
+
+
+class Engines:
+    """The engine of this process, kept for as long as tests want one of its kind: vLLM allows one.
+
+    Its model directory holds the untied tiny model of seed 1.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self._kept = AsyncExitStack()
+        self._flight: Flight | None = None
+        self._kind: object = None
+
+    async def get(self, config: GeneratorConfig, policy: str = "recompute") -> Flight:
+        """The engine of these settings, started if it is not there, with no model noted."""
+        kind = (policy, replace(config))
+        if self._flight is None or kind != self._kind:
+            await self.close()
+            flying_one = flying(self._folder, policy, replace(config))
+            self._flight = await self._kept.enter_async_context(flying_one)
+            self._kind = kind
+        self._flight.models.clear()
+        return self._flight
+
+    async def close(self) -> None:
+        """Make room for an engine of a test's own."""
+        self._flight = None
+        await self._kept.aclose()
 
 
 @asynccontextmanager
@@ -109,6 +144,6 @@ async def flying(folder: str, policy: str, config: GeneratorConfig) -> AsyncIter
             folder, config, seed=0, max_length=MAX_LENGTH, **POLICIES[policy]
         )
         try:
-            yield Flight(engine, policy, log)
+            yield Flight(engine, policy, config, log)
         finally:
             await engine.close()

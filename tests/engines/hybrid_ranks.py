@@ -1,25 +1,22 @@
 """Two processes with a trainer's rank and a generation engine each: what lies where, and agrees.
 
 vLLM comes into the trainers' process group as one replica per rank. The engine stays; trainers of
-several backends follow each other. What each rank saw goes into a file.
+several backends follow each other.
 """
 
 import asyncio
-import json
 import os
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from streamrl.engines.deepspeed_backend import DeepSpeedBackend
-from streamrl.engines.generation import GenerationEngine, GeneratorConfig, generation_env
+from streamrl.engines.generation import GenerationEngine, GeneratorConfig
 from streamrl.engines.mesh_backend import MeshBackend
 from streamrl.engines.ranks import join_ranks
 from streamrl.engines.switch import PlannedOnce, Switch, plan_switch
@@ -33,7 +30,7 @@ WORLD = 2
 UPDATES = 3
 ODD_VOCABULARY = 50
 """Tokens of the model: vLLM pads them to a multiple of 64."""
-BACKENDS = {
+BACKENDS: dict[str, dict[str, Any]] = {
     "torch": {"backend": "torch"},
     "deepspeed 0": {"zero_stage": 0},
     "deepspeed 1": {"zero_stage": 1},
@@ -41,35 +38,39 @@ BACKENDS = {
     "deepspeed 3": {"zero_stage": 3},
     "torch, split": {"backend": "torch", "tensor_parallel": WORLD},
 }
+
+
+class Case(NamedTuple):
+    """A trainer beside the engine."""
+
+    backend: str
+
+
 SEQUENCE = np.array([3, 14, 15, 9, 26, 5, 35, 8, 9, 7], np.int32)
 LR = 1e-2
 
 
-def main(folder: Path) -> None:
-    """Write a model, run the ranks, and have what each saw in the folder."""
-    os.environ.update(generation_env("cpu"), DS_ACCELERATOR="cpu")
+def write_model(folder: Path) -> str:
     model = tiny_model(tied=True, seed=1, kv_heads=WORLD)
     model.resize_token_embeddings(ODD_VOCABULARY)
-    save(model, folder / "model")
-    mp.spawn(one_rank, args=(folder,), nprocs=WORLD)
+    return save(model, folder)
 
 
-def one_rank(rank: int, folder: Path) -> None:
-    port = (folder / "port").read_text()
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+def one_rank(
+    rank: int, model_path: str, port: int, cases: Sequence[Case]
+) -> dict[str, list[dict[str, Any]]]:
+    """What a rank saw, by backend, of every version."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     join_ranks(rank=rank, world_size=WORLD, timeout_s=120.0)
-    seen = asyncio.run(all_backends(str(folder / "model")))
-    (folder / f"{rank}.json").write_text(json.dumps(seen))
-    # No engine ends before all have been compared: it takes the process group along.
-    os._exit(0)
+    return asyncio.run(all_backends(model_path, cases))
 
 
-async def all_backends(path: str) -> dict[str, list[dict[str, Any]]]:
+async def all_backends(path: str, cases: Sequence[Case]) -> dict[str, list[dict[str, Any]]]:
     engine = await GenerationEngine.start(path, GeneratorConfig(), seed=0, max_length=64)
     version = 0
     seen: dict[str, list[dict[str, Any]]] = {}
-    for name, settings in BACKENDS.items():
-        config = TrainerConfig(world_size=WORLD, **settings)
+    for (name,) in cases:
+        config = TrainerConfig(world_size=WORLD, **BACKENDS[name])
         module = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
         backend = make(module, config)
         seen[name] = []
@@ -87,8 +88,12 @@ async def all_backends(path: str) -> dict[str, list[dict[str, Any]]]:
             await engine.suspend("update")
             await asyncio.to_thread(update, backend, config)
             await engine.resume("update")
-    dist.barrier()
     return seen
+
+
+def served_by(engine: GenerationEngine) -> Any:
+    """The weights of an engine, as it holds them."""
+    return engine._thread._weights
 
 
 def make(module: PreTrainedModel, config: TrainerConfig) -> Any:
@@ -129,7 +134,7 @@ async def filler(engine: GenerationEngine, backend: Any) -> Callable[[int], dict
     switch = await plan(backend.placed(), served)
     assert switch is not None
     kept = sum(tensor.nbytes for _, tensor, _ in backend.placed())
-    memory = sum(b.held[0].nbytes for b in engine._thread._weights._bound)
+    memory = sum(b.held[0].nbytes for b in served_by(engine)._bound)
 
     def fill(version: int) -> dict[str, Any]:
         moved = switch.run(backend.placed(), version)
@@ -157,7 +162,7 @@ def in_place(
         return {
             "copied_bytes": moved.copied_bytes,
             "received_bytes": moved.received_bytes,
-            "one memory": in_one_memory(engine._thread._weights._model.parameters(), backend),
+            "one memory": in_one_memory(served_by(engine)._model.parameters(), backend),
             "sizes": {name: view.nbytes for name, _, view in served},
         }
 
@@ -180,14 +185,10 @@ async def look(engine: GenerationEngine, backend: Any) -> dict[str, Any]:
     trained = torch.log_softmax(logits, -1).gather(1, ids[1:, None])[:, 0].numpy()
     lies_at = {name: p.data_ptr() for name, p in backend.module.named_parameters()}
     # What the engine has fused begins where the first of it lies.
-    bound = engine._thread._weights._bound
+    bound = served_by(engine)._bound
     return {
         "apart": [b.names for b in bound if b.held[0].data_ptr() != lies_at[b.names[0]]],
         "bound": len(bound),
         "difference": float(np.abs(served[1:] - trained).max()),
         "logprobs": served.tolist(),
     }
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -5,12 +5,8 @@ What a process reports is above what it had before there was a model.
 
 import gc
 import os
-import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-
-import torch
-import torch.multiprocessing as mp
 
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.engines.peak_memory import (
@@ -66,11 +62,10 @@ TOGETHER = (
 CASES = (*ALONE, *TOGETHER)
 
 
-def main(folder: Path, model_path: str, ports: list[str]) -> None:
-    mp.spawn(one_rank, args=(folder, model_path, ports), nprocs=WORLD)
-
-
-def one_rank(rank: int, folder: Path, model_path: str, ports: list[str]) -> None:
+def one_rank(
+    rank: int, model_path: str, small_path: str, ports: Sequence[int]
+) -> dict[str, dict[str, float]]:
+    """What a rank saw, by case; before, it trains a small model."""
     from streamrl.engines.deepspeed_backend import _import_deepspeed
 
     give_back_large_at_once()  # as a worker with a budget does
@@ -78,11 +73,14 @@ def one_rank(rank: int, folder: Path, model_path: str, ports: list[str]) -> None
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     seen = {}
     split, sharded, *others = TOGETHER
+    free = list(ports)
+    # To a forked process, what it runs for the first time is new memory.
+    train(ALONE[0], rank, small_path)
     for case in (split, sharded, ALONE[rank], *others):
         if case.world_size > 1:
-            os.environ["MASTER_PORT"] = ports.pop()
+            os.environ["MASTER_PORT"] = str(free.pop())
         seen[case.label] = train(case, rank, model_path)
-    torch.save(seen, folder / f"{rank}.pt")
+    return seen
 
 
 def train(case: Case, rank: int, model_path: str) -> dict[str, float]:
@@ -115,7 +113,3 @@ def train(case: Case, rank: int, model_path: str) -> dict[str, float]:
 def resident_mb() -> float:
     lines = STATUS.read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:")) / 1024
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2], sys.argv[3:])

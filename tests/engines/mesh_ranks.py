@@ -1,15 +1,13 @@
-"""Four ranks of one trainer in meshes of several shapes; what each saw goes into a file.
+"""Four ranks of one trainer in meshes of several shapes, and what each saw.
 
 torch.distributed belongs in no process of pytest's.
 """
 
 import os
-import sys
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-import torch.multiprocessing as mp
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -39,7 +37,6 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
-ALONE = {"world_size": 1}
 MESHES: dict[str, dict[str, Any]] = {
     "data 2, tensor 2": {"tensor_parallel": 2},
     "sharded data 2, tensor 2": {"tensor_parallel": 2, "zero_stage": 3},
@@ -48,9 +45,23 @@ MESHES: dict[str, dict[str, Any]] = {
 }
 MODELS = ("qwen2", "qwen2 tied", "llama", "mistral")
 WIDE = "sharded data 2, tensor 2"
-CASES = [("qwen2 tied", mesh, {}) for mesh in MESHES]
-CASES += [(model, WIDE, {}) for model in MODELS if model != "qwen2 tied"]
-CASES += [("qwen2 tied", WIDE, {"recomputes": True})]
+
+
+class Case(NamedTuple):
+    """A model in a mesh, and whether its activations are computed anew."""
+
+    model: str
+    mesh: str
+    recomputes: bool = False
+
+    @property
+    def label(self) -> str:
+        return f"{self.model}; {self.mesh}{'; recomputed' * self.recomputes}"
+
+
+CASES = [Case("qwen2 tied", mesh) for mesh in MESHES]
+CASES += [Case(model, WIDE) for model in MODELS if model != "qwen2 tied"]
+CASES += [Case("qwen2 tied", WIDE, recomputes=True)]
 
 
 def make(model: str) -> PreTrainedModel:
@@ -65,29 +76,25 @@ def make(model: str) -> PreTrainedModel:
     return made.train()
 
 
-def label(model: str, mesh: str, recomputes: bool) -> str:
-    return f"{model}; {mesh}{'; recomputed' * recomputes}"
+def alone(model: str) -> str:
+    """What a single rank saw is known as."""
+    return f"{model}; alone"
 
 
-def main(folder: Path, ports: list[str]) -> None:
-    mp.spawn(one_rank, args=(folder, ports), nprocs=WORLD)
-
-
-def one_rank(rank: int, folder: Path, ports: list[str]) -> None:
-    torch.set_num_threads(1)
+def one_rank(rank: int, ports: Sequence[int], cases: Sequence[Case]) -> dict[str, Any]:
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     seen = {}
-    # By itself each knows what a single rank makes of it.
-    for model in MODELS:
-        seen[f"{model}; alone"] = train(0, make(model), TrainerConfig(backend="torch", **ALONE))
-    for (model, mesh, how), port in zip(CASES, ports, strict=True):
-        os.environ["MASTER_PORT"] = port
-        config = TrainerConfig(backend="torch", world_size=WORLD, **MESHES[mesh])
-        module, recomputes = make(model), bool(how)
-        if recomputes:
+    # Each sees by itself what a single rank makes of some of the models.
+    for model in list(dict.fromkeys(case.model for case in cases))[rank::WORLD]:
+        seen[alone(model)] = train(0, make(model), TrainerConfig(backend="torch", world_size=1))
+    for case, port in zip(cases, ports, strict=True):
+        os.environ["MASTER_PORT"] = str(port)
+        config = TrainerConfig(backend="torch", world_size=WORLD, **MESHES[case.mesh])
+        module = make(case.model)
+        if case.recomputes:
             module.gradient_checkpointing_enable({"use_reentrant": False})
-        seen[label(model, mesh, recomputes)] = train(rank, module, config)
-    torch.save(seen, folder / f"{rank}.pt")
+        seen[case.label] = train(rank, module, config)
+    return seen
 
 
 def train(rank: int, module: PreTrainedModel, config: TrainerConfig) -> dict[str, Any]:
@@ -139,7 +146,3 @@ def misplaced(backend: MeshBackend | TorchBackend, whole: dict[str, torch.Tensor
             if tuple(local.shape) != shard.shape or not view.equal(whole[name][piece.box.slices]):
                 found.append(name)
     return found
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,22 +1,20 @@
 """Two tensor-parallel ranks, once by themselves and once in the memory of a generator, as vLLM lays
-it out; what each saw goes into a file.
+it out, and what each saw.
 
 torch.distributed belongs in no process of pytest's.
 """
 
 import os
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from torch.distributed.tensor import DTensor
 
 from streamrl.engines.mesh_backend import MeshBackend
 from streamrl.engines.optimizer_memory import OptimizerMemory
-from streamrl.engines.ranks import join_ranks, leave_ranks
+from streamrl.engines.ranks import join_ranks
 from streamrl.engines.switch import PlannedOnce
 from streamrl.engines.tensor_parallel import CUT_BY_INPUTS, CUT_BY_OUTPUTS
 from streamrl.engines.trainer_config import TrainerConfig
@@ -41,13 +39,8 @@ FUSED = {
 }
 
 
-def main(folder: Path, port: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    mp.spawn(one_rank, args=(folder,), nprocs=WORLD)
-
-
-def one_rank(rank: int, folder: Path) -> None:
-    torch.set_num_threads(1)
+def one_rank(rank: int, folder: Path, port: int) -> dict[str, Any]:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     join_ranks(rank=rank, world_size=WORLD, timeout_s=60.0)
     seen = {}
     for case, (model, settings, parts) in CASES.items():
@@ -57,8 +50,7 @@ def one_rank(rank: int, folder: Path) -> None:
         files.mkdir(exist_ok=True)
         by_itself = train(model, config, files, None)
         seen[case] = {"by itself": by_itself, "moved": train(model, config, files, served)}
-    torch.save(seen, folder / f"{rank}.pt")
-    leave_ranks()
+    return seen
 
 
 def laid_out(parameters: ParameterSet, parts: int, place: int) -> Storage:
@@ -162,7 +154,3 @@ def held_bytes(backend: MeshBackend, served: Storage) -> int:
     tensors = [view for _, _, view in served] + [kept for _, kept, _ in backend.placed()]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in tensors}
     return sum(storage.nbytes() for storage in storages.values())
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2])

@@ -1,12 +1,13 @@
-"""Two steps of every row of the table of algorithms, in processes of trainers."""
+"""Two steps of a row of the table of algorithms, in processes of trainers."""
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
+from streamrl.algorithms import AlgorithmConfig
 from streamrl.messages import Columns
 from tests.engines.trainer_layouts import Layout
 from tests.engines.trainer_ranks import (
@@ -24,22 +25,21 @@ if TYPE_CHECKING:
     from streamrl.engines.training import ModelTrainer
 
 
-def train_every_row(seat: Seat, layout: Layout) -> None:
+def train_row(seat: Seat, layout: Layout, name: str) -> None:
     """On policy, and then off policy on the same rollouts; a rank has half of them, if of two."""
     from streamrl.engines.tasks import PolicyTask
 
     groups = scored_groups(seat.model_path)
-    for name in ALGORITHMS:
-        config = AlgorithmConfig(name=name)
-        settings = config.settings(max_length=10, reward_weights={"right": 1.0})
-        task = PolicyTask(seat.model_path, config.row, settings, TEMPERATURE)
-        trainer = seat.trainer(layout, config, task=task, lr=SEVERAL_LR)
-        norms = [train(trainer, groups, layout)["policy/grad_norm"] for _ in range(2)]
-        seat.seen[f"row/{layout.label}/{name}"] = {
-            "norms": norms,
-            "parameters": parameters_of(trainer),
-        }
-        trainer.close()
+    config = AlgorithmConfig(name=name)
+    settings = config.settings(max_length=10, reward_weights={"right": 1.0})
+    task = PolicyTask(seat.model_path, config.row, settings, TEMPERATURE)
+    trainer = seat.trainer(layout, config, task=task, lr=SEVERAL_LR)
+    norms = [train(trainer, groups, layout)["policy/grad_norm"] for _ in range(2)]
+    seat.seen[f"row/{layout.label}/{name}"] = {
+        "norms": norms,
+        "parameters": parameters_of(trainer),
+    }
+    trainer.close()
 
 
 def train(trainer: "ModelTrainer", groups: dict[str, Columns], layout: Layout) -> dict[str, float]:
@@ -54,12 +54,13 @@ def train(trainer: "ModelTrainer", groups: dict[str, Columns], layout: Layout) -
     return trainer.step(trainer.normaliser(whole))
 
 
+@cache
 def scored_groups(model_path: str) -> dict[str, Columns]:
     """Groups the model might have sampled, with all that any row wants to know of them."""
     from streamrl.engines.scoring import LogprobScorer
 
     scorer = LogprobScorer(model_path, temperature=TEMPERATURE, micro_batch_tokens=64)
-    groups = {}
+    groups: dict[str, Columns] = {}
     for uid, columns in GROUPS.items():
         scores = columns["scores"]
         expected = np.where(columns["loss_mask"], 0.1, 0).astype(np.float32)

@@ -1,14 +1,12 @@
-"""Processes with a trainer's rank and a part of a generator each; what each saw goes into a file.
+"""Processes with a trainer's rank and a part of a generator each, and what each saw.
 
 The generators are split over teams of two ranks, and stay; trainers of several meshes follow each
-other. Arguments: a folder, the number of ranks, heads of keys and values, the meshes by name.
+other.
 """
 
 import asyncio
-import json
 import os
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,10 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
-from streamrl.engines.generation import GenerationEngine, GeneratorConfig, generation_env
+from streamrl.engines.generation import GenerationEngine, GeneratorConfig
 from streamrl.engines.generator_part import GeneratorPart
 from streamrl.engines.mesh_backend import MeshBackend
 from streamrl.engines.ranks import join_ranks
@@ -68,36 +65,34 @@ def make(kv_heads: int) -> PreTrainedModel:
 
 
 def trainer_config(mesh: str, world: int) -> TrainerConfig:
-    settings = {key: world if value == -1 else value for key, value in MESHES[mesh].items()}
+    settings = MESHES[mesh]
+    if settings.get("tensor_parallel") == -1:
+        settings = {"tensor_parallel": world}
     return TrainerConfig(backend="torch", world_size=world, **settings)
 
 
-def main(folder: Path, world: int, kv_heads: int, meshes: list[str]) -> None:
-    """Write a model, run the ranks, and then one generator that is not split."""
-    os.environ.update(generation_env("cpu"))
-    save(make(kv_heads), folder / "model", ends=False)
-    mp.spawn(one_rank, args=(folder, world, meshes), nprocs=world)
-    found = asyncio.run(sampled_by_one(folder))
-    (folder / "whole.json").write_text(json.dumps(found))
+def write_model(kv_heads: int, folder: Path) -> str:
+    return save(make(kv_heads), folder, ends=False)
 
 
-async def sampled_by_one(folder: Path) -> list[list[int]]:
-    config = GeneratorConfig(max_new_tokens=CONFIG.max_new_tokens)
-    path = str(folder / "model")
-    engine = await GenerationEngine.start(path, config, seed=0, max_length=MAX_LENGTH)
-    await engine.load_weights(torch.load(folder / "last.pt"), 0)
-    return await tokens(engine)
+def whole(path: str, weights: Mapping[str, torch.Tensor]) -> list[list[int]]:
+    """What a generator that is not split samples of these weights."""
+
+    async def sampled() -> list[list[int]]:
+        config = GeneratorConfig(max_new_tokens=CONFIG.max_new_tokens)
+        engine = await GenerationEngine.start(path, config, seed=0, max_length=MAX_LENGTH)
+        await engine.load_weights(weights, 0)
+        return await tokens(engine)
+
+    return asyncio.run(sampled())
 
 
-def one_rank(rank: int, folder: Path, world: int, meshes: list[str]) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=(folder / "port").read_text())
+def one_rank(rank: int, path: str, port: int, world: int, meshes: Sequence[str]) -> dict[str, Any]:
+    """What a rank saw, by mesh, and who is in its team."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     join_ranks(rank=rank, world_size=world, timeout_s=120.0)
     team = team_of(rank, trainer_config(meshes[0], world), SIZE)
-    seen = asyncio.run(all_meshes(folder, team, meshes))
-    (folder / f"{rank}.json").write_text(json.dumps({"team": team.ranks, "meshes": seen}))
-    # No engine ends before all have been compared: it takes the process group along.
-    os._exit(0)
+    return {"team": team.ranks, "meshes": asyncio.run(all_meshes(path, team, meshes))}
 
 
 async def start(path: str, team: Team) -> GenerationEngine | GeneratorPart:
@@ -105,8 +100,8 @@ async def start(path: str, team: Team) -> GenerationEngine | GeneratorPart:
     return await (GenerationEngine.of(spec) if team.leads else GeneratorPart.start(spec))
 
 
-async def all_meshes(folder: Path, team: Team, meshes: list[str]) -> dict[str, Any]:
-    path, world = str(folder / "model"), dist.get_world_size()
+async def all_meshes(path: str, team: Team, meshes: Sequence[str]) -> dict[str, Any]:
+    world = dist.get_world_size()
     engine = await start(path, team)
     seen: dict[str, Any] = {}
     version = 0
@@ -136,7 +131,7 @@ async def all_meshes(folder: Path, team: Team, meshes: list[str]) -> dict[str, A
         await engine.take_up(version)
         seen["tokens"] = await tokens(engine)
     if team.rank == 0:
-        torch.save(last, folder / "last.pt")
+        seen["last"] = last
     seen["kv_bytes"] = await without_kv(engine)
     if isinstance(engine, GenerationEngine):
         seen["tokens after"] = await tokens(engine)
@@ -155,7 +150,9 @@ def lacking(backend: Any, storage: Storage) -> int:
 
 def parameters_of(engine: GenerationEngine | GeneratorPart) -> Iterator[torch.Tensor]:
     """Those of vLLM's model on this rank."""
-    weights = engine._thread._weights if isinstance(engine, GenerationEngine) else engine._weights
+    weights: Any = (
+        engine._thread._weights if isinstance(engine, GenerationEngine) else engine._weights
+    )
     return weights._model.parameters()
 
 
@@ -174,10 +171,11 @@ async def without_kv(engine: GenerationEngine | GeneratorPart) -> tuple[int, int
 
 
 def kv_bytes(engine: GenerationEngine | GeneratorPart) -> int:
+    within: Any = engine
     if isinstance(engine, GenerationEngine):
-        worker = engine._thread._weights._worker
+        worker = within._thread._weights._worker
     else:
-        worker = engine._worker.wrapper
+        worker = within._worker.wrapper
     return sum(cache.untyped_storage().nbytes() for cache in worker.model_runner.kv_caches)
 
 
@@ -218,8 +216,3 @@ def update(backend: Any) -> None:
     ids = torch.from_numpy(SEQUENCE).long()[None]
     backend.backward(backend.forward(ids).logits.square().mean())
     backend.step(divisor=1.0, lr=LR)
-
-
-if __name__ == "__main__":
-    folder, world, kv_heads, *meshes = sys.argv[1:]
-    main(Path(folder), int(world), int(kv_heads), meshes)

@@ -1,33 +1,32 @@
-"""One real vLLM engine with a tiny random model, shared by the tests of this module."""
+"""One real vLLM engine with a tiny random model, under one version after the other."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from transformers import Qwen2ForCausalLM
+from transformers import PreTrainedModel, Qwen2ForCausalLM
 
-from streamrl.engines.generation import GenerationEngine, GeneratorConfig, generation_env
+from streamrl.engines.generation import GenerationEngine, GeneratorConfig
 from streamrl.engines.generator_config import STEP_TOKENS_ON_CPU
 from streamrl.errors import ConfigError, DeadlineError, WeightsError
 from streamrl.messages import FinishReason, Rollout
 from streamrl.weights.adapters import LORA_A, LORA_B, LORA_SCALE
+from tests.engines.flight import WIDE, Engines, Flight
 from tests.engines.tiny_qwen import (
     EOS,
     MAX_LENGTH,
     VOCABULARY,
     endless_model,
     prompt,
-    save,
     tiny_model,
     weights_of,
     worst_error,
 )
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("engines")]
 
 SHORT = prompt(5, 14, 6, 18)
 LONG = prompt(*(4 + i * i % 57 for i in range(300)))
@@ -37,16 +36,24 @@ LONG = prompt(*(4 + i * i % 57 for i in range(300)))
 class Bench:
     """The engine, its settings, and the model of every version it was given."""
 
-    engine: GenerationEngine
-    config: GeneratorConfig
-    models: dict[int, Qwen2ForCausalLM] = field(default_factory=dict)
+    flight: Flight
 
-    async def load(self, model: Qwen2ForCausalLM) -> int:
+    @property
+    def engine(self) -> GenerationEngine:
+        return self.flight.engine
+
+    @property
+    def config(self) -> GeneratorConfig:
+        return self.flight.config
+
+    @property
+    def models(self) -> dict[int, PreTrainedModel]:
+        return self.flight.models
+
+    async def load(self, model: PreTrainedModel) -> int:
         """Load the model as the next version."""
-        version = self.engine.version + 1
-        self.models[version] = model
-        await self.engine.load_weights(weights_of(model), version)
-        return version
+        await self.flight.load(model)
+        return self.engine.version
 
     async def sample(self, num: int, *, max_new_tokens: int) -> list[Rollout]:
         """One rollout of each of `num` different prompts, all at the same time."""
@@ -57,28 +64,13 @@ class Bench:
         return [rollout for group in await asyncio.gather(*calls) for rollout in group]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Bench]:
-    model = tiny_model(tied=False, seed=1)
-    folder = save(model, tmp_path_factory.mktemp("untied"))
-    config = GeneratorConfig(max_new_tokens=32, max_concurrent_rollouts=64)
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in generation_env("cpu").items():
-            patch.setenv(name, value)
-        engine = await GenerationEngine.start(folder, config, seed=0, max_length=MAX_LENGTH)
-        yield Bench(engine, config)
-        await engine.close()
-
-
-@pytest_asyncio.fixture(loop_scope="module")
-async def bench(shared: Bench) -> Bench:
+@pytest_asyncio.fixture(loop_scope="session")
+async def bench(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """The shared engine, holding the model of seed 1."""
-    if shared.engine.version < 0:
-        assert shared.engine.version == -1
-        with pytest.raises(WeightsError, match="no version"):
-            await shared.engine.generate(SHORT, seeds=[1])
-    await shared.load(tiny_model(tied=False, seed=1))
-    return shared
+    found = Bench(await engines.get(WIDE))
+    monkeypatch.setattr(found.config, "max_new_tokens", 32)
+    await found.load(tiny_model(tied=False, seed=1))
+    return found
 
 
 def tokens(rollouts: list[Rollout]) -> list[list[int]]:

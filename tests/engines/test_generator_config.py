@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from streamrl.engines.generator_config import GeneratorConfig, engine_arguments, generation_env
@@ -22,10 +24,10 @@ from streamrl.weights.probe import NUM_SEQUENCES
 )
 def test_an_impossible_setting_is_named(name: str, value: float | str, rule: str) -> None:
     with pytest.raises(ConfigError, match=f"^generator.{name}={value}: {rule}$"):
-        GeneratorConfig(**{name: value})
+        GeneratorConfig(**{name: value})  # type: ignore[arg-type]
 
 
-def arguments(config: GeneratorConfig, *, on_cpu: bool) -> dict[str, object]:
+def arguments(config: GeneratorConfig, *, on_cpu: bool) -> dict[str, Any]:
     return engine_arguments("m", config, seed=3, max_length=8192, on_cpu=on_cpu)
 
 

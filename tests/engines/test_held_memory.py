@@ -1,7 +1,5 @@
 """What a rank and its generator hold, against models that exist."""
 
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -14,9 +12,12 @@ from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.held_memory import worker_memory
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.placement import WorkerMemory
-from tests.engines.memory_ranks import CASES, TOKENS, Case
+from tests import forked
+from tests.engines.memory_ranks import CASES, TOKENS, Case, one_rank
 from tests.engines.tiny_qwen import VOCABULARY, save, tiny_model
 from tests.engines.trainer_ranks import free_ports
+
+pytestmark = pytest.mark.xdist_group("ranks")
 
 MB = 1 << 20
 
@@ -172,26 +173,19 @@ SLACK = 1.25
 
 
 @pytest.fixture(scope="module")
-def grown(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Mapping[str, Any]]:
+def grown(path: str, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Mapping[str, Any]]:
     """A model of 29 M parameters, and what ranks that trained it saw, by case."""
     folder = tmp_path_factory.mktemp("grown")
     sizes = {"hidden_size": 768, "intermediate_size": 2112, "vocab_size": VOCABULARY}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
     config = Qwen2Config(**sizes, **heads, num_hidden_layers=4, tie_word_embeddings=True)
-    path = save(Qwen2ForCausalLM(config), folder / "model")
-    ports = [str(port) for port in free_ports(len(CASES))]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engines.memory_ranks", str(folder), path, *ports],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    large = save(Qwen2ForCausalLM(config), folder / "model")
+    ports = free_ports(len(CASES))
     seen: dict[str, Any] = {}
-    for rank in range(2):
-        seen |= torch.load(folder / f"{rank}.pt")
-    return path, seen
+    arguments = [(rank, large, path, ports) for rank in range(2)]
+    for found in forked.run(one_rank, arguments, timeout_s=900):
+        seen |= found
+    return large, seen
 
 
 @pytest.mark.slow

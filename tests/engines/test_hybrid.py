@@ -1,36 +1,41 @@
 """Trainer and generator of one process have the weights once: nothing moves, and both agree."""
 
-import json
-import socket
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.engines.hybrid_ranks import BACKENDS, UPDATES, WORLD
+from tests import forked
+from tests.engines.conftest import cases_of
+from tests.engines.hybrid_ranks import BACKENDS, UPDATES, WORLD, Case, one_rank, write_model
+from tests.engines.trainer_ranks import free_ports
 
-pytestmark = pytest.mark.slow
-SPLIT = "torch, split"
-SHARING = [name for name in BACKENDS if name not in ("deepspeed 3", SPLIT)]
+pytestmark = pytest.mark.xdist_group("ranks")
+SPLIT, FILLED = "torch, split", "deepspeed 3"
+QUICK = ("torch", FILLED, SPLIT)
+EACH = {
+    name: pytest.param(
+        name,
+        marks=[
+            pytest.mark.ranks(Case(name)),
+            *([] if name in QUICK else [pytest.mark.slow]),
+        ],
+    )
+    for name in BACKENDS
+}
+SHARING = [each for name, each in EACH.items() if name not in (FILLED, SPLIT)]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     """What each rank saw, by backend, of every version."""
-    folder = tmp_path_factory.mktemp("hybrid")
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        (folder / "port").write_text(str(probe.getsockname()[1]))
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engines.hybrid_ranks", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    path = write_model(tmp_path_factory.mktemp("hybrid"))
+    order = list(BACKENDS)
+    cases = sorted(cases_of(request, Case), key=lambda case: order.index(case.backend))
+    (port,) = free_ports(1)
+    arguments = [(rank, path, port, cases) for rank in range(WORLD)]
+    return forked.run(one_rank, arguments, timeout_s=400)
 
 
 @pytest.mark.parametrize("backend", SHARING)
@@ -45,7 +50,7 @@ def test_every_parameter_lies_where_the_trainer_has_it_and_a_version_moves_no_by
             assert version["copied_bytes"] == 0
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", EACH.values())
 def test_what_is_served_after_each_update_is_what_the_trainer_says(
     ranks: list[dict[str, Any]], backend: str
 ) -> None:
@@ -56,11 +61,12 @@ def test_what_is_served_after_each_update_is_what_the_trainer_says(
     assert ranks[0][backend][-1]["logprobs"] == ranks[1][backend][-1]["logprobs"]
 
 
+@pytest.mark.ranks(Case(FILLED))
 def test_what_a_rank_has_only_a_part_of_comes_once_and_is_laid_down_nowhere_else(
     ranks: list[dict[str, Any]],
 ) -> None:
     for seen in ranks:
-        for version in seen["deepspeed 3"]:
+        for version in seen[FILLED]:
             model = version["model_bytes"]
             assert version["received_bytes"] == model * (WORLD - 1) // WORLD
             assert version["copied_bytes"] == model // WORLD
@@ -68,6 +74,7 @@ def test_what_a_rank_has_only_a_part_of_comes_once_and_is_laid_down_nowhere_else
             assert version["under_way"] == model + model // WORLD
 
 
+@pytest.mark.ranks(Case(SPLIT))
 def test_a_rank_trains_its_part_where_it_is_served_and_copies_only_columns(
     ranks: list[dict[str, Any]],
 ) -> None:
@@ -83,13 +90,15 @@ def test_a_rank_trains_its_part_where_it_is_served_and_copies_only_columns(
             assert version["received_bytes"] == sum(of[name] for name in cut) // WORLD
 
 
+@pytest.mark.ranks(Case(FILLED))
 def test_where_one_rank_cannot_be_filled_none_is(ranks: list[dict[str, Any]]) -> None:
     for seen in ranks:
-        assert seen["deepspeed 3"][0]["unplanned"]
+        assert seen[FILLED][0]["unplanned"]
 
 
+@pytest.mark.ranks(Case(FILLED))
 def test_what_is_kept_in_another_type_is_cast_by_the_rank_that_keeps_it(
     ranks: list[dict[str, Any]],
 ) -> None:
     for seen in ranks:
-        assert seen["deepspeed 3"][0]["rounded"]
+        assert seen[FILLED][0]["rounded"]

@@ -1,7 +1,6 @@
 """What becomes of rollouts when new weights come: prefilled anew, gone on with, or ended first."""
 
 import asyncio
-from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
@@ -9,40 +8,33 @@ import pytest_asyncio
 import torch
 from transformers import PreTrainedModel
 
-from streamrl.engines.generation import GeneratorConfig
 from streamrl.messages import Rollout
-from streamrl.weights.probe import NUM_SEQUENCES
-from tests.engines.flight import POLICIES, Flight, flying, sampled_versions
-from tests.engines.tiny_qwen import endless_model, prompt, save, worst_error
+from tests.engines.flight import CONCURRENT, POLICIES, WIDE, Engines, Flight, sampled_versions
+from tests.engines.tiny_qwen import endless_model, prompt, worst_error
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("engines")]
 
 SHORT = prompt(5, 14, 6, 18)
 LONG = prompt(*(4 + i * i % 57 for i in range(300)))
-CONCURRENT = 64
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module", params=POLICIES)
-async def shared(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> AsyncIterator[Flight]:
-    folder = save(endless_model(seed=1), tmp_path_factory.mktemp(request.param))
-    # The engine itself runs a probe more than it is asked for.
-    asked = CONCURRENT - NUM_SEQUENCES
-    config = GeneratorConfig(max_new_tokens=150, max_concurrent_rollouts=asked)
-    async with flying(folder, request.param, config) as flight:
-        yield flight
+# Of the session, so that tests under one policy follow each other.
+@pytest.fixture(scope="session", params=POLICIES)
+def policy(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def flight(shared: Flight) -> Flight:
+def under(*policies: str) -> pytest.MarkDecorator:
+    """With the engines of these policies only."""
+    return pytest.mark.parametrize("policy", policies, indirect=True, scope="session")
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def flight(policy: str, engines: Engines) -> Flight:
     """The engine of one policy, holding the model of seed 1."""
-    await shared.load(endless_model(seed=1))
-    return shared
-
-
-keeping = pytest.mark.parametrize("shared", ["keep"], indirect=True, scope="module")
-draining = pytest.mark.parametrize("shared", ["drain"], indirect=True, scope="module")
+    found = await engines.get(WIDE, policy)
+    await found.load(endless_model(seed=1))
+    return found
 
 
 async def test_an_update_interrupts_none_and_versions_are_those_of_the_steps(
@@ -115,7 +107,7 @@ def logprobs_on_kept_kv(
     return logprobs.gather(1, token_ids[0, first_new:, None])[:, 0].numpy()
 
 
-@keeping
+@under("keep")
 async def test_kept_keys_and_values_are_those_of_the_weights_before(flight: Flight) -> None:
     old = max(flight.models)
     running = asyncio.create_task(flight.engine.generate(LONG, seeds=range(4)))
@@ -130,7 +122,7 @@ async def test_kept_keys_and_values_are_those_of_the_weights_before(flight: Flig
     assert worst_error([rollout], flight.models) > 1e-2, "they matter"
 
 
-@draining
+@under("drain")
 async def test_what_is_asked_for_while_the_engine_drains_starts_under_the_new_weights(
     flight: Flight,
 ) -> None:
@@ -156,7 +148,7 @@ async def test_what_is_asked_for_while_the_engine_drains_starts_under_the_new_we
     assert flight.engine.num_running == 0
 
 
-@draining
+@under("drain")
 async def test_who_gives_up_ends_the_wait_of_those_who_drain(flight: Flight) -> None:
     running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(4), max_new_tokens=400))
     await flight.steps(5)
@@ -169,7 +161,7 @@ async def test_who_gives_up_ends_the_wait_of_those_who_drain(flight: Flight) -> 
     assert flight.log.num_steps < steps + 100
 
 
-@keeping
+@under("keep")
 async def test_rollouts_stand_still_between_two_tokens_and_go_on_as_if_they_had_not(
     flight: Flight,
 ) -> None:
@@ -193,7 +185,7 @@ async def test_rollouts_stand_still_between_two_tokens_and_go_on_as_if_they_had_
     assert flight.log.num_steps > stood
 
 
-@keeping
+@under("keep")
 async def test_weights_are_loaded_while_rollouts_stand_still(flight: Flight) -> None:
     first = max(flight.models)
     running = asyncio.create_task(flight.engine.generate(SHORT, seeds=range(8)))

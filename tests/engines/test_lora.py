@@ -16,10 +16,13 @@ from streamrl.errors import ConfigError
 from streamrl.weights.adapters import LORA_A, LORA_B, LORA_SCALE, full_weights
 from streamrl.weights.parameters import ParameterSet
 from streamrl.weights.publisher import pack
+from tests.engines.conftest import GATHERED, ONE, SHARDED, of_ranks
 from tests.engines.plain_step import plain_loss
-from tests.engines.tiny_qwen import VOCABULARY, save, tiny_model
+from tests.engines.tiny_qwen import VOCABULARY, tiny_model
 from tests.engines.trainer_layouts import LAYOUTS, Layout
-from tests.engines.trainer_ranks import GROUPS, LORA, SEQUENCE, SEVERAL_LR, divisor_of, run_ranks
+from tests.engines.trainer_ranks import GROUPS, LORA, SEQUENCE, SEVERAL_LR, Case, divisor_of
+
+pytestmark = pytest.mark.xdist_group("ranks")
 
 CPU = torch.device("cpu")
 RANK, SCALE = LORA["lora_rank"], LORA["lora_alpha"] / LORA["lora_rank"]
@@ -37,36 +40,9 @@ LAYERS = {f"model.layers.{i}.{name}": shape for i in range(2) for name, shape in
 SEVERAL = [
     one for one in LAYOUTS if one.num_shares == 2 or one.label in ("torch-1", "deepspeed1-1")
 ]
-SHARDED = (("torch", 3), ("deepspeed", 1), ("deepspeed", 3))
-RECOMPUTED = [Layout("torch", 1, 1), Layout("torch", 3, 2), Layout("deepspeed", 3, 2)]
-CRITICS = [Layout("torch", 1, 1), *(Layout(*on, 2) for on in SHARDED)]
-TIMEOUT_S = 300
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory):
-    return save(tiny_model(tied=True, seed=0), tmp_path_factory.mktemp("policy"))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("ranks")
-
-
-@pytest.fixture(scope="module")
-def seen(model_path, folder):
-    """What the ranks saw, by case: a list with one entry per rank."""
-    cases = [("lora_updates", layout) for layout in SEVERAL]
-    cases += [("lora_critic", layout) for layout in CRITICS]
-    cases += [("lora_recomputed", layout) for layout in RECOMPUTED]
-    together = [case for case in cases if case[1].world_size == 2]
-    alone = [case for case in cases if case[1].world_size == 1]
-    return run_ranks(
-        [[*together, *alone[rank::2]] for rank in range(2)],
-        model_path=model_path,
-        folder=folder,
-        timeout_s=TIMEOUT_S,
-    )
+RECOMPUTED = [ONE, Layout("torch", 3, 2), GATHERED]
+CRITICS = [ONE, Layout("torch", 3, 2), Layout("deepspeed", 1, 2), GATHERED]
+QUICK = [ONE, SHARDED]
 
 
 def logits_of(model: nn.Module, weights: Mapping[str, Tensor]) -> Callable[[Tensor], Tensor]:
@@ -110,8 +86,8 @@ def expected(seen):
     return norms, {name: tensor.detach() for name, tensor in trained.items()}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", SEVERAL, ids=lambda layout: layout.label)
+@pytest.mark.ranks(Case("lora_updates", ONE))
+@of_ranks("lora_updates", on=SEVERAL, quick=QUICK)
 def test_the_update_is_that_of_one_plain_process_whatever_the_ranks(seen, expected, layout):
     norms, trained = expected
     cases = seen[f"lora/{layout.label}"]
@@ -122,16 +98,15 @@ def test_the_update_is_that_of_one_plain_process_whatever_the_ranks(seen, expect
         assert furthest(case["published"], case["start"]) > SEVERAL_LR
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", RECOMPUTED, ids=lambda layout: layout.label)
+@pytest.mark.ranks(Case("lora_updates", ONE))
+@of_ranks("lora_recomputed", on=RECOMPUTED, quick=[ONE])
 def test_recomputing_activations_does_not_change_the_update(seen, expected, layout):
     for case in seen[f"lora_recomputed/{layout.label}"]:
         assert case["norms"] == pytest.approx(expected[0], rel=1e-4)
         assert furthest(adapters_only(case["parameters"]), expected[1]) < 0.01 * SEVERAL_LR
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", SEVERAL, ids=lambda layout: layout.label)
+@of_ranks("lora_updates", on=SEVERAL, quick=QUICK)
 def test_only_the_adapters_travel(seen, layout):
     published = seen[f"lora/{layout.label}"][0]["published"]
     shapes = {layer + LORA_A: (RANK, shape[1]) for layer, shape in LAYERS.items()}
@@ -146,8 +121,7 @@ def test_only_the_adapters_travel(seen, layout):
     assert bucket.num_bytes == 4 * RANK * sum(map(sum, LAYERS.values())) + 4
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", SEVERAL, ids=lambda layout: layout.label)
+@of_ranks("lora_updates", on=SEVERAL, quick=QUICK)
 def test_a_loaded_trainer_goes_on_as_if_it_had_not_stopped(seen, layout):
     for case in seen[f"lora/{layout.label}"]:
         (report, trained, num_updates), again = case["runs"]
@@ -156,17 +130,15 @@ def test_a_loaded_trainer_goes_on_as_if_it_had_not_stopped(seen, layout):
         assert again[2] == num_updates == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", SEVERAL, ids=lambda layout: layout.label)
+@of_ranks("lora_updates", on=SEVERAL, quick=QUICK)
 def test_the_state_of_other_adapters_is_refused(seen, layout):
     for case in seen[f"lora/{layout.label}"]:
         assert "lora_rank=2 lora_alpha=3.0 lora_targets=[], not backend=" in case["refusal"]
         assert case["refusal"].endswith("lora_rank=2 lora_alpha=4.0 lora_targets=[]")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", SEVERAL, ids=lambda layout: layout.label)
-def test_a_saved_policy_is_a_merged_hugging_face_model(seen, folder, model_path, layout):
+@of_ranks("lora_updates", on=SEVERAL, quick=QUICK)
+def test_a_saved_policy_is_a_merged_hugging_face_model(seen, folder, narrow_path, layout):
     directory = folder / f"lora-{layout.label}" / "model"
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     base = tiny_model(tied=True, seed=0)
@@ -179,8 +151,7 @@ def test_a_saved_policy_is_a_merged_hugging_face_model(seen, folder, model_path,
         torch.testing.assert_close(parameter, base.get_parameter(name) + change)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", SEVERAL, ids=lambda layout: layout.label)
+@of_ranks("lora_updates", on=SEVERAL, quick=QUICK)
 def test_a_version_on_disk_is_a_model_that_says_what_the_trainer_says(seen, folder, layout):
     latest = folder / f"lora-{layout.label}" / "versions" / "latest"
     model = AutoModelForCausalLM.from_pretrained(latest, dtype=torch.float32)
@@ -197,13 +168,13 @@ def test_a_version_on_disk_is_a_model_that_says_what_the_trainer_says(seen, fold
     assert names.keys() == dict(tiny_model(tied=True, seed=0).named_parameters()).keys()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", CRITICS, ids=lambda layout: layout.label)
-def test_a_critics_head_is_trained_whole_beside_its_adapters(seen, folder, model_path, layout):
+@pytest.mark.ranks(Case("lora_critic", ONE))
+@of_ranks("lora_critic", on=CRITICS, quick=[ONE, GATHERED])
+def test_a_critics_head_is_trained_whole_beside_its_adapters(seen, folder, narrow_path, layout):
     head = {"score.weight", "score.bias"}
     (other,) = seen["lora_critic/torch-1"]
     saved = load_value_model(str(folder / f"lora-critic-{layout.label}"), dtype=torch.float32)
-    parameters = ParameterSet.of(load_value_model(model_path, dtype=torch.float32))
+    parameters = ParameterSet.of(load_value_model(narrow_path, dtype=torch.float32))
     for case in seen[f"lora_critic/{layout.label}"]:
         published = case["published"]
         assert published.keys() == {layer + LORA_A for layer in LAYERS} | {
@@ -211,13 +182,13 @@ def test_a_critics_head_is_trained_whole_beside_its_adapters(seen, folder, model
         } | head | {LORA_SCALE}
         assert all(not torch.equal(published[name], case["start"][name]) for name in head)
         assert furthest(published, other["published"]) < 0.01 * SEVERAL_LR
-        full = full_weights(published, parameters, model_path=model_path, device=CPU)
+        full = full_weights(published, parameters, model_path=narrow_path, device=CPU)
         assert furthest(dict(saved.named_parameters()), dict(full)) == 0
 
 
-def adapted(model_path, config):
+def adapted(narrow_path, config):
     """A model with adapters that say something, and what its trainer would publish."""
-    module = load_model(model_path, dtype=torch.float32)
+    module = load_model(narrow_path, dtype=torch.float32)
     add_adapters(module, config)
     torch.manual_seed(3)
     with torch.no_grad():
@@ -230,10 +201,10 @@ def adapted(model_path, config):
 
 
 @pytest.mark.parametrize("targets", [[], ["q_proj", "mlp.down_proj"]])
-def test_the_merged_model_has_the_logprobs_of_the_adapted_one(model_path, targets):
+def test_the_merged_model_has_the_logprobs_of_the_adapted_one(narrow_path, targets):
     config = TrainerConfig(lora_rank=4, lora_alpha=6.0, lora_targets=targets)
-    module, published = adapted(model_path, config)
-    merged = load_model(model_path, dtype=torch.float32)
+    module, published = adapted(narrow_path, config)
+    merged = load_model(narrow_path, dtype=torch.float32)
     parameters = ParameterSet.of(merged)
     ids = torch.randint(0, VOCABULARY, (4, 40), generator=torch.manual_seed(0))
     attention = torch.ones_like(ids, dtype=torch.bool)
@@ -244,24 +215,24 @@ def test_the_merged_model_has_the_logprobs_of_the_adapted_one(model_path, target
 
     before = logprobs(merged)
     merged.load_state_dict(
-        dict(full_weights(published, parameters, model_path=model_path, device=CPU))
+        dict(full_weights(published, parameters, model_path=narrow_path, device=CPU))
     )
     assert (before - logprobs(module)).abs().max() > 0.1
     torch.testing.assert_close(logprobs(merged), logprobs(module), atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("targets", [[], ["q_proj", "mlp.down_proj"]])
-def test_what_will_be_trained_is_counted_without_the_model(model_path, targets):
+def test_what_will_be_trained_is_counted_without_the_model(narrow_path, targets):
     config = TrainerConfig(lora_rank=4, lora_targets=targets)
-    _, published = adapted(model_path, config)
+    _, published = adapted(narrow_path, config)
     adapters = sum(tensor.numel() for tensor in adapters_only(published).values())
-    assert num_trained(load_skeleton(model_path), config) == adapters
-    whole = sum(p.numel() for p in load_model(model_path, dtype=torch.float32).parameters())
-    assert num_trained(load_skeleton(model_path), TrainerConfig()) == whole
+    assert num_trained(load_skeleton(narrow_path), config) == adapters
+    whole = sum(p.numel() for p in load_model(narrow_path, dtype=torch.float32).parameters())
+    assert num_trained(load_skeleton(narrow_path), TrainerConfig()) == whole
 
 
-def test_new_adapters_change_nothing(model_path):
-    module = load_model(model_path, dtype=torch.float32)
+def test_new_adapters_change_nothing(narrow_path):
+    module = load_model(narrow_path, dtype=torch.float32)
     ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         before = module(ids).logits
@@ -269,9 +240,9 @@ def test_new_adapters_change_nothing(model_path):
         assert torch.equal(module(ids).logits, before)
 
 
-def test_targets_are_the_ends_of_names_and_heads_are_none(model_path):
-    policy = load_model(model_path, dtype=torch.float32)
-    critic = load_value_model(model_path, dtype=torch.float32)
+def test_targets_are_the_ends_of_names_and_heads_are_none(narrow_path):
+    policy = load_model(narrow_path, dtype=torch.float32)
+    critic = load_value_model(narrow_path, dtype=torch.float32)
     for module in (policy, critic):
         assert set(layers_to_adapt(module, TrainerConfig(lora_rank=1))) == LAYERS.keys()
     one = TrainerConfig(lora_rank=1, lora_targets=["1.self_attn.q_proj", "up_proj"])
@@ -283,10 +254,10 @@ def test_targets_are_the_ends_of_names_and_heads_are_none(model_path):
 
 
 @pytest.mark.parametrize("target", ["q_prj", "lm_head", "norm", "proj"])
-def test_a_target_the_model_does_not_have_is_refused_in_one_line(model_path, target):
+def test_a_target_the_model_does_not_have_is_refused_in_one_line(narrow_path, target):
     config = TrainerConfig(lora_rank=1, lora_targets=["q_proj", target])
     with pytest.raises(ConfigError) as refusal:
-        check_targets(model_path, config, section="critic.trainer")
+        check_targets(narrow_path, config, section="critic.trainer")
     assert str(refusal.value) == (
         f"critic.trainer.lora_targets=['q_proj', '{target}']: {target} must be a linear layer of"
         " the model, which has down_proj, gate_proj, k_proj, o_proj, q_proj, up_proj, v_proj"

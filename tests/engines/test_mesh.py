@@ -1,7 +1,5 @@
 """Data times tensor parallel training: the update of one rank, in meshes of four."""
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,37 +8,42 @@ import torch
 
 from streamrl.engines.split_models import check_tensor_parallel
 from streamrl.errors import ConfigError
-from tests.engines.mesh_ranks import CASES, LR, UPDATES, WORLD, label
+from tests import forked
+from tests.engines.conftest import cases_of
+from tests.engines.mesh_ranks import CASES, LR, UPDATES, WIDE, WORLD, Case, alone, one_rank
 from tests.engines.trainer_ranks import free_ports
 
-LABELS = [label(model, mesh, bool(how)) for model, mesh, how in CASES]
+pytestmark = pytest.mark.xdist_group("ranks")
+
+QUICK = [Case("qwen2 tied", "data 2, tensor 2"), Case("llama", WIDE)]
+EACH = [
+    pytest.param(
+        case,
+        id=case.label,
+        marks=[pytest.mark.ranks(case), *([] if case in QUICK else [pytest.mark.slow])],
+    )
+    for case in CASES
+]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     """What each rank saw, by case."""
-    folder = tmp_path_factory.mktemp("mesh")
-    ports = [str(port) for port in free_ports(len(CASES))]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engines.mesh_ranks", str(folder), *ports],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    cases = cases_of(request, Case)
+    ports = free_ports(len(cases))
+    found = forked.run(one_rank, [(rank, ports, cases) for rank in range(WORLD)], timeout_s=400)
+    by_themselves = {name: saw for seen in found for name, saw in seen.items() if "alone" in name}
+    return [seen | by_themselves for seen in found]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", LABELS)
-def test_the_updates_are_those_of_one_rank(ranks: list[dict[str, Any]], case: str) -> None:
+@pytest.mark.parametrize("case", EACH)
+def test_the_updates_are_those_of_one_rank(ranks: list[dict[str, Any]], case: Case) -> None:
     for seen in ranks:
-        alone, mesh = seen[f"{case.split(';')[0]}; alone"], seen[case]
-        assert min(alone["norms"][:UPDATES]) > 1, "the gradient is clipped"
-        assert mesh["norms"][:UPDATES] == pytest.approx(alone["norms"][:UPDATES], rel=1e-5)
-        assert list(mesh["parameters"]) == list(alone["parameters"])
-        for name, expected in alone["parameters"].items():
+        single, mesh = seen[alone(case.model)], seen[case.label]
+        assert min(single["norms"][:UPDATES]) > 1, "the gradient is clipped"
+        assert mesh["norms"][:UPDATES] == pytest.approx(single["norms"][:UPDATES], rel=1e-5)
+        assert list(mesh["parameters"]) == list(single["parameters"])
+        for name, expected in single["parameters"].items():
             assert mesh["parameters"][name].shape == expected.shape
             apart = (mesh["parameters"][name] - expected).abs()
             assert apart.max() <= 2 * UPDATES * LR, name
@@ -49,26 +52,23 @@ def test_the_updates_are_those_of_one_rank(ranks: list[dict[str, Any]], case: st
                 assert (apart > 0.1 * LR).double().mean() < 1e-3, name
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", LABELS)
-def test_a_norm_that_is_not_finite_changes_nothing(ranks: list[dict[str, Any]], case: str) -> None:
+@pytest.mark.parametrize("case", EACH)
+def test_a_norm_that_is_not_finite_changes_nothing(ranks: list[dict[str, Any]], case: Case) -> None:
     for seen in ranks:
-        assert not torch.tensor(seen[case]["norms"][UPDATES]).isfinite()
-        assert seen[case]["unchanged"]
+        assert not torch.tensor(seen[case.label]["norms"][UPDATES]).isfinite()
+        assert seen[case.label]["unchanged"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", LABELS)
-def test_what_a_rank_keeps_is_where_it_says(ranks: list[dict[str, Any]], case: str) -> None:
+@pytest.mark.parametrize("case", EACH)
+def test_what_a_rank_keeps_is_where_it_says(ranks: list[dict[str, Any]], case: Case) -> None:
     for seen in ranks:
-        assert seen[case]["misplaced"] == []
+        assert seen[case.label]["misplaced"] == []
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", [case for case in LABELS if "sharded" not in case])
-def test_a_rank_holds_nothing_of_what_others_train(ranks: list[dict[str, Any]], case: str) -> None:
+@pytest.mark.parametrize("case", [each for each in EACH if "sharded" not in str(each.id)])
+def test_a_rank_holds_nothing_of_what_others_train(ranks: list[dict[str, Any]], case: Case) -> None:
     for seen in ranks:
-        assert seen[case]["memory_bytes"] == seen[case]["kept_bytes"]
+        assert seen[case.label]["memory_bytes"] == seen[case.label]["kept_bytes"]
 
 
 @pytest.mark.parametrize(

@@ -1,35 +1,24 @@
 """Tensor-parallel ranks that train in the memory of their generator: what lies there, and what
 comes of it."""
 
-import subprocess
-import sys
 from typing import Any
 
 import pytest
-import torch
 
+from tests import forked
 from tests.engines.mesh_ranks import make
-from tests.engines.moved_ranks import CASES, UPDATES, WORLD
+from tests.engines.moved_ranks import CASES, UPDATES, WORLD, one_rank
 from tests.engines.trainer_ranks import free_ports
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.xdist_group("ranks")
 SAME, WHOLE, SHARDED = CASES
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank saw, by case."""
-    folder = tmp_path_factory.mktemp("moved")
-    (port,) = free_ports(1)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.engines.moved_ranks", str(folder), str(port)],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(folder / f"{rank}.pt") for rank in range(WORLD)]
+    folder, ports = tmp_path_factory.mktemp("moved"), free_ports(1)
+    return forked.run(one_rank, [(rank, folder, *ports) for rank in range(WORLD)], timeout_s=400)
 
 
 def sizes(case: str) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Rollouts broken off and gone on with, asked for while they run, and sequences that are probed."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
@@ -18,20 +18,19 @@ from streamrl.weights.parameters import side_by_side
 from streamrl.weights.probe import NUM_SEQUENCES
 from streamrl.weights.publisher import publish
 from streamrl.weights.subscriber import unpack
-from tests.engines.flight import Flight, flying, sampled_versions
+from tests.engines.flight import Engines, Flight, sampled_versions
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,
     endless_model,
     forward_logprobs,
     prompt,
-    save,
     tiny_model,
     weights_of,
     worst_error,
 )
 from tests.weights.local_outlet import LocalOutlet
 
-pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.slow]
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("engines")]
 
 SHORT = prompt(5, 14, 6, 18)
 LONG = prompt(*(4 + i * i % 57 for i in range(300)))
@@ -39,21 +38,16 @@ LIMIT = 100
 CONCURRENT = 16
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def shared(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Flight]:
-    folder = save(endless_model(seed=1), tmp_path_factory.mktemp("untied"))
-    # The engine itself runs a probe more than it is asked for.
-    asked = CONCURRENT - NUM_SEQUENCES
-    config = GeneratorConfig(max_new_tokens=LIMIT, max_concurrent_rollouts=asked)
-    async with flying(folder, "recompute", config) as flight:
-        yield flight
+# The engine itself runs a probe more than it is asked for.
+NARROW = GeneratorConfig(max_new_tokens=LIMIT, max_concurrent_rollouts=CONCURRENT - NUM_SEQUENCES)
 
 
-@pytest_asyncio.fixture(loop_scope="module")
-async def flight(shared: Flight) -> Flight:
+@pytest_asyncio.fixture(loop_scope="session")
+async def flight(engines: Engines) -> Flight:
     """The engine, holding the model of seed 1."""
-    await shared.load(endless_model(seed=1))
-    return shared
+    found = await engines.get(NARROW)
+    await found.load(endless_model(seed=1))
+    return found
 
 
 async def broken_off(flight: Flight, num: int, *, steps: int) -> list[Rollout]:
@@ -180,9 +174,9 @@ async def test_a_group_goes_on_in_another_generator(flight: Flight) -> None:
     await flight.steps(10)
     begun = await generator.begun()
     assert begun.keys() == {f"0:{i}:0" for i in range(4)}, "the others have not begun"
-    for each in (call, queued):
-        each.cancel()
-    await asyncio.wait([call, queued])
+    call.cancel()
+    queued.cancel()
+    await asyncio.gather(call, queued, return_exceptions=True)
     assert await generator.begun() == {}
     loaded = await generator.load_weights(weights_of(endless_model(seed=3)), 1 + max(flight.models))
     flight.models[max(flight.models) + 1] = endless_model(seed=3)

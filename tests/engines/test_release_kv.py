@@ -11,7 +11,7 @@ import torch
 from streamrl.engines.forward import wait_for_device
 from streamrl.engines.generation import GenerationEngine, GeneratorConfig, generation_env
 from streamrl.messages import Rollout
-from tests.engines.flight import Flight, flying
+from tests.engines.flight import Engines, Flight
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,
     endless_model,
@@ -20,6 +20,8 @@ from tests.engines.tiny_qwen import (
     weights_of,
     worst_error,
 )
+
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("engines")]
 
 KV_MB = 256
 MB = 1 << 20
@@ -35,33 +37,32 @@ async def sampled(flight: Flight) -> list[Rollout]:
     return await flight.engine.generate(prompt(5, 14, 6, 18), seeds=SEEDS)
 
 
-@pytest.mark.asyncio
-async def test_rollouts_go_on_as_if_keys_and_values_had_never_been_released(tmp_path: Path) -> None:
-    folder = save(endless_model(seed=3), tmp_path)
-    async with flying(folder, "recompute", CONFIG) as flight:
-        await flight.load(endless_model(seed=3))
-        undisturbed = await sampled(flight)
-        running = asyncio.create_task(sampled(flight))
-        await flight.steps(30)
-        for reason in ("lease", "lease again"):
-            await flight.engine.suspend(reason)
-            before_mb = held_mb()
-            await flight.engine.release_kv()
-            await flight.engine.release_kv()
-            assert before_mb - held_mb() > 0.9 * KV_MB
-            assert flight.engine.num_running == len(SEEDS)
-            await flight.engine.resume(reason)
-            await flight.steps(10)
-            # What else the process has given back meanwhile does not come again.
-            assert before_mb - held_mb() < 0.5 * KV_MB
-        disturbed = await running
-        for one, other in zip(undisturbed, disturbed, strict=True):
-            assert np.array_equal(one.token_ids, other.token_ids)
-        assert worst_error(disturbed, flight.models) < 1e-4
+async def test_rollouts_go_on_as_if_keys_and_values_had_never_been_released(
+    engines: Engines,
+) -> None:
+    flight = await engines.get(CONFIG)
+    await flight.load(endless_model(seed=3))
+    undisturbed = await sampled(flight)
+    running = asyncio.create_task(sampled(flight))
+    await flight.steps(30)
+    for reason in ("lease", "lease again"):
+        await flight.engine.suspend(reason)
+        before_mb = held_mb()
+        await flight.engine.release_kv()
+        await flight.engine.release_kv()
+        assert before_mb - held_mb() > 0.9 * KV_MB
+        assert flight.engine.num_running == len(SEEDS)
+        await flight.engine.resume(reason)
+        await flight.steps(10)
+        # What else the process has given back meanwhile does not come again.
+        assert before_mb - held_mb() < 0.5 * KV_MB
+    disturbed = await running
+    for one, other in zip(undisturbed, disturbed, strict=True):
+        assert np.array_equal(one.token_ids, other.token_ids)
+    assert worst_error(disturbed, flight.models) < 1e-4
 
 
 @pytest.mark.gpu
-@pytest.mark.asyncio
 async def test_on_a_gpu_others_have_their_memory_meanwhile(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in generation_env("cuda").items():
@@ -83,7 +84,6 @@ async def test_on_a_gpu_others_have_their_memory_meanwhile(tmp_path: Path) -> No
 
 
 @pytest.mark.gpu
-@pytest.mark.asyncio
 async def test_on_a_gpu_weights_are_filled_where_they_lie(tmp_path: Path) -> None:
     with pytest.MonkeyPatch.context() as patch:
         for name, value in generation_env("cuda").items():
@@ -103,17 +103,17 @@ async def test_on_a_gpu_weights_are_filled_where_they_lie(tmp_path: Path) -> Non
         await engine.close()
 
 
-@pytest.mark.asyncio
-async def test_a_version_may_come_while_they_are_released(tmp_path: Path) -> None:
-    folder = save(endless_model(seed=3), tmp_path)
-    async with flying(folder, "recompute", CONFIG) as flight:
-        await flight.load(endless_model(seed=3))
-        running = asyncio.create_task(sampled(flight))
-        await flight.steps(30)
-        await flight.engine.suspend("lease")
-        await flight.engine.release_kv()
-        await flight.load(endless_model(seed=4))
-        await flight.engine.resume("lease")
-        rollouts = await running
-        assert {0, 1} == set(np.concatenate([r.policy_version[r.loss_mask] for r in rollouts]))
-        assert worst_error(rollouts, flight.models) < 1e-4
+async def test_a_version_may_come_while_they_are_released(engines: Engines) -> None:
+    flight = await engines.get(CONFIG)
+    await flight.load(endless_model(seed=3))
+    running = asyncio.create_task(sampled(flight))
+    await flight.steps(30)
+    await flight.engine.suspend("lease")
+    await flight.engine.release_kv()
+    await flight.load(endless_model(seed=4))
+    await flight.engine.resume("lease")
+    rollouts = await running
+    assert set(flight.models) == set(
+        np.concatenate([r.policy_version[r.loss_mask] for r in rollouts])
+    )
+    assert worst_error(rollouts, flight.models) < 1e-4

@@ -1,4 +1,4 @@
-"""Every row of the table on a real trainer."""
+"""Every row of the table on a real trainer, alone and on two ranks."""
 
 import pytest
 import torch
@@ -6,11 +6,31 @@ import torch
 from streamrl.algorithms import ALGORITHMS
 from streamrl.engines.scoring import LogprobScorer
 from streamrl.messages import split_tokens
-from tests.engines.conftest import ROWS_ON
+from tests.engines.conftest import ONE, TWO
 from tests.engines.tiny_qwen import save, tiny_model
-from tests.engines.trainer_ranks import GROUPS, SEVERAL_LR, TEMPERATURE
+from tests.engines.trainer_ranks import GROUPS, SEVERAL_LR, TEMPERATURE, Case
 
-ALONE, TOGETHER = (layout.label for layout in ROWS_ON)
+pytestmark = pytest.mark.xdist_group("ranks")
+
+QUICK = {
+    "grpo": "of a group, token by token",
+    "gspo": "a ratio of the whole rollout",
+    "kl_cov": "picks among the tokens of a micro-batch",
+    "reinforce_pp": "whitens over the step, on all ranks",
+    "gdpo": "scores of several rewards",
+    "safe_rlhf": "values and costs",
+}
+"""Rows whose ways through a trainer differ, and in what."""
+ROWS = [
+    pytest.param(
+        name,
+        marks=[
+            pytest.mark.ranks(*(Case("row", layout, (name,)) for layout in (ONE, TWO))),
+            *([] if name in QUICK else [pytest.mark.slow]),
+        ],
+    )
+    for name in ALGORITHMS
+]
 
 
 def logprobs_by_rollout(model_path):
@@ -29,10 +49,9 @@ def logprobs_by_rollout(model_path):
     ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", ROWS)
 def test_a_row_makes_the_better_rollouts_likelier(seen, model_path, tmp_path, name):
-    (case,) = seen[f"row/{ALONE}/{name}"]
+    (case,) = seen[f"row/{ONE.label}/{name}"]
     assert case["norms"][0] > 0
     model = tiny_model(tied=True, seed=0, kv_heads=2)
     model.load_state_dict(case["parameters"])
@@ -44,10 +63,9 @@ def test_a_row_makes_the_better_rollouts_likelier(seen, model_path, tmp_path, na
     assert gained > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("name", ROWS)
 def test_a_row_makes_the_same_updates_whatever_its_ranks_and_micro_batches(seen, name):
-    (alone,), pair = seen[f"row/{ALONE}/{name}"], seen[f"row/{TOGETHER}/{name}"]
+    (alone,), pair = seen[f"row/{ONE.label}/{name}"], seen[f"row/{TWO.label}/{name}"]
     for case in pair:
         assert case["norms"] == pytest.approx(alone["norms"], rel=1e-4)
         for parameter, expected in alone["parameters"].items():

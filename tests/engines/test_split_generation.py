@@ -2,9 +2,10 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
 import psutil
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from streamrl.engines.generation import GenerationEngine, GeneratorConfig, generation_env
 from streamrl.engines.pending import Watch
 from streamrl.errors import StreamError
+from tests import forked
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,
     prompt,
@@ -23,17 +25,47 @@ from tests.engines.tiny_qwen import (
     worst_error,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.xdist_group("engines"),
+    pytest.mark.slow,
+]
 
 SHORT = prompt(5, 14, 6, 18)
 
 
-@asynccontextmanager
-async def started(
-    model: PreTrainedModel, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[GenerationEngine]:
+class Forks:
+    """How vLLM is to start the ranks of a split engine: not anew, which is an import for each."""
+
+    started: ClassVar[list[Any]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(forked.context(), name)
+
+    def Process(self, *, target: Any, kwargs: Any, **more: Any) -> Any:  # noqa: N802
+        arguments = (dict(os.environ), target, kwargs)
+        made = forked.context().Process(target=in_environment, args=arguments, **more)
+        self.started.append(made)
+        return made
+
+
+def in_environment(environment: dict[str, str], target: Any, kwargs: dict[str, Any]) -> None:
+    os.environ.update(environment)
+    target(**kwargs)
+
+
+@pytest.fixture(autouse=True)
+def forks(no_engine: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in generation_env("cpu").items():
         monkeypatch.setenv(name, value)
+    from vllm.v1.executor import multiproc_executor
+
+    Forks.started.clear()
+    monkeypatch.setattr(multiproc_executor, "get_mp_context", Forks)
+
+
+@asynccontextmanager
+async def started(model: PreTrainedModel, folder: Path) -> AsyncIterator[GenerationEngine]:
     config = GeneratorConfig(max_new_tokens=32, tensor_parallel=2)
     path = save(model, folder, ends=False)
     engine = await GenerationEngine.start(path, config, seed=0, max_length=MAX_LENGTH)
@@ -46,25 +78,26 @@ async def started(
 def ranks() -> list[psutil.Process]:
     """The processes that compute for the engine of this one."""
     found = []
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.Error):  # it has ended meanwhile
-            if "VLLM::Worker" in " ".join(child.cmdline()):
-                found.append(child)
+    for process in Forks.started:
+        with suppress(psutil.Error):  # it has ended
+            rank = psutil.Process(process.pid)
+            if rank.status() != psutil.STATUS_ZOMBIE:
+                found.append(rank)
     return found
 
 
-def left_behind() -> set[str]:
-    """Files of split engines in shared memory."""
-    return {name for name in os.listdir("/dev/shm") if name.startswith("vllm_dist_")}
+def shared_files() -> set[Path]:
+    """What the ranks talk through: files in shared memory, whether they have names or not."""
+    maps = [mapped.path for rank in ranks() for mapped in rank.memory_maps()]
+    return {Path(path.removesuffix(" (deleted)")) for path in maps if "vllm_dist_" in path}
 
 
-async def test_every_version_reaches_every_rank(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = left_behind()
+async def test_every_version_reaches_every_rank(tmp_path: Path) -> None:
     models = {version: tiny_model(tied=True, seed=version) for version in range(3)}
-    async with started(models[0], tmp_path, monkeypatch) as engine:
+    async with started(models[0], tmp_path) as engine:
         assert len(ranks()) == 2
+        shared = shared_files()
+        assert shared
         await engine.load_weights(weights_of(models[0]), 0)
         for version in (1, 2):
             running = asyncio.create_task(
@@ -84,16 +117,17 @@ async def test_every_version_reaches_every_rank(
         last = rollouts[0].policy_version == 2
         np.testing.assert_allclose(logprobs[last], rollouts[0].generator_logprobs[last], atol=1e-4)
     assert not ranks()
-    assert left_behind() <= before
+    assert not [path for path in shared if path.exists()]
 
 
 @pytest.mark.parametrize("over", ["rollouts", "weights"])
 async def test_a_rank_that_dies_is_told_and_takes_the_others_along(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, over: str
+    tmp_path: Path, over: str
 ) -> None:
     model = tiny_model(tied=True, seed=1)
-    async with started(model, tmp_path, monkeypatch) as engine:
+    async with started(model, tmp_path) as engine:
         await engine.load_weights(weights_of(model), 0)
+        work: Coroutine[Any, Any, object]
         if over == "rollouts":
             work = engine.generate(SHORT, seeds=range(8), max_new_tokens=500)
         else:

@@ -1,11 +1,8 @@
 """Ranks that share generators: who is with whom, what moves, what is served, and who has died."""
 
-import json
-import socket
-import subprocess
-import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -13,8 +10,21 @@ from streamrl.engines.switch import cluster_of
 from streamrl.engines.teams import Team, team_of, teams_of
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.resharding import Nodes
-from tests.engines.team_ranks import ODD_VOCABULARY, UPDATES, make
+from tests import forked
+from tests.engines.conftest import cases_of
+from tests.engines.dying_team import TEAM, member
+from tests.engines.team_ranks import (
+    ODD_VOCABULARY,
+    UPDATES,
+    make,
+    one_rank,
+    whole,
+    write_model,
+)
 from tests.engines.tiny_qwen import save, tiny_model
+from tests.engines.trainer_ranks import free_ports
+
+pytestmark = pytest.mark.xdist_group("ranks")
 
 RUNS = {
     # World, heads of keys and values, meshes; the teams are those of the first.
@@ -22,6 +32,31 @@ RUNS = {
     "two, sharing a head": (2, 1, ("whole", "sharded")),
     "two": (2, 4, ("tensor",)),
 }
+
+
+class Run(NamedTuple):
+    """One of them, that a test looks at."""
+
+    name: str
+
+
+QUICK = "two"
+
+
+def of_runs(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Parameters of tests, the first of which is a run; all but those of the quick one are slow."""
+    return [
+        pytest.param(
+            *case,
+            marks=[
+                pytest.mark.ranks(Run(case[0])),
+                *([] if case[0] == QUICK else [pytest.mark.slow]),
+            ],
+        )
+        for case in cases
+    ]
+
+
 WITH_ALL = [("two, sharing a head", "whole"), ("two", "tensor")]
 CASES = [(run, mesh) for run, (_, _, meshes) in RUNS.items() for mesh in meshes]
 
@@ -43,15 +78,16 @@ CASES = [(run, mesh) for run, (_, _, meshes) in RUNS.items() for mesh in meshes]
     ],
 )
 def test_who_shares_a_generator_trains_what_it_serves_as_far_as_can_be(
-    settings: dict[str, int], size: int, teams: list[tuple[int, ...]]
+    settings: dict[str, Any], size: int, teams: list[tuple[int, ...]]
 ) -> None:
     assert list(teams_of(TrainerConfig(backend="torch", **settings), size)) == teams
 
 
 @pytest.mark.parametrize("tensor_parallel", [1, 2])
 def test_no_team_is_larger_than_a_node_that_has_room_for_it(tensor_parallel: int) -> None:
-    shape = {"world_size": 32, "zero_stage": 3, "tensor_parallel": tensor_parallel}
-    trainer = TrainerConfig(backend="torch", **shape)
+    trainer = TrainerConfig(
+        backend="torch", zero_stage=3, world_size=32, tensor_parallel=tensor_parallel
+    )
     teams = teams_of(trainer, 8)
     assert {frozenset(rank // 8 for rank in team) for team in teams} == {
         frozenset([node]) for node in range(4)
@@ -80,35 +116,24 @@ def test_a_rank_knows_its_place_and_who_leads() -> None:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+def seen(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, list[Any]]:
     """What each rank of each run saw; last, what a generator that is not split samples."""
-    found = {}
-    for name, (world, heads, meshes) in RUNS.items():
-        folder = tmp_path_factory.mktemp("teams")
-        run("team_ranks", folder, str(world), str(heads), *meshes)
-        files = [folder / f"{rank}.json" for rank in range(world)] + [folder / "whole.json"]
-        found[name] = [json.loads(file.read_text()) for file in files]
+    found: dict[str, list[Any]] = {}
+    for (name,) in cases_of(request, Run):
+        world, heads, meshes = RUNS[name]
+        path = write_model(heads, tmp_path_factory.mktemp("team"))
+        (port,) = free_ports(1)
+        arguments = [(rank, path, port, world, meshes) for rank in range(world)]
+        ranks = forked.run(one_rank, arguments, timeout_s=400)
+        found[name] = ranks + forked.run(whole, [(path, ranks[0]["meshes"]["last"])], timeout_s=400)
     return found
 
 
-def run(module: str, folder: Path, *words: str) -> None:
-    with socket.socket() as probe:
-        probe.bind(("", 0))
-        (folder / "port").write_text(str(probe.getsockname()[1]))
-    done = subprocess.run(
-        [sys.executable, "-m", f"tests.engines.{module}", str(folder), *words],
-        capture_output=True,
-        text=True,
-        timeout=400,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh"), CASES)
+@pytest.mark.parametrize(("name", "mesh"), of_runs(CASES))
 def test_what_a_team_serves_after_each_update_is_what_its_trainers_say(
-    seen: dict[str, list[dict[str, Any]]], name: str, mesh: str
+    seen: dict[str, list[Any]], name: str, mesh: str
 ) -> None:
     leaders = [rank for rank in seen[name][:-1] if "tokens" in rank["meshes"]]
     assert len(leaders) == RUNS[name][0] // 2
@@ -120,10 +145,9 @@ def test_what_a_team_serves_after_each_update_is_what_its_trainers_say(
         assert all(logprobs != first for logprobs in later), "the updates change something"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "mesh"), CASES)
+@pytest.mark.parametrize(("name", "mesh"), of_runs(CASES))
 def test_what_a_rank_lacks_of_its_part_comes_once_and_nothing_else(
-    seen: dict[str, list[dict[str, Any]]], name: str, mesh: str
+    seen: dict[str, list[Any]], name: str, mesh: str
 ) -> None:
     for rank in seen[name][:-1]:
         found = rank["meshes"][mesh]
@@ -135,48 +159,48 @@ def test_what_a_rank_lacks_of_its_part_comes_once_and_nothing_else(
 
 
 @pytest.mark.slow
+@pytest.mark.ranks(Run("four"))
 def test_of_four_tensor_ranks_two_that_are_not_neighbours_share_a_generator(
-    seen: dict[str, list[dict[str, Any]]],
+    seen: dict[str, list[Any]],
 ) -> None:
     ranks = seen["four"][:-1]
-    assert [rank["team"] for rank in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert [rank["team"] for rank in ranks] == [(0, 2), (1, 3)] * 2
     cut = sum(p.nbytes for name, p in make(4).named_parameters() if "_proj" in name)
     for rank in ranks:
         # (d_g - 1) / (t p) of it, the least there can be.
         assert rank["meshes"]["tensor"]["updates"][0]["received_bytes"] == cut // 4
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(("name", "copies_columns"), of_runs([("two", False), ("four", True)]))
 def test_ranks_train_where_they_serve_and_only_what_lies_otherwise_there_is_copied(
-    seen: dict[str, list[dict[str, Any]]],
+    seen: dict[str, list[Any]], name: str, copies_columns: bool
 ) -> None:
     of = {name: parameter.nbytes for name, parameter in make(4).named_parameters()}
     # Those are cut for the generator and not for the trainer.
     ends = sum(of.pop(name) for name in ("model.embed_tokens.weight", "lm_head.weight"))
     cut = {name for name in of if "_proj" in name}
     columns = {name for name in cut if "o_proj" in name or "down_proj" in name}
-    for name, apart in (("two", set()), ("four", columns)):
-        *ranks, _ = seen[name]
-        for number, rank in enumerate(ranks):
-            found = rank["meshes"]["tensor"]
-            there = {n: of[n] // (len(ranks) if n in cut else 1) for n in of.keys() - apart}
-            assert found["one memory"] == there
-            rows = 64 if number == rank["team"][0] else ODD_VOCABULARY - 64
-            own = sum(of[n] for n in apart) // len(ranks) + ends * rows // ODD_VOCABULARY
-            assert [update["copied_bytes"] for update in found["updates"]] == [own] * (UPDATES + 1)
+    apart = columns if copies_columns else set()
+    *ranks, _ = seen[name]
+    for number, rank in enumerate(ranks):
+        found = rank["meshes"]["tensor"]
+        there = {n: of[n] // (len(ranks) if n in cut else 1) for n in of.keys() - apart}
+        assert found["one memory"] == there
+        rows = 64 if number == rank["team"][0] else ODD_VOCABULARY - 64
+        own = sum(of[n] for n in apart) // len(ranks) + ends * rows // ODD_VOCABULARY
+        assert [update["copied_bytes"] for update in found["updates"]] == [own] * (UPDATES + 1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", of_runs((name,) for name in RUNS))
 def test_a_team_samples_the_tokens_of_a_whole_generator_also_after_its_memory_was_released(
-    seen: dict[str, list[dict[str, Any]]], name: str
+    seen: dict[str, list[Any]], name: str
 ) -> None:
-    *ranks, whole = seen[name]
+    *ranks, by_one = seen[name]
     for rank in ranks:
         before, after = rank["meshes"]["kv_bytes"]
         assert before > 1 << 20 and after == 0
         if "tokens" in rank["meshes"]:
-            assert rank["meshes"]["tokens"] == rank["meshes"]["tokens after"] == whole
+            assert rank["meshes"]["tokens"] == rank["meshes"]["tokens after"] == by_one
 
 
 @pytest.mark.slow
@@ -190,6 +214,7 @@ def test_a_team_samples_the_tokens_of_a_whole_generator_also_after_its_memory_wa
 def test_who_shares_a_generator_is_told_which_rank_has_died(
     tmp_path: Path, victim: int, told: str
 ) -> None:
-    save(tiny_model(tied=True, seed=1), tmp_path / "model", ends=False)
-    run("dying_team", tmp_path, str(victim))
-    assert told in (tmp_path / "told").read_text()
+    path = save(tiny_model(tied=True, seed=1), tmp_path / "model", ends=False)
+    (port,) = free_ports(1)
+    arguments = [(rank, path, port, victim, tmp_path / "under way") for rank in TEAM]
+    assert told in forked.run(member, arguments, timeout_s=400, killed=[victim])[1 - victim]

@@ -17,10 +17,20 @@ from streamrl.engines.forward import load_value_model
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.messages import split_tokens
-from tests.engines.conftest import PAIRS, SAVED, SEVERAL_ON
+from tests.engines.conftest import (
+    GATHERED,
+    ONE,
+    PAIRS,
+    SAVED,
+    SEVERAL_ON,
+    SHARDED,
+    SPLIT,
+    TWO,
+    of_ranks,
+)
 from tests.engines.plain_step import plain_loss
 from tests.engines.tiny_qwen import EOS, tiny_model
-from tests.engines.trainer_layouts import CUTS, LAYOUTS
+from tests.engines.trainer_layouts import CUTS, LAYOUTS, Layout
 from tests.engines.trainer_ranks import (
     GROUPS,
     LATE_S,
@@ -39,9 +49,16 @@ from tests.engines.trainer_ranks import (
     TEXTS,
     VALUE_CLIP,
     VALUED,
+    Case,
     add_up,
     divisor_of,
 )
+
+pytestmark = pytest.mark.xdist_group("ranks")
+
+QUICK = [ONE, TWO, SPLIT, SHARDED, GATHERED]
+"""One of each kind of trainer."""
+OTHER_SETTINGS = Case("other_settings", Layout("deepspeed", 1, 1))
 
 
 def plain_steps(num_steps: int):
@@ -114,8 +131,7 @@ def several_plain_updates():
     return sums, {name: parameter.detach() for name, parameter in names.items()}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", SEVERAL_ON, ids=lambda layout: layout.label)
+@of_ranks("several_updates", on=SEVERAL_ON, quick=[ONE, GATHERED])
 def test_several_updates_of_a_step_are_those_of_one_plain_process(seen, layout):
     """Whitened over the step, clipped against its start, without what was too far off then."""
     sums, parameters = several_plain_updates()
@@ -167,8 +183,7 @@ def plain_critic(model_path):
     return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", SEVERAL_ON, ids=lambda layout: layout.label)
+@of_ranks("critic_updates", on=SEVERAL_ON, quick=[ONE, TWO])
 def test_a_critic_learns_the_returns_whatever_its_ranks(seen, model_path, folder, layout):
     losses, parameters = plain_critic(model_path)
     cases = seen[f"critic/{layout.label}"]
@@ -230,8 +245,7 @@ def plain_two_headed(coef):
     return {name: parameter.detach() for name, parameter in named.items()}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", SEVERAL_ON, ids=lambda layout: layout.label)
+@of_ranks("two_headed_updates", on=SEVERAL_ON, quick=[ONE])
 def test_a_body_with_two_heads_learns_the_sum_of_their_losses(seen, folder, layout):
     parameters = plain_two_headed(SHARED_COEFS[1])
     cases = seen[f"two_headed/{layout.label}/{SHARED_COEFS[1]}"]
@@ -247,8 +261,7 @@ def test_a_body_with_two_heads_learns_the_sum_of_their_losses(seen, folder, layo
     assert furthest(dict(model.named_parameters(remove_duplicate=False)), expected) == 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", SEVERAL_ON, ids=lambda layout: layout.label)
+@of_ranks("two_headed_updates", on=SEVERAL_ON, quick=[ONE])
 def test_a_head_of_no_weight_leaves_the_policy_as_it_would_be_without(seen, layout):
     (with_head, alone) = (seen[f"two_headed/{layout.label}/{c}"] for c in (SHARED_COEFS[0], None))
     for case, expected in zip(with_head, alone, strict=True):
@@ -280,8 +293,7 @@ def plain_pretraining(model_path):
     return norms, losses, {name: parameter.detach() for name, parameter in names.items()}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", SEVERAL_ON, ids=lambda layout: layout.label)
+@of_ranks("pretraining_updates", on=SEVERAL_ON, quick=[ONE, TWO])
 def test_texts_add_their_mean_loss_to_an_update_whatever_that_is_divided_by(
     seen, model_path, layout
 ):
@@ -303,9 +315,8 @@ def furthest(parameters, others) -> float:
     return max((parameters[name] - others[name]).abs().max().item() for name in others)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cuts", CUTS)
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.label)
+@of_ranks("same_update", on=LAYOUTS, quick=QUICK)
 def test_the_update_is_that_of_one_plain_step_however_it_is_cut(seen, expected, layout, cuts):
     norms, parameters = expected
     cases = seen[f"update/{layout.label}/{cuts}"]
@@ -315,7 +326,6 @@ def test_the_update_is_that_of_one_plain_step_however_it_is_cut(seen, expected, 
         assert furthest(case["parameters"], parameters) < 1e-6
 
 
-@pytest.mark.slow
 def test_the_gradient_is_clipped_and_the_parameters_move(expected):
     norms, parameters = expected
     assert min(norms) > 1
@@ -323,15 +333,14 @@ def test_the_gradient_is_clipped_and_the_parameters_move(expected):
     assert furthest({name: p.detach() for name, p in start.items()}, parameters) > LR
 
 
-@pytest.mark.slow
+@pytest.mark.ranks(Case("same_update", GATHERED))
 def test_tied_parameters_come_under_both_their_names(seen):
     for case in seen["update/deepspeed3-2/1"]:
         parameters = case["parameters"]
         assert torch.equal(parameters["lm_head.weight"], parameters["model.embed_tokens.weight"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.label)
+@of_ranks("same_update", on=LAYOUTS, quick=QUICK)
 def test_metric_sums_of_micro_batches_and_ranks_add_up_to_those_of_the_step(seen, layout):
     metrics = []
     for cuts in CUTS:
@@ -344,8 +353,7 @@ def test_metric_sums_of_micro_batches_and_ranks_add_up_to_those_of_the_step(seen
         assert other == pytest.approx(metrics[0], rel=1e-4, abs=1e-6)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", SAVED, ids=lambda layout: layout.label)
+@of_ranks("save_and_go_on", on=SAVED, quick=[TWO, SHARDED])
 def test_a_loaded_trainer_goes_on_as_if_it_had_not_stopped(seen, layout):
     for case in seen[f"resume/{layout.label}"]:
         (report, parameters, num_steps), again = case["runs"]
@@ -355,8 +363,7 @@ def test_a_loaded_trainer_goes_on_as_if_it_had_not_stopped(seen, layout):
         assert again[2] == num_steps == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", SAVED, ids=lambda layout: layout.label)
+@of_ranks("save_and_go_on", on=SAVED, quick=[TWO, SHARDED])
 def test_all_of_an_optimizers_state_can_be_offloaded(seen, expected, layout):
     once = {name: p for name, p in expected[1].items() if name != "lm_head.weight"}  # it is tied
     num_bytes = 4 * sum(parameter.numel() for parameter in once.values())
@@ -371,8 +378,8 @@ def test_all_of_an_optimizers_state_can_be_offloaded(seen, expected, layout):
             assert offloaded == share
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", SAVED, ids=lambda layout: layout.label)
+# The first has no other to refuse.
+@of_ranks("save_and_go_on", on=SAVED, quick=[SHARDED])
 def test_checkpoints_of_other_layouts_are_refused(seen, layout):
     for case in seen[f"resume/{layout.label}"]:
         assert len(case["refusals"]) == case["num_others"]
@@ -380,27 +387,25 @@ def test_checkpoints_of_other_layouts_are_refused(seen, layout):
             assert f"not backend={layout.backend}" in refusal
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "label", ["torch-2", "torch3-2", "torch-1x2", "deepspeed1-2", "deepspeed3-2"]
+@of_ranks(
+    "save_and_go_on", on=[layout for layout in SAVED if layout.zero_stage in (1, 3)], quick=[TWO]
 )
-def test_a_saved_policy_is_a_hugging_face_model(seen, folder, label):
-    model = AutoModelForCausalLM.from_pretrained(folder / f"{label}-model", dtype=torch.float32)
+def test_a_saved_policy_is_a_hugging_face_model(seen, folder, layout):
+    saved = folder / f"{layout.label}-model"
+    model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    assert furthest(seen[f"model/{label}"][0], parameters) == 0
-    assert AutoTokenizer.from_pretrained(folder / f"{label}-model").eos_token == "t2"
+    assert furthest(seen[f"model/{layout.label}"][0], parameters) == 0
+    assert AutoTokenizer.from_pretrained(saved).eos_token == "t2"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", PAIRS, ids=lambda layout: layout.label)
+@of_ranks("steps_that_do_not_count", on=PAIRS, quick=[TWO, SHARDED])
 def test_a_step_nobody_trained_anything_in_updates_nothing(seen, layout):
     for case in seen[f"skipped/{layout.label}"]:
         assert case["report"]["policy/grad_norm"] == 0
         assert case["unchanged"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", PAIRS, ids=lambda layout: layout.label)
+@of_ranks("steps_that_do_not_count", on=PAIRS, quick=[TWO, SHARDED])
 def test_a_gradient_that_is_not_finite_is_an_error_and_no_update(seen, layout):
     for case in seen[f"skipped/{layout.label}"]:
         assert "update 0: the gradient's norm is" in case["message"]
@@ -408,6 +413,7 @@ def test_a_gradient_that_is_not_finite_is_an_error_and_no_update(seen, layout):
 
 
 @pytest.mark.slow
+@pytest.mark.ranks(OTHER_SETTINGS)
 def test_recomputing_activations_does_not_change_the_update(seen, expected):
     (case,) = seen["checkpointed"]
     assert case["norms"] == pytest.approx(expected[0], rel=1e-5)
@@ -415,6 +421,7 @@ def test_recomputing_activations_does_not_change_the_update(seen, expected):
 
 
 @pytest.mark.slow
+@pytest.mark.ranks(OTHER_SETTINGS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bfloat16_has_the_same_gradient_to_its_precision(seen, expected, stage):
     (case,) = seen[f"bfloat16/{stage}"]
@@ -425,6 +432,7 @@ def test_bfloat16_has_the_same_gradient_to_its_precision(seen, expected, stage):
 
 
 @pytest.mark.slow
+@pytest.mark.ranks(Case("come_late", Layout("deepspeed", 1, 2)))
 def test_a_rank_does_not_wait_for_ever_for_one_that_stays_away(seen):
     ((message, waited_s),) = seen["late"]
     assert message.startswith(

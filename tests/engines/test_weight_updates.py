@@ -33,6 +33,12 @@ from tests.engines.tiny_qwen import (
     worst_error,
 )
 
+pytestmark = [
+    pytest.mark.asyncio(loop_scope="session"),
+    pytest.mark.xdist_group("engines"),
+    pytest.mark.usefixtures("no_engine"),
+]
+
 PROMPT = prompt(5, 14, 6, 18, 7, 9)
 #: Vocabularies of 50 are padded to 64 in vLLM.
 FAMILIES = {
@@ -40,6 +46,8 @@ FAMILIES = {
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, 64),
     "llama": (LlamaConfig, LlamaForCausalLM, 50),
 }
+QUICK = [("qwen2", True)]
+"""Without ties `test_generation.py` has it. vLLM looks at each other family in a process."""
 GROUPS = {
     "embeddings": "embed_tokens",
     "q, k and v": r"[qkv]_proj\.weight",
@@ -135,9 +143,19 @@ async def each_group_alone(engine: GenerationEngine, base: PreTrainedModel) -> N
     assert worst_error(rollouts, models) < 1e-3
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "tied"),
+    [
+        pytest.param(
+            family,
+            tied,
+            id=f"{family}-{'tied' if tied else 'untied'}",
+            marks=[] if (family, tied) in QUICK else [pytest.mark.slow],
+        )
+        for family in FAMILIES
+        for tied in (True, False)
+    ],
+)
 async def test_each_group_of_parameters_reaches_the_model(
     family: str, tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,8 +1,7 @@
 """Trainers in two processes of their own: the two as ranks of one trainer, or each alone.
 
 A trainer brings torch.distributed and DeepSpeed into its process, so none runs in that of pytest.
-The processes go through cases and write what they saw to a file; the tests read it. Most of their
-time is spent on imports, hence many trainers after each other in few processes.
+The processes go through cases, many trainers after each other, and return what they saw.
 """
 
 import contextlib
@@ -10,14 +9,13 @@ import os
 import random
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.multiprocessing as mp
 
 from streamrl.algorithms import AlgorithmConfig
 from streamrl.algorithms.correction_config import CorrectionConfig
@@ -28,6 +26,7 @@ from streamrl.engines.packing import MicroBatch, Round
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import CheckpointError, DeadlineError, StreamError
 from streamrl.messages import Columns
+from tests import forked
 from tests.engines.tiny_groups import made_up_groups
 from tests.engines.tiny_qwen import publish_to_disk
 from tests.engines.trainer_layouts import CUTS, Layout
@@ -64,6 +63,7 @@ VALUED = {
     for uid, columns in GROUPS.items()
 }
 """The same, as a critic that expects a tenth of everything has scored them."""
+NARROW = "narrow"
 LORA: dict[str, Any] = {"lora_rank": 2, "lora_alpha": 3.0}
 SEQUENCE = np.array([1, 5, 9, 33, 60, 7, 7, 21], np.int32)
 LATE_S = 10.0
@@ -75,6 +75,8 @@ TEXTS = ["t4 t5 t6 t7", "t9", "t8 t8 t5 t9 t40 t41", "t42 t43", "t7 t30 t31"]
 PTX_COEF = 3.0
 PTX_ROWS = 4
 SHARED_COEFS = (0.0, 0.5)
+PORTS_PER_CASE = 4
+"""Groups of ranks that a case makes, one after the other, at most."""
 PTX_DIVISORS = (1.0, 16.0)
 """What each update's own loss is divided by."""
 
@@ -129,7 +131,7 @@ class Seat:
             time.sleep(0.05)
 
 
-def cut(groups: dict[str, Columns], *, num_micro_batches: int, num_shares: int) -> list[Round]:
+def cut(groups: Mapping[str, Columns], *, num_micro_batches: int, num_shares: int) -> list[Round]:
     """All rollouts in rounds; with five micro-batches the last share goes without in the last."""
     picks = [(uid, i) for uid, columns in groups.items() for i in range(len(columns["lengths"]))]
     places = num_micro_batches * num_shares
@@ -251,10 +253,10 @@ def two_headed_updates(seat: Seat, layout: Layout) -> None:
     from streamrl.engines.tasks import PolicyTask, TwoHeadedTask
 
     facts = (seat.model_path, PPO.row, PPO.settings(max_length=8, reward_weights={}), TEMPERATURE)
-    heads = {
-        coef: TwoHeadedTask(*facts, value_clip=VALUE_CLIP, value_coef=coef) for coef in SHARED_COEFS
-    }
-    for coef, task in {None: PolicyTask(*facts), **heads}.items():
+    tasks: dict[float | None, Task] = {None: PolicyTask(*facts)}
+    for weight in SHARED_COEFS:
+        tasks[weight] = TwoHeadedTask(*facts, value_clip=VALUE_CLIP, value_coef=weight)
+    for coef, task in tasks.items():
         trainer = seat.trainer(layout, PPO, task=task, lr=SEVERAL_LR)
         sums = []
         for _ in range(2):
@@ -294,8 +296,14 @@ def pretraining_updates(seat: Seat, layout: Layout) -> None:
     seat.seen[f"pretraining/{layout.label}"] = {"reports": reports, "parameters": parameters}
 
 
+def narrow(seat: Seat) -> Seat:
+    """The same place, with the model that has adapters in these tests."""
+    return replace(seat, model_path=str(seat.folder / NARROW))
+
+
 def lora_updates(seat: Seat, layout: Layout) -> None:
     """Two steps of adapters; then the second again from what was saved after the first."""
+    seat = narrow(seat)
     folder = seat.folder / f"lora-{layout.label}"
     trainer = seat.trainer(layout, lr=SEVERAL_LR, **LORA)
     start = parameters_of(trainer)
@@ -324,6 +332,7 @@ def lora_updates(seat: Seat, layout: Layout) -> None:
 
 def lora_critic(seat: Seat, layout: Layout) -> None:
     """A step of a critic's adapters and head."""
+    seat = narrow(seat)
     trainer = seat.trainer(layout, PPO, lr=SEVERAL_LR, **LORA)
     start = parameters_of(trainer)
     for work in cut(VALUED, num_micro_batches=2, num_shares=layout.num_shares):
@@ -338,6 +347,7 @@ def lora_critic(seat: Seat, layout: Layout) -> None:
 
 
 def lora_recomputed(seat: Seat, layout: Layout) -> None:
+    seat = narrow(seat)
     changes = {"lr": SEVERAL_LR, "gradient_checkpointing": True, **LORA}
     seat.seen[f"lora_recomputed/{layout.label}"] = two_steps(seat, layout, 2, **changes)
 
@@ -412,10 +422,10 @@ def other_settings(seat: Seat, layout: Layout) -> None:
         )
 
 
-def every_row(seat: Seat, layout: Layout) -> None:
-    from tests.engines.row_cases import train_every_row
+def row(seat: Seat, layout: Layout, name: str) -> None:
+    from tests.engines.row_cases import train_row
 
-    train_every_row(seat, layout)
+    train_row(seat, layout, name)
 
 
 def come_late(seat: Seat, layout: Layout) -> None:
@@ -432,63 +442,63 @@ def come_late(seat: Seat, layout: Layout) -> None:
     seat.meet("end")
 
 
-CASES: dict[str, Callable[[Seat, Layout], None]] = {
-    "same_update": same_update,
-    "several_updates": several_updates,
-    "critic_updates": critic_updates,
-    "pretraining_updates": pretraining_updates,
-    "two_headed_updates": two_headed_updates,
-    "lora_updates": lora_updates,
-    "lora_critic": lora_critic,
-    "lora_recomputed": lora_recomputed,
-    "save_and_go_on": save_and_go_on,
-    "steps_that_do_not_count": steps_that_do_not_count,
-    "other_settings": other_settings,
-    "every_row": every_row,
-    "come_late": come_late,
+CASES: dict[str, Callable[..., None]] = {
+    case.__name__: case
+    for case in (
+        *(same_update, several_updates, critic_updates, pretraining_updates, two_headed_updates),
+        *(lora_updates, lora_critic, lora_recomputed, save_and_go_on, steps_that_do_not_count),
+        *(other_settings, row, come_late),
+    )
 }
-Plan = list[tuple[str, Layout]]
 
 
-def sit(rank: int, plan: Plan, model_path: str, folder: Path, ports: list[int]) -> None:
-    """The life of a process."""
+class Case(NamedTuple):
+    """What ranks of a layout go through, and what more it is about."""
+
+    name: str
+    layout: Layout
+    more: tuple[str, ...] = ()
+
+
+def sit(rank: int, plan: Sequence[Case], model_path: str, folder: Path, ports: list[int]) -> Any:
+    """The life of a process: what it saw."""
     seat = Seat(rank, model_path, folder, list(ports))
-    for case, layout in plan:
-        CASES[case](seat, layout)
-    torch.save(seat.seen, folder / f"seen_{rank}.pt")
-    os._exit(0)  # what is left of a broken group would wait for its peers
+    for case in plan:
+        CASES[case.name](seat, case.layout, *case.more)
+    return seat.seen
 
 
 def run_ranks(
-    plans: Sequence[Plan], *, model_path: str, folder: Path, timeout_s: float
+    cases: Iterable[Case], *, model_path: str, folder: Path, timeout_s: float
 ) -> dict[str, list[Any]]:
-    """What the processes saw, by case: one entry if one saw it alone, one per rank otherwise.
+    """What two processes saw, by case: one entry if one saw it alone, one per rank otherwise.
 
     What they do together comes first, on torch before DeepSpeed: ZeRO 3 numbers the parameters a
     process has ever had, and the numbers have to agree; and it leaves a linear function of its own
     behind, which knows nothing of FSDP.
     """
-    context = mp.get_context("spawn")
-    ports = free_ports(128)
-    processes = [
-        context.Process(target=sit, args=(rank, plan, model_path, folder, ports), daemon=True)
-        for rank, plan in enumerate(plans)
-    ]
-    for process in processes:
-        process.start()
+    order = sorted(cases, key=lambda case: case.layout.backend, reverse=True)
+    last = [case for case in order if case.name == come_late.__name__]
+    order = [case for case in order if case not in last]
+    together = [case for case in order if case.layout.world_size == 2]
+    alone = [case for case in order if case.layout.world_size == 1]
+    plans = [[*together, *alone[rank::2], *last] for rank in range(2)]
+    ports = free_ports(len(together) * PORTS_PER_CASE + len(last))
+    arguments = [(rank, plan, model_path, folder, ports) for rank, plan in enumerate(plans)]
     seen: dict[str, list[Any]] = {}
-    for rank, process in enumerate(processes):
-        process.join(timeout_s)
-        assert process.exitcode == 0, f"process {rank} ended with {process.exitcode}"
-        for case, value in torch.load(folder / f"seen_{rank}.pt", weights_only=True).items():
-            seen.setdefault(case, []).append(value)
+    for found in forked.run(sit, arguments, timeout_s=timeout_s):
+        for name, value in found.items():
+            seen.setdefault(name, []).append(value)
     return seen
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on, below those the system hands to outgoing connections."""
+    """Ports nobody listens on, below those the system hands to outgoing connections.
+
+    They are drawn by the system: other sessions of tests may have seeded `random` as this one has.
+    """
     ports: list[int] = []
-    for port in random.sample(range(10_000, 32_000), 1000):
+    for port in random.SystemRandom().sample(range(10_000, 32_000), 1000):
         with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
             ports.append(port)
         if len(ports) == count:

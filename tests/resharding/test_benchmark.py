@@ -70,7 +70,10 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("train", "generate", "groups"),
-    [("4-1-1", "2-1-2-1", [[0, 1], [2, 3]]), ("1-3-1", "1-1-3-1", [[0, 1, 2]])],
+    [
+        ("4-1-1", "2-1-2-1", [[0, 1], [2, 3]]),
+        pytest.param("1-3-1", "1-1-3-1", [[0, 1, 2]], marks=pytest.mark.slow),
+    ],
 )
 def test_a_switch_of_unequal_stages_or_odd_sizes_is_carried_out(
     train: str, generate: str, groups: list[list[int]]
@@ -98,6 +101,7 @@ def test_every_process_has_room_for_the_model() -> None:
             assert sum(spec.num_bytes for spec in model.tensors) <= resharding.MOST_BYTES
 
 
+@pytest.mark.slow
 def test_what_is_served_lies_in_what_is_trained_where_that_is_more() -> None:
     arguments = asked("1-1-4", "1-2-1-2", grouping="overlap", rounds=1, bucket_mb=100)
     done = run(*arguments, "--json")
@@ -111,6 +115,7 @@ def test_what_is_served_lies_in_what_is_trained_where_that_is_more() -> None:
     assert full["peak_in_one_piece_of_M"] == ["1"] * 4
 
 
+@pytest.mark.slow
 def test_where_nothing_moves_there_is_nothing_to_compare_with() -> None:
     done = run(*asked("1-1-2", "1-1-1-2", rounds=1), "--json")
     assert done.returncode == 0, done.stderr[-4000:]

@@ -1,9 +1,6 @@
 """Executors over gloo: bit for bit, in bounded memory, one version for all, and no endless wait."""
 
-import json
 import re
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -23,22 +20,26 @@ from streamrl.resharding import (
 )
 from streamrl.resharding.executors import PointToPoint, gather_is_least, meeting_device
 from streamrl.resharding.storage import allocate, lying_in
-from tests.resharding.ranks import CLUSTER, DTYPES, LATE_S, SMALL, WORLD, layout, pairs
+from tests import forked
+from tests.resharding.ranks import (
+    CLUSTER,
+    DTYPES,
+    LATE_S,
+    SMALL,
+    WORLD,
+    layout,
+    one_rank,
+    pairs,
+)
+
+pytestmark = pytest.mark.xdist_group("ranks")
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank saw."""
     folder = tmp_path_factory.mktemp("ranks")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.resharding.ranks", str(folder)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
+    return forked.run(one_rank, [(rank, folder) for rank in range(WORLD)], timeout_s=240)
 
 
 def test_every_way_between_any_layouts_is_bit_exact(ranks: list[dict[str, Any]]) -> None:
@@ -49,7 +50,7 @@ def test_every_way_between_any_layouts_is_bit_exact(ranks: list[dict[str, Any]])
 
 def test_what_is_moved_is_what_the_plan_says(ranks: list[dict[str, Any]]) -> None:
     for name, (source, target) in pairs().items():
-        plans = {
+        plans: dict[str, Any] = {
             "copies": plan_copies(source, target, CLUSTER),
             "gather": plan_gather(source, target, CLUSTER, [list(range(WORLD))]),
         }

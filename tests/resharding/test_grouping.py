@@ -40,8 +40,8 @@ def test_stages_outermost_is_what_megatron_and_real_do() -> None:
 @pytest.mark.parametrize("order", ["hf", "mcore"])
 @given(st.data())
 def test_every_rank_has_coordinates_of_its_own(order: str, data: st.DataObject) -> None:
-    sizes = data.draw(st.tuples(*[st.integers(1, 4)] * 3))
-    grid = Grid(*sizes, order)
+    stages, tensor, replicas = data.draw(st.tuples(*[st.integers(1, 4)] * 3))
+    grid = Grid(stages, tensor, replicas, order)
     assert [grid.rank(grid.coordinates(rank)) for rank in range(grid.size)] == list(
         range(grid.size)
     )

@@ -100,7 +100,12 @@ def test_planning_grows_with_the_ranks_and_not_with_the_layers(
 ) -> None:
     met: list[Box] = []
     plain = Box.meet
-    monkeypatch.setattr(Box, "meet", lambda box, other: met.append(box) or plain(box, other))
+
+    def noted(box: Box, other: Box) -> Box | None:
+        met.append(box)
+        return plain(box, other)
+
+    monkeypatch.setattr(Box, "meet", noted)
 
     def meetings(layers: int, ranks: int) -> int:
         whole = seated_layout(transformer(layers=layers), Grid(1, 1, ranks).seating())

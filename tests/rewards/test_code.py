@@ -71,7 +71,7 @@ async def test_the_last_code_block_is_the_program_and_without_one_the_whole_comp
     assert [score for score, _ in found] == [1.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize("score", ["all", "rate"])
+@pytest.mark.parametrize("score", ["all", pytest.param("rate", marks=pytest.mark.slow)])
 async def test_a_completion_in_which_no_program_is_found_in_time_is_judged_timeout(score):
     right = "def add(a, b): return a + b"
     found = await judged(

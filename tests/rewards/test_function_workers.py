@@ -79,7 +79,10 @@ async def test_what_hangs_is_killed_with_all_it_started_and_the_others_go_on(run
     ("statement", "error", "words"),
     [
         ("os._exit(3)", RewardCrashError, "its process ended with exit code 3"),
-        ("os.kill(os.getpid(), 11)", RewardCrashError, "its process was ended by SIGSEGV"),
+        pytest.param(
+            *("os.kill(os.getpid(), 11)", RewardCrashError, "its process was ended by SIGSEGV"),
+            marks=pytest.mark.slow,
+        ),
         (
             "hoard.append(bytearray(300 << 20)); time.sleep(60)",
             RewardMemoryError,

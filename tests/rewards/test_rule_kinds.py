@@ -53,6 +53,7 @@ def test_options_that_a_rule_refuses_are_named(kind, options, words):
         build_rewards([RewardConfig(kind, options=options)])
 
 
+@pytest.mark.slow
 async def test_symbolic_equality_and_what_takes_forever_is_a_verdict_not_a_hang():
     config = RewardConfig("symbolic", options={"timeout_s": 60.0, "memory_gib": 0.5})
     found = await judged(config, prompt("x+1"), "\\boxed{1+x}", "\\boxed{x}")

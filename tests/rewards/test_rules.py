@@ -130,7 +130,10 @@ async def test_regex_rewards_the_form():
     assert await score_one(anywhere, "it is 6") == 1.0
 
 
-@pytest.mark.parametrize("rule", ["regex", "exact", "numeric"])
+@pytest.mark.parametrize(
+    "rule",
+    ["regex", *(pytest.param(rule, marks=pytest.mark.slow) for rule in ("exact", "numeric"))],
+)
 async def test_a_search_that_explodes_is_a_verdict_on_its_completion_alone(rule):
     pattern = r"(?:5|55)+[yz]"
     reward = {

@@ -1,6 +1,7 @@
 """The merge of adapters: W0 + scale B A, of the stored W0 every time."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,7 +103,7 @@ def test_adapters_that_say_nothing_give_the_stored_weights_bit_for_bit(tmp_path:
 
 
 def test_without_adapters_what_was_published_is_all(tmp_path: Path) -> None:
-    whole = {"weight": torch.ones(2, 3), "bias": np.zeros(2, np.float32)}
+    whole: dict[str, Any] = {"weight": torch.ones(2, 3), "bias": np.zeros(2, np.float32)}
     parameters = ParameterSet.of(torch.nn.Linear(3, 2))
     full = full_weights(whole, parameters, model_path=str(tmp_path / "nowhere"), device=CPU)
     assert full["weight"] is whole["weight"]

@@ -1,23 +1,27 @@
 """Broadcasts between real processes, and what happens when one of them is not there."""
 
-import multiprocessing
 import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
 import torch
 
 from streamrl.errors import WeightsError
+from streamrl.messages import Array
 from streamrl.weights import WeightManifest, members
 from streamrl.weights.collective import CollectiveInlet, CollectiveOutlet
 from streamrl.weights.members import Deadline
 from streamrl.weights.publisher import publish
 from streamrl.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
 from streamrl.weights.subscriber import unpack
+from tests import forked
 from tests.weights.local_outlet import LocalInlet, LocalOutlet
+
+pytestmark = pytest.mark.xdist_group("ranks")
 
 TIMEOUT_S = 12.0
 
@@ -53,14 +57,14 @@ def die_before(bucket: int) -> None:
     send = Group.broadcast
     seen = 0
 
-    def broadcast(self: Group, *arguments: object) -> torch.Tensor:
+    def broadcast(self: Group, *arguments: Any) -> torch.Tensor:
         nonlocal seen
         seen += 1
         if seen == bucket + 2:  # the header comes first
             os._exit(1)
         return send(self, *arguments)
 
-    Group.broadcast = broadcast
+    Group.broadcast = broadcast  # type: ignore[assignment, method-assign]
 
 
 class Reader:
@@ -68,9 +72,8 @@ class Reader:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        context = multiprocessing.get_context("spawn")
-        self._pipe, there = context.Pipe()
-        self.process = context.Process(target=follow, args=(there, name))
+        self._pipe, there = forked.context().Pipe()
+        self.process = forked.context().Process(target=follow, args=(there, name))
         self.process.start()
         there.close()
 
@@ -310,7 +313,7 @@ def test_a_publisher_that_is_gone_leaves_the_fallback() -> None:
 
 def test_both_ways_closed_is_an_error_that_names_both() -> None:
     class Closed(LocalInlet):
-        def fetch(self, manifest: WeightManifest) -> list[object]:
+        def fetch(self, manifest: WeightManifest) -> list[Array]:
             raise WeightsError(f"version {manifest.version}, bucket 0: gone")
 
     outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=8)

@@ -3,9 +3,7 @@
 import errno
 import gc
 import itertools
-import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -26,7 +24,10 @@ from streamrl.weights.segments import clear_up
 from streamrl.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
 from streamrl.weights.subscriber import unpack
 from streamrl.weights.views import DTYPES
+from tests import forked
 from tests.weights.local_outlet import LocalInlet, LocalOutlet
+
+pytestmark = pytest.mark.xdist_group("ranks")
 
 BUCKET_BYTES = 300
 
@@ -314,8 +315,8 @@ def test_a_file_system_that_is_full_is_an_error_and_not_the_end_of_the_process()
 
 
 def in_child(work: Callable[..., None], *arguments: object) -> tuple[BaseProcess, Connection]:
-    here, there = multiprocessing.get_context("spawn").Pipe()
-    child = multiprocessing.get_context("spawn").Process(target=work, args=(there, *arguments))
+    here, there = forked.context().Pipe()
+    child = forked.context().Process(target=work, args=(there, *arguments))
     child.start()
     there.close()
     return child, here
@@ -357,7 +358,7 @@ def test_the_next_publisher_clears_up_after_one_that_was_killed(folder: Path) ->
     assert f"run-{child.pid}" in manifest.handles[0].path
     assert clear_up(folder) == []
     found = read(manifest)
-    os.kill(child.pid, signal.SIGKILL)
+    child.kill()
     child.join()
     assert files(folder)
     outlet = SharedMemoryOutlet("next", LocalOutlet(), keep_versions=1, directory=folder)

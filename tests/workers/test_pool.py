@@ -56,7 +56,6 @@ async def gone(pids, *, within_s=15.0):
         await asyncio.sleep(0.02)
 
 
-@pytest.mark.slow
 async def test_trouble_is_told_by_its_cause_and_costs_no_other_call_its_answer(pool):
     workers = pool(timeout_s=8.0, memory_bytes=256 << 20)
     await workers.start()
@@ -74,6 +73,7 @@ async def test_trouble_is_told_by_its_cause_and_costs_no_other_call_its_answer(p
     assert workers.killed == Counter(timeout=2, crash=2, memory=2)
 
 
+@pytest.mark.slow
 async def test_quick_calls_are_as_quick_while_as_many_hang_as_there_are_workers(pool):
     workers = pool()
     await workers.start()
@@ -203,8 +203,9 @@ async def test_an_answer_runs_nothing_where_it_arrives(pool):
     assert await one.call(("square", 3)) == 9
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.slow)]
+)
 async def test_a_worker_does_not_outlive_who_looks_after_it(pool, monkeypatch, number):
     monkeypatch.setattr("streamrl.workers.process.END_S", 0.5)
     one = pool(timeout_s=3.0)
@@ -216,13 +217,14 @@ async def test_a_worker_does_not_outlive_who_looks_after_it(pool, monkeypatch, n
     await gone([pid])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("deed", "error", "words", "cause"),
     [
         ("crash", WorkerCrashError, "exit code 7", "crash"),
-        ("leak", WorkerMemoryError, "MB, of", "memory"),
-        ("hang", WorkerTimeoutError, "no result in 5 s", "timeout"),
+        pytest.param(*("leak", WorkerMemoryError, "MB, of", "memory"), marks=pytest.mark.slow),
+        pytest.param(
+            *("hang", WorkerTimeoutError, "no result in 5 s", "timeout"), marks=pytest.mark.slow
+        ),
     ],
 )
 async def test_of_calls_that_share_a_worker_only_the_one_at_fault_fails(

@@ -36,6 +36,28 @@ LIMITS = Limits(
     output_kib=256,
 )
 
+#: Attacks that take seconds, of which there is a quick one or another of the same kind.
+LONG = {
+    "a fork bomb in bash",
+    "a loop that ignores its time limit",
+    "a regular expression bomb",
+    "a number too large to compute",
+    "a call that never returns",
+    "a zip bomb",
+    "an infinite generator",
+    "memory shared by nobody",
+    "memory in processes whose first thread has ended",
+    "memory in processes whose names are made of figures",
+    "a thread that never ends",
+    "an exit that never ends",
+    "stopping itself",
+    "sleep",
+}
+EACH = [
+    pytest.param(attack, id=attack.name, marks=[pytest.mark.slow] * (attack.name in LONG))
+    for attack in ATTACKS
+]
+
 JAILS = 2
 NEIGHBOUR = Program("python", "print(sum(map(int, input().split())))", [StdinTest("1 2 3", "6")])
 #: Where a program of this machine could write, were it not in a jail.
@@ -94,7 +116,7 @@ async def host(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Host]:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.name)
+@pytest.mark.parametrize("attack", EACH)
 async def test_an_attack_comes_to_its_verdict_and_to_nothing_else(
     host: Host, attack: Attack
 ) -> None:
@@ -111,4 +133,6 @@ async def test_an_attack_comes_to_its_verdict_and_to_nothing_else(
 
 
 def test_there_are_enough_attacks_and_no_two_of_a_name() -> None:
-    assert len({attack.name for attack in ATTACKS}) == len(ATTACKS) > 100
+    names = {attack.name for attack in ATTACKS}
+    assert len(names) == len(ATTACKS) > 100
+    assert names > LONG

@@ -110,7 +110,7 @@ def readable(python: str) -> bool:
 
 PYTHON = python() if readable(python()) else "/usr/bin/python3"
 #: What a process is started with to be somebody else, and the isolation that is left to it.
-WAYS = {"user namespace": []}
+WAYS: dict[str, list[str]] = {"user namespace": []}
 if os.geteuid() == 0:
     somebody = [f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
     WAYS = {
@@ -119,7 +119,10 @@ if os.geteuid() == 0:
     }
 
 
-@pytest.mark.parametrize("isolation", WAYS)
+@pytest.mark.parametrize(
+    "isolation",
+    [pytest.param(way, marks=[pytest.mark.slow] * (i > 0)) for i, way in enumerate(WAYS)],
+)
 def test_an_ordinary_user_is_as_safe_as_root(folder: Path, isolation: str) -> None:
     facts = {"canary": str(folder / "main.py"), "port": "9", "pid": str(os.getpid())}
     programs = []

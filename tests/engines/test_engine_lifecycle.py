@@ -27,11 +27,13 @@ from tests.engines.tiny_qwen import (
     worst_error,
 )
 
+pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.xdist_group("engines")]
+
 SHORT = prompt(5, 14, 6, 18)
 
 
 @pytest.fixture(autouse=True)
-def environment(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def environment(no_engine: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, value in generation_env("cpu").items():
         monkeypatch.setenv(name, value)
     yield
@@ -56,6 +58,9 @@ async def test_a_tied_model_takes_each_parameter_once(tmp_path: Path) -> None:
     models = {version: tiny_model(tied=True, seed=version) for version in range(3)}
     folder = save(models[0], tmp_path)
     async with started(folder, GeneratorConfig(max_new_tokens=32)) as engine:
+        assert engine.version == -1
+        with pytest.raises(WeightsError, match="no version"):
+            await engine.generate(SHORT, seeds=[1])
         for version, model in models.items():
             weights = weights_of(model)
             assert "lm_head.weight" not in weights
@@ -64,6 +69,7 @@ async def test_a_tied_model_takes_each_parameter_once(tmp_path: Path) -> None:
             assert worst_error(rollouts, models) < 1e-4
 
 
+@pytest.mark.slow
 async def test_replicas_give_the_same_tokens_for_the_same_seeds(tmp_path: Path) -> None:
     # The second has another seed of its own, runs fewer at once, and so little memory that
     # rollouts push each other out and are resumed.
@@ -108,6 +114,7 @@ async def test_a_load_that_fails_half_way_fails_all_who_wait_and_all_who_come(
         assert engine.version == 0
 
 
+@pytest.mark.slow
 async def test_a_load_past_its_deadline_is_the_end_of_the_engine(tmp_path: Path) -> None:
     model = endless_model(seed=1)
     config = GeneratorConfig()
@@ -120,6 +127,7 @@ async def test_a_load_past_its_deadline_is_the_end_of_the_engine(tmp_path: Path)
             await engine.generate(SHORT, seeds=[1])
 
 
+@pytest.mark.slow
 async def test_a_probe_past_its_deadline_is_the_end_of_the_engine(tmp_path: Path) -> None:
     model = endless_model(seed=1)
     config = GeneratorConfig()
