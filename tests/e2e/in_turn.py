@@ -1,20 +1,29 @@
-"""Commands of streamrl one after the other in one process: folder for the codes, words as JSON.
+"""Commands of streamrl one after the other in one process: a folder, then name and words as JSON.
 
-The exit code of each is written to `<run.name>.code`, whatever has become of those before it.
+The exit code of each is written into the folder, whatever has become of those before it.
 """
 
 import json
 import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
-from streamrl.cli.main import main
 from streamrl.durable import write_whole
 
+HEADING = "=== in turn:"
+"""What a command's name follows where its output begins."""
 
-def play(words: list[str]) -> int:
+
+def code_file(folder: Path, name: str) -> Path:
+    """Where the exit code of a command is."""
+    return folder / f"{name}.code"
+
+
+def play(words: Sequence[str]) -> int:
     """The exit code of a command."""
-    print(*words, flush=True)
+    from streamrl.cli.main import main
+
     try:
         return main(words)
     except Exception:  # noqa: BLE001
@@ -23,8 +32,7 @@ def play(words: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    folder, *runs = sys.argv[1:]
-    for words in map(json.loads, runs):
-        (name,) = (word.removeprefix("run.name=") for word in words if word.startswith("run.name="))
-        code = play(words)
-        write_whole(Path(folder) / f"{name}.code", str(code))
+    folder, *commands = sys.argv[1:]
+    for name, *words in map(json.loads, commands):
+        print(HEADING, name, flush=True)
+        write_whole(code_file(Path(folder), name), str(play(words)))

@@ -7,13 +7,14 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.e2e.in_turn import HEADING, code_file
 from tests.e2e.launched import Launched, rows
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,37 +100,40 @@ def ppo_run(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     return Ended(code, run.output, folder / "ppo")
 
 
-class RecipeRuns:
-    """Runs of recipes one after the other in one process, which spares the driver's imports."""
+class RunsInTurn:
+    """Commands by name, one after the other in one process, which spares the driver's imports."""
 
-    def __init__(self, names: Iterable[str], folder: Path) -> None:
+    def __init__(self, commands: Mapping[str, Sequence[str]], folder: Path) -> None:
+        """Start them; where they are runs, `folder` has one of each name."""
         self._folder = folder
-        chosen = {name: RECIPES[name] for name in names}
-        make_builds(CONFIGS / file for file, _ in chosen.values())
-        runs = [
-            ["train", str(CONFIGS / file), f"run.dir={folder}", f"run.name={name}", *short, *BARE]
-            for name, (file, short) in chosen.items()
-        ]
-        words = [str(folder), *map(json.dumps, runs)]
+        words = [str(folder), *(json.dumps([name, *words]) for name, words in commands.items())]
         self.run = Launched(words, folder, module="tests.e2e.in_turn")
 
     def wait(self, name: str) -> Ended:
-        """Wait for the run of a recipe."""
-        code = self._folder / f"{name}.code"
+        """Wait for one of them."""
+        code = code_file(self._folder, name)
         if not code.exists():
             self.run.until(code.exists)
-        return Ended(int(code.read_text()), self.run.output, self._folder / name)
+        _, _, behind = self.run.output.partition(f"{HEADING} {name}\n")
+        output, _, _ = behind.partition(HEADING)
+        return Ended(int(code.read_text()), output, self._folder / name)
 
 
 @pytest.fixture(scope="session")
 def recipe_runs(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> RecipeRuns:
+) -> RunsInTurn:
     """Runs of the recipes that this session's tests ask for."""
     asked = {
         item.callspec.params["recipe"]
         for item in request.session.items
         if isinstance(item, pytest.Function) and {"recipe", "recipe_runs"} <= {*item.fixturenames}
     }
-    names = [name for name in RECIPES if name in asked]
-    return RecipeRuns(names, tmp_path_factory.mktemp("recipes"))
+    folder = tmp_path_factory.mktemp("recipes")
+    chosen = {name: recipe for name, recipe in RECIPES.items() if name in asked}
+    make_builds(CONFIGS / file for file, _ in chosen.values())
+    commands = {
+        name: ["train", str(CONFIGS / file), f"run.dir={folder}", f"run.name={name}", *short, *BARE]
+        for name, (file, short) in chosen.items()
+    }
+    return RunsInTurn(commands, folder)

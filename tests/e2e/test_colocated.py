@@ -13,7 +13,6 @@ import pytest
 from streamrl.buffer.account import take_account
 from streamrl.buffer.books import history
 from streamrl.checkpoint import BOOKS, journal_dir
-from streamrl.engines.forward import load_skeleton
 from tests.e2e.launched import Launched, events, rows
 from tests.toy import write_toy
 
@@ -249,17 +248,3 @@ def test_a_killed_generator_that_may_not_come_back_ends_the_run_and_is_named(
     assert "Traceback" not in given_up.run.output
     assert given_up.run.orphans() == []
     assert "generator-0" in given_up.failures[-1]["error"]
-
-
-@pytest.mark.slow
-def test_a_generator_of_another_type_has_all_of_each_version_copied(tmp_path: Path) -> None:
-    toy = write_toy(tmp_path)
-    words = ["train", str(toy / "recipe.yaml"), f"run.dir={toy}/runs", "run.name=cast"]
-    around = ["placement.mode=colocated", "generator.dtype=bfloat16", "pipeline.max_staleness=0"]
-    run = Launched([*words, *around, "run.steps=2"], toy)
-    assert run.wait() == 0, run.output
-    copied = [row["weights/copied_bytes"] or 0 for row in rows(toy / "runs" / "cast")]
-    parameters = load_skeleton(str(toy / "model")).parameters()
-    model_bytes = sum(2 * parameter.numel() for parameter in parameters)
-    assert sum(copied) and {num_bytes % model_bytes for num_bytes in copied} == {0}
-    assert [row["weights/bytes"] for row in rows(toy / "runs" / "cast")] == [0, 0]

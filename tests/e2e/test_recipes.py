@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.shared_runs import RECIPES, Ended, RecipeRuns
+from tests.e2e.shared_runs import RECIPES, Ended, RunsInTurn
 
 
 def check_learning(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -33,7 +33,7 @@ def test_the_ppo_recipe_trains_policy_and_critic_and_its_reward_rises(ppo_run: E
 @pytest.mark.slow
 @pytest.mark.xdist_group("recipes")
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_a_recipe_runs_and_its_reward_rises(recipe_runs: RecipeRuns, recipe: str) -> None:
+def test_a_recipe_runs_and_its_reward_rises(recipe_runs: RunsInTurn, recipe: str) -> None:
     run = recipe_runs.wait(recipe)
     assert run.code == 0, run.output
     rows = run.rows
@@ -50,6 +50,6 @@ def test_a_recipe_runs_and_its_reward_rises(recipe_runs: RecipeRuns, recipe: str
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("recipes")
-def test_runs_in_turn_leave_no_process(recipe_runs: RecipeRuns) -> None:
+def test_recipes_leave_no_process(recipe_runs: RunsInTurn) -> None:
     assert recipe_runs.run.wait() == 0
     assert recipe_runs.run.orphans() == []
