@@ -23,7 +23,7 @@ def score(prompt, completion):
     return 1 + len(completion) // 8
 """
 # The last two characters, which are a program more often than not, and no better score for that.
-PROGRAM = r"{kind: code, weight: 0, extract: '(.?.?)\Z'}"
+PROGRAM = r"{kind: code, weight: 0, extract: '(..)\Z'}"
 NOTHING_IS_READ_OR_WRITTEN = json.dumps({"inputs": [""], "outputs": [""]})
 STEPS = 100000
 APART = ["placement.mode=disaggregated", "placement.cpus=8"]
