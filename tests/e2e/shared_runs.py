@@ -93,7 +93,7 @@ def ppo_run(tmp_path_factory: pytest.TempPathFactory) -> Ended:
     folder = tmp_path_factory.mktemp("ppo")
     recipe = CONFIGS / "ppo_arithmetic.yaml"
     make_builds([recipe])
-    short = [f"run.steps={_STEPS}", *PPO_ODD, "pipeline.max_staleness=0", *BARE]
+    short = ["run.steps=10", *PPO_ODD, "pipeline.max_staleness=0", *BARE]
     run = Launched(["train", str(recipe), f"run.dir={folder}", "run.name=ppo", *short], folder)
     code = run.wait()
     assert run.orphans() == []

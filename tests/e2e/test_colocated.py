@@ -113,7 +113,7 @@ def killed(stopped: Ended, run_dir: Path) -> Ended:
 def finished(killed: Ended, run_dir: Path) -> Ended:
     """What is left after that is trained with devices for every stage; the generator is killed on
     the way."""
-    steps = len(killed.rows) + 16
+    steps = len(killed.rows) + 12
     run = _resume(run_dir, *APART, f"run.steps={steps}")
     run.until(lambda: len(rows(run_dir)) > len(killed.rows))
     os.kill(run.actor("GeneratorActor").pid, signal.SIGKILL)
