@@ -1,37 +1,42 @@
-"""What all tests share: their order, and that how long one takes says nothing here."""
+"""What all tests share: whole runs, budgets, and which process of several runs which test."""
 
-from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from xdist.scheduler import LoadGroupScheduling
 
 from tests.budget import Budget
-from tests.e2e.recital import Recital
 
-RECIPES = "tests/e2e/test_recipes.py"
-RUNS = ("tests/e2e/", "tests/chaos/", RECIPES)
-"""Tests of whole runs, in the order in which they come: the recipes have been played by then."""
+# Fixtures of the runs that several tests read.
+pytest_plugins = ("tests.e2e.shared_runs",)
+
+LONGEST_FIRST = ("e2e", "chaos", "examples", "benchmarks", "engines", "actors", "cli", "placement")
+"""Rooms whose files are handed out before those of others, so that both cores end together."""
+
+
+class FileOrGroupScheduling(LoadGroupScheduling):
+    """Hand a process the tests of one file, or of one `xdist_group`."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        group: str = super()._split_scope(nodeid)
+        return group if group != nodeid else nodeid.partition("::")[0]
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(Budget())
+    if config.pluginmanager.hasplugin("xdist"):
+        config.option.loadscopereorder = False
 
 
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> FileOrGroupScheduling:
+    return FileOrGroupScheduling(config, log)
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Those of whole runs come last: the others leave a core to the recipes."""
     items.sort(key=_place)
 
 
 def _place(item: pytest.Item) -> int:
-    return max((i for i, start in enumerate(RUNS) if item.nodeid.startswith(start)), default=-1)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def recital(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Recital]:
-    """The recipes that are asked for, played from before the first test on."""
-    asked = [item for item in request.session.items if item.nodeid.startswith(RECIPES)]
-    names = [item.callspec.params["name"] for item in asked if isinstance(item, pytest.Function)]
-    playing = Recital(names, tmp_path_factory.mktemp("recipes"))
-    yield playing
-    playing.close()
+    room = item.path.relative_to(Path(__file__).parent).parts[0]
+    return LONGEST_FIRST.index(room) if room in LONGEST_FIRST else len(LONGEST_FIRST)

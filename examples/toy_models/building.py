@@ -1,9 +1,12 @@
 """A folder that a task's make.py makes once: whole or not at all, and with a record of how."""
 
 import argparse
+import contextlib
+import fcntl
 import json
+import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,8 +63,16 @@ class Build:
         return False
 
     def make(self, out: Path, *, seed: int) -> None:
-        """Make everything under a temporary name beside `out`, then give it its name."""
+        """Make everything under a temporary name beside `out`, then give it its name.
+
+        Where another process makes it just now, wait until it has.
+        """
         out.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(out.parent):
+            if not self.is_made(out, seed=seed):
+                self._make(out, seed=seed)
+
+    def _make(self, out: Path, *, seed: int) -> None:
         with tempfile.TemporaryDirectory(dir=out.parent, prefix=f"{out.name}.partial-") as partial:
             whole = Path(partial) / out.name
             whole.mkdir()
@@ -69,3 +80,24 @@ class Build:
             (whole / RECORD).write_text(json.dumps(record, indent=2) + "\n")
             whole.rename(out)
         print(f"{self.task}: {out} is made")
+
+
+_HELD = set[Path]()
+"""Folders that this process has locked: a task that makes another may make it beside its own."""
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Hold the lock of a folder, which ends with the process."""
+    key = folder.resolve()
+    if key in _HELD:
+        yield
+        return
+    descriptor = os.open(key, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        _HELD.add(key)
+        yield
+    finally:
+        _HELD.discard(key)
+        os.close(descriptor)

@@ -8,14 +8,17 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from streamrl.actors.engine_factory import HostedRank
 from streamrl.actors.real_engines import RealEngines
 from streamrl.cli.train import train
 from streamrl.config import RunConfig, load_config
 from streamrl.dataflow import POLICY
 from streamrl.engines.packing import Pick
 from streamrl.messages import Columns, group_rollouts
+
+if TYPE_CHECKING:
+    from streamrl.engines.training import ModelTrainer
 
 Trained = dict[tuple[int, str, int], list[int]]
 """By version of the step, uid and index in the group: the tokens of a rollout, prompt included."""
@@ -27,7 +30,7 @@ class Recording(RealEngines):
 
     notes: Path
 
-    def trainer(self, config: RunConfig, rank: int, role: str) -> HostedRank:
+    def trainer(self, config: RunConfig, rank: int, role: str) -> "ModelTrainer":
         """A real one; what a policy's trains is noted before it is trained."""
         found = super().trainer(config, rank, role)
         if role != POLICY:
@@ -36,14 +39,14 @@ class Recording(RealEngines):
 
         def noted(
             groups: Mapping[str, Columns], picks: Sequence[Pick], version: int
-        ) -> Mapping[str, float]:
+        ) -> dict[str, float]:
             with path.open("a") as file:
                 for uid, index in picks:
                     tokens = group_rollouts(groups[uid])[index].token_ids.tolist()
                     file.write(json.dumps([version, uid, index, tokens]) + "\n")
             return made(groups, picks, version)
 
-        found.train_micro_batch = noted  # type: ignore[method-assign]
+        found.train_micro_batch = noted  # type: ignore[method-assign,assignment]
         return found
 
 

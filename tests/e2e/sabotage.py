@@ -3,19 +3,22 @@
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from streamrl.actors.engine_factory import HostedGenerator, HostedRank
+from streamrl.actors.engine_factory import HostedGenerator
 from streamrl.actors.real_engines import RealEngines
 from streamrl.cli.train import train
 from streamrl.config import RunConfig, load_config
 from streamrl.messages import Array
 from streamrl.weights import WeightManifest
 
+if TYPE_CHECKING:
+    from streamrl.engines.training import ModelTrainer
+
 DAMAGED = 2
-Fetch = Callable[[object, WeightManifest], Sequence[Array]]
 
 
 @dataclass(frozen=True)
@@ -37,7 +40,7 @@ class Sabotage(RealEngines):
             tamper(life)
         return await super().generator(config, max_length, replica)
 
-    def trainer(self, config: RunConfig, rank: int, role: str) -> HostedRank:
+    def trainer(self, config: RunConfig, rank: int, role: str) -> "ModelTrainer":
         """A real one, whose memory of one version is damaged once it is laid."""
         from streamrl.weights.shared_memory import SharedMemoryOutlet
 
@@ -50,7 +53,7 @@ class Sabotage(RealEngines):
                 outlet._laid[0].bytes(100)[33] ^= 4
             finish(outlet, manifest)
 
-        SharedMemoryOutlet.finish = finish_damaged  # type: ignore[method-assign]
+        SharedMemoryOutlet.finish = finish_damaged  # type: ignore[method-assign,assignment]
         return super().trainer(config, rank, role)
 
 
@@ -58,10 +61,10 @@ def tamper(life: int) -> None:
     """Put the saboteur of this life of the process in the place of what fetches weights."""
     from streamrl.weights.shared_memory import SharedMemoryInlet
 
-    honest: Fetch = SharedMemoryInlet.fetch
+    honest = SharedMemoryInlet.fetch
     fetched: list[Sequence[Array]] = []
 
-    def fetch(inlet: object, manifest: WeightManifest) -> Sequence[Array]:
+    def fetch(inlet: SharedMemoryInlet, manifest: WeightManifest) -> Sequence[Array]:
         found = list(honest(inlet, manifest))
         fetched.append([array.copy() for array in found])
         number = len(fetched)
@@ -78,7 +81,7 @@ def tamper(life: int) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return found
 
-    SharedMemoryInlet.fetch = fetch
+    SharedMemoryInlet.fetch = fetch  # type: ignore[method-assign,assignment]
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A colocated run that is not left alone: asked for more, interrupted, resumed, killed, moved."""
+"""A run that is not left alone: asked for more, interrupted, resumed, killed, moved, healed."""
 
 import json
 import os
@@ -13,18 +13,18 @@ import pytest
 from streamrl.buffer.account import take_account
 from streamrl.buffer.books import history
 from streamrl.checkpoint import BOOKS, journal_dir
-from streamrl.engines.forward import load_skeleton
 from tests.e2e.launched import Launched, events, rows
 from tests.toy import write_toy
-
-pytestmark = pytest.mark.slow
 
 SHAKY = """
 def score(prompt, completion):
     if prompt.extra_info["index"] % 3 == 0:
         raise ValueError("no verdict")
-    return len(completion) // 8
+    return 1 + len(completion) // 8
 """
+# The last two characters, which are a program more often than not, and no better score for that.
+PROGRAM = r"{kind: code, weight: 0, extract: '(..)\Z'}"
+NOTHING_IS_READ_OR_WRITTEN = json.dumps({"inputs": [""], "outputs": [""]})
 STEPS = 100000
 APART = ["placement.mode=disaggregated", "placement.cpus=8"]
 
@@ -35,13 +35,32 @@ class Ended:
 
     run: Launched
     code: int
-    seconds: float
     rows: list[dict[str, Any]]
+    failures: list[dict[str, Any]]
+    state: dict[str, Any]
+    """What its newest checkpoint holds."""
+    seconds: float = 0.0
+
+    @classmethod
+    def of(cls, run: Launched, run_dir: Path) -> "Ended":
+        """Wait for the run to end, and read what it left."""
+        started = time.monotonic()
+        code = run.wait()
+        seconds = time.monotonic() - started
+        newest = max((run_dir / "checkpoints").glob("step_*"))
+        state = json.loads((newest / "state.json").read_text())
+        return cls(run, code, rows(run_dir), events(run_dir, "failed"), state, seconds)
 
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_toy(tmp_path_factory.mktemp("toy")) / "runs" / "shared"
+    """Where the run will be: beside a toy whose ground truths are tests of a program."""
+    toy = write_toy(tmp_path_factory.mktemp("toy"))
+    toy_rows = list(map(json.loads, (toy / "rows.jsonl").read_text().splitlines()))
+    for row in toy_rows:
+        row["reward_model"]["ground_truth"] = NOTHING_IS_READ_OR_WRITTEN
+    (toy / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in toy_rows))
+    return toy / "runs" / "shared"
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +71,12 @@ def asked(run_dir: Path) -> list[Launched]:
 
 @pytest.fixture(scope="module")
 def stopped(run_dir: Path, asked: list[Launched]) -> Ended:
-    """One CPU slot, groups that are filtered and a reward that fails for some, and rollouts that
-    are paused while others have the pool; then Ctrl-C."""
+    """One CPU slot, groups that are filtered and a reward that fails for some, programs that run in
+    the sandbox, and rollouts that are paused while others have the pool; then Ctrl-C."""
     toy = run_dir.parents[1]
     (toy / "shaky.py").write_text(SHAKY)
     words = ["train", str(toy / "recipe.yaml"), f"run.dir={toy}/runs", f"run.name={run_dir.name}"]
-    reward = f"rewards=[{{kind: function, path: {toy}/shaky.py, function: score}}]"
+    reward = f"rewards=[{{kind: function, path: {toy}/shaky.py, function: score}}, {PROGRAM}]"
     around = ["evaluation.every=3", "filter.kind=equal_rewards", reward]
     # Rollouts that end at very different times, and others that want the pool meanwhile.
     tail = ["generator.max_new_tokens=120", "pipeline.micro_batch_tokens=512"]
@@ -76,10 +95,8 @@ def stopped(run_dir: Path, asked: list[Launched]) -> Ended:
     request = Launched(["scale", str(run_dir), "--generators", "2"], toy)
     request.wait(timeout_s=120.0)
     asked.append(request)
-    started = time.monotonic()
     run.interrupt()
-    code = run.wait()
-    return Ended(run, code, time.monotonic() - started, rows(run_dir))
+    return Ended.of(run, run_dir)
 
 
 @pytest.fixture(scope="module")
@@ -89,15 +106,27 @@ def killed(stopped: Ended, run_dir: Path) -> Ended:
     run = _resume(run_dir, "placement.mode=auto", "placement.cpus=1")
     run.until(lambda: len(rows(run_dir)) >= len(stopped.rows) + 2)
     os.kill(run.actor("HybridActor").pid, signal.SIGKILL)
-    return Ended(run, run.wait(timeout_s=240.0), 0.0, rows(run_dir))
+    return Ended.of(run, run_dir)
 
 
 @pytest.fixture(scope="module")
 def finished(killed: Ended, run_dir: Path) -> Ended:
-    """What is left after that is trained with devices for every stage: two steps more."""
-    steps = len(killed.rows) + 2
+    """What is left after that is trained with devices for every stage; the generator is killed on
+    the way."""
+    steps = len(killed.rows) + 12
     run = _resume(run_dir, *APART, f"run.steps={steps}")
-    return Ended(run, run.wait(), 0.0, rows(run_dir))
+    run.until(lambda: len(rows(run_dir)) > len(killed.rows))
+    os.kill(run.actor("GeneratorActor").pid, signal.SIGKILL)
+    return Ended.of(run, run_dir)
+
+
+@pytest.fixture(scope="module")
+def given_up(finished: Ended, run_dir: Path) -> Ended:
+    """It goes on once more, until its generator is killed and may not be started again."""
+    run = _resume(run_dir, *APART, f"run.steps={STEPS}", "run.max_restarts=0")
+    run.until(lambda: len(rows(run_dir)) >= len(finished.rows) + 2)
+    os.kill(run.actor("GeneratorActor").pid, signal.SIGKILL)
+    return Ended.of(run, run_dir)
 
 
 def _resume(run_dir: Path, *overrides: str) -> Launched:
@@ -110,20 +139,34 @@ def test_where_there_is_one_slot_auto_shares_it_and_says_so_in_one_line(stopped:
     assert "the cluster has 1" in text
 
 
-def test_ctrl_c_saves_and_ends_within_half_a_minute(stopped: Ended, run_dir: Path) -> None:
+def test_ctrl_c_saves_and_ends_within_half_a_minute(stopped: Ended) -> None:
     assert stopped.code == 130, stopped.run.output
-    # As wherever it runs: see test_endings.py.
+    # The run itself has 12 s for it; then its processes end.
     assert stopped.seconds < 30
     assert stopped.run.orphans() == []
     assert "Traceback" not in stopped.run.output
-    assert (run_dir / "checkpoints" / f"step_{len(stopped.rows):06d}" / "state.json").is_file()
+    assert "interrupted" in stopped.run.output
+    assert stopped.state["version"] == stopped.rows[-1]["step"] == len(stopped.rows)
 
 
-def test_a_reward_that_cannot_be_computed_is_counted_and_never_a_zero(stopped: Ended) -> None:
+def test_a_reward_that_cannot_be_computed_is_counted_and_never_a_zero(
+    stopped: Ended, run_dir: Path
+) -> None:
+    assert all(row["reward/mean"] >= 1.0 for row in stopped.rows)
     last = stopped.rows[-1]
     assert last["drops/reward_error"] == last["ledger/dropped"] > 1
+    assert last["ledger/trained"] == 4 * last["step"]
     ended = last["ledger/trained"] + last["ledger/filtered"] + last["ledger/dropped"]
     assert last["ledger/admitted"] == ended + last["ledger/in_flight"]
+    drop = events(run_dir, "drop")[0]
+    assert drop["cause"] == "reward_error"
+    assert "no verdict" in drop["reason"] and "shaky.py" in drop["reason"]
+
+
+def test_programs_in_completions_are_run_in_the_sandbox_and_judged(stopped: Ended) -> None:
+    passed = [row["reward/code"] for row in stopped.rows]
+    assert all(0 <= share <= 1 for share in passed)
+    assert 0.2 < sum(passed) / len(passed) < 0.95, "some are programs and some are none"
 
 
 def test_it_evaluates_in_turn_with_everything_else(stopped: Ended) -> None:
@@ -141,14 +184,34 @@ def test_its_generators_cannot_be_scaled(stopped: Ended, asked: list[Launched]) 
 
 
 def test_a_killed_process_of_trainer_and_generator_ends_the_run_and_is_named(
-    killed: Ended, run_dir: Path
+    killed: Ended,
 ) -> None:
     assert killed.code == 1, killed.run.output
     last = killed.run.output.strip().splitlines()[-1]
     assert last.startswith("streamrl: ") and "trainer-0" in last and "died" in last
     assert "Traceback" not in killed.run.output
     assert killed.run.orphans() == []
-    assert len(events(run_dir, "failed")) == 1
+    (failure,) = killed.failures
+    assert "trainer-0" in failure["error"]
+
+
+def test_an_interrupted_run_goes_on_without_gap_or_repeat(stopped: Ended, killed: Ended) -> None:
+    found = killed.rows
+    assert [row["step"] for row in found] == list(range(1, len(found) + 1))
+    assert found[: len(stopped.rows)] == stopped.rows
+    (drawn,) = stopped.state["prompts"]["drawn"]
+    assert drawn == stopped.state["ledger"]["admitted"]
+    before, after = stopped.rows[-1], found[len(stopped.rows)]
+    assert after["ledger/trained"] == before["ledger/trained"] + 4
+    assert after["ledger/dropped"] >= before["ledger/dropped"]
+    assert after["policy/lr"] == before["policy/lr"] > 0
+
+
+def test_a_generator_that_is_killed_is_started_again(finished: Ended, run_dir: Path) -> None:
+    assert finished.code == 0, finished.run.output
+    assert "generator-0" in [event["actor"] for event in events(run_dir, "died")]
+    assert [event["actor"] for event in events(run_dir, "restarted")] == ["generator-0"]
+    assert finished.run.orphans() == []
 
 
 def test_it_goes_on_where_every_stage_has_devices_of_its_own(
@@ -172,19 +235,16 @@ def test_wherever_it_went_on_no_step_is_missing_and_every_prompt_is_trained_once
     account = take_account(history(journal_dir(run_dir, BOOKS)))
     assert not account.problems
     assert len(account.trained) == len(set(account.trained)) == 4 * len(finished.rows)
-    saved = run_dir / "checkpoints" / f"step_{len(finished.rows):06d}" / "state.json"
-    state = json.loads(saved.read_text())
-    assert state["version"] == len(finished.rows)
+    assert finished.state["version"] == len(finished.rows)
 
 
-def test_a_generator_of_another_type_has_all_of_each_version_copied(tmp_path: Path) -> None:
-    toy = write_toy(tmp_path)
-    words = ["train", str(toy / "recipe.yaml"), f"run.dir={toy}/runs", "run.name=cast"]
-    around = ["placement.mode=colocated", "generator.dtype=bfloat16", "pipeline.max_staleness=0"]
-    run = Launched([*words, *around, "run.steps=2"], toy)
-    assert run.wait() == 0, run.output
-    copied = [row["weights/copied_bytes"] or 0 for row in rows(toy / "runs" / "cast")]
-    parameters = load_skeleton(str(toy / "model")).parameters()
-    model_bytes = sum(2 * parameter.numel() for parameter in parameters)
-    assert sum(copied) and {num_bytes % model_bytes for num_bytes in copied} == {0}
-    assert [row["weights/bytes"] for row in rows(toy / "runs" / "cast")] == [0, 0]
+@pytest.mark.slow
+def test_a_killed_generator_that_may_not_come_back_ends_the_run_and_is_named(
+    given_up: Ended,
+) -> None:
+    assert given_up.code == 1, given_up.run.output
+    last = given_up.run.output.strip().splitlines()[-1]
+    assert last.startswith("streamrl: ") and "generator-0" in last and "died" in last
+    assert "Traceback" not in given_up.run.output
+    assert given_up.run.orphans() == []
+    assert "generator-0" in given_up.failures[-1]["error"]

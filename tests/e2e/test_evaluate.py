@@ -57,6 +57,7 @@ def test_without_files_or_a_recipe_that_names_some_nothing_is_evaluated(
     assert "--data names a file of prompts" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_longest_completion_fits_a_small_model(toy: Path) -> None:
     words = [str(toy / "model"), "--data", str(toy / "rows.jsonl"), "--limit", "2"]
     result = subprocess.run(

@@ -13,13 +13,13 @@ from tests.e2e.launched import Launched, rows
 from tests.e2e.recorded import Trained, trained
 from tests.toy import write_toy
 
-pytestmark = pytest.mark.slow
-
 STEPS, HALF = 6, 3
+PAIR = ("disaggregated", "colocated")
+"""Modes that every session plays GRPO in."""
 MODES = {
-    "grpo": ("sequential", "disaggregated", "colocated", "interleaving"),
+    "grpo": (*PAIR, "sequential", "interleaving"),
     # Pools as those of `split` are those of `mixed` here.
-    "ppo": ("sequential", "disaggregated", "colocated", "shadow", "mixed"),
+    "ppo": (*PAIR, "sequential", "shadow", "mixed"),
 }
 MIXED = "placement.pools=[{policy: 1, generator: 1, reward: 1}, {critic: 1, value: 1}]"
 ON_POLICY = [
@@ -75,23 +75,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_toy(tmp_path_factory.mktemp("placements"))
 
 
+Runs = Mapping[tuple[str, str], Played]
+"""By algorithm and mode."""
+
+
 @pytest.fixture(scope="module")
-def played(folder: Path) -> dict[tuple[str, str], Played]:
-    """Each algorithm in each mode; the algorithms side by side."""
-    launched = [_launch(folder, name) for name in ALGORITHMS]
-    for run in launched:
-        assert run.wait() == 0, run.output
-        assert run.orphans() == []
-    return {
-        (name, mode): Played(
-            rows(folder / "runs" / f"{name}-{mode}"), trained(folder, f"{name}-{mode}")
-        )
-        for name, modes in MODES.items()
-        for mode in modes
+def pair(folder: Path) -> Runs:
+    """GRPO apart and colocated."""
+    return _play(folder, {"grpo": PAIR})
+
+
+@pytest.fixture(scope="module")
+def played(folder: Path, pair: Runs) -> Runs:
+    """Each algorithm in each mode."""
+    missing = {
+        name: [mode for mode in modes if (name, mode) not in pair] for name, modes in MODES.items()
     }
+    return {**pair, **_play(folder, missing)}
 
 
-def _launch(folder: Path, name: str) -> Launched:
+def _play(folder: Path, modes: Mapping[str, Sequence[str]]) -> Runs:
+    """Play each algorithm in some modes, all in one process."""
     runs = [
         [
             *ON_POLICY,
@@ -101,33 +105,60 @@ def _launch(folder: Path, name: str) -> Launched:
             f"placement.mode={mode}",
             *([MIXED] if mode == "mixed" else []),
         ]
-        for mode in MODES[name]
+        for name, some in modes.items()
+        for mode in some
     ]
     words = [str(folder / "recipe.yaml"), str(folder), *map(json.dumps, runs)]
-    return Launched(words, folder, module="tests.e2e.recorded")
+    run = Launched(["tests.e2e.recorded", *words], folder, module="tests.e2e.forked")
+    assert run.wait(timeout_s=1200.0) == 0, run.output
+    assert run.orphans() == []
+    return {
+        (name, mode): Played(
+            rows(folder / "runs" / f"{name}-{mode}"), trained(folder, f"{name}-{mode}")
+        )
+        for name, some in modes.items()
+        for mode in some
+    }
 
 
-@pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_placement_samples_the_same_tokens(
-    played: dict[tuple[str, str], Played], name: str
+def test_a_colocated_run_samples_the_same_tokens_and_has_the_same_losses_as_one_apart(
+    pair: Runs,
 ) -> None:
-    found = [played[name, mode].trained for mode in MODES[name]]
+    apart, together = (pair["grpo", mode] for mode in PAIR)
+    check_tokens([apart.trained, together.trained])
+    check_same(apart.rows, together.rows)
+    assert _moved(apart) > 0 == _moved(together), "weights travel where processes are apart"
+
+
+def check_tokens(found: Sequence[Trained]) -> None:
+    """The same rollouts in every step, token for token."""
     assert {version for version, _, _ in found[0]} == set(range(STEPS))
     for one, other in pairwise(found):
         assert one == other
     assert len({len(tokens) for tokens in found[0].values()}) > 3, "lengths differ"
 
 
+def _moved(run: Played) -> int:
+    """Bytes of weights that a run has sent."""
+    return sum(row["weights/bytes"] for row in run.rows)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
-def test_every_placement_has_the_same_losses(
-    played: dict[tuple[str, str], Played], name: str
-) -> None:
+def test_every_placement_samples_the_same_tokens(played: Runs, name: str) -> None:
+    check_tokens([played[name, mode].trained for mode in MODES[name]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_every_placement_has_the_same_losses(played: Runs, name: str) -> None:
     for one, other in pairwise(played[name, mode].rows for mode in MODES[name]):
         check_same(one, other)
 
 
+@pytest.mark.slow
 def test_a_run_that_is_resumed_on_one_pool_goes_on_as_it_would_have_apart(
-    played: dict[tuple[str, str], Played], folder: Path
+    pair: Runs, folder: Path
 ) -> None:
     run_dir = folder / "runs" / "grpo-disaggregated"
     saved = str(run_dir / "checkpoints" / f"step_{HALF:06d}")
@@ -135,7 +166,7 @@ def test_a_run_that_is_resumed_on_one_pool_goes_on_as_it_would_have_apart(
     assert run.wait() == 0, run.output
     found = rows(run_dir)
     assert not any(row["weights/bytes"] for row in found[HALF:]), "they are made again, here"
-    check_same(found, played["grpo", "disaggregated"].rows)
+    check_same(found, pair["grpo", "disaggregated"].rows)
 
 
 def check_same(one: Sequence[Mapping[str, Any]], other: Sequence[Mapping[str, Any]]) -> None:
@@ -154,13 +185,9 @@ def are_close(one: float | None, other: float | None, rounding: float) -> bool:
     return one == pytest.approx(other, rel=1e-4, abs=rounding)
 
 
-def test_where_generators_share_a_process_with_the_trainer_no_weights_travel(
-    played: dict[tuple[str, str], Played],
-) -> None:
-    def moved(name: str, mode: str) -> int:
-        return sum(row["weights/bytes"] for row in played[name, mode].rows)
-
-    assert moved("grpo", "colocated") == 0
-    assert moved("grpo", "disaggregated") > 0 < moved("grpo", "sequential")
+@pytest.mark.slow
+def test_where_generators_share_a_process_with_the_trainer_no_weights_travel(played: Runs) -> None:
+    assert _moved(played["grpo", "colocated"]) == 0 < _moved(played["grpo", "sequential"])
     # The critic's go to its shadow as ever; the policy's would go to two generators.
-    assert 0 < moved("ppo", "colocated") < moved("ppo", "disaggregated") / 2
+    together, apart = (_moved(played["ppo", mode]) for mode in ("colocated", "disaggregated"))
+    assert 0 < together < apart / 2

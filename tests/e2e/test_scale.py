@@ -1,5 +1,6 @@
 """A run that is given another generator and loses one again, on the real engines."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -36,9 +37,14 @@ def test_a_generator_joins_and_one_leaves_and_every_prompt_is_trained_once(tmp_p
     go_on(5)
     assert scale(2) == "generators: 3 -> 2 (generator-2 left)\n"
     go_on(5)
+    started = time.monotonic()
     run.interrupt()
     assert run.wait() == 130, run.output
+    # As in test_colocated.py.
+    assert time.monotonic() - started < 30
     assert run.orphans() == []
+    saved = run_dir / "checkpoints" / f"step_{len(rows(run_dir)):06d}" / "state.json"
+    assert saved.is_file()
 
     (come,), (gone,) = events(run_dir, "joined"), events(run_dir, "left")
     assert come["actor"] == gone["actor"] == "generator-2"

@@ -1,11 +1,12 @@
 """Loops of one's own, on real engines: what they learn is what a run learns."""
 
+import inspect
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from safetensors.torch import load_file
@@ -30,12 +31,17 @@ from streamrl.actors.model_workers import (
 from streamrl.actors.worker_group import ResourcePool, WorkerGroup
 from streamrl.config import RunConfig, load_config
 from streamrl.controller import Batch, Mesh, Place, protocols, transfers
+from streamrl.controller.workers import transfers_of
 from streamrl.dataflow import CRITIC
 from streamrl.errors import ConfigError, StreamError
 from streamrl.placement import PlacementConfig
 from streamrl.preflight import prepare
 from streamrl.resharding import Grid
-from tests.e2e.launched import Launched, rows
+from tests.e2e.launched import Launched
+from tests.e2e.shared_runs import PPO_ODD, Ended, make_builds
+
+# With the run that the loops are compared with.
+pytestmark = pytest.mark.xdist_group("ppo")
 
 CONFIGS = Path("configs")
 SLOTS = 2
@@ -43,20 +49,13 @@ KV_MB = 256
 MB = 1 << 20
 PAGE = Path("examples/own_loop/README.md")
 PPO = CONFIGS / "ppo_arithmetic.yaml"
-#: Two workers cannot share such a step evenly, nor one of its updates.
-ODD = [
-    "run.steps=3",
-    "pipeline.groups_per_step=33",
-    "algorithm.mini_batches=3",
-    "critic.warmup_alone=1",
-]
-#: A run has nothing to do but what a loop of one's own does.
-BARE = ['data.eval=""', "checkpoint.at_end=false", "telemetry.wandb.mode=disabled"]
+ODD = ["run.steps=3", *PPO_ODD]
 LEARNED = ("loss/policy", "loss/value", "policy/grad_norm", "critic/grad_norm", "policy/kl_ref")
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ResourcePool]:
+    make_builds([PPO])
     with cluster(PlacementConfig(cpus=SLOTS, object_store_mb=200), nothing):
         yield ResourcePool(SLOTS, groups=8)
 
@@ -149,11 +148,23 @@ def alone(
         return play(ppo_saved(folder), on_a_budget(ODD, workers=1), Narrow(pool, 1)), folder
 
 
+def test_ppo_with_one_worker_learns_what_a_run_learns(
+    alone: tuple[list[Mapping[str, float]], Path], ppo_run: Ended
+) -> None:
+    steps, _ = alone
+    assert_kept(steps)
+    assert len(steps) == 3
+    for mine, row in zip(steps, ppo_run.rows, strict=False):
+        assert_alike(mine, row)
+        assert mine["weights/bytes"] == mine["weights/copied_bytes"] == 0
+    assert ["loss/policy" in step for step in steps] == [False, True, True]
+
+
 @pytest.mark.slow
-def test_ppo_learns_what_a_run_learns_with_one_worker_and_with_two(
+def test_ppo_with_two_workers_learns_the_same(
     pool: ResourcePool,
     alone: tuple[list[Mapping[str, float]], Path],
-    tmp_path: Path,
+    ppo_run: Ended,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     fetched: list[Any] = []
@@ -172,20 +183,63 @@ def test_ppo_learns_what_a_run_learns_with_one_worker_and_with_two(
     assert {type(value) for value in fetched} <= {int, type(None), dict}
     assert {type(v) for one in fetched if isinstance(one, dict) for v in one.values()} == {float}
 
-    assert_kept(alone[0])
     assert both[-1]["optimizer_bytes"] > MB
     assert both[-1]["memory/train_mb"] > both[-1]["memory/generate_mb"] - KV_MB / 2
-    for one, other in zip(alone[0], both, strict=True):
+    for one, other, row in zip(alone[0], both, ppo_run.rows[:3], strict=True):
         assert_alike(one, other)
+        assert_alike(other, row)
         for name in ("weights/bytes", "weights/copied_bytes"):
             assert one[name] == other[name] == 0
     assert ["loss/policy" in step for step in both] == [False, True, True]
 
-    overrides = [*ODD, f"run.dir={tmp_path}", "pipeline.max_staleness=0", *BARE]
-    run = Launched(["train", str(PPO), *overrides], tmp_path)
-    assert run.wait() == 0, run.output
-    for mine, row in zip(both, rows(tmp_path / "run"), strict=True):
-        assert_alike(mine, row)
+
+class Answer:
+    """The rows or figures that a worker would give."""
+
+    def __or__(self, other: "Answer") -> "Answer":
+        return self
+
+
+class OnPaper:
+    """A stage of two steps whose groups compute nothing, but have the methods of their class."""
+
+    def __init__(self) -> None:
+        self.max_length, self.batches = 64, [Answer(), Answer()]
+        self.called = set[str]()
+
+    def group(self, worker: type, *arguments: object, ranks: int | None = None) -> "OnPaperGroup":
+        inspect.signature(worker).bind("place", "config", *arguments)
+        return OnPaperGroup(self, worker)
+
+
+class OnPaperGroup:
+    """A group of a stage on paper."""
+
+    def __init__(self, stage: OnPaper, worker: type) -> None:
+        self._stage, self._worker = stage, worker
+
+    def __getattr__(self, name: str) -> Callable[..., Answer]:
+        assert name in transfers_of(self._worker), f"{self._worker.__name__} has no {name}"
+
+        def call(*arguments: object) -> Answer:
+            inspect.signature(getattr(self._worker, name)).bind("self", *arguments)
+            self._stage.called.add(name)
+            return Answer()
+
+        return call
+
+
+@pytest.mark.parametrize(
+    ("loop", "models"), [(ppo, 2), (remax, 1), (safe_rlhf, 3)], ids=["ppo", "remax", "safe_rlhf"]
+)
+def test_a_loop_calls_what_its_workers_have_and_yields_the_updates_of_each_model(
+    loop: Loop, models: int
+) -> None:
+    stage = OnPaper()
+    steps = list(loop(cast(Stage, stage)))
+    assert [len(step) for step in steps] == [models, models]
+    assert stage.called >= {"generate_sequences", "compute_rewards", "update_policy"}
+    assert ("update_critic" in stage.called) == (models > 1)
 
 
 SPLIT = {
@@ -365,7 +419,6 @@ def test_the_page_has_every_protocol() -> None:
     assert re.findall(r"^\| `([A-Z_0-9]+)` \|", PAGE.read_text(), re.MULTILINE) == own
 
 
-@pytest.mark.slow
 def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
     first, second = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     (tmp_path / "page.py").write_text(first + second)

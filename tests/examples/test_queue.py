@@ -8,25 +8,12 @@ import uuid
 from pathlib import Path
 
 import psutil
-import pytest
+
+from tests.e2e.launched import MARK, marked
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "queue" / "standalone.py"
-MARK = "STREAMRL_TEST_RUN"
 
 
-def alive(mark: str) -> list[psutil.Process]:
-    """The processes that carry a mark in their environment."""
-    found = []
-    for process in psutil.process_iter():
-        try:
-            if process.environ().get(MARK) == mark and process.status() != "zombie":
-                found.append(process)
-        except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-            continue
-    return found
-
-
-@pytest.mark.slow
 def test_every_group_arrives_once_though_a_shard_is_killed() -> None:
     mark = uuid.uuid4().hex
     done = subprocess.run(
@@ -40,5 +27,5 @@ def test_every_group_arrives_once_though_a_shard_is_killed() -> None:
     assert re.search(r"killed a shard, process \d+", done.stdout)
     assert re.search(r"^400 groups have arrived; \d+ were handed out twice", done.stdout, re.M)
     assert "missing or wrong: 0\n" in done.stdout
-    _, left = psutil.wait_procs(alive(mark), timeout=30.0)
+    _, left = psutil.wait_procs(marked(mark), timeout=30.0)
     assert not left, "processes were left behind"

@@ -1,0 +1,139 @@
+"""Whole runs that several tests read: each is started once in a session.
+
+Tests that read the same run carry the same `xdist_group`, so that one process has all of them.
+"""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.in_turn import HEADING, code_file
+from tests.e2e.launched import Launched, rows
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = ROOT / "configs"
+BUILD = ROOT / "examples" / "arithmetic" / "build"
+BARE = ['data.eval=""', "checkpoint.at_end=false", "telemetry.wandb.mode=disabled"]
+"""Overrides of a run of which only the steps are looked at."""
+PPO_ODD = ["pipeline.groups_per_step=129", "algorithm.mini_batches=3", "critic.warmup_alone=1"]
+"""Overrides of the PPO recipe: two ranks cannot share its steps evenly, nor its updates."""
+
+_CUSTOM = ["algorithm.path=examples/custom_algorithm/median.py", "algorithm.name=median_grpo"]
+_STEPS = 12
+RECIPES = {
+    # Trained as long as the demo, which runs the same recipe with devices for every stage.
+    "colocated": ("grpo_arithmetic_colocated.yaml", ["run.steps=80"]),
+    "grpo_code": ("grpo_code.yaml", [f"run.steps={_STEPS}"]),
+    # It is slow to learn.
+    "grpo_countdown": ("grpo_countdown.yaml", ["run.steps=30"]),
+    # Costs give way more slowly than rewards come.
+    "safe_rlhf": ("safe_rlhf_toy.yaml", ["run.steps=26"]),
+    "shared_critic": ("ppo_arithmetic.yaml", ["critic={shared_coef: 0.5}", f"run.steps={_STEPS}"]),
+    "custom": ("grpo_arithmetic.yaml", [*_CUSTOM, f"run.steps={_STEPS}"]),
+} | {
+    path.stem.removesuffix("_arithmetic"): (path.name, [f"run.steps={_STEPS}"])
+    for path in sorted(CONFIGS.glob("*_arithmetic.yaml"))
+    # The fixtures `demo` and `ppo_run` play these two.
+    if path.stem not in ("grpo_arithmetic", "ppo_arithmetic")
+}
+"""Recipes in configs/ by name, each with the overrides that make it short."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A run that has ended: its exit code, what it printed, its directory."""
+
+    code: int
+    output: str
+    run_dir: Path
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """Metrics of each step."""
+        return rows(self.run_dir)
+
+
+def make_builds(recipes: Iterable[Path]) -> None:
+    """Make the base models and data that recipes name, unless they are there."""
+    named = {
+        task for path in recipes for task in re.findall(r"examples/(\w+)/build", path.read_text())
+    }
+    for task in sorted(named):
+        make = [sys.executable, str(ROOT / "examples" / task / "make.py")]
+        subprocess.run(make, check=True, capture_output=True, timeout=900)
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """The demo, trained to its end; it is also watched by wandb and evaluated on two files."""
+    folder = tmp_path_factory.mktemp("demo")
+    recipe = CONFIGS / "grpo_arithmetic.yaml"
+    make_builds([recipe])
+    around = [
+        "checkpoint.every=40",
+        "telemetry.wandb.mode=offline",
+        f"data.eval=[{BUILD}/eval.parquet, {{path: {BUILD}/eval.jsonl, name: again}}]",
+    ]
+    run = Launched(["train", str(recipe), f"run.dir={folder}", "run.name=demo", *around], folder)
+    code = run.wait()
+    assert run.orphans() == []
+    return Ended(code, run.output, folder / "demo")
+
+
+@pytest.fixture(scope="session")
+def ppo_run(tmp_path_factory: pytest.TempPathFactory) -> Ended:
+    """The PPO recipe in short and on policy, as a loop of one's own can play it too."""
+    folder = tmp_path_factory.mktemp("ppo")
+    recipe = CONFIGS / "ppo_arithmetic.yaml"
+    make_builds([recipe])
+    short = ["run.steps=10", *PPO_ODD, "pipeline.max_staleness=0", *BARE]
+    run = Launched(["train", str(recipe), f"run.dir={folder}", "run.name=ppo", *short], folder)
+    code = run.wait()
+    assert run.orphans() == []
+    return Ended(code, run.output, folder / "ppo")
+
+
+class RunsInTurn:
+    """Commands by name, one after the other in one process, which spares the driver's imports."""
+
+    def __init__(self, commands: Mapping[str, Sequence[str]], folder: Path) -> None:
+        """Start them; where they are runs, `folder` has one of each name."""
+        self._folder = folder
+        words = [str(folder), *(json.dumps([name, *words]) for name, words in commands.items())]
+        self.run = Launched(words, folder, module="tests.e2e.in_turn")
+
+    def wait(self, name: str) -> Ended:
+        """Wait for one of them."""
+        code = code_file(self._folder, name)
+        if not code.exists():
+            self.run.until(code.exists)
+        _, _, behind = self.run.output.partition(f"{HEADING} {name}\n")
+        output, _, _ = behind.partition(HEADING)
+        return Ended(int(code.read_text()), output, self._folder / name)
+
+
+@pytest.fixture(scope="session")
+def recipe_runs(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> RunsInTurn:
+    """Runs of the recipes that this session's tests ask for."""
+    asked = {
+        item.callspec.params["recipe"]
+        for item in request.session.items
+        if isinstance(item, pytest.Function) and {"recipe", "recipe_runs"} <= {*item.fixturenames}
+    }
+    folder = tmp_path_factory.mktemp("recipes")
+    chosen = {name: recipe for name, recipe in RECIPES.items() if name in asked}
+    make_builds(CONFIGS / file for file, _ in chosen.values())
+    commands = {
+        name: ["train", str(CONFIGS / file), f"run.dir={folder}", f"run.name={name}", *short, *BARE]
+        for name, (file, short) in chosen.items()
+    }
+    return RunsInTurn(commands, folder)

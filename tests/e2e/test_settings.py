@@ -1,0 +1,151 @@
+"""Toy runs with other settings than the defaults: how weights travel and come, and memory."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from streamrl.engines.forward import load_skeleton
+from tests.e2e.launched import events
+from tests.e2e.shared_runs import Ended, RunsInTurn
+from tests.toy import write_toy
+
+pytestmark = pytest.mark.slow
+
+PROBED = ["run.steps=6", "evaluation.at_start=false", "weights.probe_every=1"]
+COLOCATED = ["placement.mode=colocated", "pipeline.max_staleness=0"]
+SETTINGS = {
+    "broadcast": [
+        *PROBED,
+        "generator.replicas=2",
+        "algorithm.kl_coef=0.01",
+        "pipeline.max_staleness=3",
+        "weights.transport=collective",
+        "weights.publish_every=2",
+        "weights.kv=keep",
+        "reference.every=2",
+        "reference.decay=0.5",
+        "evaluation.at_end=false",
+    ],
+    "adapters": [
+        *PROBED,
+        "trainer.lora_rank=4",
+        "weights.transport=disk",
+        "weights.on_update=drain",
+    ],
+    "cast": [*COLOCATED, "run.steps=2", "generator.dtype=bfloat16"],
+    "sharded": [
+        *COLOCATED,
+        *("run.steps=3", "weights.probe_every=1"),
+        *("trainer.world_size=2", "trainer.zero_stage=3"),
+        *("generator.kv_cache_mb=256", "placement.memory_mb=257"),
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_toy(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def runs(toy: Path) -> RunsInTurn:
+    words = ["train", str(toy / "recipe.yaml"), f"run.dir={toy}"]
+    commands = {
+        name: [*words, f"run.name={name}", *settings] for name, settings in SETTINGS.items()
+    }
+    return RunsInTurn(commands, toy)
+
+
+def check_probes(run: Ended) -> None:
+    """The run ended well, and its generators say what the trainer says."""
+    assert run.code == 0, run.output
+    for trouble in ("weights_refused", "publish_failed", "died"):
+        assert not events(run.run_dir, trouble)
+    probed = [row["weights/probe_diff"] for row in run.rows]
+    found = [difference for difference in probed if difference is not None]
+    assert found and max(found) < 1e-4
+
+
+def test_every_other_version_is_broadcast_and_the_reference_moves_along(runs: RunsInTurn) -> None:
+    run = runs.wait("broadcast")
+    check_probes(run)
+    assert "weights: collective, as weights.transport says" in run.output
+    assert not events(run.run_dir, "weights_detour"), "a newcomer's first version is none"
+    found = run.rows
+    for version, row in enumerate(found):
+        by_staleness = row["staleness/histogram"]["counts"]
+        sampled_by = {version - stale for stale, count in enumerate(by_staleness) if count}
+        assert all(0 <= by <= version and by % 2 == 0 for by in sampled_by)
+    assert found[0]["policy/kl_ref"] == pytest.approx(0.0, abs=1e-4)
+    assert found[-1]["policy/kl_ref"] > 1e-4
+
+
+def test_versions_of_adapters_on_disk_are_models_others_can_load(
+    runs: RunsInTurn, toy: Path
+) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    run = runs.wait("adapters")
+    check_probes(run)
+    assert not any(row["weights/interrupted"] for row in run.rows)
+    version, saved, base = (
+        AutoModelForCausalLM.from_pretrained(folder).state_dict()
+        for folder in (
+            run.run_dir / "weights" / "policy" / "latest",
+            run.run_dir / "checkpoints" / "step_000006" / "model",
+            toy / "model",
+        )
+    )
+    assert version.keys() == saved.keys() == base.keys()
+    assert all(torch.equal(version[name], saved[name]) for name in saved)
+    assert not all(torch.equal(version[name], base[name]) for name in base)
+
+
+def test_a_generator_of_another_type_has_all_of_each_version_copied(
+    runs: RunsInTurn, toy: Path
+) -> None:
+    run = runs.wait("cast")
+    assert run.code == 0, run.output
+    copied = [row["weights/copied_bytes"] or 0 for row in run.rows]
+    parameters = load_skeleton(str(toy / "model")).parameters()
+    model_bytes = sum(2 * parameter.numel() for parameter in parameters)
+    assert sum(copied) and {num_bytes % model_bytes for num_bytes in copied} == {0}
+    assert [row["weights/bytes"] for row in run.rows] == [0, 0]
+
+
+def test_weights_come_once_from_the_other_rank_and_keys_values_and_optimizer_make_room(
+    runs: RunsInTurn, toy: Path
+) -> None:
+    # Each rank has half from the other and copies its own, so that all that comes for a version is
+    # a model's bytes, and as much is copied.
+    parameters = load_skeleton(str(toy / "model")).parameters()
+    model_bytes = sum(parameter.numel() * 4 for parameter in parameters)
+    run = runs.wait("sharded")
+    assert run.code == 0, run.output
+    said = " ".join(run.output.split())
+    assert "the KV cache is released while it trains" in said
+    assert "the optimizer's state is offloaded while it generates" in said
+    found = run.rows
+    assert [row["weights/bytes"] % (model_bytes // 2) for row in found] == [0] * 3
+    assert sum(row["weights/bytes"] for row in found) >= 2 * model_bytes
+    taken = [row for row in found if row["weights/bytes"]]
+    assert all(row["weights/copied_bytes"] == row["weights/bytes"] for row in taken)
+    assert all(row["weights/probe_diff"] < 1e-4 for row in found)
+    check_room(found)
+
+
+def check_room(found: Sequence[dict[str, Any]]) -> None:
+    """Training and generation never hold their memory at the same time."""
+    # Steps that are reported together have one peak.
+    peaks = [row for row in found if "memory/train_mb" in row]
+    assert peaks
+    for row in peaks:
+        assert row["memory/generate_mb"] - row["memory/train_mb"] > 128
+
+
+def test_none_of_the_runs_leaves_a_process(runs: RunsInTurn) -> None:
+    assert runs.run.wait() == 0
+    assert runs.run.orphans() == []
