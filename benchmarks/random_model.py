@@ -14,7 +14,7 @@ SHAPES = {
 }
 
 
-def make_model(millions: int, *, num_words: int | None = None) -> Any:
+def make_model(millions: int, *, num_words: int | None = None, max_length: int = MAX_LENGTH) -> Any:
     """A float32 model in memory, its embeddings tied; `num_words` tokens if that is given."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -27,7 +27,7 @@ def make_model(millions: int, *, num_words: int | None = None) -> Any:
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
-        max_position_embeddings=MAX_LENGTH,
+        max_position_embeddings=max_length,
         tie_word_embeddings=True,
         bos_token_id=1,
         eos_token_id=2,
@@ -37,12 +37,15 @@ def make_model(millions: int, *, num_words: int | None = None) -> Any:
     return Qwen2ForCausalLM(config)
 
 
-def write_model(millions: int, folder: Path, *, num_words: int | None = None) -> str:
+def write_model(
+    millions: int, folder: Path, *, num_words: int | None = None, max_length: int = MAX_LENGTH
+) -> str:
     """Write the model and a tokenizer of a few words; the folder as vLLM wants it."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    make_model(millions, num_words=num_words).save_pretrained(folder)
+    model = make_model(millions, num_words=num_words, max_length=max_length)
+    model.save_pretrained(folder)
     tokenizer = Tokenizer(
         models.WordLevel({f"t{i}": i for i in range(num_words or 64)}, unk_token="t3")
     )

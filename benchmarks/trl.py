@@ -1,0 +1,373 @@
+"""streamrl beside TRL's GRPO: `python -m benchmarks.trl` prints one JSON object.
+
+Two tasks, the same model directory, rows, reward, batch, token limit, learning rate and number of
+steps for both systems, float32 on the CPU, no KL term:
+
+demo: `configs/grpo_arithmetic.yaml`, 32 prompts x 8 rollouts of at most 12 tokens.
+long_tailed: 32 x 8 rollouts of at most 256 tokens by a random model of 1 M parameters that knows 64
+    tokens, so that one token in 64 ends a rollout and lengths are geometric.
+
+Each run is a process of its own. They alternate (streamrl, TRL, streamrl, TRL ...), so that a
+machine that changes its speed does so for both. TRL (`benchmarks/trl_peer.py`) generates with
+transformers and computes with as many threads as there are cores; its vLLM mode needs a GPU or a
+server that has one. TRL is on-policy; streamrl's recipes have max_staleness 1 unless
+--max-staleness says otherwise.
+
+Of each run, after WARM_UP_STEPS: step_s is the median, tokens_per_s counts sampled tokens,
+busy_cores and cpu_step_s are of all processes of the run. start_s is from the command to the end of
+the first step. Peak memory is the sum over the processes, as RSS (shared pages once per process)
+and as PSS (once). Figures are medians over the rounds, ratios medians of each round's own ratio.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.overlap import QUIET, ROOT
+from benchmarks.process_tree import ProcessTree
+from streamrl.cli.main import OneLineParser
+from streamrl.config import RunConfig, load_config
+from streamrl.errors import ConfigError
+from streamrl.telemetry.sinks import METRICS_FILE, read_jsonl
+
+PARITY_PYTHON = ROOT / ".venv-parity" / "bin" / "python"
+DEMO = ROOT / "configs" / "grpo_arithmetic.yaml"
+STREAMRL, TRL = "streamrl", "trl"
+STEPS = {"demo": 30, "long_tailed": 10}
+"""Steps of each run, the first ones included."""
+WARM_UP_STEPS = 4
+POLL_S = 0.2
+
+NUM_WORDS = 64
+"""Tokens of the long-tailed task's model: one in so many ends a rollout."""
+PROMPT_TOKENS = 8
+NUM_ROWS = 512
+LONG_TAILED: dict[str, Any] = {
+    "algorithm": {"name": "grpo", "group_size": 8},
+    "pipeline": {"groups_per_step": 32, "max_staleness": 1, "micro_batch_tokens": 4096},
+    "generator": {"max_new_tokens": 256, "max_concurrent_rollouts": 512, "kv_cache_mb": 256},
+    "rewards": [{"kind": "exact", "pattern": r"(\d)$"}],
+    # So small that lengths stay what they are.
+    "trainer": {"lr": 1e-7},
+}
+QUICK = {
+    "long_tailed": [
+        "pipeline.groups_per_step=4",
+        "algorithm.group_size=4",
+        "generator.max_new_tokens=32",
+    ]
+}
+
+Figures = dict[str, float]
+
+
+class RunError(RuntimeError):
+    """A run that failed, or did not end in time."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A recipe and what is changed in it, for both systems; `rows` as JSONL for TRL."""
+
+    recipe: Path
+    overrides: Sequence[str]
+    rows: Path
+
+    def config(self, overrides: Sequence[str] = ()) -> RunConfig:
+        """The settings as streamrl reads them."""
+        return load_config(self.recipe, [*QUIET, *self.overrides, *overrides])
+
+
+@dataclass(frozen=True)
+class PeerSpec:
+    """What `benchmarks.trl_peer` is given, as a JSON file."""
+
+    model: str
+    rows: str
+    folder: str
+    steps_file: str
+    steps: int
+    groups: int
+    group_size: int
+    max_new_tokens: int
+    temperature: float
+    lr: float
+    grad_clip: float
+    pattern: str
+    seed: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """When a step ended (epoch seconds), tokens sampled for it, and the mean reward."""
+
+    time: float
+    tokens: float
+    reward: float
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A command that trains, and a function that reads the steps it has made so far."""
+
+    command: Sequence[str]
+    read: Callable[[], list[Step]]
+
+
+@dataclass(frozen=True)
+class Length:
+    """Steps of a run, of which the first `warm_up` do not count."""
+
+    steps: int
+    warm_up: int
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Make all runs and print the figures."""
+    parser = make_parser()
+    arguments = parser.parse_args(argv)
+    least = arguments.warm_up + 2
+    for name, bound in (("rounds", 1), ("steps", least), ("warm_up", 1), ("max_staleness", 0)):
+        if (given := vars(arguments)[name]) is not None and given < bound:
+            parser.error(f"--{name.replace('_', '-')}={given}: must be at least {bound}")
+    if not arguments.python.is_file():
+        parser.error(f"{arguments.python} is missing: `make parity-env` builds it")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            found = {
+                name: measure(Path(folder) / name, name, arguments) for name in arguments.tasks
+            }
+        except (RunError, ConfigError) as error:
+            print(f"trl: {error}", file=sys.stderr)
+            return 1
+    print(json.dumps({"cores": os.cpu_count(), **found}, indent=1))
+    return 0
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = OneLineParser(prog="python -m benchmarks.trl", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tasks", nargs="+", choices=list(STEPS), default=list(STEPS))
+    parser.add_argument("--rounds", type=int, default=2, help="runs of each system (2)")
+    parser.add_argument("--steps", type=int, help="steps of each run (demo 30, long_tailed 10)")
+    parser.add_argument(
+        "--warm-up", type=int, default=WARM_UP_STEPS, help="steps that do not count (4)"
+    )
+    parser.add_argument("--max-staleness", type=int, help="of streamrl (1, as in the recipes)")
+    parser.add_argument("--deadline", type=float, default=600.0, help="of each run, s (600)")
+    parser.add_argument("--python", type=Path, default=PARITY_PYTHON, help="TRL's Python")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="one round of 3 steps, the long-tailed task with 16 rollouts of 32 tokens",
+    )
+    return parser
+
+
+def measure(folder: Path, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Figures of both systems on one task, and the ratios."""
+    folder.mkdir()
+    quick = arguments.quick
+    task = TASKS[name](folder, QUICK.get(name, []) if quick else [])
+    if arguments.max_staleness is not None:
+        bound = f"pipeline.max_staleness={arguments.max_staleness}"
+        task = replace(task, overrides=[*task.overrides, bound])
+    length = Length(3, 1) if quick else Length(arguments.steps or STEPS[name], arguments.warm_up)
+    systems: Mapping[str, Callable[[Task, int, Path], Launch]] = {
+        STREAMRL: launch_streamrl,
+        TRL: partial(launch_trl, python=arguments.python),
+    }
+    rounds: list[dict[str, Figures]] = []
+    for i in range(1 if quick else arguments.rounds):
+        figures = {}
+        for system, launch in systems.items():
+            print(f"{name}, round {i + 1}: {system}", file=sys.stderr, flush=True)
+            own = folder / f"{system}-{i}"
+            own.mkdir()
+            command = launch(task, length.steps, own)
+            try:
+                figures[system] = play(command, own, length=length, deadline_s=arguments.deadline)
+            except RunError as error:
+                raise RunError(f"{name}: {system}: {error}") from None
+        rounds.append(figures)
+    return {
+        "steps": length.steps - length.warm_up,
+        "rounds": len(rounds),
+        **{system: medians([one[system] for one in rounds]) for system in systems},
+        "ratios": medians([ratios(one[STREAMRL], one[TRL]) for one in rounds]),
+    }
+
+
+def make_demo(folder: Path, overrides: Sequence[str]) -> Task:
+    """The demo's task; its base model is made if it is missing."""
+    make = [sys.executable, str(ROOT / "examples" / "arithmetic" / "make.py")]
+    if subprocess.run(make, stdout=sys.stderr, check=False).returncode:
+        raise RunError("examples/arithmetic/make.py failed")
+    return Task(DEMO, overrides, ROOT / "examples" / "arithmetic" / "build" / "train.jsonl")
+
+
+def make_long_tailed(folder: Path, overrides: Sequence[str]) -> Task:
+    """A random model, prompts of random words, and a reward that one rollout in ten gets."""
+    import numpy as np
+
+    from benchmarks.random_model import write_model
+
+    model = write_model(1, folder / "model", num_words=NUM_WORDS, max_length=512)
+    words = np.random.default_rng(0).integers(4, NUM_WORDS, (NUM_ROWS, PROMPT_TOKENS))
+    rows = [
+        {"prompt": " ".join(f"t{i}" for i in row), "reward_model": {"ground_truth": "7"}}
+        for row in words
+    ]
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(
+        yaml.safe_dump({"model": {"path": model}, "data": {"train": str(path)}, **LONG_TAILED})
+    )
+    return Task(recipe, overrides, path)
+
+
+TASKS: Mapping[str, Callable[[Path, Sequence[str]], Task]] = {
+    "demo": make_demo,
+    "long_tailed": make_long_tailed,
+}
+
+
+def launch_streamrl(task: Task, steps: int, folder: Path) -> Launch:
+    """`streamrl train` of the task, its run directory in `folder`."""
+    own = [f"run.dir={folder}", "run.name=run", f"run.steps={steps}"]
+    config = task.config(own)
+    rollouts = config.pipeline.groups_per_step * config.algorithm.group_size
+
+    def read() -> list[Step]:
+        return [
+            Step(row["time"], row["rollout/length_mean"] * rollouts, row["reward/mean"])
+            for row in read_jsonl(config.run_dir / METRICS_FILE)
+        ]
+
+    words = [str(task.recipe), *QUIET, *task.overrides, *own]
+    return Launch([sys.executable, "-m", "streamrl.cli", "train", *words], read)
+
+
+def launch_trl(task: Task, steps: int, folder: Path, *, python: Path) -> Launch:
+    """`benchmarks.trl_peer` on the task."""
+    spec = peer_spec(task, steps, folder)
+    path = folder / "spec.json"
+    path.write_text(json.dumps(asdict(spec)))
+
+    def read() -> list[Step]:
+        rows = read_jsonl(Path(spec.steps_file))
+        return [Step(row["time"], row["tokens"], row["reward"]) for row in rows]
+
+    return Launch([str(python), "-m", "benchmarks.trl_peer", str(path)], read)
+
+
+def peer_spec(task: Task, steps: int, folder: Path) -> PeerSpec:
+    """The task as TRL gets it: every number from streamrl's own settings."""
+    config = task.config()
+    return PeerSpec(
+        model=config.model.path,
+        rows=str(task.rows),
+        folder=str(folder / "trl"),
+        steps_file=str(folder / "steps.jsonl"),
+        steps=steps,
+        groups=config.pipeline.groups_per_step,
+        group_size=config.algorithm.group_size,
+        max_new_tokens=config.generator.max_new_tokens,
+        temperature=config.generator.temperature,
+        lr=config.trainer.lr,
+        grad_clip=config.trainer.grad_clip,
+        pattern=config.rewards[0].options["pattern"],
+        seed=config.run.seed,
+    )
+
+
+def play(launch: Launch, folder: Path, *, length: Length, deadline_s: float) -> Figures:
+    """Run a command to its end and work out its figures. Raises RunError."""
+    log = folder / "log.txt"
+    started = time.time()
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            launch.command,
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+    with ProcessTree(process.pid) as tree:
+        try:
+            code = process.wait(timeout=deadline_s)
+        except subprocess.TimeoutExpired:
+            raise RunError(
+                f"made {len(launch.read())} of {length.steps} steps in"
+                f" --deadline={deadline_s:g} s; last line: {last_line(log)}"
+            ) from None
+        finally:
+            if process.poll() is None:
+                tree.kill()
+                process.wait()
+    if code:
+        raise RunError(f"exit code {code}: {last_line(log)}")
+    found = launch.read()
+    if len(found) != length.steps:
+        raise RunError(f"made {len(found)} of {length.steps} steps; last line: {last_line(log)}")
+    return figures_of(started, found, length.warm_up, tree)
+
+
+def last_line(log: Path) -> str:
+    """The last thing a process said, in short."""
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return lines[-1].strip()[:300] if lines else "(nothing)"
+
+
+def figures_of(started: float, steps: Sequence[Step], warm_up: int, tree: ProcessTree) -> Figures:
+    """Figures of the steps after the first `warm_up` ones."""
+    counted = steps[warm_up:]
+    start, end = steps[warm_up - 1].time, steps[-1].time
+    ends = [start, *(step.time for step in counted)]
+    cpu_s = tree.cpu_s(start, end)
+    return {
+        "step_s": statistics.median(b - a for a, b in pairwise(ends)),
+        "step_s_mean": (end - start) / len(counted),
+        "tokens_per_s": sum(step.tokens for step in counted) / (end - start),
+        "tokens_per_step": statistics.fmean(step.tokens for step in counted),
+        "reward": statistics.fmean(step.reward for step in counted),
+        "start_s": steps[0].time - started,
+        "busy_cores": cpu_s / (end - start),
+        "cpu_step_s": cpu_s / len(counted),
+        "peak_rss_mb": tree.usage.rss_mb,
+        "peak_pss_mb": tree.usage.pss_mb,
+    }
+
+
+def medians(rounds: Sequence[Figures]) -> Figures:
+    """The median of each figure over the rounds."""
+    return {name: round(statistics.median(one[name] for one in rounds), 4) for name in rounds[0]}
+
+
+def ratios(ours: Figures, peer: Figures) -> Figures:
+    """Ours over the peer's; below 1 is better but for tokens_per_s."""
+    names = ("step_s", "step_s_mean", "tokens_per_s", "start_s", "cpu_step_s")
+    return {
+        name: ours[name] / peer[name]
+        for name in (*names, "peak_rss_mb", "peak_pss_mb")
+        if peer[name]
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

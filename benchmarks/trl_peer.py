@@ -1,0 +1,110 @@
+"""TRL's GRPO on a task of `benchmarks.trl`, which runs this with the parity environment's Python.
+
+`python -m benchmarks.trl_peer SPEC`: SPEC is a JSON file, the fields of `benchmarks.trl.PeerSpec`.
+Appends a line per step to the file the spec names.
+"""
+
+import json
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+for engine in ("deepspeed", "vllm"):
+    # Unused here; TRL and accelerate would import them, which is much of a start.
+    sys.modules[engine] = None  # type: ignore[assignment]
+
+from datasets import Dataset  # noqa: E402
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback  # noqa: E402
+from trl import GRPOConfig, GRPOTrainer  # noqa: E402
+
+
+def main(spec: dict[str, Any]) -> None:
+    """Train so many steps."""
+    lines = Path(spec["rows"]).read_text().splitlines()
+    rows = [
+        {"prompt": row["prompt"], "truth": row["reward_model"]["ground_truth"]}
+        for row in map(json.loads, lines)
+    ]
+    log = StepLog(Path(spec["steps_file"]), re.compile(spec["pattern"]))
+    trainer = GRPOTrainer(
+        model=AutoModelForCausalLM.from_pretrained(spec["model"], dtype="float32"),
+        processing_class=PreTrainedTokenizerFast.from_pretrained(spec["model"]),
+        reward_funcs=log.score,
+        args=config_of(spec),
+        train_dataset=Dataset.from_list(rows),
+        callbacks=[log],
+    )
+    trainer.train()
+
+
+def config_of(spec: dict[str, Any]) -> GRPOConfig:
+    """Our settings in TRL's words; its defaults, where they only cost time, are turned off."""
+    return GRPOConfig(
+        output_dir=spec["folder"],
+        use_cpu=True,
+        bf16=False,
+        # All rollouts of a step in one pass: faster here than in parts.
+        per_device_train_batch_size=spec["groups"] * spec["group_size"],
+        num_generations=spec["group_size"],
+        max_completion_length=spec["max_new_tokens"],
+        temperature=spec["temperature"],
+        max_steps=spec["steps"],
+        learning_rate=spec["lr"],
+        lr_scheduler_type="constant",
+        max_grad_norm=spec["grad_clip"],
+        loss_type="grpo",
+        beta=0.0,
+        seed=spec["seed"],
+        gradient_checkpointing=False,
+        dataloader_pin_memory=False,
+        logging_steps=1,
+        disable_tqdm=True,
+        report_to="none",
+        save_strategy="no",
+    )
+
+
+class StepLog(TrainerCallback):
+    """The reward of kind `exact`, and a line for each step with what it was given."""
+
+    # GRPOTrainer logs a reward under its function's name.
+    __name__ = "exact"
+
+    def __init__(self, path: Path, pattern: re.Pattern[str]) -> None:
+        self._path = path
+        self._pattern = pattern
+        self._tokens = 0
+        self._reward = 0.0
+
+    def score(
+        self,
+        completions: list[Any],
+        completion_ids: list[list[int]],
+        truth: list[str],
+        **_: Any,
+    ) -> list[float]:
+        """1 where what the pattern finds last is the ground truth, else 0."""
+        # A prompt that is chat messages is answered by chat messages.
+        texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+        found = [self._pattern.findall(text) for text in texts]
+        scores = [float(bool(f) and f[-1] == t) for f, t in zip(found, truth, strict=True)]
+        self._tokens = sum(map(len, completion_ids))
+        self._reward = sum(scores) / len(scores)
+        return scores
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Append the line."""
+        line = {
+            "step": state.global_step,
+            "time": time.time(),
+            "tokens": self._tokens,
+            "reward": self._reward,
+        }
+        with self._path.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+if __name__ == "__main__":
+    main(json.loads(Path(sys.argv[1]).read_text()))
