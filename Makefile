@@ -20,7 +20,7 @@ PARITY := .venv-parity
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(PROCESSES) --dist loadgroup
 BASE_MODEL = $(BIN)/python examples/arithmetic/make.py
 
-.PHONY: help install demo test test-all test-chaos parity lint clean
+.PHONY: help install demo test test-all test-chaos parity parity-env lint clean
 
 help: ## list these targets (the default)
 	@sed -n 's/^\([a-z-]*\):[^#]*## /  make \1\t/p' Makefile
@@ -36,7 +36,7 @@ test: lint ## lint, make the arithmetic base model, run the quick tests (ARGS=".
 	$(BASE_MODEL)
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
-test-all: lint ## the same with every test, and random schedules ten times as long
+test-all: lint $(PARITY)/installed ## the same with every test, and random schedules ten times as long
 	$(BASE_MODEL)
 	STREAMRL_TEST_BUDGET=10 $(PYTEST) $(ARGS)
 
@@ -45,6 +45,8 @@ test-chaos: $(STAMP) ## kill -9 every kind of actor at every moment of a run; mo
 
 parity: $(PARITY)/installed ## compare our functions with those of verl and TRL (ARGS="--seed 3")
 	$(PARITY)/bin/python -m tests.parity.compare $(ARGS)
+
+parity-env: $(PARITY)/installed ## build what `make parity` and benchmarks.trl compare with
 
 lint: $(STAMP) ## ruff check, ruff format --check and mypy
 	$(BIN)/ruff check
