@@ -30,7 +30,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +111,10 @@ class PeerSpec:
 
 @dataclass(frozen=True)
 class Step:
-    """When a step ended (epoch seconds), tokens sampled for it, and the mean reward."""
+    """When a step was reported (epoch seconds), how long it took, tokens sampled, mean reward."""
 
     time: float
+    seconds: float
     tokens: float
     reward: float
 
@@ -159,7 +159,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = OneLineParser(prog="python -m benchmarks.trl", description=(__doc__ or "").splitlines()[0])
+    parser = OneLineParser(
+        prog="python -m benchmarks.trl", description=(__doc__ or "").splitlines()[0]
+    )
     parser.add_argument("--tasks", nargs="+", choices=list(STEPS), default=list(STEPS))
     parser.add_argument("--rounds", type=int, default=2, help="runs of each system (2)")
     parser.add_argument("--steps", type=int, help="steps of each run (demo 30, long_tailed 10)")
@@ -254,7 +256,12 @@ def launch_streamrl(task: Task, steps: int, folder: Path) -> Launch:
 
     def read() -> list[Step]:
         return [
-            Step(row["time"], row["rollout/length_mean"] * rollouts, row["reward/mean"])
+            Step(
+                row["time"],
+                row["time/step_s"],
+                row["rollout/length_mean"] * rollouts,
+                row["reward/mean"],
+            )
             for row in read_jsonl(config.run_dir / METRICS_FILE)
         ]
 
@@ -269,8 +276,10 @@ def launch_trl(task: Task, steps: int, folder: Path, *, python: Path) -> Launch:
     path.write_text(json.dumps(asdict(spec)))
 
     def read() -> list[Step]:
-        rows = read_jsonl(Path(spec.steps_file))
-        return [Step(row["time"], row["tokens"], row["reward"]) for row in rows]
+        return [
+            Step(row["time"], row["seconds"], row["tokens"], row["reward"])
+            for row in read_jsonl(Path(spec.steps_file))
+        ]
 
     return Launch([str(python), "-m", "benchmarks.trl_peer", str(path)], read)
 
@@ -337,13 +346,13 @@ def last_line(log: Path) -> str:
 def figures_of(started: float, steps: Sequence[Step], warm_up: int, tree: ProcessTree) -> Figures:
     """Figures of the steps after the first `warm_up` ones."""
     counted = steps[warm_up:]
+    seconds = [step.seconds for step in counted]
     start, end = steps[warm_up - 1].time, steps[-1].time
-    ends = [start, *(step.time for step in counted)]
     cpu_s = tree.cpu_s(start, end)
     return {
-        "step_s": statistics.median(b - a for a, b in pairwise(ends)),
-        "step_s_mean": (end - start) / len(counted),
-        "tokens_per_s": sum(step.tokens for step in counted) / (end - start),
+        "step_s": statistics.median(seconds),
+        "step_s_mean": statistics.fmean(seconds),
+        "tokens_per_s": sum(step.tokens for step in counted) / sum(seconds),
         "tokens_per_step": statistics.fmean(step.tokens for step in counted),
         "reward": statistics.fmean(step.reward for step in counted),
         "start_s": steps[0].time - started,

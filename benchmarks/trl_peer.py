@@ -75,6 +75,7 @@ class StepLog(TrainerCallback):
     def __init__(self, path: Path, pattern: re.Pattern[str]) -> None:
         self._path = path
         self._pattern = pattern
+        self._ended_at = 0.0
         self._tokens = 0
         self._reward = 0.0
 
@@ -94,16 +95,23 @@ class StepLog(TrainerCallback):
         self._reward = sum(scores) / len(scores)
         return scores
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Start the clock."""
+        self._ended_at = time.perf_counter()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Append the line."""
+        now = time.perf_counter()
         line = {
             "step": state.global_step,
             "time": time.time(),
+            "seconds": now - self._ended_at,
             "tokens": self._tokens,
             "reward": self._reward,
         }
         with self._path.open("a") as file:
             file.write(json.dumps(line) + "\n")
+        self._ended_at = now
 
 
 if __name__ == "__main__":

@@ -46,8 +46,9 @@ def test_the_long_tailed_task_is_one_model_and_one_file_of_rows_for_both(tmp_pat
 
 
 def test_figures_leave_the_first_steps_out(tmp_path: Path) -> None:
-    # The first step ends 20 s after the command, and takes long; then 1 s, 2 s and 3 s.
-    steps = [Step(time, 100.0, 0.5) for time in (1020.0, 1021.0, 1023.0, 1026.0)]
+    # The first step ends 20 s after the command, and takes long.
+    steps = [Step(1020.0, 9.0, 300.0, 0.5)]
+    steps += [Step(1020.0 + i, seconds, 100.0, 0.5) for i, seconds in enumerate((1.0, 2.0, 3.0))]
     with ProcessTree(psutil.Process().pid) as tree:
         pass
     figures = trl.figures_of(1000.0, steps, 1, tree)
