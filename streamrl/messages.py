@@ -236,6 +236,22 @@ def group_rollouts(columns: Columns) -> list[Rollout]:
     ]
 
 
+def group_completions(columns: Columns) -> list[Array]:
+    """Return the `completion_ids` of each rollout of a group, int32 [C] each: views of its tokens.
+
+    A tenth of the cost of `group_rollouts`, for those who read nothing else of them.
+    """
+    token_ids, loss_mask = columns["token_ids"], columns["loss_mask"]
+    found, start = [], 0
+    for end in np.cumsum(columns["lengths"]).tolist():
+        mask = loss_mask[start:end]
+        first = int(mask.argmax()) if mask.size else 0
+        has_sampled = bool(mask.size and mask[first])
+        found.append(token_ids[start + first : end] if has_sampled else token_ids[:0])
+        start = end
+    return found
+
+
 class GroupInfo(msgspec.Struct, frozen=True):
     """What the coordinator knows of a group: sizes and versions, never tokens.
 

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 
 from streamrl.errors import ContractError
-from streamrl.messages import Prompt, column_sizes
+from streamrl.messages import (
+    FinishReason,
+    Prompt,
+    Rollout,
+    column_sizes,
+    group_columns,
+    group_completions,
+)
 
 
 @pytest.mark.parametrize("tokens", [[], [7], [2**31 - 1, -1, 0]])
@@ -44,3 +51,27 @@ def test_tokens_of_another_type_or_shape_are_refused(tokens: np.ndarray, what: s
 def test_a_column_is_an_array() -> None:
     with pytest.raises(ContractError, match="column lengths: list, wanted an array"):
         column_sizes({"lengths": [5, 5]})  # type: ignore[dict-item]
+
+
+def rollout_of(mask: list[bool], tokens: list[int]) -> Rollout:
+    """A rollout whose tokens were sampled where `mask` says so."""
+    sampled = np.array(mask)
+    versions = np.where(sampled, 0, -1).astype(np.int32)
+    ended = FinishReason.STOP if sampled.any() else FinishReason.ABORT
+    return Rollout(
+        np.array(tokens, np.int32), sampled, np.zeros(len(mask), np.float32), versions, ended
+    )
+
+
+def test_completions_of_a_group_begin_with_the_first_sampled_token_of_each_rollout() -> None:
+    prompt, tool = [False, False], [True, False, True]
+    rollouts = [
+        rollout_of([*prompt, True], [7, 8, 1]),
+        # Tokens that a tool wrote between two turns belong to the completion.
+        rollout_of([*prompt, *tool], [7, 8, 2, 50, 3]),
+        # Nothing is sampled of this one yet.
+        rollout_of(prompt, [7, 8]),
+    ]
+    found = [completion.tolist() for completion in group_completions(group_columns(rollouts))]
+    assert found == [[1], [2, 50, 3], []]
+    assert found == [rollout.completion_ids.tolist() for rollout in rollouts]

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from streamrl.errors import RewardError, StreamError
-from streamrl.messages import Array, Columns, Experience, Filtered, group_rollouts
+from streamrl.messages import Array, Columns, Experience, Filtered, group_completions
 from streamrl.rewards.filtering import GroupFilter
 from streamrl.rewards.reward_set import GroupJudgement, RewardSet
-from streamrl.rewards.text import decode_completions, decode_ids
+from streamrl.rewards.text import decode_ids
 from streamrl.serving import Result
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class RewardScorer:
 
     async def _score(self, experience: Experience) -> Result:
         assert experience.prompt is not None
-        texts = decode_completions(self._tokenizer, group_rollouts(experience.columns))
+        texts = decode_ids(self._tokenizer, group_completions(experience.columns))
         judgement = await _judged(self._rewards, experience, texts)
         if isinstance(judgement, StreamError):
             return judgement
@@ -154,6 +154,6 @@ class CostScorer:
         return await asyncio.gather(*(self._score(experience) for experience in experiences))
 
     async def _score(self, experience: Experience) -> Columns | StreamError:
-        texts = decode_completions(self._tokenizer, group_rollouts(experience.columns))
+        texts = decode_ids(self._tokenizer, group_completions(experience.columns))
         found = await _judged(self._costs, experience, texts)
         return found if isinstance(found, StreamError) else self._costs.columns_of(found)
