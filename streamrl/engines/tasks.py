@@ -17,6 +17,7 @@ from streamrl.engines.forward import (
     VALUE_HEAD,
     EntropyMode,
     TokenScores,
+    causal_forward,
     load_model,
     load_value_model,
     score_tokens,
@@ -181,7 +182,7 @@ class TwoHeadedTask(PolicyTask):
 
     def _both(self, forward: Forward, batch: TensorDict) -> tuple[TokenScores, Tensor]:
         ids, attention = batch["token_ids"], batch["attention_mask"]
-        output = forward(input_ids=ids, attention_mask=attention.long(), use_cache=False)
+        output = causal_forward(forward, ids)
         scores = score_tokens(
             output.logits,
             ids,
