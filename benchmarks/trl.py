@@ -307,11 +307,14 @@ def peer_spec(task: Task, steps: int, folder: Path) -> PeerSpec:
 def play(launch: Launch, folder: Path, *, length: Length, deadline_s: float) -> Figures:
     """Run a command to its end and work out its figures. Raises RunError."""
     log = folder / "log.txt"
+    # Each side chooses its threads itself: TRL takes all cores.
+    env = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     started = time.time()
     with log.open("w") as output:
         process = subprocess.Popen(
             launch.command,
             cwd=ROOT,
+            env=env,
             stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
