@@ -11,10 +11,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from streamrl.cli.main import FAILED, OneLineParser
 from streamrl.errors import ConfigError, StreamError
+
+ROOT = Path(__file__).resolve().parent.parent
+"""The repository."""
 
 
 class BenchmarkError(StreamError):

@@ -7,12 +7,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import run_command
+from benchmarks.command import ROOT, run_command
 from streamrl.actors.engine_factory import EngineFactory
 from streamrl.cli.train import train
 from streamrl.config import RunConfig, load_config
 
-ROOT = Path(__file__).resolve().parent.parent
 RECIPE = ROOT / "configs" / "grpo_arithmetic.yaml"
 QUIET = (
     "telemetry.console=none",

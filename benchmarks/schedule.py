@@ -21,7 +21,8 @@ from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs import Constants, CostModel
 from streamrl.placement.estimates import Problem
 from streamrl.placement.placements import Placement
-from streamrl.placement.schedule import Estimator, key_of
+from streamrl.placement.schedule import Estimator, Key, key_of
+from streamrl.placement.search.front import Candidate
 from streamrl.placement.search.planning import plan
 from streamrl.placement.shapes import shape_of
 from streamrl.placement.workload import LognormalLengths, Workload

@@ -20,8 +20,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import BenchmarkParser, report_progress, run_benchmark
-from benchmarks.runs import ROOT, load_quiet, make_arithmetic, play
+from benchmarks.command import ROOT, BenchmarkParser, report_progress, run_benchmark
+from benchmarks.runs import load_quiet, make_arithmetic, play
 from streamrl.actors.real_engines import RealEngines
 from streamrl.calibration.fit import fit
 from streamrl.calibration.measured import Measured, read_run

@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import BenchmarkParser, report_progress, run_benchmark
-from benchmarks.runs import RECIPE, ROOT, load_quiet, make_arithmetic, medians, play
+from benchmarks.command import ROOT, BenchmarkParser, report_progress, run_benchmark
+from benchmarks.runs import RECIPE, load_quiet, make_arithmetic, medians, play
 from streamrl.actors.real_engines import RealEngines
 
 MODES = {
@@ -49,7 +49,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     make_arithmetic()
     with tempfile.TemporaryDirectory() as folder:
         model = endless(Path(folder) / "model")
-        found = {name: measure_run(name, model, Path(folder), arguments) for name in arguments.modes}
+        found = {
+            name: measure_run(name, model, Path(folder), arguments) for name in arguments.modes
+        }
     for key in ("sampled_per_s", "trained_per_s"):
         best = max(figures[key] for figures in found.values())
         for figures in found.values():
