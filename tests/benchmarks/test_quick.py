@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.command import ROOT
 
-LONGEST_S = 600.0
+LONGEST_S = 900.0
 Figures = dict[str, Any]
 
 
@@ -62,11 +62,11 @@ def check_placement_modes(found: Figures) -> None:
 def check_planner(found: Figures) -> None:
     assert found["command"] == []
     (large,) = found["seconds"]
-    assert large["cluster"] == "1x8xA100" and large["model"] == "llama-7b"
+    assert large["cluster"] == "4xA100" and large["model"] == "qwen2.5-1.5b"
     assert large["placements"] > 1 and is_measured(*large["step_s"].values())
     (seeds,) = found["seeds"]
     assert len(seeds["step_s"]) == 2 and seeds["gap"] >= 0
-    assert [row["max_staleness"] for row in found["gap"]] == [0, 1, 0, 1]
+    assert [row["max_staleness"] for row in found["gap"]] == [0, 1]
     assert all(row["oracle_looked_at"] > 0 and row["plan_gap"] < 1 for row in found["gap"])
 
 
