@@ -82,9 +82,8 @@ def make_parser() -> BenchmarkParser:
     parser.add_argument("--consumers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=32, help="groups in one call")
     parser.add_argument("--peers", nargs="*", default=PEERS, choices=PEERS, help="none if empty")
-    parser.set_quick(
-        sizes=[1 << 10], share=128, shards=[1], repeats=1, producers=1, consumers=1, batch=8
-    )
+    parser.set_quick(sizes=[1 << 10], share=128, shards=[1], repeats=1, batch=8)
+    parser.set_quick(producers=1, consumers=1, peers=["ray_queue_batch", "memcpy"])
     return parser
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.command import ROOT
+from benchmarks.peers import PARITY
 
 LONGEST_S = 900.0
 Figures = dict[str, Any]
@@ -18,6 +19,11 @@ Figures = dict[str, Any]
 def is_measured(*values: float) -> bool:
     """Whether all are positive and finite."""
     return all(0 < value < math.inf for value in values)
+
+
+def is_missing(peer: dict[str, str]) -> bool:
+    """Whether a peer was not measured because it is not installed, and that is how it is said."""
+    return not PARITY.exists() and "install it with `make parity`" in peer["error"]
 
 
 def numbers(figures: Any) -> Iterator[float]:
@@ -88,19 +94,23 @@ def check_verl_fit(found: Figures) -> None:
 
 
 def check_queue(found: Figures) -> None:
-    (size,) = found.values()
     assert set(found) == {"1024 bytes"}
+    size = found["1024 bytes"]
     own = ("1 shards, journal off", "1 shards, journal on")
-    for name in (*own, "ray_queue", "ray_queue_batch", "ray_queue_references"):
+    assert set(size) == {*own, "ray_queue_batch", "memcpy", "ratios"}
+    for name in (*own, "ray_queue_batch"):
         assert is_measured(size[name]["groups_per_s"], size[name]["mb_per_s"]), name
-    assert is_measured(size["memcpy"]["mb_per_s"])
-    # The peer of the parity environment: its figures, or why there are none.
-    assert (
-        "groups_per_s" in size["transfer_queue"] or "make parity" in size["transfer_queue"]["error"]
-    )
-    ratios = size["ratios"]
-    assert {"over ray_queue", "over ray_queue_batch", "of memcpy", "journal's time"} <= set(ratios)
-    assert is_measured(*ratios.values())
+    assert set(size["ratios"]) == {"over ray_queue_batch", "of memcpy", "journal's time"}
+    assert is_measured(size["memcpy"]["mb_per_s"], *size["ratios"].values())
+
+
+def check_queue_peers(found: Figures) -> None:
+    size = found["1024 bytes"]
+    for name in ("ray_queue", "ray_queue_references"):
+        assert is_measured(size[name]["groups_per_s"], size["ratios"][f"over {name}"])
+    # Of the parity environment: its figures, or how it is installed.
+    peer = size["transfer_queue"]
+    assert is_measured(peer["groups_per_s"]) if "groups_per_s" in peer else is_missing(peer)
 
 
 def check_resharding(found: Figures) -> None:
@@ -119,7 +129,7 @@ def check_rewards(found: Figures) -> None:
     assert set(found["1_workers"]) == {"function", "math", "code"}
     assert found["sandbox"]["pass_rate"] == 1 and is_measured(found["sandbox"]["start_s"])
     peer = found["prime_code"]
-    assert peer.get("pass_rate") == 1 or "make parity" in peer["error"]
+    assert peer["pass_rate"] == 1 if "pass_rate" in peer else is_missing(peer)
 
 
 def check_schedule(found: Figures) -> None:
@@ -235,3 +245,9 @@ def test_a_benchmark_of_whole_engines_runs_in_its_quick_form(name: str) -> None:
 @pytest.mark.slow
 def test_overlap_runs_with_real_engines() -> None:
     check_overlap_real(run_quick("overlap", "--parts", "real"))
+
+
+@pytest.mark.slow
+def test_the_queue_is_compared_with_every_peer() -> None:
+    peers = ("ray_queue", "ray_queue_references", "transfer_queue")
+    check_queue_peers(run_quick("queue", "--peers", *peers))
