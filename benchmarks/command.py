@@ -79,12 +79,23 @@ _STARTED = time.perf_counter()
 
 
 def run_command(
-    words: Sequence[str], what: str, *, timeout_s: float, stdin: str | None = None
+    words: Sequence[str],
+    what: str,
+    *,
+    timeout_s: float,
+    stdin: str | None = None,
+    cwd: Path | None = None,
 ) -> str:
     """Run a command and return its standard output. Raises BenchmarkError naming `what`."""
     try:
         ended = subprocess.run(
-            list(words), input=stdin, timeout=timeout_s, capture_output=True, text=True, check=False
+            list(words),
+            input=stdin,
+            cwd=cwd,
+            timeout=timeout_s,
+            capture_output=True,
+            text=True,
+            check=False,
         )
     except subprocess.TimeoutExpired:
         raise BenchmarkError(f"{what}: not done after {timeout_s:g} s") from None

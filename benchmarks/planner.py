@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from benchmarks.command import BenchmarkParser, report_progress, run_benchmark, run_command
+from benchmarks.command import ROOT, BenchmarkParser, report_progress, run_benchmark, run_command
 from streamrl.dataflow import dataflow_for
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
@@ -155,10 +155,12 @@ def planned(asked: Problem, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def command(groups: int) -> dict[str, Any]:
-    """A whole command, in a process of its own, from the root of the repository."""
+    """A whole command, in a process of its own."""
     words = [sys.executable, "-m", "streamrl.cli", *COMMAND, f"pipeline.groups_per_step={groups}"]
     begun = resource.getrusage(resource.RUSAGE_CHILDREN)
-    printed = run_command(words, f"streamrl plan of {groups} groups", timeout_s=COMMAND_TIMEOUT_S)
+    printed = run_command(
+        words, f"streamrl plan of {groups} groups", timeout_s=COMMAND_TIMEOUT_S, cwd=ROOT
+    )
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = ended.ru_utime - begun.ru_utime + ended.ru_stime - begun.ru_stime
     best = json.loads(printed)["best"]

@@ -26,7 +26,7 @@ from streamrl.errors import ActorLostError
 from streamrl.placement import PlacementConfig
 
 LONGEST_S = 120.0
-WORKERS = {"producers": 1, "consumers": 1, "batch": 8}
+WORKERS: dict[str, Any] = {"producers": 1, "consumers": 1, "batch": 8}
 
 
 @pytest.fixture(scope="module")

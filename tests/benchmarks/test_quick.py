@@ -184,6 +184,13 @@ def check_weights(found: Figures) -> None:
         assert figures["decode_step_s"] > 0
 
 
+def check_startup(found: Figures) -> None:
+    assert {"GeneratorActor", "driver"} <= set(found["processor_s_by_process"])
+    assert set(found["commands_s"]) == {"plan --help", "report", "doctor"}
+    assert is_measured(*found["commands_s"].values(), found["start_processor_s"])
+    assert is_measured(found["start_s"], found["restart_s"], found["limit_s"])
+
+
 Check = Callable[[Figures], None]
 QUICK: dict[str, Check] = {
     "overlap": check_overlap,
@@ -201,6 +208,7 @@ WHOLE_ENGINES: dict[str, Check] = {
     "placement_modes": check_placement_modes,
     "simulator_vs_runs": check_simulator_vs_runs,
     "staleness": check_staleness,
+    "startup": check_startup,
     "updates": check_updates,
     "weights": check_weights,
 }

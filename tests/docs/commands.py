@@ -101,7 +101,7 @@ def check_streamrl(words: Sequence[str]) -> None:
     """Parse the arguments, and load the config with its overrides."""
     parsed = parse(build_parser(words[0]), words)
     given = vars(parsed)
-    config, *overrides = [given.get("config"), *given.get("overrides", [])]
+    config, overrides = given.get("config"), given.get("overrides", [])
     if words[0] == "train":
         named = parsed.words[:1] if parsed.resume is None else []
         config, overrides = "".join(named), parsed.words[len(named) :]
