@@ -9,115 +9,123 @@ slowest stage never waits.
 """
 
 import argparse
-import contextlib
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-import ray
-
+from benchmarks.actors import start_actor
+from benchmarks.command import BenchmarkParser, report_progress, run_benchmark
+from benchmarks.runs import RECIPE, load_quiet, make_arithmetic, medians, play
 from benchmarks.timed_engines import TimedEngines
+from streamrl.actors.calls import fetch
 from streamrl.actors.cluster import cluster, nothing
 from streamrl.actors.engine_factory import EngineFactory
 from streamrl.actors.real_engines import RealEngines
-from streamrl.cli.train import train
-from streamrl.config import load_config
 from streamrl.placement import PlacementConfig
 
-ROOT = Path(__file__).resolve().parent.parent
-RECIPE = ROOT / "configs" / "grpo_arithmetic.yaml"
 WARM_UP_STEPS = 4
-QUIET = [
-    "telemetry.console=none",
-    "telemetry.wandb.mode=disabled",
-    "checkpoint.at_end=false",
-    "evaluation.at_start=false",
-    "evaluation.at_end=false",
-]
 KINDS = ("generate", "score", "train")
+BOUNDS = (0, 1)
+WORKERS = 14
+"""Of the sleeping engines: generators, scorers and trainers as 8 to 4 to 2."""
+
+
+def make_parser() -> BenchmarkParser:
+    """Declare the parts and their sizes."""
+    parser = BenchmarkParser("overlap", __doc__)
+    parser.add_argument("--steps", type=int, default=20, help="steps of each run")
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--bounds", type=int, nargs="+", default=BOUNDS, help="max_staleness")
+    parser.add_argument("--sleepers", type=int, default=WORKERS, help="workers that sleep")
+    parser.set_quick(steps=2, parts=["empty"], bounds=[1], sleepers=3)
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the parts asked for and print the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=20, help="steps of each run")
-    parser.add_argument("--parts", nargs="+", default=["real", "sleeps", "empty"])
-    arguments = parser.parse_args(argv)
-    subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "arithmetic" / "make.py")],
-        check=True,
-        stdout=sys.stderr,
-    )
-    parts = {"real": measure_real, "sleeps": measure_sleeps, "empty": measure_empty}
-    # Standard output is the JSON object alone, whatever the cluster has to say meanwhile.
-    with contextlib.redirect_stdout(sys.stderr):
-        found = {name: parts[name](arguments.steps) for name in arguments.parts}
-    print(json.dumps(found, indent=1))
+    """Run the parts that are named and print the figures."""
+    run_benchmark(make_parser(), measure, argv)
 
 
-def measure_real(steps: int) -> dict[str, Any]:
-    """vLLM and DeepSpeed: the three modes, and speed-ups over the sequential one."""
-    modes = {
-        "sequential": ["placement.mode=sequential", "pipeline.max_staleness=0"],
-        "max_staleness_0": ["pipeline.max_staleness=0"],
-        "max_staleness_1": ["pipeline.max_staleness=1"],
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure every part that is named."""
+    make_arithmetic()
+    return {name: PARTS[name](arguments) for name in arguments.parts}
+
+
+def measure_real(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure vLLM and DeepSpeed in every mode, and speed-ups over the sequential one."""
+    modes = {"sequential": ["placement.mode=sequential", "pipeline.max_staleness=0"]}
+    modes |= {name_of(bound): [f"pipeline.max_staleness={bound}"] for bound in arguments.bounds}
+    found = {
+        name: measure_run(f"real, {name}", RealEngines(), arguments.steps, mode)
+        for name, mode in modes.items()
     }
-    found = {name: measure(RealEngines(), steps, mode) for name, mode in modes.items()}
     baseline = found["sequential"]["step_s"]
     for figures in found.values():
         figures["speed_up"] = baseline / figures["step_s"]
     return found
 
 
-def measure_sleeps(steps: int) -> dict[str, Any]:
-    """A generator-bound stream on 14 workers."""
+def measure_sleeps(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure a stream that is bound by its generators, on workers that sleep."""
     engines = TimedEngines(generate_s=0.3, score_s=0.1, train_s=0.006)
+    scorers, ranks = max(1, arguments.sleepers * 4 // WORKERS), max(1, arguments.sleepers // 7)
     workers = [
-        "generator.replicas=8",
+        f"generator.replicas={max(1, arguments.sleepers - scorers - ranks)}",
         "generator.max_concurrent_rollouts=8",
-        "scorer.replicas=4",
+        f"scorer.replicas={scorers}",
         "scorer.max_groups=1",
-        "trainer.world_size=2",
-        "pipeline.groups_per_step=32",
+        f"trainer.world_size={ranks}",
+        f"pipeline.groups_per_step={32 * arguments.sleepers // WORKERS}",
         "algorithm.group_size=8",
         "pipeline.micro_batch_tokens=512",
     ]
     return {
-        f"max_staleness_{bound}": measure(
-            engines, steps, [*workers, f"pipeline.max_staleness={bound}"]
+        name_of(bound): measure_run(
+            f"sleeps, {name_of(bound)}",
+            engines,
+            arguments.steps,
+            [*workers, f"pipeline.max_staleness={bound}"],
         )
-        for bound in (0, 1)
+        for bound in arguments.bounds
     }
 
 
-def measure_empty(steps: int) -> dict[str, Any]:
-    """The pipeline's own cost, also as a multiple of what one message costs on this machine."""
+def measure_empty(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure the pipeline's own cost, also as a multiple of what one message costs here."""
     call_s = measure_call()
     found = {
-        f"max_staleness_{bound}": measure(
-            TimedEngines(), 4 * steps, [f"pipeline.max_staleness={bound}"]
+        name_of(bound): measure_run(
+            f"empty, {name_of(bound)}",
+            TimedEngines(),
+            4 * arguments.steps,
+            [f"pipeline.max_staleness={bound}"],
         )
-        for bound in (0, 1)
+        for bound in arguments.bounds
     }
     for figures in found.values():
         figures["step_per_call"] = figures["step_s"] / call_s
     return {"call_s": call_s, **found}
 
 
+PARTS = {"real": measure_real, "sleeps": measure_sleeps, "empty": measure_empty}
+
+
+def name_of(bound: int) -> str:
+    """Name the figures of a bound."""
+    return f"max_staleness_{bound}"
+
+
 def measure_call(count: int = 500) -> float:
-    """Median seconds of a call to an idle Ray actor and back, one after the other."""
+    """Return the median seconds of a call to an idle Ray actor and back, one after the other."""
     with cluster(PlacementConfig(), nothing):
-        actor = ray.remote(Echo).remote()
+        actor = start_actor(Echo)
         seconds = []
         for _ in range(count):
             start = time.perf_counter()
-            ray.get(actor.echo.remote())
+            fetch(actor.echo.remote(), "an idle actor")
             seconds.append(time.perf_counter() - start)
     return statistics.median(seconds)
 
@@ -129,24 +137,22 @@ class Echo:
         """Do nothing."""
 
 
-def measure(engines: EngineFactory, steps: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """Medians over the steps of one run, without its first ones."""
+def measure_run(
+    what: str, engines: EngineFactory, steps: int, settings: Sequence[str]
+) -> dict[str, Any]:
+    """Return medians over the steps of one run, without its first ones."""
+    report_progress(f"{what}: {steps} steps")
     with tempfile.TemporaryDirectory() as folder:
         run = [f"run.dir={folder}", "run.name=overlap", f"run.steps={steps + WARM_UP_STEPS}"]
-        config = load_config(RECIPE, [*QUIET, *run, *overrides])
-        train(config, None, engines)
-        lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines][WARM_UP_STEPS:]
-    seconds = [row["time/step_s"] for row in rows]
-    total = sum(seconds)
+        rows = play(load_quiet(RECIPE, [*run, *settings]), engines, skip=WARM_UP_STEPS)
+    total = sum(row["time/step_s"] for row in rows)
     busy = {kind: sum(row[f"time/{kind}_s"] for row in rows) for kind in KINDS}
     return {
         "steps": len(rows),
-        "step_s": statistics.median(seconds),
+        **medians(rows, {"step_s": "time/step_s", "tokens_per_s": "throughput/tokens_per_s"}),
         "step_s_mean": total / len(rows),
         "busy_s": {kind: seconds / len(rows) for kind, seconds in busy.items()},
         "overlap_efficiency": max(busy.values()) / total,
-        "tokens_per_s": statistics.median(row["throughput/tokens_per_s"] for row in rows),
     }
 
 

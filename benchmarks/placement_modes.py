@@ -10,10 +10,9 @@ first ones: step_s is their mean, as steps come in bursts where the pool changes
 quartiles beside it; over_disaggregated is the ratio of these means; idle fractions are means, too.
 """
 
-import contextlib
+import argparse
 import json
 import statistics
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import product
@@ -21,12 +20,10 @@ from operator import itemgetter, mul
 from pathlib import Path
 from typing import Any
 
-from benchmarks.overlap import QUIET
+from benchmarks.command import BenchmarkParser, report_progress, run_benchmark
 from benchmarks.random_model import write_model
+from benchmarks.runs import load_quiet, medians, play
 from streamrl.actors.real_engines import RealEngines
-from streamrl.cli.main import OneLineParser
-from streamrl.cli.train import train
-from streamrl.config import load_config
 
 RUNS: Mapping[str, Sequence[str]] = {
     "disaggregated": ("placement.mode=disaggregated",),
@@ -55,24 +52,42 @@ placement: {{slice_s: 0.2}}
 """
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Make all runs and print the figures."""
-    parser = OneLineParser(prog="placement_modes", description=(__doc__ or "").splitlines()[0])
+def make_parser() -> BenchmarkParser:
+    """Declare how many runs of how many steps there are."""
+    parser = BenchmarkParser("placement_modes", __doc__)
     parser.add_argument("--steps", type=int, default=12, help="measured steps of each run")
     parser.add_argument("--repeats", type=int, default=1, help="runs of each, the median stands")
-    parser.add_argument("--json", action="store_true", help="the object on one line")
-    arguments = parser.parse_args(argv)
+    parser.add_argument("--bounds", type=int, nargs="+", default=BOUNDS, help="max_staleness")
+    parser.add_argument(
+        "--placements", nargs="+", default=list(RUNS), choices=RUNS, help="beside disaggregated"
+    )
+    parser.set_quick(steps=2, bounds=[1], placements=["one_slot"])
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Make all runs and print the figures."""
+    parser = make_parser()
+    arguments = parser.parse(argv)
     for name, least in (("steps", 2), ("repeats", 1)):
         if (given := vars(arguments)[name]) < least:
             parser.error(f"--{name}={given}: must be at least {least}")
-    # Standard output is the JSON object alone, whatever the cluster has to say meanwhile.
-    with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as folder:
+    run_benchmark(parser, measure, argv)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Make every run as often as `repeats` says."""
+    placements = dict.fromkeys(["disaggregated", *arguments.placements])
+    with tempfile.TemporaryDirectory() as folder:
         recipe = prepare(Path(folder))
         runs = [
-            {key: measure(recipe, *key, arguments.steps) for key in product(BOUNDS, RUNS)}
+            {
+                key: measure_run(recipe, *key, arguments.steps)
+                for key in product(arguments.bounds, placements)
+            }
             for _ in range(arguments.repeats)
         ]
-    print(json.dumps(compared(runs), indent=None if arguments.json else 1))
+    return compared(runs)
 
 
 def compared(runs: Sequence[Mapping[tuple[int, str], dict[str, Any]]]) -> dict[str, Any]:
@@ -105,17 +120,15 @@ def prepare(folder: Path) -> Path:
     return recipe
 
 
-def measure(recipe: Path, bound: int, placement: str, steps: int) -> dict[str, Any]:
-    """Figures of one run."""
+def measure_run(recipe: Path, bound: int, placement: str, steps: int) -> dict[str, Any]:
+    """Return the figures of one run."""
+    report_progress(f"{placement}, max_staleness {bound}: {steps} steps")
     settings = [
         *RUNS[placement],
         f"pipeline.max_staleness={bound}",
         f"run.steps={steps + WARM_UP_STEPS}",
     ]
-    config = load_config(recipe, [*QUIET, *settings])
-    train(config, None, RealEngines())
-    lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines][WARM_UP_STEPS:]
+    rows = play(load_quiet(recipe, settings), RealEngines(), skip=WARM_UP_STEPS)
     names = {
         "length_mean": "rollout/length_mean",
         "length_max": "rollout/length_max",
@@ -129,7 +142,7 @@ def measure(recipe: Path, bound: int, placement: str, steps: int) -> dict[str, A
         "tokens_per_s": sum(map(mul, rates, seconds)) / sum(seconds),
         "idle": {stage: statistics.fmean(row[f"idle/{stage}"] for row in rows) for stage in STAGES},
         "staleness_mean": statistics.fmean(row["staleness/mean"] for row in rows),
-        **{name: statistics.median(row[key] for row in rows) for name, key in names.items()},
+        **medians(rows, names),
     }
 
 

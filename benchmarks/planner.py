@@ -1,6 +1,7 @@
 """How long planning takes, and how near its plans are to the best: `python -m benchmarks.planner`.
 
-Prints one JSON object. All seconds are processor seconds of the one core that is used.
+Prints one JSON object; what it plans next is said on stderr. Takes three to four minutes. All
+seconds are processor seconds of the one core that is used.
 
 `command`: `streamrl plan` of PPO with four models of 7B on 128 GPUs under its four bounds, as a
 whole: start, search, and the front played by the simulator; the same with 20,000 groups a step.
@@ -16,12 +17,13 @@ import argparse
 import json
 import math
 import resource
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
+from benchmarks.command import ROOT, BenchmarkParser, report_progress, run_benchmark, run_command
 from streamrl.dataflow import dataflow_for
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
@@ -32,7 +34,7 @@ from streamrl.placement.search.oracle import Oracle
 from streamrl.placement.search.parallel import Choices
 from streamrl.placement.search.planning import PROPOSALS, Planner
 from streamrl.placement.search.rules import anything
-from streamrl.placement.shapes import shape_of
+from streamrl.placement.shapes import SHAPES, shape_of
 from streamrl.placement.workload import FixedLength, LognormalLengths, Workload
 
 FIXED = FixedLength(1024)
@@ -48,6 +50,8 @@ SMALL = (
     ("8xA100", "llama-7b", "ppo"),
 )
 """Clusters, models and algorithms whose placements can all be looked at."""
+MOST_GAPS = 21
+"""Of the 22 cases that these make: the last takes as long as all others (`--gaps 22`)."""
 COMMAND = (
     *("plan", "configs/ppo_arithmetic.yaml", "--json", "--cluster", "16x8xA100@200Gb"),
     *("--model", "llama-7b", "--model", "reward=llama-7b", "--prompt-tokens", "1024"),
@@ -56,42 +60,67 @@ COMMAND = (
     "algorithm.kl_horizon=1000000",
 )
 COMMAND_GROUPS, MANY_GROUPS = 1024, 20_000
+COMMANDS = (COMMAND_GROUPS, MANY_GROUPS)
+COMMAND_TIMEOUT_S = 600.0
+GPUS = (16, 32, 64, 128)
+MODELS = ("llama-7b", "llama-70b")
 COMMAND_LIMIT_S, GAP_LIMIT = 10.0, 0.01
 SEEDS = 5
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Plan, and print the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--gpus", default="16,32,64,128", help="of the large clusters")
-    parser.add_argument("--models", default="llama-7b,llama-70b")
+def make_parser() -> BenchmarkParser:
+    """Declare what is planned."""
+    parser = BenchmarkParser("planner", __doc__)
+    parser.add_argument("--gpus", type=int, nargs="+", default=GPUS, help="of the large clusters")
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=SHAPES)
     parser.add_argument("--proposals", type=int, default=PROPOSALS)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--no-gap", action="store_true", help="leave out the small clusters")
-    parser.add_argument("--no-command", action="store_true", help="leave out whole commands")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="so many from 0 on; 0 for none")
-    arguments = parser.parse_args(argv)
-    found = {
-        "command": [] if arguments.no_command else [command(COMMAND_GROUPS), command(MANY_GROUPS)],
-        "seconds": [
-            planned(problem("ppo", f"{int(gpus) // 8}x8xA100", model, FIXED, 1024), arguments)
-            for model in arguments.models.split(",")
-            for gpus in arguments.gpus.split(",")
-        ],
-        "seeds": [
-            seeds(problem("ppo", "16x8xA100", model, FIXED, 1024), arguments)
-            for model in (arguments.models.split(",") if arguments.seeds else ())
-        ],
-        "gap": []
-        if arguments.no_gap
-        else [
-            gap(problem(algorithm, cluster, model, lengths, 128), ahead, arguments)
-            for cluster, model, algorithm in SMALL
-            for lengths in (FIXED, LONG_TAILED)
-            for ahead in ((0, 1) if algorithm == "grpo" and not cluster.startswith("8x") else (0,))
-        ],
-    }
-    print(json.dumps(found))
+    parser.add_argument("--gaps", type=int, default=MOST_GAPS, help="cases of small clusters")
+    parser.add_argument("--commands", type=int, nargs="*", default=COMMANDS, help="groups a step")
+    parser.set_quick(gpus=[4], models=["qwen2.5-1.5b"], proposals=20, seeds=2, gaps=2, commands=[])
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Plan, and print the figures."""
+    run_benchmark(make_parser(), measure, argv)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure every part, each plan announced before it is made."""
+    sizes = list(product(arguments.models, map(a100s, arguments.gpus)))
+    largest = a100s(max(arguments.gpus))
+    small = [
+        (cluster, model, algorithm, lengths, ahead)
+        for cluster, model, algorithm in SMALL
+        for lengths in (FIXED, LONG_TAILED)
+        for ahead in ((0, 1) if algorithm == "grpo" and not cluster.startswith("8x") else (0,))
+    ][: arguments.gaps]
+    found: dict[str, Any] = {"command": [], "seconds": [], "seeds": [], "gap": []}
+    for groups in arguments.commands:
+        report_progress(f"command: 128 GPUs, {groups} groups a step")
+        found["command"].append(command(groups))
+    for model, cluster in sizes:
+        report_progress(f"seconds: {model} on {cluster}")
+        found["seconds"].append(planned(problem("ppo", cluster, model, FIXED, 1024), arguments))
+    for model in arguments.models if arguments.seeds else ():
+        report_progress(f"seeds: {model} on {largest}, {arguments.seeds} times")
+        found["seeds"].append(seeds(problem("ppo", largest, model, FIXED, 1024), arguments))
+    for number, (cluster, model, algorithm, lengths, ahead) in enumerate(small, 1):
+        name = type(lengths).__name__
+        report_progress(
+            f"gap {number} of {len(small)}: {algorithm}, {model} on {cluster}, {name},"
+            f" max_staleness {ahead}: every placement"
+        )
+        asked = problem(algorithm, cluster, model, lengths, 128)
+        found["gap"].append(gap(asked, ahead, arguments))
+    return found
+
+
+def a100s(gpus: int) -> str:
+    """Name a cluster of so many, at most eight to a node."""
+    return f"{gpus}xA100" if gpus < 8 else f"{gpus // 8}x8xA100"
 
 
 def problem(
@@ -126,13 +155,15 @@ def planned(asked: Problem, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def command(groups: int) -> dict[str, Any]:
-    """A whole command, in a process of its own, from the root of the repository."""
+    """A whole command, in a process of its own."""
     words = [sys.executable, "-m", "streamrl.cli", *COMMAND, f"pipeline.groups_per_step={groups}"]
     begun = resource.getrusage(resource.RUSAGE_CHILDREN)
-    said = subprocess.run(words, check=True, capture_output=True, text=True)
+    printed = run_command(
+        words, f"streamrl plan of {groups} groups", timeout_s=COMMAND_TIMEOUT_S, cwd=ROOT
+    )
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
     seconds = ended.ru_utime - begun.ru_utime + ended.ru_stime - begun.ru_stime
-    best = json.loads(said.stdout)["best"]
+    best = json.loads(printed)["best"]
     row = {"groups_per_step": groups, "seconds": round(seconds, 1), "best": best["kind"]}
     return row | ({"limit": COMMAND_LIMIT_S} if groups == COMMAND_GROUPS else {})
 

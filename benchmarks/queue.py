@@ -13,14 +13,11 @@ memcpy in MB/s, and the time with the journal over the time without.
 """
 
 import argparse
-import contextlib
-import json
 import shutil
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -28,8 +25,17 @@ from typing import Any
 
 import ray
 
+from benchmarks.actors import start_actor, wait_for_all
+from benchmarks.command import (
+    ROOT,
+    BenchmarkError,
+    BenchmarkParser,
+    report_progress,
+    run_benchmark,
+)
+from benchmarks.peers import attempt
 from benchmarks.queue_peers import (
-    attempt,
+    FLOW_S,
     check,
     make_group,
     memcpy,
@@ -38,13 +44,17 @@ from benchmarks.queue_peers import (
     score,
     transfer_queue,
 )
+from streamrl import pipeline
 from streamrl.actors.cluster import cluster, nothing
 from streamrl.actors.remote_shard import RemoteShard
 from streamrl.actors.shard import create_shards
 from streamrl.buffer import Bounds, ExperienceQueue, Files, Ports, QueueConfig, ShardPlan
+from streamrl.faces import Stage
+from streamrl.lease import FreeLease
 from streamrl.messages import ROLLOUT_COLUMNS, Experience, Prompt, make_uid
 from streamrl.placement import PlacementConfig
-from streamrl.serving import Result, serve
+from streamrl.serving import Result
+from streamrl.telemetry.spans import SpanRecorder
 
 GROUPS = {1 << 10: 8192, 1 << 16: 2048, 1 << 20: 512}
 """Bytes of a group, and how many of them flow."""
@@ -55,33 +65,45 @@ STAGES = {
 }
 QUEUE_BYTES = 512 << 20
 WAIT_S = 60.0
-DEADLINE_S = 300.0
 
 Figures = dict[str, float]
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure what is asked for and print the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--sizes", type=int, nargs="+", default=list(GROUPS), help="bytes")
+def make_parser() -> BenchmarkParser:
+    """Declare sizes, workers and what is measured beside the queue."""
+    parser = BenchmarkParser("queue", __doc__)
+    parser.add_argument(
+        "--sizes", type=int, nargs="+", default=list(GROUPS), choices=GROUPS, help="bytes"
+    )
+    parser.add_argument("--share", type=int, default=1, help="of the groups, one in so many")
     parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--repeats", type=int, default=3, help="rounds, their median counts")
     parser.add_argument("--producers", type=int, default=2)
     parser.add_argument("--consumers", type=int, default=2)
     parser.add_argument("--batch", type=int, default=32, help="groups in one call")
-    parser.add_argument("--no-peers", action="store_true", help="only the queue itself")
-    arguments = parser.parse_args(argv)
-    placement = PlacementConfig(cpus=8, object_store_mb=2048)
-    with contextlib.redirect_stdout(sys.stderr), cluster(placement, nothing):
-        found = {f"{size} bytes": measure_size(size, arguments) for size in arguments.sizes}
-    print(json.dumps(found, indent=1))
+    parser.add_argument("--peers", nargs="*", default=PEERS, choices=PEERS, help="none if empty")
+    parser.set_quick(sizes=[1 << 10], share=128, shards=[1], repeats=1, batch=8)
+    parser.set_quick(producers=1, consumers=1, peers=["ray_queue_batch", "memcpy"])
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure what is named and print the figures."""
+    run_benchmark(make_parser(), measure, argv)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure every size."""
+    with cluster(PlacementConfig(cpus=8, object_store_mb=2048), nothing):
+        return {f"{size} bytes": measure_size(size, arguments) for size in arguments.sizes}
 
 
 def measure_size(size: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """All figures for groups of one size."""
+    """Measure all figures for groups of one size."""
     workers = {"producers": arguments.producers, "consumers": arguments.consumers}
-    many = {"num_groups": GROUPS[size], "batch": arguments.batch, **workers}
-    few = {"num_groups": GROUPS[size] // 8, "batch": 1, **workers}
+    count = GROUPS[size] // arguments.share
+    many: dict[str, Any] = {"num_groups": count, "batch": arguments.batch, **workers}
+    few: dict[str, Any] = {"num_groups": count // 8, "batch": 1, **workers}
     ours = {
         f"{shards} shards, journal {'on' if journal else 'off'}": partial(
             stream_queue, size, shards=shards, journal=journal, **many
@@ -89,22 +111,27 @@ def measure_size(size: int, arguments: argparse.Namespace) -> dict[str, Any]:
         for shards in arguments.shards
         for journal in (False, True)
     }
-    peers = {
+    others = {
         "ray_queue": partial(attempt, partial(ray_queue, size, **few)),
         "ray_queue_batch": partial(attempt, partial(ray_queue, size, **many)),
         "ray_queue_references": partial(attempt, partial(ray_queue, size, references=True, **many)),
         "transfer_queue": partial(attempt, partial(transfer_queue, size, **many)),
         "memcpy": partial(memcpy, size),
     }
-    all_of_them = ours if arguments.no_peers else ours | peers
-    rounds = [
-        {name: measure() for name, measure in all_of_them.items()} for _ in range(arguments.repeats)
-    ]
-    found = {name: middle([one[name] for one in rounds]) for name in all_of_them}
-    if arguments.no_peers:
-        return found
-    off = max((n for n in ours if n.endswith("off")), key=lambda n: found[n]["groups_per_s"])
-    return {**found, "ratios": middle([ratios(one, off, peers) for one in rounds])}
+    peers = {name: others[name] for name in arguments.peers}
+    rounds = []
+    for turn in range(arguments.repeats):
+        found = {}
+        for name, measure_one in (ours | peers).items():
+            found[name] = measure_one()
+            report_progress(f"{size} bytes, round {turn + 1}, {name}: {found[name]}")
+        rounds.append(found)
+    figures = {name: middle([one[name] for one in rounds]) for name in ours | peers}
+    off = max((n for n in ours if n.endswith("off")), key=lambda n: figures[n]["groups_per_s"])
+    return {**figures, "ratios": middle([ratios(one, off, peers) for one in rounds])}
+
+
+PEERS = ("ray_queue", "ray_queue_batch", "ray_queue_references", "transfer_queue", "memcpy")
 
 
 def middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:
@@ -116,7 +143,7 @@ def middle(rounds: list[dict[str, Any]]) -> dict[str, Any]:
     return {n: statistics.median(one[n] for one in rounds) for n in rounds[0] if n in names}
 
 
-def ratios(found: dict[str, Figures], off: str, peers: Iterable[str]) -> Figures:
+def ratios(found: dict[str, Figures], off: str, peers: Collection[str]) -> Figures:
     """Of one round: ours over the peers that ran; the journal's time over the time without."""
     ours, kept = found[off], found[off.replace("off", "on")]
     over = {
@@ -124,7 +151,8 @@ def ratios(found: dict[str, Figures], off: str, peers: Iterable[str]) -> Figures
         for name in peers
         if "groups_per_s" in found[name]
     }
-    over["of memcpy"] = ours["mb_per_s"] / found["memcpy"]["mb_per_s"]
+    if "memcpy" in peers:
+        over["of memcpy"] = ours["mb_per_s"] / found["memcpy"]["mb_per_s"]
     return {**over, "journal's time": ours["groups_per_s"] / kept["groups_per_s"]}
 
 
@@ -133,7 +161,7 @@ def stream_queue(
 ) -> Figures:
     """The flow through an experience queue of its own, its journal beside this checkout."""
     # A folder for temporary files may be memory; what is measured is a disk.
-    parent = Path(__file__).resolve().parent.parent / "build"
+    parent = ROOT / "build"
     parent.mkdir(exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="journal-", dir=parent))
     config, bounds = QueueConfig(shards=shards), Bounds(1 << 20, QUEUE_BYTES // shards)
@@ -144,14 +172,13 @@ def stream_queue(
     faces = create_shards(plans)
     makers = {"put": workers["producers"], "score": workers["consumers"], "train": 1}
     members = {
-        stage: [Member.remote(faces, f"{stage}-{i}", size, batch) for i in range(count)]
+        stage: [start_actor(Member, faces, f"{stage}-{i}", size, batch) for i in range(count)]
         for stage, count in makers.items()
     }
     try:
-        for scorer in members["score"]:
-            scorer.score.remote()
-        flow(members, range(num_groups, num_groups + 8 * batch))
-        rate = num_groups / flow(members, range(num_groups))
+        scoring = [scorer.score.remote() for scorer in members["score"]]
+        flow(members, scoring, range(num_groups, num_groups + 8 * batch))
+        rate = num_groups / flow(members, scoring, range(num_groups))
     finally:
         for actor in (*chain(*members.values()), *(face.actor for face in faces)):
             ray.kill(actor)
@@ -159,21 +186,25 @@ def stream_queue(
     return {"groups_per_s": rate, "mb_per_s": rate * size / 1e6}
 
 
-def flow(members: dict[str, list[Any]], numbers: range) -> float:
+def flow(members: dict[str, list[Any]], scoring: Sequence[Any], numbers: range) -> float:
     """Let these groups flow once; seconds from the first put to the last acknowledgement."""
     (trainer,), producers = members["train"], members["put"]
     trained = trainer.train.remote(len(numbers))
     starts = [p.put.remote(numbers[i :: len(producers)]) for i, p in enumerate(producers)]
-    (end, arrived), *started = ray.get([trained, *starts], timeout=DEADLINE_S)
-    assert sorted(arrived) == list(numbers), "not every group arrived once"
-    return end - min(started)
+    what = f"the flow of {len(numbers)} groups"
+    (end, arrived), *started = wait_for_all(
+        [trained, *starts], what, timeout_s=FLOW_S, beside=scoring
+    )
+    if sorted(arrived) != list(numbers):
+        raise BenchmarkError(f"{what}: {len(arrived)} arrived, or others")
+    return float(end - min(started))
 
 
-@ray.remote(num_cpus=0)
 class Member:
     """One process of the flow, with a client of its own."""
 
     def __init__(self, shards: Sequence[RemoteShard], name: str, size: int, batch: int) -> None:
+        self._name = name
         self._queue = ExperienceQueue(shards, name)
         self._groups = [make_group(size) for _ in range(batch)]
         self._batch = batch
@@ -191,18 +222,12 @@ class Member:
     async def score(self) -> None:
         """Work as a scorer of a run does, without end."""
 
-        async def compute(experiences: Sequence[Experience]) -> Sequence[Result]:
+        async def judge(experiences: Sequence[Experience]) -> Sequence[Result]:
             return [score(dict(experience.columns)) for experience in experiences]
 
-        slots = 2 * self._batch
-        await serve(
-            self._queue,
-            "score",
-            compute,
-            columns=ROLLOUT_COLUMNS,
-            slots=slots,
-            batch=self._batch,
-        )
+        stage = Stage("score", self._queue, FreeLease(), SpanRecorder(self._name))
+        serving = pipeline.Serving(ROLLOUT_COLUMNS, 2 * self._batch, self._batch)
+        await pipeline.score(stage, judge, serving)
 
     async def train(self, count: int) -> tuple[float, list[int]]:
         """Take so many complete groups and let them leave; when that was done, and which."""

@@ -1,4 +1,4 @@
-"""What others offer for the flow of `benchmarks.queue`: `python -m benchmarks.queue_peers`.
+"""What others offer for the flow of `benchmarks.queue`.
 
 Producers put groups; scorers take them, read every column and add one, `scores`; a trainer takes
 what is complete, reads every column and removes it. Each is a Ray actor, and the clock runs from
@@ -7,43 +7,30 @@ TransferQueue: default storage, polled as in its streaming tutorial, a row per g
 given what helps them: a batch is laid out before the clock starts and only renumbered after.
 """
 
-import json
 import os
-import subprocess
-import sys
 import time
 import timeit
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import ray
 import xxhash
-from ray.exceptions import RayError
 from ray.util.queue import Empty, Queue
 
+from benchmarks.actors import start_actor, wait_for_all
+from benchmarks.command import BenchmarkError
+from benchmarks.peers import parity_packages
 from streamrl.messages import ROLLOUT_COLUMNS, SCHEMA, Array, Per
 
-TRANSFER_QUEUE = "TransferQueue==0.1.11"
 ROLLOUTS = 8
 POLL_S = 0.02  # pause of a consumer that found less than a batch: no batch call waits
+FLOW_S = 120.0
+"""Longest that the groups of one measurement flow."""
 Group = dict[str, Array]
 Stages = dict[str, Callable[[Sequence[int]], Any]]
-
-
-class PeerError(RuntimeError):
-    """A peer could not be installed, or did not hand on every group once."""
-
-
-def attempt(peer: Callable[[], dict[str, float]]) -> dict[str, Any]:
-    """A peer's figures, or {"error": why there are none}."""
-    try:
-        return {**peer()}
-    except (PeerError, RayError) as error:
-        return {"error": str(error).strip().splitlines()[-1]}
 
 
 def ray_queue(
@@ -65,8 +52,9 @@ def ray_queue(
 def transfer_queue(
     size_bytes: int, *, num_groups: int, producers: int, consumers: int, batch: int
 ) -> dict[str, float]:
-    """TransferQueue, which takes three of the cluster's CPUs. Raises PeerError."""
-    path = os.pathsep.join(filter(None, [str(install()), os.environ.get("PYTHONPATH")]))
+    """TransferQueue, which takes three of the cluster's CPUs. Raises BenchmarkError."""
+    packages = str(parity_packages("transfer_queue"))
+    path = os.pathsep.join(filter(None, [packages, os.environ.get("PYTHONPATH")]))
     # Its default, 8 threads for the copies of each process, is slower where cores are few.
     env = {"PYTHONPATH": path, "TQ_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // 8))}
     make = partial(by_row, size_bytes, batch)
@@ -78,7 +66,12 @@ def memcpy(size_bytes: int) -> dict[str, float]:
     """Copies of buffers of the group's size, of more of them than a cache holds."""
     shape = ((256 << 20) // size_bytes, size_bytes)
     pairs = list(zip(np.zeros(shape, np.uint8), np.ones(shape, np.uint8), strict=True))
-    seconds = timeit.repeat(lambda: [np.copyto(*pair) for pair in pairs], number=1, repeat=5)
+
+    def copy() -> None:
+        for pair in pairs:
+            np.copyto(*pair)
+
+    seconds = timeit.repeat(copy, number=1, repeat=5)
     return {"mb_per_s": shape[0] * shape[1] / float(np.median(seconds)) / 1e6}
 
 
@@ -86,12 +79,15 @@ def measure(
     make: Callable[[], Stages], batches: Array, producers: int, consumers: int, env: dict[str, str]
 ) -> float:
     """Groups per second of those numbered `batches` [batch, group], after a few to warm up."""
-    start = ray.remote(num_cpus=0, runtime_env={"env_vars": env})(Worker).remote
     counts = {"put": producers, "score": consumers, "train": 1}
-    workers = {stage: [start(make, stage) for _ in range(n)] for stage, n in counts.items()}
+    options = {"runtime_env": {"env_vars": env}}
+    workers = {
+        stage: [start_actor(Worker, make, stage, **options) for _ in range(count)]
+        for stage, count in counts.items()
+    }
     try:
         run(workers, batches[: 2 * max(producers, consumers)])
-        return batches.size / run(workers, batches)
+        return float(batches.size / run(workers, batches))
     finally:
         for worker in chain(*workers.values()):
             ray.kill(worker)
@@ -103,12 +99,13 @@ def run(workers: dict[str, list[Any]], batches: Array) -> float:
         stage: [worker.work.remote(batches[i :: len(same)]) for i, worker in enumerate(same)]
         for stage, same in workers.items()
     }
-    # In the order of the flow: who fails is heard of before those who wait for its groups.
-    found = {stage: ray.get(same, timeout=300) for stage, same in calls.items()}
-    ((_, end, trained),) = found["train"]
+    what = f"a peer's flow of {batches.size} groups"
+    *puts, (_, end, trained) = wait_for_all(
+        [*calls["put"], *calls["train"]], what, timeout_s=FLOW_S, beside=calls["score"]
+    )
     if sorted(np.ravel(trained)) != list(batches.ravel()):
-        raise PeerError(f"{batches.size} groups were put, {np.size(trained)} or others arrived")
-    return end - min(start for start, _, _ in found["put"])
+        raise BenchmarkError(f"{what}: {np.size(trained)} or others arrived")
+    return float(end - min(start for start, _, _ in puts))
 
 
 class Worker:
@@ -143,14 +140,14 @@ def number(groups: list[Group], numbers: Sequence[int]) -> list[Group]:
 def score(group: Group) -> Group:
     """Read every byte, as fast as can be; scores that tell the group's number."""
     for column in group.values():
-        xxhash.xxh3_64_intdigest(column)
+        xxhash.xxh3_64_intdigest(column.data)
     return {"scores": np.full(ROLLOUTS, group["token_ids"][0], SCHEMA["scores"].dtype)}
 
 
 def check(group: Group) -> int:
-    """Read every column; the group's number. Raises PeerError if the scores are another's."""
+    """Read every column; the group's number. Raises BenchmarkError if the scores are another's."""
     if (score(group)["scores"] != group["scores"]).any():
-        raise PeerError(f"group {group['token_ids'][0]} has the scores {group['scores']}")
+        raise BenchmarkError(f"group {group['token_ids'][0]} has the scores {group['scores']}")
     return int(group["token_ids"][0])
 
 
@@ -220,32 +217,3 @@ def by_row(size_bytes: int, batch: int) -> Stages:
         return numbers
 
     return {"put": put, "score": forward, "train": finish}
-
-
-def install() -> Path:
-    """TransferQueue's own folder, as it brings a package `tests`; all it imports is there."""
-    folder = Path(__file__).resolve().parents[1] / "build" / TRANSFER_QUEUE.replace("==", "-")
-    if not folder.exists():
-        pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check", "install"]
-        command = [*pip, "--no-deps", "--target", str(folder), TRANSFER_QUEUE]
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            raise PeerError(f"{TRANSFER_QUEUE}: {done.stderr.strip().splitlines()[-1]}")
-    return folder
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=2 << 30)
-    found = {}
-    for size, count in ((1 << 10, 8192), (1 << 16, 2048), (1 << 20, 512)):
-        few = {"num_groups": count // 8, "producers": 2, "consumers": 2, "batch": 1}
-        many = {**few, "num_groups": count, "batch": 32}
-        found[size] = {
-            "ray_queue": attempt(partial(ray_queue, size, **few)),
-            "ray_queue_batch": attempt(partial(ray_queue, size, **many)),
-            "ray_queue_references": attempt(partial(ray_queue, size, **many, references=True)),
-            "transfer_queue": attempt(partial(transfer_queue, size, **many)),
-            "memcpy": memcpy(size),
-        }
-    print(json.dumps(found, indent=1))

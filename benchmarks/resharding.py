@@ -18,25 +18,25 @@ bytes, from memory in one piece.
 """
 
 import argparse
-import contextlib
 import json
 import math
 import multiprocessing
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from streamrl.cli.main import OneLineParser
+from benchmarks.command import BenchmarkError, BenchmarkParser, run_benchmark
+from streamrl.errors import ConfigError
 from streamrl.resharding import (
     GROUPINGS,
     ORDERS,
@@ -102,23 +102,9 @@ class Switch:
         return plans
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Make the switch that is asked for and print the figures."""
-    parser = make_parser()
-    arguments = parser.parse_args(argv)
-    try:
-        switch = make_switch(arguments)
-        plans = switch.plans()
-    except ValueError as error:
-        parser.error(str(error))
-    with contextlib.redirect_stdout(sys.stderr):
-        found = measure(switch, plans, arguments)
-    print(json.dumps(found, indent=None if arguments.json else 1))
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = OneLineParser(prog="resharding", description=(__doc__ or "").splitlines()[0])
+def make_parser() -> BenchmarkParser:
+    """Declare the switch that is made."""
+    parser = BenchmarkParser("resharding", __doc__)
     parser.add_argument("--train", default="1-4-2", help="pipeline-tensor-data")
     parser.add_argument("--generate", default="1-2-2-2", help="pipeline-tensor-microdata-data")
     parser.add_argument("--order", default="hf", choices=ORDERS)
@@ -127,8 +113,23 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--bucket-mb", type=float, default=0.25, help="what is under way at once")
     parser.add_argument("--ranks-per-node", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5, help="measured, of each way")
-    parser.add_argument("--json", action="store_true", help="the object on one line")
+    parser.set_quick(train="1-2-1", generate="1-1-2-1", rounds=1)
     return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Make the switch that is named and print the figures."""
+    run_benchmark(make_parser(), measure, argv)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Plan the switch and execute it."""
+    try:
+        switch = make_switch(arguments)
+        plans = switch.plans()
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return execute(switch, plans, arguments)
 
 
 def make_switch(arguments: argparse.Namespace) -> Switch:
@@ -210,7 +211,7 @@ MODELS: dict[str, Callable[[Grid, GenerationSizes], ModelSpec]] = {
 }
 
 
-def measure(
+def execute(
     switch: Switch, plans: Mapping[str, CopyPlan | GatherPlan], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """The groups, and the figures of every way."""
@@ -288,22 +289,31 @@ def figures(
 
 
 def run_ranks(work: Callable[[], Any], count: int, folder: Path) -> list[Any]:
-    """What `work` returns in each of `count` forked ranks of one process group."""
+    """Return what `work` returns in each of `count` forked ranks of one process group.
+
+    The first rank that fails ends all: the others would wait for it. Raises BenchmarkError.
+    """
     context = multiprocessing.get_context("fork")
-    processes = [
+    ranks = [
         context.Process(target=_rank, args=(work, rank, count, folder)) for rank in range(count)
     ]
-    for process in processes:
+    for process in ranks:
         process.start()
+    running = {process.sentinel: rank for rank, process in enumerate(ranks)}
     limit = time.monotonic() + DEADLINE_S
     try:
-        for rank, process in enumerate(processes):
-            process.join(max(0.0, limit - time.monotonic()))
-            if process.exitcode != 0:
-                ended = "did not end in time" if process.exitcode is None else "failed"
-                raise SystemExit(f"resharding: rank {rank} of {count} {ended}")
+        while running:
+            ended = wait(list(running), max(0.0, limit - time.monotonic()))
+            if not ended:
+                late = ", ".join(map(str, running.values()))
+                raise BenchmarkError(f"ranks {late} of {count}: not done after {DEADLINE_S:g} s")
+            for sentinel in ended:
+                rank = running.pop(cast(int, sentinel))
+                ranks[rank].join()
+                if code := ranks[rank].exitcode:
+                    raise BenchmarkError(f"rank {rank} of {count} failed: exit code {code}")
     finally:
-        for process in processes:
+        for process in ranks:
             process.kill()
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
 

@@ -4,8 +4,8 @@ Rollouts scored per second, and latency of a group of 8, with 1, 2 and 4 workers
 in worker processes, math-verify in worker processes, GSM8K's rule (no process), and programs in the
 sandbox, of which every second passes. Then what a jail costs to start, a right program with one
 test again and again, and the peer: verl's prime_code on that program and test (of a wrong one its
-score is an UnboundLocalError unless it is asked for a share), in an environment of its own
-(`.venv-parity`, which is made if it is missing). Medians of ROUNDS rounds.
+score is an UnboundLocalError unless it is asked for a share), in the environment that `make parity`
+installs. Medians over the rounds.
 """
 
 import argparse
@@ -13,23 +13,30 @@ import asyncio
 import json
 import os
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from benchmarks.command import (
+    BenchmarkError,
+    BenchmarkParser,
+    report_progress,
+    run_benchmark,
+    run_command,
+)
+from benchmarks.peers import attempt, parity_python
+from streamrl.actors.calls import call
 from streamrl.messages import Prompt
 from streamrl.rewards import RewardConfig, RewardSet, build_rewards
 from streamrl.rewards.sandbox import CallTest, Limits, Program, Sandbox
 
-ROOT = Path(__file__).resolve().parent.parent
 GROUP = 8
-WORKERS = (1, 2, 4)
-ROUNDS = 3
+FLOW_S, PEER_S = 600.0, 300.0
 WARM_S = 1.5  # until every worker has started
 FUNCTION = """def score(prompt, completion):
     return float(str(prompt.ground_truth) in completion)
@@ -52,53 +59,73 @@ print("RESULT" + json.dumps([seconds, scores]))
 """
 
 
-def main() -> None:
+def make_parser() -> BenchmarkParser:
+    """Declare how much is judged, and by how many workers."""
+    parser = BenchmarkParser("rewards", __doc__)
+    parser.add_argument("--groups", type=int, default=1000, help="groups of a round")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
+    parser.set_quick(groups=10, rounds=1, workers=[1])
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Measure everything."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--groups", type=int, default=1000, help="groups of a round (1000)")
-    groups = parser.parse_args().groups
+    run_benchmark(make_parser(), measure, argv)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure our own figures and the peer's."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "score.py"
         path.write_text(FUNCTION)
-        figures = asyncio.run(measure(path, groups))
-    print(json.dumps({"cores": os.cpu_count(), "group": GROUP, "groups": groups, **figures}))
+        figures = asyncio.run(measure_own(path, arguments))
+    calls = 10 * GROUP if arguments.rounds > 1 else GROUP
+    figures["prime_code"] = peer = attempt(partial(prime_code, calls))
+    if "median_s" in peer:
+        peer["ours_over_theirs"] = figures["sandbox"]["program_median_s"] / peer["median_s"]
+    return {"cores": os.cpu_count(), "group": GROUP, "groups": arguments.groups, **figures}
 
 
-async def measure(path: Path, groups: int) -> dict[str, Any]:
-    """All figures, our own and the peer's."""
+async def measure_own(path: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure every kind of reward, and the sandbox."""
     function = {"path": str(path), "function": "score"}
     boxed = ["so it is \\boxed{1+x}", "\\boxed{x}"] * (GROUP // 2)
+    groups, rounds = arguments.groups, arguments.rounds
+
+    async def judged(
+        kind: str, options: dict[str, Any], truth: str, texts: Sequence[str], share: int = 1
+    ) -> dict[str, float]:
+        report_progress(f"{kind}: {options}")
+        rewards = build_rewards([RewardConfig(kind, options=options)])
+        work = flow(rewards, truth, texts, max(groups // share, 1), rounds)
+        return await call(work, f"rewards of kind {kind}", FLOW_S)
+
     figures: dict[str, Any] = {}
-    for workers in WORKERS:
-        replicas = {"replicas": workers}
+    for workers in arguments.workers:
+        replicas, jails = {"replicas": workers}, {"jails": workers}
         figures[f"{workers}_workers"] = {
-            "function": await flow("function", function | replicas, "7", ["7"] * GROUP, groups),
-            "math": await flow("symbolic", replicas, "x+1", boxed, max(groups // 10, 1)),
-            "code": await flow("code", {"jails": workers}, TESTS, PROGRAMS, max(groups // 50, 1)),
+            "function": await judged("function", function | replicas, "7", ["7"] * GROUP),
+            "math": await judged("symbolic", replicas, "x+1", boxed, 10),
+            "code": await judged("code", jails, TESTS, PROGRAMS, 50),
         }
-    figures["gsm8k"] = await flow("gsm8k", {}, "7", ["#### 7"] * GROUP, groups)
-    calls = 10 * GROUP
-    figures["sandbox"] = await sandbox(calls)
-    peer = await asyncio.to_thread(prime_code, calls)
-    if "median_s" in peer:
-        ours = figures["sandbox"]["program_median_s"]
-        peer["ours_over_theirs"] = ours / peer["median_s"]
-    figures["prime_code"] = peer
+    figures["gsm8k"] = await judged("gsm8k", {}, "7", ["#### 7"] * GROUP)
+    report_progress("the sandbox alone")
+    figures["sandbox"] = await call(sandbox(10 * GROUP // 3, rounds), "the sandbox", FLOW_S)
     return figures
 
 
 async def flow(
-    kind: str, options: dict[str, Any], truth: str, texts: Sequence[str], groups: int
+    rewards: RewardSet, truth: str, texts: Sequence[str], groups: int, rounds: int
 ) -> dict[str, float]:
-    """Many groups at once for the rate, then one after another for the latency of a group."""
-    rewards = build_rewards([RewardConfig(kind, options=options)])
+    """Judge many groups at once for the rate, then one after another for a group's latency."""
     await rewards.start()
     prompt = Prompt("0:0:0", np.array([1], np.int32), ground_truth=truth)
     try:
         warm_at = time.monotonic() + WARM_S
         while time.monotonic() < warm_at:
             await asyncio.gather(*(rewards.judge(prompt, texts) for _ in range(8)))
-        rates = [await _rate(rewards, prompt, texts, groups) for _ in range(ROUNDS)]
+        rates = [await _rate(rewards, prompt, texts, groups) for _ in range(rounds)]
         latency = []
         for _ in range(groups):
             started = time.perf_counter()
@@ -119,16 +146,16 @@ async def _rate(rewards: RewardSet, prompt: Prompt, texts: Sequence[str], groups
     return groups * len(texts) / (time.perf_counter() - started)
 
 
-async def sandbox(calls: int) -> dict[str, float]:
-    """What it costs to have one, self test included, and a trivial program after another."""
+async def sandbox(calls: int, rounds: int) -> dict[str, float]:
+    """Measure the start, self test included, and a trivial program after another."""
     program = Program("python", PROGRAMS[0], [CallTest("add", [3, 4], [7])])
     starts, seconds, passed = [], [], 0
-    for _ in range(ROUNDS):
+    for _ in range(rounds):
         started = time.perf_counter()
         jails = await Sandbox.start(Limits(), jails=1)
         await jails.run(program)
         starts.append(time.perf_counter() - started)
-        for _ in range(calls // ROUNDS):
+        for _ in range(calls):
             started = time.perf_counter()
             outcome = await jails.run(program)
             seconds.append(time.perf_counter() - started)
@@ -142,23 +169,14 @@ async def sandbox(calls: int) -> dict[str, float]:
     }
 
 
-def prime_code(calls: int) -> dict[str, Any]:
-    """verl's own code on the same programs; {"error": why not} where it cannot be had."""
-    made = subprocess.run(
-        ["make", ".venv-parity/installed"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    if made.returncode:
-        return {"error": (made.stderr.strip().splitlines() or ["make failed"])[-1]}
-    ran = subprocess.run(
-        [ROOT / ".venv-parity/bin/python", "-c", PEER],
-        input=json.dumps([PROGRAMS[0], TESTS, calls]),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    found = [line for line in ran.stdout.splitlines() if line.startswith("RESULT")]
+def prime_code(calls: int) -> dict[str, float]:
+    """Measure verl's own code on the same program. Raises BenchmarkError."""
+    words = [str(parity_python()), "-c", PEER]
+    told = json.dumps([PROGRAMS[0], TESTS, calls])
+    printed = run_command(words, "verl's prime_code", timeout_s=PEER_S, stdin=told)
+    found = [line for line in printed.splitlines() if line.startswith("RESULT")]
     if not found:
-        return {"error": (ran.stderr.strip().splitlines() or ["no result"])[-1]}
+        raise BenchmarkError("verl's prime_code: printed no result")
     seconds, scores = json.loads(found[-1].removeprefix("RESULT"))
     return {
         "median_s": statistics.median(seconds),

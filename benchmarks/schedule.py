@@ -8,20 +8,21 @@ ahead, where groups are filtered and where none are.
 """
 
 import argparse
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
 from typing import Any
 
+from benchmarks.command import BenchmarkParser, report_progress, run_benchmark
 from streamrl.dataflow import dataflow_for
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs import Constants, CostModel
 from streamrl.placement.estimates import Problem
 from streamrl.placement.placements import Placement
-from streamrl.placement.schedule import Estimator, key_of
+from streamrl.placement.schedule import Estimator, Key, key_of
+from streamrl.placement.search.front import Candidate
 from streamrl.placement.search.planning import plan
 from streamrl.placement.shapes import shape_of
 from streamrl.placement.workload import LognormalLengths, Workload
@@ -96,27 +97,35 @@ CASES = (
 )
 
 
+def make_parser() -> BenchmarkParser:
+    """Declare which cases are planned."""
+    parser = BenchmarkParser("schedule", __doc__)
+    every = range(len(CASES))
+    parser.add_argument("--cases", type=int, nargs="+", default=every, choices=every)
+    parser.add_argument("--proposals", type=int, default=PROPOSALS, help="of each search")
+    parser.add_argument("--bounds", type=int, nargs="+", default=BOUNDS, help="max_staleness")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.set_quick(cases=[0], proposals=20, bounds=[0, 1])
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Plan, play and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cases", default="", help="numbers of some, as in 0,3; all if empty")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args(argv)
-    chosen = [int(number) for number in arguments.cases.split(",") if number]
-    rows = [
-        row
-        for number, case in enumerate(CASES)
-        if not chosen or number in chosen
-        for row in errors(case, arguments.seed)
-    ]
-    print(json.dumps({"placements": len(rows), **summary(rows), "errors": rows}, indent=1))
+    run_benchmark(make_parser(), measure, argv)
 
 
-def errors(case: Case, seed: int) -> Iterator[dict[str, Any]]:
-    """Of each placement of a case that was planned."""
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Plan and play every case."""
+    rows = [row for number in arguments.cases for row in errors(CASES[number], arguments)]
+    return {"placements": len(rows), **summary(rows), "errors": rows}
+
+
+def errors(case: Case, arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the error of each placement of a case that was planned."""
+    report_progress(f"{case.algorithm} {case.model} {case.cluster}")
     problem, costs = case.problem, case.costs(case.problem)
     estimator = Estimator(problem, costs)
-    for label, placement in planned(case, seed):
+    for label, placement in planned(case, arguments):
         step_s = estimator.step_s(placement)
         timings = costs.timings(placement)
         played = play(
@@ -124,7 +133,7 @@ def errors(case: Case, seed: int) -> Iterator[dict[str, Any]]:
             placement,
             timings,
             problem.workload,
-            seed=seed,
+            seed=arguments.seed,
             manner=problem.manner,
         )
         yield {
@@ -137,18 +146,18 @@ def errors(case: Case, seed: int) -> Iterator[dict[str, Any]]:
         }
 
 
-def planned(case: Case, seed: int) -> Iterator[tuple[str, Placement]]:
+def planned(case: Case, arguments: argparse.Namespace) -> Iterator[tuple[str, Placement]]:
     """The best of every kind and of every bound, and those that come next."""
     found = plan(
         case.problem,
         case.costs,
-        max_staleness=BOUNDS,
-        seed=seed,
-        proposals=PROPOSALS,
+        max_staleness=arguments.bounds,
+        seed=arguments.seed,
+        proposals=arguments.proposals,
         runners_up=RUNNERS_UP,
     )
     front = [one for point in found.front for one in (point.candidate, *point.next)]
-    every = {}
+    every: dict[Key, Candidate] = {}
     for candidate in (*front, *found.candidates):
         if candidate.step_s < float("inf"):
             every.setdefault(key_of(candidate.placement), candidate)

@@ -6,11 +6,11 @@ wall; cpu_s: of the core. An event is the end of a rollout or of a piece of work
 """
 
 import argparse
-import json
 import time
 from collections.abc import Sequence
 from typing import Any
 
+from benchmarks.command import BenchmarkParser, report_progress, run_benchmark
 from streamrl.dataflow import dataflow_for
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.meshes import Mesh
@@ -82,7 +82,7 @@ def timings(placement: Placement) -> Timings:
     )
 
 
-def measure(placement: Placement, steps: int) -> dict[str, Any]:
+def simulate_once(placement: Placement, steps: int) -> dict[str, Any]:
     """Simulate once."""
     wall, cpu = time.perf_counter(), time.process_time()
     found = simulate(FLOW, placement, timings(placement), WORKLOAD, steps=steps, seed=1)
@@ -97,13 +97,26 @@ def measure(placement: Placement, steps: int) -> dict[str, Any]:
     }
 
 
+def make_parser() -> BenchmarkParser:
+    """Declare how long a simulation is."""
+    parser = BenchmarkParser("simulator", __doc__)
+    parser.add_argument("--steps", type=int, default=100, help="steps of each run")
+    parser.set_quick(steps=3)
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=100, help="steps of each run")
-    arguments = parser.parse_args(argv)
-    figures = {name: measure(one, arguments.steps) for name, one in PLACEMENTS.items()}
-    print(json.dumps({"devices": 1024, "steps": arguments.steps, **figures}, indent=1))
+    run_benchmark(make_parser(), measure, argv)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Simulate both placements."""
+    figures = {}
+    for name, placement in PLACEMENTS.items():
+        report_progress(f"{name}: {arguments.steps} steps of 1,024 devices")
+        figures[name] = simulate_once(placement, arguments.steps)
+    return {"devices": 1024, "steps": arguments.steps, **figures}
 
 
 if __name__ == "__main__":

@@ -9,27 +9,23 @@ so. An error is a part of what was measured; of idle time, which is a part of a 
 difference.
 
 With --runs the run directories are kept there, and those that are there are not played again. The
-machine should have nothing else to do. The arithmetic task must have been made:
-`python examples/arithmetic/make.py`.
+machine should have nothing else to do.
 """
 
 import argparse
 import contextlib
-import json
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.overlap import QUIET
+from benchmarks.command import ROOT, BenchmarkParser, report_progress, run_benchmark
+from benchmarks.runs import load_quiet, make_arithmetic, play
 from streamrl.actors.real_engines import RealEngines
 from streamrl.calibration.fit import fit
 from streamrl.calibration.measured import Measured, read_run
 from streamrl.calibration.prediction import Figures, PlannedRun, predict
-from streamrl.cli.train import train
-from streamrl.config import load_config
 
 RECIPES = ("grpo", "ppo", "remax")
 MODES = {"on_policy": 0, "ahead": 1}
@@ -42,49 +38,60 @@ Key = tuple[str, str, int]
 """A run: its recipe, mode and seed."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Play what is not there, and print the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def make_parser() -> BenchmarkParser:
+    """Declare which runs are played."""
+    parser = BenchmarkParser("simulator_vs_runs", __doc__)
     parser.add_argument("--runs", type=Path, metavar="DIR", help="keep run directories there")
     parser.add_argument("--steps", type=int, default=36, help="steps of each run")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--json", action="store_true", help="the object on one line")
-    arguments = parser.parse_args(argv)
-    with contextlib.redirect_stdout(sys.stderr), contextlib.ExitStack() as end:
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.set_quick(steps=12, recipes=["grpo"], modes=["ahead"])
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Play what is not there, and print the figures."""
+    run_benchmark(make_parser(), measure, argv)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Play every run that is not there, and predict each."""
+    make_arithmetic()
+    with contextlib.ExitStack() as end:
         folder = arguments.runs or Path(end.enter_context(tempfile.TemporaryDirectory()))
         runs = {
             key: played(folder, *key, steps=arguments.steps)
-            for key in product(arguments.recipes, MODES, OTHER)
+            for key in product(arguments.recipes, arguments.modes, OTHER)
         }
         found = {recipe: compared(recipe, runs) for recipe in arguments.recipes}
-    summary = {"worst_error": worst(found), "recipes": found}
-    print(json.dumps(summary, indent=None if arguments.json else 1))
+    return {"worst_error": worst(found), "recipes": found}
 
 
 def played(folder: Path, recipe: str, mode: str, seed: int, *, steps: int) -> Measured:
-    """The run of a recipe in a mode, played unless it is there."""
+    """Return the run of a recipe in a mode; play it unless it is there."""
     name = f"{recipe}_{mode}_{seed}"
     if not (folder / name / "metrics.jsonl").exists():
-        settings = [*QUIET, f"pipeline.max_staleness={MODES[mode]}", f"run.seed={seed}"]
-        settings += [f"run.dir={folder}", f"run.name={name}"]
-        more = [f"run.steps={steps}", "run.overwrite=true", "data.eval=''", "checkpoint.every=0"]
-        config = load_config(Path(f"configs/{recipe}_arithmetic.yaml"), [*settings, *more])
-        train(config, None, RealEngines())
+        report_progress(f"{name}: {steps} steps")
+        settings = [f"pipeline.max_staleness={MODES[mode]}", f"run.seed={seed}"]
+        settings += [f"run.dir={folder}", f"run.name={name}", f"run.steps={steps}"]
+        settings += ["run.overwrite=true", "data.eval=''", "checkpoint.every=0"]
+        config = load_quiet(ROOT / f"configs/{recipe}_arithmetic.yaml", settings)
+        play(config, RealEngines())
     return read_run(folder / name)
 
 
 def compared(recipe: str, runs: Mapping[Key, Measured]) -> dict[str, Any]:
-    """Of each run of a recipe, what was predicted of it, from others and from itself."""
+    """Return what is predicted of each run of a recipe, from the others and from itself."""
     found = {}
     for (mode, over), (seed, other) in product(OVER.items(), OTHER.items()):
-        measured = runs[recipe, mode, seed]
-        found[f"{mode}, seed {seed}"] = {
-            "steps": len(measured.steps),
-            "left_out": dict(measured.left_out),
-            "same_mode": predicted(measured, runs[recipe, mode, other]),
-            "other_mode": predicted(measured, runs[recipe, over, other]),
-            "itself": predicted(measured, measured),
-        }
+        keys = ((recipe, mode, other), (recipe, over, other), (recipe, mode, seed))
+        sources = {name: runs[key] for name, key in zip(SOURCES, keys, strict=True) if key in runs}
+        if (measured := sources.get("itself")) is not None:
+            found[f"{mode}, seed {seed}"] = {
+                "steps": len(measured.steps),
+                "left_out": dict(measured.left_out),
+                **{name: predicted(measured, source) for name, source in sources.items()},
+            }
     return found
 
 
@@ -101,7 +108,7 @@ def worst(found: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     errors: dict[str, dict[str, float]] = {source: {} for source in SOURCES}
     for runs, source in product(found.values(), SOURCES):
         for run in runs.values():
-            for name, one in run[source].items():
+            for name, one in run.get(source, {}).items():
                 own = errors[source]
                 # Of all stages together.
                 figure = name.partition("/")[0]

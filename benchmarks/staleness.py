@@ -9,19 +9,14 @@ the least and the largest beside them.
 """
 
 import argparse
-import contextlib
-import json
 import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.overlap import QUIET, RECIPE, ROOT
+from benchmarks.command import BenchmarkParser, report_progress, run_benchmark
+from benchmarks.runs import RECIPE, load_quiet, make_arithmetic, play
 from streamrl.actors.real_engines import RealEngines
-from streamrl.cli.train import train
-from streamrl.config import load_config
 
 LAST_STEPS = 5
 KV_CACHE_MB = 64
@@ -36,27 +31,35 @@ CORRECTIONS: dict[str, list[str]] = {
 }
 
 
+def make_parser() -> BenchmarkParser:
+    """Declare the bounds, the corrections and how long a run of each is."""
+    parser = BenchmarkParser("staleness", __doc__)
+    parser.add_argument("--steps", type=int, default=40, help="steps of each run")
+    parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 4, 8], help="beside 0")
+    parser.add_argument("--corrections", nargs="+", default=list(CORRECTIONS), choices=CORRECTIONS)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.set_quick(steps=3, bounds=[0], corrections=["none", "decoupled"], seeds=[0])
+    return parser
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Make all runs and print the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40, help="steps of each run")
-    parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 4, 8])
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    arguments = parser.parse_args(argv)
-    make = [sys.executable, str(ROOT / "examples" / "arithmetic" / "make.py")]
-    subprocess.run(make, check=True, stdout=sys.stderr)
-    # Standard output is the JSON object alone, whatever the cluster has to say meanwhile.
-    with contextlib.redirect_stdout(sys.stderr):
-        found = [
-            {"max_staleness": bound, "correction": name}
-            | over_seeds(play(arguments.steps, bound, name, seed) for seed in arguments.seeds)
-            for bound in sorted({0, *arguments.bounds})
-            for name in CORRECTIONS
-        ]
+    run_benchmark(make_parser(), measure, argv)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Make every run, on policy and without correction first."""
+    make_arithmetic()
+    found = [
+        {"max_staleness": bound, "correction": name}
+        | over_seeds(play_run(arguments.steps, bound, name, seed) for seed in arguments.seeds)
+        for bound in sorted({0, *arguments.bounds})
+        for name in dict.fromkeys(["none", *arguments.corrections])
+    ]
     baseline = found[0]["reward"]["median"]
     for figures in found:
         figures["over_on_policy"] = figures["reward"]["median"] / baseline
-    print(json.dumps({"steps": arguments.steps, "seeds": arguments.seeds, "runs": found}, indent=1))
+    return {"steps": arguments.steps, "seeds": arguments.seeds, "runs": found}
 
 
 def over_seeds(runs: Iterable[dict[str, float]]) -> dict[str, Any]:
@@ -72,19 +75,17 @@ def over_seeds(runs: Iterable[dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def play(steps: int, bound: int, correction: str, seed: int) -> dict[str, float]:
-    """One run."""
-    print(f"max_staleness {bound}, correction {correction}, seed {seed}")
+def play_run(steps: int, bound: int, correction: str, seed: int) -> dict[str, float]:
+    """Make one run, and return its figures."""
+    report_progress(f"max_staleness {bound}, correction {correction}, seed {seed}: {steps} steps")
     with tempfile.TemporaryDirectory() as folder:
         run = [f"run.dir={folder}", "run.name=staleness", f"run.steps={steps}", f"run.seed={seed}"]
         chosen = [f"pipeline.max_staleness={bound}", *CORRECTIONS[correction]]
-        config = load_config(RECIPE, [*QUIET, *run, *chosen])
+        config = load_quiet(RECIPE, [*run, *chosen])
         per_step = config.algorithm.group_size * config.pipeline.groups_per_step
         config.generator.max_concurrent_rollouts = (bound + 1) * per_step
         config.generator.kv_cache_mb = (bound + 1) * KV_CACHE_MB
-        train(config, None, RealEngines())
-        lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
+        rows = play(config, RealEngines())
     return {
         "reward": statistics.fmean(row["reward/mean"] for row in rows[-LAST_STEPS:]),
         "ess": statistics.fmean(row["policy/ess"] for row in rows),

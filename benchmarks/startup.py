@@ -9,7 +9,6 @@ read files. Medians over the repeats.
 
 import argparse
 import contextlib
-import json
 import os
 import signal
 import statistics
@@ -18,15 +17,23 @@ import sys
 import tempfile
 import time
 import uuid
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).resolve().parent.parent
-RECIPE = ROOT / "configs" / "grpo_arithmetic.yaml"
+from benchmarks.command import (
+    ROOT,
+    BenchmarkError,
+    BenchmarkParser,
+    report_progress,
+    run_benchmark,
+    run_command,
+)
+from benchmarks.runs import RECIPE, make_arithmetic
+
 MARK = "STREAMRL_STARTUP_BENCHMARK"
 DEADLINE_S = 180.0
 POLL_S = 0.05
@@ -50,21 +57,24 @@ os._exit(0)
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Start the demo, kill its generator, and print the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    run_benchmark(make_parser(), measure, argv)
+
+
+def make_parser() -> BenchmarkParser:
+    """Declare how often everything is measured."""
+    parser = BenchmarkParser("startup", __doc__)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="one repeat")
-    arguments = parser.parse_args(argv)
-    make = [sys.executable, str(ROOT / "examples" / "arithmetic" / "make.py")]
-    subprocess.run(make, check=True, stdout=sys.stderr)
-    repeats = 1 if arguments.quick else arguments.repeats
-    print(json.dumps(measure_startup(repeats), indent=1))
+    parser.set_quick(repeats=1)
+    return parser
 
 
-def measure_startup(repeats: int) -> dict[str, Any]:
-    """Medians of all figures; every figure is taken once before any is taken again."""
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return medians of all figures; every figure is taken once before any is taken again."""
+    make_arithmetic()
     starts, restarts, limits, processors = [], [], [], []
     commands: dict[str, list[float]] = {name: [] for name in COMMANDS}
-    for _ in range(repeats):
+    for turn in range(arguments.repeats):
+        report_progress(f"round {turn + 1} of {arguments.repeats}")
         with tempfile.TemporaryDirectory() as folder:
             run_dir = Path(folder) / "startup"
             with launched_demo(run_dir) as run:
@@ -94,15 +104,9 @@ def measure_startup(repeats: int) -> dict[str, Any]:
 
 
 def time_command(*words: str) -> float:
-    """Seconds that a Python process takes. Raises CalledProcessError if it fails."""
+    """Return the seconds that a Python process takes. Raises BenchmarkError if it fails."""
     started = time.perf_counter()
-    subprocess.run(
-        [sys.executable, *words],
-        check=True,
-        capture_output=True,
-        cwd=ROOT,
-        timeout=DEADLINE_S,
-    )
+    run_command([sys.executable, *words], f"python {words[1]}", timeout_s=DEADLINE_S, cwd=ROOT)
     return time.perf_counter() - started
 
 
@@ -125,7 +129,7 @@ class DemoRun:
             start_new_session=True,
         )
 
-    def wait_for_first_step(self) -> tuple[float, Counter[str]]:
+    def wait_for_first_step(self) -> tuple[float, dict[str, float]]:
         """Seconds to the first row of metrics, and processor seconds by kind of process."""
         metrics = self._run_dir / "metrics.jsonl"
         used: dict[int, tuple[str, float]] = {}
@@ -139,7 +143,7 @@ class DemoRun:
 
         self._wait(has_stepped, "the first step")
         seconds = time.perf_counter() - self._started
-        processor_s: Counter[str] = Counter()
+        processor_s: dict[str, float] = defaultdict(float)
         for kind, spent in used.values():
             processor_s[kind] += spent
         return seconds, processor_s
@@ -180,9 +184,10 @@ class DemoRun:
         deadline = time.monotonic() + DEADLINE_S
         while not condition():
             if self._process.poll() is not None:
-                sys.exit(f"benchmarks.startup: the run ended early:\n{self._log.read_text()}")
+                *_, last = ["", *self._log.read_text().strip().splitlines()]
+                raise BenchmarkError(f"{what}: the run ended early: {last}")
             if time.monotonic() > deadline:
-                sys.exit(f"benchmarks.startup: waited {DEADLINE_S:g} s for {what}")
+                raise BenchmarkError(f"{what}: not done after {DEADLINE_S:g} s")
             time.sleep(POLL_S)
 
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -14,8 +14,8 @@ from streamrl.actors.engine_factory import HostedGenerator, HostedPart, HostedRa
 from streamrl.config import RunConfig
 from streamrl.dataflow import GENERATE, REWARD
 from streamrl.engines.packing import Pick
-from streamrl.errors import ConfigError, StreamError
-from streamrl.faces import Sample
+from streamrl.errors import ConfigError
+from streamrl.faces import Finished, Sample
 from streamrl.messages import (
     Array,
     Columns,
@@ -25,7 +25,12 @@ from streamrl.messages import (
     Rollout,
     group_columns,
 )
+from streamrl.serving import Result
 from streamrl.weights import Loaded
+
+if TYPE_CHECKING:
+    from streamrl.resharding.executors import Moved
+    from streamrl.resharding.storage import Storage
 
 COMPLETION_TOKENS = 8
 
@@ -70,7 +75,7 @@ class _Generator:
     async def begun(self) -> Mapping[str, Columns]:
         return {}
 
-    async def _group(self, prompt: Prompt, begun: Columns | None = None) -> Columns:
+    async def _group(self, prompt: Prompt, begun: Columns | None, finished: Finished) -> Columns:
         if self._seconds:
             await asyncio.sleep(self._seconds)
         return group_columns([self._rollout(prompt)] * self._group_size)
@@ -90,10 +95,25 @@ class _Generator:
         return [self._rollout(prompt)] * len(seeds)
 
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded:
+        return await self.take_up(version)
+
+    async def take_up(self, version: int) -> Loaded:
         self._version = version
         return Loaded()
 
-    async def probe(self, sequences: Sequence[Array]) -> None:
+    async def probe(self, sequences: Sequence[Array]) -> Sequence[Array] | None:
+        return None
+
+    async def storage(self) -> "Storage | None":
+        return None
+
+    async def release_kv(self) -> None:
+        pass
+
+    async def suspend(self, reason: str) -> None:
+        pass
+
+    async def resume(self, reason: str) -> None:
         pass
 
 
@@ -101,7 +121,7 @@ class _Scorer:
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
 
-    async def score(self, experiences: Sequence[Experience]) -> list[Columns | StreamError]:
+    async def score(self, experiences: Sequence[Experience]) -> Sequence[Result]:
         if self._seconds:
             await asyncio.sleep(self._seconds)
         return [
@@ -150,6 +170,15 @@ class _Rank:
 
     def whole_state(self) -> Iterable[tuple[str, torch.Tensor]]:
         return self.full_state()
+
+    def received_bytes(self, gathered: Mapping[str, torch.Tensor]) -> int:
+        return 0
+
+    def switch(self, served: "Storage | None", version: int) -> "Moved | None":
+        return None
+
+    def offload_optimizer(self) -> None:
+        pass
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

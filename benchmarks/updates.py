@@ -8,21 +8,16 @@ sampling stood still for a version, interrupted the rollouts it came in the midd
 """
 
 import argparse
-import contextlib
 import json
 import shutil
-import statistics
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.overlap import QUIET, RECIPE, ROOT
+from benchmarks.command import ROOT, BenchmarkParser, report_progress, run_benchmark
+from benchmarks.runs import RECIPE, load_quiet, make_arithmetic, medians, play
 from streamrl.actors.real_engines import RealEngines
-from streamrl.cli.train import train
-from streamrl.config import load_config
 
 MODES = {
     "interrupt, recompute": ["weights.on_update=interrupt", "weights.kv=recompute"],
@@ -34,28 +29,34 @@ NEVER_WRITTEN = ("<bos>", 1)
 """A token that the model has learned to write nowhere, and its id."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run every mode and print the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def make_parser() -> BenchmarkParser:
+    """Declare the modes and how long a run of each is."""
+    parser = BenchmarkParser("updates", __doc__)
     parser.add_argument("--steps", type=int, default=12, help="steps of each run")
     parser.add_argument("--tokens", type=int, default=192, help="tokens of a completion")
-    arguments = parser.parse_args(argv)
-    subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "arithmetic" / "make.py")],
-        check=True,
-        stdout=sys.stderr,
-    )
-    # Standard output is the JSON object alone, whatever the cluster has to say meanwhile.
-    with contextlib.redirect_stdout(sys.stderr), tempfile.TemporaryDirectory() as folder:
+    parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
+    parser.set_quick(steps=2, tokens=32, modes=["interrupt, keep"])
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run every mode and print the figures."""
+    run_benchmark(make_parser(), measure, argv)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Run every mode."""
+    make_arithmetic()
+    with tempfile.TemporaryDirectory() as folder:
         model = endless(Path(folder) / "model")
         found = {
-            name: measure(mode, model, Path(folder), arguments) for name, mode in MODES.items()
+            name: measure_run(name, model, Path(folder), arguments) for name in arguments.modes
         }
     for key in ("sampled_per_s", "trained_per_s"):
         best = max(figures[key] for figures in found.values())
         for figures in found.values():
             figures[f"{key}_over_best"] = figures[key] / best
-    print(json.dumps(found, indent=1))
+    return found
 
 
 def endless(folder: Path) -> Path:
@@ -72,10 +73,11 @@ def endless(folder: Path) -> Path:
     return folder
 
 
-def measure(
-    mode: Sequence[str], model: Path, folder: Path, arguments: argparse.Namespace
-) -> dict[str, Any]:
-    """Medians over the steps of one run, without its first ones."""
+def measure_run(
+    mode: str, model: Path, folder: Path, arguments: argparse.Namespace
+) -> dict[str, float]:
+    """Return medians over the steps of one run, without its first ones."""
+    report_progress(f"{mode}: {arguments.steps} steps")
     settings = [
         f"run.dir={folder}",
         "run.name=updates",
@@ -85,11 +87,9 @@ def measure(
         f"generator.max_new_tokens={arguments.tokens}",
         "generator.max_concurrent_rollouts=64",
         "pipeline.groups_per_step=4",
+        *MODES[mode],
     ]
-    config = load_config(RECIPE, [*QUIET, *settings, *mode])
-    train(config, None, RealEngines())
-    lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines][WARM_UP_STEPS:]
+    rows = play(load_quiet(RECIPE, settings), RealEngines(), skip=WARM_UP_STEPS)
     names = {
         "sampled_per_s": "rollout/tokens_per_s",
         "trained_per_s": "throughput/tokens_per_s",
@@ -99,7 +99,7 @@ def measure(
         "staleness_mean": "staleness/mean",
         "idle_train": "idle/train",
     }
-    return {key: statistics.median(row[name] for row in rows) for key, name in names.items()}
+    return medians(rows, names)
 
 
 if __name__ == "__main__":

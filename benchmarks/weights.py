@@ -10,21 +10,19 @@ changes from version to version, which only delta takes advantage of.
 """
 
 import argparse
-import contextlib
 import itertools
-import json
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import ray
-
+from benchmarks.actors import start_actor, wait_for_all
+from benchmarks.command import BenchmarkParser, report_progress, run_benchmark
 from benchmarks.random_model import SHAPES, write_model
-from benchmarks.weights_actors import Generator, Publisher
+from benchmarks.weights_actors import TIMEOUT_S, Generator, Publisher
+from streamrl.actors.calls import fetch
 from streamrl.actors.cluster import cluster, nothing
 from streamrl.engines.generator_config import generation_env
 from streamrl.placement import PlacementConfig
@@ -35,63 +33,81 @@ WARM_UP_VERSIONS = 3
 
 STORE_VERSIONS = 5
 OTHERS_MB = 512
+START_S = 300.0
+CALL_S = 2 * TIMEOUT_S
+"""Longer than a transport waits for its readers: its own error comes first."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure what is asked for and print the figures."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+def make_parser() -> BenchmarkParser:
+    """Declare sizes, transports and numbers of generators."""
+    parser = BenchmarkParser("weights", __doc__)
     known = [name for name in TRANSPORTS if name != AUTO]
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--transports", nargs="+", default=known, choices=known)
     parser.add_argument("--generators", nargs="+", type=int, default=[1, 2])
     parser.add_argument("--versions", type=int, default=3, help="measured, of each combination")
-    arguments = parser.parse_args(argv)
-    # Standard output is the JSON object alone, whatever the cluster has to say meanwhile.
-    with contextlib.redirect_stdout(sys.stderr):
-        found = {f"{size}M": measure_size(size, arguments) for size in arguments.sizes}
-    print(json.dumps(found, indent=1))
+    parser.set_quick(sizes=[1], generators=[1], versions=1)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure what is named and print the figures."""
+    run_benchmark(make_parser(), measure, argv)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Measure every size."""
+    return {f"{size}M": measure_size(size, arguments) for size in arguments.sizes}
 
 
 def measure_size(millions: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """All transports and numbers of generators for one size of model."""
+    """Measure all transports and numbers of generators for one size of model."""
     store_mb = OTHERS_MB + STORE_VERSIONS * 4 * millions
     placement = PlacementConfig(cpus=8, object_store_mb=store_mb)
     with tempfile.TemporaryDirectory() as folder, cluster(placement, nothing):
         model = write_model(millions, Path(folder) / "model")
-        publisher = Publisher.remote(millions)
+        publisher = start_actor(Publisher, millions, num_cpus=1)
         env = {"env_vars": generation_env("cpu")}
         names = [f"generator-{i}" for i in range(max(arguments.generators))]
-        readers = {name: Generator.options(runtime_env=env).remote() for name in names}
-        ray.get([reader.start.remote(name, model) for name, reader in readers.items()])
+        readers = {n: start_actor(Generator, num_cpus=1, runtime_env=env) for n in names}
+        report_progress(f"{millions}M: starting {len(readers)} vLLM engines")
+        starts = [reader.start.remote(name, model) for name, reader in readers.items()]
+        wait_for_all(starts, "start of the engines", timeout_s=START_S)
         versions = itertools.count()
-        found: dict[str, Any] = {"bytes": ray.get(publisher.num_bytes.remote())}
+        num_bytes = fetch(publisher.num_bytes.remote(), "publisher.num_bytes")
+        found: dict[str, Any] = {"bytes": num_bytes}
         for transport in arguments.transports:
             found[transport] = {}
             for number in arguments.generators:
                 some = dict(list(readers.items())[:number])
                 disk = f"{folder}/{transport}-{number}"
-                ray.get(publisher.use.remote(transport, list(some), disk))
-                ray.get([reader.use.remote(transport) for reader in some.values()])
-                figures = measure(publisher, list(some.values()), versions, arguments.versions)
+                fetch(publisher.use.remote(transport, list(some), disk), "publisher.use")
+                uses = [reader.use.remote(transport) for reader in some.values()]
+                wait_for_all(uses, f"readers of {transport}", timeout_s=CALL_S)
+                figures = measure_transport(
+                    publisher, list(some.values()), versions, arguments.versions
+                )
                 found[transport][f"generators_{number}"] = figures
-                print(f"{millions}M {transport} to {number}: {figures}", file=sys.stderr)
-        ray.get(publisher.end.remote())
+                report_progress(f"{millions}M {transport} to {number}: {figures}")
+        fetch(publisher.end.remote(), "publisher.end")
     return found
 
 
-def measure(
+def measure_transport(
     publisher: Any, readers: Sequence[Any], versions: Iterator[int], number: int
 ) -> dict[str, float]:
-    """Medians over `number` versions at rest, and as many with rollouts running."""
+    """Return medians over `number` versions at rest, and as many with rollouts running."""
     for _ in range(WARM_UP_VERSIONS):
         one_version(publisher, readers, next(versions))
     rows = [one_version(publisher, readers, next(versions)) for _ in range(number)]
     found = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
     found["end_to_end_over_memcpy"] = found["end_to_end_s"] / found["memcpy_s"]
-    ray.get([reader.decode.remote() for reader in readers])
+    decoding = [reader.decode.remote() for reader in readers]
+    wait_for_all(decoding, "generators that begin to decode", timeout_s=CALL_S)
     busy = [one_version(publisher, readers, next(versions)) for _ in range(number)]
     found["pause_s"] = statistics.median(row["pause_s"] for row in busy)
-    steps = ray.get([reader.rest.remote() for reader in readers])
+    resting = [reader.rest.remote() for reader in readers]
+    steps = wait_for_all(resting, "generators that end decoding", timeout_s=CALL_S)
     found["decode_step_s"] = statistics.median(steps)
     found["end_to_end_decoding_s"] = statistics.median(row["end_to_end_s"] for row in busy)
     return found
@@ -99,9 +115,11 @@ def measure(
 
 def one_version(publisher: Any, readers: Sequence[Any], version: int) -> dict[str, float]:
     """Publish a version and have all readers load it; of them the slowest counts."""
-    manifest, publish_s, memcpy_s = ray.get(publisher.publish.remote(version))
+    what = f"version {version}"
+    manifest, publish_s, memcpy_s = fetch(publisher.publish.remote(version), f"publish of {what}")
     published = time.perf_counter()
-    rows = ray.get([reader.pull.remote(manifest) for reader in readers])
+    pulls = [reader.pull.remote(manifest) for reader in readers]
+    rows = wait_for_all(pulls, f"readers of {what}", timeout_s=CALL_S)
     # What the publisher does for the measurement itself is not part of it.
     end_to_end_s = publish_s + time.perf_counter() - published
     slowest = {name: max(row[name] for row in rows) for name in rows[0]}

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
 import torch
 
 from benchmarks.random_model import MAX_LENGTH, make_model
@@ -59,7 +58,6 @@ def inlet_of(transport: str, name: str) -> Inlet:
     return inlets[transport]()
 
 
-@ray.remote
 class Publisher:
     """Has the tensors of a model, and makes versions of them by changing a few elements."""
 
@@ -111,7 +109,6 @@ class Publisher:
             self._outlet = None
 
 
-@ray.remote
 class Generator:
     """An engine that follows the weights, decoding meanwhile if it is told to."""
 

@@ -5,11 +5,12 @@ are searches, which take about a minute together; all others take seconds.
 """
 
 import argparse
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
+from benchmarks.command import BenchmarkParser, run_benchmark
 from benchmarks.published import flexrlhf, hybridflow, nemo, real, verl
 from benchmarks.published.rows import Row, summary, table
 from streamrl.placement.costs import Constants
@@ -32,34 +33,41 @@ OTHERS = {"verl": {"Megatron": verl.of_engine(megatron=True)}}
 """Of a source's other engines."""
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Print all points of the sources asked for."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--only", default=",".join(SOURCES), help="sources, separated by commas")
+def make_parser() -> BenchmarkParser:
+    """Declare the sources, and how their points are printed."""
+    parser = BenchmarkParser("published", __doc__)
+    parser.add_argument("--only", nargs="+", default=list(SOURCES), choices=SOURCES, help="sources")
     parser.add_argument("--markdown", action="store_true", help="tables instead of JSON")
     parser.add_argument("--into", type=Path, metavar="PAGE", help="write the tables there")
-    arguments = parser.parse_args(argv)
-    chosen = arguments.only.split(",")
-    for name in chosen:
-        if name not in SOURCES:
-            parser.error(f"--only {name}: must be of {', '.join(SOURCES)}")
-    found = {name: list(SOURCES[name]()) for name in chosen}
-    if arguments.into:
-        page = arguments.into.read_text()
-        for name, rows in found.items():
-            page = replaced(page, name, markdown(name, rows))
-        arguments.into.write_text(page)
+    parser.set_quick(only=["hybridflow", "flexrlhf"])
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Print all points of the sources that are named."""
+    parser = make_parser()
+    arguments = parser.parse(argv)
+    if not arguments.into and not arguments.markdown:
+        run_benchmark(parser, measure, argv)
         return
-    if arguments.markdown:
-        print("\n\n".join(markdown(name, rows) for name, rows in found.items()))
+    tables = {name: markdown(name, list(SOURCES[name]())) for name in arguments.only}
+    if not arguments.into:
+        print("\n\n".join(tables.values()))
         return
-    every = [row for rows in found.values() for row in rows]
-    told = {
+    page = arguments.into.read_text()
+    for name, text in tables.items():
+        page = replaced(page, name, text)
+    arguments.into.write_text(page)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Predict every point of the sources that are named."""
+    every = [row for name in arguments.only for row in SOURCES[name]()]
+    return {
         "points": [row.to_dict() for row in every],
-        "constants": {name: changed(CONSTANTS[name], Constants()) for name in chosen},
+        "constants": {name: changed(CONSTANTS[name], Constants()) for name in arguments.only},
         "summary": summary(every),
     }
-    print(json.dumps(told, indent=1))
 
 
 def markdown(name: str, rows: Sequence[Row]) -> str:

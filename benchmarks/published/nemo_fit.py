@@ -4,19 +4,22 @@ Least squares of logarithms over synchronous steps, nothing else. Prints the con
 every step, printed and as they say.
 """
 
-import json
+import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares
 
+from benchmarks.command import BenchmarkParser, report_progress, run_benchmark
 from benchmarks.published.nemo import CONSTANTS, is_fitted, step_s
 from benchmarks.published.points import NEMO
 from streamrl.messages import Array
 from streamrl.placement.costs import Constants
 
+MOST_EVALUATIONS = 100
 NAMES = ("expert_layer_s", "train_step_s", "network_hop_s")
 
 
@@ -32,19 +35,36 @@ def errors(constants: Constants) -> Iterator[float]:
             yield math.log(step_s(run, constants) / run.step_s)
 
 
-def fit() -> Constants:
-    """Those with the least squares, looked for from those there are."""
+def fit(most: int = MOST_EVALUATIONS) -> Constants:
+    """Find the constants with the least squares, in at most so many evaluations."""
     start = np.log([vars(CONSTANTS)[name] for name in NAMES])
     found = least_squares(
-        lambda logarithms: list(errors(of_logarithms(logarithms))), start, diff_step=0.01
+        lambda logarithms: list(errors(of_logarithms(logarithms))),
+        start,
+        diff_step=0.01,
+        max_nfev=most,
     )
     return of_logarithms(found.x)
 
 
-def main() -> None:
+def make_parser() -> BenchmarkParser:
+    """Declare how long is fitted."""
+    parser = BenchmarkParser("nemo_fit", __doc__)
+    parser.add_argument("--evaluations", type=int, default=MOST_EVALUATIONS, help="at most")
+    parser.set_quick(evaluations=1)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Fit, and print what comes of it."""
-    constants = fit()
-    told = {
+    run_benchmark(make_parser(), measure, argv)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Fit, and predict every step that is fitted."""
+    report_progress(f"least squares, at most {arguments.evaluations} evaluations")
+    constants = fit(arguments.evaluations)
+    return {
         "constants": {name: vars(constants)[name] for name in NAMES},
         "steps": {
             f"{run.model}, {run.gpus} {run.device}": [
@@ -56,7 +76,6 @@ def main() -> None:
         },
         "squares": sum(error**2 for error in errors(constants)),
     }
-    print(json.dumps(told, indent=1))
 
 
 if __name__ == "__main__":

@@ -4,14 +4,16 @@ Least squares of logarithms over the printed parts of synchronous steps, nothing
 calibration found, and every part, printed and as it says.
 """
 
-import json
+import argparse
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 from scipy.optimize import least_squares
 
+from benchmarks.command import BenchmarkParser, report_progress, run_benchmark
 from benchmarks.published.batches import calls_s
 from benchmarks.published.points import VERL, VerlRun
 from benchmarks.published.verl import (
@@ -76,20 +78,34 @@ def errors(calibrated: Calibration) -> Iterator[float]:
                 yield math.log(predicted / printed)
 
 
-def fit(start: Calibration = CALIBRATED) -> Calibration:
-    """The calibration with the least squares, looked for from there."""
+def fit(start: Calibration = CALIBRATED, most: int = MOST_EVALUATIONS) -> Calibration:
+    """Find the calibration with the least squares, from `start`, in at most so many evaluations."""
 
     def missed(logarithms: Array) -> Sequence[float]:
         return list(errors(of_logarithms(logarithms)))
 
-    found = least_squares(missed, to_logarithms(start), diff_step=0.01, max_nfev=MOST_EVALUATIONS)
+    found = least_squares(missed, to_logarithms(start), diff_step=0.01, max_nfev=most)
     return of_logarithms(found.x)
 
 
-def main() -> None:
+def make_parser() -> BenchmarkParser:
+    """Declare how long is fitted."""
+    parser = BenchmarkParser("verl_fit", __doc__)
+    parser.add_argument("--evaluations", type=int, default=MOST_EVALUATIONS, help="at most")
+    parser.set_quick(evaluations=1)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
     """Fit, and print what comes of it."""
-    found = fit()
-    told = {
+    run_benchmark(make_parser(), measure, argv)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Fit, and predict every part that is fitted."""
+    report_progress(f"least squares, at most {arguments.evaluations} evaluations")
+    found = fit(most=arguments.evaluations)
+    predicted = {
         f"{run.name}, {run.train} H20": {
             name: [printed, round(predicted, 1)]
             for name, (printed, predicted) in parts(run, found).items()
@@ -98,7 +114,7 @@ def main() -> None:
         if is_fitted(run)
     }
     squares = sum(error**2 for error in errors(found))
-    print(json.dumps({"calibration": asdict(found), "parts": told, "squares": squares}, indent=1))
+    return {"calibration": asdict(found), "parts": predicted, "squares": squares}
 
 
 if __name__ == "__main__":

@@ -101,14 +101,19 @@ def steps_of(loop: Loop, there: Stage) -> Iterator[Mapping[str, float]]:
         group.close()
 
 
-def main(loop: Loop, recipe: str, *overrides: str) -> None:
-    """Run a loop from the command line; a line for every step."""
-    parser = argparse.ArgumentParser(description=loop.__doc__)
+def make_parser(recipe: str = "", description: str | None = None) -> argparse.ArgumentParser:
+    """Declare the options of a loop."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--config", default=recipe, help=f"a run's YAML ({recipe})")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps (30)")
     parser.add_argument("--workers", type=int, default=2, help="data-parallel workers (2)")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of the config")
-    given = parser.parse_intermixed_args()
+    return parser
+
+
+def main(loop: Loop, recipe: str, *overrides: str) -> None:
+    """Run a loop from the command line; a line for every step."""
+    given = make_parser(recipe, loop.__doc__).parse_intermixed_args()
     # Tensor parallelism is checked against them.
     ranks = f"trainer.world_size={max(1, given.workers)}"
     asked = (ranks, f"run.steps={given.steps}", *given.overrides)

@@ -1,0 +1,40 @@
+"""Peers to measure beside streamrl: packages of the environment that `make parity` installs."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.command import ROOT, BenchmarkError
+from streamrl.errors import StreamError
+
+PARITY = ROOT / ".venv-parity"
+
+
+def attempt(measure: Callable[[], dict[str, float]]) -> dict[str, Any]:
+    """Return a peer's figures, or {"error": why there are none}."""
+    try:
+        return dict(measure())
+    except StreamError as error:
+        return {"error": str(error).partition("\n")[0]}
+
+
+def parity_python() -> Path:
+    """Return the Python that imports the peers. Raises BenchmarkError if there is none."""
+    return _installed(PARITY / "bin" / "python")
+
+
+def parity_packages(package: str) -> Path:
+    """Return the folder of installed packages, for a process of `.venv` to import a peer from.
+
+    Raises BenchmarkError if the peer is not there.
+    """
+    folders = sorted(PARITY.glob("lib/python3.*/site-packages"))
+    return _installed(*(folder / package for folder in folders[:1])).parent
+
+
+def _installed(*paths: Path) -> Path:
+    for path in paths:
+        if os.path.lexists(path):
+            return path
+    raise BenchmarkError(f"{PARITY.name} has no such peer: install it with `make parity`")

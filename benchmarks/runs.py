@@ -1,0 +1,49 @@
+"""Whole runs, played for a benchmark: their steps as rows of metrics."""
+
+import json
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.command import ROOT, run_command
+from streamrl.actors.engine_factory import EngineFactory
+from streamrl.cli.train import train
+from streamrl.config import RunConfig, load_config
+
+RECIPE = ROOT / "configs" / "grpo_arithmetic.yaml"
+QUIET = (
+    "telemetry.console=none",
+    "telemetry.wandb.mode=disabled",
+    "checkpoint.at_end=false",
+    "evaluation.at_start=false",
+    "evaluation.at_end=false",
+)
+"""Settings of a run that does nothing beside its steps."""
+MAKE_S = 900.0
+
+Row = Mapping[str, Any]
+
+
+def make_arithmetic() -> None:
+    """Make the data and the base model of the arithmetic task, unless they are there."""
+    script = ROOT / "examples" / "arithmetic" / "make.py"
+    run_command([sys.executable, str(script)], "making the arithmetic task", timeout_s=MAKE_S)
+
+
+def load_quiet(recipe: Path, settings: Sequence[str]) -> RunConfig:
+    """Load a recipe with these settings, for a run that does nothing beside its steps."""
+    return load_config(recipe, [*QUIET, *settings])
+
+
+def play(config: RunConfig, engines: EngineFactory, *, skip: int = 0) -> list[Row]:
+    """Train, and return the metrics of each step but the first `skip`."""
+    train(config, None, engines)
+    lines = (config.run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines][skip:]
+
+
+def medians(rows: Sequence[Row], names: Mapping[str, str]) -> dict[str, float]:
+    """Return, by figure, the median over steps of the metric that it names."""
+    return {figure: statistics.median(row[name] for row in rows) for figure, name in names.items()}

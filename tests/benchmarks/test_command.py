@@ -1,0 +1,80 @@
+"""The command line that benchmarks share: options, figures, and how a failure ends one."""
+
+import argparse
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from benchmarks.command import BenchmarkError, BenchmarkParser, run_benchmark, run_command
+from streamrl.errors import ConfigError
+
+
+def make_parser() -> BenchmarkParser:
+    parser = BenchmarkParser("sample", "A sample.\n\nMore of it.")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.set_quick(steps=2, seeds=[0])
+    return parser
+
+
+def measure(arguments: argparse.Namespace) -> Mapping[str, Any]:
+    print("a word of the cluster")
+    return {"steps": arguments.steps}
+
+
+@pytest.mark.parametrize(
+    ("words", "steps", "seeds"),
+    [
+        ([], 20, [0, 1]),
+        (["--quick"], 2, [0]),
+        (["--quick", "--steps", "5"], 5, [0]),
+        (["--steps", "5", "--quick"], 5, [0]),
+    ],
+)
+def test_quick_sets_defaults_and_options_override_them(
+    words: list[str], steps: int, seeds: list[int]
+) -> None:
+    parsed = make_parser().parse(words)
+    assert (parsed.steps, parsed.seeds) == (steps, seeds)
+
+
+def test_standard_output_is_one_object_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    run_benchmark(make_parser(), measure, ["--json"])
+    said = capsys.readouterr()
+    assert json.loads(said.out) == {"steps": 20} and said.out.count("\n") == 1
+    assert said.err == "a word of the cluster\n"
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (BenchmarkError("a flow: not done\ntraceback"), 1, "sample: a flow: not done\n"),
+        (ConfigError("steps=0: too few"), 2, "sample: steps=0: too few (see sample --help)\n"),
+    ],
+)
+def test_a_failure_is_one_line_and_an_exit_code(
+    error: Exception, code: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(arguments: argparse.Namespace) -> Mapping[str, Any]:
+        raise error
+
+    with pytest.raises(SystemExit) as ended:
+        run_benchmark(make_parser(), fail, [])
+    said = capsys.readouterr()
+    assert (ended.value.code, said.err, said.out) == (code, line, "")
+
+
+@pytest.mark.parametrize(
+    ("words", "rule"),
+    [
+        (["sleep", "60"], "a command: not done after 0.2 s"),
+        (["sh", "-c", "echo why >&2; exit 3"], "a command: why"),
+        (["sh", "-c", "exit 3"], "a command: exit code 3"),
+        (["no-such-command"], "a command: .*No such file"),
+    ],
+)
+def test_a_command_that_fails_or_hangs_is_an_error(words: list[str], rule: str) -> None:
+    with pytest.raises(BenchmarkError, match=rule):
+        run_command(words, "a command", timeout_s=0.2 if words[0] == "sleep" else 30.0)

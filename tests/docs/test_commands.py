@@ -1,0 +1,124 @@
+"""Every command that README, docs and examples show exists; those that take seconds are run."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from streamrl.cli.main import main
+from tests.calibration.runs import play, recipe, write_run
+from tests.docs.commands import (
+    PAGES,
+    ROOT,
+    Command,
+    CommandError,
+    all_commands,
+    check,
+    find_commands,
+)
+
+SECONDS = ("doctor", "rewards", "algorithms", "graph", "data", "score", "report", "calibrate")
+"""Subcommands that need neither a cluster nor an engine, nor minutes."""
+COMMANDS = list(all_commands())
+
+
+def is_run(command: Command) -> bool:
+    """Whether a test runs this one: a whole command line that takes seconds, as it stands."""
+    program, name, *_ = command.words
+    return (
+        program == "streamrl"
+        and name in SECONDS
+        and command.is_literal
+        and not command.is_mention
+        # Another page has this one with a machine of one's own.
+        and "my.yaml" not in command.words
+    )
+
+
+RUN = list(dict.fromkeys(command for _, command in COMMANDS if is_run(command)))
+
+
+def test_every_command_of_the_docs_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    wrong = []
+    for page, command in COMMANDS:
+        try:
+            check(command)
+        except CommandError as error:
+            wrong.append(f"{page}: {error}")
+    assert not wrong
+
+
+def test_commands_are_found_on_the_pages_that_show_them() -> None:
+    pages = {page for page, _ in COMMANDS}
+    assert {"README.md", "docs/planning.md", "docs/queue.md", "examples/code/README.md"} <= pages
+    assert len(COMMANDS) > 70 and len(pages) < len(PAGES)
+    assert {command.words[1] for command in RUN} == set(SECONDS)
+
+
+@pytest.fixture
+def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that holds the files that pages name, and the repository's."""
+    for name in ("configs", "examples"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    rows = [{"prompt": f"{n}+1=", "ground_truth": str(n + 1)} for n in range(8)]
+    outs = [{"index": n, "completion": str(n + 1)} for n in range(8)]
+    for name, lines in (("rows.jsonl", rows), ("outs.jsonl", outs)):
+        (tmp_path / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (tmp_path / "my_reward.py").write_text(
+        "def score(prompt, completion):\n    return float(completion == prompt.ground_truth)\n"
+    )
+    model = tmp_path / "path" / "to" / "a"
+    model.mkdir(parents=True)
+    (model / "model").symlink_to(ROOT / "examples" / "arithmetic" / "build" / "base_model")
+    config = recipe(tmp_path)
+    write_run(tmp_path / "runs" / "mine", config, play(config))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.usefixtures("workspace")
+@pytest.mark.parametrize("command", RUN, ids=map(str, RUN))
+def test_a_command_of_the_docs_runs(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(command.words[1:])
+    said = capsys.readouterr()
+    # Whether a run could start here is a thing of the machine.
+    assert code in ((0, 1) if command.words[1] == "doctor" else (0,)), said.err
+    assert said.out.strip() or "--svg" in command.words
+
+
+@pytest.mark.slow
+def test_the_readmes_plan_is_made_and_simulated(workspace: Path) -> None:
+    shown = find_commands((ROOT / "README.md").read_text())
+    for name in ("plan", "simulate"):
+        (command,) = [one for one in shown if one.words[:2] == ("streamrl", name)]
+        assert main(command.words[1:]) == 0
+    assert (workspace / "plan.yaml").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        (
+            "```\nstreamrl trian configs/grpo_arithmetic.yaml\n```",
+            "trian .*: there is no such command",
+        ),
+        ("```\n$ streamrl doctor --loud\n```", "unrecognized arguments: --loud"),
+        ("```\nstreamrl train configs/none.yaml\n```", "there is no configs/none.yaml"),
+        ("```\nstreamrl train my.yaml trainer.learning=1\n```", "learning"),
+        ("```\nstreamrl score rows.jsonl \\\n  --reward exact\n```", "are required: --completions"),
+        ("use `python -m benchmarks.none`", "there is no such module"),
+        ("use `python -m benchmarks.queue --sizes many`", "invalid int value"),
+        ("use `python -m examples.own_loop.ppo --stepz 3`", "unrecognized arguments"),
+        ("use `make tests`", "make tests: there is no such target"),
+        ("use `.venv/bin/python examples/<task>/none.py`", "there is no examples/<task>/none.py"),
+        ("use `streamrl scale --generatorz`", "there is no --generatorz"),
+    ],
+)
+def test_a_command_that_does_not_exist_is_found(
+    text: str, rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    (command,) = find_commands(text)
+    with pytest.raises(CommandError, match=rule):
+        check(command)
