@@ -35,9 +35,15 @@ from typing import Any
 
 import yaml
 
-from benchmarks.overlap import QUIET, ROOT
+from benchmarks.command import (
+    ROOT,
+    BenchmarkError,
+    BenchmarkParser,
+    report_progress,
+    run_benchmark,
+)
 from benchmarks.process_tree import ProcessTree
-from streamrl.cli.main import OneLineParser
+from benchmarks.runs import QUIET, make_arithmetic
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
 from streamrl.telemetry.sinks import METRICS_FILE, read_jsonl
@@ -73,7 +79,7 @@ QUICK = {
 Figures = dict[str, float]
 
 
-class RunError(RuntimeError):
+class RunError(BenchmarkError):
     """A run that failed, or did not end in time."""
 
 
@@ -135,33 +141,14 @@ class Length:
     warm_up: int
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> None:
     """Make all runs and print the figures."""
-    parser = make_parser()
-    arguments = parser.parse_args(argv)
-    least = arguments.warm_up + 2
-    for name, bound in (("rounds", 1), ("steps", least), ("warm_up", 1), ("max_staleness", 0)):
-        if (given := vars(arguments)[name]) is not None and given < bound:
-            parser.error(f"--{name.replace('_', '-')}={given}: must be at least {bound}")
-    if not arguments.python.is_file():
-        parser.error(f"{arguments.python} is missing: `make parity-env` builds it")
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            found = {
-                name: measure(Path(folder) / name, name, arguments) for name in arguments.tasks
-            }
-        except (RunError, ConfigError) as error:
-            print(f"trl: {error}", file=sys.stderr)
-            return 1
-    print(json.dumps({"cores": os.cpu_count(), **found}, indent=1))
-    return 0
+    run_benchmark(make_parser(), measure, argv)
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
-    parser = OneLineParser(
-        prog="python -m benchmarks.trl", description=(__doc__ or "").splitlines()[0]
-    )
+def make_parser() -> BenchmarkParser:
+    """Declare the tasks, and how often and how long each system trains on them."""
+    parser = BenchmarkParser("trl", __doc__)
     parser.add_argument("--tasks", nargs="+", choices=list(STEPS), default=list(STEPS))
     parser.add_argument("--rounds", type=int, default=2, help="runs of each system (2)")
     parser.add_argument("--steps", type=int, help="steps of each run (demo 30, long_tailed 10)")
@@ -171,32 +158,42 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-staleness", type=int, help="of streamrl (1, as in the recipes)")
     parser.add_argument("--deadline", type=float, default=600.0, help="of each run, s (600)")
     parser.add_argument("--python", type=Path, default=PARITY_PYTHON, help="TRL's Python")
-    parser.add_argument(
-        "--quick",
-        action="store_true",
-        help="one round of 3 steps, the long-tailed task with 16 rollouts of 32 tokens",
-    )
+    parser.set_quick(rounds=1, steps=3, warm_up=1)
     return parser
 
 
-def measure(folder: Path, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    """Figures of both systems on one task, and the ratios."""
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of each task. Raises ConfigError and RunError."""
+    least = arguments.warm_up + 2
+    for name, bound in (("rounds", 1), ("steps", least), ("warm_up", 1), ("max_staleness", 0)):
+        if (given := vars(arguments)[name]) is not None and given < bound:
+            raise ConfigError(f"--{name.replace('_', '-')}={given}: must be at least {bound}")
+    if not arguments.python.is_file():
+        raise ConfigError(f"{arguments.python} is missing: `make parity-env` builds it")
+    with tempfile.TemporaryDirectory() as folder:
+        found = {
+            name: measure_task(Path(folder) / name, name, arguments) for name in arguments.tasks
+        }
+    return {"cores": os.cpu_count(), **found}
+
+
+def measure_task(folder: Path, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the figures of both systems on one task, and the ratios."""
     folder.mkdir()
-    quick = arguments.quick
-    task = TASKS[name](folder, QUICK.get(name, []) if quick else [])
+    task = TASKS[name](folder, QUICK.get(name, []) if arguments.quick else [])
     if arguments.max_staleness is not None:
         bound = f"pipeline.max_staleness={arguments.max_staleness}"
         task = replace(task, overrides=[*task.overrides, bound])
-    length = Length(3, 1) if quick else Length(arguments.steps or STEPS[name], arguments.warm_up)
+    length = Length(arguments.steps or STEPS[name], arguments.warm_up)
     systems: Mapping[str, Callable[[Task, int, Path], Launch]] = {
         STREAMRL: launch_streamrl,
         TRL: partial(launch_trl, python=arguments.python),
     }
     rounds: list[dict[str, Figures]] = []
-    for i in range(1 if quick else arguments.rounds):
+    for i in range(arguments.rounds):
         figures = {}
         for system, launch in systems.items():
-            print(f"{name}, round {i + 1}: {system}", file=sys.stderr, flush=True)
+            report_progress(f"{name}, round {i + 1}: {system}")
             own = folder / f"{system}-{i}"
             own.mkdir()
             command = launch(task, length.steps, own)
@@ -215,9 +212,7 @@ def measure(folder: Path, name: str, arguments: argparse.Namespace) -> dict[str,
 
 def make_demo(folder: Path, overrides: Sequence[str]) -> Task:
     """The demo's task; its base model is made if it is missing."""
-    make = [sys.executable, str(ROOT / "examples" / "arithmetic" / "make.py")]
-    if subprocess.run(make, stdout=sys.stderr, check=False).returncode:
-        raise RunError("examples/arithmetic/make.py failed")
+    make_arithmetic()
     return Task(DEMO, overrides, ROOT / "examples" / "arithmetic" / "build" / "train.jsonl")
 
 
@@ -382,4 +377,4 @@ def ratios(ours: Figures, peer: Figures) -> Figures:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
