@@ -339,7 +339,7 @@ def test_the_queue_spans_two_nodes_and_outlives_one(nodes: Nodes, tmp_path: Path
     actors: dict[str, Any] = {}
 
     def create(name: str, actor_class: Any, arguments: Any, *, options: Any) -> Any:
-        actors[name] = actor_class.options(**options).remote(*arguments)
+        actors[name] = ray.remote(actor_class).options(num_cpus=0, **options).remote(*arguments)
         return actors[name]
 
     plans = {

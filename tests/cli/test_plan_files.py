@@ -90,7 +90,8 @@ def test_what_would_take_hours_is_refused_before_it_begins(
     # What is played as a whole is known only when it is planned.
     monkeypatch.setattr("streamrl.cli.problem.HOUR_S", 0.1)
     monkeypatch.setattr("streamrl.cli.plan.play", None)
-    error = refusal(capsys, "plan", *SMALL, "--max-staleness", "0")
+    groups = "pipeline.groups_per_step=64"
+    error = refusal(capsys, "plan", *SMALL, groups, "--max-staleness", "0")
     assert "pipeline.groups_per_step=64, algorithm.group_size=8: about" in error
 
 
