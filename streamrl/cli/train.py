@@ -207,7 +207,7 @@ def _resumed(path: Path, words: Sequence[str]) -> tuple[RunConfig, ResumePoint]:
     resume = find_resume_point(path)
     checkpoint, folder = resume.checkpoint, resume.run_dir
     config = load_config(folder / "config.yaml", words)
-    _check_same_run(load_config(folder / "config.yaml"), config)
+    _check_same_run(load_config(folder / "config.yaml", is_rehearsed=True), config)
     if checkpoint is not None:
         _check_parts(checkpoint, [call.role for call in config.dataflow.of_kind(Kind.TRAIN)])
         _check_reference(checkpoint, config.reference.every)
