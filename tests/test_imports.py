@@ -159,7 +159,9 @@ def test_a_run_whose_sizes_are_told_is_planned_and_simulated_without_transformer
 def test_what_a_driver_asks_of_a_model_loads_no_model_classes(tmp_path: Path) -> None:
     path = save(tiny_model(tied=True, seed=0, kv_heads=2), tmp_path)
     program = f"""
+        import streamrl.actors.session
         import streamrl.cli.train
+        import streamrl.preflight
         from streamrl.data import load_tokenizer, load_vocab_size
         from streamrl.engines.outline import num_trained_of
         from streamrl.engines.trainer_config import TrainerConfig
