@@ -69,7 +69,7 @@ def look() -> Machine:
 def _gpus() -> list[str]:
     """Names of the GPUs that PyTorch can use; none without PyTorch."""
     # PyTorch takes a second to import, and finds none where there is no driver.
-    if not _has_gpu_files(Path("/dev")):
+    if not has_gpu_files(Path("/dev")):
         return []
     try:
         import torch
@@ -79,7 +79,8 @@ def _gpus() -> list[str]:
     return [torch.cuda.get_device_name(i) for i in range(count)]
 
 
-def _has_gpu_files(devices: Path) -> bool:
+def has_gpu_files(devices: Path) -> bool:
+    """Tell whether a GPU's driver has a device file in this folder."""
     return any(any(devices.glob(pattern)) for pattern in GPU_FILES)
 
 
