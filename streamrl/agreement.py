@@ -26,7 +26,7 @@ def check_agreement(config: "RunConfig") -> None:
         raise ConfigError(reason)
     _check_costs(config)
     _check_critic(config)
-    _check_row(config)
+    _check_columns(config)
     _check_pools(config)
     _check_reference(config)
     if bool(config.algorithm.ptx_coef) != bool(config.data.pretrain):
@@ -187,13 +187,20 @@ def _check_critic(config: "RunConfig") -> None:
         )
 
 
-def _check_row(config: "RunConfig") -> None:
-    # It computes; who is given a config that was checked elsewhere does not.
-    from streamrl.algorithms.rehearsal import rehearse, settings_read
-
+def _check_columns(config: "RunConfig") -> None:
     try:
         # A column that nobody makes is told here.
         dataflow_for(columns_needed(config.algorithm.row, config.settings))
+    except (AlgorithmError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+
+
+def check_algorithm(config: "RunConfig") -> None:
+    """Raise ConfigError if the algorithm fails on a made-up step, or ignores a setting."""
+    # It computes, and torch takes a second to import.
+    from streamrl.algorithms.rehearsal import rehearse, settings_read
+
+    try:
         rehearse(config.algorithm.row, config.settings)
     except (AlgorithmError, ValueError) as error:
         raise ConfigError(str(error)) from error

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from streamrl.agreement import apart, check_agreement
+from streamrl.agreement import apart, check_agreement, check_algorithm
 from streamrl.algorithms.algorithm import Settings
 from streamrl.algorithms.columns import columns_needed
 from streamrl.algorithms.config import AlgorithmConfig
@@ -196,21 +196,59 @@ class RunConfig:
         return needed if self.queue.capacity_groups is None else self.queue.capacity_groups
 
 
-def load_config(path: Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(
+    path: Path, overrides: Sequence[str] = (), *, is_rehearsed: bool = False
+) -> RunConfig:
     """Read a YAML file and key=value overrides into a checked RunConfig.
+
+    `is_rehearsed`: the algorithm was tried on a made-up step as the run began, and is not again.
 
     Raises ConfigError: one line with the key, the value and the rule, or the nearest right key.
     """
-    return configure(_read_config(path), overrides, place=str(path))
+    return configure(_read_config(path), overrides, place=str(path), is_rehearsed=is_rehearsed)
 
 
-def configure(settings: DictConfig, overrides: Sequence[str] = (), *, place: str) -> RunConfig:
+def configure(
+    settings: DictConfig,
+    overrides: Sequence[str] = (),
+    *,
+    place: str,
+    is_rehearsed: bool = False,
+) -> RunConfig:
     """The same of settings that are read already; `place` is where they come from."""
     for override in overrides:
         _apply_override(settings, override)
     config = resolve(settings, place=place)
+    if not is_rehearsed:
+        check_algorithm(config)
     _make_paths_absolute(config)
     return config
+
+
+def with_settings(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:
+    """The config of the same algorithm with some settings changed, by their dotted keys.
+
+    Raises ConfigError if they disagree with others.
+    """
+    changed = _replaced(config, settings)
+    assert isinstance(changed, RunConfig)
+    return changed
+
+
+def _replaced(part: Any, settings: Mapping[str, Any]) -> Any:
+    """A dataclass, or a mapping of overrides, with some of its values changed at once."""
+    values: dict[str, Any] = {}
+    inside: dict[str, dict[str, Any]] = {}
+    for key, value in settings.items():
+        name, dot, rest = key.partition(".")
+        if dot:
+            inside.setdefault(name, {})[rest] = value
+        else:
+            values[name] = value
+    if isinstance(part, Mapping):
+        return {**part, **values}
+    values |= {name: _replaced(vars(part)[name], own) for name, own in inside.items()}
+    return dataclasses.replace(part, **values)
 
 
 def resolve(settings: DictConfig, *, place: str) -> RunConfig:
@@ -285,6 +323,8 @@ _OPEN = {"rewards": RewardConfig, "costs": RewardConfig, "filter": FilterConfig}
 
 def _overlaid(config: TrainerConfig, changes: Mapping[str, Any], *, section: str) -> TrainerConfig:
     """The settings with some changed; a wrong one is named as part of `section`."""
+    if not changes:
+        return config
     for name, value in changes.items():
         if name not in vars(config):
             near = difflib.get_close_matches(name, vars(config), n=1, cutoff=0.0)[0]

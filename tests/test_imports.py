@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 from streamrl.config import load_config
+from tests.calibration.runs import play, recipe, write_run
 from tests.engines.tiny_qwen import save, tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -137,6 +138,39 @@ def test_rules_score_without_torch(tmp_path: Path) -> None:
     assert loaded(program, "torch", "transformers") == ["transformers"]
 
 
+def test_the_help_of_every_command_and_doctor_load_no_library_of_a_run() -> None:
+    program = """
+        import contextlib, io
+        from streamrl.cli.main import COMMANDS, main
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            for command in COMMANDS:
+                try:
+                    main([command, "--help"])
+                except SystemExit as ended:
+                    assert ended.code == 0
+            main(["doctor"])
+        assert printed.getvalue().count("usage: streamrl") == len(COMMANDS)
+        assert "would run" in printed.getvalue()
+    """
+    # Doctor has to ask torch where there may be a GPU.
+    may = ["torch"] if any(Path("/dev").glob("nvidia*")) else []
+    libraries = ("torch", "scipy", "transformers", "ray", "deepspeed", "vllm")
+    assert set(loaded(program, *libraries)) <= set(may)
+
+
+def test_a_run_is_reported_on_without_torch(tmp_path: Path) -> None:
+    """Its algorithm was tried as the run began."""
+    config = recipe(tmp_path)
+    run_dir = write_run(tmp_path / "run", config, play(config))
+    program = f"""
+        from streamrl.cli.main import main
+        assert main(["report", {str(run_dir)!r}]) == 0
+        assert main(["report", "--ledger", {str(run_dir)!r}]) == 0
+    """
+    # Scipy fits what the advice is made of.
+    assert loaded(program, "torch", "scipy", "transformers", "ray") == ["scipy"]
+
+
 def test_a_run_whose_sizes_are_told_is_planned_and_simulated_without_transformers(
     tmp_path: Path,
 ) -> None:
@@ -159,7 +193,9 @@ def test_a_run_whose_sizes_are_told_is_planned_and_simulated_without_transformer
 def test_what_a_driver_asks_of_a_model_loads_no_model_classes(tmp_path: Path) -> None:
     path = save(tiny_model(tied=True, seed=0, kv_heads=2), tmp_path)
     program = f"""
+        import streamrl.actors.session
         import streamrl.cli.train
+        import streamrl.preflight
         from streamrl.data import load_tokenizer, load_vocab_size
         from streamrl.engines.outline import num_trained_of
         from streamrl.engines.trainer_config import TrainerConfig

@@ -3,15 +3,18 @@
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from streamrl.calibration.fit import fit
 from streamrl.calibration.measured import Measured
 from streamrl.calibration.prediction import Figures, PlannedRun, predict
-from streamrl.config import RunConfig, load_config
+from streamrl.config import RunConfig, with_settings
 from streamrl.dataflow import COST, CRITIC, MOVED, REWARD
 from streamrl.errors import ConfigError
 from streamrl.placement import Cluster, Timings
 
+STEPS = 20
+"""Steps of each simulation: more change what a setting makes of a step by less than 1 % of it."""
 LEAST_ERROR = 0.02
 """What a simulation says is never taken for better than this."""
 
@@ -73,13 +76,13 @@ def advise(measured: Measured, cluster: Cluster | None = None) -> Advice:
     """
     planned = PlannedRun.of(measured, measured.config, cluster)
     timings = fit(measured, planned.base).timings
-    simulated = predict(planned, timings)
+    simulated = predict(planned, timings, steps=STEPS)
     options = []
     for what, settings in ways(measured.config):
         figures = _tried(measured, settings, timings, cluster)
         if figures is not None:
             change = figures.step_s / simulated.step_s - 1
-            options.append(Option(what, settings, figures, change))
+            options.append(Option(what, _overrides(settings), figures, change))
     options.sort(key=lambda option: option.figures.step_s)
     return Advice(Figures.of(measured), simulated, loads(measured), options)
 
@@ -94,16 +97,16 @@ def loads(measured: Measured) -> list[StageLoad]:
     return sorted(found, key=lambda load: -load.busy)
 
 
-def ways(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+def ways(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """One replica more of each stage, other splits of the same devices, other bounds."""
     keys = _replicas(config)
     for what, (key, count, unit) in keys.items():
-        yield f"one more {what}", (f"{key}={count + unit}",)
+        yield f"one more {what}", {key: count + unit}
     yield from _splits(config)
     bound = config.pipeline.max_staleness
     for other in (bound - 1, bound + 1, bound + 2):
         if other >= 0:
-            settings = (f"pipeline.max_staleness={other}", "pipeline.depth=null")
+            settings = {"pipeline.max_staleness": other, "pipeline.depth": None}
             yield f"staleness up to {other}", settings
 
 
@@ -135,7 +138,7 @@ def _replicas(config: RunConfig) -> Mapping[str, tuple[str, int, int]]:
     return found
 
 
-def _splits(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _splits(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """The same devices for generators and policy, shared out otherwise."""
     generator, trainer = config.generator, config.trainer
     if config.placement.shared:
@@ -143,13 +146,13 @@ def _splits(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
             half = trainer.world_size // 2
             yield (
                 "devices of their own for generators and policy",
-                (
-                    "placement.mode=disaggregated",
-                    "placement.pools=[]",
-                    "placement.memory_mb=null",
-                    f"generator.replicas={trainer.world_size - half}",
-                    f"trainer.world_size={half}",
-                ),
+                {
+                    "placement.mode": "disaggregated",
+                    "placement.pools": [],
+                    "placement.memory_mb": None,
+                    "generator.replicas": trainer.world_size - half,
+                    "trainer.world_size": half,
+                },
             )
         return
     if max(generator.tensor_parallel, trainer.tensor_parallel) > 1:
@@ -162,21 +165,26 @@ def _splits(config: RunConfig) -> Iterator[tuple[str, tuple[str, ...]]]:
         if 0 < replicas < devices:
             yield (
                 what,
-                (f"generator.replicas={replicas}", f"trainer.world_size={devices - replicas}"),
+                {"generator.replicas": replicas, "trainer.world_size": devices - replicas},
             )
     yield (
         "generators and policy on the same devices",
-        ("placement.mode=colocated", f"trainer.world_size={devices}"),
+        {"placement.mode": "colocated", "trainer.world_size": devices},
     )
 
 
 def _tried(
-    measured: Measured, settings: Sequence[str], timings: Timings, cluster: Cluster | None
+    measured: Measured, settings: Mapping[str, Any], timings: Timings, cluster: Cluster | None
 ) -> Figures | None:
     """What a simulation says; None of what no run could be, or has no room."""
     try:
-        config = load_config(measured.run_dir / "config.yaml", settings)
+        config = with_settings(measured.config, settings)
         planned = PlannedRun.of(measured, config, cluster)
-        return predict(planned, timings)
+        return predict(planned, timings, steps=STEPS)
     except ConfigError:
         return None
+
+
+def _overrides(settings: Mapping[str, Any]) -> tuple[str, ...]:
+    """Settings as words of the command line."""
+    return tuple(f"{key}={'null' if value is None else value}" for key, value in settings.items())

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from streamrl.messages import Array
 
@@ -84,6 +83,9 @@ def _solve(off: Callable[[Array], Array], start: Array, alike: Array, noise: flo
 
     Where all measurements are of one size nothing else says which part is whose.
     """
+    # It takes 0.4 s to import, which a command that fits nothing need not wait for.
+    from scipy.optimize import least_squares
+
     return least_squares(
         lambda parts: np.concatenate([off(parts), noise * len(alike) * (parts - alike)]),
         np.maximum(start, 1e-6),

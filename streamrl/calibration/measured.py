@@ -262,7 +262,7 @@ def _config(run_dir: Path, place: str) -> RunConfig:
     path = run_dir / "config.yaml"
     if not os.path.isfile(path):
         raise ConfigError(f"{place}: no run: {no_run(run_dir)}")
-    return load_config(path)
+    return load_config(path, is_rehearsed=True)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -118,7 +118,8 @@ class Asked:
         done = np.zeros(len(self.begins))
 
         def advance(until: float) -> None:
-            while (at := engine.next_s) <= until and not engine.is_empty:
+            while engine.acts_by(until) and not engine.is_empty:
+                at = engine.next_s
                 for group in engine.advance(at):
                     done[group.key] = at
 

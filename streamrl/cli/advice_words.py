@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from streamrl.calibration.advice import Advice, Option
+from streamrl.calibration.advice import Advice, Option, StageLoad, loads
 from streamrl.calibration.measured import Machine, Measured
 
 NEXT_TO_NOTHING = 0.25
@@ -36,15 +36,22 @@ def as_json(measured: Measured, advice: Advice) -> dict[str, Any]:
     }
 
 
-def describe(measured: Measured, advice: Advice) -> list[str]:
-    """The lines a person reads."""
-    real, simulated = advice.measured, advice.simulated
+def describe_run(measured: Measured) -> list[str]:
+    """The lines on the run as it was, which take no simulation."""
+    busiest = loads(measured)
     out = ", ".join(f"{count} {why}" for why, count in measured.left_out.items() if count)
+    return [
+        f"{measured.run_dir}: {len(measured.steps)} steps of {measured.mean_step_s:.3g} s,"
+        f" staleness {measured.staleness_mean:.2g}" + (f"; left out: {out}" if out else ""),
+        f"bound by    {_bound(busiest[0])}",
+        *_loads(busiest),
+    ]
+
+
+def describe_advice(measured: Measured, advice: Advice) -> list[str]:
+    """The lines on what other settings would make of it."""
+    simulated = advice.simulated
     lines = [
-        f"{measured.run_dir}: {len(measured.steps)} steps of {real.step_s:.3g} s, staleness"
-        f" {real.staleness_mean:.2g}" + (f"; left out: {out}" if out else ""),
-        f"bound by    {_bound(advice)}",
-        *_loads(advice),
         f"simulated   a step of {simulated.step_s:.3g} s, {advice.error:+.0%}: what follows may be"
         " as far off",
         f"{'instead':<50}{'step':>8}{'change':>8}{'staleness':>11}",
@@ -65,15 +72,14 @@ def _left(machine: Machine) -> str:
     return f", with the {machine.left:.2g} that other programs left of them"
 
 
-def _bound(advice: Advice) -> str:
-    first = advice.bound_by
+def _bound(first: StageLoad) -> str:
     depth = "" if first.depth is None else f"; {first.depth:.2g} groups wait for it"
     alone = "" if first.busy > ALWAYS else "; no stage is always busy: they wait for one another"
     return f"{first.stage}, busy {first.busy:.0%} of the time{depth}{alone}"
 
 
-def _loads(advice: Advice) -> Iterable[str]:
-    for load in advice.loads:
+def _loads(busiest: Iterable[StageLoad]) -> Iterable[str]:
+    for load in busiest:
         waiting = "" if load.depth is None else f"  waiting {load.depth:>6.3g} groups"
         yield f"  {load.stage:<14}busy {load.busy:>4.0%}{waiting}"
 

@@ -8,10 +8,13 @@ import platform
 import shutil
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 PACKAGES = ("torch", "ray", "deepspeed", "transformers", "wandb")
 GIB = 1 << 30
 LEAST_MEMORY_GIB = 6
+GPU_FILES = ("nvidia*", "nvgpu*", "nvhost-*", "dxg", "kfd")
+"""Device files of GPUs' drivers: NVIDIA's on a server and on a Jetson, those of WSL and of ROCm."""
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,20 @@ def look() -> Machine:
 
 def _gpus() -> list[str]:
     """Names of the GPUs that PyTorch can use; none without PyTorch."""
+    # PyTorch takes a second to import, and finds none where there is no driver.
+    if not has_gpu_files(Path("/dev")):
+        return []
     try:
         import torch
     except ImportError:
         return []
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [torch.cuda.get_device_name(i) for i in range(count)]
+
+
+def has_gpu_files(devices: Path) -> bool:
+    """Tell whether a GPU's driver has a device file in this folder."""
+    return any(any(devices.glob(pattern)) for pattern in GPU_FILES)
 
 
 def _sandbox() -> str:

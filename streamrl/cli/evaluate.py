@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from streamrl.checkpoint import find_resume_point
 from streamrl.cli.data import add_file_arguments, named_files
@@ -26,7 +26,6 @@ from streamrl.data import (
     load_vocab_size,
 )
 from streamrl.data.files import check_evaluated
-from streamrl.engines.generation import GenerationEngine
 from streamrl.engines.generator_config import GeneratorConfig, generation_env
 from streamrl.errors import ConfigError
 from streamrl.evaluation import EvaluationConfig, EvaluationResult, evaluate
@@ -35,6 +34,9 @@ from streamrl.messages import Columns, Prompt, Rollout
 from streamrl.model_config import model_length
 from streamrl.rewards import RewardConfig, Surroundings, build_rewards, decode_completions
 from streamrl.rewards.scorer import answer_hashes
+
+if TYPE_CHECKING:
+    from streamrl.engines.generation import GenerationEngine
 
 
 @dataclass(frozen=True)
@@ -176,9 +178,11 @@ async def _evaluate(
         await engine.close()
 
 
-async def _engine(subject: Subject, seed: int, max_length: int) -> GenerationEngine:
+async def _engine(subject: Subject, seed: int, max_length: int) -> "GenerationEngine":
     """An engine that serves the model directory's own weights."""
     import torch
+
+    from streamrl.engines.generation import GenerationEngine
 
     threads = os.cpu_count() or 1
     # What vLLM and PyTorch say to each other while they are imported is no news to the user.

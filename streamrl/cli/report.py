@@ -15,6 +15,7 @@ from streamrl.buffer.account import Account, take_account
 from streamrl.buffer.books import history
 from streamrl.calibration.advice import advise
 from streamrl.calibration.measured import no_run, read_run
+from streamrl.calibration.prediction import PlannedRun
 from streamrl.checkpoint import BOOKS, journal_dir
 from streamrl.cli import advice_words
 from streamrl.cli.given import named, named_path
@@ -94,11 +95,14 @@ def _advise(arguments: argparse.Namespace) -> int:
     """What bounds the run, and what would help."""
     cluster = None if arguments.cluster is None else Cluster.parse(arguments.cluster)
     measured = read_run(arguments.run_dir)
-    advice = advise(measured, cluster)
     if arguments.json:
-        print(json.dumps(advice_words.as_json(measured, advice)))
-    else:
-        print("\n".join(advice_words.describe(measured, advice)))
+        print(json.dumps(advice_words.as_json(measured, advise(measured, cluster))))
+        return 0
+    # A cluster that the run does not fit is refused before anything is printed.
+    PlannedRun.of(measured, measured.config, cluster)
+    # The rest takes seconds after a long run.
+    print("\n".join(advice_words.describe_run(measured)), flush=True)
+    print("\n".join(advice_words.describe_advice(measured, advise(measured, cluster))))
     return 0
 
 

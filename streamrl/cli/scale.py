@@ -61,7 +61,7 @@ def _timeout_s(run_dir: Path, counts: Mapping[str, int], given: float | None) ->
     if not (run_dir / "config.yaml").is_file():
         rule = "holds no config.yaml" if run_dir.is_dir() else "no such directory"
         raise ConfigError(f"scale {run_dir}: no run: {rule}")
-    config = load_config(run_dir / "config.yaml")
+    config = load_config(run_dir / "config.yaml", is_rehearsed=True)
     for option in counts:
         if ROLES[option] not in config.dataflow.roles:
             raise ConfigError(f"--{option.replace('_', '-')}: this run has no {ROLES[option]}")

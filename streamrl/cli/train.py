@@ -7,13 +7,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from streamrl.actors.cluster import cluster, node_stores
-from streamrl.actors.coordinator import Finish
 from streamrl.actors.engine_factory import EngineFactory
 from streamrl.actors.feed import EventReport, Report, StatusReport, StepReport
 from streamrl.actors.real_engines import RealEngines
-from streamrl.actors.session import Session
 from streamrl.algorithms.dials import Dials
 from streamrl.buffer import Ledger
 from streamrl.checkpoint import Checkpoint, ResumePoint, find_resume_point
@@ -28,12 +26,15 @@ from streamrl.dataflow import CRITIC, POLICY, Kind
 from streamrl.durable import write_whole
 from streamrl.engines.reference_config import STATE_FILE
 from streamrl.errors import ConfigError, DiskError, StreamError
-from streamrl.preflight import hybrid_memory, prepare, shard_bytes, ways
 from streamrl.slots import placed, sharing
 from streamrl.telemetry import RunFacts
 from streamrl.telemetry.fanout import Fanout, make_sinks
 from streamrl.telemetry.rollout_log import RolloutLog
 from streamrl.telemetry.sinks import METRICS_FILE, Fields
+
+if TYPE_CHECKING:
+    from streamrl.actors.coordinator import Finish
+    from streamrl.actors.session import Session
 
 INTERRUPTED = 130
 
@@ -72,11 +73,16 @@ def run(arguments: argparse.Namespace) -> int:
     return INTERRUPTED if finish.interrupted else 0
 
 
-def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory) -> Finish:
+def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory) -> "Finish":
     """Train from a config, or go on with a run; writes the run directory.
 
     Raises ConfigError before anything is written, and the StreamError that ended the run.
     """
+    # Ray and torch take seconds to import, and who asks for help needs neither.
+    from streamrl.actors.cluster import cluster, node_stores
+    from streamrl.actors.session import Session
+    from streamrl.preflight import hybrid_memory, prepare, shard_bytes, ways
+
     prepared = prepare(config)
     checkpoint = resume.checkpoint if resume else None
     if checkpoint is not None:
@@ -149,7 +155,7 @@ def _closing(sinks: Fanout, summary: Fields) -> Iterator[None]:
     sinks.close(summary)
 
 
-def _follow(session: Session, sinks: Fanout, log: RolloutLog) -> Finish:
+def _follow(session: "Session", sinks: Fanout, log: RolloutLog) -> "Finish":
     """Hand every report to the sinks until the run ends."""
 
     def handle(report: Report) -> None:
@@ -207,7 +213,7 @@ def _resumed(path: Path, words: Sequence[str]) -> tuple[RunConfig, ResumePoint]:
     resume = find_resume_point(path)
     checkpoint, folder = resume.checkpoint, resume.run_dir
     config = load_config(folder / "config.yaml", words)
-    _check_same_run(load_config(folder / "config.yaml"), config)
+    _check_same_run(load_config(folder / "config.yaml", is_rehearsed=True), config)
     if checkpoint is not None:
         _check_parts(checkpoint, [call.role for call in config.dataflow.of_kind(Kind.TRAIN)])
         _check_reference(checkpoint, config.reference.every)
@@ -333,7 +339,7 @@ def _facts(config: RunConfig, resume: ResumePoint | None) -> RunFacts:
     )
 
 
-def _summary(finish: Finish, run_dir: Path) -> dict[str, str]:
+def _summary(finish: "Finish", run_dir: Path) -> dict[str, str]:
     summary = {"outcome": "interrupted" if finish.interrupted else "finished"}
     if finish.checkpoint:
         summary["checkpoint"] = finish.checkpoint

@@ -104,6 +104,14 @@ class Engine(Generic[K]):
             return self._freed_s
         return self._planned().times[-1] if self._running and not self._halted else math.inf
 
+    def acts_by(self, until: float) -> bool:
+        """Whether `next_s` is no later than this; it looks no further ahead."""
+        if self._done or self._freed_s < math.inf:
+            return self.next_s <= until
+        if not self._running or self._halted:
+            return False
+        return self._planned(until).times[-1] <= until
+
     def take(self, places: Places, count: int) -> None:
         """So many places are had by a group, which comes now or later."""
         places.free -= count
@@ -180,7 +188,7 @@ class Engine(Generic[K]):
             return
         if self.now >= now:
             return
-        plan = self._planned()
+        plan = self._planned(now)
         self._commit(bisect_right(plan.times, now, hi=len(plan.times) - 1))
         if self.now < now:
             steps = self._running[0][0] - self.step
@@ -194,13 +202,17 @@ class Engine(Generic[K]):
             self._fill()
             self._plan = None
 
-    def _planned(self) -> "_Plan":
-        if self._plan is None:
-            self._plan = self._look_ahead()
-        return self._plan
+    def _planned(self, until: float = math.inf) -> "_Plan":
+        plan = self._plan
+        if plan is None or (plan.is_cut and plan.times[-1] <= until):
+            plan = self._plan = self._look_ahead(until)
+        return plan
 
-    def _look_ahead(self) -> "_Plan":
-        """The ends of rollouts, in order, up to the first after which something else happens."""
+    def _look_ahead(self, until: float) -> "_Plan":
+        """The ends of rollouts, in order, up to the first after which something else happens.
+
+        It is cut behind the first end later than `until`.
+        """
         timing, waiting = self._timing, self._waiting
         now, step, resident, count = self.now, self.step, self.resident, len(self._running)
         plan, is_event = _Plan([], []), False
@@ -208,6 +220,9 @@ class Engine(Generic[K]):
         for end, place, group, start, context in self._running:
             if end > step:
                 if is_event:
+                    break
+                if plan.times and now > until:
+                    plan.is_cut = True
                     break
                 steps, room = end - step, timing.kv_tokens - resident
                 grown = steps * count
@@ -233,7 +248,8 @@ class Engine(Generic[K]):
         """Make the first so many of the planned events happen."""
         if not count:
             return
-        plan = self._planned()
+        plan = self._plan
+        assert plan is not None
         self.now, resident = plan.times[count - 1], plan.residents[count - 1]
         is_last = count == len(plan.times)
         if is_last and plan.preempts_after is not None:
@@ -342,6 +358,8 @@ class _Plan:
     times: list[float]
     residents: list[float]
     preempts_after: int | None = None
+    is_cut: bool = False
+    """Whether more ends would follow before the last event, later than was asked."""
 
 
 def _steps_until(

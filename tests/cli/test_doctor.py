@@ -2,10 +2,11 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 
-from streamrl.cli.doctor import PACKAGES, Machine, describe, find_problems
+from streamrl.cli.doctor import PACKAGES, Machine, describe, find_problems, has_gpu_files
 from streamrl.cli.main import main
 
 
@@ -74,3 +75,15 @@ def test_whether_generated_code_can_be_isolated_is_said_and_keeps_no_run_from_st
     alone = machine(sandbox="sandbox: bwrap is not on PATH")
     assert "code        sandbox: bwrap is not on PATH" in describe(alone, [])
     assert find_problems(alone) == []
+
+
+@pytest.mark.parametrize(
+    ("files", "found"),
+    [(["nvidiactl", "nvidia0"], True), (["dxg"], True), (["kfd"], True), (["null", "shm"], False)],
+)
+def test_torch_is_asked_for_gpus_where_a_driver_has_a_device_file(
+    tmp_path: Path, files: list[str], found: bool
+) -> None:
+    for name in files:
+        (tmp_path / name).touch()
+    assert has_gpu_files(tmp_path) == found
