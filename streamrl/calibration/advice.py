@@ -13,8 +13,6 @@ from streamrl.dataflow import COST, CRITIC, MOVED, REWARD
 from streamrl.errors import ConfigError
 from streamrl.placement import Cluster, Timings
 
-STEPS = 20
-"""Steps of each simulation: more change what a setting makes of a step by less than 1 % of it."""
 LEAST_ERROR = 0.02
 """What a simulation says is never taken for better than this."""
 
@@ -76,7 +74,7 @@ def advise(measured: Measured, cluster: Cluster | None = None) -> Advice:
     """
     planned = PlannedRun.of(measured, measured.config, cluster)
     timings = fit(measured, planned.base).timings
-    simulated = predict(planned, timings, steps=STEPS)
+    simulated = predict(planned, timings)
     options = []
     for what, settings in ways(measured.config):
         figures = _tried(measured, settings, timings, cluster)
@@ -180,7 +178,7 @@ def _tried(
     try:
         config = with_settings(measured.config, settings)
         planned = PlannedRun.of(measured, config, cluster)
-        return predict(planned, timings, steps=STEPS)
+        return predict(planned, timings)
     except ConfigError:
         return None
 

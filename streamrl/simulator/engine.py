@@ -209,10 +209,7 @@ class Engine(Generic[K]):
         return plan
 
     def _look_ahead(self, until: float) -> "_Plan":
-        """The ends of rollouts, in order, up to the first after which something else happens.
-
-        It is cut behind the first end later than `until`.
-        """
+        """The ends of rollouts, up to the first after which something else happens or `until`."""
         timing, waiting = self._timing, self._waiting
         now, step, resident, count = self.now, self.step, self.resident, len(self._running)
         plan, is_event = _Plan([], []), False
