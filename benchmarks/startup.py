@@ -1,10 +1,11 @@
 """Time to the first step: `python -m benchmarks.startup` prints one JSON object.
 
 start: seconds from `streamrl train` on the demo's recipe to its first row of metrics, and the
-processor seconds that each kind of process used until then. restart: seconds from the kill -9 of
-the generator to its return. limit: a bare process that imports vLLM and builds the demo's engine,
-the longest chain of a start; ratio is start over limit. commands: seconds of commands that only
-read files. Medians over the repeats.
+processor seconds that each kind of process used until then. plain_start: the same where workers are
+not forked but import their libraries themselves, as Ray starts them. restart: seconds from the kill
+-9 of the generator to its return. limit: a bare process that imports vLLM and builds the demo's
+engine, the longest chain of a start. commands: seconds of commands that only read files. Medians
+over the repeats.
 """
 
 import argparse
@@ -18,8 +19,9 @@ import tempfile
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import psutil
@@ -36,7 +38,11 @@ from benchmarks.runs import RECIPE, make_arithmetic
 
 MARK = "STREAMRL_STARTUP_BENCHMARK"
 DEADLINE_S = 180.0
-POLL_S = 0.05
+POLL_S = 0.02
+SCAN_S = 1.0
+"""Between two looks at all processes, which take some of the time that is measured, s."""
+PLAIN = {"OMP_NUM_THREADS": "2"}
+"""With a thread pool the command cannot be forked, see `streamrl.actors.fork_server`."""
 REPORTED_STEPS = 12
 """`streamrl report` takes no run of fewer."""
 COMMANDS = {
@@ -71,7 +77,7 @@ def make_parser() -> BenchmarkParser:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return medians of all figures; every figure is taken once before any is taken again."""
     make_arithmetic()
-    starts, restarts, limits, processors = [], [], [], []
+    starts, plain, restarts, limits, processors = [], [], [], [], []
     commands: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for turn in range(arguments.repeats):
         report_progress(f"round {turn + 1} of {arguments.repeats}")
@@ -81,6 +87,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 start_s, processor_s = run.wait_for_first_step()
                 restart_s = run.kill_generator()
                 run.wait_for_steps(REPORTED_STEPS)
+            with launched_demo(run_dir.with_name("plain"), PLAIN) as run:
+                plain.append(run.wait_for_first_step())
             starts.append(start_s)
             restarts.append(restart_s)
             processors.append(processor_s)
@@ -92,12 +100,16 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     kinds = sorted({kind for one in processors for kind in one})
     by_kind = {kind: round(statistics.median(one[kind] for one in processors), 2) for kind in kinds}
     start_s, limit_s = statistics.median(starts), statistics.median(limits)
+    plain_s = statistics.median(seconds for seconds, _ in plain)
     return {
         "start_s": start_s,
-        "start_processor_s": sum(by_kind.values()),
+        "plain_start_s": plain_s,
+        "start_processor_s": round(sum(by_kind.values()), 2),
+        "plain_start_processor_s": statistics.median(sum(one.values()) for _, one in plain),
         "processor_s_by_process": by_kind,
         "restart_s": statistics.median(restarts),
         "limit_s": limit_s,
+        "start_over_plain": start_s / plain_s,
         "start_over_limit": start_s / limit_s,
         "commands_s": {name: statistics.median(found) for name, found in commands.items()},
     }
@@ -113,7 +125,7 @@ def time_command(*words: str) -> float:
 class DemoRun:
     """A run of the demo's recipe; all of its processes carry a mark in their environment."""
 
-    def __init__(self, run_dir: Path, log: Path) -> None:
+    def __init__(self, run_dir: Path, log: Path, env: Mapping[str, str]) -> None:
         self._run_dir = run_dir
         self._mark = uuid.uuid4().hex
         self._log = log
@@ -124,7 +136,7 @@ class DemoRun:
             stdin=subprocess.DEVNULL,
             stdout=log.open("w"),
             stderr=subprocess.STDOUT,
-            env={**os.environ, MARK: self._mark},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **env, MARK: self._mark},
             cwd=ROOT,
             start_new_session=True,
         )
@@ -133,16 +145,24 @@ class DemoRun:
         """Seconds to the first row of metrics, and processor seconds by kind of process."""
         metrics = self._run_dir / "metrics.jsonl"
         used: dict[int, tuple[str, float]] = {}
+        scan_at = self._started + SCAN_S
 
-        def has_stepped() -> bool:
+        def scan() -> None:
             for process in self._processes():
                 with contextlib.suppress(psutil.Error):
                     times = process.cpu_times()
                     used[process.pid] = kind_of(process), times.user + times.system
+
+        def has_stepped() -> bool:
+            nonlocal scan_at
+            if time.perf_counter() > scan_at:
+                scan()
+                scan_at = time.perf_counter() + SCAN_S
             return metrics.exists() and metrics.stat().st_size > 0
 
         self._wait(has_stepped, "the first step")
         seconds = time.perf_counter() - self._started
+        scan()
         processor_s: dict[str, float] = defaultdict(float)
         for kind, spent in used.values():
             processor_s[kind] += spent
@@ -206,9 +226,11 @@ def kind_of(process: psutil.Process) -> str:
 
 
 @contextlib.contextmanager
-def launched_demo(run_dir: Path) -> Iterator[DemoRun]:
+def launched_demo(
+    run_dir: Path, env: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[DemoRun]:
     """Start the demo, and end it whatever happens."""
-    run = DemoRun(run_dir, run_dir.parent / "output.txt")
+    run = DemoRun(run_dir, run_dir.parent / "output.txt", env)
     try:
         yield run
     finally:

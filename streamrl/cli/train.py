@@ -31,6 +31,7 @@ from streamrl.telemetry import RunFacts
 from streamrl.telemetry.fanout import Fanout, make_sinks
 from streamrl.telemetry.rollout_log import RolloutLog
 from streamrl.telemetry.sinks import METRICS_FILE, Fields
+from streamrl.telemetry.wandb_sink import preload_wandb
 
 if TYPE_CHECKING:
     from streamrl.actors.coordinator import Finish
@@ -96,6 +97,8 @@ def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory)
             raise ConfigError(
                 f"--resume {checkpoint.path}: state.json: {type(error).__name__}: {error}"
             ) from None
+    # While Ray starts, this process has little else to do.
+    preload_wandb(config.telemetry.wandb)
     with uninterrupted_end() as end:
         site = end.enter_context(cluster(config.placement, partial(ways, config, prepared)))
         there = placed(config, site.placed.mode)

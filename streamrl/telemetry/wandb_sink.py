@@ -5,6 +5,8 @@ and `wandb sync` uploads it later. The configuration decides, not the environmen
 the like are overruled (WANDB_API_KEY, WANDB_BASE_URL and WANDB_ENTITY still count).
 """
 
+import contextlib
+import importlib
 import logging
 import secrets
 import threading
@@ -39,6 +41,17 @@ def saved_run_id(run_dir: Path) -> str | None:
     """The wandb id of the run in this directory, if it ever had one."""
     path = run_dir / "wandb" / RUN_ID_FILE
     return path.read_text(encoding="utf-8").strip() if path.exists() else None
+
+
+def preload_wandb(config: WandbConfig) -> None:
+    """Import wandb beside what the caller does next, if it will be needed."""
+
+    def load() -> None:
+        with contextlib.suppress(ImportError):  # `WandbSink.start` says so
+            importlib.import_module("wandb")
+
+    if config.mode != "disabled":
+        threading.Thread(target=load, name="import wandb", daemon=True).start()
 
 
 class WandbSink:

@@ -189,6 +189,7 @@ def check_startup(found: Figures) -> None:
     assert set(found["commands_s"]) == {"plan --help", "report", "doctor"}
     assert is_measured(*found["commands_s"].values(), found["start_processor_s"])
     assert is_measured(found["start_s"], found["restart_s"], found["limit_s"])
+    assert is_measured(found["plain_start_s"], found["plain_start_processor_s"])
 
 
 Check = Callable[[Figures], None]
