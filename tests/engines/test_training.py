@@ -56,7 +56,8 @@ from tests.engines.trainer_ranks import (
 
 pytestmark = pytest.mark.xdist_group("ranks")
 
-QUICK = [ONE, TWO, SPLIT, SHARDED, GATHERED]
+ALONE = [Layout("deepspeed", stage, 1) for stage in (0, 1)]
+QUICK = [ONE, TWO, SPLIT, SHARDED, GATHERED, *ALONE]
 """One of each kind of trainer."""
 OTHER_SETTINGS = Case("other_settings", Layout("deepspeed", 1, 1))
 
