@@ -234,6 +234,8 @@ def benchmarks() -> set[str]:
     """Every module of benchmarks/ that is a command, by the name that follows `benchmarks.`."""
     found = set()
     for path in (ROOT / "benchmarks").rglob("*.py"):
+        if path.stem.endswith("_peer"):
+            continue  # another system's side of a benchmark, run by its Python
         if 'if __name__ == "__main__":' in path.read_text():
             module = path.relative_to(ROOT / "benchmarks").with_suffix("")
             found.add(".".join(module.parts).removesuffix(".__main__"))

@@ -30,9 +30,10 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
     def run(*overrides: str) -> str:
         runs = tmp_path / "runs"
         words = ["train", str(toy / "recipe.yaml"), f"run.dir={runs}", *overrides]
-        assert main(words) == 2
-        assert not runs.exists(), "something was written"
+        code = main(words)
         error = capsys.readouterr().err.strip()
+        assert code == 2, error
+        assert not runs.exists(), "something was written"
         assert "\n" not in error
         assert error.startswith("streamrl: ")
         return error
