@@ -32,12 +32,10 @@ demo: $(STAMP) ## train a small model to add with GRPO, into runs/demo
 	$(BASE_MODEL)
 	$(BIN)/streamrl train configs/grpo_arithmetic.yaml run.name=demo run.overwrite=true
 
-test: lint ## lint, make the arithmetic base model, run the quick tests (ARGS="..." goes to pytest)
-	$(BASE_MODEL)
+test: $(STAMP) ## run the quick tests, the linters among them (ARGS="..." goes to pytest)
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
-test-all: lint $(PARITY)/installed ## the same with every test, and random schedules ten times as long
-	$(BASE_MODEL)
+test-all: $(STAMP) $(PARITY)/installed ## run every test, random schedules ten times as long
 	STREAMRL_TEST_BUDGET=10 $(PYTEST) $(ARGS)
 
 test-chaos: $(STAMP) ## kill -9 every kind of actor at every moment of a run; most of an hour (SEED=3)

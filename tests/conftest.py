@@ -10,8 +10,11 @@ from tests.budget import Budget
 # Fixtures of the runs that several tests read.
 pytest_plugins = ("tests.e2e.shared_runs",)
 
-LONGEST_FIRST = ("e2e", "chaos", "examples", "benchmarks", "engines", "actors", "cli", "placement")
-"""Rooms whose files are handed out before those of others, so that both cores end together."""
+LONGEST_FIRST = (
+    *("e2e", "chaos", "examples", "test_lint.py", "benchmarks", "engines", "actors", "rewards"),
+    *("cli", "placement", "resharding", "workers"),
+)
+"""Rooms that are handed out before the others, so that both cores end together."""
 
 
 class FileOrGroupScheduling(LoadGroupScheduling):

@@ -1,7 +1,6 @@
 """One local Ray for all tests that need no cluster of their own."""
 
 import os
-from collections.abc import Iterator
 
 import pytest
 import ray
@@ -12,15 +11,14 @@ from streamrl.actors.fork_server import LOCAL_RAY_ENV
 CPUS = 5
 
 
-@pytest.fixture(scope="package")
-def ray_ends() -> Iterator[None]:
-    """Tests of other rooms start their own, in the same process."""
-    yield
-    ray.shutdown()
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """Shut Ray down behind the last test of this room: others start their own in this process."""
+    if nextitem is None or nextitem.path.parent != item.path.parent:
+        ray.shutdown()
 
 
 @pytest.fixture(scope="module")
-def local_ray(ray_ends: None) -> None:
+def local_ray() -> None:
     """A Ray of five CPUs and a GPU; it takes our word for what there is."""
     if ray.is_initialized():
         return

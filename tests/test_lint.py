@@ -1,0 +1,27 @@
+"""The linters, as `make lint` runs them; beside other tests, for mypy takes a core for a minute."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("mypy",), ("ruff", "check"), ("ruff", "format", "--check")],
+    ids=" ".join,
+)
+def test_the_linters_find_nothing(words: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
