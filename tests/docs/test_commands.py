@@ -16,6 +16,7 @@ from tests.docs.commands import (
     check,
     find_commands,
 )
+from tests.e2e.shared_runs import make_builds
 
 SECONDS = ("doctor", "rewards", "algorithms", "graph", "data", "score", "report", "calibrate")
 """Subcommands that need neither a cluster nor an engine, nor minutes."""
@@ -59,6 +60,7 @@ def test_commands_are_found_on_the_pages_that_show_them() -> None:
 @pytest.fixture
 def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A directory that holds the files that pages name, and the repository's."""
+    make_builds([ROOT / "configs" / "grpo_arithmetic.yaml"])
     for name in ("configs", "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     rows = [{"prompt": f"{n}+1=", "ground_truth": str(n + 1)} for n in range(8)]
