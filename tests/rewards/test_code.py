@@ -1,13 +1,15 @@
+import importlib
 import json
 
 import numpy as np
 import pytest
 
-from streamrl.errors import ConfigError, RewardError
+from streamrl.errors import ConfigError, InfraError, RewardError
 from streamrl.messages import Prompt
 from streamrl.rewards import RewardConfig, SandboxConfig, Surroundings, build_rewards
 from streamrl.rewards.code_tests import read_tests
-from streamrl.rewards.sandbox import CallTest, StdinTest
+from streamrl.rewards.sandbox import CallTest, Outcome, Result, Sandbox, StdinTest
+from streamrl.rewards.verdict import Verdict
 
 ADD = {"inputs": ["1\n2", "3\n4"], "outputs": ["3", "7"], "fn_name": "add"}
 SUM = {"inputs": ["1 2\n", "3 4\n"], "outputs": ["3\n", "7\n"]}
@@ -78,6 +80,39 @@ async def test_a_completion_in_which_no_program_is_found_in_time_is_judged_timeo
         ADD, "x" * 40 + "!", right, extract=r"((?:x|xx)+)y|(?s)\A(def.*)", score=score
     )
     assert found == [(0.0, "timeout"), (1.0, "pass")]
+
+
+class FailingSandbox:
+    """Has no jail for the first programs it is given; all that follow pass."""
+
+    def __init__(self, failures):
+        self.failures = failures
+
+    async def run(self, program):
+        self.failures -= 1
+        verdict = Verdict.INFRA_ERROR if self.failures >= 0 else Verdict.PASS
+        return Outcome((Result(verdict, 0.1, "no jail"),), len(program.tests))
+
+    async def close(self):
+        pass
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+async def test_a_sandbox_that_fails_is_asked_again_and_is_never_a_wrong_answer(
+    monkeypatch, failures
+):
+    async def start(*_, **__):
+        return FailingSandbox(failures)
+
+    monkeypatch.setattr(Sandbox, "start", start)
+    reward_module = importlib.import_module("streamrl.rewards.reward")  # beside @reward
+    monkeypatch.setattr(reward_module, "BACKOFF_S", 0.0)
+    truth = {"inputs": [""], "outputs": [""]}
+    if failures < 2:
+        assert await judged(truth, "", attempts=2) == [(1.0, "pass")]
+    else:
+        with pytest.raises(InfraError, match=r"reward code, uid 0:0:0: no jail, tried 2 times"):
+            await judged(truth, "", attempts=2)
 
 
 async def test_a_language_of_the_users_own():
