@@ -20,11 +20,12 @@ import importlib
 import json
 import os
 import runpy
-import shutil
+import secrets
+import select
 import signal
 import socket
+import struct
 import sys
-import tempfile
 import traceback
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -32,7 +33,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from streamrl.actors.launch_worker import FILES, LEVEL_VARIABLE, SOCKETS_VARIABLE
+from streamrl.actors.launch_worker import FILES, LEVEL_VARIABLE, SOCKETS_VARIABLE, socket_address
 from streamrl.engines.generator_config import generation_env
 
 LAUNCHER = Path(__file__).with_name("launch_worker.py")
@@ -101,8 +102,8 @@ GENERATOR = Level(
 # DeepSpeed and vLLM ask for GPUs at import, after which a process cannot be forked.
 HAS_GPU = Path("/dev/nvidiactl").exists()
 _imported_in: set[int] = set()
-_running: dict[int, str] = {}
-"""The base level's process, and the folder of the sockets."""
+_running: set[int] = set()
+"""The base level's process."""
 LEVELS = (BASE, MODELS) if HAS_GPU else (BASE, MODELS, TRAINER, GENERATOR)
 
 
@@ -131,8 +132,8 @@ def start_fork_server() -> None:
     """
     if os.getpid() not in _imported_in or not _is_forkable():
         return
-    folder = tempfile.mkdtemp(prefix="streamrl-")
-    listening = {level.name: _listen(Path(folder, level.name)) for level in LEVELS}
+    sockets = f"streamrl-{os.getpid()}-{secrets.token_hex(8)}"
+    listening = {level.name: _listen(sockets, level) for level in LEVELS}
     parent = os.getpid()
     server = os.fork()
     if not server:
@@ -142,20 +143,19 @@ def start_fork_server() -> None:
             os._exit(1)
     for one in listening.values():
         one.close()
-    os.environ[SOCKETS_VARIABLE] = folder
+    os.environ[SOCKETS_VARIABLE] = sockets
     atexit.register(stop_fork_server)
-    _running[server] = folder
+    _running.add(server)
 
 
 def stop_fork_server() -> None:
     """End all levels and the workers that they forked."""
     while _running:
-        server, folder = _running.popitem()
+        server = _running.pop()
         os.environ.pop(SOCKETS_VARIABLE, None)
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(server, signal.SIGKILL)
             os.waitpid(server, 0)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _serve_base(listening: dict[str, socket.socket], parent: int) -> None:
@@ -163,18 +163,17 @@ def _serve_base(listening: dict[str, socket.socket], parent: int) -> None:
     atexit._clear()
     # Ctrl-C in the terminal is for the command, which ends the run.
     os.setsid()
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    devnull = os.open(os.devnull, os.O_RDWR)
     for file in FILES:
-        os.dup2(nowhere, file)
-    # Workers are not this process's to wait for.
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        os.dup2(devnull, file)
     gc.disable()
     _serve_level(BASE, listening, parent)
 
 
-def _listen(path: Path) -> socket.socket:
+def _listen(sockets: str, level: Level) -> socket.socket:
     listening = socket.socket(socket.AF_UNIX)
-    listening.bind(str(path))
+    # In the abstract namespace: no file is left behind, however the command ends.
+    listening.bind(socket_address(sockets, level.name))
     listening.listen(BACKLOG)
     return listening
 
@@ -182,35 +181,57 @@ def _listen(path: Path) -> socket.socket:
 def _serve_level(level: Level, listening: dict[str, socket.socket], parent: int) -> None:
     """Import a level's modules and serve it; a level that cannot import them ends."""
     _die_with(parent)
+    pid, needed = os.getpid(), {level.name}
+    for other in LEVELS:
+        if other.parent in needed:
+            needed.add(other.name)
+    # A level that ends must not leave its socket open in others.
+    for name in listening.keys() - needed:
+        listening.pop(name).close()
     os.environ.update(level.env)
     _import(level)
-    own = os.getpid()
     for child in LEVELS:
         if child.parent == level.name and os.fork() == 0:
-            return _serve_level(child, listening, own)
+            return _serve_level(child, listening, pid)
     for name in listening.keys() - {level.name}:
-        listening[name].close()
+        listening.pop(name).close()
+    # Nobody waits for workers; not before the imports, which may wait for commands.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     if not _draws_anew():
         return
     gc.freeze()
     while True:
         connection, _ = listening[level.name].accept()
-        request: dict[str, Any] = {}
-        files: list[int] = []
-        forks = False
-        with connection, contextlib.suppress(OSError):
-            connection.settimeout(REQUEST_S)
-            request, files = _receive(connection)
-            wants = request["env"].items() >= level.env.items() if request else False
-            can_fork = wants and _is_forkable()
-            connection.sendall(b"y" if can_fork else b"n")
-            forks = can_fork
-        if forks and os.fork() == 0:
-            listening[level.name].close()
-            _die_with(own)
-            _become_worker(request, files)
+        with connection, contextlib.suppress(OSError, ValueError, KeyError):
+            _serve_launcher(level, connection, listening[level.name])
+
+
+def _serve_launcher(level: Level, connection: socket.socket, listener: socket.socket) -> None:
+    """Fork the worker that a launcher asks for, and answer whether it was."""
+    connection.settimeout(REQUEST_S)
+    if not _is_same_user(connection):
+        return
+    request, files = _receive(connection)
+    pid, is_forked = os.getpid(), False
+    try:
+        # A launcher that has given up has closed its end, and starts the worker itself.
+        has_closed = bool(select.select([connection], [], [], 0)[0])
+        if not has_closed and request["env"].items() >= level.env.items() and _is_forkable():
+            if os.fork() == 0:
+                listener.close()
+                connection.close()
+                _die_with(pid)
+                _become_worker(request, files)
+            is_forked = True
+    finally:
         for file in files:
             os.close(file)
+        connection.sendall(b"y" if is_forked else b"n")
+
+
+def _is_same_user(connection: socket.socket) -> bool:
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return bool(struct.unpack("3i", peer)[1] == os.getuid())
 
 
 def _import(level: Level) -> None:
@@ -242,8 +263,7 @@ def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     _, files, _, _ = socket.recv_fds(connection, 1, len(FILES))
     with connection.makefile("rb") as lines:
         line = lines.readline()
-    # A launcher that has given up has closed its end.
-    return (json.loads(line) if line.endswith(b"\n") else {}), files
+    return json.loads(line), files
 
 
 def _is_forkable() -> bool:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 SOCKETS_VARIABLE = "STREAMRL_FORK_SERVER"
-"""Names the folder of the fork server's sockets; without it workers start as Ray starts them."""
+"""Names the fork server's sockets; without it workers start as Ray starts them."""
 LEVEL_VARIABLE = "STREAMRL_FORK_LEVEL"
 """Names the level that a worker is forked from, in its runtime environment."""
 ANSWER_S = 45.0
@@ -20,6 +20,11 @@ ANSWER_S = 45.0
 FILES = (0, 1, 2)
 SETUP_OPTIONS = ("--language", "--serialized-runtime-env-context")
 """Options of Ray's setup script, which stand among those of the worker."""
+
+
+def socket_address(sockets: str, level: str) -> str:
+    """Return the address of a level's socket, in Linux's abstract namespace."""
+    return f"\0{sockets}.{level}"
 
 
 def main() -> None:
@@ -44,14 +49,14 @@ def fork_worker(arguments: list[str]) -> bool:
         and not context.get("override_worker_entrypoint")
         and command[0].endswith(".py")
     )
-    folder = os.environ.get(SOCKETS_VARIABLE)
-    if folder is None or not is_plain:
+    sockets = os.environ.get(SOCKETS_VARIABLE)
+    if sockets is None or not is_plain:
         return False
     request = {"argv": command, "env": {**os.environ, **variables}, "cwd": os.getcwd()}
     try:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(ANSWER_S)
-            connection.connect(str(Path(folder, variables.get(LEVEL_VARIABLE, "base"))))
+            connection.connect(socket_address(sockets, variables.get(LEVEL_VARIABLE, "base")))
             socket.send_fds(connection, [b"f"], FILES)
             connection.sendall(json.dumps(request).encode() + b"\n")
             return connection.recv(1) == b"y"

@@ -70,19 +70,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Ray prints a death into whatever is on the screen; it is an event of the run already.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
     command = next((a for a in arguments if a in COMMANDS), None)
+    _open_closed_files()
     if sys.stdout is None:
         # It was closed before the start, as by >&-.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     forks = command in STARTING and not {"-h", "--help"} & set(arguments)
+    if forks:
+        # Libraries start threads for it at import, and a process with threads cannot be forked.
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
     try:
+        parsed = _parse(build_parser(command), arguments)
         if forks:
-            # Libraries start threads for it at import, and a process with threads cannot be forked.
-            os.environ.setdefault("OMP_NUM_THREADS", "1")
             from streamrl.actors import fork_server
 
             fork_server.import_base()
-        parsed = _parse(build_parser(command), arguments)
-        if forks:
             fork_server.start_fork_server()
         code = int(parsed.run(parsed))
         sys.stdout.flush()
@@ -115,6 +116,15 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return parsed
+
+
+def _open_closed_files() -> None:
+    """Open the standard streams that the caller has closed, as by <&-, before others take them."""
+    for file in range(3):
+        try:
+            os.fstat(file)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
 
 
 def _say(message: str, code: int) -> int:
