@@ -116,6 +116,9 @@ def finished(killed: Ended, run_dir: Path) -> Ended:
     steps = len(killed.rows) + 12
     run = _resume(run_dir, *APART, f"run.steps={steps}")
     run.until(lambda: len(rows(run_dir)) > len(killed.rows))
+    # Forked from a process that has imported vLLM, not started by the raylet.
+    forked_from = run.actor("GeneratorActor").parent()
+    assert forked_from is not None and "raylet" not in forked_from.name()
     os.kill(run.actor("GeneratorActor").pid, signal.SIGKILL)
     return Ended.of(run, run_dir)
 
