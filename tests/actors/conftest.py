@@ -11,6 +11,7 @@ from streamrl.actors.fork_server import LOCAL_RAY_ENV
 CPUS = 5
 
 
+@pytest.hookimpl(trylast=True)  # behind the end of the fixtures
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """Shut Ray down behind the last test of this room: others start their own in this process."""
     if nextitem is None or nextitem.path.parent != item.path.parent:
