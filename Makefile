@@ -33,9 +33,11 @@ demo: $(STAMP) ## train a small model to add with GRPO, into runs/demo
 	$(BIN)/streamrl train configs/grpo_arithmetic.yaml run.name=demo run.overwrite=true
 
 test: $(STAMP) ## run the quick tests, the linters among them (ARGS="..." goes to pytest)
+	$(BASE_MODEL)
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
 test-all: $(STAMP) $(PARITY)/installed ## run every test, random schedules ten times as long
+	$(BASE_MODEL)
 	STREAMRL_TEST_BUDGET=10 $(PYTEST) $(ARGS)
 
 test-chaos: $(STAMP) ## kill -9 every kind of actor at every moment of a run; most of an hour (SEED=3)
