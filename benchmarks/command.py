@@ -7,6 +7,8 @@ its figures. What goes wrong is one line and exit code 1; a bad argument is one 
 import argparse
 import contextlib
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -51,6 +53,17 @@ class BenchmarkParser(OneLineParser):
         return self.parse_args(words)
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """Return a type of argument: whole numbers from `least` on."""
+
+    def parse(text: str) -> int:
+        if not text.removeprefix("-").isdecimal() or int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text}: must be a whole number, {least} or more")
+        return int(text)
+
+    return parse
+
+
 def run_benchmark(
     parser: BenchmarkParser,
     measure: Callable[[argparse.Namespace], Mapping[str, Any]],
@@ -86,22 +99,32 @@ def run_command(
     stdin: str | None = None,
     cwd: Path | None = None,
 ) -> str:
-    """Run a command and return its standard output. Raises BenchmarkError naming `what`."""
+    """Run a command and return its standard output; ends all processes of its group.
+
+    Raises BenchmarkError naming `what`.
+    """
     try:
-        ended = subprocess.run(
+        process = subprocess.Popen(
             list(words),
-            input=stdin,
+            stdin=subprocess.PIPE if stdin is not None else subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             cwd=cwd,
-            timeout=timeout_s,
-            capture_output=True,
             text=True,
-            check=False,
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        raise BenchmarkError(f"{what}: not done after {timeout_s:g} s") from None
     except OSError as error:
         raise BenchmarkError(f"{what}: {error}") from None
-    if ended.returncode:
-        lines = ended.stderr.strip().splitlines() or [f"exit code {ended.returncode}"]
+    try:
+        output, errors = process.communicate(stdin, timeout_s)
+    except subprocess.TimeoutExpired:
+        raise BenchmarkError(f"{what}: not done after {timeout_s:g} s") from None
+    finally:
+        # Its children too, which would hold the pipes open; Ctrl-C here does not reach them.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    if process.returncode:
+        lines = errors.strip().splitlines() or [f"exit code {process.returncode}"]
         raise BenchmarkError(f"{what}: {lines[-1]}")
-    return ended.stdout
+    return output

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.actors import start_actor
-from benchmarks.command import BenchmarkParser, report_progress, run_benchmark
+from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
 from benchmarks.runs import RECIPE, load_quiet, make_arithmetic, medians, play
 from benchmarks.timed_engines import TimedEngines
 from streamrl.actors.calls import fetch
@@ -35,10 +35,12 @@ WORKERS = 14
 def make_parser() -> BenchmarkParser:
     """Declare the parts and their sizes."""
     parser = BenchmarkParser("overlap", __doc__)
-    parser.add_argument("--steps", type=int, default=20, help="steps of each run")
+    parser.add_argument("--steps", type=at_least(1), default=20, help="steps of each run")
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
-    parser.add_argument("--bounds", type=int, nargs="+", default=BOUNDS, help="max_staleness")
-    parser.add_argument("--sleepers", type=int, default=WORKERS, help="workers that sleep")
+    parser.add_argument(
+        "--bounds", type=at_least(0), nargs="+", default=BOUNDS, help="max_staleness"
+    )
+    parser.add_argument("--sleepers", type=at_least(1), default=WORKERS, help="workers that sleep")
     parser.set_quick(steps=2, parts=["empty"], bounds=[1], sleepers=3)
     return parser
 

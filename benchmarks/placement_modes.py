@@ -20,7 +20,7 @@ from operator import itemgetter, mul
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import BenchmarkParser, report_progress, run_benchmark
+from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
 from benchmarks.random_model import write_model
 from benchmarks.runs import load_quiet, medians, play
 from streamrl.actors.real_engines import RealEngines
@@ -55,9 +55,13 @@ placement: {{slice_s: 0.2}}
 def make_parser() -> BenchmarkParser:
     """Declare how many runs of how many steps there are."""
     parser = BenchmarkParser("placement_modes", __doc__)
-    parser.add_argument("--steps", type=int, default=12, help="measured steps of each run")
-    parser.add_argument("--repeats", type=int, default=1, help="runs of each, the median stands")
-    parser.add_argument("--bounds", type=int, nargs="+", default=BOUNDS, help="max_staleness")
+    parser.add_argument("--steps", type=at_least(2), default=12, help="measured steps of each run")
+    parser.add_argument(
+        "--repeats", type=at_least(1), default=1, help="runs of each, the median stands"
+    )
+    parser.add_argument(
+        "--bounds", type=at_least(0), nargs="+", default=BOUNDS, help="max_staleness"
+    )
     parser.add_argument(
         "--placements", nargs="+", default=list(RUNS), choices=RUNS, help="beside disaggregated"
     )
@@ -67,12 +71,7 @@ def make_parser() -> BenchmarkParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Make all runs and print the figures."""
-    parser = make_parser()
-    arguments = parser.parse(argv)
-    for name, least in (("steps", 2), ("repeats", 1)):
-        if (given := vars(arguments)[name]) < least:
-            parser.error(f"--{name}={given}: must be at least {least}")
-    run_benchmark(parser, measure, argv)
+    run_benchmark(make_parser(), measure, argv)
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -23,7 +23,14 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from benchmarks.command import ROOT, BenchmarkParser, report_progress, run_benchmark, run_command
+from benchmarks.command import (
+    ROOT,
+    BenchmarkParser,
+    at_least,
+    report_progress,
+    run_benchmark,
+    run_command,
+)
 from streamrl.dataflow import dataflow_for
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
@@ -71,13 +78,21 @@ SEEDS = 5
 def make_parser() -> BenchmarkParser:
     """Declare what is planned."""
     parser = BenchmarkParser("planner", __doc__)
-    parser.add_argument("--gpus", type=int, nargs="+", default=GPUS, help="of the large clusters")
+    parser.add_argument(
+        "--gpus", type=at_least(1), nargs="+", default=GPUS, help="of the large clusters"
+    )
     parser.add_argument("--models", nargs="+", default=MODELS, choices=SHAPES)
-    parser.add_argument("--proposals", type=int, default=PROPOSALS)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--seeds", type=int, default=SEEDS, help="so many from 0 on; 0 for none")
-    parser.add_argument("--gaps", type=int, default=MOST_GAPS, help="cases of small clusters")
-    parser.add_argument("--commands", type=int, nargs="*", default=COMMANDS, help="groups a step")
+    parser.add_argument("--proposals", type=at_least(1), default=PROPOSALS)
+    parser.add_argument("--seed", type=at_least(0), default=0)
+    parser.add_argument(
+        "--seeds", type=at_least(0), default=SEEDS, help="so many from 0 on; 0 for none"
+    )
+    parser.add_argument(
+        "--gaps", type=at_least(0), default=MOST_GAPS, help="cases of small clusters"
+    )
+    parser.add_argument(
+        "--commands", type=at_least(1), nargs="*", default=COMMANDS, help="groups a step"
+    )
     parser.set_quick(gpus=[4], models=["qwen2.5-1.5b"], proposals=20, seeds=2, gaps=2, commands=[])
     return parser
 

@@ -30,6 +30,7 @@ from benchmarks.command import (
     ROOT,
     BenchmarkError,
     BenchmarkParser,
+    at_least,
     report_progress,
     run_benchmark,
 )
@@ -75,12 +76,16 @@ def make_parser() -> BenchmarkParser:
     parser.add_argument(
         "--sizes", type=int, nargs="+", default=list(GROUPS), choices=GROUPS, help="bytes"
     )
-    parser.add_argument("--share", type=int, default=1, help="of the groups, one in so many")
-    parser.add_argument("--shards", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--repeats", type=int, default=3, help="rounds, their median counts")
-    parser.add_argument("--producers", type=int, default=2)
-    parser.add_argument("--consumers", type=int, default=2)
-    parser.add_argument("--batch", type=int, default=32, help="groups in one call")
+    parser.add_argument(
+        "--share", type=at_least(1), default=1, help="of the groups, one in so many"
+    )
+    parser.add_argument("--shards", type=at_least(1), nargs="+", default=[1, 2, 4])
+    parser.add_argument(
+        "--repeats", type=at_least(1), default=3, help="rounds, their median counts"
+    )
+    parser.add_argument("--producers", type=at_least(1), default=2)
+    parser.add_argument("--consumers", type=at_least(1), default=2)
+    parser.add_argument("--batch", type=at_least(1), default=32, help="groups in one call")
     parser.add_argument("--peers", nargs="*", default=PEERS, choices=PEERS, help="none if empty")
     parser.set_quick(sizes=[1 << 10], share=128, shards=[1], repeats=1, batch=8)
     parser.set_quick(producers=1, consumers=1, peers=["ray_queue_batch", "memcpy"])

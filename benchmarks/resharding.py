@@ -35,7 +35,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from benchmarks.command import BenchmarkError, BenchmarkParser, run_benchmark
+from benchmarks.command import BenchmarkError, BenchmarkParser, at_least, run_benchmark
 from streamrl.errors import ConfigError
 from streamrl.resharding import (
     GROUPINGS,
@@ -111,8 +111,8 @@ def make_parser() -> BenchmarkParser:
     parser.add_argument("--grouping", default="zero", choices=GROUPINGS)
     parser.add_argument("--model", default="even", choices=list(MODELS))
     parser.add_argument("--bucket-mb", type=float, default=0.25, help="what is under way at once")
-    parser.add_argument("--ranks-per-node", type=int, default=8)
-    parser.add_argument("--rounds", type=int, default=5, help="measured, of each way")
+    parser.add_argument("--ranks-per-node", type=at_least(1), default=8)
+    parser.add_argument("--rounds", type=at_least(1), default=5, help="measured, of each way")
     parser.set_quick(train="1-2-1", generate="1-1-2-1", rounds=1)
     return parser
 

@@ -25,6 +25,7 @@ import numpy as np
 from benchmarks.command import (
     BenchmarkError,
     BenchmarkParser,
+    at_least,
     report_progress,
     run_benchmark,
     run_command,
@@ -62,9 +63,9 @@ print("RESULT" + json.dumps([seconds, scores]))
 def make_parser() -> BenchmarkParser:
     """Declare how much is judged, and by how many workers."""
     parser = BenchmarkParser("rewards", __doc__)
-    parser.add_argument("--groups", type=int, default=1000, help="groups of a round")
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--groups", type=at_least(1), default=1000, help="groups of a round")
+    parser.add_argument("--rounds", type=at_least(1), default=3)
+    parser.add_argument("--workers", type=at_least(1), nargs="+", default=[1, 2, 4])
     parser.set_quick(groups=10, rounds=1, workers=[1])
     return parser
 

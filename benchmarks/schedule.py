@@ -14,7 +14,7 @@ from functools import cached_property
 from statistics import median
 from typing import Any
 
-from benchmarks.command import BenchmarkParser, report_progress, run_benchmark
+from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
 from streamrl.dataflow import dataflow_for
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
@@ -102,9 +102,11 @@ def make_parser() -> BenchmarkParser:
     parser = BenchmarkParser("schedule", __doc__)
     every = range(len(CASES))
     parser.add_argument("--cases", type=int, nargs="+", default=every, choices=every)
-    parser.add_argument("--proposals", type=int, default=PROPOSALS, help="of each search")
-    parser.add_argument("--bounds", type=int, nargs="+", default=BOUNDS, help="max_staleness")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--proposals", type=at_least(1), default=PROPOSALS, help="of each search")
+    parser.add_argument(
+        "--bounds", type=at_least(0), nargs="+", default=BOUNDS, help="max_staleness"
+    )
+    parser.add_argument("--seed", type=at_least(0), default=0)
     parser.set_quick(cases=[0], proposals=20, bounds=[0, 1])
     return parser
 

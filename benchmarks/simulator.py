@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.command import BenchmarkParser, report_progress, run_benchmark
+from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
 from streamrl.dataflow import dataflow_for
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.meshes import Mesh
@@ -100,7 +100,7 @@ def simulate_once(placement: Placement, steps: int) -> dict[str, Any]:
 def make_parser() -> BenchmarkParser:
     """Declare how long a simulation is."""
     parser = BenchmarkParser("simulator", __doc__)
-    parser.add_argument("--steps", type=int, default=100, help="steps of each run")
+    parser.add_argument("--steps", type=at_least(1), default=100, help="steps of each run")
     parser.set_quick(steps=3)
     return parser
 

@@ -20,7 +20,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import ROOT, BenchmarkParser, report_progress, run_benchmark
+from benchmarks.command import ROOT, BenchmarkParser, at_least, report_progress, run_benchmark
 from benchmarks.runs import load_quiet, make_arithmetic, play
 from streamrl.actors.real_engines import RealEngines
 from streamrl.calibration.fit import fit
@@ -42,7 +42,7 @@ def make_parser() -> BenchmarkParser:
     """Declare which runs are played."""
     parser = BenchmarkParser("simulator_vs_runs", __doc__)
     parser.add_argument("--runs", type=Path, metavar="DIR", help="keep run directories there")
-    parser.add_argument("--steps", type=int, default=36, help="steps of each run")
+    parser.add_argument("--steps", type=at_least(1), default=36, help="steps of each run")
     parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.set_quick(steps=12, recipes=["grpo"], modes=["ahead"])

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from benchmarks.command import BenchmarkParser, report_progress, run_benchmark
+from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
 from benchmarks.runs import RECIPE, load_quiet, make_arithmetic, play
 from streamrl.actors.real_engines import RealEngines
 
@@ -34,10 +34,12 @@ CORRECTIONS: dict[str, list[str]] = {
 def make_parser() -> BenchmarkParser:
     """Declare the bounds, the corrections and how long a run of each is."""
     parser = BenchmarkParser("staleness", __doc__)
-    parser.add_argument("--steps", type=int, default=40, help="steps of each run")
-    parser.add_argument("--bounds", type=int, nargs="+", default=[0, 1, 4, 8], help="beside 0")
+    parser.add_argument("--steps", type=at_least(1), default=40, help="steps of each run")
+    parser.add_argument(
+        "--bounds", type=at_least(0), nargs="+", default=[0, 1, 4, 8], help="beside 0"
+    )
     parser.add_argument("--corrections", nargs="+", default=list(CORRECTIONS), choices=CORRECTIONS)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--seeds", type=at_least(0), nargs="+", default=[0, 1, 2])
     parser.set_quick(steps=3, bounds=[0], corrections=["none", "decoupled"], seeds=[0])
     return parser
 

@@ -30,19 +30,20 @@ from benchmarks.command import (
     ROOT,
     BenchmarkError,
     BenchmarkParser,
+    at_least,
     report_progress,
     run_benchmark,
     run_command,
 )
 from benchmarks.runs import RECIPE, make_arithmetic
+from streamrl.actors.fork_server import FORK_VARIABLE
 
 MARK = "STREAMRL_STARTUP_BENCHMARK"
 DEADLINE_S = 180.0
 POLL_S = 0.02
 SCAN_S = 1.0
 """Between two looks at all processes, which take some of the time that is measured, s."""
-PLAIN = {"OMP_NUM_THREADS": "2"}
-"""With a thread pool the command cannot be forked, see `streamrl.actors.fork_server`."""
+PLAIN = {FORK_VARIABLE: "0"}
 REPORTED_STEPS = 12
 """`streamrl report` takes no run of fewer."""
 COMMANDS = {
@@ -69,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def make_parser() -> BenchmarkParser:
     """Declare how often everything is measured."""
     parser = BenchmarkParser("startup", __doc__)
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--repeats", type=at_least(1), default=3)
     parser.set_quick(repeats=1)
     return parser
 
@@ -136,7 +137,7 @@ class DemoRun:
             stdin=subprocess.DEVNULL,
             stdout=log.open("w"),
             stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", **env, MARK: self._mark},
+            env={**os.environ, **env, MARK: self._mark},
             cwd=ROOT,
             start_new_session=True,
         )
@@ -170,10 +171,12 @@ class DemoRun:
 
     def kill_generator(self) -> float:
         """Kill the generator; seconds until the run says that it is back."""
-        (generator,) = (p for p in self._processes() if "GeneratorActor" in kind_of(p))
+        generators = [p for p in self._processes() if "GeneratorActor" in kind_of(p)]
+        if len(generators) != 1:
+            raise BenchmarkError(f"the run has {len(generators)} generators, not one")
         events = self._run_dir / "events.jsonl"
         started = time.perf_counter()
-        generator.kill()
+        generators[0].kill()
         self._wait(lambda: '"restarted"' in events.read_text(), "the generator's return")
         return time.perf_counter() - started
 

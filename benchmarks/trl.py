@@ -39,6 +39,7 @@ from benchmarks.command import (
     ROOT,
     BenchmarkError,
     BenchmarkParser,
+    at_least,
     report_progress,
     run_benchmark,
 )
@@ -150,12 +151,16 @@ def make_parser() -> BenchmarkParser:
     """Declare the tasks, and how often and how long each system trains on them."""
     parser = BenchmarkParser("trl", __doc__)
     parser.add_argument("--tasks", nargs="+", choices=list(STEPS), default=list(STEPS))
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each system (2)")
-    parser.add_argument("--steps", type=int, help="steps of each run (demo 30, long_tailed 10)")
+    parser.add_argument("--rounds", type=at_least(1), default=2, help="runs of each system (2)")
     parser.add_argument(
-        "--warm-up", type=int, default=WARM_UP_STEPS, help="steps that do not count (4)"
+        "--steps", type=at_least(1), help="steps of each run (demo 30, long_tailed 10)"
     )
-    parser.add_argument("--max-staleness", type=int, help="of streamrl (1, as in the recipes)")
+    parser.add_argument(
+        "--warm-up", type=at_least(1), default=WARM_UP_STEPS, help="steps that do not count (4)"
+    )
+    parser.add_argument(
+        "--max-staleness", type=at_least(0), help="of streamrl (1, as in the recipes)"
+    )
     parser.add_argument("--deadline", type=float, default=600.0, help="of each run, s (600)")
     parser.add_argument("--python", type=Path, default=PARITY_PYTHON, help="TRL's Python")
     parser.set_quick(rounds=1, steps=3, warm_up=1)
@@ -165,9 +170,10 @@ def make_parser() -> BenchmarkParser:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of each task. Raises ConfigError and RunError."""
     least = arguments.warm_up + 2
-    for name, bound in (("rounds", 1), ("steps", least), ("warm_up", 1), ("max_staleness", 0)):
-        if (given := vars(arguments)[name]) is not None and given < bound:
-            raise ConfigError(f"--{name.replace('_', '-')}={given}: must be at least {bound}")
+    if arguments.steps is not None and arguments.steps < least:
+        raise ConfigError(
+            f"--steps={arguments.steps}: must be at least {least}, 2 behind --warm-up"
+        )
     if not arguments.python.is_file():
         raise ConfigError(f"{arguments.python} is missing: `make parity-env` builds it")
     with tempfile.TemporaryDirectory() as folder:

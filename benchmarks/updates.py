@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import ROOT, BenchmarkParser, report_progress, run_benchmark
+from benchmarks.command import ROOT, BenchmarkParser, at_least, report_progress, run_benchmark
 from benchmarks.runs import RECIPE, load_quiet, make_arithmetic, medians, play
 from streamrl.actors.real_engines import RealEngines
 
@@ -32,8 +32,8 @@ NEVER_WRITTEN = ("<bos>", 1)
 def make_parser() -> BenchmarkParser:
     """Declare the modes and how long a run of each is."""
     parser = BenchmarkParser("updates", __doc__)
-    parser.add_argument("--steps", type=int, default=12, help="steps of each run")
-    parser.add_argument("--tokens", type=int, default=192, help="tokens of a completion")
+    parser.add_argument("--steps", type=at_least(1), default=12, help="steps of each run")
+    parser.add_argument("--tokens", type=at_least(1), default=192, help="tokens of a completion")
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
     parser.set_quick(steps=2, tokens=32, modes=["interrupt, keep"])
     return parser

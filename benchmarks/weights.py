@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.actors import start_actor, wait_for_all
-from benchmarks.command import BenchmarkParser, report_progress, run_benchmark
+from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
 from benchmarks.random_model import SHAPES, write_model
 from benchmarks.weights_actors import TIMEOUT_S, Generator, Publisher
 from streamrl.actors.calls import fetch
@@ -44,8 +44,10 @@ def make_parser() -> BenchmarkParser:
     known = [name for name in TRANSPORTS if name != AUTO]
     parser.add_argument("--sizes", nargs="+", type=int, default=list(SHAPES), choices=SHAPES)
     parser.add_argument("--transports", nargs="+", default=known, choices=known)
-    parser.add_argument("--generators", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--versions", type=int, default=3, help="measured, of each combination")
+    parser.add_argument("--generators", nargs="+", type=at_least(1), default=[1, 2])
+    parser.add_argument(
+        "--versions", type=at_least(1), default=3, help="measured, of each combination"
+    )
     parser.set_quick(sizes=[1], generators=[1], versions=1)
     return parser
 

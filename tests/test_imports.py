@@ -8,6 +8,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from streamrl.config import load_config
 from tests.calibration.runs import play, recipe, write_run
 from tests.engines.tiny_qwen import save, tiny_model
@@ -158,17 +160,19 @@ def test_the_help_of_every_command_and_doctor_load_no_library_of_a_run() -> None
     assert set(loaded(program, *libraries)) <= set(may)
 
 
-def test_a_run_is_reported_on_without_torch(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("words", "fitted_by"), [([], []), (["--what-if"], ["scipy"])])
+def test_a_run_is_reported_on_without_torch(
+    tmp_path: Path, words: list[str], fitted_by: list[str]
+) -> None:
     """Its algorithm was tried as the run began."""
     config = recipe(tmp_path)
     run_dir = write_run(tmp_path / "run", config, play(config))
     program = f"""
         from streamrl.cli.main import main
-        assert main(["report", {str(run_dir)!r}]) == 0
+        assert main(["report", {str(run_dir)!r}, *{words}]) == 0
         assert main(["report", "--ledger", {str(run_dir)!r}]) == 0
     """
-    # Scipy fits what the advice is made of.
-    assert loaded(program, "torch", "scipy", "transformers", "ray") == ["scipy"]
+    assert loaded(program, "torch", "scipy", "transformers", "ray") == fitted_by
 
 
 def test_a_run_whose_sizes_are_told_is_planned_and_simulated_without_transformers(

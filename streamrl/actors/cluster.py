@@ -14,7 +14,7 @@ import ray
 from ray._private import node, parameter
 from ray.exceptions import RayError
 
-from streamrl.actors.fork_server import LAUNCHER, LOCAL_RAY_ENV, stop_fork_server
+from streamrl.actors.fork_server import LAUNCHER, LOCAL_RAY_ENV
 from streamrl.actors.launch_worker import SOCKETS_VARIABLE
 from streamrl.errors import ActorError, ConfigError
 from streamrl.placement import (
@@ -92,8 +92,6 @@ def node_stores() -> list[float]:
 
 
 def _connect(address: str) -> None:
-    # Its workers are started by its own nodes.
-    stop_fork_server()
     _check_reachable(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)

@@ -65,7 +65,7 @@ class Crew:
         options: Mapping[str, Any] | None = None,
     ) -> Any:
         """Make an actor; it takes no slot unless `options` say so."""
-        # Not where the class is defined: see `fork_server._draws_anew`.
+        # Not where the class is defined: see `fork_server._draws_unique_ids`.
         actor = (
             ray.remote(actor_class).options(**{"num_cpus": 0, **(options or {})}).remote(*arguments)
         )

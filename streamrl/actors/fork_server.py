@@ -1,15 +1,16 @@
 """Start Ray workers by forking processes that have imported their libraries already.
 
 Imports of torch, transformers, DeepSpeed and vLLM take longer than all else in the start of a run.
-`start_fork_server` forks the command's process once it has imported what all workers need, and
-again into one process per level of LEVELS, which import the rest side by side while the command
-reads its config and starts Ray. Each listens on a Unix socket. Ray starts a worker through
+`start_fork_server` imports what all workers need and forks the command's process, and again into
+one process per level of LEVELS, which import the rest side by side while the command reads its
+prompts and starts Ray. Each listens on a Unix socket. Ray starts a worker through
 `launch_worker.py`, which asks the level that the worker's runtime environment names to fork.
 
 Only a process with one thread and without a CUDA context is forked, and only one that has not yet
 drawn an id from Ray: its forks would draw the same ids, for tasks and objects alike. A level that
-cannot be forked, or was imported under another environment than the worker asks for, refuses, and
-the worker starts as Ray starts it.
+cannot be forked, could not import its modules, or imported them under another environment than the
+worker asks for, refuses, and the worker starts as Ray starts it. A level that is killed takes its
+workers along, since none may outlive the command; those that Ray starts again start as Ray does it.
 """
 
 import atexit
@@ -27,7 +28,7 @@ import socket
 import struct
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -35,7 +36,10 @@ from typing import Any, NoReturn
 
 from streamrl.actors.launch_worker import FILES, LEVEL_VARIABLE, SOCKETS_VARIABLE, socket_address
 from streamrl.engines.generator_config import generation_env
+from streamrl.process_env import ONE_THREAD, changed_env
 
+FORK_VARIABLE = "STREAMRL_FORK_WORKERS"
+"""Set to 0, it has workers start as Ray starts them."""
 LAUNCHER = Path(__file__).with_name("launch_worker.py")
 PR_SET_PDEATHSIG = 1
 BACKLOG = 64
@@ -80,7 +84,6 @@ BASE = Level(
         "transformers",
         "torch",
     ),
-    {"OMP_NUM_THREADS": "1"},
     absent=UNUSED,
 )
 MODELS = Level("models", "base", ("transformers.modeling_utils",), STAGE_ENV, absent=UNUSED)
@@ -101,7 +104,6 @@ GENERATOR = Level(
 )
 # DeepSpeed and vLLM ask for GPUs at import, after which a process cannot be forked.
 HAS_GPU = Path("/dev/nvidiactl").exists()
-_imported_in: set[int] = set()
 _running: set[int] = set()
 """The base level's process."""
 LEVELS = (BASE, MODELS) if HAS_GPU else (BASE, MODELS, TRAINER, GENERATOR)
@@ -112,26 +114,23 @@ def level_env(level: Level) -> dict[str, str]:
     return {LEVEL_VARIABLE: (level if level in LEVELS else MODELS).name}
 
 
-def import_base() -> None:
-    """Import what all workers need. Does nothing if Ray is imported already: see below."""
+def start_fork_server() -> str:
+    """Import what all workers need, fork the levels, and have them fork the workers of local Ray.
+
+    The levels end with this process, and their workers with them. Returns a line that says why
+    workers are not forked, empty if they are or nobody wants it.
+    """
+    if os.environ.get(FORK_VARIABLE) == "0":
+        return ""
     if "ray" in sys.modules:
-        return
+        return _start_is_slower("Ray was imported before")
     # Ray reads these at import: a worker without a job takes that of its first task, and one whose
     # raylet is gone ends, as a local raylet does with this process.
     ray_env = {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(os.getpid())}
-    with _environment({**STAGE_ENV, **ray_env}):
+    with changed_env({**STAGE_ENV, **ONE_THREAD, **ray_env}):
         _import(BASE)
-    _imported_in.add(os.getpid())
-
-
-def start_fork_server() -> None:
-    """Fork the levels; Ray instances that this process starts from now on fork their workers.
-
-    Does nothing without `import_base`, or if this process cannot be forked any more. The levels end
-    with this process, and their workers with them.
-    """
-    if os.getpid() not in _imported_in or not _is_forkable():
-        return
+    if not _is_forkable():
+        return _start_is_slower("the command has threads or uses a GPU already")
     sockets = f"streamrl-{os.getpid()}-{secrets.token_hex(8)}"
     listening = {level.name: _listen(sockets, level) for level in LEVELS}
     parent = os.getpid()
@@ -141,11 +140,16 @@ def start_fork_server() -> None:
             _serve_base(listening, parent)
         finally:
             os._exit(1)
-    for one in listening.values():
-        one.close()
+    for listener in listening.values():
+        listener.close()
     os.environ[SOCKETS_VARIABLE] = sockets
     atexit.register(stop_fork_server)
     _running.add(server)
+    return ""
+
+
+def _start_is_slower(reason: str) -> str:
+    return f"workers import their libraries one by one, which takes seconds: {reason}"
 
 
 def stop_fork_server() -> None:
@@ -188,7 +192,7 @@ def _serve_level(level: Level, listening: dict[str, socket.socket], parent: int)
     # A level that ends must not leave its socket open in others.
     for name in listening.keys() - needed:
         listening.pop(name).close()
-    os.environ.update(level.env)
+    os.environ.update({**ONE_THREAD, **level.env})
     _import(level)
     for child in LEVELS:
         if child.parent == level.name and os.fork() == 0:
@@ -197,7 +201,7 @@ def _serve_level(level: Level, listening: dict[str, socket.socket], parent: int)
         listening.pop(name).close()
     # Nobody waits for workers; not before the imports, which may wait for commands.
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    if not _draws_anew():
+    if not _draws_unique_ids():
         return
     gc.freeze()
     while True:
@@ -246,18 +250,6 @@ def _import(level: Level) -> None:
             del sys.modules[name]
 
 
-@contextlib.contextmanager
-def _environment(changes: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name in changes.keys() - before.keys():
-            del os.environ[name]
-        os.environ.update({name: before[name] for name in changes.keys() & before.keys()})
-
-
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Read a request and the files of the worker's standard streams."""
     _, files, _, _ = socket.recv_fds(connection, 1, len(FILES))
@@ -273,7 +265,7 @@ def _is_forkable() -> bool:
     return len(os.listdir("/proc/self/task")) == 1 and not has_cuda
 
 
-def _draws_anew() -> bool:
+def _draws_unique_ids() -> bool:
     """Tell whether forks of this process draw ids from Ray that no other fork draws.
 
     Ray's generator takes its seed at the first draw; `ray.remote` of a class is one.

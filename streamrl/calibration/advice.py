@@ -43,18 +43,12 @@ class Option:
 class Advice:
     """measured: the run as it was; simulated: as it would be by what was fitted to it.
 
-    loads: of all stages, the busiest first. options: the shortest step first.
+    options: the shortest step first.
     """
 
     measured: Figures
     simulated: Figures
-    loads: Sequence[StageLoad]
     options: Sequence[Option]
-
-    @property
-    def bound_by(self) -> StageLoad:
-        """The stage that has least time to spare."""
-        return self.loads[0]
 
     @property
     def error(self) -> float:
@@ -82,11 +76,11 @@ def advise(measured: Measured, cluster: Cluster | None = None) -> Advice:
             change = figures.step_s / simulated.step_s - 1
             options.append(Option(what, _overrides(settings), figures, change))
     options.sort(key=lambda option: option.figures.step_s)
-    return Advice(Figures.of(measured), simulated, loads(measured), options)
+    return Advice(Figures.of(measured), simulated, options)
 
 
 def loads(measured: Measured) -> list[StageLoad]:
-    """The busiest stage first."""
+    """Return how busy each stage is; the busiest first, which has least time to spare."""
     found = []
     for stage, idle in measured.idle.items():
         depths = [step.row.get(f"queue/depth/{stage}") for step in measured.steps]

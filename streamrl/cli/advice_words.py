@@ -5,6 +5,7 @@ from typing import Any
 
 from streamrl.calibration.advice import Advice, Option, StageLoad, loads
 from streamrl.calibration.measured import Machine, Measured
+from streamrl.calibration.prediction import Figures
 
 NEXT_TO_NOTHING = 0.25
 """Cores: what a driver and the processes of Ray take."""
@@ -12,15 +13,22 @@ ALWAYS = 0.9
 """A stage that is busy for more of the time has next to none to spare."""
 
 
-def as_json(measured: Measured, advice: Advice) -> dict[str, Any]:
-    """The advice for scripts."""
+def run_as_json(measured: Measured) -> dict[str, Any]:
+    """Return what bounds the run, for scripts."""
+    busiest = loads(measured)
     return {
         "steps": len(measured.steps),
         "left_out": dict(measured.left_out),
         "cores": vars(measured.machine),
-        "bound_by": advice.bound_by.stage,
-        "stages": {one.stage: {"busy": one.busy, "depth": one.depth} for one in advice.loads},
-        "measured": vars(advice.measured),
+        "bound_by": busiest[0].stage,
+        "stages": {load.stage: {"busy": load.busy, "depth": load.depth} for load in busiest},
+        "measured": vars(Figures.of(measured)),
+    }
+
+
+def advice_as_json(advice: Advice) -> dict[str, Any]:
+    """Return what other settings would make of the run, for scripts."""
+    return {
         "simulated": vars(advice.simulated),
         "error": advice.error,
         "options": [

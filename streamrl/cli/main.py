@@ -14,6 +14,7 @@ from typing import NoReturn
 
 from streamrl import __version__
 from streamrl.errors import ConfigError, StreamError
+from streamrl.process_env import ONE_THREAD, changed_env
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 COMMANDS = {
@@ -28,13 +29,12 @@ COMMANDS = {
     "plan": "which placement is best for a run on a cluster, and why the others lost",
     "simulate": "a run's placement on a cluster, played in virtual time",
     "calibrate": "how long things took in a run, as constants for the planner",
-    "report": "what bounds a run and what would help; where every prompt of it is",
+    "report": "what bounds a run, and what would help; where every prompt of it is",
     "doctor": "what this machine has and what would run on it",
 }
 
-
-STARTING = ("train", "evaluate")
-"""Commands that start the processes of a run."""
+FORKING = ("train",)
+"""Commands that fork their processes, see `streamrl.actors.fork_server`."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -46,7 +46,7 @@ class OneLineParser(argparse.ArgumentParser):
 
 
 def build_parser(command: str | None) -> argparse.ArgumentParser:
-    """The parser; only the named command's own module is loaded, so that help is quick."""
+    """Build the parser; only the named command's module is loaded, so that help is quick."""
     parser = OneLineParser(prog="streamrl", description="Post-train language models with RL.")
     parser.add_argument("--version", action="version", version=f"streamrl {__version__}")
     commands = parser.add_subparsers(
@@ -74,17 +74,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stdout is None:
         # It was closed before the start, as by >&-.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    forks = command in STARTING and not {"-h", "--help"} & set(arguments)
-    if forks:
-        # Libraries start threads for it at import, and a process with threads cannot be forked.
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # A process with threads cannot be forked, and libraries start theirs at import.
+    env = ONE_THREAD if command in FORKING else {}
     try:
-        parsed = _parse(build_parser(command), arguments)
-        if forks:
-            from streamrl.actors import fork_server
-
-            fork_server.import_base()
-            fork_server.start_fork_server()
+        with changed_env(env):
+            parsed = _parse(build_parser(command), arguments)
         code = int(parsed.run(parsed))
         sys.stdout.flush()
         return code
@@ -107,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """The arguments; a command's overrides may stand behind its options, which argparse refuses."""
+    """Parse; a command's overrides may stand behind its options, which argparse refuses."""
     parsed, rest = parser.parse_known_args(arguments)
     if "overrides" in parsed:
         late = list(takewhile(lambda word: not word.startswith("-"), rest))

@@ -31,13 +31,20 @@ MOST_SHOWN = 20
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `streamrl report`."""
-    parser.usage = "streamrl report RUN [--cluster C] | --ledger RUN [--uid UID] [--json]"
+    parser.usage = (
+        "streamrl report RUN [--what-if [--cluster C]] [--json] | --ledger RUN [--uid UID] [--json]"
+    )
     parser.add_argument(
         "run_dir",
         type=named_path,
         nargs="?",
         metavar="RUN",
-        help="a run directory: which stage bounds it, and what other settings would make of it",
+        help="a run directory: which stage bounds it",
+    )
+    parser.add_argument(
+        "--what-if",
+        action="store_true",
+        help="simulate, for some seconds, what other settings would make of it",
     )
     parser.add_argument(
         "--cluster",
@@ -62,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command: 0; of books 1 if they do not balance."""
     _check(arguments)
     if arguments.run_dir is not None:
-        return _advise(arguments)
+        return _describe_run(arguments)
     run_dir: Path = arguments.ledger
     entries = list(_read_log(run_dir))
     account = take_account(entries)
@@ -81,27 +88,34 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Raise ConfigError unless it is one of the two that is asked for."""
+    """Raise ConfigError unless the options belong together."""
     if (arguments.run_dir is None) == (arguments.ledger is None):
-        raise ConfigError("report: name a RUN for advice, or --ledger RUN for its books")
-    wrong = "--cluster" if arguments.run_dir is None and arguments.cluster else ""
-    wrong = "--uid" if arguments.run_dir is not None and arguments.uid else wrong
-    if wrong:
-        other = "--ledger RUN" if wrong == "--uid" else "RUN"
-        raise ConfigError(f"report: {wrong} goes with {other}")
+        raise ConfigError("report: name a RUN for what bounds it, or --ledger RUN for its books")
+    if arguments.what_if and arguments.run_dir is None:
+        raise ConfigError("report: --what-if goes with RUN")
+    if arguments.cluster and not arguments.what_if:
+        raise ConfigError("report: --cluster goes with RUN --what-if")
+    if arguments.uid is not None and arguments.ledger is None:
+        raise ConfigError("report: --uid goes with --ledger RUN")
 
 
-def _advise(arguments: argparse.Namespace) -> int:
-    """What bounds the run, and what would help."""
-    cluster = None if arguments.cluster is None else Cluster.parse(arguments.cluster)
+def _describe_run(arguments: argparse.Namespace) -> int:
+    """Print what bounds the run, and what would help if that is asked for."""
     measured = read_run(arguments.run_dir)
+    cluster = None if arguments.cluster is None else Cluster.parse(arguments.cluster)
+    if arguments.what_if:
+        # A cluster that the run does not fit is refused before anything is printed.
+        PlannedRun.of(measured, measured.config, cluster)
     if arguments.json:
-        print(json.dumps(advice_words.as_json(measured, advise(measured, cluster))))
+        found = advice_words.run_as_json(measured)
+        if arguments.what_if:
+            found |= advice_words.advice_as_json(advise(measured, cluster))
+        print(json.dumps(found))
         return 0
-    # A cluster that the run does not fit is refused before anything is printed.
-    PlannedRun.of(measured, measured.config, cluster)
-    # The rest takes seconds after a long run.
     print("\n".join(advice_words.describe_run(measured)), flush=True)
+    if not arguments.what_if:
+        print("what other settings would make of it: --what-if, which takes some seconds")
+        return 0
     print("\n".join(advice_words.describe_advice(measured, advise(measured, cluster))))
     return 0
 

@@ -11,23 +11,23 @@ from pathlib import Path
 import psutil
 import pytest
 
-from streamrl.actors import fork_server
-from streamrl.actors.fork_server import LEVELS
+from streamrl.actors.fork_server import FORK_VARIABLE, LEVELS
 from streamrl.actors.launch_worker import LEVEL_VARIABLE, SOCKETS_VARIABLE, fork_worker
 
 # A command with two light levels: the second is imported under X=1.
 COMMAND = """
 import sys, time
-from streamrl.actors import fork_server
+from streamrl.process_env import ONE_THREAD, changed_env
+with changed_env(ONE_THREAD):
+    from streamrl.actors import fork_server
 from streamrl.actors.fork_server import Level
-fork_server.BASE = Level("base", "", ("numpy",), {"OMP_NUM_THREADS": "1"})
-second = Level("second", "base", ("wave",), {"OMP_NUM_THREADS": "1", "X": "1"})
+fork_server.BASE = Level("base", "", ("numpy",))
+second = Level("second", "base", ("wave",), {"X": "1"})
 broken = Level("broken", "base", ("no_such_module",))
 fork_server.LEVELS = (fork_server.BASE, second, broken)
-fork_server.import_base()
-fork_server.start_fork_server()
+print(fork_server.start_fork_server(), flush=True)
 import os
-print(os.environ["STREAMRL_FORK_SERVER"], flush=True)
+print(os.environ.get("STREAMRL_FORK_SERVER"), flush=True)
 time.sleep(60)
 """
 WORKER = """
@@ -50,14 +50,17 @@ sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 and sys.argv[2].isdigit() else 0)
 @pytest.fixture
 def command(monkeypatch: pytest.MonkeyPatch):
     """A command that has started a fork server, whose folder is in this environment."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # a user's choice is no reason not to fork
     with subprocess.Popen(
         [sys.executable, "-c", COMMAND], stdout=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None
-        monkeypatch.setenv(SOCKETS_VARIABLE, process.stdout.readline().strip())
-        yield process
-        process.kill()
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "\n", "there is a reason not to fork"
+            monkeypatch.setenv(SOCKETS_VARIABLE, process.stdout.readline().strip())
+            yield process
+        finally:
+            process.kill()
 
 
 @pytest.fixture
@@ -154,41 +157,76 @@ def test_levels_and_workers_end_with_the_command_however_it_ends(
     assert not alive
 
 
-def test_a_process_with_a_second_thread_is_not_forked(tmp_path: Path) -> None:
-    code = COMMAND.replace(
-        "fork_server.start_fork_server()",
-        "import threading; threading.Thread(target=time.sleep, args=(1,)).start()\n"
-        "fork_server.start_fork_server()\n"
-        f"sys.exit('{SOCKETS_VARIABLE}' in __import__('os').environ)",
-    )
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    env.pop(SOCKETS_VARIABLE, None)
-    done = subprocess.run([sys.executable, "-c", code], env=env, timeout=60, check=False)
-    assert done.returncode == 0
+def printed_by(code: str, **variables: str) -> list[str]:
+    """What a command prints that ends before it would sleep."""
+    env = {name: value for name, value in os.environ.items() if name != SOCKETS_VARIABLE}
+    code = code.replace("time.sleep(60)", "")
+    words = [sys.executable, "-c", code]
+    return subprocess.check_output(
+        words, env={**env, **variables}, text=True, timeout=120
+    ).splitlines()
 
 
-def test_where_ray_is_imported_already_nothing_is_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    import ray  # noqa: F401
+def test_a_process_with_a_second_thread_is_not_forked_and_says_why() -> None:
+    thread = "import threading; threading.Thread(target=time.sleep, args=(1,)).start()\nprint("
+    reason, sockets = printed_by(COMMAND.replace("print(", thread, 1))
+    assert "has threads" in reason
+    assert sockets == "None"
 
-    monkeypatch.delenv(SOCKETS_VARIABLE, raising=False)
-    fork_server.import_base()
-    fork_server.start_fork_server()
-    assert SOCKETS_VARIABLE not in os.environ
+
+def test_where_ray_is_imported_already_nothing_is_forked() -> None:
+    reason, sockets = printed_by(COMMAND.replace("import sys", "import ray, sys", 1))
+    assert "Ray was imported before" in reason
+    assert sockets == "None"
+
+
+def test_a_user_can_have_workers_start_as_ray_starts_them() -> None:
+    assert printed_by(COMMAND, **{FORK_VARIABLE: "0"}) == ["", "None"]
 
 
 def test_no_two_forks_of_a_command_draw_the_same_id_from_ray() -> None:
     code = (
+        "from streamrl.process_env import ONE_THREAD, changed_env\n"
+        "with changed_env(ONE_THREAD): import streamrl.cli.train, streamrl.cli.evaluate\n"
         "from streamrl.actors import fork_server\n"
-        "fork_server.import_base()\n"
-        "import streamrl.cli.train, streamrl.cli.evaluate, streamrl.engines.training\n"
-        "print(fork_server._draws_anew())\n"
+        "assert not fork_server.start_fork_server()\n"
+        "import streamrl.engines.training\n"
+        "print(fork_server._draws_unique_ids())\n"
         "import ray; ray.remote(int)\n"
-        "print(fork_server._draws_anew())\n"
+        "print(fork_server._draws_unique_ids())\n"
     )
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, "-c", code]
-    printed = subprocess.check_output(words, env=env, text=True, timeout=120)
-    assert printed.split() == ["True", "False"]
+    # Also where a user's libraries would start threads at import.
+    threads = {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
+    assert printed_by(code, **threads) == ["True", "False"]
+
+
+KILLED_LEVEL = """
+import os, signal
+from streamrl.process_env import ONE_THREAD, changed_env
+with changed_env(ONE_THREAD):
+    from streamrl.actors import fork_server
+assert not fork_server.start_fork_server()
+import psutil, ray
+from streamrl.actors.cluster import _start_local
+_start_local(2, 200 << 20)
+
+class Actor:
+    def parent(self):
+        return psutil.Process().ppid()
+
+options = {"max_restarts": 1, "max_task_retries": 1, "num_cpus": 0}
+actor = ray.remote(Actor).options(**options).remote()
+level = ray.get(actor.parent.remote())
+assert level in fork_server._running
+os.kill(level, signal.SIGKILL)
+print(ray.get(actor.parent.remote(), timeout=60) != level)
+ray.shutdown()
+"""
+
+
+def test_an_actor_whose_level_is_killed_is_started_again_as_ray_does_it() -> None:
+    *_, is_from_elsewhere = printed_by(KILLED_LEVEL)  # behind what Ray says of the death
+    assert is_from_elsewhere == "True"
 
 
 def test_every_level_forks_from_one_before_it() -> None:

@@ -2,18 +2,25 @@
 
 import argparse
 import json
+import time
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 
-from benchmarks.command import BenchmarkError, BenchmarkParser, run_benchmark, run_command
+from benchmarks.command import (
+    BenchmarkError,
+    BenchmarkParser,
+    at_least,
+    run_benchmark,
+    run_command,
+)
 from streamrl.errors import ConfigError
 
 
 def make_parser() -> BenchmarkParser:
     parser = BenchmarkParser("sample", "A sample.\n\nMore of it.")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=at_least(1), default=20)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.set_quick(steps=2, seeds=[0])
     return parser
@@ -70,11 +77,15 @@ def test_a_failure_is_one_line_and_an_exit_code(
     ("words", "rule"),
     [
         (["sleep", "60"], "a command: not done after 0.2 s"),
+        (["sh", "-c", "sleep 60 & sleep 60"], "a command: not done after 0.2 s"),
         (["sh", "-c", "echo why >&2; exit 3"], "a command: why"),
         (["sh", "-c", "exit 3"], "a command: exit code 3"),
         (["no-such-command"], "a command: .*No such file"),
     ],
 )
 def test_a_command_that_fails_or_hangs_is_an_error(words: list[str], rule: str) -> None:
+    hangs = "sleep 60" in " ".join(words)
+    started = time.monotonic()
     with pytest.raises(BenchmarkError, match=rule):
-        run_command(words, "a command", timeout_s=0.2 if words[0] == "sleep" else 30.0)
+        run_command(words, "a command", timeout_s=0.2 if hangs else 30.0)
+    assert time.monotonic() - started < 30  # children of its own do not keep it open

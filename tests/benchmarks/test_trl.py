@@ -115,9 +115,9 @@ def test_a_failure_of_either_side_is_one_line(
     ("words", "line"),
     [
         (["--steps", "5"], "--steps=5: must be at least 6"),
-        (["--rounds", "0"], "--rounds=0: must be at least 1"),
-        (["--warm-up", "0"], "--warm-up=0: must be at least 1"),
-        (["--max-staleness", "-1"], "--max-staleness=-1: must be at least 0"),
+        (["--rounds", "0"], "argument --rounds: 0: must be a whole number, 1 or more"),
+        (["--warm-up", "x"], "argument --warm-up: x: must be a whole number, 1 or more"),
+        (["--max-staleness", "-1"], "argument --max-staleness: -1: must be a whole number, 0"),
     ],
 )
 def test_a_bad_argument_is_one_clear_line(

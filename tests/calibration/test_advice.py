@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.calibration.advice import Advice, advise
-from streamrl.calibration.measured import read_run
+from streamrl.calibration.advice import Advice, advise, loads
+from streamrl.calibration.measured import Measured, read_run
 from streamrl.placement import Timings, TrainTiming
 from tests.calibration.runs import TRUE, play, recipe, write_run
 
@@ -14,11 +14,11 @@ SLOW_TRAINING = replace(TRUE, train={"policy": TrainTiming(1, 0.2, 3e-3, 0.02)},
 SLOW_SAMPLING = replace(TRUE, generator=replace(TRUE.generator, step_s=0.04), cores=0)
 
 
-def advice_of(folder: Path, timings: Timings, *overrides: str) -> Advice:
+def measure(folder: Path, timings: Timings, *overrides: str) -> Measured:
     config = recipe(folder, *overrides)
     # Cores enough for all, as a machine of one's own for each would have.
     simulated = play(config, timings, steps=20)
-    return advise(read_run(write_run(folder / "run", config, simulated, cores=64)))
+    return read_run(write_run(folder / "run", config, simulated, cores=64))
 
 
 def change(advice: Advice, what: str) -> float:
@@ -26,16 +26,21 @@ def change(advice: Advice, what: str) -> float:
 
 
 @pytest.fixture(scope="module")
-def trains_slowly(tmp_path_factory: pytest.TempPathFactory) -> Advice:
-    return advice_of(tmp_path_factory.mktemp("run"), SLOW_TRAINING, "generator.replicas=2")
+def slow_run(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    return measure(tmp_path_factory.mktemp("run"), SLOW_TRAINING, "generator.replicas=2")
+
+
+@pytest.fixture(scope="module")
+def trains_slowly(slow_run: Measured) -> Advice:
+    return advise(slow_run)
 
 
 def test_where_training_is_slow_another_trainer_helps_and_another_generator_does_not(
-    trains_slowly: Advice,
+    slow_run: Measured, trains_slowly: Advice
 ) -> None:
-    advice = trains_slowly
-    assert advice.bound_by.stage == "train"
-    assert advice.bound_by.busy > 0.9
+    advice, busiest = trains_slowly, loads(slow_run)[0]
+    assert busiest.stage == "train"
+    assert busiest.busy > 0.9
     assert abs(advice.error) < 0.1
     assert change(advice, "one more trainer replica") < -0.3
     assert change(advice, "one more generator") == pytest.approx(0, abs=0.05)
@@ -43,8 +48,9 @@ def test_where_training_is_slow_another_trainer_helps_and_another_generator_does
 
 
 def test_where_sampling_is_slow_it_is_generation_that_bounds_the_run(tmp_path: Path) -> None:
-    advice = advice_of(tmp_path, SLOW_SAMPLING)
-    assert advice.bound_by.stage == "generate"
+    slow_run = measure(tmp_path, SLOW_SAMPLING)
+    assert loads(slow_run)[0].stage == "generate"
+    advice = advise(slow_run)
     assert change(advice, "one more trainer replica") == pytest.approx(0, abs=0.05)
     assert change(advice, "staleness up to 0") > 0.05
 

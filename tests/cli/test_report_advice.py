@@ -17,10 +17,21 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_run(folder / "run", config, play(config))
 
 
-def test_text_says_what_bounds_it_and_what_each_other_way_would_give(
+def test_what_bounds_a_run_is_told_without_a_simulation(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["report", str(run_dir)]) == 0
+    text = capsys.readouterr().out
+    assert "bound by    " in text and "groups wait for it" in text and "--what-if" in text
+    assert "instead" not in text
+    assert main(["report", str(run_dir), "--json"]) == 0
+    assert "options" not in json.loads(capsys.readouterr().out)
+
+
+def test_text_says_what_bounds_it_and_what_each_other_way_would_give(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["report", str(run_dir), "--what-if"]) == 0
     text = capsys.readouterr().out
     assert "bound by    " in text and "groups wait for it" in text
     assert "one more generator" in text and "generator.replicas=2" in text
@@ -42,7 +53,7 @@ def test_of_a_stage_whose_queue_is_not_known_it_is_not_said_how_many_wait(
 
 
 def test_json_says_the_same_for_scripts(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["report", str(run_dir), "--json"]) == 0
+    assert main(["report", str(run_dir), "--what-if", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["bound_by"] in found["stages"]
     assert abs(found["error"]) < 0.1
@@ -55,10 +66,12 @@ def test_json_says_the_same_for_scripts(run_dir: Path, capsys: pytest.CaptureFix
 @pytest.mark.parametrize(
     ("words", "rule"),
     [
-        ([], "name a RUN for advice, or --ledger RUN"),
-        (["{run}", "--ledger", "{run}"], "name a RUN for advice, or --ledger RUN"),
+        ([], "name a RUN for what bounds it, or --ledger RUN"),
+        (["{run}", "--ledger", "{run}"], "name a RUN for what bounds it, or --ledger RUN"),
         (["{run}", "--uid", "0:1:0"], "--uid goes with --ledger RUN"),
-        (["--ledger", "{run}", "--cluster", "8xH100"], "--cluster goes with RUN"),
+        (["--ledger", "{run}", "--cluster", "8xH100"], "--cluster goes with RUN --what-if"),
+        (["{run}", "--cluster", "8xH100"], "--cluster goes with RUN --what-if"),
+        (["--ledger", "{run}", "--what-if"], "--what-if goes with RUN"),
         (["nowhere"], "no such directory"),
         (["{run}/config.yaml"], "config.yaml: no run: not a directory"),
         (["--ledger", "{run}/config.yaml"], "config.yaml: no run: not a directory"),

@@ -3,15 +3,15 @@
 The workers of its runs are forked from processes that have imported their libraries.
 """
 
-import os
 import runpy
 import sys
 
-if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from streamrl.actors import fork_server
+from streamrl.process_env import ONE_THREAD, changed_env
 
-    fork_server.import_base()
-    fork_server.start_fork_server()
+if __name__ == "__main__":
+    from streamrl.actors.fork_server import start_fork_server
+
+    with changed_env(ONE_THREAD):
+        assert not start_fork_server()
     sys.argv = sys.argv[1:]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
