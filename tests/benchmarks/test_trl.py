@@ -114,7 +114,7 @@ def test_a_failure_of_either_side_is_one_line(
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--steps", "5"], "--steps=5: must be at least 6"),
+        (["--steps", "5"], "--steps=5: must be at least 6, 2 behind --warm-up"),
         (["--rounds", "0"], "argument --rounds: 0: must be a whole number, 1 or more"),
         (["--warm-up", "x"], "argument --warm-up: x: must be a whole number, 1 or more"),
         (["--max-staleness", "-1"], "argument --max-staleness: -1: must be a whole number, 0"),
