@@ -37,3 +37,10 @@ def test_a_command_whose_output_is_closed_before_it_begins_ends_well() -> None:
     command = f"{shlex.quote(sys.executable)} -m streamrl.cli algorithms >&-"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_what_a_command_opens_never_takes_the_place_of_a_closed_standard_stream() -> None:
+    program = "import os, sys; from streamrl.cli.main import main; main(['algorithms'])"
+    program += "; sys.exit(min(os.open('/dev/null', os.O_RDONLY), 3) != 3)"
+    command = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} <&- >&- 2>&-"
+    assert subprocess.run(command, shell=True, check=False).returncode == 0
