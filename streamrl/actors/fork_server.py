@@ -117,10 +117,10 @@ def level_env(level: Level) -> dict[str, str]:
 def start_fork_server() -> str:
     """Import what all workers need, fork the levels, and have them fork the workers of local Ray.
 
-    The levels end with this process, and their workers with them. Returns a line that says why
-    workers are not forked, empty if they are or nobody wants it.
+    Does nothing if they run already. The levels end with this process, and their workers with
+    them. Returns a line that says why workers are not forked, empty if they are or nobody wants it.
     """
-    if os.environ.get(FORK_VARIABLE) == "0":
+    if _running or os.environ.get(FORK_VARIABLE) == "0":
         return ""
     if "ray" in sys.modules:
         return _start_is_slower("Ray was imported before")

@@ -145,10 +145,14 @@ class EngineThread:
                 engine = vllm_engine.build_engine(self._spec)
                 self._kv = KvMemory(engine)
                 self._weights = vllm_engine.served_weights(engine, self._spec, facts.parameters)
-                self._post(self._listener.on_started, facts)
-                with vllm_engine.naming_lost_ranks(engine):
-                    self._serve(engine)
-                vllm_engine.shut_down(engine)
+                try:
+                    self._post(self._listener.on_started, facts)
+                    with vllm_engine.naming_lost_ranks(engine):
+                        self._serve(engine)
+                finally:
+                    # If it failed, too: else vLLM does it once the engine is garbage, and ends the
+                    # process groups of the next one.
+                    vllm_engine.shut_down(engine)
         finally:
             self._post(self._listener.on_ended, sys.exception())
 

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from transformers import PreTrainedModel
 
+from streamrl.engines import vllm_engine
 from streamrl.engines.generation import GenerationEngine, GeneratorConfig, generation_env
 from streamrl.engines.pending import Watch
 from streamrl.errors import StreamError
@@ -122,8 +123,11 @@ async def test_every_version_reaches_every_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("over", ["rollouts", "weights"])
 async def test_a_rank_that_dies_is_told_and_takes_the_others_along(
-    tmp_path: Path, over: str
+    tmp_path: Path, over: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Not left to vLLM, which shuts down an engine that is garbage: the next one may run by then.
+    shut_down, frees = [], vllm_engine.shut_down
+    monkeypatch.setattr(vllm_engine, "shut_down", lambda one: shut_down.append(frees(one)))
     model = tiny_model(tied=True, seed=1)
     async with started(model, tmp_path) as engine:
         await engine.load_weights(weights_of(model), 0)
@@ -141,3 +145,4 @@ async def test_a_rank_that_dies_is_told_and_takes_the_others_along(
                 await engine.load_weights(weights_of(model), 2)
     psutil.wait_procs(ranks(), timeout=30)
     assert not ranks()
+    assert len(shut_down) == 1
