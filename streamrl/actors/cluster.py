@@ -4,6 +4,7 @@ import contextlib
 import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -11,7 +12,8 @@ from typing import Any
 
 import psutil
 import ray
-from ray._private import node, parameter
+from ray._private import node, parameter, services, utils
+from ray._private.state import GlobalState
 from ray.exceptions import RayError
 
 from streamrl.actors.fork_server import LAUNCHER, LOCAL_RAY_ENV
@@ -29,6 +31,9 @@ from streamrl.placement import (
 GIB = 1 << 30
 CONNECT_S = 10.0
 """Longest wait for a cluster's address to answer, s."""
+NODE_S = 60.0
+NODE_POLL_S = 0.02
+"""Longest wait for the node of a local instance, and between two looks at it, s."""
 
 
 #: Each mode a run may be placed in, best first, given whether there are GPUs.
@@ -137,8 +142,8 @@ def _start_local(cpus: int, object_store_bytes: int) -> None:
 def _lean_ray() -> Iterator[None]:
     """Have Ray start only what a local instance needs, and workers from the fork server.
 
-    No argument of `ray.init` leaves out the autoscaler's monitor, the log monitor and the head of
-    the dashboard, which together keep a start waiting for seconds.
+    No argument of `ray.init` leaves out the autoscaler's monitor, the log monitor, the head of the
+    dashboard and the modules of its agent, which together keep a start waiting for seconds.
     """
     changes: dict[str, Any] = {"no_monitor": True, "include_log_monitor": False}
     if SOCKETS_VARIABLE in os.environ:
@@ -146,12 +151,26 @@ def _lean_ray() -> Iterator[None]:
     with (
         _replaced(parameter, "RayParams", partial(parameter.RayParams, **changes)),
         _replaced(node.Node, "start_api_server", _start_no_api_server),
+        _replaced(utils, "get_dashboard_dependency_error", lambda: ImportError("no dashboard")),
+        _replaced(services, "get_node", _wait_for_node),
     ):
         yield
 
 
 def _start_no_api_server(self: Any, **options: Any) -> None:
     self._webui_url = ""
+
+
+def _wait_for_node(gcs_address: str, node_id: str) -> Any:
+    """Return what is known of the node that was just started; Ray looks once a second."""
+    state = GlobalState()
+    state._initialize_global_state(services._get_gcs_client_options(gcs_address))
+    deadline = time.monotonic() + NODE_S
+    while not any(known["NodeID"] == node_id for known in state.node_table()):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"its node has not registered within {NODE_S:g} s")
+        time.sleep(NODE_POLL_S)
+    return state.get_node(node_id)
 
 
 @contextlib.contextmanager

@@ -126,7 +126,8 @@ async def test_a_rank_that_dies_is_told_and_takes_the_others_along(
     tmp_path: Path, over: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Not left to vLLM, which shuts down an engine that is garbage: the next one may run by then.
-    shut_down, frees = [], vllm_engine.shut_down
+    shut_down: list[None] = []
+    frees = vllm_engine.shut_down
     monkeypatch.setattr(vllm_engine, "shut_down", lambda one: shut_down.append(frees(one)))
     model = tiny_model(tied=True, seed=1)
     async with started(model, tmp_path) as engine:
