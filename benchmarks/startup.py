@@ -53,7 +53,8 @@ COMMANDS = {
 }
 BARE_ENGINE = """
 import os, sys
-from streamrl.engines.generator_config import GeneratorConfig, generation_env
+from streamrl.engines.generation_env import generation_env
+from streamrl.engines.generator_config import GeneratorConfig
 os.environ.update(generation_env("cpu"))
 from streamrl.engines.vllm_engine import EngineSpec, build_engine
 config = GeneratorConfig(max_new_tokens=12, max_concurrent_rollouts=512)

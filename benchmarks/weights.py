@@ -24,7 +24,7 @@ from benchmarks.random_model import SHAPES, write_model
 from benchmarks.weights_actors import TIMEOUT_S, Generator, Publisher
 from streamrl.actors.calls import fetch
 from streamrl.actors.cluster import cluster, nothing
-from streamrl.engines.generator_config import generation_env
+from streamrl.engines.generation_env import generation_env
 from streamrl.placement import PlacementConfig
 from streamrl.weights.config import AUTO, TRANSPORTS
 

@@ -201,7 +201,7 @@ def load_config(
 ) -> RunConfig:
     """Read a YAML file and key=value overrides into a checked RunConfig.
 
-    `is_rehearsed`: the caller has tried the algorithm on a made-up step, or does so afterwards.
+    `is_rehearsed`: the algorithm was tried on a made-up step as the run began, and is not again.
 
     Raises ConfigError: one line with the key, the value and the rule, or the nearest right key.
     """

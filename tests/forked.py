@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from streamrl.engines.generator_config import generation_env
+from streamrl.engines.generation_env import generation_env
 
 IMPORTED = [
     "transformers.models.llama.modeling_llama",

@@ -16,7 +16,7 @@ from ray._private import node, parameter, services, utils
 from ray._private.state import GlobalState
 from ray.exceptions import RayError
 
-from streamrl.actors.fork_server import LAUNCHER, LOCAL_RAY_ENV
+from streamrl.actors.fork_server import LAUNCHER, LOCAL_RAY_ENV, stop_fork_server
 from streamrl.actors.launch_worker import SOCKETS_VARIABLE
 from streamrl.errors import ActorError, ConfigError
 from streamrl.placement import (
@@ -97,6 +97,8 @@ def node_stores() -> list[float]:
 
 
 def _connect(address: str) -> None:
+    # Its own nodes start the workers.
+    stop_fork_server()
     _check_reachable(address)
     try:
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)

@@ -25,7 +25,7 @@ from streamrl.actors.wiring import Wiring
 from streamrl.checkpoint import Checkpoint
 from streamrl.config import RunConfig
 from streamrl.dataflow import GENERATE, POLICY, REFERENCE, Call, Kind
-from streamrl.engines.generator_config import generation_env
+from streamrl.engines.generation_env import generation_env
 from streamrl.engines.teams import teams_of
 from streamrl.errors import ActorLostError
 from streamrl.placement import Capacity, Demand, check_fits

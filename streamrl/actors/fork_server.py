@@ -1,10 +1,11 @@
 """Start Ray workers by forking processes that have imported their libraries already.
 
 Imports of torch, transformers, DeepSpeed and vLLM take longer than all else in the start of a run.
-`start_fork_server` imports what all workers need and forks the command's process, and again into
-one process per level of LEVELS, which import the rest side by side while the command reads its
-prompts and starts Ray. Each listens on a Unix socket. Ray starts a worker through
-`launch_worker.py`, which asks the level that the worker's runtime environment names to fork.
+`start_fork_server` forks the command's process before it imports anything itself; the fork imports
+what all workers need and forks again, into one process per level of LEVELS. They import the rest
+side by side while the command reads its config and its prompts and starts Ray. Each listens on a
+Unix socket. Ray starts a worker through `launch_worker.py`, which asks the level that the worker's
+runtime environment names to fork.
 
 Only a process with one thread and without a CUDA context is forked, and only one that has not yet
 drawn an id from Ray: its forks would draw the same ids, for tasks and objects alike. A level that
@@ -35,11 +36,12 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from streamrl.actors.launch_worker import FILES, LEVEL_VARIABLE, SOCKETS_VARIABLE, socket_address
-from streamrl.engines.generator_config import generation_env
-from streamrl.process_env import ONE_THREAD, changed_env
+from streamrl.engines.generation_env import generation_env
 
 FORK_VARIABLE = "STREAMRL_FORK_WORKERS"
 """Set to 0, it has workers start as Ray starts them."""
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Libraries of numbers start no threads if this holds while they are imported."""
 LAUNCHER = Path(__file__).with_name("launch_worker.py")
 PR_SET_PDEATHSIG = 1
 BACKLOG = 64
@@ -104,9 +106,18 @@ GENERATOR = Level(
 )
 # DeepSpeed and vLLM ask for GPUs at import, after which a process cannot be forked.
 HAS_GPU = Path("/dev/nvidiactl").exists()
-_running: set[int] = set()
-"""The base level's process."""
 LEVELS = (BASE, MODELS) if HAS_GPU else (BASE, MODELS, TRAINER, GENERATOR)
+
+
+@dataclass
+class Server:
+    """What this process has started: the base level's process, or why there is none."""
+
+    pid: int = 0
+    refusal: str = ""
+
+
+_server = Server()
 
 
 def level_env(level: Level) -> dict[str, str]:
@@ -114,28 +125,22 @@ def level_env(level: Level) -> dict[str, str]:
     return {LEVEL_VARIABLE: (level if level in LEVELS else MODELS).name}
 
 
-def start_fork_server() -> str:
-    """Import what all workers need, fork the levels, and have them fork the workers of local Ray.
+def start_fork_server() -> None:
+    """Fork the levels; Ray instances that this process starts from now on fork their workers.
 
-    Does nothing if they run already. The levels end with this process, and their workers with
-    them. Returns a line that says why workers are not forked, empty if they are or nobody wants it.
+    Does nothing if they run already. They end with this process, and their workers with them. Why
+    they were not started is told by `refusal`.
     """
-    if _running or os.environ.get(FORK_VARIABLE) == "0":
-        return ""
-    if "ray" in sys.modules:
-        return _start_is_slower("Ray was imported before")
-    # Ray reads these at import: a worker without a job takes that of its first task, and one whose
-    # raylet is gone ends, as a local raylet does with this process.
-    ray_env = {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(os.getpid())}
-    with changed_env({**STAGE_ENV, **ONE_THREAD, **ray_env}):
-        _import(BASE)
-    if not _is_forkable():
-        return _start_is_slower("the command has threads or uses a GPU already")
+    if _server.pid or os.environ.get(FORK_VARIABLE) == "0":
+        return
+    if "ray" in sys.modules or not _is_forkable():
+        _server.refusal = "Ray was imported before" if "ray" in sys.modules else "it has threads"
+        return
     sockets = f"streamrl-{os.getpid()}-{secrets.token_hex(8)}"
     listening = {level.name: _listen(sockets, level) for level in LEVELS}
     parent = os.getpid()
-    server = os.fork()
-    if not server:
+    _server.pid = os.fork()
+    if not _server.pid:
         try:
             _serve_base(listening, parent)
         finally:
@@ -144,22 +149,23 @@ def start_fork_server() -> str:
         listener.close()
     os.environ[SOCKETS_VARIABLE] = sockets
     atexit.register(stop_fork_server)
-    _running.add(server)
-    return ""
 
 
-def _start_is_slower(reason: str) -> str:
-    return f"workers import their libraries one by one, which takes seconds: {reason}"
+def refusal() -> str:
+    """Return a line that says why this process was not forked; empty if it was, or need not be."""
+    if not _server.refusal:
+        return ""
+    return f"workers import their libraries one by one, for seconds: {_server.refusal}"
 
 
 def stop_fork_server() -> None:
     """End all levels and the workers that they forked."""
-    while _running:
-        server = _running.pop()
+    if _server.pid:
         os.environ.pop(SOCKETS_VARIABLE, None)
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(server, signal.SIGKILL)
-            os.waitpid(server, 0)
+            os.kill(_server.pid, signal.SIGKILL)
+            os.waitpid(_server.pid, 0)
+        _server.pid = 0
 
 
 def _serve_base(listening: dict[str, socket.socket], parent: int) -> None:
@@ -171,6 +177,9 @@ def _serve_base(listening: dict[str, socket.socket], parent: int) -> None:
     for file in FILES:
         os.dup2(devnull, file)
     gc.disable()
+    # Ray reads these at import: a worker without a job takes that of its first task, and one whose
+    # raylet is gone ends, as a local raylet does with the command.
+    os.environ.update({**STAGE_ENV, "RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(parent)})
     _serve_level(BASE, listening, parent)
 
 

@@ -41,7 +41,7 @@ from streamrl.dataflow import (
 )
 from streamrl.engines.batching import derive_columns
 from streamrl.engines.forward import local_device, token_values
-from streamrl.engines.generator_config import generation_env
+from streamrl.engines.generation_env import generation_env
 from streamrl.engines.packing import Pick, pack
 from streamrl.engines.peak_memory import give_back_freed, give_back_large_at_once
 from streamrl.engines.pending import nobody

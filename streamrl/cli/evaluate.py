@@ -26,7 +26,8 @@ from streamrl.data import (
     load_vocab_size,
 )
 from streamrl.data.files import check_evaluated
-from streamrl.engines.generator_config import GeneratorConfig, generation_env
+from streamrl.engines.generation_env import generation_env
+from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.errors import ConfigError
 from streamrl.evaluation import EvaluationConfig, EvaluationResult, evaluate
 from streamrl.evaluation.figures import Interval

@@ -14,7 +14,6 @@ from typing import NoReturn
 
 from streamrl import __version__
 from streamrl.errors import ConfigError, StreamError
-from streamrl.process_env import ONE_THREAD, changed_env
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
 COMMANDS = {
@@ -74,11 +73,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if sys.stdout is None:
         # It was closed before the start, as by >&-.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
-    # A process with threads cannot be forked, and libraries start theirs at import.
-    env = ONE_THREAD if command in FORKING else {}
+    if command in FORKING and not {"-h", "--help"} & set(arguments):
+        # Before all else: what is imported here meanwhile is imported there side by side.
+        from streamrl.actors.fork_server import start_fork_server
+
+        start_fork_server()
     try:
-        with changed_env(env):
-            parsed = _parse(build_parser(command), arguments)
+        parsed = _parse(build_parser(command), arguments)
         code = int(parsed.run(parsed))
         sys.stdout.flush()
         return code

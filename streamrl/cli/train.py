@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 from streamrl.actors.engine_factory import EngineFactory
 from streamrl.actors.feed import EventReport, Report, StatusReport, StepReport
-from streamrl.actors.fork_server import start_fork_server
+from streamrl.actors.fork_server import refusal
 from streamrl.actors.real_engines import RealEngines
-from streamrl.agreement import check_algorithm
 from streamrl.algorithms.dials import Dials
 from streamrl.buffer import Ledger
 from streamrl.checkpoint import Checkpoint, ResumePoint, find_resume_point
@@ -28,7 +27,6 @@ from streamrl.dataflow import CRITIC, POLICY, Kind
 from streamrl.durable import write_whole
 from streamrl.engines.reference_config import STATE_FILE
 from streamrl.errors import ConfigError, DiskError, StreamError
-from streamrl.process_env import ONE_THREAD, changed_env
 from streamrl.slots import placed, sharing
 from streamrl.telemetry import RunFacts
 from streamrl.telemetry.fanout import Fanout, make_sinks
@@ -69,25 +67,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
-    # An algorithm in a user's file may import more libraries that start threads.
-    with changed_env(ONE_THREAD):
-        if arguments.resume is not None:
-            config, resume = _resumed(arguments.resume, arguments.words)
-        else:
-            config, resume = _fresh(arguments.words), None
-    # On a cluster that is there already, its nodes start the workers.
-    note = "" if config.placement.address else start_fork_server()
-    check_algorithm(config)
-    finish = train(config, resume, RealEngines(), note)
+    if arguments.resume is not None:
+        config, resume = _resumed(arguments.resume, arguments.words)
+    else:
+        config, resume = _fresh(arguments.words), None
+    finish = train(config, resume, RealEngines())
     return INTERRUPTED if finish.interrupted else 0
 
 
-def train(
-    config: RunConfig, resume: ResumePoint | None, engines: EngineFactory, note: str = ""
-) -> "Finish":
+def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory) -> "Finish":
     """Train from a config, or go on with a run; writes the run directory.
-
-    `note` is one more line for the run's events.
 
     Raises ConfigError before anything is written, and the StreamError that ended the run.
     """
@@ -134,7 +123,7 @@ def train(
         try:
             memory_line = memory.line if memory else ""
             sinks.event("machine", site.machine)
-            notes = (*prepared.notes, note, site.placed.note, sharing(there), memory_line)
+            notes = (*prepared.notes, refusal(), site.placed.note, sharing(there), memory_line)
             for text in filter(None, notes):
                 sinks.event("note", {"text": text})
 
@@ -192,7 +181,7 @@ def _fresh(words: Sequence[str]) -> RunConfig:
     """The config of a new run from the words of the command line."""
     if not words or "=" in words[0]:
         raise ConfigError("train: name a config file first, or --resume a run")
-    config = load_config(Path(words[0]), words[1:], is_rehearsed=True)
+    config = load_config(Path(words[0]), words[1:])
     if config.run_dir.exists() and not config.run.overwrite:
         raise ConfigError(
             f"run directory {config.run_dir} exists: --resume it, name another (run.name=...),"
@@ -227,7 +216,7 @@ def _resumed(path: Path, words: Sequence[str]) -> tuple[RunConfig, ResumePoint]:
         raise ConfigError(f"--resume goes on with the run's own config; {words[0]} is one too many")
     resume = find_resume_point(path)
     checkpoint, folder = resume.checkpoint, resume.run_dir
-    config = load_config(folder / "config.yaml", words, is_rehearsed=True)
+    config = load_config(folder / "config.yaml", words)
     _check_same_run(load_config(folder / "config.yaml", is_rehearsed=True), config)
     if checkpoint is not None:
         _check_parts(checkpoint, [call.role for call in config.dataflow.of_kind(Kind.TRAIN)])

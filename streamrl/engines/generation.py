@@ -16,7 +16,7 @@ import torch
 from streamrl.engines.begun import all_begun, continuation_seed, ended, room, unsampled
 from streamrl.engines.engine_calls import EngineCalls
 from streamrl.engines.forward import local_device
-from streamrl.engines.generator_config import GeneratorConfig, generation_env
+from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.pending import PendingGroup, Watch
 from streamrl.engines.vllm_engine import Draw, EngineSpec, Sampled, SampleRequest
 from streamrl.errors import ConfigError, DeadlineError, WeightsError
@@ -25,7 +25,7 @@ from streamrl.resharding.storage import Storage
 from streamrl.weights import Loaded
 from streamrl.weights.adapters import full_weights
 
-__all__ = ["GenerationEngine", "GeneratorConfig", "Loaded", "generation_env"]
+__all__ = ["GenerationEngine", "GeneratorConfig", "Loaded"]
 
 #: Larger seeds do not fit where vLLM keeps them, and -1 would mean none.
 MAX_SEED = 2**63 - 1

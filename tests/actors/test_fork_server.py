@@ -13,19 +13,19 @@ import pytest
 
 from streamrl.actors.fork_server import FORK_VARIABLE, LEVELS
 from streamrl.actors.launch_worker import LEVEL_VARIABLE, SOCKETS_VARIABLE, fork_worker
+from streamrl.engines.generation_env import generation_env
 
 # A command with two light levels: the second is imported under X=1.
 COMMAND = """
 import sys, time
-from streamrl.process_env import ONE_THREAD, changed_env
-with changed_env(ONE_THREAD):
-    from streamrl.actors import fork_server
+from streamrl.actors import fork_server
 from streamrl.actors.fork_server import Level
 fork_server.BASE = Level("base", "", ("numpy",))
 second = Level("second", "base", ("wave",), {"X": "1"})
 broken = Level("broken", "base", ("no_such_module",))
 fork_server.LEVELS = (fork_server.BASE, second, broken)
-print(fork_server.start_fork_server(), flush=True)
+fork_server.start_fork_server()
+print(fork_server.refusal(), flush=True)
 import os
 print(os.environ.get("STREAMRL_FORK_SERVER"), flush=True)
 time.sleep(60)
@@ -168,8 +168,9 @@ def printed_by(code: str, **variables: str) -> list[str]:
 
 
 def test_a_process_with_a_second_thread_is_not_forked_and_says_why() -> None:
-    thread = "import threading; threading.Thread(target=time.sleep, args=(1,)).start()\nprint("
-    reason, sockets = printed_by(COMMAND.replace("print(", thread, 1))
+    thread = "import threading; threading.Thread(target=time.sleep, args=(1,)).start()\n"
+    start = "fork_server.start_fork_server()"
+    reason, sockets = printed_by(COMMAND.replace(start, thread + start))
     assert "has threads" in reason
     assert sockets == "None"
 
@@ -184,28 +185,21 @@ def test_a_user_can_have_workers_start_as_ray_starts_them() -> None:
     assert printed_by(COMMAND, **{FORK_VARIABLE: "0"}) == ["", "None"]
 
 
-def test_no_two_forks_of_a_command_draw_the_same_id_from_ray() -> None:
+def test_no_two_forks_of_a_level_draw_the_same_id_from_ray() -> None:
     code = (
-        "from streamrl.process_env import ONE_THREAD, changed_env\n"
-        "with changed_env(ONE_THREAD): import streamrl.cli.train, streamrl.cli.evaluate\n"
         "from streamrl.actors import fork_server\n"
-        "assert not fork_server.start_fork_server()\n"
-        "import streamrl.engines.training\n"
+        "for level in fork_server.LEVELS: fork_server._import(level)\n"
         "print(fork_server._draws_unique_ids())\n"
         "import ray; ray.remote(int)\n"
         "print(fork_server._draws_unique_ids())\n"
     )
-    # Also where a user's libraries would start threads at import.
-    threads = {"OMP_NUM_THREADS": "2", "OPENBLAS_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
-    assert printed_by(code, **threads) == ["True", "False"]
+    assert printed_by(code, **generation_env("cpu"))[-2:] == ["True", "False"]
 
 
 KILLED_LEVEL = """
 import os, signal
-from streamrl.process_env import ONE_THREAD, changed_env
-with changed_env(ONE_THREAD):
-    from streamrl.actors import fork_server
-assert not fork_server.start_fork_server()
+from streamrl.actors import fork_server
+fork_server.start_fork_server()
 import psutil, ray
 from streamrl.actors.cluster import _start_local
 _start_local(2, 200 << 20)
@@ -217,7 +211,7 @@ class Actor:
 options = {"max_restarts": 1, "max_task_retries": 1, "num_cpus": 0}
 actor = ray.remote(Actor).options(**options).remote()
 level = ray.get(actor.parent.remote())
-assert level in fork_server._running
+assert level == fork_server._server.pid
 os.kill(level, signal.SIGKILL)
 print(ray.get(actor.parent.remote(), timeout=60) != level)
 ray.shutdown()

@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 from streamrl.engines import vllm_engine
-from streamrl.engines.generation import GenerationEngine, GeneratorConfig, Loaded, generation_env
+from streamrl.engines.generation import GenerationEngine, GeneratorConfig, Loaded
+from streamrl.engines.generation_env import generation_env
 from streamrl.messages import Rollout
 from streamrl.weights import probe
 from tests.engines.tiny_qwen import MAX_LENGTH, weights_of

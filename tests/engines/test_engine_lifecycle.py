@@ -10,11 +10,8 @@ from pathlib import Path
 import pytest
 
 from streamrl.engines import vllm_engine
-from streamrl.engines.generation import (
-    GenerationEngine,
-    GeneratorConfig,
-    generation_env,
-)
+from streamrl.engines.generation import GenerationEngine, GeneratorConfig
+from streamrl.engines.generation_env import generation_env
 from streamrl.engines.vllm_engine import EngineSpec
 from streamrl.errors import ConfigError, DeadlineError, GenerationError, WeightsError
 from tests.engines.tiny_qwen import (

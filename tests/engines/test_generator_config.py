@@ -2,7 +2,8 @@ from typing import Any
 
 import pytest
 
-from streamrl.engines.generator_config import GeneratorConfig, engine_arguments, generation_env
+from streamrl.engines.generation_env import generation_env
+from streamrl.engines.generator_config import GeneratorConfig, engine_arguments
 from streamrl.errors import ConfigError
 from streamrl.weights.probe import NUM_SEQUENCES
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from streamrl.engines.forward import wait_for_device
-from streamrl.engines.generation import GenerationEngine, GeneratorConfig, generation_env
+from streamrl.engines.generation import GenerationEngine, GeneratorConfig
+from streamrl.engines.generation_env import generation_env
 from streamrl.messages import Rollout
 from tests.engines.flight import Engines, Flight
 from tests.engines.tiny_qwen import (

@@ -13,7 +13,8 @@ import pytest
 from transformers import PreTrainedModel
 
 from streamrl.engines import vllm_engine
-from streamrl.engines.generation import GenerationEngine, GeneratorConfig, generation_env
+from streamrl.engines.generation import GenerationEngine, GeneratorConfig
+from streamrl.engines.generation_env import generation_env
 from streamrl.engines.pending import Watch
 from streamrl.errors import StreamError
 from tests import forked

@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from streamrl.engines import vllm_weights
-from streamrl.engines.generation import GenerationEngine, GeneratorConfig, generation_env
+from streamrl.engines.generation import GenerationEngine, GeneratorConfig
+from streamrl.engines.generation_env import generation_env
 from streamrl.messages import Rollout
 from tests.engines.tiny_qwen import (
     MAX_LENGTH,
