@@ -28,8 +28,7 @@ PPO_ODD = ["pipeline.groups_per_step=129", "algorithm.mini_batches=3", "critic.w
 _CUSTOM = ["algorithm.path=examples/custom_algorithm/median.py", "algorithm.name=median_grpo"]
 _STEPS = 12
 RECIPES = {
-    # Trained as long as the demo, which runs the same recipe with devices for every stage.
-    "colocated": ("grpo_arithmetic_colocated.yaml", ["run.steps=80"]),
+    "colocated": ("grpo_arithmetic_colocated.yaml", ["run.steps=30"]),
     "grpo_code": ("grpo_code.yaml", [f"run.steps={_STEPS}"]),
     # It is slow to learn.
     "grpo_countdown": ("grpo_countdown.yaml", ["run.steps=30"]),

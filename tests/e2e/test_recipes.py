@@ -43,8 +43,6 @@ def test_a_recipe_runs_and_its_reward_rises(recipe_runs: RunsInTurn, recipe: str
         costs = [row["cost/mean"] for row in rows]
         assert mean(costs[-6:]) < mean(costs[:6]) - 0.02, costs
     if recipe == "colocated":
-        # As the demo does, see test_demo.py.
-        assert mean(row["reward/mean"] for row in rows[-5:]) > 0.9
         assert not any(row["weights/bytes"] for row in rows)
 
 
