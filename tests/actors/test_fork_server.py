@@ -205,15 +205,16 @@ from streamrl.actors.cluster import _start_local
 _start_local(2, 200 << 20)
 
 class Actor:
-    def parent(self):
-        return psutil.Process().ppid()
+    def find(self):
+        return os.getpid(), psutil.Process().ppid()
 
 options = {"max_restarts": 1, "max_task_retries": 1, "num_cpus": 0}
 actor = ray.remote(Actor).options(**options).remote()
-level = ray.get(actor.parent.remote())
+pid, level = ray.get(actor.find.remote())
 assert level == fork_server._server.pid
 os.kill(level, signal.SIGKILL)
-print(ray.get(actor.parent.remote(), timeout=60) != level)
+psutil.wait_procs([psutil.Process(pid)], timeout=30)
+print(ray.get(actor.find.remote(), timeout=60)[1] != level)
 ray.shutdown()
 """
 

@@ -295,7 +295,7 @@ def tell(call):
         print("told:", str(error).splitlines()[0])
 
 
-ray.init(num_cpus=2, include_dashboard=False)
+ray.init(address="local", num_cpus=2, include_dashboard=False)
 pool = ResourcePool(2)
 mesh = Mesh(Grid(1, 1, 2).seating())
 group = WorkerGroup(pool, Broken, mesh=mesh)

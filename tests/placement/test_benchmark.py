@@ -8,9 +8,9 @@ from benchmarks import placement_modes
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (["--steps", "1"], "--steps=1: must be at least 2"),
-        (["--repeats", "0"], "--repeats=0: must be at least 1"),
-        (["--steps", "many"], "argument --steps: invalid int value: 'many'"),
+        (["--steps", "1"], "argument --steps: 1: must be a whole number, 2 or more"),
+        (["--repeats", "0"], "argument --repeats: 0: must be a whole number, 1 or more"),
+        (["--steps", "many"], "argument --steps: many: must be a whole number, 2 or more"),
         (["--stepz", "3"], "unrecognized arguments: --stepz 3"),
     ],
 )
