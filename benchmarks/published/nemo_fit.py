@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from scipy.optimize import least_squares
 
-from benchmarks.command import BenchmarkParser, report_progress, run_benchmark
+from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
 from benchmarks.published.nemo import CONSTANTS, is_fitted, step_s
 from benchmarks.published.points import NEMO
 from streamrl.messages import Array
@@ -50,7 +50,7 @@ def fit(most: int = MOST_EVALUATIONS) -> Constants:
 def make_parser() -> BenchmarkParser:
     """Declare how long is fitted."""
     parser = BenchmarkParser("nemo_fit", __doc__)
-    parser.add_argument("--evaluations", type=int, default=MOST_EVALUATIONS, help="at most")
+    parser.add_argument("--evaluations", type=at_least(1), default=MOST_EVALUATIONS, help="at most")
     parser.set_quick(evaluations=1)
     return parser
 
