@@ -23,6 +23,8 @@ from streamrl.errors import WeightsError
 
 PUBLISHER_RANK = 0
 POLL_S = 0.002
+CONNECT_S = 20.0
+"""Longest that members take to connect over TCP once all are there, s."""
 SLOW_BYTES_PER_S = 100e6
 """What a broadcast is given time for, bytes/s: about a gigabit Ethernet."""
 
@@ -93,7 +95,9 @@ class Group:
             options._timeout = deadline.left()
             self._group = dist.ProcessGroupNCCL(own, rank, size, options)
         else:
-            self._group = dist.ProcessGroupGloo(own, rank, size, deadline.left())
+            # All have said that they are there: only one that has died since does not answer.
+            patience = min(deadline.left(), timedelta(seconds=CONNECT_S))
+            self._group = dist.ProcessGroupGloo(own, rank, size, patience)
 
     def broadcast(self, tensor: Tensor, deadline: Deadline) -> Tensor:
         """The publisher's `tensor`, on the processor; others give one of the same shape to fill."""

@@ -14,7 +14,7 @@ from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights import WeightManifest, members
 from streamrl.weights.collective import CollectiveInlet, CollectiveOutlet
-from streamrl.weights.members import Deadline
+from streamrl.weights.members import Deadline, announce, join_store
 from streamrl.weights.publisher import publish
 from streamrl.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
 from streamrl.weights.subscriber import unpack
@@ -247,6 +247,23 @@ def test_one_that_is_not_there_costs_the_next_version_no_more_than_gathering(
     outlet.begin(1)
     assert time.monotonic() - start < 6
     assert outlet.failure == "weights version 0 was not sent to absent: waited for absent"
+    outlet.close()
+
+
+def test_one_that_dies_before_it_connects_costs_no_more_than_connecting_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As a generator that is killed once it has said that it waits for a version."""
+    monkeypatch.setattr(members, "CONNECT_S", 1.0)
+    outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=60)
+    outlet.set_readers(["dead"])
+    start = time.monotonic()
+    manifest = publish(tensors_of(0).items(), version=0, bucket_bytes=10**7, outlet=outlet)
+    term = manifest.handles[0].term
+    announce(join_store(term, Deadline(5)), term, 0, "dead", has_group=False)
+    outlet.begin(1)
+    assert time.monotonic() - start < 20
+    assert outlet.failure is not None and "version 0 was not sent to dead" in outlet.failure
     outlet.close()
 
 
