@@ -59,8 +59,7 @@ class CollectiveOutlet:
 
     A broadcast takes at most `timeout_s` and what its bytes take at SLOW_BYTES_PER_S. A quarter of
     the timeout is for gathering the members: no more is lost where one is not there. One that dies
-    before it has connected costs `members.CONNECT_S`, over TCP. One that dies or hangs later on may
-    cost all of it, of which the next version waits for what is left.
+    or hangs later on may cost all of it, of which the next version waits for what is left.
     """
 
     def __init__(

@@ -23,8 +23,6 @@ from streamrl.errors import WeightsError
 
 PUBLISHER_RANK = 0
 POLL_S = 0.002
-CONNECT_S = 20.0
-"""Longest that members take to connect over TCP once all are there, s."""
 SLOW_BYTES_PER_S = 100e6
 """What a broadcast is given time for, bytes/s: about a gigabit Ethernet."""
 
@@ -95,9 +93,7 @@ class Group:
             options._timeout = deadline.left()
             self._group = dist.ProcessGroupNCCL(own, rank, size, options)
         else:
-            # All have said that they are there: only one that has died since does not answer.
-            patience = min(deadline.left(), timedelta(seconds=CONNECT_S))
-            self._group = dist.ProcessGroupGloo(own, rank, size, patience)
+            self._group = dist.ProcessGroupGloo(own, rank, size, deadline.left())
 
     def broadcast(self, tensor: Tensor, deadline: Deadline) -> Tensor:
         """The publisher's `tensor`, on the processor; others give one of the same shape to fill."""
@@ -139,8 +135,15 @@ def join_store(term: Term, deadline: Deadline) -> dist.TCPStore:
 
 
 def announce(store: dist.Store, term: Term, version: int, member: str, *, has_group: bool) -> None:
-    """Say that a member waits for a version."""
-    store.set(term.here_key(version, member), json.dumps(has_group))
+    """Say that a member waits for a version.
+
+    Raises WeightsError if it was said before: by a process of that name that has died since, whose
+    place in the group is nobody else's.
+    """
+    key = term.here_key(version, member)
+    if store.check([key]):
+        raise WeightsError(f"another process of {member} waited for it")
+    store.set(key, json.dumps(has_group))
 
 
 def gather(

@@ -14,7 +14,7 @@ from streamrl.errors import WeightsError
 from streamrl.messages import Array
 from streamrl.weights import WeightManifest, members
 from streamrl.weights.collective import CollectiveInlet, CollectiveOutlet
-from streamrl.weights.members import Deadline, announce, join_store
+from streamrl.weights.members import Deadline
 from streamrl.weights.publisher import publish
 from streamrl.weights.shared_memory import SharedMemoryInlet, SharedMemoryOutlet
 from streamrl.weights.subscriber import unpack
@@ -250,21 +250,26 @@ def test_one_that_is_not_there_costs_the_next_version_no_more_than_gathering(
     outlet.close()
 
 
-def test_one_that_dies_before_it_connects_costs_no_more_than_connecting_takes(
-    monkeypatch: pytest.MonkeyPatch,
+def test_one_that_comes_back_at_once_fetches_what_was_sent_to_the_dead(
+    cluster: Broadcasting,
 ) -> None:
-    """As a generator that is killed once it has said that it waits for a version."""
-    monkeypatch.setattr(members, "CONNECT_S", 1.0)
-    outlet = CollectiveOutlet(LocalOutlet(), host="127.0.0.1", timeout_s=60)
-    outlet.set_readers(["dead"])
+    """The place of a dead process in a group is nobody else's: to take it waits for a deadline."""
+    cluster.add("a")
+    for _ in range(2):
+        cluster.round()  # at first it is new, and then in the group
+    manifest = cluster.put()
+    cluster.readers[0].pull(manifest)
+    assert cluster.readers[0].outcome() == (True, None)
+    cluster.readers.pop().end()
+    cluster.add("a")
     start = time.monotonic()
-    manifest = publish(tensors_of(0).items(), version=0, bucket_bytes=10**7, outlet=outlet)
-    term = manifest.handles[0].term
-    announce(join_store(term, Deadline(5)), term, 0, "dead", has_group=False)
-    outlet.begin(1)
-    assert time.monotonic() - start < 20
-    assert outlet.failure is not None and "version 0 was not sent to dead" in outlet.failure
-    outlet.close()
+    cluster.readers[0].pull(manifest)
+    came_right, reason = cluster.readers[0].outcome()
+    assert came_right and reason is not None and "another process of a" in reason
+    assert time.monotonic() - start < TIMEOUT_S / 4
+    for _ in range(3):  # one is missed, and the next term has the new process
+        outcome = cluster.round()
+    assert outcome == [(True, None)]
 
 
 def round_of(outlet: CollectiveOutlet, inlet: CollectiveInlet, version: int) -> bool:
