@@ -40,7 +40,7 @@ test-all: $(STAMP) $(PARITY)/installed ## run every test, random schedules five 
 	$(BASE_MODEL)
 	STREAMRL_TEST_BUDGET=5 $(PYTEST) $(ARGS)
 
-test-chaos: $(STAMP) ## kill -9 every kind of actor at every moment of a run; most of an hour (SEED=3)
+test-chaos: $(STAMP) ## kill -9 every kind of actor at every moment of a run; a quarter of an hour (SEED=3)
 	$(BIN)/python -m tests.chaos.run_chaos --seed $(SEED) $(ARGS)
 
 parity: $(PARITY)/installed ## compare our functions with those of verl and TRL (ARGS="--seed 3")
