@@ -21,6 +21,7 @@ import gc
 import importlib
 import json
 import os
+import resource
 import runpy
 import secrets
 import select
@@ -45,6 +46,8 @@ ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THRE
 LAUNCHER = Path(__file__).with_name("launch_worker.py")
 PR_SET_PDEATHSIG = 1
 BACKLOG = 64
+OPEN_FILES = 1 << 16
+"""Files that a worker may have open, if the machine lets it."""
 REQUEST_S = 10.0
 """Longest that a launcher may take to write its request, s."""
 LOCAL_RAY_ENV = {"RAY_AUTH_MODE": "disabled"}
@@ -136,10 +139,13 @@ def start_fork_server() -> None:
     if "ray" in sys.modules or not _is_forkable():
         _server.refusal = "Ray was imported before" if "ray" in sys.modules else "it has threads"
         return
-    sockets = f"streamrl-{os.getpid()}-{secrets.token_hex(8)}"
-    listening = {level.name: _listen(sockets, level) for level in LEVELS}
-    parent = os.getpid()
-    _server.pid = os.fork()
+    sockets, parent = f"streamrl-{os.getpid()}-{secrets.token_hex(8)}", os.getpid()
+    try:
+        listening = {level.name: _listen(sockets, level) for level in LEVELS}
+        _server.pid = os.fork()
+    except OSError as error:
+        _server.refusal = str(error)
+        return
     if not _server.pid:
         try:
             _serve_base(listening, parent)
@@ -177,6 +183,9 @@ def _serve_base(listening: dict[str, socket.socket], parent: int) -> None:
     for file in FILES:
         os.dup2(devnull, file)
     gc.disable()
+    # As `ray.init` does it for the workers that it starts itself.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
     # Ray reads these at import: a worker without a job takes that of its first task, and one whose
     # raylet is gone ends, as a local raylet does with the command.
     os.environ.update({**STAGE_ENV, "RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(parent)})

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from streamrl.actors.fork_server import FORK_VARIABLE, LEVELS
+from streamrl.actors.fork_server import FORK_VARIABLE, LEVELS, OPEN_FILES
 from streamrl.actors.launch_worker import LEVEL_VARIABLE, SOCKETS_VARIABLE, fork_worker
 from streamrl.engines.generation_env import generation_env
 
@@ -23,7 +24,8 @@ from streamrl.actors.fork_server import Level
 fork_server.BASE = Level("base", "", ("numpy",))
 second = Level("second", "base", ("wave",), {"X": "1"})
 broken = Level("broken", "base", ("no_such_module",))
-fork_server.LEVELS = (fork_server.BASE, second, broken)
+draws = Level("draws", "base", ("draws_an_id",))
+fork_server.LEVELS = (fork_server.BASE, second, broken, draws)
 fork_server.start_fork_server()
 print(fork_server.refusal(), flush=True)
 import os
@@ -31,12 +33,15 @@ print(os.environ.get("STREAMRL_FORK_SERVER"), flush=True)
 time.sleep(60)
 """
 WORKER = """
-import json, os, sys
+import gc, json, os, resource, signal, subprocess, sys
 import numpy
 found = {
     "argv": sys.argv[1:], "cwd": os.getcwd(), "name": __name__, "Y": os.environ.get("Y"),
     "has_module": "wave" in sys.modules, "draw": float(numpy.random.random()),
     "leads_its_group": os.getpgid(0) == os.getpid(), "parent": os.getppid(), "pid": os.getpid(),
+    "session": os.getsid(0), "collects": gc.isenabled(),
+    "waits": subprocess.run(["sh", "-c", "exit 3"]).returncode == 3,
+    "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[0],
 }
 with open(sys.argv[1], "w") as file:
     json.dump(found, file)
@@ -48,9 +53,12 @@ sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 and sys.argv[2].isdigit() else 0)
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch):
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory):
     """A command that has started a fork server, whose folder is in this environment."""
     monkeypatch.setenv("OMP_NUM_THREADS", "2")  # a user's choice is no reason not to fork
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "draws_an_id.py").write_text("import ray; ray.ObjectID.from_random()")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
     with subprocess.Popen(
         [sys.executable, "-c", COMMAND], stdout=subprocess.PIPE, text=True
     ) as process:
@@ -97,6 +105,11 @@ def test_a_forked_worker_has_arguments_environment_and_directory_of_its_launcher
     assert found["name"] == "__main__"
     assert found["Y"] == "why"
     assert found["leads_its_group"], "Ray kills what a worker leaves behind by its process group"
+    assert found["session"] != os.getsid(0), "Ctrl-C in the terminal is for the command"
+    assert found["collects"]
+    assert found["waits"], "it learns how its own children end"
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    assert found["open_files"] >= min(most, OPEN_FILES)
 
 
 def test_a_worker_is_forked_from_the_level_it_names_and_draws_numbers_of_its_own(
@@ -120,10 +133,19 @@ def test_a_worker_is_forked_from_the_level_it_names_and_draws_numbers_of_its_own
         ({LEVEL_VARIABLE: "second"}, {}),
         ({LEVEL_VARIABLE: "broken"}, {}),
         ({LEVEL_VARIABLE: "none"}, {}),
+        ({LEVEL_VARIABLE: "draws"}, {}),
         ({}, {"py_executable": "python-of-a-container"}),
         ({}, {"command_prefix": ["nsys"]}),
     ],
-    ids=["other environment", "no environment", "cannot import", "no level", "python", "prefix"],
+    ids=[
+        "other environment",
+        "no environment",
+        "cannot import",
+        "no level",
+        "draws ids",
+        "python",
+        "prefix",
+    ],
 )
 def test_a_worker_that_needs_something_else_is_left_to_ray(
     command, worker: str, tmp_path: Path, env: dict[str, str], context: dict
