@@ -32,6 +32,7 @@ from benchmarks.command import (
     run_command,
 )
 from streamrl.dataflow import dataflow_for
+from streamrl.errors import ConfigError
 from streamrl.messages import ROLLOUT_COLUMNS
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.costs import CostModel
@@ -134,7 +135,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def a100s(gpus: int) -> str:
-    """Name a cluster of so many, at most eight to a node."""
+    """Name a cluster of so many, at most eight to a node. Raises ConfigError for half a node."""
+    if gpus > 8 and gpus % 8:
+        raise ConfigError(f"--gpus {gpus}: must be at most 8, or a multiple of 8")
     return f"{gpus}xA100" if gpus < 8 else f"{gpus // 8}x8xA100"
 
 

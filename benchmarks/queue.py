@@ -13,6 +13,7 @@ memcpy in MB/s, and the time with the journal over the time without.
 """
 
 import argparse
+import math
 import shutil
 import statistics
 import tempfile
@@ -50,6 +51,7 @@ from streamrl.actors.cluster import cluster, nothing
 from streamrl.actors.remote_shard import RemoteShard
 from streamrl.actors.shard import create_shards
 from streamrl.buffer import Bounds, ExperienceQueue, Files, Ports, QueueConfig, ShardPlan
+from streamrl.errors import ConfigError
 from streamrl.faces import Stage
 from streamrl.lease import FreeLease
 from streamrl.messages import ROLLOUT_COLUMNS, Experience, Prompt, make_uid
@@ -98,7 +100,15 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Measure every size."""
+    """Measure every size. Raises ConfigError for groups that batches and workers cannot share."""
+    for size in arguments.sizes:
+        count = GROUPS[size] // arguments.share
+        round_of = arguments.batch * math.lcm(arguments.producers, arguments.consumers)
+        if count < 8 or count % round_of:
+            raise ConfigError(
+                f"--share={arguments.share} --batch={arguments.batch}: {count} groups of {size}"
+                f" bytes; must be 8 or more, and whole batches for each worker, {round_of} at once"
+            )
     with cluster(PlacementConfig(cpus=8, object_store_mb=2048), nothing):
         return {f"{size} bytes": measure_size(size, arguments) for size in arguments.sizes}
 

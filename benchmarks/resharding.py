@@ -139,8 +139,6 @@ def make_switch(arguments: argparse.Namespace) -> Switch:
     if max(train.size, generate.size) > MOST_RANKS:
         ranks = max(train.size, generate.size)
         raise ValueError(f"{ranks} ranks: at most {MOST_RANKS} processes are started")
-    if arguments.rounds < 1:
-        raise ValueError(f"--rounds={arguments.rounds}: must be at least 1")
     model = MODELS[arguments.model](train, generate)
     least = train.size * max(spec.itemsize for spec in model.tensors)
     if not least <= arguments.bucket_mb * 2**20 < math.inf:

@@ -21,6 +21,7 @@ and as PSS (once). Figures are medians over the rounds, ratios medians of each r
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -170,6 +171,8 @@ def make_parser() -> BenchmarkParser:
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the figures of each task. Raises ConfigError and RunError."""
     least = arguments.warm_up + 2
+    if not 0 < arguments.deadline < math.inf:
+        raise ConfigError(f"--deadline={arguments.deadline:g}: must be above 0, and finite")
     if arguments.steps is not None and arguments.steps < least:
         raise ConfigError(
             f"--steps={arguments.steps}: must be at least {least}, 2 behind --warm-up"

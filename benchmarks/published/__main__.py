@@ -50,6 +50,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not arguments.into and not arguments.markdown:
         run_benchmark(parser, measure, argv)
         return
+    if arguments.into and not arguments.into.is_file():
+        parser.error(f"--into {arguments.into}: no such page")
     tables = {name: markdown(name, list(SOURCES[name]())) for name in arguments.only}
     if not arguments.into:
         print("\n\n".join(tables.values()))
