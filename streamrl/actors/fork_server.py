@@ -114,7 +114,7 @@ LEVELS = (BASE, MODELS) if HAS_GPU else (BASE, MODELS, TRAINER, GENERATOR)
 
 @dataclass
 class Server:
-    """What this process has started: the base level's process, or why there is none."""
+    """The base level's process id, 0 if this process has not forked it; and why it could not."""
 
     pid: int = 0
     refusal: str = ""
@@ -136,8 +136,11 @@ def start_fork_server() -> None:
     """
     if _server.pid or os.environ.get(FORK_VARIABLE) == "0":
         return
-    if "ray" in sys.modules or not _is_forkable():
-        _server.refusal = "Ray was imported before" if "ray" in sys.modules else "it has threads"
+    if "ray" in sys.modules:
+        _server.refusal = "Ray was imported before"
+        return
+    if not _is_forkable():
+        _server.refusal = "the command has threads, or uses a GPU, already"
         return
     sockets, parent = f"streamrl-{os.getpid()}-{secrets.token_hex(8)}", os.getpid()
     try:
