@@ -36,7 +36,7 @@ from benchmarks.command import (
     run_command,
 )
 from benchmarks.runs import RECIPE, make_arithmetic
-from streamrl.actors.fork_server import FORK_VARIABLE
+from streamrl.actors.fork_server import FORK_VARIABLE, SERVE
 
 MARK = "STREAMRL_STARTUP_BENCHMARK"
 DEADLINE_S = 180.0
@@ -223,10 +223,12 @@ def kind_of(process: psutil.Process) -> str:
     if words[0].startswith("ray::"):
         return words[0].partition("::")[2].partition(".")[0]
     if "streamrl.cli.main" in words:
-        is_driver = process.ppid() == os.getpid()
-        return "driver" if is_driver else "fork server"
+        return "driver"
+    if SERVE in words:
+        return "fork server"
+    is_python = Path(words[0]).name.startswith("python")
     script = next((word for word in words[1:] if not word.startswith("-")), words[0])
-    return Path(script).name
+    return Path(script if is_python else words[0]).name
 
 
 @contextlib.contextmanager

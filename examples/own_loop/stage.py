@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from streamrl.actors.cluster import cluster, nothing
+from streamrl.actors.fork_server import start_fork_server
 from streamrl.actors.model_workers import TrainedWorker, engine_env, in_loop, loop_memory
 from streamrl.actors.worker_group import Reply, ResourcePool, WorkerGroup, put
 from streamrl.cli.interrupts import interrupt_on_signals
@@ -114,6 +115,7 @@ def make_parser(recipe: str = "", description: str | None = None) -> argparse.Ar
 def main(loop: Loop, recipe: str, *overrides: str) -> None:
     """Run a loop from the command line; a line for every step."""
     given = make_parser(recipe, loop.__doc__).parse_intermixed_args()
+    start_fork_server()
     # Tensor parallelism is checked against them.
     ranks = f"trainer.world_size={max(1, given.workers)}"
     asked = (ranks, f"run.steps={given.steps}", *given.overrides)

@@ -1,11 +1,10 @@
 """Start Ray workers by forking processes that have imported their libraries already.
 
 Imports of torch, transformers, DeepSpeed and vLLM take longer than all else in the start of a run.
-`start_fork_server` forks the command's process before it imports anything itself; the fork imports
-what all workers need and forks again, into one process per level of LEVELS. They import the rest
-side by side while the command reads its config and its prompts and starts Ray. Each listens on a
-Unix socket. Ray starts a worker through `launch_worker.py`, which asks the level that the worker's
-runtime environment names to fork.
+`start_fork_server` starts a process that imports what all workers need and forks itself into one
+process per level of LEVELS. They import the rest side by side while the command reads its config
+and its prompts and starts Ray. Each listens on a Unix socket. Ray starts a worker through
+`launch_worker.py`, which asks the level that the worker's runtime environment names to fork.
 
 Only a process with one thread and without a CUDA context is forked, and only one that has not yet
 drawn an id from Ray: its forks would draw the same ids, for tasks and objects alike. A level that
@@ -23,15 +22,15 @@ import json
 import os
 import resource
 import runpy
-import secrets
 import select
 import signal
 import socket
 import struct
+import subprocess
 import sys
 import traceback
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -43,6 +42,7 @@ FORK_VARIABLE = "STREAMRL_FORK_WORKERS"
 """Set to 0, it has workers start as Ray starts them."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 """Libraries of numbers start no threads if this holds while they are imported."""
+SERVE = f"from {__name__} import main; main()"
 LAUNCHER = Path(__file__).with_name("launch_worker.py")
 PR_SET_PDEATHSIG = 1
 BACKLOG = 64
@@ -114,9 +114,9 @@ LEVELS = (BASE, MODELS) if HAS_GPU else (BASE, MODELS, TRAINER, GENERATOR)
 
 @dataclass
 class Server:
-    """The base level's process id, 0 if this process has not forked it; and why it could not."""
+    """The process of the base level, None if it was not started; and why it could not be."""
 
-    pid: int = 0
+    process: subprocess.Popen[bytes] | None = None
     refusal: str = ""
 
 
@@ -128,32 +128,31 @@ def level_env(level: Level) -> dict[str, str]:
     return {LEVEL_VARIABLE: (level if level in LEVELS else MODELS).name}
 
 
-def start_fork_server() -> None:
-    """Fork the levels; Ray instances that this process starts from now on fork their workers.
+def start_fork_server(levels: Sequence[Level] = LEVELS) -> None:
+    """Start the levels; Ray instances that this process starts from now on fork their workers.
 
-    Does nothing if they run already. They end with this process, and their workers with them. Why
-    they were not started is told by `refusal`.
+    The first level is the base of the others. Does nothing if they run already. They end with this
+    process, and their workers with them. Why they were not started is told by `refusal`.
     """
-    if _server.pid or os.environ.get(FORK_VARIABLE) == "0":
+    if _server.process or os.environ.get(FORK_VARIABLE) == "0":
         return
-    if "ray" in sys.modules:
-        _server.refusal = "Ray was imported before"
-        return
-    if not _is_forkable():
-        _server.refusal = "the command has threads, or uses a GPU, already"
-        return
-    sockets, parent = f"streamrl-{os.getpid()}-{secrets.token_hex(8)}", os.getpid()
+    sockets = f"streamrl-{os.getpid()}-{os.urandom(8).hex()}"
     try:
-        listening = {level.name: _listen(sockets, level) for level in LEVELS}
-        _server.pid = os.fork()
+        listening = {level.name: _listen(sockets, level) for level in levels}
+        files = {name: listener.fileno() for name, listener in listening.items()}
+        request = json.dumps([os.getpid(), files, [asdict(level) for level in levels]])
+        _server.process = subprocess.Popen(
+            [sys.executable, "-P", "-c", SERVE, request],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[*files.values()],
+            # Ctrl-C in the terminal is for the command, which ends the run.
+            start_new_session=True,
+        )
     except OSError as error:
         _server.refusal = str(error)
         return
-    if not _server.pid:
-        try:
-            _serve_base(listening, parent)
-        finally:
-            os._exit(1)
     for listener in listening.values():
         listener.close()
     os.environ[SOCKETS_VARIABLE] = sockets
@@ -161,7 +160,7 @@ def start_fork_server() -> None:
 
 
 def refusal() -> str:
-    """Return a line that says why this process was not forked; empty if it was, or need not be."""
+    """Return a line that says why no levels were started; empty if they were, or need not be."""
     if not _server.refusal:
         return ""
     return f"workers import their libraries one by one, for seconds: {_server.refusal}"
@@ -169,30 +168,11 @@ def refusal() -> str:
 
 def stop_fork_server() -> None:
     """End all levels and the workers that they forked."""
-    if _server.pid:
+    if _server.process:
         os.environ.pop(SOCKETS_VARIABLE, None)
-        with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(_server.pid, signal.SIGKILL)
-            os.waitpid(_server.pid, 0)
-        _server.pid = 0
-
-
-def _serve_base(listening: dict[str, socket.socket], parent: int) -> None:
-    # What the command has registered for its end is not for the levels.
-    atexit._clear()
-    # Ctrl-C in the terminal is for the command, which ends the run.
-    os.setsid()
-    devnull = os.open(os.devnull, os.O_RDWR)
-    for file in FILES:
-        os.dup2(devnull, file)
-    gc.disable()
-    # As `ray.init` does it for the workers that it starts itself.
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
-    # Ray reads these at import: a worker without a job takes that of its first task, and one whose
-    # raylet is gone ends, as a local raylet does with the command.
-    os.environ.update({**STAGE_ENV, "RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(parent)})
-    _serve_level(BASE, listening, parent)
+        _server.process.kill()
+        _server.process.wait()
+        _server.process = None
 
 
 def _listen(sockets: str, level: Level) -> socket.socket:
@@ -203,11 +183,28 @@ def _listen(sockets: str, level: Level) -> socket.socket:
     return listening
 
 
-def _serve_level(level: Level, listening: dict[str, socket.socket], parent: int) -> None:
+def main() -> None:
+    """Import and serve all levels, as `start_fork_server` asks for them."""
+    parent, files, serialized = json.loads(sys.argv[1])
+    levels = [Level(**level) for level in serialized]
+    listening = {name: socket.socket(fileno=file) for name, file in files.items()}
+    gc.disable()
+    # As `ray.init` does it for the workers that it starts itself.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
+    # Ray reads these at import: a worker without a job takes that of its first task, and one whose
+    # raylet is gone ends, as a local raylet does with the command.
+    os.environ.update({**STAGE_ENV, "RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(parent)})
+    _serve_level(levels[0], levels, listening, parent)
+
+
+def _serve_level(
+    level: Level, levels: Sequence[Level], listening: dict[str, socket.socket], parent: int
+) -> None:
     """Import a level's modules and serve it; a level that cannot import them ends."""
     _die_with(parent)
     pid, needed = os.getpid(), {level.name}
-    for other in LEVELS:
+    for other in levels:
         if other.parent in needed:
             needed.add(other.name)
     # A level that ends must not leave its socket open in others.
@@ -215,9 +212,9 @@ def _serve_level(level: Level, listening: dict[str, socket.socket], parent: int)
         listening.pop(name).close()
     os.environ.update({**ONE_THREAD, **level.env})
     _import(level)
-    for child in LEVELS:
+    for child in levels:
         if child.parent == level.name and os.fork() == 0:
-            return _serve_level(child, listening, pid)
+            return _serve_level(child, levels, listening, pid)
     for name in listening.keys() - {level.name}:
         listening.pop(name).close()
     # Nobody waits for workers; not before the imports, which may wait for commands.

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from streamrl.actors.crew import STAGE_ENV
+from streamrl.actors.fork_server import GENERATOR, STAGE_ENV, level_env
 from streamrl.actors.real_engines import RealEngines
 from streamrl.actors.residence import Residence
 from streamrl.algorithms import step_normaliser, summarise
@@ -70,7 +70,8 @@ Trained = tuple[dict[str, float], Figures]
 def engine_env(config: RunConfig, *, on_gpu: bool) -> dict[str, str]:
     """Environment for the processes of the workers here."""
     own = generation_env("cuda" if on_gpu else "cpu", threads=config.generator.threads)
-    return {**STAGE_ENV, **own} | ({} if on_gpu else {"DS_ACCELERATOR": "cpu"})
+    accelerator = {} if on_gpu else {"DS_ACCELERATOR": "cpu"}
+    return {**STAGE_ENV, **own, **accelerator, **level_env(GENERATOR)}
 
 
 def with_ranks(config: RunConfig, ranks: int) -> RunConfig:

@@ -33,7 +33,7 @@ COMMANDS = {
 }
 
 FORKING = ("train",)
-"""Commands that fork their processes, see `streamrl.actors.fork_server`."""
+"""Commands whose workers are forked, see `streamrl.actors.fork_server`."""
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # It was closed before the start, as by >&-.
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if command in FORKING and not {"-h", "--help"} & set(arguments):
-        # First of all: the forks import the workers' libraries while this process imports its own.
+        # First of all: it imports the workers' libraries while this process imports its own.
         from streamrl.actors.fork_server import start_fork_server
 
         start_fork_server()

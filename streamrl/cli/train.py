@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from streamrl.actors.engine_factory import EngineFactory
 from streamrl.actors.feed import EventReport, Report, StatusReport, StepReport
-from streamrl.actors.fork_server import refusal
+from streamrl.actors.fork_server import refusal, start_fork_server
 from streamrl.actors.real_engines import RealEngines
 from streamrl.algorithms.dials import Dials
 from streamrl.buffer import Ledger
@@ -98,6 +98,9 @@ def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory)
             raise ConfigError(
                 f"--resume {checkpoint.path}: state.json: {type(error).__name__}: {error}"
             ) from None
+    if isinstance(engines, RealEngines):
+        # Those who come from the command line have done so already, as the first thing of all.
+        start_fork_server()
     # While Ray starts, this process has little else to do.
     preload_wandb(config.telemetry.wandb)
     with uninterrupted_end() as end:

@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -21,12 +23,11 @@ COMMAND = """
 import sys, time
 from streamrl.actors import fork_server
 from streamrl.actors.fork_server import Level
-fork_server.BASE = Level("base", "", ("numpy",))
+base = Level("base", "", ("numpy",))
 second = Level("second", "base", ("wave",), {"X": "1"})
 broken = Level("broken", "base", ("no_such_module",))
 draws = Level("draws", "base", ("draws_an_id",))
-fork_server.LEVELS = (fork_server.BASE, second, broken, draws)
-fork_server.start_fork_server()
+fork_server.start_fork_server([base, second, broken, draws])
 print(fork_server.refusal(), flush=True)
 import os
 print(os.environ.get("STREAMRL_FORK_SERVER"), flush=True)
@@ -52,23 +53,30 @@ sys.exit(int(sys.argv[2]) if len(sys.argv) > 2 and sys.argv[2].isdigit() else 0)
 """
 
 
-@pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory):
-    """A command that has started a fork server, whose folder is in this environment."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # a user's choice is no reason not to fork
-    folder = tmp_path_factory.mktemp("modules")
-    (folder / "draws_an_id.py").write_text("import ray; ray.ObjectID.from_random()")
-    monkeypatch.setenv("PYTHONPATH", str(folder))
+@contextmanager
+def command_of(code: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[subprocess.Popen[str]]:
+    """A command that has started a fork server, whose sockets are in this environment."""
     with subprocess.Popen(
-        [sys.executable, "-c", COMMAND], stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
     ) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline() == "\n", "there is a reason not to fork"
+            assert process.stdout.readline() == "\n", "there is a reason why no levels started"
             monkeypatch.setenv(SOCKETS_VARIABLE, process.stdout.readline().strip())
             yield process
         finally:
             process.kill()
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory):
+    """A command whose levels import a module of its own as well."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # a user's choice is no reason not to fork
+    folder = tmp_path_factory.mktemp("modules")
+    (folder / "draws_an_id.py").write_text("import ray; ray.ObjectID.from_random()")
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    with command_of(COMMAND, monkeypatch) as process:
+        yield process
 
 
 @pytest.fixture
@@ -189,17 +197,24 @@ def printed_by(code: str, **variables: str) -> list[str]:
     ).splitlines()
 
 
-def test_a_process_with_a_second_thread_is_not_forked_and_says_why() -> None:
-    thread = "import threading; threading.Thread(target=time.sleep, args=(1,)).start()\n"
-    start = "fork_server.start_fork_server()"
-    reason, sockets = printed_by(COMMAND.replace(start, thread + start))
-    assert "has threads" in reason
-    assert sockets == "None"
+def test_levels_start_whatever_the_process_has_done_before(
+    worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (
+        "import ray, threading, time; ray.remote(int)\n"
+        "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    )
+    with command_of(before + COMMAND, monkeypatch):
+        out = tmp_path / "found.json"
+        assert fork_worker(ray_arguments(worker, str(out)))
+        assert what_it_found(out)["parent"]
 
 
-def test_where_ray_is_imported_already_nothing_is_forked() -> None:
-    reason, sockets = printed_by(COMMAND.replace("import sys", "import ray, sys", 1))
-    assert "Ray was imported before" in reason
+def test_levels_that_cannot_be_started_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = "import sys; sys.executable = 'no-such-python'\n"
+    reason, sockets = printed_by(none + COMMAND)
+    assert reason.startswith("workers import their libraries one by one, for seconds: ")
+    assert "no-such-python" in reason
     assert sockets == "None"
 
 
@@ -233,7 +248,7 @@ class Actor:
 options = {"max_restarts": 1, "max_task_retries": 1, "num_cpus": 0}
 actor = ray.remote(Actor).options(**options).remote()
 pid, level = ray.get(actor.find.remote())
-assert level == fork_server._server.pid
+assert level == fork_server._server.process.pid
 os.kill(level, signal.SIGKILL)
 psutil.wait_procs([psutil.Process(pid)], timeout=30)
 print(ray.get(actor.find.remote(), timeout=60)[1] != level)

@@ -27,8 +27,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "weights.probe_every=1",
         "pipeline.max_staleness=0",
     ]
-    words = ["tests.e2e.sabotage", str(recipe), str(marks), *settings]
-    run = Launched(words, folder, module="tests.e2e.forked")
+    words = [str(recipe), str(marks), *settings]
+    run = Launched(words, folder, module="tests.e2e.sabotage")
     run.until(lambda: (marks / "3").exists())
     came_back = len(rows(found))
     run.until(lambda: len(rows(found)) > came_back + 3)

@@ -109,7 +109,7 @@ def _play(folder: Path, modes: Mapping[str, Sequence[str]]) -> Runs:
         for mode in some
     ]
     words = [str(folder / "recipe.yaml"), str(folder), *map(json.dumps, runs)]
-    run = Launched(["tests.e2e.recorded", *words], folder, module="tests.e2e.forked")
+    run = Launched(words, folder, module="tests.e2e.recorded")
     assert run.wait(timeout_s=1200.0) == 0, run.output
     assert run.orphans() == []
     return {

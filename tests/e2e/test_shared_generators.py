@@ -47,7 +47,7 @@ def test_generators_of_ranks_that_split_layers_sample_the_same_tokens_and_the_lo
         for mode, settings in MODES.items()
     ]
     words = [str(folder / "recipe.yaml"), str(folder), *map(json.dumps, runs)]
-    run = Launched(["tests.e2e.recorded", *words], folder, module="tests.e2e.forked")
+    run = Launched(words, folder, module="tests.e2e.recorded")
     assert run.wait() == 0, run.output
     assert run.orphans() == []
     alone, *others = (trained(folder, mode) for mode in MODES)

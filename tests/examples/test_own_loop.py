@@ -20,6 +20,7 @@ from examples.own_loop.safe_rlhf import safe_rlhf
 from examples.own_loop.stage import Loop, Stage, Step, line, steps_of
 from streamrl.actors import worker_group
 from streamrl.actors.cluster import cluster, nothing
+from streamrl.actors.fork_server import start_fork_server, stop_fork_server
 from streamrl.actors.model_workers import (
     TOGETHER,
     CriticWorker,
@@ -56,8 +57,10 @@ LEARNED = ("loss/policy", "loss/value", "policy/grad_norm", "critic/grad_norm", 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ResourcePool]:
     make_builds([PPO])
+    start_fork_server()
     with cluster(PlacementConfig(cpus=SLOTS, object_store_mb=200), nothing):
         yield ResourcePool(SLOTS, groups=8)
+    stop_fork_server()
 
 
 class Narrow:
