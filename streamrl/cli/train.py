@@ -37,6 +37,7 @@ from streamrl.telemetry.wandb_sink import preload_wandb
 if TYPE_CHECKING:
     from streamrl.actors.coordinator import Finish
     from streamrl.actors.session import Session
+    from streamrl.data import PromptStream
 
 INTERRUPTED = 130
 
@@ -89,15 +90,7 @@ def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory)
     checkpoint = resume.checkpoint if resume else None
     if checkpoint is not None:
         # Refused here, other data or another order costs nothing.
-        try:
-            Ledger.from_state(checkpoint.state["ledger"])
-            prepared.prompts.load_state_dict(checkpoint.state["prompts"])
-        except (KeyError, TypeError, ValueError) as error:
-            if isinstance(error, ConfigError):
-                raise
-            raise ConfigError(
-                f"--resume {checkpoint.path}: state.json: {type(error).__name__}: {error}"
-            ) from None
+        _load_position(checkpoint, prepared.prompts)
     if isinstance(engines, RealEngines):
         # Those who come from the command line have done so already, as the first thing of all.
         start_fork_server()
@@ -292,6 +285,19 @@ def _check_same_run(stored: RunConfig, config: RunConfig) -> None:
             f"pipeline.max_staleness={now}: a resumed run has prompts in flight for {before};"
             " it may only grow"
         )
+
+
+def _load_position(checkpoint: Checkpoint, prompts: "PromptStream") -> None:
+    """Have prompts go on where a checkpoint is; raises ConfigError if it is of other prompts."""
+    try:
+        Ledger.from_state(checkpoint.state["ledger"])
+        prompts.load_state_dict(checkpoint.state["prompts"])
+    except (KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError(
+            f"--resume {checkpoint.path}: state.json: {type(error).__name__}: {error}"
+        ) from None
 
 
 @contextlib.contextmanager
