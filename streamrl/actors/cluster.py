@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -87,7 +88,12 @@ def cluster(placement: PlacementConfig, ways: Ways) -> Iterator[Site]:
         gpus = have.get("GPU", 0)
         yield Site(gpus > 0, settle(ways(gpus > 0), Capacity(have.get("CPU", 0), gpus)))
     finally:
+        started = [] if placement.address else _started_by_ray()
         ray.shutdown()
+        # Ended while it starts, Ray would leave its agents for a minute.
+        for process in started:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
 
 
 def node_stores() -> list[float]:
@@ -138,6 +144,16 @@ def _start_local(cpus: int, object_store_bytes: int) -> None:
             )
     except Exception as error:  # noqa: BLE001
         raise ActorError(f"Ray did not start: {' '.join(str(error).split())}") from None
+
+
+def _started_by_ray() -> list[psutil.Process]:
+    """Find the programs of Ray among the processes that descend from this one."""
+    package, found = str(Path(ray.__file__).parent), []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error):
+            if any(package in word for word in process.cmdline()):
+                found.append(process)
+    return found
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ def preload_wandb(config: WandbConfig) -> None:
             importlib.import_module("wandb")
 
     if config.mode != "disabled":
-        threading.Thread(target=load, name="import wandb", daemon=True).start()
+        threading.Thread(target=load, name="import wandb").start()
 
 
 class WandbSink:

@@ -4,6 +4,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -13,8 +14,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
-from streamrl.actors.fork_server import FORK_VARIABLE, LEVELS, OPEN_FILES
+from streamrl.actors.fork_server import (
+    FORK_VARIABLE,
+    LEVELS,
+    OPEN_FILES,
+    _is_forkable,
+    _is_same_user,
+)
 from streamrl.actors.launch_worker import LEVEL_VARIABLE, SOCKETS_VARIABLE, fork_worker
 from streamrl.engines.generation_env import generation_env
 
@@ -27,7 +35,8 @@ base = Level("base", "", ("numpy",))
 second = Level("second", "base", ("wave",), {"X": "1"})
 broken = Level("broken", "base", ("no_such_module",))
 draws = Level("draws", "base", ("draws_an_id",))
-fork_server.start_fork_server([base, second, broken, draws])
+threads = Level("threads", "base", ("starts_a_thread",))
+fork_server.start_fork_server([base, second, broken, draws, threads])
 print(fork_server.refusal(), flush=True)
 import os
 print(os.environ.get("STREAMRL_FORK_SERVER"), flush=True)
@@ -74,6 +83,10 @@ def command(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
     monkeypatch.setenv("OMP_NUM_THREADS", "2")  # a user's choice is no reason not to fork
     folder = tmp_path_factory.mktemp("modules")
     (folder / "draws_an_id.py").write_text("import ray; ray.ObjectID.from_random()")
+    (folder / "starts_a_thread.py").write_text(
+        "import threading, time\n"
+        "threading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    )
     monkeypatch.setenv("PYTHONPATH", str(folder))
     with command_of(COMMAND, monkeypatch) as process:
         yield process
@@ -142,6 +155,7 @@ def test_a_worker_is_forked_from_the_level_it_names_and_draws_numbers_of_its_own
         ({LEVEL_VARIABLE: "broken"}, {}),
         ({LEVEL_VARIABLE: "none"}, {}),
         ({LEVEL_VARIABLE: "draws"}, {}),
+        ({LEVEL_VARIABLE: "threads"}, {}),
         ({}, {"py_executable": "python-of-a-container"}),
         ({}, {"command_prefix": ["nsys"]}),
     ],
@@ -151,6 +165,7 @@ def test_a_worker_is_forked_from_the_level_it_names_and_draws_numbers_of_its_own
         "cannot import",
         "no level",
         "draws ids",
+        "has a thread",
         "python",
         "prefix",
     ],
@@ -160,6 +175,21 @@ def test_a_worker_that_needs_something_else_is_left_to_ray(
 ) -> None:
     assert not fork_worker(ray_arguments(worker, str(tmp_path / "x"), env=env, **context))
     assert not (tmp_path / "x").exists()
+
+
+def test_nothing_is_forked_where_a_gpu_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.actors.fork_server.os.listdir", lambda path: ["1"])
+    assert _is_forkable()
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert not _is_forkable()
+
+
+def test_a_level_answers_only_its_own_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        assert _is_same_user(here)
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+        assert not _is_same_user(here)
 
 
 def test_without_a_server_a_worker_is_left_to_ray(

@@ -213,7 +213,9 @@ def test_whitened_tokens_have_mean_0_and_variance_1(batch):
     tokens = whiten(batch["values"], mask)[mask]
     if len(tokens) > 1:
         assert tokens.mean().item() == pytest.approx(0, abs=1e-9)
-        assert tokens.var().item() == pytest.approx(1, abs=1e-3)
+        variance = batch["values"][mask].var().item()
+        # Where they hardly vary at all, what keeps the division finite is felt.
+        assert tokens.var().item() == pytest.approx(variance / (variance + 1e-8), abs=1e-6)
 
 
 @given(batch=BATCHES, shift=st.integers(-9, 9), factor=st.integers(1, 9))
