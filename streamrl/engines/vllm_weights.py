@@ -12,6 +12,7 @@ On a CPU the engine is built without packing, and its large linear layers multip
 plain kernel: nearly as fast as the packed one, which would need a second copy of every weight.
 """
 
+import copy
 import ctypes
 import functools
 import itertools
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamrl.engines.forward import load_skeleton
 from streamrl.errors import WeightsError
 from streamrl.resharding import Box
 from streamrl.resharding.storage import Storage
@@ -142,21 +144,54 @@ class ServedWeights:
         return Storage(views) if views else None
 
     def _reload(self, tensors: Mapping[str, Tensor]) -> int:
-        num_bytes = 0
+        stored = as_stored(self._model_path, tensors)
+        if self._on_cpu:
+            load_beside(self._engine.vllm_config, self._model, stored)
+            use_onednn(self._model)
+        else:
+            named = iter(stored.items())
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
+        return sum(tensor.nbytes for tensor in stored.values())
 
-        def counted() -> Iterator[tuple[str, Tensor]]:
-            nonlocal num_bytes
-            for name, tensor in tensors.items():
-                num_bytes += tensor.nbytes
-                yield name, tensor
 
-        if not self._on_cpu:
-            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": counted()})
-            return num_bytes
-        with plain_linears():
-            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": counted()})
-        use_onednn(self._model)
-        return num_bytes
+def as_stored(model_path: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A model's parameters by the names, and in the shapes, that they have in its directory.
+
+    transformers may keep them in others: the weights of all experts in one, for example.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    stored: dict[str, Tensor] = revert_weight_conversion(load_skeleton(model_path), dict(tensors))
+    return stored
+
+
+def load_beside(vllm_config: Any, model: torch.nn.Module, stored: Mapping[str, Tensor]) -> None:
+    """Have a model of vLLM take up what vLLM makes of a directory with these tensors in it.
+
+    A second model is built and loaded as the first one was, so that what is packed, padded or laid
+    out anew on the way is so again. Raises ValueError if a parameter gets no value.
+    """
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers.attention import is_deferred_attention_layer
+    from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+
+    class Given(DefaultModelLoader):
+        def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
+            yield from stored.items()
+
+    beside, compilation = copy.copy(vllm_config), copy.copy(vllm_config.compilation_config)
+    beside.compilation_config = compilation
+    # The layers of the first model are known by their names there.
+    compilation.static_forward_context = {}
+    loader = Given(vllm_config.load_config)
+    with set_current_vllm_config(beside), plain_linears():
+        loaded = loader.load_model(beside, vllm_config.model_config)
+    found = {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
+    for name, held in (*model.named_parameters(), *model.named_buffers()):
+        held.data = found[name].data
+    for module in model.modules():
+        if is_deferred_attention_layer(module):
+            module.process_weights_after_loading(vllm_config.model_config.dtype)
 
 
 class BoundParameter:
