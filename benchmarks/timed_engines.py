@@ -53,11 +53,11 @@ class TimedEngines:
             f"generator.tensor_parallel={config.generator.tensor_parallel}: must be 1"
         )
 
-    async def scorer(self, config: RunConfig, role: str) -> HostedScorer:
+    async def scorer(self, config: RunConfig, max_length: int, role: str) -> HostedScorer:
         """A scorer that sleeps."""
         return HostedScorer({REWARD.stage: _Scorer(self.score_s).score})
 
-    def trainer(self, config: RunConfig, rank: int, role: str) -> HostedRank:
+    def trainer(self, config: RunConfig, max_length: int, rank: int, role: str) -> HostedRank:
         """A rank that sleeps."""
         return _Rank(self.train_s)
 

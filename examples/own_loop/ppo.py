@@ -9,8 +9,8 @@ from streamrl.actors.model_workers import CriticWorker, PolicyWorker, ReferenceW
 def ppo(stage: Stage) -> Iterator[Step]:
     """A critic tells how good a rollout was expected to be; the policy learns from the rest."""
     policy = stage.group(PolicyWorker, stage.max_length)
-    critic = stage.group(CriticWorker)
-    reference = stage.group(ReferenceWorker, ranks=1)
+    critic = stage.group(CriticWorker, stage.max_length)
+    reference = stage.group(ReferenceWorker, stage.max_length, ranks=1)
     reward = stage.group(RewardWorker, ranks=1)
 
     for batch in stage.batches:

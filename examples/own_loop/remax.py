@@ -9,7 +9,7 @@ from streamrl.actors.model_workers import PolicyWorker, ReferenceWorker, RewardW
 def remax(stage: Stage) -> Iterator[Step]:
     """No critic: the policy's likeliest completion is what a rollout is measured by."""
     policy = stage.group(PolicyWorker, stage.max_length)
-    reference = stage.group(ReferenceWorker, ranks=1)
+    reference = stage.group(ReferenceWorker, stage.max_length, ranks=1)
     reward = stage.group(RewardWorker, ranks=1)
 
     for batch in stage.batches:

@@ -10,8 +10,9 @@ from streamrl.dataflow import COST, COST_CRITIC, CRITIC, REWARD
 def safe_rlhf(stage: Stage) -> Iterator[Step]:
     """Reward under a limit on cost: a critic for each, and a multiplier that weighs the two."""
     policy = stage.group(PolicyWorker, stage.max_length)
-    critic, cost_critic = stage.group(CriticWorker, CRITIC), stage.group(CriticWorker, COST_CRITIC)
-    reference = stage.group(ReferenceWorker, ranks=1)
+    critic = stage.group(CriticWorker, stage.max_length, CRITIC)
+    cost_critic = stage.group(CriticWorker, stage.max_length, COST_CRITIC)
+    reference = stage.group(ReferenceWorker, stage.max_length, ranks=1)
     reward = stage.group(RewardWorker, REWARD.role, ranks=1)
     cost = stage.group(RewardWorker, COST.role, ranks=1)
 

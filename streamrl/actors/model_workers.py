@@ -23,6 +23,7 @@ import torch.distributed as dist
 from streamrl.actors.fork_server import GENERATOR, STAGE_ENV, level_env
 from streamrl.actors.real_engines import RealEngines
 from streamrl.actors.residence import Residence
+from streamrl.actors.trainer import probe_of
 from streamrl.algorithms import step_normaliser, summarise
 from streamrl.algorithms.dials import Dials
 from streamrl.algorithms.summary import summarise_critic
@@ -40,7 +41,7 @@ from streamrl.dataflow import (
     SEQUENCES,
 )
 from streamrl.engines.batching import derive_columns
-from streamrl.engines.forward import local_device, token_values
+from streamrl.engines.forward import ModelOptions, local_device, token_values
 from streamrl.engines.generation_env import generation_env
 from streamrl.engines.packing import Pick, pack
 from streamrl.engines.peak_memory import give_back_freed, give_back_large_at_once
@@ -51,10 +52,13 @@ from streamrl.engines.schedule import Pace, Schedule
 from streamrl.engines.scoring import LogprobScorer, per_token
 from streamrl.errors import ConfigError, StreamError
 from streamrl.messages import SCHEMA, Array, Columns, Experience, Lease, Prompt, is_component
+from streamrl.pipeline import compare
 from streamrl.placement import WorkerMemory
 from streamrl.preflight import hybrid_memory
 from streamrl.slots import placed
 from streamrl.step import add_sums
+from streamrl.weights import Loaded, WeightManifest
+from streamrl.weights.probe import is_probed
 
 PROMPT = "prompt"
 DERIVED = "derived"
@@ -88,11 +92,10 @@ def in_loop(config: RunConfig, ranks: int) -> RunConfig:
     Raises ConfigError for a setting that would have no effect there, or cannot be had.
     """
     mode, splits = config.placement.mode, config.generator.tensor_parallel
-    every, probes = config.reference.every, config.weights.probe_every
+    every = config.reference.every
     refused = (
         ("filter.kind", config.filter.kind, "none", "takes no group out"),
         ("reference.every", every, 0, "has a reference that stays where it began"),
-        ("weights.probe_every", probes, 0, "probes no version"),
         ("generator.tensor_parallel", splits, 1, "has a whole generator in each worker"),
     )
     for key, value, only, reason in refused:
@@ -119,7 +122,8 @@ def loop_memory(config: RunConfig, *, on_gpu: bool) -> WorkerMemory:
 class TrainedWorker:
     """A rank of a model that is trained, by its role."""
 
-    def __init__(self, place: Place, config: RunConfig, role: str) -> None:
+    def __init__(self, place: Place, config: RunConfig, max_length: int, role: str) -> None:
+        self._max_length = max_length
         self._config = config = with_ranks(config, place.size)
         self._place = place
         self._layout = trainer = config.trainer_of(role)
@@ -131,7 +135,7 @@ class TrainedWorker:
                 f" Grid(1, {trainer.tensor_parallel}, {trainer.num_shares}) for these ranks"
             )
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = place.address, str(place.port)
-        self._trainer = RealEngines().trainer(config, place.rank, role)
+        self._trainer = RealEngines().trainer(config, max_length, place.rank, role)
         self._version = 0
 
     def _train(self, batch: Batch) -> Trained:
@@ -199,11 +203,11 @@ class PolicyWorker(TrainedWorker):
         if config.placement.memory_mb is not None:
             give_back_large_at_once()
         self._residence = Residence()
-        super().__init__(place, config, POLICY)
+        super().__init__(place, config, max_length, POLICY)
         self._settings = self._config.settings
         self._dials = Dials(config.algorithm.row, self._settings)
         self._loop = asyncio.Runner()
-        self._loop.run(self._start(max_length))
+        self._loop.run(self._start())
 
     @transfers("P3D_ALL_MICRO_DP")
     def generate_sequences(self, batch: Batch) -> dict[str, list[Array]]:
@@ -246,15 +250,15 @@ class PolicyWorker(TrainedWorker):
         """Write the model as a Hugging Face directory, on rank 0's node."""
         self._trainer.save_model(folder)
 
-    async def _start(self, max_length: int) -> None:
+    async def _start(self) -> None:
         """Have the generator beside the trainer, with its weights."""
         if self._memory.offloads_optimizer:
             self._trainer.offload_optimizer()
-        starting = RealEngines().generator(self._config, max_length, self._place.rank)
+        starting = RealEngines().generator(self._config, self._max_length, self._place.rank)
         self._generator = await starting
         await self._residence.let_in(self._generator, fills=self._config.fills_generators)
         self._residence.publish(self._trainer, self._version)
-        await self._residence.take_up(self._generator, self._version)
+        await self._take_up()
 
     async def _next_version(self, batch: Batch | None) -> tuple[Trained | None, Figures]:
         """Train a step, if there is one, and sample from the weights as they are then.
@@ -273,11 +277,22 @@ class PolicyWorker(TrainedWorker):
                 self._trainer.offload_optimizer()
             give_back_freed()
         fetched = self._residence.fetched(self._version)
-        loaded = await self._residence.take_up(self._generator, self._version)
+        loaded = await self._take_up()
         return trained, {
             "weights/bytes": float(fetched.num_bytes),
             "weights/copied_bytes": float(fetched.copied_bytes + loaded.copied_bytes),
         }
+
+    async def _take_up(self) -> Loaded:
+        """Have the generator sample from the weights as they are, once it is seen to be the same
+        model."""
+        manifest = WeightManifest(self._version, (), ())
+        if is_probed(self._version, every=self._config.weights.probe_every):
+            probe = probe_of(self._trainer, self._config, max_length=self._max_length)
+            manifest = replace(manifest, probe=probe)
+        loaded = await self._residence.take_up(self._generator, self._version)
+        await compare(self._generator, f"generator-{self._place.rank}", manifest)
+        return loaded
 
     def _peaks(self) -> Figures:
         """The most any rank held in each phase since the last call."""
@@ -309,8 +324,10 @@ class PolicyWorker(TrainedWorker):
 class CriticWorker(TrainedWorker):
     """A rank of a critic, of rewards or of costs by its role."""
 
-    def __init__(self, place: Place, config: RunConfig, role: str = CRITIC) -> None:
-        super().__init__(place, config, role)
+    def __init__(
+        self, place: Place, config: RunConfig, max_length: int, role: str = CRITIC
+    ) -> None:
+        super().__init__(place, config, max_length, role)
         self._role = role
         (self._column,) = (column for column, critic in CRITICS.items() if critic == role)
 
@@ -352,13 +369,14 @@ class CriticWorker(TrainedWorker):
 class ReferenceWorker:
     """The policy as it was when the run began."""
 
-    def __init__(self, place: Place, config: RunConfig) -> None:
+    def __init__(self, place: Place, config: RunConfig, max_length: int) -> None:
         self._model = LogprobScorer(
             config.model.path,
             temperature=config.generator.temperature,
             micro_batch_tokens=config.pipeline.micro_batch_tokens,
             threads=config.trainer.threads,
             dtype=config.trainer.dtype,
+            options=ModelOptions(config.trainer.attention, max_length),
         )
 
     @transfers("DP")
@@ -373,7 +391,8 @@ class RewardWorker:
 
     def __init__(self, place: Place, config: RunConfig, role: str = REWARD.role) -> None:
         self._loop = asyncio.Runner()
-        self._scorer = self._loop.run(RealEngines().scorer(config, role))
+        # It judges texts, whatever their length.
+        self._scorer = self._loop.run(RealEngines().scorer(config, 0, role))
 
     @transfers("DP")
     def compute_rewards(self, batch: Batch) -> dict[str, list[Array]]:

@@ -79,21 +79,21 @@ class RealEngines:
 
             return await GeneratorPart.start(_engine_spec(config, max_length, rank))
 
-    async def scorer(self, config: RunConfig, role: str) -> HostedScorer:
+    async def scorer(self, config: RunConfig, max_length: int, role: str) -> HostedScorer:
         """The scorer of a role of the dataflow: reward, cost, reference or a critic's shadow."""
         with uncollected():
-            scorer = SCORERS[role](config)
+            scorer = SCORERS[role](config, max_length)
             await scorer.start()
             return scorer
 
-    def trainer(self, config: RunConfig, rank: int, role: str) -> "ModelTrainer":
+    def trainer(self, config: RunConfig, max_length: int, rank: int, role: str) -> "ModelTrainer":
         """One rank of a model's trainer."""
         has_texts = role == POLICY and bool(config.data.pretrain)
         with uncollected():
             from streamrl.engines.training import ModelTrainer
 
             return ModelTrainer(
-                _task(config, role),
+                _task(config, max_length, role),
                 config=config.trainer_of(role),
                 rank=rank,
                 pretraining=_pretraining(config) if has_texts else None,
@@ -118,17 +118,21 @@ def _engine_spec(config: RunConfig, max_length: int, replica: int) -> "EngineSpe
     )
 
 
-def _task(config: RunConfig, role: str) -> "Task":
+def _task(config: RunConfig, max_length: int, role: str) -> "Task":
+    from streamrl.engines.forward import ModelOptions
     from streamrl.engines.tasks import CriticTask, PolicyTask, TwoHeadedTask
 
     path, row, settings = config.model_of(role), config.algorithm.row, config.settings
+    options = ModelOptions(config.trainer_of(role).attention, max_length)
     temperature, clip = config.generator.temperature, config.critic.value_clip
     if role == POLICY and config.critic.shared_coef is not None:
         coef = config.critic.shared_coef
-        return TwoHeadedTask(path, row, settings, temperature, value_clip=clip, value_coef=coef)
+        return TwoHeadedTask(
+            path, row, settings, temperature, options=options, value_clip=clip, value_coef=coef
+        )
     if role == POLICY:
-        return PolicyTask(path, row, settings, temperature)
-    return CriticTask(path, row, settings, clip, role)
+        return PolicyTask(path, row, settings, temperature, options=options)
+    return CriticTask(path, row, settings, clip, role, options)
 
 
 def _pretraining(config: RunConfig) -> "Pretraining":
@@ -147,7 +151,7 @@ def _pretraining(config: RunConfig) -> "Pretraining":
     )
 
 
-def _rewards(config: RunConfig) -> HostedScorer:
+def _rewards(config: RunConfig, max_length: int) -> HostedScorer:
     from streamrl.data import load_tokenizer
     from streamrl.rewards import Surroundings, build_rewards
     from streamrl.rewards.filtering import build_filter
@@ -165,7 +169,7 @@ def _rewards(config: RunConfig) -> HostedScorer:
     )
 
 
-def _costs(config: RunConfig) -> HostedScorer:
+def _costs(config: RunConfig, max_length: int) -> HostedScorer:
     from streamrl.data import load_tokenizer
     from streamrl.rewards import COSTS, Surroundings, build_rewards
     from streamrl.rewards.scorer import CostScorer
@@ -181,7 +185,8 @@ def _costs(config: RunConfig) -> HostedScorer:
     )
 
 
-def _reference(config: RunConfig) -> HostedScorer:
+def _reference(config: RunConfig, max_length: int) -> HostedScorer:
+    from streamrl.engines.forward import ModelOptions
     from streamrl.engines.scoring import LogprobScorer
 
     model = LogprobScorer(
@@ -190,12 +195,14 @@ def _reference(config: RunConfig) -> HostedScorer:
         micro_batch_tokens=config.pipeline.micro_batch_tokens,
         threads=config.trainer.threads,
         dtype=config.trainer.dtype,
+        options=ModelOptions(config.trainer.attention, max_length),
     )
     shadow = Shadow(model.ref_logprobs, model.load_weights)
     return HostedScorer({REFERENCE.stage: shadow.score}, shadow)
 
 
-def _shadow(call: Call, config: RunConfig) -> HostedScorer:
+def _shadow(call: Call, config: RunConfig, max_length: int) -> HostedScorer:
+    from streamrl.engines.forward import ModelOptions
     from streamrl.engines.scoring import ValueScorer
 
     shares = config.critic.shared_coef is not None
@@ -207,12 +214,13 @@ def _shadow(call: Call, config: RunConfig) -> HostedScorer:
         threads=trainer.threads,
         dtype=trainer.dtype,
         shares_policy=shares,
+        options=ModelOptions(trainer.attention, max_length),
     )
     shadow = Shadow(lambda columns: {column: model.values(columns)}, model.load_weights)
     return HostedScorer({call.stage: shadow.score}, shadow)
 
 
-SCORERS: Mapping[str, Callable[[RunConfig], HostedScorer]] = {
+SCORERS: Mapping[str, Callable[[RunConfig, int], HostedScorer]] = {
     "reward": _rewards,
     "cost": _costs,
     "reference": _reference,

@@ -25,7 +25,7 @@ class ScorerActor(Replica):
         role, follows = calls[0].role, calls[0].follows
         due = self._config.reference.version_for if follows == MOVED else same
         self._take_place(wiring, calls, f"{role}-{replica}", follows=follows, due=due)
-        self._scorer = await wiring.engines.scorer(wiring.config, role)
+        self._scorer = await wiring.engines.scorer(wiring.config, wiring.max_length, role)
 
     async def run(self) -> None:
         """The loops of the stages, until the actor is killed or has left."""

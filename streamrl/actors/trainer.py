@@ -28,7 +28,9 @@ from streamrl.weights import WeightManifest
 from streamrl.weights.probe import Probe, probe_sequences
 
 if TYPE_CHECKING:
+    from streamrl.actors.engine_factory import HostedRank
     from streamrl.actors.sender import Sender
+    from streamrl.config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,19 @@ def sizes(groups: Mapping[str, Columns], picks: Sequence[Pick]) -> dict[str, int
     """Of a micro-batch, for its span: its rollouts, their tokens, and those of the longest."""
     lengths = [int(groups[uid]["lengths"][index]) for uid, index in picks]
     return {"rollouts": len(picks), "tokens": sum(lengths), "longest": max(lengths, default=0)}
+
+
+def probe_of(trainer: "HostedRank", config: "RunConfig", *, max_length: int) -> Probe:
+    """What the model says now of the sequences of a probe.
+
+    All ranks must take part if parameters have to be gathered, and only rank 0 else.
+    """
+    from streamrl.engines.dtypes import float32_on_cpu
+
+    sequences = probe_sequences(vocab_size=trainer.vocab_size, max_length=max_length)
+    logprobs = [trainer.token_logprobs(sequence) for sequence in sequences]
+    exact = float32_on_cpu(config.trainer, config.generator)
+    return Probe(sequences, logprobs, config.weights.limit(exact=exact))
 
 
 class TrainerActor:
@@ -83,7 +98,9 @@ class TrainerActor:
         self._max_length = wiring.max_length
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = meeting.address, str(meeting.port)
         make = wiring.engines.trainer
-        self._trainer = await self._in_thread(make, wiring.config, rank, self._role)
+        self._trainer = await self._in_thread(
+            make, wiring.config, self._max_length, rank, self._role
+        )
         self._reference = MovingReference(self._config.reference.decay)
         self._sender = self._make_sender(wiring)
         if resume_dir is not None:
@@ -198,6 +215,9 @@ class TrainerActor:
         sent = await self._in_thread(self._sender.model, version, readers, thread=self._beside)
         return sent and replace(sent, probe=probe)
 
+    def _probe(self) -> Probe:
+        return probe_of(self._trainer, self._config, max_length=self._max_length)
+
     def _probe_and_send(
         self, version: int, readers: Sequence[str], probes: bool
     ) -> WeightManifest | None:
@@ -218,19 +238,6 @@ class TrainerActor:
                 partial(self._sender.reference, version, readers, moves=moves), thread=thread
             )
         return found
-
-    def _probe(self) -> Probe:
-        """What the model says now of the sequences of a probe.
-
-        All ranks must take part if parameters have to be gathered, and only rank 0 else.
-        """
-        from streamrl.engines.dtypes import float32_on_cpu
-
-        vocab_size = self._trainer.vocab_size
-        sequences = probe_sequences(vocab_size=vocab_size, max_length=self._max_length)
-        logprobs = [self._trainer.token_logprobs(sequence) for sequence in sequences]
-        exact = float32_on_cpu(self._config.trainer, self._config.generator)
-        return Probe(sequences, logprobs, self._config.weights.limit(exact=exact))
 
     async def save(self, model_dir: Path, trainer_dir: Path) -> None:
         """Write this rank's part of a checkpoint. All ranks must take part."""

@@ -15,6 +15,7 @@ from streamrl.engines.schedule import Pace, Turn
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.step import add_sums
 from streamrl.weights import WeightManifest
+from streamrl.weights.probe import is_probed
 
 
 class TrainerGroup:
@@ -32,7 +33,7 @@ class TrainerGroup:
     ) -> None:
         """`publishes_together`: it takes all ranks also where each has all parameters.
 
-        `probe_every`: every so many versions that are published get a probe; 0 for none.
+        `probe_every`: which versions get a probe, see `is_probed`.
         """
         self.role = ranks.role
         self._probe_every = probe_every
@@ -103,7 +104,7 @@ class TrainerGroup:
         async with self._publishing:
             if version != self._published:  # else it is sent again, as it was
                 # Said to all ranks alike: one that could not send may have counted otherwise.
-                self._probes = bool(self._probe_every) and not self._count % self._probe_every
+                self._probes = is_probed(self._count, every=self._probe_every)
             calls = [rank.publish.remote(version, readers, self._probes) for rank in self._ranks]
             manifest = (await self._all("publish", calls))[0]
             self._count += version != self._published

@@ -1,6 +1,7 @@
 """A policy's forward pass: the log-probability it gives to every token of a batch."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from streamrl.algorithms.losses import entropy
+from streamrl.engines.trainer_config import ATTENTIONS
 from streamrl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -19,6 +21,21 @@ VALUE_HEAD = "score."
 """How the names of a value model's own parameters begin."""
 
 EntropyMode = Literal["none", "value", "gradient"]
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a model is built, so that it computes what vLLM computes with the same weights.
+
+    attention: a key of ATTENTIONS. max_length: the most tokens of a rollout, prompt included, by
+    which vLLM chooses the positions of some models; None leaves it to each rollout's own length.
+    """
+
+    attention: str = "auto"
+    max_length: int | None = None
+
+
+DEFAULT_OPTIONS = ModelOptions()
 
 
 class TokenScores(NamedTuple):
@@ -41,7 +58,9 @@ def wait_for_device() -> None:
         torch.cuda.synchronize()
 
 
-def load_model(path: str, *, dtype: torch.dtype) -> "PreTrainedModel":
+def load_model(
+    path: str, *, dtype: torch.dtype, options: ModelOptions = DEFAULT_OPTIONS
+) -> "PreTrainedModel":
     """The causal language model in a Hugging Face directory, in training mode, without dropout.
 
     Dropout would make the policy that is trained another one than the policy that sampled. Raises
@@ -50,7 +69,8 @@ def load_model(path: str, *, dtype: torch.dtype) -> "PreTrainedModel":
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model, missing = _load(AutoModelForCausalLM, path, AutoConfig.from_pretrained(path), dtype)
+    config = AutoConfig.from_pretrained(path)
+    model, missing = _load(AutoModelForCausalLM, path, config, dtype, options)
     _check_complete(path, missing)
     return model.to(local_device()).train()
 
@@ -73,7 +93,9 @@ def load_value_skeleton(path: str) -> "PreTrainedModel":
         )
 
 
-def _load(kind: Any, path: str, config: Any, dtype: torch.dtype) -> tuple[Any, list[str]]:
+def _load(
+    kind: Any, path: str, config: Any, dtype: torch.dtype, options: ModelOptions
+) -> tuple[Any, list[str]]:
     """The model without dropout, and the names of the parameters the directory lacks."""
     from transformers.utils.logging import disable_progress_bar
 
@@ -83,12 +105,43 @@ def _load(kind: Any, path: str, config: Any, dtype: torch.dtype) -> tuple[Any, l
             setattr(config, name, 0.0)
     try:
         model, info = kind.from_pretrained(
-            path, config=config, dtype=dtype, output_loading_info=True
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation=_attention(config, options.attention),
+            output_loading_info=True,
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError, ImportError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model.path={path}: cannot be loaded: {reason[:500]}") from error
+    _settle_positions(model, options.max_length)
     return model, sorted(info["missing_keys"])
+
+
+def _attention(config: Any, wanted: str) -> str | None:
+    """Name transformers' attention; None leaves the choice to transformers."""
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    if wanted == "auto" and capped:
+        # The others leave the cap out without a word.
+        return "flex_attention" if torch.cuda.is_available() else "eager"
+    return ATTENTIONS[wanted]
+
+
+def _settle_positions(model: Any, max_length: int | None) -> None:
+    """Choose between the factors of LongRoPE once, by the longest rollout, as vLLM does.
+
+    transformers chooses by the longest row of each batch.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    for module in model.modules():
+        if getattr(module, "rope_type", None) != "longrope" or max_length is None:
+            continue
+        original = module.config.rope_parameters["original_max_position_embeddings"]
+        if max_length > original:
+            init = ROPE_INIT_FUNCTIONS["longrope"]
+            module.inv_freq, _ = init(module.config, module.inv_freq.device, seq_len=max_length)
+            module.original_inv_freq = module.inv_freq.clone()
 
 
 def _check_complete(path: str, missing: list[str]) -> None:
@@ -97,7 +150,9 @@ def _check_complete(path: str, missing: list[str]) -> None:
         raise ConfigError(f"model.path={path}: lacks {len(missing)} parameters, as {first}")
 
 
-def load_value_model(path: str, *, dtype: torch.dtype) -> "PreTrainedModel":
+def load_value_model(
+    path: str, *, dtype: torch.dtype, options: ModelOptions = DEFAULT_OPTIONS
+) -> "PreTrainedModel":
     """A model with a value for every token: the body of the one in a directory, and a head.
 
     The head starts at 0 unless the directory has one (it is a critic's checkpoint), so that a new
@@ -108,7 +163,7 @@ def load_value_model(path: str, *, dtype: torch.dtype) -> "PreTrainedModel":
     config = AutoConfig.from_pretrained(path, num_labels=1)
     # Left out, transformers takes it for a tenth.
     config.classifier_dropout = 0.0
-    model, missing = _load(AutoModelForTokenClassification, path, config, dtype)
+    model, missing = _load(AutoModelForTokenClassification, path, config, dtype, options)
     head = {name for name, _ in model.named_parameters() if name.startswith(VALUE_HEAD)}
     _check_complete(path, [name for name in missing if name not in head])
     if head.intersection(missing):

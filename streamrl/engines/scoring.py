@@ -11,7 +11,9 @@ from torch import Tensor
 from streamrl.engines.batching import build_batch, tokens_of
 from streamrl.engines.dtypes import resolve_dtype
 from streamrl.engines.forward import (
+    DEFAULT_OPTIONS,
     VALUE_HEAD,
+    ModelOptions,
     load_model,
     load_skeleton,
     load_value_model,
@@ -39,9 +41,10 @@ class LogprobScorer:
         micro_batch_tokens: int,
         threads: int = 1,
         dtype: str = "auto",
+        options: ModelOptions = DEFAULT_OPTIONS,
     ) -> None:
         torch.set_num_threads(threads)
-        self._model = load_model(model_path, dtype=resolve_dtype(dtype)).eval()
+        self._model = load_model(model_path, dtype=resolve_dtype(dtype), options=options).eval()
         self._model_path = model_path
         self._temperature = temperature
         self._micro_batch_tokens = micro_batch_tokens
@@ -81,12 +84,13 @@ class ValueScorer:
         threads: int = 1,
         dtype: str = "auto",
         shares_policy: bool = False,
+        options: ModelOptions = DEFAULT_OPTIONS,
     ) -> None:
         """`shares_policy`: its weights are part of those of a policy, whose head is left out."""
         torch.set_num_threads(threads)
         self._model_path = model_path
         self._model: PreTrainedModel = load_value_model(
-            model_path, dtype=resolve_dtype(dtype)
+            model_path, dtype=resolve_dtype(dtype), options=options
         ).eval()
         self._parameters = ParameterSet.of(self._model)
         self._of_policy = frozenset[str]()

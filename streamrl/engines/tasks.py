@@ -14,8 +14,10 @@ from streamrl.algorithms.objective import policy_loss, shared_value_loss
 from streamrl.dataflow import CRITIC, CRITICS, RETURNS
 from streamrl.engines.batching import TOKEN_COLUMNS
 from streamrl.engines.forward import (
+    DEFAULT_OPTIONS,
     VALUE_HEAD,
     EntropyMode,
+    ModelOptions,
     TokenScores,
     causal_forward,
     load_model,
@@ -88,6 +90,7 @@ class PolicyTask:
     settings: Settings
     temperature: float
     name: str = "policy"
+    options: ModelOptions = DEFAULT_OPTIONS
 
     @property
     def token_columns(self) -> tuple[str, ...]:
@@ -101,7 +104,7 @@ class PolicyTask:
 
     def load(self, dtype: torch.dtype) -> "PreTrainedModel":
         """A causal language model."""
-        return load_model(self.model_path, dtype=dtype)
+        return load_model(self.model_path, dtype=dtype, options=self.options)
 
     def score(
         self, forward: Forward, batch: TensorDict, entropy_mode: EntropyMode = "none"
@@ -163,7 +166,7 @@ class TwoHeadedTask(PolicyTask):
 
     def load(self, dtype: torch.dtype) -> "PreTrainedModel":
         """A causal language model with a value per token."""
-        return load_two_headed(self.model_path, dtype=dtype)
+        return load_two_headed(self.model_path, dtype=dtype, options=self.options)
 
     def loss(self, forward: Forward, batch: TensorDict, *, version: int) -> Loss:
         """That of the policy and, weighed, that of the critic, of one forward pass."""
@@ -202,6 +205,7 @@ class CriticTask:
     settings: Settings
     clip: float | None
     name: str = CRITIC
+    options: ModelOptions = DEFAULT_OPTIONS
 
     @property
     def token_columns(self) -> tuple[str, ...]:
@@ -214,7 +218,7 @@ class CriticTask:
 
     def load(self, dtype: torch.dtype) -> "PreTrainedModel":
         """A model with a value per token."""
-        return load_value_model(self.model_path, dtype=dtype)
+        return load_value_model(self.model_path, dtype=dtype, options=self.options)
 
     def loss(self, forward: Forward, batch: TensorDict, *, version: int) -> Loss:
         """Half the squared distance to the returns."""

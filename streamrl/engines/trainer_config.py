@@ -7,6 +7,14 @@ from streamrl.errors import ConfigError
 
 BACKENDS = ("deepspeed", "torch")
 DTYPES = ("auto", "float32", "bfloat16")
+ATTENTIONS = {
+    "auto": None,
+    "eager": "eager",
+    "sdpa": "sdpa",
+    "flex": "flex_attention",
+    "flash": "flash_attention_2",
+}
+"""How attention may be computed, by transformers' names; auto is chosen by the model."""
 BUCKET_ELEMENTS = 50_000_000
 """Elements in one of DeepSpeed's reductions, for which it allocates that much; its own default is
 ten times it."""
@@ -42,6 +50,9 @@ class TrainerConfig:
     #: float32, bfloat16 (with float32 master weights), or auto: bfloat16 on GPUs where there are
     #: master weights, float32 otherwise.
     dtype: str = "auto"
+    #: How attention is computed: eager, sdpa, flex, flash (torch and flash-attn have them), or
+    #: auto: the fastest that computes what vLLM computes.
+    attention: str = "auto"
     #: Rank of the adapters that are trained in place of the model (LoRA); 0 trains all of it.
     lora_rank: int = 0
     #: The adapters' part in a layer's output is weighed with this over the rank.
@@ -84,6 +95,9 @@ class TrainerConfig:
         if self.dtype not in DTYPES:
             allowed = ", ".join(DTYPES)
             raise ConfigError(f"trainer.dtype={self.dtype}: must be one of {allowed}")
+        if self.attention not in ATTENTIONS:
+            allowed = ", ".join(ATTENTIONS)
+            raise ConfigError(f"trainer.attention={self.attention}: must be one of {allowed}")
         if self.dtype == "bfloat16" and not self.has_master_weights:
             raise ConfigError(
                 "trainer.dtype=bfloat16: needs master weights, which backend deepspeed"

@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from streamrl.engines.forward import load_model, shift
+from streamrl.engines.forward import DEFAULT_OPTIONS, ModelOptions, load_model, shift
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def load_two_headed(path: str, *, dtype: torch.dtype) -> "PreTrainedModel":
+def load_two_headed(
+    path: str, *, dtype: torch.dtype, options: ModelOptions = DEFAULT_OPTIONS
+) -> "PreTrainedModel":
     """The causal language model in a directory, with a value head that begins at 0.
 
     The head has the names it has in a critic. The body gets the gradient of both. Raises
@@ -22,7 +24,7 @@ def load_two_headed(path: str, *, dtype: torch.dtype) -> "PreTrainedModel":
     """
     from streamrl.engines.two_headed_output import TwoHeadedOutput
 
-    model = load_model(path, dtype=dtype)
+    model = load_model(path, dtype=dtype, options=options)
     add_value_head(model, dtype=dtype)
     with torch.no_grad():
         for parameter in model.score.parameters():

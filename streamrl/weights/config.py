@@ -35,9 +35,9 @@ class WeightsConfig:
     #: Keys and values of rollouts that are interrupted: computed anew, or kept as the old weights
     #: made them.
     kv: str = "recompute"
-    #: With the first and then every so many published versions generators compare the
+    #: With the first three and then every so many published versions generators compare the
     #: log-probabilities of a fixed batch with the trainer's; 0 for never.
-    probe_every: int = 0
+    probe_every: int = 20
     #: Largest difference of a log-probability that a probe lets pass. Unset: 1e-3 where trainer and
     #: generator compute in float32, else 1. Needs `probe_every`.
     probe_limit: float | None = None

@@ -14,6 +14,14 @@ from streamrl.messages import Array
 
 NUM_SEQUENCES = 4
 MAX_TOKENS = 64
+FIRST_PROBED = 3
+"""Versions that are probed at first: the model as it was read, and after the first updates, by
+which every parameter that is trained has another value."""
+
+
+def is_probed(count: int, *, every: int) -> bool:
+    """Tell whether the version published as number `count`, from 0, is probed; never if 0."""
+    return bool(every) and (count < FIRST_PROBED or count % every == 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,7 +47,8 @@ class Probe:
         if not difference <= self.limit:
             raise ProbeError(
                 f"{who} gives log-probabilities that differ from the trainer's by up to"
-                f" {difference:.3g}, more than weights.probe_limit={self.limit:g}"
+                f" {difference:.3g} nats, more than weights.probe_limit={self.limit:g}: generator"
+                " and trainer are not one model, and a run would learn from wrong figures"
             )
         return difference
 

@@ -30,9 +30,9 @@ class Recording(RealEngines):
 
     notes: Path
 
-    def trainer(self, config: RunConfig, rank: int, role: str) -> "ModelTrainer":
+    def trainer(self, config: RunConfig, max_length: int, rank: int, role: str) -> "ModelTrainer":
         """A real one; what a policy's trains is noted before it is trained."""
-        found = super().trainer(config, rank, role)
+        found = super().trainer(config, max_length, rank, role)
         if role != POLICY:
             return found
         path, made = self.notes / f"{config.run.name}.{rank}.jsonl", found.train_micro_batch

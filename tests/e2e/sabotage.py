@@ -40,7 +40,7 @@ class Sabotage(RealEngines):
             tamper(life)
         return await super().generator(config, max_length, replica)
 
-    def trainer(self, config: RunConfig, rank: int, role: str) -> "ModelTrainer":
+    def trainer(self, config: RunConfig, max_length: int, rank: int, role: str) -> "ModelTrainer":
         """A real one, whose memory of one version is damaged once it is laid."""
         from streamrl.weights.shared_memory import SharedMemoryOutlet
 
@@ -54,7 +54,7 @@ class Sabotage(RealEngines):
             finish(outlet, manifest)
 
         SharedMemoryOutlet.finish = finish_damaged  # type: ignore[method-assign,assignment]
-        return super().trainer(config, rank, role)
+        return super().trainer(config, max_length, rank, role)
 
 
 def tamper(life: int) -> None:

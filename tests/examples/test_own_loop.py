@@ -291,7 +291,7 @@ def test_a_mesh_that_is_not_the_trainers_is_refused(pool: ResourcePool) -> None:
         there.group(PolicyWorker, 64, ranks=1)
     seating = Grid(1, 1, 2).seating()
     mesh = Mesh(seating, seating)
-    group = WorkerGroup(pool, CriticWorker, there.config, mesh=mesh)
+    group = WorkerGroup(pool, CriticWorker, there.config, 64, mesh=mesh)
     told = r"trainer\.tensor_parallel=2: the critic's mesh must be Grid\(1, 2, 1\)"
     with pytest.raises(ConfigError, match=told):
         group.ready()
@@ -363,7 +363,6 @@ TENSOR_PARALLEL = ["trainer.tensor_parallel=2", "trainer.world_size=2", "--worke
         ),
         (["filter.kind=mean_outside"], "filter.kind=mean_outside: a loop of one's own takes no"),
         (["reference.every=2"], "reference.every=2: a loop of one's own has a reference that"),
-        (["weights.probe_every=1"], "weights.probe_every=1: a loop of one's own probes no version"),
         (["generator.tensor_parallel=2"], "generator.tensor_parallel=2: a loop of one's own has"),
         (["placement.mode=split"], "placement.mode=split: in a loop of one's own the policy's"),
         (["weights.publish_every=2"], "weights.publish_every=2: in a colocated run"),
