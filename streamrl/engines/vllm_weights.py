@@ -41,19 +41,32 @@ LEAST_FOR_ONEDNN = 2**19
 
 @contextmanager
 def plain_linears() -> Iterator[None]:
-    """A model that vLLM builds or reloads in here keeps its linear weights as they are."""
+    """A model that vLLM builds in here keeps its linear weights as they are.
+
+    So do the classes of transformers that vLLM builds some models of: to be compiled, which is not
+    done on a CPU, they would be changed for everybody in the process.
+    """
     from vllm import _custom_ops
+    from vllm.compilation import decorators
     from vllm.model_executor.layers import utils as layers
 
     supports_onednn = _custom_ops._supports_onednn
     check_cpu_sgl_kernel = layers.check_cpu_sgl_kernel
+    decorate = decorators._support_torch_compile
+
+    def decorate_own(cls: type, *arguments: Any, **named: Any) -> type:
+        is_own = cls.__module__.partition(".")[0] == "vllm"
+        return decorate(cls, *arguments, **named) if is_own else cls
+
     _custom_ops._supports_onednn = False
     layers.check_cpu_sgl_kernel = lambda n, k, dtype: False
+    decorators._support_torch_compile = decorate_own
     try:
         yield
     finally:
         _custom_ops._supports_onednn = supports_onednn
         layers.check_cpu_sgl_kernel = check_cpu_sgl_kernel
+        decorators._support_torch_compile = decorate
 
 
 def use_onednn(model: torch.nn.Module) -> None:
@@ -157,12 +170,13 @@ class ServedWeights:
 def as_stored(model_path: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """A model's parameters by the names, and in the shapes, that they have in its directory.
 
-    transformers may keep them in others: the weights of all experts in one, for example.
+    transformers may keep them in others: the weights of all experts in one, for example. What a
+    directory holds besides, as the biases of a router, is not trained, and is as it is there.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
-    stored: dict[str, Tensor] = revert_weight_conversion(load_skeleton(model_path), dict(tensors))
-    return stored
+    published = revert_weight_conversion(load_skeleton(model_path), dict(tensors))
+    return stored_weights(model_path) | published
 
 
 def load_beside(vllm_config: Any, model: torch.nn.Module, stored: Mapping[str, Tensor]) -> None:
