@@ -14,6 +14,7 @@ from streamrl.actors.fork_server import start_fork_server
 from streamrl.actors.model_workers import TrainedWorker, engine_env, in_loop, loop_memory
 from streamrl.actors.worker_group import Reply, ResourcePool, WorkerGroup, put
 from streamrl.cli.interrupts import interrupt_on_signals
+from streamrl.cli.main import OneLineParser
 from streamrl.config import RunConfig, load_config
 from streamrl.controller import BatchRef, Mesh
 from streamrl.data import PromptStream
@@ -104,7 +105,7 @@ def steps_of(loop: Loop, there: Stage) -> Iterator[Mapping[str, float]]:
 
 def make_parser(recipe: str = "", description: str | None = None) -> argparse.ArgumentParser:
     """Declare the options of a loop."""
-    parser = argparse.ArgumentParser(description=description)
+    parser = OneLineParser(description=description)
     parser.add_argument("--config", default=recipe, help=f"a run's YAML ({recipe})")
     parser.add_argument("--steps", type=int, default=30, help="optimizer steps (30)")
     parser.add_argument("--workers", type=int, default=2, help="data-parallel workers (2)")

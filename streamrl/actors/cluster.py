@@ -17,8 +17,7 @@ from ray._private import node, parameter, services, utils
 from ray._private.state import GlobalState
 from ray.exceptions import RayError
 
-from streamrl.actors.fork_server import LAUNCHER, LOCAL_RAY_ENV, stop_fork_server
-from streamrl.actors.launch_worker import SOCKETS_VARIABLE
+from streamrl.actors.fork_server import LAUNCHER, LOCAL_RAY_ENV, is_serving, stop_fork_server
 from streamrl.errors import ActorError, ConfigError
 from streamrl.placement import (
     Capacity,
@@ -164,7 +163,7 @@ def _lean_ray() -> Iterator[None]:
     dashboard and the modules of its agent, which together keep a start waiting for seconds.
     """
     changes: dict[str, Any] = {"no_monitor": True, "include_log_monitor": False}
-    if SOCKETS_VARIABLE in os.environ:
+    if is_serving():
         changes["setup_worker_path"] = str(LAUNCHER)
     with (
         _replaced(parameter, "RayParams", partial(parameter.RayParams, **changes)),

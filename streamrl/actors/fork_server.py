@@ -131,10 +131,14 @@ def level_env(level: Level) -> dict[str, str]:
 def start_fork_server(levels: Sequence[Level] = LEVELS) -> None:
     """Start the levels; Ray instances that this process starts from now on fork their workers.
 
-    The first level is the base of the others. Does nothing if they run already. They end with this
-    process, and their workers with them. Why they were not started is told by `refusal`.
+    The first level is the base of the others. Does nothing if they run already. They end with the
+    thread that calls this, and their workers with them. What went wrong is told by `refusal`.
     """
-    if _server.process or os.environ.get(FORK_VARIABLE) == "0":
+    if is_serving():
+        return
+    # One that this process inherited is that of a command around it.
+    os.environ.pop(SOCKETS_VARIABLE, None)
+    if os.environ.get(FORK_VARIABLE) == "0":
         return
     sockets = f"streamrl-{os.getpid()}-{os.urandom(8).hex()}"
     try:
@@ -159,11 +163,17 @@ def start_fork_server(levels: Sequence[Level] = LEVELS) -> None:
     atexit.register(stop_fork_server)
 
 
+def is_serving() -> bool:
+    """Tell whether this process has started levels, and their base is alive."""
+    return _server.process is not None and _server.process.poll() is None
+
+
 def refusal() -> str:
-    """Return a line that says why no levels were started; empty if they were, or need not be."""
-    if not _server.refusal:
-        return ""
-    return f"workers import their libraries one by one, for seconds: {_server.refusal}"
+    """Return a line that says why there are no levels; empty if there are, or need not be."""
+    reason = _server.refusal
+    if _server.process is not None and not is_serving():
+        reason = f"the process that should fork them has ended with {_server.process.returncode}"
+    return f"workers import their libraries one by one, for seconds: {reason}" if reason else ""
 
 
 def stop_fork_server() -> None:
@@ -212,6 +222,8 @@ def _serve_level(
         listening.pop(name).close()
     os.environ.update({**ONE_THREAD, **level.env})
     _import(level)
+    if not _is_forkable():
+        return
     for child in levels:
         if child.parent == level.name and os.fork() == 0:
             return _serve_level(child, levels, listening, pid)
@@ -304,20 +316,20 @@ def _draws_unique_ids() -> bool:
 
 def _become_worker(request: Mapping[str, Any], files: list[int]) -> NoReturn:
     """Run Ray's worker in this process, with the launcher's environment and streams."""
-    os.setpgid(0, 0)  # Ray kills what a worker leaves behind by its process group
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for target, file in zip(FILES, files, strict=True):
-        os.dup2(file, target)
-        os.close(file)
-    os.environ.clear()
-    os.environ.update(request["env"])
-    os.chdir(request["cwd"])
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed()  # all forks would draw the same
-    gc.enable()
-    sys.argv = request["argv"]
     code: Any = 1
     try:
+        os.setpgid(0, 0)  # Ray kills what a worker leaves behind by its process group
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for target, file in zip(FILES, files, strict=True):
+            os.dup2(file, target)
+            os.close(file)
+        os.environ.clear()
+        os.environ.update(request["env"])
+        os.chdir(request["cwd"])
+        if "numpy" in sys.modules:
+            sys.modules["numpy"].random.seed()  # all forks would draw the same
+        gc.enable()
+        sys.argv = request["argv"]
         runpy.run_path(sys.argv[0], run_name="__main__")
         code = 0
     except SystemExit as end:

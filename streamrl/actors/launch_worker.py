@@ -52,8 +52,8 @@ def fork_worker(arguments: list[str]) -> bool:
     sockets = os.environ.get(SOCKETS_VARIABLE)
     if sockets is None or not is_plain:
         return False
-    request = {"argv": command, "env": {**os.environ, **variables}, "cwd": os.getcwd()}
     try:
+        request = {"argv": command, "env": {**os.environ, **variables}, "cwd": os.getcwd()}
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(ANSWER_S)
             connection.connect(socket_address(sockets, variables.get(LEVEL_VARIABLE, "base")))

@@ -13,6 +13,7 @@ from itertools import takewhile
 from typing import NoReturn
 
 from streamrl import __version__
+from streamrl.cli.interrupts import interrupt_on_signals
 from streamrl.errors import ConfigError, StreamError
 
 FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
@@ -68,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Ray prints a death into whatever is on the screen; it is an event of the run already.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
+    # Whoever calls this with words of its own has signals of its own.
+    check_interrupted = interrupt_on_signals() if argv is None else lambda: None
     command = next((a for a in arguments if a in COMMANDS), None)
     _open_closed_files()
     if sys.stdout is None:
@@ -79,8 +82,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         start_fork_server()
     try:
-        parsed = _parse(build_parser(command), arguments)
-        code = int(parsed.run(parsed))
+        try:
+            parsed = _parse(build_parser(command), arguments)
+            code = int(parsed.run(parsed))
+        except Exception:
+            # What was interrupted may have made another error of it.
+            check_interrupted()
+            raise
         sys.stdout.flush()
         return code
     except ConfigError as error:

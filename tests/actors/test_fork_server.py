@@ -248,6 +248,25 @@ def test_levels_that_cannot_be_started_are_a_note(monkeypatch: pytest.MonkeyPatc
     assert sockets == "None"
 
 
+def test_levels_that_have_ended_are_a_note_and_are_started_anew() -> None:
+    restarts = (
+        "import os, signal\n"
+        "first = fork_server._server.process\n"
+        "os.kill(first.pid, signal.SIGKILL); first.wait()\n"
+        "print(fork_server.refusal())\n"
+        "fork_server.start_fork_server([base])\n"
+        "print(fork_server.is_serving(), fork_server._server.process is not first)\n"
+    )
+    *_, reason, anew = printed_by(COMMAND + restarts)
+    assert reason.endswith("the process that should fork them has ended with -9")
+    assert anew == "True True"
+
+
+def test_levels_of_a_command_around_this_one_are_left_alone() -> None:
+    around = {SOCKETS_VARIABLE: "streamrl-of-another", FORK_VARIABLE: "0"}
+    assert printed_by(COMMAND, **around) == ["", "None"]
+
+
 def test_a_user_can_have_workers_start_as_ray_starts_them() -> None:
     assert printed_by(COMMAND, **{FORK_VARIABLE: "0"}) == ["", "None"]
 
@@ -275,7 +294,8 @@ class Actor:
     def find(self):
         return os.getpid(), psutil.Process().ppid()
 
-options = {"max_restarts": 1, "max_task_retries": 1, "num_cpus": 0}
+# Ray may start it again on a worker of the same level that is dying as well.
+options = {"max_restarts": -1, "max_task_retries": -1, "num_cpus": 0}
 actor = ray.remote(Actor).options(**options).remote()
 pid, level = ray.get(actor.find.remote())
 assert level == fork_server._server.process.pid

@@ -44,3 +44,26 @@ def test_what_a_command_opens_never_takes_the_place_of_a_closed_standard_stream(
     program += "; sys.exit(min(os.open('/dev/null', os.O_RDONLY), 3) != 3)"
     command = f"{shlex.quote(sys.executable)} -c {shlex.quote(program)} <&- >&- 2>&-"
     assert subprocess.run(command, shell=True, check=False).returncode == 0
+
+
+SWALLOWED = """
+import os, signal, sys
+from streamrl.cli import main
+from streamrl.errors import ConfigError
+
+def interrupted(command):
+    try:
+        os.kill(os.getpid(), signal.{name})
+    except KeyboardInterrupt:
+        raise ConfigError("rewards: 'NoneType' object has no attribute") from None
+
+main.build_parser = interrupted
+sys.exit(main.main())
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
+def test_an_interrupt_that_a_library_makes_another_error_of_is_an_interrupt(name: str) -> None:
+    words = [sys.executable, "-c", SWALLOWED.format(name=name)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (130, "streamrl: interrupted\n")
