@@ -203,7 +203,8 @@ def load_beside(vllm_config: Any, model: torch.nn.Module, stored: Mapping[str, T
     found = {**dict(loaded.named_parameters()), **dict(loaded.named_buffers())}
     for name, held in (*model.named_parameters(), *model.named_buffers()):
         held.data = found[name].data
-    for module in model.modules():
+    layers: Iterator[Any] = model.modules()
+    for module in layers:
         if is_deferred_attention_layer(module):
             module.process_weights_after_loading(vllm_config.model_config.dtype)
 
