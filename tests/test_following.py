@@ -229,7 +229,7 @@ def test_who_differs_from_the_trainer_serves_no_version_and_ends() -> None:
         engine, held = Engine(logprob=-3.0), HeldVersion("generator-0")
         logprobs = [np.full(len(ids), -1.0, np.float32) for ids in SEQUENCES]
         registry.offer(manifest(0, Probe(SEQUENCES, logprobs, limit=0.5)))
-        with pytest.raises(ProbeError, match=r"generator-0, with version 0, .* by up to 2, more"):
+        with pytest.raises(ProbeError, match=r"generator-0, with version 0, .* by up to 2 nats"):
             await follow_weights(stage(), engine, Channel(registry), held)
         assert held.version == -1, "what it has sampled since then leaves it never"
 

@@ -120,7 +120,7 @@ def _load(
 
 def _attention(config: Any, wanted: str) -> str | None:
     """Name transformers' attention; None leaves the choice to transformers."""
-    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    capped = config.get_text_config().to_dict().get("attn_logit_softcapping")
     if wanted == "auto" and capped:
         # The others leave the cap out without a word.
         return "flex_attention" if torch.cuda.is_available() else "eager"
@@ -135,7 +135,7 @@ def _settle_positions(model: Any, max_length: int | None) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     for module in model.modules():
-        if getattr(module, "rope_type", None) != "longrope" or max_length is None:
+        if vars(module).get("rope_type") != "longrope" or max_length is None:
             continue
         original = module.config.rope_parameters["original_max_position_embeddings"]
         if max_length > original:

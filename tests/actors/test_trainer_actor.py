@@ -62,7 +62,7 @@ def wiring(told: list[str]) -> Any:
         train_columns=(),
         memory=WorkerMemory(1, 1, 1, 1, 1, 1, 1, releases_kv=True, offloads_optimizer=True),
         max_length=8,
-        engines=SimpleNamespace(trainer=lambda config, rank, role: Rank(told)),
+        engines=SimpleNamespace(trainer=lambda config, max_length, rank, role: Rank(told)),
     )
 
 

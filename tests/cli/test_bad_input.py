@@ -66,7 +66,10 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
         (["weights.publish_every=0"], ["weights.publish_every=0", "at least 1"]),
         (["weights.publish_every=3"], ["weights.publish_every=3", "pipeline.max_staleness=1"]),
         (["weights.probe_every=-1"], ["weights.probe_every=-1", "0 or more"]),
-        (["weights.probe_limit=0.1"], ["weights.probe_limit=0.1", "weights.probe_every=0"]),
+        (
+            ["weights.probe_limit=0.1", "weights.probe_every=0"],
+            ["weights.probe_limit=0.1", "weights.probe_every=0"],
+        ),
         (["weights.bucket_mb=65536"], ["weights.bucket_mb=65536", "at most 4096"]),
         (["weights.probe_limit=0"], ["weights.probe_limit=0", "above 0"]),
         (["reference.every=2"], ["reference.every=2", "has no reference"]),
