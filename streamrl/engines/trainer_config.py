@@ -50,8 +50,8 @@ class TrainerConfig:
     #: float32, bfloat16 (with float32 master weights), or auto: bfloat16 on GPUs where there are
     #: master weights, float32 otherwise.
     dtype: str = "auto"
-    #: How attention is computed: eager, sdpa, flex, flash (torch and flash-attn have them), or
-    #: auto: the fastest that computes what vLLM computes.
+    #: How attention is computed: eager, sdpa, flex, flash (which needs flash-attn), or auto: as
+    #: transformers chooses, but eager, or flex on GPUs, where a model caps attention's logits.
     attention: str = "auto"
     #: Rank of the adapters that are trained in place of the model (LoRA); 0 trains all of it.
     lora_rank: int = 0

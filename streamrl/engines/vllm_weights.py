@@ -157,29 +157,44 @@ class ServedWeights:
         return Storage(views) if views else None
 
     def _reload(self, tensors: Mapping[str, Tensor]) -> int:
-        stored = as_stored(self._model_path, tensors)
+        num_bytes = 0
+
+        def counted() -> Iterator[tuple[str, Tensor]]:
+            nonlocal num_bytes
+            for name, tensor in as_stored(self._model_path, tensors):
+                num_bytes += tensor.nbytes
+                yield name, tensor
+
         if self._on_cpu:
-            load_beside(self._engine.vllm_config, self._model, stored)
+            load_beside(self._engine.vllm_config, self._model, counted())
             use_onednn(self._model)
         else:
-            named = iter(stored.items())
-            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": named})
-        return sum(tensor.nbytes for tensor in stored.values())
+            self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": counted()})
+        return num_bytes
 
 
-def as_stored(model_path: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A model's parameters by the names, and in the shapes, that they have in its directory.
+def as_stored(model_path: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's tensors by the names, and in the shapes, that they have in its directory.
 
-    transformers may keep them in others: the weights of all experts in one, for example. What a
-    directory holds besides, as the biases of a router, is not trained, and is as it is there.
+    First what the directory holds besides parameters, as the biases of a router, which are not
+    trained. Where transformers keeps parameters as the directory does, each is asked for on its
+    turn only; of others, as the weights of all experts in one, all are asked for at once.
     """
+    from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
 
-    published = revert_weight_conversion(load_skeleton(model_path), dict(tensors))
-    return stored_weights(model_path) | published
+    skeleton = load_skeleton(model_path)
+    if get_model_conversion_mapping(skeleton, add_legacy=False):
+        tensors = revert_weight_conversion(skeleton, dict(tensors))
+    stored = stored_weights(model_path)
+    for name in stored.keys() - tensors.keys():
+        yield name, stored[name]
+    yield from tensors.items()
 
 
-def load_beside(vllm_config: Any, model: torch.nn.Module, stored: Mapping[str, Tensor]) -> None:
+def load_beside(
+    vllm_config: Any, model: torch.nn.Module, stored: Iterator[tuple[str, Tensor]]
+) -> None:
     """Have a model of vLLM take up what vLLM makes of a directory with these tensors in it.
 
     A second model is built and loaded as the first one was, so that what is packed, padded or laid
@@ -191,7 +206,7 @@ def load_beside(vllm_config: Any, model: torch.nn.Module, stored: Mapping[str, T
 
     class Given(DefaultModelLoader):
         def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Tensor]]:
-            yield from stored.items()
+            return stored
 
     beside, compilation = copy.copy(vllm_config), copy.copy(vllm_config.compilation_config)
     beside.compilation_config = compilation

@@ -70,6 +70,7 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
             ["weights.probe_limit=0.1", "weights.probe_every=0"],
             ["weights.probe_limit=0.1", "weights.probe_every=0"],
         ),
+        (["trainer.attention=fast"], ["trainer.attention=fast", "eager, sdpa, flex, flash"]),
         (["weights.bucket_mb=65536"], ["weights.bucket_mb=65536", "at most 4096"]),
         (["weights.probe_limit=0"], ["weights.probe_limit=0", "above 0"]),
         (["reference.every=2"], ["reference.every=2", "has no reference"]),
