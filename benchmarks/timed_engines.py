@@ -13,6 +13,7 @@ import torch
 from streamrl.actors.engine_factory import HostedGenerator, HostedPart, HostedRank, HostedScorer
 from streamrl.config import RunConfig
 from streamrl.dataflow import GENERATE, REWARD
+from streamrl.engines.generator_config import Sampling
 from streamrl.engines.packing import Pick
 from streamrl.errors import ConfigError
 from streamrl.faces import Finished, Sample
@@ -90,7 +91,7 @@ class _Generator:
         )
 
     async def sample(
-        self, prompt: Prompt, seeds: Sequence[int], *, temperature: float
+        self, prompt: Prompt, seeds: Sequence[int], *, sampling: Sampling
     ) -> list[Rollout]:
         return [self._rollout(prompt)] * len(seeds)
 

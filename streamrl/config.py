@@ -23,7 +23,7 @@ from streamrl.control import PipelineConfig
 from streamrl.data import DataConfig
 from streamrl.data.files import KEYS as FILE_KEYS
 from streamrl.data.files import absolute
-from streamrl.dataflow import POLICY, Dataflow, dataflow_for
+from streamrl.dataflow import CRITIC, POLICY, Dataflow, dataflow_for
 from streamrl.engines.generator_config import GeneratorConfig
 from streamrl.engines.reference_config import ReferenceConfig
 from streamrl.engines.trainer_config import CriticConfig, TrainerConfig
@@ -90,10 +90,13 @@ class ModelConfig:
 
     path: a Hugging Face model directory.
     max_length: most tokens of prompt and completion; null takes the model's own limit.
+    trust_remote_code: run the Python files that the directory, or that of the critic, brings for
+        its model or tokenizer (auto_map); without it such a directory is refused.
     """
 
     path: str = ""
     max_length: int | None = None
+    trust_remote_code: bool = False
 
     def __post_init__(self) -> None:
         if self.max_length is not None and self.max_length <= 1:
@@ -188,6 +191,11 @@ class RunConfig:
     def model_of(self, role: str) -> str:
         """The directory the model of a role starts from."""
         return self.model.path if role == POLICY else self.critic.path or self.model.path
+
+    @property
+    def trusted_models(self) -> list[str]:
+        """The model directories whose own code may be run."""
+        return [self.model.path, self.model_of(CRITIC)] if self.model.trust_remote_code else []
 
     @property
     def capacity_groups(self) -> int:
@@ -443,12 +451,22 @@ def _walk(loose: Any, kind: Any, prefix: str) -> Iterator[tuple[str, Any, Any]]:
             yield from _walk(value, hints.get(str(name)), f"{prefix}{name}.")
 
 
+#: Settings of other systems that are left out on purpose, and why.
+REFUSED = dict.fromkeys(
+    ("generator.top_p", "generator.top_k", "generator.min_p"),
+    "is refused in training: the tokens would come from another distribution than the one whose"
+    " log-probabilities are trained; evaluation.top_p and evaluation.top_k exist",
+)
+
+
 def _check_key(key: str, value: Any, inside: Any, place: str) -> None:
     hints = get_type_hints(inside)
     parent, _, name = key.rpartition(".")
     if inside is DataConfig and name in FILE_KEYS and name not in hints:
         hint = f"it belongs to a file, as in data.train={{path: ..., {name}: ...}}"
         raise ConfigError(f"{place}: unknown key {key}={value!r}; {hint}")
+    if key in REFUSED:
+        raise ConfigError(f"{place}: {key}={value!r}: {REFUSED[key]}")
     if name not in hints:
         near = difflib.get_close_matches(key, list(_all_keys(RunConfig)), n=1, cutoff=0.0)
         local = difflib.get_close_matches(name, hints, n=1)

@@ -1,10 +1,13 @@
 """What a model directory says of its model: config.json, and the headers of its weights."""
 
 import importlib
-from collections.abc import Iterator
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from streamrl.errors import ConfigError
 
@@ -12,38 +15,176 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def read_model_config(path: str) -> "PreTrainedConfig":
-    """The config of the model in a directory. Raises what transformers raises of a wrong one."""
+TRUST_VARIABLE = "STREAMRL_TRUSTED_MODELS"
+"""Names the model directories whose own code may be run, for all processes of a run."""
+MOST_LAYERS = 10_000
+SCALED_ALREADY = ("default", "llama3", "longrope", "su")
+"""Kinds of rotary positions whose scaling max_position_embeddings includes."""
+
+
+def _config_errors() -> tuple[type[Exception], ...]:
+    """Return what transformers may raise of a config.json that is wrong."""
+    from huggingface_hub.errors import StrictDataclassError
+
+    wrong = (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError)
+    return (*wrong, StrictDataclassError)
+
+
+def trusted_env(*paths: str) -> dict[str, str]:
+    """Return what lets a process run the code that these model directories bring, if any."""
+    trusted = os.pathsep.join(str(Path(path).absolute()) for path in paths)
+    return {TRUST_VARIABLE: trusted} if trusted else {}
+
+
+def is_trusted(path: str) -> bool:
+    """Whether code that a model directory brings (`auto_map`) may be run in this process."""
+    trusted = os.environ.get(TRUST_VARIABLE, "").split(os.pathsep)
+    return str(Path(path).absolute()) in trusted
+
+
+def read_model_config(path: str, **changes: Any) -> "PreTrainedConfig":
+    """Read the config of the model in a directory, with some of its settings changed.
+
+    Raises ConfigError if that takes code of the directory's own and it is not trusted, and what
+    transformers raises of a wrong config.
+    """
     from transformers import AutoConfig
 
-    with _without_model_classes():
-        return AutoConfig.from_pretrained(path, local_files_only=True)
+    num_layers = _num_layers(Path(path))
+    if num_layers > MOST_LAYERS:
+        raise ConfigError(f"{path}: config.json says {num_layers} layers: at most {MOST_LAYERS}")
+    try:
+        with _without_model_classes():
+            return AutoConfig.from_pretrained(
+                path, local_files_only=True, trust_remote_code=is_trusted(path), **changes
+            )
+    except ValueError as error:
+        raise untrusted(path, error) or error from None
+
+
+def untrusted(path: str, error: Exception) -> ConfigError | None:
+    """Say in one line that a directory brings code that is not run, if that is the error."""
+    if "trust_remote_code" not in str(error):
+        return None
+    return ConfigError(
+        f"{path}: brings code of its own (auto_map), which is not run;"
+        " model.trust_remote_code=true runs that of model.path and critic.path"
+    )
 
 
 def model_length(path: str, *, limit: int | None) -> int:
     """Tokens a model takes, or `limit` if that is less. Raises ConfigError for what is no model."""
     check_weights(Path(path))
-    from huggingface_hub.errors import StrictDataclassError
-
     try:
-        settings = read_model_config(path).get_text_config()
-        tokens = int(settings.max_position_embeddings)
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-        StrictDataclassError,
-    ) as error:
+        tokens = max_positions(read_model_config(path))
+    except ConfigError as error:
+        raise ConfigError(f"model.path={error}") from None
+    except _config_errors() as error:
         raise ConfigError(f"model.path={path}: {' '.join(str(error).split())}") from None
     if limit is not None and limit > tokens:
         raise ConfigError(f"model.max_length={limit}: the model takes at most {tokens} tokens")
     return tokens if limit is None else limit
 
 
+def max_positions(config: "PreTrainedConfig") -> int:
+    """Return the most tokens a model takes, the scaling of its rotary positions included."""
+    settings = config.get_text_config()
+    tokens = int(settings.max_position_embeddings)
+    scaled = [
+        int(float(rope["factor"]) * _original_positions(rope, tokens))
+        for rope in _rope_parameters(settings)
+        if rope.get("rope_type") not in SCALED_ALREADY and rope.get("factor")
+    ]
+    # The positions of Gemma-3 are given scaled, whatever their kind.
+    return tokens if "gemma3" in settings.model_type else max([tokens, *scaled])
+
+
+def _rope_parameters(settings: Any) -> list[Mapping[str, Any]]:
+    """Return the rotary parameters of all kinds of layers."""
+    found = settings.to_dict().get("rope_parameters") or {}
+    return [found] if "rope_type" in found else [one for one in found.values() if one]
+
+
+def _original_positions(rope: Mapping[str, Any], tokens: int) -> int:
+    """Return the positions before scaling: YaRN names them, other kinds scale all there are."""
+    return int(rope.get("original_max_position_embeddings") or tokens)
+
+
 def check_weights(path: Path, key: str = "model.path") -> None:
-    """Raise ConfigError unless the directory holds safetensors files with readable headers."""
+    """Raise ConfigError unless a directory holds tensors of the shapes that its config says.
+
+    Of families that are not known here, only the embedding and the number of layers are compared.
+    """
+    stored = stored_shapes(path, key)
+    _check_layers(path, stored, key)
+    try:
+        config = read_model_config(str(path)).get_text_config()
+        expected = _expected_shapes(config)
+    # What is wrong with the config itself is told by those who need more of it.
+    except _config_errors():
+        return
+    if vars(config).get("quantization_config") is not None:
+        return
+    for name, shape in stored.items():
+        wanted = expected.get(LAYER_NUMBER.sub(".#.", name).removeprefix("model."))
+        if wanted is not None and shape != wanted:
+            raise ConfigError(
+                f"{key}={path}: {name} has shape {shape} in its files, {wanted} by config.json"
+            )
+
+
+def _check_layers(path: Path, stored: Iterable[str], key: str) -> None:
+    """Raise ConfigError for more layers than the files hold."""
+    num_layers = _num_layers(path)
+    numbers = [int(found[1]) for name in stored if (found := LAYER_NUMBER.search(name))]
+    if numbers and num_layers > max(numbers) + 1:
+        raise ConfigError(
+            f"{key}={path}: its files hold {max(numbers) + 1} layers, config.json says {num_layers}"
+        )
+
+
+def _num_layers(path: Path) -> int:
+    """Read how many layers a config.json says, before transformers lists each; 0 if it does not."""
+    try:
+        config = json.loads((path / "config.json").read_text())
+        settings = {**config, **config.get("text_config", {})}
+    except (OSError, ValueError, RecursionError, TypeError, AttributeError):
+        return 0
+    counts = [settings.get(name) for name in ("num_hidden_layers", "num_layers", "n_layer")]
+    return max((count for count in counts if isinstance(count, int)), default=0)
+
+
+LAYER_NUMBER = re.compile(r"\.(\d+)\.")
+"""The number of a layer in the name of a parameter."""
+LLAMA_LIKE = (
+    "gemma",
+    "gemma2",
+    "gemma3_text",
+    "glm4",
+    "gpt_oss",
+    "granite",
+    "granitemoe",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "olmo3",
+    "olmoe",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+    "smollm3",
+)
+"""Families whose layers are called, and sized, as Llama's are."""
+
+
+def stored_shapes(path: Path, key: str) -> dict[str, tuple[int, ...]]:
+    """Read the shapes of all tensors in a directory from the headers of its safetensors files.
+
+    Raises ConfigError, beginning with `key`, if there are none or a header cannot be read.
+    """
     from safetensors import SafetensorError, safe_open
 
     if not path.is_dir():
@@ -51,12 +192,44 @@ def check_weights(path: Path, key: str = "model.path") -> None:
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise ConfigError(f"{key}={path}: holds no .safetensors file")
+    shapes: dict[str, tuple[int, ...]] = {}
     for file in files:
         try:
             with safe_open(file, framework="np") as opened:
-                opened.keys()
+                for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                    shapes[name] = tuple(opened.get_slice(name).get_shape())
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{key}={path}: {file.name}: {error}") from None
+    return shapes
+
+
+def _expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shapes that a config says, by names without `model.` and with # for a layer."""
+    hidden, vocab = int(config.hidden_size), int(config.vocab_size)
+    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
+        ("embed_tokens.weight", "lm_head.weight", "gpt_neox.embed_in.weight", "embed_out.weight"),
+        (vocab, hidden),
+    )
+    if config.model_type not in LLAMA_LIKE:
+        return shapes
+    heads, inner = int(config.num_attention_heads), int(config.intermediate_size)
+    kv_heads = int(vars(config).get("num_key_value_heads") or heads)
+    size = int(vars(config).get("head_dim") or hidden // heads)
+    layer = {
+        "self_attn.q_proj": (heads * size, hidden),
+        "self_attn.k_proj": (kv_heads * size, hidden),
+        "self_attn.v_proj": (kv_heads * size, hidden),
+        "self_attn.qkv_proj": ((heads + 2 * kv_heads) * size, hidden),
+        "self_attn.o_proj": (hidden, heads * size),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.gate_up_proj": (2 * inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+    }
+    shapes |= {f"layers.#.{name}.weight": shape for name, shape in layer.items()}
+    return {**shapes, "norm.weight": (hidden,)}
 
 
 @contextmanager

@@ -37,7 +37,7 @@ from streamrl.faces import (
 from streamrl.messages import Columns, Experience
 from streamrl.serving import WAIT_S, Compute, Desk, Notes, Places, Result, serve
 from streamrl.step import train_step
-from streamrl.weights import HeldVersion, WeightManifest
+from streamrl.weights import Arrival, HeldVersion, WeightManifest
 from streamrl.weights.figures import Pull
 from streamrl.weights.registry import Fault, ReaderState
 
@@ -232,7 +232,7 @@ async def take_up(
         fetched = await channel.fetch(manifest)
         async with stage.lease.hold("load"):
             loaded = await follower.load_weights(fetched.tensors, version)
-            difference = await compare(follower, held.holder, manifest)
+            difference = await verify_model(follower, held.holder, manifest, loaded.arrival)
     held.advance(version)
     return Pull(
         pull_s=time.perf_counter() - started,
@@ -242,20 +242,25 @@ async def take_up(
         interrupted=loaded.interrupted,
         probe_diff=difference,
         copied_bytes=fetched.copied_bytes + loaded.copied_bytes,
+        warnings=loaded.arrival.warnings,
     )
 
 
-async def compare(follower: Follower, name: str, manifest: WeightManifest) -> float:
+async def verify_model(
+    follower: Follower, name: str, manifest: WeightManifest, arrival: Arrival
+) -> float:
     """How far the follower is from the trainer on the version's probe; NaN without one.
 
-    Raises ProbeError if that is too far.
+    Raises ProbeError if that is too far, or if not all parameters have arrived.
     """
+    who = f"{name}, with version {manifest.version},"
+    arrival.check(who)
     if manifest.probe is None:
         return math.nan
     found = await follower.probe(manifest.probe.sequences)
     if found is None:
         return math.nan
-    return manifest.probe.check(found, f"{name}, with version {manifest.version},")
+    return manifest.probe.check(found, who, same_parameters=bool(arrival.num_compared))
 
 
 async def watch_stalls(control: Control, queue: ExperienceQueue, config: PipelineConfig) -> None:

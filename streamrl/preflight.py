@@ -4,6 +4,8 @@ What passes here is loaded already: the prompts, rendered and measured, and the 
 """
 
 import asyncio
+import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -19,20 +21,25 @@ from streamrl.data import (
     PromptStream,
     load_files,
     load_texts,
+    load_vocab_size,
 )
 from streamrl.dataflow import COST, CRITIC, GENERATE, POLICY, REWARD, Dataflow
 from streamrl.engines.held_memory import worker_memory
 from streamrl.engines.lora import check_targets
-from streamrl.engines.split_models import check_split_generator, check_tensor_parallel
+from streamrl.engines.split_models import check_split_generator, check_tensor_parallel, has_experts
+from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.engines.vllm_registry import is_served_by_transformers
 from streamrl.errors import ConfigError
 from streamrl.messages import Per, Prompt, column_spec
-from streamrl.model_config import check_weights, model_length
+from streamrl.model_config import check_weights, model_length, stored_shapes, trusted_env
 from streamrl.placement import SLOTS, Demand, Way, WorkerMemory
 from streamrl.rewards import COSTS, Surroundings, build_rewards
 from streamrl.rewards.filtering import build_filter
 from streamrl.slots import counts, placed, placement_of
 
 GIB = 1 << 30
+NUM_EXPERT_AXES = 3
+"""Axes of a parameter that has the weights of all experts of a layer."""
 BLOB_BYTES = 2048
 """What names and types of a stage's columns take beside the columns themselves, at most."""
 PROCESS_GIB = 0.4
@@ -61,11 +68,13 @@ class Prepared:
 
 def prepare(config: RunConfig) -> Prepared:
     """Load and check what the run reads. Raises ConfigError in one line; writes nothing."""
+    os.environ.update(trusted_env(*config.trusted_models))
     around = Surroundings(config.scorer, config.sandbox)
     rewards = build_rewards(config.rewards, around)
     costs = [build_rewards(config.costs, around, judged=COSTS)] if config.costs else []
     build_filter(config.filter)
     model_tokens = model_length(config.model.path, limit=config.model.max_length)
+    _check_stop_tokens(config)
     limit = config.data.prompt_limit(
         model_tokens=model_tokens, max_new_tokens=config.generator.max_new_tokens
     )
@@ -87,6 +96,7 @@ def prepare(config: RunConfig) -> Prepared:
     for role in dataflow.trained:
         section = "trainer" if role == POLICY else "critic.trainer"
         check_targets(config.model_of(role), config.trainer_of(role), section=section)
+        said.append(_unadapted(config.model_of(role), config.trainer_of(role), section))
         ranks = config.trainer_of(role).tensor_parallel
         check_tensor_parallel(config.model_of(role), ranks, section=section)
     check_split_generator(config.model.path, config.generator.tensor_parallel)
@@ -120,7 +130,12 @@ def ways(config: RunConfig, prepared: Prepared, on_gpu: bool) -> dict[str, Way]:
             continue
         there = placed(config, mode)
         wanted = demands(there, prepared, on_gpu)
-        found[mode] = _unbounded_cache(there, wanted) or _over_budget(there, on_gpu) or wanted
+        problem = (
+            _unbounded_cache(there, wanted)
+            or _over_budget(there, on_gpu)
+            or _unservable(there, on_gpu)
+        )
+        found[mode] = problem or wanted
     return found
 
 
@@ -133,6 +148,22 @@ def _over_budget(config: RunConfig, on_gpu: bool) -> str:
         hybrid_memory(config, on_gpu=on_gpu or torch.cuda.is_available())
     except ConfigError as error:
         return str(error)
+    return ""
+
+
+def _unservable(config: RunConfig, on_gpu: bool) -> str:
+    """What is wrong where vLLM cannot take up new weights of the model as it is placed."""
+    path, ranks = config.model.path, config.generator.tensor_parallel
+    if on_gpu and config.placement.is_hybrid and is_served_by_transformers(path):
+        return (
+            "placement.mode=colocated: vLLM serves this model with transformers' own classes, which"
+            " on a GPU it changes for its whole process, the trainer's; use disaggregated"
+        )
+    if not on_gpu and ranks > 1 and has_experts(path):
+        return (
+            f"generator.tensor_parallel={ranks}: on a CPU vLLM cannot load new weights of a mixture"
+            " of experts that is split; use 1"
+        )
     return ""
 
 
@@ -243,6 +274,35 @@ def shard_bytes(config: RunConfig, prepared: Prepared, *, node_stores: Sequence[
         f" {smallest / 2**20:.0f} MB over {per_node} of queue.shards={config.queue.shards}",
     )
     return share
+
+
+def _unadapted(path: str, trainer: TrainerConfig, section: str) -> list[str]:
+    """Say that routed experts get no adapters: their weights are no linear layers."""
+    if not trainer.lora_rank:
+        return []
+    shapes = stored_shapes(Path(path), "model.path")
+    sizes = {name: math.prod(shape) for name, shape in shapes.items()}
+    frozen = sum(
+        size
+        for name, size in sizes.items()
+        if ".experts." in name or len(shapes[name]) == NUM_EXPERT_AXES
+    )
+    if not frozen:
+        return []
+    return [
+        f"{section}.lora_rank={trainer.lora_rank}: routed experts,"
+        f" {frozen / sum(sizes.values()):.0%} of the model's weights, get no adapters and stay as"
+        " they are"
+    ]
+
+
+def _check_stop_tokens(config: RunConfig) -> None:
+    vocab_size = load_vocab_size(config.model.path)
+    for token_id in config.generator.stop_token_ids:
+        if token_id >= vocab_size:
+            raise ConfigError(
+                f"generator.stop_token_ids: {token_id}: the model knows ids below {vocab_size}"
+            )
 
 
 def _check_micro_batch(config: RunConfig, max_length: int) -> None:

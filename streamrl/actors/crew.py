@@ -28,6 +28,7 @@ from streamrl.dataflow import GENERATE, POLICY, REFERENCE, Call, Kind
 from streamrl.engines.generation_env import generation_env
 from streamrl.engines.teams import teams_of
 from streamrl.errors import ActorLostError
+from streamrl.model_config import trusted_env
 from streamrl.placement import Capacity, Demand, check_fits
 from streamrl.preflight import Prepared, demands
 from streamrl.slots import placement_of
@@ -342,15 +343,16 @@ class Crew:
 
 def _worker_env(config: RunConfig, call: Call, *, on_gpu: bool) -> dict[str, str]:
     """Return what a process must have in its environment before it imports its engine."""
+    common = {**STAGE_ENV, **trusted_env(*config.trusted_models)}
     if call.kind is Kind.GENERATE:
         env = generation_env("cuda" if on_gpu else "cpu", threads=config.generator.threads)
-        return {**STAGE_ENV, **env, **level_env(GENERATOR)}
+        return {**common, **env, **level_env(GENERATOR)}
     if call.kind is Kind.TRAIN:
         env = {"OMP_NUM_THREADS": str(config.trainer_of(call.role).threads)}
         env |= {} if on_gpu else {"DS_ACCELERATOR": "cpu"}
-        return {**STAGE_ENV, **env, **level_env(TRAINER)}
+        return {**common, **env, **level_env(TRAINER)}
     has_model = bool(call.follows) or call.role == REFERENCE.role
-    return {**STAGE_ENV, **level_env(MODELS if has_model else BASE)}
+    return {**common, **level_env(MODELS if has_model else BASE)}
 
 
 def _host(actor: Any) -> Any:

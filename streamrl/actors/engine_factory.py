@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from streamrl.config import RunConfig
+from streamrl.engines.generator_config import Sampling
 from streamrl.engines.packing import Pick
 from streamrl.faces import Follower, Sample
 from streamrl.messages import Array, Columns, Prompt, Rollout
@@ -30,7 +31,7 @@ class HostedGenerator(Protocol):
         ...
 
     async def sample(
-        self, prompt: Prompt, seeds: Sequence[int], *, temperature: float
+        self, prompt: Prompt, seeds: Sequence[int], *, sampling: Sampling
     ) -> list[Rollout]: ...
 
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded: ...

@@ -46,7 +46,7 @@ class Evaluator:
         """How good `version` is on the prompts of each file."""
 
         async def generate(prompt: Prompt, seeds: Sequence[int]) -> list[Rollout]:
-            arguments = (prompt, seeds, self._config.temperature, version)
+            arguments = (prompt, seeds, self._config.sampling, version)
             return list(await self._ask(self._generators, "sample", *arguments))
 
         async def score(prompt: Prompt, rollouts: list[Rollout]) -> Columns:

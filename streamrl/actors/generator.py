@@ -12,6 +12,7 @@ from streamrl.actors.residence import (
 )
 from streamrl.actors.wiring import ActorReport, Wiring
 from streamrl.dataflow import GENERATE, POLICY, Call
+from streamrl.engines.generator_config import Sampling
 from streamrl.errors import ActorLostError
 from streamrl.messages import Prompt, Rollout
 from streamrl.pipeline import generate
@@ -73,7 +74,7 @@ class GeneratorActor(Replica):
             await self._serve(loops, ResidentFollower(generator, self._residence))
 
     async def sample(
-        self, prompt: Prompt, seeds: Sequence[int], temperature: float, version: int
+        self, prompt: Prompt, seeds: Sequence[int], sampling: Sampling, version: int
     ) -> list[Rollout]:
         """Rollouts for an evaluation of `version` (or a newer one)."""
         if self._generator is None:
@@ -81,7 +82,7 @@ class GeneratorActor(Replica):
         assert self._held is not None
         await self._held.at_least(version)
         async with self._stages[0].lease.hold("evaluate"):
-            return await self._generator.sample(prompt, seeds, temperature=temperature)
+            return await self._generator.sample(prompt, seeds, sampling=sampling)
 
     async def drain(self) -> ActorReport:
         """What this replica did since the last call."""

@@ -52,7 +52,8 @@ from streamrl.engines.schedule import Pace, Schedule
 from streamrl.engines.scoring import LogprobScorer, per_token
 from streamrl.errors import ConfigError, StreamError
 from streamrl.messages import SCHEMA, Array, Columns, Experience, Lease, Prompt, is_component
-from streamrl.pipeline import compare
+from streamrl.model_config import trusted_env
+from streamrl.pipeline import verify_model
 from streamrl.placement import WorkerMemory
 from streamrl.preflight import hybrid_memory
 from streamrl.slots import placed
@@ -75,7 +76,8 @@ def engine_env(config: RunConfig, *, on_gpu: bool) -> dict[str, str]:
     """Environment for the processes of the workers here."""
     own = generation_env("cuda" if on_gpu else "cpu", threads=config.generator.threads)
     accelerator = {} if on_gpu else {"DS_ACCELERATOR": "cpu"}
-    return {**STAGE_ENV, **own, **accelerator, **level_env(GENERATOR)}
+    trusted = trusted_env(*config.trusted_models)
+    return {**STAGE_ENV, **own, **accelerator, **trusted, **level_env(GENERATOR)}
 
 
 def with_ranks(config: RunConfig, ranks: int) -> RunConfig:
@@ -291,7 +293,8 @@ class PolicyWorker(TrainedWorker):
             probe = probe_of(self._trainer, self._config, max_length=self._max_length)
             manifest = replace(manifest, probe=probe)
         loaded = await self._residence.take_up(self._generator, self._version)
-        await compare(self._generator, f"generator-{self._place.rank}", manifest)
+        name = f"generator-{self._place.rank}"
+        await verify_model(self._generator, name, manifest, loaded.arrival)
         return loaded
 
     def _peaks(self) -> Figures:

@@ -10,7 +10,7 @@ from streamrl.cli.given import named, named_path
 from streamrl.config import RunConfig, load_config
 from streamrl.data import DataConfig, DataFile, Fate, Limits, load_tokenizer, load_vocab_size
 from streamrl.data.checking import FileReport, check_file
-from streamrl.data.files import MODEL, PLAIN, data_files
+from streamrl.data.files import MODEL, PLAIN
 from streamrl.errors import ConfigError
 from streamrl.model_config import model_length
 
@@ -58,7 +58,7 @@ def named_files(
         flag = name.replace("_", "-")
         raise ConfigError(f"--{flag}={value}: says how files are read, but none is named")
     entries = [{"path": path, **said} for path in paths]
-    return data_files(entries, key="FILE", prompt_key=data.prompt_key)
+    return data.read_files(entries, key="FILE")
 
 
 def run(arguments: argparse.Namespace) -> int:

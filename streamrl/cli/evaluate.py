@@ -32,7 +32,7 @@ from streamrl.errors import ConfigError
 from streamrl.evaluation import EvaluationConfig, EvaluationResult, evaluate
 from streamrl.evaluation.figures import Interval
 from streamrl.messages import Columns, Prompt, Rollout
-from streamrl.model_config import model_length
+from streamrl.model_config import model_length, trusted_env
 from streamrl.rewards import RewardConfig, Surroundings, build_rewards, decode_completions
 from streamrl.rewards.scorer import answer_hashes
 
@@ -46,7 +46,7 @@ class Subject:
 
     model_dir: Path
     rewards: Sequence[RewardConfig]
-    max_new_tokens: int
+    generator: GeneratorConfig
     data: DataConfig
     around: Surroundings
 
@@ -72,6 +72,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--temperature", type=float, default=defaults.temperature, help="0 takes the likeliest"
     )
+    parser.add_argument(
+        "--top-p", type=float, default=defaults.top_p, help="the likeliest, of this probability"
+    )
+    parser.add_argument("--top-k", type=int, default=defaults.top_k, help="0 takes all tokens")
     parser.add_argument("--limit", type=int, help="only the first so many prompts")
     parser.add_argument("--seed", type=int, default=0, help="seed of sampling")
     parser.add_argument(
@@ -96,6 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
     config = EvaluationConfig(
         samples=arguments.samples,
         temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
         limit=arguments.limit,
         seed=arguments.seed,
         pass_score=arguments.pass_score,
@@ -127,21 +133,27 @@ def _subject(arguments: argparse.Namespace) -> Subject:
     if recipe is None:
         tokens = min(256, model_length(str(path), limit=None) // 2)
         rewards = [RewardConfig(kind="exact")]
-        subject = Subject(path, rewards, tokens, DataConfig(), Surroundings())
+        generator = GeneratorConfig(max_new_tokens=tokens)
+        subject = Subject(path, rewards, generator, DataConfig(), Surroundings())
     else:
         config = load_config(recipe)
-        tokens, around = (
-            config.generator.max_new_tokens,
-            Surroundings(config.scorer, config.sandbox),
+        if config.model.trust_remote_code:
+            os.environ.update(trusted_env(str(path)))
+        generator = GeneratorConfig(
+            max_new_tokens=config.generator.max_new_tokens,
+            stop=config.generator.stop,
+            stop_token_ids=config.generator.stop_token_ids,
         )
-        subject = Subject(path, config.rewards, tokens, config.data, around)
+        around = Surroundings(config.scorer, config.sandbox)
+        subject = Subject(path, config.rewards, generator, config.data, around)
     if arguments.reward is not None:
         # One reward is not combined with any.
         around = replace(subject.around, scorer=replace(subject.around.scorer, combine=""))
         rewards = [RewardConfig(kind=arguments.reward)]
         subject = replace(subject, rewards=rewards, around=around)
     if arguments.max_new_tokens is not None:
-        subject = replace(subject, max_new_tokens=arguments.max_new_tokens)
+        generator = replace(subject.generator, max_new_tokens=arguments.max_new_tokens)
+        subject = replace(subject, generator=generator)
     return subject
 
 
@@ -152,7 +164,8 @@ async def _evaluate(
     model = str(subject.model_dir)
     tokenizer = load_tokenizer(model)
     limit = subject.data.prompt_limit(
-        model_tokens=model_length(model, limit=None), max_new_tokens=subject.max_new_tokens
+        model_tokens=model_length(model, limit=None),
+        max_new_tokens=subject.generator.max_new_tokens,
     )
     limits = Limits(limit, load_vocab_size(model), subject.data.on_long_prompt)
     loaded = load_prompts(files, tokenizer, limits)
@@ -162,10 +175,10 @@ async def _evaluate(
         rewards.check(file.prompts[: config.limit])
     prompts = {name: found[: config.limit] for name, found in loaded.by_name.items()}
     longest = max(len(prompt.token_ids) for found in prompts.values() for prompt in found)
-    engine = await _engine(subject, config.seed, longest + subject.max_new_tokens)
+    engine = await _engine(subject, config.seed, longest + subject.generator.max_new_tokens)
 
     async def generate(prompt: Prompt, seeds: Sequence[int]) -> list[Rollout]:
-        return await engine.generate(prompt.token_ids, seeds=seeds, temperature=config.temperature)
+        return await engine.generate(prompt.token_ids, seeds=seeds, sampling=config.sampling)
 
     async def score(prompt: Prompt, rollouts: list[Rollout]) -> Columns:
         judgement = await rewards.judge(prompt, decode_completions(tokenizer, rollouts))
@@ -193,7 +206,7 @@ async def _engine(subject: Subject, seed: int, max_length: int) -> "GenerationEn
     os.environ.update(
         generation_env("cuda" if torch.cuda.is_available() else "cpu", threads=threads)
     )
-    config = GeneratorConfig(max_new_tokens=subject.max_new_tokens, threads=threads)
+    config = replace(subject.generator, threads=threads)
     engine = await GenerationEngine.start(
         str(subject.model_dir), config, seed=seed, max_length=max_length
     )
@@ -211,7 +224,9 @@ def _print(result: EvaluationResult, subject: Subject, seconds: float, *, as_jso
         print(json.dumps(facts))
         return
     print(f"{model}: {result.num_prompts} prompts x {result.samples} samples in {seconds:.1f} s")
-    print(f"  scored by {', '.join(rewards)}; at most {subject.max_new_tokens} new tokens")
+    print(
+        f"  scored by {', '.join(rewards)}; at most {subject.generator.max_new_tokens} new tokens"
+    )
     intervals = _intervals(result)
     for name, value in _numbers(result).items():
         ends = intervals.get(name)

@@ -1,6 +1,6 @@
 """The settings of a run's data."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from streamrl.data.files import DataFile, check_evaluated, check_mixed, data_files
@@ -21,6 +21,8 @@ class DataConfig:
     shuffle: a new order in every epoch (true) or the file's order (false), for training.
     max_prompt_tokens: tokens of a rendered prompt; null: all that the completion leaves.
     on_long_prompt: for a longer one: error, skip (leave the row out) or truncate (keep its end).
+    chat_template_kwargs: what chat templates get besides the messages, as enable_thinking: false;
+        a column of that name in a row goes before it.
     """
 
     train: Any = ""
@@ -30,6 +32,7 @@ class DataConfig:
     shuffle: bool = True
     max_prompt_tokens: int | None = None
     on_long_prompt: str = "error"
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.on_long_prompt not in _ON_LONG_PROMPT:
@@ -47,12 +50,17 @@ class DataConfig:
     @property
     def train_files(self) -> tuple[DataFile, ...]:
         """The files of training prompts."""
-        return data_files(self.train, key="data.train", prompt_key=self.prompt_key)
+        return self.read_files(self.train, key="data.train")
 
     @property
     def eval_files(self) -> tuple[DataFile, ...]:
         """The files of evaluation prompts."""
-        return data_files(self.eval, key="data.eval", prompt_key=self.prompt_key)
+        return self.read_files(self.eval, key="data.eval")
+
+    def read_files(self, value: Any, *, key: str) -> tuple[DataFile, ...]:
+        """Return the files that a value of setting `key` names, read as `data` says."""
+        files = data_files(value, key=key, prompt_key=self.prompt_key)
+        return tuple(replace(file, template_arguments=self.chat_template_kwargs) for file in files)
 
     def prompt_limit(self, *, model_tokens: int, max_new_tokens: int) -> int:
         """Tokens a prompt may have in a model of `model_tokens` that writes `max_new_tokens`.

@@ -64,7 +64,12 @@ def examine(
     Raises ConfigError if the file, its template or its filter cannot be used.
     """
     keep = load_filter(file.filter, setting=f"{file.key}.filter")
-    template = load_template(file.template, tokenizer, setting=f"{file.key}.template")
+    template = load_template(
+        file.template,
+        tokenizer,
+        setting=f"{file.key}.template",
+        arguments=file.template_arguments,
+    )
     rows = scan_rows(file.path, file.prompt_key, label_key=file.label_key, split=file.split)
     while batch := list(islice(rows, _BATCH)):
         rendered = iter(_token_ids(tokenizer, [r for r in batch if isinstance(r, Row)], template))

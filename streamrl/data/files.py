@@ -4,7 +4,7 @@ import dataclasses
 import difflib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,8 @@ class DataFile:
     filter: file.py:function, which is called with each prompt and says whether to keep it.
     name: what results of an evaluation on it are called; empty: as the file, without extension.
 
-    `key` is the setting that names the file, for errors: data.train[0].
+    `key` is the setting that names the file, for errors: data.train[0]; `template_arguments` are
+    data.chat_template_kwargs.
     """
 
     path: str
@@ -41,9 +42,14 @@ class DataFile:
     filter: str = ""
     name: str = ""
     key: str = "data"
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-KEYS = tuple(one.name for one in dataclasses.fields(DataFile) if one.name != "key")
+KEYS = tuple(
+    setting.name
+    for setting in dataclasses.fields(DataFile)
+    if setting.name not in ("key", "template_arguments")
+)
 """What a user may say of a file."""
 
 

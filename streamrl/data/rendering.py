@@ -1,15 +1,16 @@
 """Chat messages to token ids, as the model was trained to read them."""
 
 import json
+import unicodedata
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrl.data.files import MODEL, PLAIN
 from streamrl.data.rows import Row
 from streamrl.errors import ConfigError
-from streamrl.model_config import read_model_config
+from streamrl.model_config import is_trusted, read_model_config, untrusted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,14 +19,26 @@ VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model", "*.tiktoken", "tekken.js
 """Files of which a tokenizer has at least one."""
 WHOLE = ("PreTrainedTokenizerFast", "TokenizersBackend")
 """What tokenizer_config.json calls a tokenizer that is whole in its tokenizer.json."""
+RENDER_ARGUMENTS = (
+    "messages",
+    "tools",
+    "documents",
+    "conversation",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+)
+"""Arguments of a chat template that rendering sets itself, or must not get."""
 
 
 def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
     """The tokenizer of a model directory. Raises ConfigError naming the path if there is none.
 
-    One that is whole in its tokenizer.json is read from there; any other is what AutoTokenizer
-    makes of the directory, torch and all. Of some families (Qwen2's is one) AutoTokenizer builds
-    the former anew from its vocabulary alone, and loses how it cuts a text.
+    One that is whole in its tokenizer.json, or is byte-level there, is read from that file; any
+    other is what AutoTokenizer makes of the directory, torch and all. AutoTokenizer may build a
+    tokenizer anew from its vocabulary, by the class that tokenizer_config.json or the model's
+    family names: Qwen2's loses how a text is cut so, and Llama's all spaces of a byte-level one.
     """
     _check_model_directory(model_path)
     # Without a file to read, transformers makes up a tokenizer that knows no token.
@@ -38,21 +51,31 @@ def load_tokenizer(model_path: str) -> "PreTrainedTokenizerBase":
             return PreTrainedTokenizerFast.from_pretrained(model_path, local_files_only=True)
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(model_path, local_files_only=True)
+        return AutoTokenizer.from_pretrained(
+            model_path, local_files_only=True, trust_remote_code=is_trusted(model_path)
+        )
     # The tokenizers library raises bare Exception for a damaged tokenizer.json.
     except Exception as error:
-        raise ConfigError(f"{model_path}: its tokenizer cannot be loaded: {_why(error)}") from error
+        reason = f"{model_path}: its tokenizer cannot be loaded: {_why(error)}"
+        raise untrusted(model_path, error) or ConfigError(reason) from error
 
 
 def _is_whole(path: Path) -> bool:
     """Whether tokenizer.json says all there is to know of a tokenizer."""
-    settings = path / "tokenizer_config.json"
-    if not settings.is_file() or not (path / "tokenizer.json").is_file():
+    file, settings = path / "tokenizer.json", path / "tokenizer_config.json"
+    if not file.is_file():
         return False
-    found = json.loads(settings.read_text())
+    found = json.loads(settings.read_text()) if settings.is_file() else {}
     # Code of the model's own, or Mistral's library, goes before the file.
-    is_plain = "auto_map" not in found and not (path / "tekken.json").exists()
-    return is_plain and found.get("tokenizer_class") in WHOLE
+    if "auto_map" in found or (path / "tekken.json").exists():
+        return False
+    return found.get("tokenizer_class") in WHOLE or _is_byte_level(json.loads(file.read_text()))
+
+
+def _is_byte_level(content: Mapping[str, Any]) -> bool:
+    """Whether a tokenizer.json maps bytes to characters before it cuts a text, as GPT-2's does."""
+    steps = content.get("decoder") or {}
+    return any(step.get("type") == "ByteLevel" for step in (steps, *steps.get("decoders", ())))
 
 
 def load_vocab_size(model_path: str) -> int:
@@ -68,19 +91,24 @@ def load_vocab_size(model_path: str) -> int:
 class Template:
     """How chat messages become text: a jinja `source`, or None for contents joined by newlines.
 
-    `name` is what errors call it.
+    `name` is what errors call it; `arguments` are passed to it besides messages and tools.
     """
 
     source: str | None
     name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 def load_template(
-    name: str, tokenizer: "PreTrainedTokenizerBase", *, setting: str = "template"
+    name: str,
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    setting: str = "template",
+    arguments: Mapping[str, Any] | None = None,
 ) -> Template:
     """The template that `setting` names: model, plain, or a path.
 
-    Raises ConfigError if it cannot be read, or is no template.
+    Raises ConfigError if it cannot be read, is no template, or does not read an argument.
 
     model is the model's own chat template; for a tokenizer without one it is plain.
     """
@@ -92,15 +120,16 @@ def load_template(
             source = tokenizer.get_chat_template() if has_own else None
         except ValueError as error:  # of several templates none is the default
             raise ConfigError(f"{setting}={MODEL}: {_why(error)}") from error
-        template = Template(source, "the model's chat template")
+        template = Template(source, "the model's chat template", arguments or {})
     else:
         try:
-            template = Template(Path(name).read_text(), name)
+            template = Template(Path(name).read_text(), name, arguments or {})
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
                 f"{setting}={name}: must be {MODEL}, {PLAIN} or a jinja file: {_why(error)}"
             ) from error
     _check_syntax(template, f"{setting}={name}")
+    _check_arguments(template, f"{setting}={name}")
     return template
 
 
@@ -119,33 +148,113 @@ def _check_syntax(template: Template, said: str) -> None:
         raise ConfigError(f"{said}{line}: {_why(error)}") from error
 
 
+def _check_arguments(template: Template, said: str) -> None:
+    """Raise ConfigError for an argument that the template never reads, as a misspelt one."""
+    if template.source is None or not template.arguments:
+        return
+    from jinja2 import meta
+    from transformers.utils import chat_template_utils
+
+    environment = chat_template_utils._compile_jinja_template(template.source).environment
+    read = meta.find_undeclared_variables(environment.parse(template.source))
+    for name in template.arguments:
+        if name in RENDER_ARGUMENTS:
+            raise ConfigError(f"data.chat_template_kwargs.{name}: is set by the rows themselves")
+        if name not in read:
+            known = ", ".join(sorted(read.difference(RENDER_ARGUMENTS))) or "none"
+            raise ConfigError(
+                f"data.chat_template_kwargs.{name}: {said} reads no such argument; it reads {known}"
+            )
+
+
 def render(
     tokenizer: "PreTrainedTokenizerBase", rows: Sequence[Row], template: Template | None = None
 ) -> list[list[int]]:
     """Token ids of each row's prompt, ending where the policy is to write.
 
     By the template, or the model's own; where that is plain, the contents joined by newlines, with
-    the special tokens the tokenizer puts at the start and end of a text. Raises ConfigError naming
-    the row that the template refuses.
+    the special tokens that the tokenizer puts at the start of a text. A last message of the
+    assistant is left open, to be continued. Raises ConfigError naming the row that the template
+    refuses, or of whose text the tokenizer loses a part.
     """
     template = template or load_template(MODEL, tokenizer)
     texts = [_text(tokenizer, row, template) for row in rows]
+    _check_round_trip(tokenizer, rows)
     # A template writes its special tokens itself. One call for all: it is far faster than a loop.
+    encoded = _encode(tokenizer, texts)
+    opening = _opening_tokens(tokenizer) if template.source is None else []
+    return [opening + token_ids for token_ids in encoded]
+
+
+def _encode(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[list[int]]:
+    """Encode texts without special tokens around them."""
     encoded: Mapping[str, Any] = tokenizer(
-        texts, add_special_tokens=template.source is None, return_attention_mask=False
+        list(texts), add_special_tokens=False, return_attention_mask=False
     )
     return list(encoded["input_ids"])
+
+
+def _opening_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """Return the special tokens that the tokenizer puts before a text.
+
+    Those that it puts behind one, as an end of sequence, would end what the policy is to continue.
+    """
+    (content,) = _encode(tokenizer, ["a"])
+    around: list[int] = list(tokenizer("a")["input_ids"])
+    starts = range(len(around) - len(content) + 1)
+    start = next(i for i in starts if around[i : i + len(content)] == content)
+    return around[:start]
+
+
+def _check_round_trip(tokenizer: "PreTrainedTokenizerBase", rows: Sequence[Row]) -> None:
+    """Raise ConfigError naming the first row whose text does not come back from its tokens.
+
+    Texts may come back in another Unicode normalization, and with a space before them; contents
+    that spell a special token are left out, as such a token may swallow the blanks around it.
+    """
+    special = [str(token) for token in tokenizer.all_special_tokens]
+    contents = [
+        (row, message["content"])
+        for row in rows
+        for message in row.messages
+        if not any(token in message["content"] for token in special)
+    ]
+    if not contents:
+        return
+    encoded = _encode(tokenizer, [content for _, content in contents])
+    decoded = tokenizer.batch_decode(encoded, clean_up_tokenization_spaces=False)
+    for (row, content), text in zip(contents, decoded, strict=True):
+        wanted, found = (unicodedata.normalize("NFKC", each) for each in (content, str(text)))
+        if found not in (wanted, f" {wanted}"):
+            before, after = _difference(wanted, found)
+            raise ConfigError(
+                f"{row.place}: the model's tokenizer does not keep the text: {before!r} comes back"
+                f" as {after!r}; its tokenizer.json does not fit its tokenizer_config.json, or it"
+                " knows no such characters"
+            )
+
+
+def _difference(wanted: str, found: str, *, width: int = 12) -> tuple[str, str]:
+    """Cut both texts to what lies around the first character in which they differ."""
+    pairs = zip(wanted, found, strict=False)
+    place = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(wanted), len(found)))
+    start = max(0, place - width)
+    return wanted[start : place + width], found[start : place + width]
 
 
 def _text(tokenizer: "PreTrainedTokenizerBase", row: Row, template: Template) -> str:
     if template.source is None:
         return "\n".join(message["content"] for message in row.messages)
+    is_open = row.messages[-1]["role"] == "assistant"
     try:
         text = tokenizer.apply_chat_template(
             [dict(message) for message in row.messages],
+            tools=list(row.tools) or None,
             chat_template=template.source,
-            add_generation_prompt=True,
+            add_generation_prompt=not is_open,
+            continue_final_message=is_open,
             tokenize=False,
+            **{**template.arguments, **row.template_arguments},
         )
     # A template is a program: its expressions may raise whatever Python does.
     except Exception as error:

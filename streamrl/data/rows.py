@@ -2,15 +2,17 @@
 
 Read columns: the prompt (chat messages, or text, which is one user message), `data_source`,
 `reward_model.ground_truth` (or `ground_truth` at the top, or the column that `label_key` names),
-`extra_info`. Any other column, that of `label_key` included, is kept in extra_info under its name,
-where a reward finds it; a key that extra_info has itself wins.
+`tools` and `chat_template_kwargs` (what the chat template gets besides the messages), `extra_info`.
+Any other column, those of `label_key` and of the template included, is kept in extra_info under its
+name, where a reward finds it; a key that extra_info has itself wins.
 
 A parquet struct has every key of its file in every row, null where the row had none. Nulls are
 removed from objects in all formats, so that the same row reads the same from each.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from streamrl.data.formats import read_records
@@ -19,7 +21,10 @@ from streamrl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Row:
-    """One row: `place` names it in errors; `index` counts the file's lines or records from 0."""
+    """One row: `place` names it in errors; `index` counts the file's lines or records from 0.
+
+    `tools` (JSON schemas of functions) and `template_arguments` are for the chat template.
+    """
 
     place: str
     index: int
@@ -28,6 +33,8 @@ class Row:
     ground_truth: Any
     extra_info: Mapping[str, Any]
     is_chat: bool
+    tools: Sequence[Mapping[str, Any]] = ()
+    template_arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,30 @@ def _parse(record: Any, place: str, index: int, *, prompt_key: str, label_key: s
         ground_truth=ground_truth,
         extra_info=fields | extra_info,
         is_chat=not isinstance(prompt, str),
+        tools=_tools(fields.get("tools", []), place),
+        template_arguments=_typed(
+            _parsed(fields.get("chat_template_kwargs", {})),
+            dict,
+            name="chat_template_kwargs",
+            place=place,
+        ),
     )
+
+
+def _tools(value: Any, place: str) -> list[Mapping[str, Any]]:
+    """Read the functions that a row offers to the model."""
+    tools = _parsed(value)
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ConfigError(f"{place}: tools must be a list of objects, is {_type_name(value)}")
+    return tools
+
+
+def _parsed(value: Any) -> Any:
+    """Read JSON where a column holds it as text, as parquet files of mixed schemas do."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return value
 
 
 def _take_ground_truth(fields: dict[str, Any], place: str) -> Any:
@@ -111,16 +141,36 @@ def _messages(prompt: Any, *, name: str, place: str) -> tuple[Mapping[str, Any],
         raise ConfigError(
             f"{place}: {name} must be text or a list of chat messages, is {_type_name(prompt)}"
         )
-    for number, message in enumerate(prompt, 1):
-        where = f"message {number} of {name}"
-        _typed(message, dict, name=where, place=place)
-        for key in ("role", "content"):
-            text = _typed(message.get(key), str, name=f"{key} of {where}", place=place)
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise ConfigError(f"{place}: {key} of {where} is not valid Unicode") from error
-    return tuple(prompt)
+    return tuple(
+        _message(message, where=f"message {number} of {name}", place=place)
+        for number, message in enumerate(prompt, 1)
+    )
+
+
+def _message(message: Any, *, where: str, place: str) -> Mapping[str, Any]:
+    """Check a chat message, and make one text of its parts."""
+    _typed(message, dict, name=where, place=place)
+    # An assistant that calls a tool need not say anything besides.
+    content = message.get("content", "" if "tool_calls" in message else None)
+    if isinstance(content, list):
+        content = "".join(_part(part, where=where, place=place) for part in content)
+    for key, value in (("role", message.get("role")), ("content", content)):
+        text = _typed(value, str, name=f"{key} of {where}", place=place)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{place}: {key} of {where} is not valid Unicode") from error
+    return {**message, "content": content}
+
+
+def _part(part: Any, *, where: str, place: str) -> str:
+    """Return the text of one part of a message's content."""
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, dict) else _type_name(part)
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise ConfigError(f"{place}: content of {where} has a part of type {kind}, must be text")
+    return str(part["text"])
 
 
 def _typed(value: Any, wanted: type, *, name: str, place: str) -> Any:

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from streamrl.algorithms.losses import entropy
 from streamrl.engines.trainer_config import ATTENTIONS
 from streamrl.errors import ConfigError
+from streamrl.model_config import is_trusted, read_model_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,9 +68,9 @@ def load_model(
     ConfigError if the directory lacks parameters or has them in another shape: transformers would
     go on with random ones.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
-    config = AutoConfig.from_pretrained(path)
+    config = read_model_config(path)
     model, missing = _load(AutoModelForCausalLM, path, config, dtype, options)
     _check_complete(path, missing)
     return model.to(local_device()).train()
@@ -77,19 +78,21 @@ def load_model(
 
 def load_skeleton(path: str) -> "PreTrainedModel":
     """The causal language model in a directory without its weights, on the meta device."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(path))
+        return AutoModelForCausalLM.from_config(
+            read_model_config(path), trust_remote_code=is_trusted(path)
+        )
 
 
 def load_value_skeleton(path: str) -> "PreTrainedModel":
     """The model that `load_value_model` makes of a directory, likewise without its weights."""
-    from transformers import AutoConfig, AutoModelForTokenClassification
+    from transformers import AutoModelForTokenClassification
 
     with torch.device("meta"):
         return AutoModelForTokenClassification.from_config(
-            AutoConfig.from_pretrained(path, num_labels=1)
+            read_model_config(path, num_labels=1), trust_remote_code=is_trusted(path)
         )
 
 
@@ -110,6 +113,7 @@ def _load(
             dtype=dtype,
             attn_implementation=_attention(config, options.attention),
             output_loading_info=True,
+            trust_remote_code=is_trusted(path),
         )
     except (OSError, RuntimeError, ValueError, ImportError) as error:
         reason = " ".join(str(error).split())
@@ -158,9 +162,9 @@ def load_value_model(
     The head starts at 0 unless the directory has one (it is a critic's checkpoint), so that a new
     critic begins by expecting nothing. Raises ConfigError as `load_model` does.
     """
-    from transformers import AutoConfig, AutoModelForTokenClassification
+    from transformers import AutoModelForTokenClassification
 
-    config = AutoConfig.from_pretrained(path, num_labels=1)
+    config = read_model_config(path, num_labels=1)
     # Left out, transformers takes it for a tenth.
     config.classifier_dropout = 0.0
     model, missing = _load(AutoModelForTokenClassification, path, config, dtype, options)

@@ -16,7 +16,7 @@ import torch
 from streamrl.engines.begun import all_begun, continuation_seed, ended, room, unsampled
 from streamrl.engines.engine_calls import EngineCalls
 from streamrl.engines.forward import local_device
-from streamrl.engines.generator_config import GeneratorConfig
+from streamrl.engines.generator_config import GeneratorConfig, Sampling
 from streamrl.engines.pending import PendingGroup, Watch
 from streamrl.engines.vllm_engine import Draw, EngineSpec, Sampled, SampleRequest
 from streamrl.errors import ConfigError, DeadlineError, WeightsError
@@ -83,7 +83,7 @@ class GenerationEngine(EngineCalls):
         prompt_ids: Array,
         *,
         seeds: Sequence[int],
-        temperature: float | None = None,
+        sampling: Sampling | None = None,
         max_new_tokens: int | None = None,
         begun: Sequence[Rollout] = (),
         watch: Watch | None = None,
@@ -92,9 +92,9 @@ class GenerationEngine(EngineCalls):
 
         A seed gives the same tokens whatever else the engine does, while the version stays the
         same (up to rounding: the order of sums depends on the batch). Logprobs are those of the
-        sampling distribution, at `temperature`; at 0 the likeliest token is taken and logprobs are
-        those of temperature 1. A rollout ends with the model's end-of-sequence token, which is part
-        of it, or for length.
+        sampling distribution, by `sampling` or the generator's temperature; at temperature 0 they
+        are those of 1. A rollout ends with the model's end-of-sequence token, a stop token or the
+        token that completes a stop text, which is part of it, or for length.
 
         `begun` is what there is already of the rollout of each seed, if anything is: one that is
         finished is returned as it is, the others go on where they were broken off, keep what they
@@ -128,8 +128,8 @@ class GenerationEngine(EngineCalls):
         )
         group = PendingGroup(found, [draw.index for draw in draws], watch)
         if draws:
-            heat = config.temperature if temperature is None else temperature
-            await self._sample(SampleRequest(self._next_number(), draws, heat), group)
+            how = sampling or Sampling(config.temperature)
+            await self._sample(SampleRequest(self._next_number(), draws, how), group)
         return group.rollouts()
 
     async def progress(self) -> dict[str, list[Rollout]]:
@@ -170,7 +170,7 @@ class GenerationEngine(EngineCalls):
             )
             if not draws:
                 return held, logprobs
-            request = SampleRequest(self._next_number(), draws, 0.0, scores_prompt=True)
+            request = SampleRequest(self._next_number(), draws, Sampling(0.0), scores_prompt=True)
             begun = [unsampled(sequence) for sequence in sequences]
             group = PendingGroup(begun, range(len(draws)))
             try:
@@ -259,5 +259,6 @@ def _check_seeds(seeds: Sequence[int]) -> None:
 
 def _draw(index: int, rollout: Rollout, num_new: int, seed: int, num_prompt: int) -> Draw:
     """What is to be sampled of a rollout that has room for `num_new` tokens more."""
-    seed = continuation_seed(seed, len(rollout.token_ids) - num_prompt)
-    return Draw(index, rollout.token_ids.tolist(), seed, num_new)
+    num_sampled = len(rollout.token_ids) - num_prompt
+    seed = continuation_seed(seed, num_sampled)
+    return Draw(index, rollout.token_ids.tolist(), seed, num_new, num_sampled)

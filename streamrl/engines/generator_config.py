@@ -1,9 +1,10 @@
 """The settings of the generators and what they mean to vLLM: environment and engine arguments."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from streamrl.errors import ConfigError
+from streamrl.model_config import is_trusted, max_positions, read_model_config
 from streamrl.weights.probe import NUM_SEQUENCES
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -11,6 +12,16 @@ KV_CACHE_MB_ON_CPU = 64
 LEAST_TEMPERATURE = 0.01
 #: Tokens of one engine step on a CPU; a step takes whole prompts, so a long one may exceed it.
 STEP_TOKENS_ON_CPU = 4096
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn: at 0 the likeliest; among the top_k likeliest, 0 for all of them, and
+    the fewest that have the probability top_p together."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
 
 
 @dataclass
@@ -27,6 +38,11 @@ class GeneratorConfig:
     #: Temperature of the sampling distribution. There is no top-p and no top-k: logprobs would be
     #: those of another distribution than the one that is trained.
     temperature: float = 1.0
+    #: Texts that end a completion, besides the model's end of sequence. The token that completes
+    #: one is the completion's last.
+    stop: list[str] = field(default_factory=list)
+    #: Token ids that end a completion likewise.
+    stop_token_ids: list[int] = field(default_factory=list)
     #: Rollouts one replica samples at the same time; more wait in its queue. While there are fewer
     #: than so many, another group is taken on.
     max_concurrent_rollouts: int = 256
@@ -66,6 +82,11 @@ class GeneratorConfig:
                 f"generator.temperature={self.temperature}: must be at least {LEAST_TEMPERATURE};"
                 " vLLM samples no sharper than that"
             )
+        if "" in self.stop:
+            raise ConfigError("generator.stop: an empty text would end every completion at once")
+        for token_id in self.stop_token_ids:
+            if token_id < 0:
+                raise ConfigError(f"generator.stop_token_ids: {token_id}: must be 0 or more")
         if self.gpu_memory_utilization > 1:
             raise ConfigError(
                 f"generator.gpu_memory_utilization={self.gpu_memory_utilization}: must be at most 1"
@@ -95,7 +116,12 @@ def engine_arguments(
         "async_scheduling": False,
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
+        "trust_remote_code": is_trusted(model_path),
     }
+    positions = read_model_config(model_path)
+    if max_length > positions.get_text_config().max_position_embeddings:
+        # vLLM takes this number for one that includes the scaling of YaRN.
+        arguments["hf_overrides"] = {"max_position_embeddings": max_positions(positions)}
     if config.tensor_parallel > 1:
         arguments |= {
             "tensor_parallel_size": config.tensor_parallel,

@@ -91,7 +91,7 @@ class GeneratorPart:
             tensors, self._parameters, model_path=self._spec.model_path, device=local_device()
         )
         with self._worker.lock:
-            num_bytes = self._weights.put(full)
+            num_bytes, _ = self._weights.put(full)
             # The worker computes on a stream of its own.
             wait_for_device()
         return num_bytes

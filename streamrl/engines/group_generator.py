@@ -7,6 +7,7 @@ import torch
 from streamrl.dataflow import GENERATE, GREEDY
 from streamrl.engines.forward import VALUE_HEAD
 from streamrl.engines.generation import GenerationEngine
+from streamrl.engines.generator_config import Sampling
 from streamrl.engines.pending import Watch, nobody
 from streamrl.engines.seeds import rollout_seeds
 from streamrl.messages import Array, Columns, Prompt, Rollout, group_columns, group_rollouts
@@ -71,14 +72,14 @@ class GroupGenerator:
 
         The only one: with it all is finished, and what is begun is not gone on with.
         """
-        (rollout,) = await self.sample(prompt, [ANY_SEED], temperature=0.0)
+        (rollout,) = await self.sample(prompt, [ANY_SEED], sampling=Sampling(0.0))
         return {"greedy_ids": rollout.completion_ids}
 
     async def sample(
-        self, prompt: Prompt, seeds: Sequence[int], *, temperature: float
+        self, prompt: Prompt, seeds: Sequence[int], *, sampling: Sampling
     ) -> list[Rollout]:
-        """One rollout per seed at another temperature: what an evaluation asks for."""
-        return await self._engine.generate(prompt.token_ids, seeds=seeds, temperature=temperature)
+        """Sample one rollout per seed in another way: what an evaluation asks for."""
+        return await self._engine.generate(prompt.token_ids, seeds=seeds, sampling=sampling)
 
     async def probe(self, sequences: Sequence[Array]) -> Sequence[Array]:
         """What the weights that are served say of these tokens; see `GenerationEngine.probe`."""

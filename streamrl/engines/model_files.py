@@ -1,5 +1,6 @@
 """A trained model on its way to the disk."""
 
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,8 @@ from streamrl.data import load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+GENERATION_CONFIG = "generation_config.json"
+
 
 def write_model(
     directory: Path,
@@ -19,9 +22,21 @@ def write_model(
     *,
     tokenizer_from: str,
 ) -> None:
-    """Write a Hugging Face directory: these parameters, the module's buffers, and a tokenizer."""
+    """Write a Hugging Face directory: these parameters, the module's buffers, and a tokenizer.
+
+    The defaults of generation are those of `tokenizer_from` to the letter: transformers writes none
+    that it finds inconsistent, as a temperature beside greedy decoding.
+    """
     # Its state has no buffers that are computed anew, as those of rotary embeddings are.
     own, buffers = module.state_dict(), dict(module.named_buffers())
     state = {**parameters, **{name: own[name].cpu() for name in own.keys() & buffers.keys()}}
-    module.save_pretrained(directory, state_dict=state)
+    given = module.generation_config
+    module.generation_config = type(given)()
+    try:
+        module.save_pretrained(directory, state_dict=state)
+    finally:
+        module.generation_config = given
+    defaults = Path(tokenizer_from) / GENERATION_CONFIG
+    if defaults.is_file():
+        shutil.copyfile(defaults, directory / GENERATION_CONFIG)
     load_tokenizer(tokenizer_from).save_pretrained(directory)

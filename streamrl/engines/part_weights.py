@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from streamrl.engines.teams import Team
-from streamrl.engines.vllm_weights import plain_linears, source_names, use_onednn
+from streamrl.engines.vllm_weights import as_stored, plain_linears, source_names, use_onednn
 from streamrl.errors import WeightsError
 from streamrl.resharding import Box, Component, TensorSpec
 from streamrl.resharding.storage import Storage
+from streamrl.weights import Arrival
 from streamrl.weights.adapters import stored_weights
 from streamrl.weights.parameters import ParameterSet
 
@@ -49,16 +50,17 @@ class PartWeights:
         if self._on_cpu:
             use_onednn(self._model)
 
-    def put(self, tensors: Mapping[str, Tensor]) -> int:
+    def put(self, tensors: Mapping[str, Tensor]) -> tuple[int, Arrival]:
         """Serve a full set of parameters, of which the worker copies its own; the bytes of those.
 
         The other ranks must do so, too, before anything is computed.
         """
         with plain_linears() if self._on_cpu else nullcontext():
-            self._worker.reload_weights(weights_iterator=iter(tensors.items()))
+            stored = as_stored(self._model_path, tensors)
+            self._worker.reload_weights(weights_iterator=stored)
         if self._on_cpu:
             use_onednn(self._model)
-        return sum(parameter.nbytes for parameter in self._model.parameters())
+        return sum(parameter.nbytes for parameter in self._model.parameters()), Arrival()
 
     def storage(self) -> Storage | None:
         """Where what is here lies, by the first of its names; see `ServedWeights.storage`."""

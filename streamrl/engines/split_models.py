@@ -6,8 +6,16 @@ from streamrl.model_config import read_model_config
 FAMILIES = ("llama", "mistral", "qwen2")
 """Types of models, as config.json has them, whose layers have the matrices that are split, and no
 others."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""How configs call the number of experts of a layer."""
 DIVIDED = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
 """What of a model's config is shared out."""
+
+
+def has_experts(model_path: str) -> bool:
+    """Whether the model in a directory is a mixture of experts."""
+    config = vars(read_model_config(model_path).get_text_config())
+    return any(config.get(name) for name in EXPERTS)
 
 
 def check_split_generator(model_path: str, ranks: int) -> None:

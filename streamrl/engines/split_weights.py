@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamrl.engines.vllm_weights import as_stored
+from streamrl.weights import Arrival
 from streamrl.weights.parameters import ParameterSet
 
 #: vLLM's LLMEngine.
@@ -39,18 +41,19 @@ class Laid:
 class SplitWeights:
     """The parameters of a split engine; belongs to the engine's thread. See `ServedWeights`."""
 
-    def __init__(self, engine: Engine, parameters: ParameterSet) -> None:
+    def __init__(self, engine: Engine, parameters: ParameterSet, model_path: str) -> None:
         self._engine = engine
+        self._model_path = model_path
         self._tied = {name: names for names in parameters.tied for name in names}
 
-    def put(self, tensors: Mapping[str, Tensor]) -> int:
+    def put(self, tensors: Mapping[str, Tensor]) -> tuple[int, Arrival]:
         """Serve a full set of parameters; the bytes that were laid down."""
         file = os.memfd_create("weights")
         try:
             laid = list(self._lay(file, tensors))
             path = f"/proc/{os.getpid()}/fd/{file}"
             self._engine.collective_rpc(reload_from, args=(path, laid))
-            return os.fstat(file).st_size
+            return os.fstat(file).st_size, Arrival()
         finally:
             os.close(file)
 
@@ -62,7 +65,7 @@ class SplitWeights:
         """Write the parameters one after the other, those of several names once."""
         begun: dict[frozenset[str], int] = {}
         with os.fdopen(os.dup(file), "wb") as out:
-            for name, tensor in tensors.items():
+            for name, tensor in as_stored(self._model_path, tensors):
                 names = self._tied.get(name, frozenset([name]))
                 if names not in begun:
                     out.seek(-out.tell() % ALIGNMENT, os.SEEK_CUR)

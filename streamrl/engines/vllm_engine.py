@@ -11,21 +11,23 @@ import time
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from streamrl.engines.arrival import LoadWarnings
 from streamrl.engines.forward import load_skeleton
-from streamrl.engines.generator_config import GeneratorConfig, engine_arguments
+from streamrl.engines.generator_config import GeneratorConfig, Sampling, engine_arguments
 from streamrl.engines.part_weights import PartWeights
 from streamrl.engines.split_weights import SplitWeights, drop_names, has_lost_a_rank
+from streamrl.engines.stops import StopRules
 from streamrl.engines.teams import Team
 from streamrl.engines.vllm_weights import ServedWeights, plain_linears
 from streamrl.errors import GenerationError
 from streamrl.messages import FinishReason
 from streamrl.resharding.storage import Storage
-from streamrl.weights import Loaded
+from streamrl.weights import Arrival, Loaded
 from streamrl.weights.parameters import ParameterSet
 
 if TYPE_CHECKING:
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 Engine = Any
 
 _PROCESS = threading.Lock()
+#: Of the process's only engine.
+LOAD_WARNINGS = LoadWarnings()
 
 
 @dataclass(frozen=True)
@@ -67,13 +71,14 @@ class ModelFacts:
 class Draw:
     """One rollout to sample: what comes before it, and how many tokens at most.
 
-    `index` is its place in its request.
+    `index` is its place in its request; the last `num_sampled` tokens were sampled before.
     """
 
     index: int
     token_ids: list[int]
     seed: int
     max_new_tokens: int
+    num_sampled: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,7 @@ class SampleRequest:
 
     number: int
     draws: tuple[Draw, ...]
-    temperature: float
+    sampling: Sampling
     scores_prompt: bool = False
 
 
@@ -108,7 +113,7 @@ class Sampled:
 class Weights(Protocol):
     """The parameters of an engine, see `ServedWeights`."""
 
-    def put(self, tensors: Mapping[str, torch.Tensor]) -> int: ...
+    def put(self, tensors: Mapping[str, torch.Tensor]) -> tuple[int, Arrival]: ...
 
     def storage(self) -> Storage | None: ...
 
@@ -168,7 +173,9 @@ def _arguments(spec: EngineSpec) -> Any:
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
         raise RuntimeError("generation_env() must be in the environment before vLLM is imported")
     # What vLLM would do itself, if all loggers of the process were its own to configure.
-    logging.getLogger("vllm").setLevel(logging.ERROR)
+    logger = logging.getLogger("vllm")
+    logger.setLevel(logging.WARNING)
+    logger.handlers, logger.propagate = [LOAD_WARNINGS], False
     with warnings.catch_warnings():
         # Of its own imports; nothing a user could act on.
         warnings.simplefilter("ignore", FutureWarning)
@@ -203,11 +210,11 @@ def served_weights(engine: Engine, spec: EngineSpec, parameters: ParameterSet) -
         worker = engine.model_executor.driver_worker.worker
         return PartWeights(worker, parameters, spec.model_path, spec.team)
     if spec.config.tensor_parallel > 1:
-        return SplitWeights(engine, parameters)
+        return SplitWeights(engine, parameters, spec.model_path)
     return ServedWeights(engine, parameters, spec.model_path)
 
 
-def add_request(engine: Engine, request: SampleRequest) -> str | None:
+def add_request(engine: Engine, request: SampleRequest, stops: StopRules) -> str | None:
     """Queue the draws of a request; if vLLM refuses one, queue none and return the reason."""
     from vllm.exceptions import VLLMClientError
 
@@ -220,7 +227,11 @@ def add_request(engine: Engine, request: SampleRequest) -> str | None:
                 "cache_salt": salt,
             }
             name = request_name(request.number, draw.index)
-            engine.add_request(name, prompt, _sampling_params(request, draw))
+            params = _sampling_params(request, draw, stops.token_ids)
+            internal_name = engine.add_request(name, prompt, params)
+            sampled = draw.token_ids[len(draw.token_ids) - draw.num_sampled :]
+            if detokenizer := stops.make_detokenizer(sampled):
+                engine.output_processor.request_states[internal_name].detokenizer = detokenizer
     except (VLLMClientError, ValueError) as error:
         engine.abort_request([request_name(request.number, draw.index) for draw in request.draws])
         return str(error)
@@ -271,7 +282,7 @@ def load_weights(
     """
     began = time.monotonic()
     interrupted = len(_begun_states(engine))
-    copied_bytes = 0 if tensors is None else weights.put(tensors)
+    copied_bytes, arrival = (0, Arrival()) if tensors is None else weights.put(tensors)
     label_weights(engine, version)
     if keeps_kv:
         # The cache cannot be emptied while rollouts run; who starts now must not find it.
@@ -280,7 +291,8 @@ def load_weights(
         # Running rollouts go back to the queue and are prefilled anew: no key or value of the old
         # weights is left, neither theirs nor a cached prefix.
         engine.reset_prefix_cache(reset_running_requests=True)
-    return Loaded(time.monotonic() - began, interrupted, copied_bytes)
+    arrival = replace(arrival, warnings=LOAD_WARNINGS.drain())
+    return Loaded(time.monotonic() - began, interrupted, copied_bytes, arrival)
 
 
 def label_weights(engine: Engine, version: int) -> None:
@@ -320,13 +332,16 @@ def _begun_states(engine: Engine) -> list[Any]:
     return [state for state in states if state.detokenizer.num_output_tokens()]
 
 
-def _sampling_params(request: SampleRequest, draw: Draw) -> Any:
+def _sampling_params(request: SampleRequest, draw: Draw, stop_token_ids: Sequence[int]) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
         seed=draw.seed,
-        temperature=request.temperature,
+        temperature=request.sampling.temperature,
+        top_p=request.sampling.top_p,
+        top_k=request.sampling.top_k,
+        stop_token_ids=list(stop_token_ids),
         max_tokens=draw.max_new_tokens,
         logprobs=0,
         # With it, vLLM reads no cached prefix: there would be no logprobs of it.

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from streamrl.engines import vllm_engine
+from streamrl.engines.stops import StopRules
 from streamrl.engines.vllm_engine import (
     Engine,
     EngineSpec,
@@ -142,6 +143,7 @@ class EngineThread:
         try:
             with vllm_engine.only_engine_of_the_process():
                 facts = vllm_engine.read_model_facts(self._spec.model_path)
+                self._stops = StopRules(self._spec.model_path, self._spec.config)
                 engine = vllm_engine.build_engine(self._spec)
                 self._kv = KvMemory(engine)
                 self._weights = vllm_engine.served_weights(engine, self._spec, facts.parameters)
@@ -213,7 +215,7 @@ class EngineThread:
             self._held.popleft()
 
     def _add(self, engine: Engine, request: SampleRequest) -> None:
-        reason = vllm_engine.add_request(engine, request)
+        reason = vllm_engine.add_request(engine, request, self._stops)
         if reason is not None:
             self._post(self._listener.on_refused, request.number, reason)
 

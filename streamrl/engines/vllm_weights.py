@@ -24,12 +24,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from streamrl.engines.arrival import ArrivalCheck, Prints
 from streamrl.engines.forward import load_skeleton
 from streamrl.errors import WeightsError
 from streamrl.resharding import Box
 from streamrl.resharding.storage import Storage
+from streamrl.weights import Arrival
 from streamrl.weights.adapters import MergedWeights, stored_weights
 from streamrl.weights.parameters import ParameterSet
+from streamrl.weights.probe import FIRST_PROBED
 
 #: vLLM's LLMEngine.
 Engine = Any
@@ -113,10 +116,15 @@ class ServedWeights:
             use_onednn(self._model)
         if self._on_cpu and self._is_plain:
             self._bound = bind(self._model, parameters, model_path)
+        self._num_checked = 0
+        self._check: ArrivalCheck | None = None
+        if self._is_plain and not self._bound:
+            merged = merged_modules(self._model)
+            self._check = ArrivalCheck(self._model, stored_weights(model_path), merged)
 
-    def put(self, tensors: Mapping[str, Tensor]) -> int:
+    def put(self, tensors: Mapping[str, Tensor]) -> tuple[int, Arrival]:
         """Serve a full set of parameters, each asked for once; the bytes that were copied, or
-        merged of adapters.
+        merged of adapters, and whether they have arrived, which the first few sets tell.
 
         What was not copied is used where it lies, and only read: it must stay unchanged until the
         next set is put. If this raises, the model is half old and half new.
@@ -127,7 +135,7 @@ class ServedWeights:
         num_bytes = sum(self._put(bound, tensors) for bound in self._bound)
         # To unmap a version takes as long as all else here: not while sampling stands still.
         self._undertaker.submit(before.clear)
-        return num_bytes
+        return num_bytes, Arrival(len(self._parameters.shapes))
 
     @staticmethod
     def _put(bound: "BoundParameter", tensors: Mapping[str, Tensor]) -> int:
@@ -156,13 +164,17 @@ class ServedWeights:
                 views.setdefault(self._parameters.first_name(name), []).append((whole, rows))
         return Storage(views) if views else None
 
-    def _reload(self, tensors: Mapping[str, Tensor]) -> int:
-        num_bytes = 0
+    def _reload(self, tensors: Mapping[str, Tensor]) -> tuple[int, Arrival]:
+        num_bytes, prints = 0, dict[str, Prints]()
+        check = self._check if self._num_checked < FIRST_PROBED else None
+        self._num_checked += 1
 
         def counted() -> Iterator[tuple[str, Tensor]]:
             nonlocal num_bytes
             for name, tensor in as_stored(self._model_path, tensors):
                 num_bytes += tensor.nbytes
+                if check is not None:
+                    prints[name] = check.print_of(tensor)
                 yield name, tensor
 
         if self._on_cpu:
@@ -170,7 +182,7 @@ class ServedWeights:
             use_onednn(self._model)
         else:
             self._engine.collective_rpc("reload_weights", kwargs={"weights_iterator": counted()})
-        return num_bytes
+        return num_bytes, Arrival() if check is None else check.compare(prints)
 
 
 def as_stored(model_path: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -297,8 +309,7 @@ def bind(model: torch.nn.Module, parameters: ParameterSet, model_path: str) -> l
     vLLM has just read the model from `model_path`: if the tensors there, laid end to end, are
     what its parameters hold, so they will be for every later version.
     """
-    # Only models that take adapters or quantisation say what they merge.
-    merged: Any = model.packed_modules_mapping if hasattr(model, "packed_modules_mapping") else {}
+    merged = merged_modules(model)
     bound = [
         BoundParameter(parameter, source_names(name, merged))
         for name, parameter in model.named_parameters()
@@ -318,6 +329,15 @@ def bind(model: torch.nn.Module, parameters: ParameterSet, model_path: str) -> l
     if not all(each.holds([full[name] for name in each.names]) for each in bound):
         return []
     return bound
+
+
+def merged_modules(model: torch.nn.Module) -> Mapping[str, Sequence[str]]:
+    """Return which modules of the checkpoint a module of vLLM's model takes together.
+
+    Only models that take adapters or quantisation say so.
+    """
+    found: Any = model.packed_modules_mapping if hasattr(model, "packed_modules_mapping") else {}
+    return dict(found)
 
 
 def source_names(name: str, merged: Mapping[str, Sequence[str]]) -> tuple[str, ...]:

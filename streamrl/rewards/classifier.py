@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification
 from transformers.utils.logging import disable_progress_bar
 
 from streamrl.data import load_tokenizer
 from streamrl.engines.dtypes import resolve_dtype
 from streamrl.engines.forward import local_device
 from streamrl.errors import ConfigError, RewardMemoryError
+from streamrl.model_config import is_trusted, read_model_config, stored_shapes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -49,7 +49,7 @@ def read_classifier(path: str) -> ClassifierFiles:
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
         raise _refusal(path, "holds no .safetensors file")
-    _check_head(path, config, files)
+    _check_head(path, config)
     settings = config.get_text_config().to_dict()
     known, pad_id = settings["vocab_size"], settings.get("pad_token_id")
     largest = max(tokenizer.get_vocab().values())
@@ -76,22 +76,24 @@ def _refusal(path: str, reason: object) -> ConfigError:
 
 def _config(path: str) -> Any:
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=True)
+        return read_model_config(path)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise _refusal(path, f"config.json cannot be used: {error}") from None
 
 
-def _check_head(path: str, config: Any, files: Sequence[Path]) -> None:
+def _check_head(path: str, config: Any) -> None:
     """Raise ConfigError unless the files have what makes numbers of the model's last layer."""
     try:
         with torch.device("meta"):
-            skeleton = AutoModelForSequenceClassification.from_config(config)
+            skeleton = AutoModelForSequenceClassification.from_config(
+                config, trust_remote_code=is_trusted(path)
+            )
     except (ValueError, TypeError, AttributeError) as error:
         raise _refusal(path, error) from None
     body = f"{skeleton.base_model_prefix}."
     parameters = skeleton.state_dict().items()
     head = {name: tuple(value.shape) for name, value in parameters if not name.startswith(body)}
-    stored = _shapes(path, files)
+    stored = stored_shapes(Path(path), "rewards.path")
     for name, shape in head.items():
         if name not in stored:
             kind = (config.architectures or ["a model"])[0]
@@ -102,18 +104,6 @@ def _check_head(path: str, config: Any, files: Sequence[Path]) -> None:
             )
         if stored[name] != shape:
             raise _refusal(path, f"{name} has shape {stored[name]}, config.json says {shape}")
-
-
-def _shapes(path: str, files: Sequence[Path]) -> dict[str, tuple[int, ...]]:
-    shapes = {}
-    for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                    shapes[name] = tuple(opened.get_slice(name).get_shape())
-        except (OSError, SafetensorError) as error:
-            raise _refusal(path, f"{file.name}: {error}") from None
-    return shapes
 
 
 class Classifier:
@@ -132,6 +122,7 @@ class Classifier:
                 config=config,
                 dtype=resolve_dtype(dtype),
                 local_files_only=True,
+                trust_remote_code=is_trusted(files.path),
                 output_loading_info=True,
             )
         except (OSError, RuntimeError, ValueError) as error:

@@ -1,7 +1,7 @@
 """Weights on their way from the trainer to those who follow it: versions, buckets, checks."""
 
 from streamrl.weights.config import WeightsConfig
-from streamrl.weights.held import HeldVersion, Loaded
+from streamrl.weights.held import Arrival, HeldVersion, Loaded
 from streamrl.weights.manifest import (
     Bucket,
     TensorSlot,
@@ -12,6 +12,7 @@ from streamrl.weights.manifest import (
 from streamrl.weights.transport import Inlet, Outlet
 
 __all__ = [
+    "Arrival",
     "Bucket",
     "HeldVersion",
     "Inlet",

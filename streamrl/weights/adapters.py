@@ -7,6 +7,7 @@ scale. The trainer computes with W0 + scale B A (arXiv:2106.09685, section 4.1);
 puts that sum in the place of W0. It is made of W0 every time, so no rounding adds up.
 """
 
+import functools
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
+from streamrl.model_config import is_trusted
 from streamrl.weights.parameters import ParameterSet, as_tensor
 
 LORA_A = ".lora_A.default.weight"
@@ -88,15 +90,36 @@ def full_weights(
     if LORA_SCALE not in published:
         return parameters.complete(published)
     adapters, whole = split_adapters(published)
-    stored = stored_weights(model_path)
-    # The directory of a language model has a head that its critic has not.
-    known = {name: tensor for name, tensor in stored.items() if name in parameters.shapes}
-    full = parameters.complete({**known, **whole})
+    try:
+        full = parameters.complete({**_known(stored_weights(model_path), parameters), **whole})
+    except WeightsError:
+        loaded = _loaded_parameters(model_path)
+        full = parameters.complete({**_known(loaded, parameters), **whole})
     for name, adapter in adapters.items():
         if name not in full or not adapter.fits(full[name]):
             shapes = f"A {tuple(adapter.a.shape)} and B {tuple(adapter.b.shape)}"
             raise WeightsError(f"{shapes} fit no weight of the model, came for {name}")
     return MergedWeights(full, adapters, device)
+
+
+def _known(stored: Mapping[str, Tensor], parameters: ParameterSet) -> dict[str, Tensor]:
+    """Leave out what a model has not, as a critic the head of the language model it began as."""
+    return {name: tensor for name, tensor in stored.items() if name in parameters.shapes}
+
+
+@functools.lru_cache(1)
+def _loaded_parameters(model_path: str) -> Mapping[str, Tensor]:
+    """Load the parameters of a model whose files keep them by other names, or in other shapes.
+
+    They stay in memory: transformers makes them anew, as all experts' weights in one.
+    """
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        model_path, dtype="auto", trust_remote_code=is_trusted(model_path)
+    )
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: parameter.detach() for name, parameter in named}
 
 
 def split_adapters(

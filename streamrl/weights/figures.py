@@ -13,7 +13,8 @@ class Pull:
     num_bytes: that travelled. interrupted: rollouts that ran at that moment. probe_diff: largest
     difference of a log-probability from the trainer's; NaN if none was looked at. detour: why it
     did not come the way it should have. copied_bytes: that were copied within processes, from where
-    they are trained to where they are served; NaN if nobody knows.
+    they are trained to where they are served; NaN if nobody knows. warnings: what the reader's
+    engine says of weights that it did not load.
     """
 
     pull_s: float = 0.0
@@ -23,6 +24,7 @@ class Pull:
     probe_diff: float = math.nan
     detour: str = ""
     copied_bytes: float = math.nan
+    warnings: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

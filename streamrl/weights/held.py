@@ -1,10 +1,37 @@
 """The version a follower holds."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from streamrl.errors import WeightsError
+from streamrl.errors import ProbeError, WeightsError
+
+NUM_NAMED = 3
+"""Most parameters that an error names."""
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """Which of the published parameters a model holds, by their names in its files.
+
+    num_compared: those that could be compared, 0 if none were. differing: those it holds other
+    values of. warnings: what the engine itself says of weights that it did not load.
+    """
+
+    num_compared: int = 0
+    differing: Sequence[str] = ()
+    warnings: Sequence[str] = ()
+
+    def check(self, holder: str) -> None:
+        """Raise ProbeError if parameters did not arrive in `holder`."""
+        if self.differing:
+            more = max(0, len(self.differing) - NUM_NAMED)
+            first = ", ".join(self.differing[:NUM_NAMED]) + f" and {more} more" * bool(more)
+            said = f"; vLLM says: {'; '.join(self.warnings)}" if self.warnings else ""
+            raise ProbeError(
+                f"{holder} holds other values than were published of {first}: a run would"
+                f" learn from wrong figures{said}"
+            )
 
 
 @dataclass(frozen=True)
@@ -13,11 +40,13 @@ class Loaded:
 
     pause_s: while nothing was computed, s. interrupted: rollouts that had begun, and go on.
     copied_bytes: of weights, also those that were cast or merged; the rest is used where it lies.
+    arrival: whether all of it is there.
     """
 
     pause_s: float = 0.0
     interrupted: int = 0
     copied_bytes: int = 0
+    arrival: Arrival = Arrival()
 
 
 class HeldVersion:

@@ -12,8 +12,14 @@ import numpy as np
 from streamrl.errors import ProbeError
 from streamrl.messages import Array
 
-NUM_SEQUENCES = 4
-MAX_TOKENS = 64
+LENGTHS = (64, 64, 64, 512)
+"""Tokens of the sequences, unless rollouts are shorter: one is longer than common windows of
+attention are in small models."""
+NUM_SEQUENCES = len(LENGTHS)
+SAME_PARAMETERS = (
+    "; their parameters were compared and are the same, so they compute other things with them:"
+    " attention (trainer.attention), positions, experts or number types (generator.dtype)"
+)
 FIRST_PROBED = 3
 """Versions that are probed at first: the model as it was read, and after the first updates, by
 which every parameter that is trained has another value."""
@@ -36,10 +42,11 @@ class Probe:
     logprobs: Sequence[Array]
     limit: float
 
-    def check(self, found: Sequence[Array], who: str) -> float:
+    def check(self, found: Sequence[Array], who: str, *, same_parameters: bool = False) -> float:
         """The largest difference of `found` from the trainer's. Raises ProbeError beyond the limit.
 
-        `who` says whose figures they are. NaN never passes.
+        `who` says whose figures they are; `same_parameters` whether its parameters are known to be
+        the trainer's. NaN never passes.
         """
         pairs = zip(self.logprobs, found, strict=True)
         largest = [np.abs(want[1:] - got[1:]).max(initial=0.0) for want, got in pairs]
@@ -49,6 +56,7 @@ class Probe:
                 f"{who} gives log-probabilities that differ from the trainer's by up to"
                 f" {difference:.3g} nats, more than weights.probe_limit={self.limit:g}: generator"
                 " and trainer are not one model, and a run would learn from wrong figures"
+                f"{SAME_PARAMETERS if same_parameters else ''}"
             )
         return difference
 
@@ -56,5 +64,5 @@ class Probe:
 def probe_sequences(*, vocab_size: int, max_length: int) -> list[Array]:
     """The same random tokens for every version of a model: any token may occur, at any place."""
     rng = np.random.default_rng(0)
-    length = min(MAX_TOKENS, max_length - 1)
-    return [rng.integers(0, vocab_size, length, np.int32) for _ in range(NUM_SEQUENCES)]
+    lengths = [min(length, max_length - 1) for length in LENGTHS]
+    return [rng.integers(0, vocab_size, length, np.int32) for length in lengths]

@@ -16,6 +16,7 @@ TURN_S = 0.01
 
 REFUSED = "weights_refused"
 DETOUR = "weights_detour"
+NOT_LOADED = "weights_not_loaded"
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,8 @@ class WeightRegistry:
         on_trouble: Callable[[str, str, Fault], None] = lambda kind, reader, fault: None,
         spread: Spread | None = None,
     ) -> None:
-        """`on_trouble` is told of every pull that failed (REFUSED) or took another way (DETOUR).
+        """`on_trouble` is told of every pull that failed (REFUSED) or took another way (DETOUR),
+        and of weights that an engine says it did not load (NOT_LOADED).
 
         `spread` says which nodes may pull at a time, where that matters.
         """
@@ -123,6 +125,8 @@ class WeightRegistry:
             self._pulls.append(held.pull)
             if held.pull.detour:
                 self._on_trouble(DETOUR, reader, Fault(held.version, held.pull.detour))
+            for warning in held.pull.warnings:
+                self._on_trouble(NOT_LOADED, reader, Fault(held.version, warning))
         if held.fault is not None:
             self._num_faults += 1
             self._on_trouble(REFUSED, reader, held.fault)

@@ -1,4 +1,5 @@
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -175,3 +176,106 @@ def test_a_nested_text_config_gives_the_vocabulary_size(tmp_path):
     config = {"model_type": "qwen2_vl", "text_config": {"vocab_size": 77}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert load_vocab_size(str(tmp_path)) == 77
+
+
+#: Names the families of several published models give a byte-level tokenizer.json.
+CLASSES = ["LlamaTokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer", "GemmaTokenizer", None]
+TEXT = "What is  7+5-3?\n\n\tЖю, 什么 ÷ 🙂 end "
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_a_byte_level_file_is_taken_at_its_word_whatever_class_is_named(model_dir, tmp_path, name):
+    path = tmp_path / "model"
+    shutil.copytree(model_dir, path)
+    settings = json.loads((path / "tokenizer_config.json").read_text())
+    (path / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": name}))
+    tokenizer = load_tokenizer(str(path))
+    ids = tokenizer(TEXT, add_special_tokens=False).input_ids
+    assert tokenizer.decode(ids) == TEXT
+    # A checkpoint's tokenizer is the same.
+    tokenizer.save_pretrained(tmp_path / "saved")
+    shutil.copyfile(path / "config.json", tmp_path / "saved" / "config.json")
+    assert load_tokenizer(str(tmp_path / "saved"))(TEXT).input_ids == tokenizer(TEXT).input_ids
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "splits", "lost"),
+    [("abc", True, "'a b'"), ("abc ", False, "'a d'"), ("abc", False, "'a b'")],
+)
+def test_a_row_whose_text_the_tokenizer_does_not_keep_is_named(
+    tmp_path, write_rows, vocabulary, splits, lost
+):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    known = {c: i for i, c in enumerate(["?", *vocabulary])}
+    backend = Tokenizer(models.WordLevel(known, unk_token="?"))
+    cut = pre_tokenizers.Split("", "isolated")
+    blanks = pre_tokenizers.WhitespaceSplit()
+    backend.pre_tokenizer = pre_tokenizers.Sequence([blanks, cut]) if splits else cut
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="?")
+    text = lost.strip("'")
+    rows = list(load_rows(write_rows({"prompt": "abc"}, {"prompt": text})))
+    with pytest.raises(ConfigError) as caught:
+        render(tokenizer, rows)
+    assert "line 2: the model's tokenizer does not keep the text" in str(caught.value)
+    assert lost in str(caught.value)
+
+
+def test_no_end_of_sequence_stands_behind_a_prompt(tokenizer, write_rows):
+    from tokenizers import processors
+
+    tokenizer.chat_template = None
+    ends = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 0), ("</s>", tokenizer.eos_token_id)]
+    )
+    tokenizer.backend_tokenizer.post_processor = ends
+    assert tokenizer("hi").input_ids[-1] == tokenizer.eos_token_id
+    (prompt,) = render(tokenizer, list(load_rows(write_rows({"prompt": "hi"}))))
+    assert tokenizer.decode(prompt) == "<s>hi"
+
+
+def test_a_last_message_of_the_assistant_is_continued(tokenizer, write_rows):
+    messages = [{"role": "user", "content": "2+3"}, {"role": "assistant", "content": "It is"}]
+    (prompt,) = render(tokenizer, list(load_rows(write_rows({"prompt": messages}))))
+    assert tokenizer.decode(prompt) == "<user>2+3</s><assistant>It is"
+
+
+WITH_ARGUMENTS = (
+    "{% for tool in tools or [] %}[{{ tool.function.name }}]{% endfor %}"
+    "{{ messages[0].content }}{% if enable_thinking is false %}</think>{% endif %}"
+)
+
+
+def test_a_template_gets_arguments_of_the_setting_and_of_the_row_and_tools(tokenizer, write_rows):
+    tokenizer.chat_template = WITH_ARGUMENTS
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    path = write_rows(
+        {"prompt": "a"},
+        {"prompt": "b", "chat_template_kwargs": {"enable_thinking": True}},
+        {"prompt": "c", "tools": tools},
+        {"prompt": "d", "tools": json.dumps(tools)},
+    )
+    rows = list(load_rows(path))
+    template = load_template("model", tokenizer, arguments={"enable_thinking": False})
+    texts = tokenizer.batch_decode(render(tokenizer, rows, template))
+    assert texts == ["a</think>", "b", "[add]c</think>", "[add]d</think>"]
+    assert rows[2].extra_info["tools"] == tools
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("enable_thinkin", "reads no such argument; it reads enable_thinking"), ("tools", "the rows")],
+)
+def test_an_argument_that_a_template_does_not_read_is_refused(tokenizer, name, words):
+    tokenizer.chat_template = WITH_ARGUMENTS
+    with pytest.raises(ConfigError, match=rf"^data.chat_template_kwargs.{name}: .*{words}"):
+        load_template("model", tokenizer, arguments={name: False})
+
+
+def test_a_content_of_text_parts_is_one_text(tokenizer, write_rows):
+    parts = [{"type": "text", "text": "2+"}, {"type": "text", "text": "3"}]
+    path = write_rows({"prompt": [{"role": "user", "content": parts}]}, {"prompt": "2+3"})
+    first, second = render(tokenizer, list(load_rows(path)))
+    assert first == second

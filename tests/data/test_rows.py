@@ -140,7 +140,7 @@ def test_rows_come_one_at_a_time(tmp_path):
         ('{"prompt": [{"role": "user"}]}', "content of message 1 of prompt must be text"),
         (
             '{"prompt": [{"role": "user", "content": [{"type": "image"}]}]}',
-            "content of message 1 of prompt must be text, is list",
+            "content of message 1 of prompt has a part of type image, must be text",
         ),
         ('{"prompt": "\\ud800"}', "content of message 1 of prompt is not valid Unicode"),
         ('{"prompt": "a", "data_source": 3}', "data_source must be text, is int"),

@@ -5,6 +5,8 @@ log-probabilities by whole nats.
 """
 
 import math
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +14,24 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from streamrl.engines.forward import ModelOptions, load_model, token_logprobs
+from streamrl.engines.forward import ModelOptions, load_model, load_skeleton, token_logprobs
+from streamrl.engines.generation import GenerationEngine
+from streamrl.engines.lora import layers_to_adapt
+from streamrl.engines.model_files import write_model
+from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.model_config import stored_shapes
+from streamrl.weights.adapters import LORA_A, LORA_B, LORA_SCALE
 from streamrl.weights.probe import Probe, probe_sequences
 from tests.engines.test_weight_updates import started
 from tests.engines.tiny_qwen import MAX_LENGTH, save, weights_of
 
 pytestmark = [
-    pytest.mark.asyncio(loop_scope="session"),
     pytest.mark.xdist_group("engines"),
     pytest.mark.usefixtures("no_engine"),
 ]
 
 LIMIT = 1e-3
+RANK = 2
 VOCABULARY = 320
 COMMON = {
     "hidden_size": 128,
@@ -71,6 +79,7 @@ SLOW: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 128,
         }
     },
+    "qwen3": {"head_dim": 32},
     "mistral": {"sliding_window": 16},
     "gemma": {"head_dim": 32},
     "gemma3_text": {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 16},
@@ -136,9 +145,42 @@ def probe_of(model: PreTrainedModel) -> Probe:
     return Probe(sequences, [score[0].numpy() for score in scores], LIMIT)
 
 
-@pytest.mark.parametrize(
-    "architecture", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
-)
+async def compared(engine: GenerationEngine, model: PreTrainedModel, who: str) -> None:
+    """Raise ProbeError unless the engine computes what a model does."""
+    probe = probe_of(model)
+    _, found = await engine.probe(probe.sequences)
+    probe.check(found, who)
+
+
+def adapters_of(model: PreTrainedModel, folder: str) -> dict[str, torch.Tensor]:
+    """What a trainer of adapters publishes: one for every layer that gets one."""
+    layers = layers_to_adapt(load_skeleton(folder), TrainerConfig(lora_rank=RANK))
+    generator = torch.Generator().manual_seed(3)
+    published = {LORA_SCALE: torch.tensor(0.5)}
+    for name in layers:
+        layer = model.get_submodule(name)
+        assert isinstance(layer, torch.nn.Linear)
+        shapes = {LORA_A: (RANK, layer.in_features), LORA_B: (layer.out_features, RANK)}
+        for kind, shape in shapes.items():
+            published[name + kind] = torch.randn(shape, generator=generator) * 0.1
+    return published
+
+
+def merged(model: PreTrainedModel, published: Mapping[str, torch.Tensor]) -> PreTrainedModel:
+    """The model with adapters in its weights."""
+    with torch.no_grad():
+        for name in [one.removesuffix(LORA_A) for one in published if one.endswith(LORA_A)]:
+            layer = model.get_submodule(name)
+            assert isinstance(layer, torch.nn.Linear)
+            layer.weight += 0.5 * published[name + LORA_B] @ published[name + LORA_A]
+    return model
+
+
+ARCHITECTURES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.asyncio(loop_scope="session")
 async def test_the_generator_is_the_trainers_model_as_it_is_read_and_after_every_update(
     architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -149,7 +191,36 @@ async def test_the_generator_is_the_trainers_model_as_it_is_read_and_after_every
             # What is no parameter stays as it is in the directory.
             buffers = {n: b for n, b in base.named_buffers() if n in base.state_dict()}
             model.load_state_dict(buffers, strict=False)
-            await engine.load_weights(weights_of(model), version)
-            probe = probe_of(model)
-            _, found = await engine.probe(probe.sequences)
-            probe.check(found, f"{architecture}, with version {version},")
+            loaded = await engine.load_weights(weights_of(model), version)
+            assert loaded.arrival.num_compared and not loaded.arrival.differing
+            assert not loaded.arrival.warnings
+            await compared(engine, model, f"{architecture}, with version {version},")
+        published = adapters_of(base, str(tmp_path))
+        await engine.load_weights(published, 3)
+        await compared(engine, merged(base, published), f"{architecture}, with adapters,")
+
+
+def test_the_page_on_models_has_every_architecture_that_is_tried_and_no_other() -> None:
+    page = Path("docs/models.md").read_text()
+    table = page.partition("## Architectures")[2].partition("##")[0]
+    rows = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    named = [name for row in rows[1:] for name in re.findall(r"`(\w+)`", row)]
+    assert sorted(named) == sorted(QUICK | SLOW)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_checkpoint_is_the_model_that_was_trained_in_the_layout_it_was_read_in(
+    architecture: str, tmp_path: Path
+) -> None:
+    make(architecture, tmp_path / "base", seed=1)
+    base = load_model(str(tmp_path / "base"), dtype=torch.float32)
+    with torch.no_grad():
+        trained = {name: 2 * tensor for name, tensor in weights_of(base).items()}
+    write_model(tmp_path / "saved", base, trained, tokenizer_from=str(tmp_path / "base"))
+    read = load_model(str(tmp_path / "saved"), dtype=torch.float32)
+    found, buffers = weights_of(read), dict(base.named_buffers())
+    assert found.keys() == trained.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in trained.items())
+    assert all(torch.equal(b, buffers[name]) for name, b in read.named_buffers())
+    layout, saved = (stored_shapes(tmp_path / one, "path") for one in ("base", "saved"))
+    assert saved == layout

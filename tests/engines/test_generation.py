@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, Qwen2ForCausalLM
 
 from streamrl.engines.generation import GenerationEngine, GeneratorConfig
-from streamrl.engines.generator_config import STEP_TOKENS_ON_CPU
+from streamrl.engines.generator_config import STEP_TOKENS_ON_CPU, Sampling
 from streamrl.errors import ConfigError, DeadlineError, WeightsError
 from streamrl.messages import FinishReason, Rollout
 from streamrl.weights.adapters import LORA_A, LORA_B, LORA_SCALE
@@ -81,18 +81,27 @@ def tokens(rollouts: list[Rollout]) -> list[list[int]]:
 async def test_logprobs_are_those_of_the_sampling_distribution(
     bench: Bench, temperature: float
 ) -> None:
-    rollouts = await bench.engine.generate(SHORT, seeds=range(16), temperature=temperature)
+    rollouts = await bench.engine.generate(SHORT, seeds=range(16), sampling=Sampling(temperature))
     assert worst_error(rollouts, bench.models, temperature=temperature) < 1e-4
 
 
 async def test_temperature_0_takes_the_likeliest_token(bench: Bench) -> None:
     model = bench.models[bench.engine.version]
-    (rollout,) = await bench.engine.generate(SHORT, seeds=[0], temperature=0.0)
+    (rollout,) = await bench.engine.generate(SHORT, seeds=[0], sampling=Sampling(0.0))
     with torch.no_grad():
         best = model(torch.from_numpy(rollout.token_ids).long()[None]).logits[0].argmax(-1)
     first = len(SHORT)
     assert rollout.token_ids[first:].tolist() == best[first - 1 : -1].tolist()
     assert worst_error([rollout], bench.models) < 1e-4
+
+
+@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}])
+async def test_top_k_and_top_p_leave_the_likeliest_tokens(
+    bench: Bench, narrow: dict[str, float]
+) -> None:
+    greedy = await bench.engine.generate(SHORT, seeds=[0], sampling=Sampling(0.0))
+    found = await bench.engine.generate(SHORT, seeds=[7], sampling=Sampling(1.0, **narrow))  # type: ignore[arg-type]
+    assert tokens(found) == tokens(greedy)
 
 
 async def test_a_rollout_is_the_prompt_and_what_was_sampled(bench: Bench) -> None:
@@ -322,7 +331,7 @@ async def test_an_impossible_prompt_fails_alone(
 async def test_what_vllm_refuses_fails_alone(bench: Bench) -> None:
     running = asyncio.create_task(bench.engine.generate(SHORT, seeds=range(8)))
     with pytest.raises(ConfigError, match=r"vLLM refuses the request: .*temperature"):
-        await bench.engine.generate(SHORT, seeds=range(8), temperature=-1.0)
+        await bench.engine.generate(SHORT, seeds=range(8), sampling=Sampling(-1.0))
     assert len(await running) == 8
     assert bench.engine.num_running == 0
 

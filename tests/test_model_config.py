@@ -1,0 +1,186 @@
+"""What a model directory says of its model, and what is refused before a model is built."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from streamrl.data import load_tokenizer
+from streamrl.engines.forward import load_model, load_skeleton
+from streamrl.engines.generator_config import GeneratorConfig, engine_arguments
+from streamrl.errors import ConfigError
+from streamrl.model_config import (
+    TRUST_VARIABLE,
+    max_positions,
+    model_length,
+    read_model_config,
+    trusted_env,
+)
+from tests.toy import write_model
+
+
+@pytest.fixture(scope="module")
+def toy_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("toy") / "model"
+    write_model(path)
+    return path
+
+
+@pytest.fixture
+def changed(toy_model: Path, tmp_path: Path) -> Any:
+    """Copies the toy's model with other settings in its config.json."""
+
+    def copy(settings: dict[str, Any]) -> Path:
+        path = tmp_path / "model"
+        shutil.copytree(toy_model, path)
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps(config | settings))
+        return path
+
+    return copy
+
+
+def yarn(factor: float) -> dict[str, Any]:
+    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    ("scaling", "positions", "tokens"),
+    [
+        (None, 128, 128),
+        (yarn(4.0), 128, 512),
+        # Some configs give the length after scaling.
+        (yarn(4.0), 512, 512),
+        ({"rope_type": "linear", "factor": 2.0}, 128, 256),
+        ({"rope_type": "dynamic", "factor": 2.0}, 128, 256),
+        (
+            {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 32,
+            },
+            128,
+            128,
+        ),
+    ],
+)
+def test_the_scaling_of_positions_counts_towards_the_longest_rollout(
+    scaling: dict[str, Any] | None, positions: int, tokens: int, changed: Any
+) -> None:
+    settings = {"max_position_embeddings": positions, "rope_scaling": scaling}
+    path = str(changed(settings | ({"rope_parameters": None} if scaling else {})))
+    assert max_positions(read_model_config(path)) == tokens
+    assert model_length(path, limit=tokens) == model_length(path, limit=None) == tokens
+    with pytest.raises(ConfigError, match=f"at most {tokens} tokens"):
+        model_length(path, limit=tokens + 1)
+    arguments = engine_arguments(path, GeneratorConfig(), seed=0, max_length=tokens, on_cpu=True)
+    told = arguments.get("hf_overrides", {}).get("max_position_embeddings", positions)
+    assert told == max(tokens, positions)
+
+
+def test_gemma_3_gives_its_positions_scaled() -> None:
+    rope = {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
+    config = AutoConfig.for_model(
+        "gemma3_text", max_position_embeddings=1024, rope_parameters={"full_attention": rope}
+    )
+    assert max_positions(config) == 1024
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"hidden_size": 10**15}, "model.embed_tokens.weight has shape (32, 64)"),
+        ({"vocab_size": 33}, "model.embed_tokens.weight has shape (32, 64) in its files, (33, 64)"),
+        ({"intermediate_size": 100}, "mlp."),
+        ({"num_hidden_layers": 10**9, "layer_types": None}, "its files hold 2 layers"),
+        ({"num_hidden_layers": 3, "layer_types": None}, "its files hold 2 layers"),
+        ({"num_key_value_heads": 1}, "self_attn."),
+        ({"head_dim": 64}, "self_attn."),
+    ],
+)
+def test_tensors_of_another_shape_than_the_config_says_are_named(
+    settings: dict[str, Any], words: str, changed: Any
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        model_length(str(changed(settings)), limit=None)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert str(caught.value).startswith("model.path=")
+
+
+CODE = {
+    "configuration_mine.py": """
+from transformers import Qwen2Config
+
+class MineConfig(Qwen2Config):
+    model_type = "mine"
+""",
+    "modeling_mine.py": """
+from transformers import Qwen2ForCausalLM
+from .configuration_mine import MineConfig
+
+class MineForCausalLM(Qwen2ForCausalLM):
+    config_class = MineConfig
+""",
+}
+MINE = {
+    "model_type": "mine",
+    "architectures": ["MineForCausalLM"],
+    "auto_map": {
+        "AutoConfig": "configuration_mine.MineConfig",
+        "AutoModelForCausalLM": "modeling_mine.MineForCausalLM",
+    },
+}
+
+
+@pytest.fixture
+def with_code(changed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model that is built by Python files beside it; nobody answers questions."""
+
+    def asked(question: str = "") -> str:
+        raise AssertionError(f"a question: {question}")
+
+    monkeypatch.setattr("builtins.input", asked)
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    path: Path = changed(MINE)
+    for name, source in CODE.items():
+        (path / name).write_text(source)
+    return path
+
+
+@pytest.mark.parametrize("read", [lambda path: model_length(path, limit=None), load_skeleton])
+def test_code_of_a_directory_is_refused_without_a_question(with_code: Path, read: Any) -> None:
+    with pytest.raises(ConfigError, match=r"model.trust_remote_code=true runs that") as caught:
+        read(str(with_code))
+    assert "\n" not in str(caught.value)
+
+
+def test_code_of_a_tokenizer_is_refused_without_a_question(with_code: Path) -> None:
+    settings = {"auto_map": {"AutoTokenizer": ["tokenization_mine.Mine", None]}}
+    (with_code / "config.json").write_text(json.dumps({**MINE, "auto_map": {}}))
+    (with_code / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match=r"model.trust_remote_code=true runs that"):
+        load_tokenizer(str(with_code))
+
+
+def test_code_of_a_trusted_directory_is_run_and_of_no_other(
+    with_code: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    import torch
+
+    monkeypatch.setenv(TRUST_VARIABLE, trusted_env("/elsewhere", str(with_code))[TRUST_VARIABLE])
+    assert model_length(str(with_code), limit=None) == 128
+    assert type(load_model(str(with_code), dtype=torch.float32)).__name__ == "MineForCausalLM"
+    other = shutil.copytree(with_code, tmp_path / "other")
+    with pytest.raises(ConfigError, match="trust_remote_code"):
+        model_length(str(other), limit=None)
+    assert trusted_env() == {}
+
+
+def test_a_family_that_transformers_knows_needs_no_code(changed: Any) -> None:
+    auto_map = {"AutoConfig": "configuration_none.NoneConfig"}
+    assert model_length(str(changed({"auto_map": auto_map})), limit=None) == 128
