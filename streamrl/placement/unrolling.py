@@ -88,7 +88,8 @@ class Taken(NamedTuple):
 class Unrolled:
     """What came of it: when each step ended, and how far apart they are in the end.
 
-    steps: how many of the last ones that is the mean of. started_s, done_s: by job and step, when it began, and when all its results were there.
+    steps: how many of the last ones that is the mean of. started_s, done_s: by job and step, when
+    it began, and when all its results were there.
     results_s: by step, when each result of the job with a stream was there.
     """
 

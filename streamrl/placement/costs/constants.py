@@ -200,7 +200,7 @@ class Constants:
     @classmethod
     def of(cls, cluster: Cluster) -> "Constants":
         """The defaults for the devices of a cluster: CPU's where any of them is one."""
-        return CPU if any(group.device.name == "CPU" for group in cluster.groups) else cls()
+        return CPU if cluster.is_cpu else cls()
 
     @classmethod
     def read(cls, path: Path, defaults: "Constants | None" = None) -> "Constants":

@@ -110,11 +110,6 @@ class Holdings:
         return self._why(worst) if self._short(worst) > 0 else ""
 
     @property
-    def lack_bytes(self) -> float:
-        """What the devices that lack most have too little, each; 0 or less if it fits."""
-        return max(map(self._short, self._stretches))
-
-    @property
     def _stretches(self) -> list[Stretch]:
         return list(stretches(self.placement, self.cluster))
 

@@ -130,12 +130,6 @@ class CostModel:
         """Of those, the bytes that engines have a use for."""
         return self._holdings(placement).kv_cache(self._sampling)
 
-    def lack_bytes(self, placement: Placement) -> float:
-        """Of the device that lacks most memory; infinite for what cannot be for other reasons."""
-        if any(self._misfit(stage, each) for stage, each in placement.calls.items()):
-            return math.inf
-        return self._holdings(placement).lack_bytes
-
     def moved(self, stage: str, placement: Placement) -> Moved | None:
         """What a version costs on its way to a call; None where it follows nobody."""
         call = self._calls[stage]
