@@ -21,6 +21,7 @@ from streamrl.dataflow import (
 )
 from streamrl.engines.split_models import is_served, is_trained_in_parts
 from streamrl.errors import ConfigError
+from streamrl.messages import COMPONENT_PREFIX, COST_PREFIX
 from streamrl.placement import (
     STRATEGIES,
     Assignment,
@@ -129,7 +130,8 @@ def sited_run(config: RunConfig, cluster: Cluster, *, longest_tokens: int) -> Ru
         return config
     if cluster.num_nodes > 1:
         return replace(config, placement=replace(there, address=RAY_THERE))
-    components = [judge.component for judge in (*config.rewards, *config.costs)]
+    components = [COMPONENT_PREFIX + judge.component for judge in config.rewards]
+    components += [COST_PREFIX + judge.component for judge in config.costs]
     rollouts = config.algorithm.group_size
     group = most_group_bytes(config.dataflow, components, rollouts=rollouts, tokens=longest_tokens)
     step = config.pipeline.groups_per_step * group * config.queue.shards
