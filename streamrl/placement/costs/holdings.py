@@ -184,8 +184,8 @@ class Holdings:
 
 _WORK = {
     Kind.GENERATE: "to lay down a version",
-    Kind.SCORE: "to score {tokens:.0f} tokens at a time",
-    Kind.TRAIN: "to train {tokens:.0f} tokens at a time",
+    Kind.SCORE: "for {tokens:.0f} tokens at a time",
+    Kind.TRAIN: "for {tokens:.0f} tokens at a time",
 }
 """What a call computes with memory of its own for."""
 
