@@ -217,8 +217,7 @@ def _write(arguments: argparse.Namespace, report: Report, costs: CostModel) -> d
             content = json.dumps(placement.to_dict(), indent=1) + "\n"
         else:
             config = _planned_run(report, costs)
-            before = read_config(arguments.config, arguments.overrides)
-            changed = _changed(to_dict(before), to_dict(config))
+            changed = _changed(to_dict(_asked_run(arguments, report)), to_dict(config))
             content = dump_config(config)
         write_file("-o", arguments.output, content)
     if arguments.svg is not None:
@@ -227,6 +226,14 @@ def _write(arguments: argparse.Namespace, report: Report, costs: CostModel) -> d
         picture = timeline_svg(title, report.problem.dataflow, placement, timeline)
         write_file("--svg", arguments.svg, picture)
     return changed
+
+
+def _asked_run(arguments: argparse.Namespace, report: Report) -> RunConfig:
+    """The run that was to be planned; under another bound, where its own is one it cannot have."""
+    try:
+        return read_config(arguments.config, arguments.overrides)
+    except ConfigError:
+        return report.config
 
 
 def _planned_run(report: Report, costs: CostModel) -> RunConfig:

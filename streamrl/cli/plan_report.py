@@ -22,6 +22,11 @@ from streamrl.simulator import Simulated
 
 GB = 1e9
 
+NO_REMEDY = (
+    "and would not with smaller micro-batches, trainer.gradient_checkpointing, trainer.lora_rank or"
+    " more devices, as far as was tried"
+)
+
 Row = tuple[FrontPoint, Simulated]
 """The best of a bound, and how it was played."""
 
@@ -95,7 +100,7 @@ class Report:
         if self.front:
             return lines
         if not self.remedies:
-            return [*lines, "nor with less in a micro-batch, or adapters alone (trainer.lora_rank)"]
+            return [*lines, NO_REMEDY]
         return [*lines, "it would fit with any one of:", *(f"  {each}" for each in self.remedies)]
 
     def _best(self, point: FrontPoint, played: Simulated) -> list[str]:

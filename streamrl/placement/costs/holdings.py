@@ -106,8 +106,9 @@ class Holdings:
 
     def unfit(self) -> str:
         """Why the devices that lack most cannot hold it, in a line; empty if all can."""
-        worst = max(self._stretches, key=self._short)
-        return self._why(worst) if self._short(worst) > 0 else ""
+        short = [(self._short(stretch), stretch) for stretch in self._stretches]
+        most, worst = max(short, key=lambda each: each[0])
+        return self._why(worst) if most > 0 else ""
 
     @property
     def _stretches(self) -> list[Stretch]:
