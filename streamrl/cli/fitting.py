@@ -1,6 +1,7 @@
 """What would make a run fit where nothing does: settings, one at a time, and more devices."""
 
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -37,11 +38,13 @@ def remedies(
             return False
         return can_fit(Choices(Estimator(problem, costs.rough), rules=rules))
 
+    longest = planning_of(config, cluster)[0].workload.most_tokens
+    smaller = [size for size in _sizes(config) if size >= longest]
     found = [settings for settings in _plain(config) if fits(settings)]
-    found += _smaller(config, {}, fits)
+    found += _largest({}, smaller, fits)
     checkpointed = {"trainer.gradient_checkpointing": True}
     if not found and not config.trainer.gradient_checkpointing:
-        found += _smaller(config, checkpointed, fits)
+        found += _largest(checkpointed, smaller, fits)
     adapters = {"trainer.lora_rank": LORA_RANK}
     if not found and not config.trainer.lora_rank and fits(adapters):
         found.append(adapters)
@@ -59,29 +62,20 @@ def _plain(config: RunConfig) -> Iterator[Settings]:
         yield {"generator.kv_cache_mb": None}
 
 
-def _smaller(
-    config: RunConfig, with_these: Settings, fits: Callable[[Settings], bool]
-) -> list[Settings]:
-    """The largest micro-batches that fit; none if not even the smallest do."""
+def _sizes(config: RunConfig) -> list[int]:
+    """Of micro-batches that are smaller than the run's."""
     whole = config.pipeline.micro_batch_tokens
-    sizes = [whole * part // MICRO_BATCHES for part in range(1, MICRO_BATCHES)]
+    return [whole * part // MICRO_BATCHES for part in range(1, MICRO_BATCHES)]
 
-    def sized(tokens: int) -> Settings:
-        return {**with_these, "pipeline.micro_batch_tokens": tokens}
 
-    # What fits still fits with less; one that holds no rollout is refused.
-    longest = config.generator.max_new_tokens
-    fit = [size for size in sizes if size > longest]
-    if not fit or not fits(sized(fit[0])):
-        return []
-    at, too_large = 0, len(fit)
-    while too_large - at > 1:
-        middle = (at + too_large) // 2
-        if fits(sized(fit[middle])):
-            at = middle
-        else:
-            too_large = middle
-    return [sized(fit[at])]
+def _largest(
+    with_these: Settings, sizes: Sequence[int], fits: Callable[[Settings], bool]
+) -> list[Settings]:
+    """The largest micro-batches that fit, of sizes that grow; none if not even the smallest do."""
+    found = [{**with_these, "pipeline.micro_batch_tokens": tokens} for tokens in sizes]
+    # What fits still fits with less.
+    fit = bisect_left(found, True, key=lambda settings: not fits(settings))
+    return found[fit - 1 : fit] if fit else []
 
 
 def _larger(cluster: Cluster, times: int) -> Cluster:
