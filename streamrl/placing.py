@@ -111,7 +111,9 @@ def placed_run(
     if why := unlike(config.dataflow, placement):
         raise ConfigError(f"placement: {placement}: {why}")
     roles = {call.role: placement.calls[stage] for stage, call in stages.items()}
-    sized = _sized_run(config, roles, placement.max_staleness)
+    # Sizes that go with the new placement may not go with the run's own.
+    apart = replace(config.placement, mode="disaggregated", pools=[], memory_mb=None)
+    sized = _sized_run(replace(config, placement=apart), roles, placement.max_staleness)
     if kv_cache_bytes is not None and config.generator.kv_cache_mb is None:
         given = max(1, int(kv_cache_bytes) >> 20)
         sized = replace(sized, generator=replace(sized.generator, kv_cache_mb=given))
@@ -349,27 +351,24 @@ def _sized_run(config: RunConfig, roles: Mapping[str, Assignment], max_staleness
         return found | {"backend": "torch" if assignment.grid.tensor > 1 else whole}
 
     generator, policy = roles[GENERATE.role], roles[POLICY]
-    changed = replace(
-        config,
-        pipeline=replace(config.pipeline, max_staleness=max_staleness, depth=None),
-        trainer=replace(config.trainer, **trained(POLICY, policy)),
-        generator=replace(
+    parts: dict[str, Any] = {
+        "pipeline": replace(config.pipeline, max_staleness=max_staleness, depth=None),
+        "trainer": replace(config.trainer, **trained(POLICY, policy)),
+        "generator": replace(
             config.generator,
             replicas=generator.grid.replicas,
             tensor_parallel=generator.grid.tensor,
         ),
-    )
-    judges = [roles[role].mesh.size for role in JUDGES if role in roles]
-    if judges:
-        changed = replace(changed, scorer=replace(changed.scorer, replicas=judges[0]))
+    }
+    if judges := [roles[role].mesh.size for role in JUDGES if role in roles]:
+        parts["scorer"] = replace(config.scorer, replicas=judges[0])
     if MOVED in roles:
-        replicas = roles[MOVED].mesh.size
-        changed = replace(changed, reference=replace(changed.reference, replicas=replicas))
-    critics = [role for role in CRITICS if role in roles]
-    if critics:
-        trainer = {**config.critic.trainer, **trained(critics[0], roles[critics[0]])}
-        changed = replace(changed, critic=replace(changed.critic, trainer=trainer))
-    shadows = [roles[role].mesh.size for role in SHADOWS if role in roles]
-    if shadows:
-        changed = replace(changed, critic=replace(changed.critic, replicas=shadows[0]))
-    return changed
+        parts["reference"] = replace(config.reference, replicas=roles[MOVED].mesh.size)
+    critic: dict[str, Any] = {}
+    if critics := [role for role in CRITICS if role in roles]:
+        own = trained(critics[0], roles[critics[0]])
+        critic["trainer"] = {**config.critic.trainer, **own}
+    if shadows := [roles[role].mesh.size for role in SHADOWS if role in roles]:
+        critic["replicas"] = shadows[0]
+    # At once: sizes of one part may not go with those that another had.
+    return replace(config, critic=replace(config.critic, **critic), **parts)

@@ -31,9 +31,9 @@ QUICK = {
     ("grpo_arithmetic", "1xH100"),
     ("grpo_arithmetic", "2xH100"),
     ("grpo_mixed_arithmetic", "2xH100"),
-    ("ppo_arithmetic", "8xA100"),
-    ("safe_rlhf_toy", "4xCPU"),
-    ("safe_rlhf_toy", "8xA100"),
+    ("ppo_arithmetic", "2xH100"),
+    ("grpo_arithmetic_colocated", "4xCPU"),
+    ("safe_rlhf_toy", "2xH100"),
 }
 CLUSTERS = ("1xH100", "2xH100", "8xA100", "2x8xA100", "4xCPU")
 SHORT = ("generator.max_new_tokens=12", "pipeline.groups_per_step=64", "algorithm.kl_horizon=4096")
