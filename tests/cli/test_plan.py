@@ -55,7 +55,7 @@ def test_a_plan_has_a_row_for_each_bound_that_gains_and_the_best_one_in_full(
     ]
     assert lines[4].startswith("0: ")
     best = lines.index(next(line for line in lines if line.startswith("best: ")))
-    assert [line.split()[0] for line in lines[best + 1 :]] == ["generate", "train"]
+    assert [line.split()[0] for line in lines[best + 1 :]] == ["generate", "train", "run.steps=80:"]
 
 
 def test_what_comes_next_by_the_schedule_is_played_too_and_may_win(
