@@ -72,7 +72,8 @@ def _largest(
     with_these: Settings, sizes: Sequence[int], fits: Callable[[Settings], bool]
 ) -> list[Settings]:
     """The largest micro-batches that fit, of sizes that grow; none if not even the smallest do."""
-    found = [{**with_these, "pipeline.micro_batch_tokens": tokens} for tokens in sizes]
+    key = "pipeline.micro_batch_tokens"
+    found: list[Settings] = [{**with_these, key: tokens} for tokens in sizes]
     # What fits still fits with less.
     fit = bisect_left(found, True, key=lambda settings: not fits(settings))
     return found[fit - 1 : fit] if fit else []
