@@ -61,8 +61,8 @@ def test_a_plan_has_a_row_for_each_bound_that_gains_and_the_best_one_in_full(
 def test_what_comes_next_by_the_schedule_is_played_too_and_may_win(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["plan", GRPO, "--cluster", "8xA100", "--model", "qwen2.5-7b", "--json"]
-    words += ["--prompt-tokens", "300", "--lengths", "lognormal:500:0.8", "--proposals", "300"]
+    words = ["plan", GRPO, "--cluster", "4xA100", "--model", "qwen2.5-3b", "--json"]
+    words += ["--prompt-tokens", "300", "--lengths", "lognormal:500:0.8", "--proposals", "100"]
     words += ["generator.max_new_tokens=2048", "algorithm.kl_coef=0.01", "--max-staleness", "0,1"]
     found = []
     for groups in (0, 8192):
@@ -282,6 +282,7 @@ def test_what_would_make_it_fit_is_told_and_does(
 ) -> None:
     words = ["plan", GRPO, "--cluster", cluster, "--model", "qwen2.5-1.5b", "--proposals", "0"]
     words += ["--prompt-tokens", "200", "generator.max_new_tokens=2000", *settings]
+    words += ["--max-staleness", "0", "pipeline.groups_per_step=8"]
     code, out = run(capsys, *words)
     assert code == 1
     assert "\nit would fit with any one of:\n" in out
