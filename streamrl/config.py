@@ -40,7 +40,7 @@ from streamrl.rewards import (
 )
 from streamrl.rewards.config import fold_options
 from streamrl.rewards.filtering import FilterConfig
-from streamrl.settings import unreadable
+from streamrl.settings import unreadable, with_empty_text
 from streamrl.small_file import read_small_yaml
 from streamrl.telemetry import TelemetryConfig
 from streamrl.weights import WeightsConfig
@@ -261,7 +261,7 @@ def _replaced(part: Any, settings: Mapping[str, Any]) -> Any:
 
 def resolve(settings: DictConfig, *, place: str) -> RunConfig:
     """Check loose settings against the structure of RunConfig; `place` is where they come from."""
-    loose = _with_options(OmegaConf.to_container(settings))
+    loose = with_empty_text(_with_options(OmegaConf.to_container(settings)), RunConfig)
     for key, value, inside in _walk(loose, RunConfig, ""):
         _check_key(key, value, inside, place)
     try:
@@ -338,7 +338,8 @@ def _overlaid(config: TrainerConfig, changes: Mapping[str, Any], *, section: str
             near = difflib.get_close_matches(name, vars(config), n=1, cutoff=0.0)[0]
             raise ConfigError(f"{section}.{name}={value!r}: unknown; the nearest key is {near}")
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(config), dict(changes))
+        given = with_empty_text(dict(changes), TrainerConfig)
+        merged = OmegaConf.merge(OmegaConf.structured(config), given)
         overlaid = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]

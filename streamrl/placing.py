@@ -3,10 +3,12 @@
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import networkx as nx
 
+from streamrl.buffer.admission import most_group_bytes
 from streamrl.config import RunConfig
 from streamrl.dataflow import (
     GENERATE,
@@ -17,11 +19,15 @@ from streamrl.dataflow import (
     Dataflow,
     Kind,
 )
+from streamrl.engines.split_models import is_served, is_trained_in_parts
 from streamrl.errors import ConfigError
+from streamrl.messages import COMPONENT_PREFIX, COST_PREFIX
 from streamrl.placement import (
     STRATEGIES,
     Assignment,
+    Cluster,
     Mesh,
+    ModelShape,
     Placement,
     PlacementConfig,
     Timings,
@@ -37,6 +43,12 @@ from streamrl.resharding import Grid
 from streamrl.slots import counts
 
 SHADOWS = ("value", "cost_value")
+SIZED_ALIKE = (JUDGES, CRITICS, SHADOWS)
+"""Roles whose numbers of actors, and how their models are split, are one setting."""
+RAY_THERE = "auto"
+"""The address with which Ray finds the cluster that a node belongs to."""
+STORE_SLACK = 1.05
+"""For columns that a reward adds of its own."""
 NO_EXPERTS = "streamrl has no expert parallelism"
 NOT_POOLS = "no pools of roles have these devices"
 
@@ -81,10 +93,14 @@ def packed(placement: Placement) -> Placement:
     )
 
 
-def placed_run(config: RunConfig, placement: Placement) -> RunConfig:
+def placed_run(
+    config: RunConfig, placement: Placement, *, kv_cache_bytes: float | None = None
+) -> RunConfig:
     """The same run, placed so; `run_placement` is the inverse, but for the devices' numbers.
 
-    Raises ConfigError naming the call, or the devices, that streamrl cannot run so.
+    kv_cache_bytes: for keys and values on each device that samples, where the run says nothing;
+    null leaves them what the engine takes. Raises ConfigError naming the call, or the devices, that
+    streamrl cannot run so.
     """
     stages = {call.stage: call for call in config.dataflow.calls if call.stage in placement.calls}
     for stage, call in stages.items():
@@ -92,28 +108,68 @@ def placed_run(config: RunConfig, placement: Placement) -> RunConfig:
     pools = pools_of(config.dataflow, placement)
     if pools is None:
         raise ConfigError(f"placement: {placement}: {NOT_POOLS}")
+    if why := unlike(config.dataflow, placement):
+        raise ConfigError(f"placement: {placement}: {why}")
     roles = {call.role: placement.calls[stage] for stage, call in stages.items()}
-    sized = _sized_run(config, roles, placement.max_staleness)
+    # Sizes that go with the new placement may not go with the run's own.
+    apart = replace(config.placement, mode="disaggregated", pools=[], memory_mb=None)
+    sized = _sized_run(replace(config, placement=apart), roles, placement.max_staleness)
+    if kv_cache_bytes is not None and config.generator.kv_cache_mb is None:
+        given = max(1, int(kv_cache_bytes) >> 20)
+        sized = replace(sized, generator=replace(sized.generator, kv_cache_mb=given))
     there = replace(config.placement, mode=pools.mode, pools=pools.pools, memory_mb=None)
     return replace(sized, placement=there)
+
+
+def sited_run(config: RunConfig, cluster: Cluster, *, longest_tokens: int) -> RunConfig:
+    """The same run with what it needs to start on a cluster.
+
+    Of several nodes it joins the Ray that runs there; on a single one it starts its own, whose
+    object store has room for a step in any shard. longest_tokens: of the longest rollout.
+    """
+    there = config.placement
+    if there.address:
+        return config
+    if cluster.num_nodes > 1:
+        return replace(config, placement=replace(there, address=RAY_THERE))
+    components = [COMPONENT_PREFIX + judge.component for judge in config.rewards]
+    components += [COST_PREFIX + judge.component for judge in config.costs]
+    rollouts = config.algorithm.group_size
+    group = most_group_bytes(config.dataflow, components, rollouts=rollouts, tokens=longest_tokens)
+    step = config.pipeline.groups_per_step * group * config.queue.shards
+    needed_mb = math.ceil(STORE_SLACK * step / config.queue.store_share / (1 << 20))
+    return replace(
+        config,
+        placement=replace(there, object_store_mb=max(there.object_store_mb, needed_mb)),
+    )
+
+
+def shares_devices(placement: Placement) -> bool:
+    """Whether generators have devices that others compute on, too."""
+    others = placement.calls.keys() - {GENERATE.stage, GREEDY.stage}
+    return any(placement.overlaps(GENERATE.stage, other) for other in others)
 
 
 # What streamrl runs.
 
 
-def rules_of(config: RunConfig) -> Rules:
-    """`run_rules`, for a run's own types.
+def rules_of(config: RunConfig, models: Mapping[str, ModelShape]) -> Rules:
+    """`run_rules`, for a run's own types and models.
 
     Layers that are split are trained by torch, which keeps no master weights for those in bfloat16,
-    and no adapters.
+    and no adapters; it shards all of a model that is whole, or nothing.
     """
-
     trainers = {role: config.trainer_of(role) for role in config.dataflow.trained}
     whole = {r for r, each in trainers.items() if each.dtype == "bfloat16" or each.lora_rank}
 
     def rules(call: Call, grid: Grid) -> Sequence[int]:
-        is_split = call.kind is Kind.TRAIN and grid.tensor > 1
-        return () if is_split and call.role in whole else run_rules(call, grid)
+        shape = models.get(call.role) or models[call.follows]
+        if call.kind is not Kind.TRAIN:
+            return run_rules(call, grid) if is_served(shape, grid.tensor) else ()
+        if grid.tensor > 1 and (call.role in whole or not is_trained_in_parts(shape, grid.tensor)):
+            return ()
+        is_sharded = trainers[call.role].backend == "torch" and grid.size > 1
+        return (0, 3) if is_sharded and grid.tensor == 1 else run_rules(call, grid)
 
     return rules
 
@@ -184,6 +240,8 @@ class RunCosts:
         pools = self._pools[key]
         if pools is None:
             return f"streamrl does not run it: {NOT_POOLS}"
+        if why := unlike(self._dataflow, placement):
+            return f"streamrl does not run it: {why}"
         return self._apart(placement.max_staleness) if pools.is_hybrid else ""
 
 
@@ -201,6 +259,21 @@ def _check_runs(call: Call, assignment: Assignment, placement: Placement) -> Non
         raise ConfigError(
             f"{place}: ZeRO {assignment.zero_stage} does not go with tensor parallelism; 0 and 3 do"
         )
+
+
+def unlike(dataflow: Dataflow, placement: Placement) -> str:
+    """Which roles differ that one setting of a run sizes; empty if none does."""
+    calls = {call.role: placement.calls.get(call.stage) for call in dataflow.calls}
+    for roles in SIZED_ALIKE:
+        found = [(role, each) for role in roles if (each := calls.get(role)) is not None]
+        for (one, this), (other, that) in pairwise(found):
+            if (this.mesh.size, this.grid, this.zero_stage) != (
+                that.mesh.size,
+                that.grid,
+                that.zero_stage,
+            ):
+                return f"{one} and {other} have one setting for their sizes, not {this} and {that}"
+    return ""
 
 
 def pools_of(dataflow: Dataflow, placement: Placement) -> PlacementConfig | None:
@@ -271,33 +344,31 @@ def _shifts(meshes: Mapping[str, Mesh]) -> dict[tuple[str, str], int]:
 def _sized_run(config: RunConfig, roles: Mapping[str, Assignment], max_staleness: int) -> RunConfig:
     """The run with as many actors, and as many devices for each, as the placement has."""
 
-    def trained(assignment: Assignment) -> dict[str, Any]:
+    def trained(role: str, assignment: Assignment) -> dict[str, Any]:
+        whole = config.trainer_of(role).backend
         found: dict[str, Any] = {"world_size": assignment.mesh.size}
         found |= {"tensor_parallel": assignment.grid.tensor, "zero_stage": assignment.zero_stage}
-        return found | ({"backend": "torch"} if assignment.grid.tensor > 1 else {})
+        return found | {"backend": "torch" if assignment.grid.tensor > 1 else whole}
 
     generator, policy = roles[GENERATE.role], roles[POLICY]
-    changed = replace(
-        config,
-        pipeline=replace(config.pipeline, max_staleness=max_staleness, depth=None),
-        trainer=replace(config.trainer, **trained(policy)),
-        generator=replace(
+    parts: dict[str, Any] = {
+        "pipeline": replace(config.pipeline, max_staleness=max_staleness, depth=None),
+        "trainer": replace(config.trainer, **trained(POLICY, policy)),
+        "generator": replace(
             config.generator,
             replicas=generator.grid.replicas,
             tensor_parallel=generator.grid.tensor,
         ),
-    )
-    judges = [roles[role].mesh.size for role in JUDGES if role in roles]
-    if judges:
-        changed = replace(changed, scorer=replace(changed.scorer, replicas=judges[0]))
+    }
+    if judges := [roles[role].mesh.size for role in JUDGES if role in roles]:
+        parts["scorer"] = replace(config.scorer, replicas=judges[0])
     if MOVED in roles:
-        replicas = roles[MOVED].mesh.size
-        changed = replace(changed, reference=replace(changed.reference, replicas=replicas))
-    critics = [role for role in CRITICS if role in roles]
-    if critics:
-        trainer = {**config.critic.trainer, **trained(roles[critics[0]])}
-        changed = replace(changed, critic=replace(changed.critic, trainer=trainer))
-    shadows = [roles[role].mesh.size for role in SHADOWS if role in roles]
-    if shadows:
-        changed = replace(changed, critic=replace(changed.critic, replicas=shadows[0]))
-    return changed
+        parts["reference"] = replace(config.reference, replicas=roles[MOVED].mesh.size)
+    critic: dict[str, Any] = {}
+    if critics := [role for role in CRITICS if role in roles]:
+        own = trained(critics[0], roles[critics[0]])
+        critic["trainer"] = {**config.critic.trainer, **own}
+    if shadows := [roles[role].mesh.size for role in SHADOWS if role in roles]:
+        critic["replicas"] = shadows[0]
+    # At once: sizes of one part may not go with those that another had.
+    return replace(config, critic=replace(config.critic, **critic), **parts)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from streamrl.config import RunConfig
 from streamrl.data import load_files
-from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY
+from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY, Kind
 from streamrl.errors import ConfigError
 from streamrl.model_config import model_length
 from streamrl.placement import Cluster, Manner, ModelShape, Problem, Workload, shape_of
@@ -13,6 +13,8 @@ from streamrl.placement.adapters import adapted
 from streamrl.placement.costs import Constants
 from streamrl.placement.costs.constants import MOST
 from streamrl.placement.workload import FixedLength, Lengths
+from streamrl.rewards.config import RewardConfig
+from streamrl.rewards.model import ModelOptions
 
 CRITICS = (CRITIC, COST_CRITIC)
 JUDGES = ("reward", "cost")
@@ -22,32 +24,56 @@ JUDGES = ("reward", "cost")
 class Asked:
     """What a config does not say: sizes of models by role, in place of its own, and lengths.
 
-    lengths: null takes generator.max_new_tokens for all completions, the most they can have.
-    filtered: of all groups that are sampled, the part that dynamic sampling takes out.
+    prompt_tokens: mean of a prompt. longest_prompt: null takes the mean. lengths: null takes
+    generator.max_new_tokens for all completions, the most they can have. filtered: of all groups
+    that are sampled, the part that dynamic sampling takes out.
     """
 
     prompt_tokens: float
     models: Mapping[str, str] = field(default_factory=dict)
     lengths: Lengths | None = None
     filtered: float = 0.0
+    longest_prompt: int | None = None
 
 
 def problem_of(config: RunConfig, cluster: Cluster, asked: Asked) -> Problem:
     """What the planner is asked of a run. Raises ConfigError for a model that cannot be sized."""
-    algorithm, settings = config.algorithm, config.settings
+    algorithm, settings, generator = config.algorithm, config.settings, config.generator
+    longest_prompt = asked.longest_prompt or max(1, round(asked.prompt_tokens))
     workload = Workload(
         config.pipeline.groups_per_step,
         algorithm.group_size,
         asked.prompt_tokens,
-        asked.lengths or FixedLength(config.generator.max_new_tokens),
+        asked.lengths or FixedLength(generator.max_new_tokens),
         settings.epochs,
         settings.mini_batches,
         config.pipeline.micro_batch_tokens,
         settings.scope == "step" or settings.num_updates > 1,
         asked.filtered,
+        (longest_prompt, generator.max_new_tokens),
     )
-    models = models_of(config, asked.models)
-    return Problem(config.dataflow, models, workload, cluster, _manner(config))
+    return Problem(
+        config.dataflow,
+        models_of(config, asked.models),
+        workload,
+        cluster,
+        _manner(config),
+        _score_tokens(config),
+        (generator.kv_cache_mb or 0) << 20,
+    )
+
+
+def _score_tokens(config: RunConfig) -> dict[str, int]:
+    """By role that scores, most tokens that it computes at a time.
+
+    A reward model has a setting of its own.
+    """
+    found = {}
+    for call in config.dataflow.of_kind(Kind.SCORE):
+        judge = _judge(config, call.role) if call.role in JUDGES else None
+        own = judge.options.get("batch_tokens", ModelOptions.batch_tokens) if judge else None
+        found[call.role] = int(own or config.pipeline.micro_batch_tokens)
+    return found
 
 
 def models_of(config: RunConfig, named: Mapping[str, str]) -> dict[str, ModelShape]:
@@ -67,10 +93,10 @@ def models_of(config: RunConfig, named: Mapping[str, str]) -> dict[str, ModelSha
         if role in named:
             shape = _sized(named[role], role)
         elif role in JUDGES:
-            path = _judge(config, role)
-            if path is None:
+            judge = _judge(config, role)
+            if judge is None:
                 continue
-            shape = _sized(path, role)
+            shape = _sized(str(judge.options["path"]), role)
         elif role in CRITICS and config.critic.path:
             shape = _sized(config.critic.path, role)
         else:
@@ -97,16 +123,17 @@ def _sized(model: str, role: str) -> ModelShape:
         raise ConfigError(f"{error}; --model {role}=NAME says another") from None
 
 
-def _judge(config: RunConfig, role: str) -> str | None:
-    """The directory of the first model that rewards, or costs, are computed with."""
-    for judge in config.rewards if role == "reward" else config.costs:
-        if judge.kind == "model":
-            return str(judge.options["path"])
-    return None
+def _judge(config: RunConfig, role: str) -> RewardConfig | None:
+    """The first reward, or cost, that is computed with a model."""
+    judges = config.rewards if role == "reward" else config.costs
+    return next((judge for judge in judges if judge.kind == "model"), None)
 
 
-def mean_prompt_tokens(config: RunConfig) -> float:
-    """Of data.train, as the model of the run reads it. Raises ConfigError if that cannot be had."""
+def prompt_tokens(config: RunConfig) -> tuple[float, int]:
+    """Mean and most tokens of a prompt of data.train, as the model of the run reads it.
+
+    Raises ConfigError if that cannot be had.
+    """
     try:
         limit = config.data.prompt_limit(
             model_tokens=model_length(config.model.path, limit=config.model.max_length),
@@ -117,14 +144,14 @@ def mean_prompt_tokens(config: RunConfig) -> float:
     except ConfigError as error:
         raise ConfigError(f"{error}; --prompt-tokens N says how long prompts are") from None
     sizes = [len(prompt.token_ids) for prompt in loaded.prompts]
-    return sum(sizes) / len(sizes)
+    return sum(sizes) / len(sizes), max(sizes)
 
 
-def run_constants(config: RunConfig, constants: Constants) -> Constants:
+def run_constants(config: RunConfig, constants: Constants, *, on_gpu: bool) -> Constants:
     """Constants with what the settings of a run say, and how streamrl runs it.
 
-    A generator's weights stay where they are while the trainer beside it computes. Raises
-    ConfigError for more rollouts at the same time than can be.
+    A generator's weights, keys and values stay where they are while others compute beside it; on a
+    GPU the weights are a copy. Raises ConfigError for more rollouts at the same time than can be.
     """
     running, most = config.generator.max_concurrent_rollouts, MOST["max_running"]
     if running > most:
@@ -136,6 +163,8 @@ def run_constants(config: RunConfig, constants: Constants) -> Constants:
         max_running=running,
         recompute=config.trainer.gradient_checkpointing,
         keeps_served=True,
+        aliases_served=not on_gpu,
+        keeps_kv=True,
     )
 
 

@@ -11,10 +11,9 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-import numpy as np
 import torch
 
-from streamrl.buffer.admission import check_bytes
+from streamrl.buffer.admission import check_bytes, most_group_bytes
 from streamrl.config import RunConfig
 from streamrl.data import (
     LoadedPrompts,
@@ -30,7 +29,7 @@ from streamrl.engines.split_models import check_split_generator, check_tensor_pa
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.vllm_registry import is_served_by_transformers
 from streamrl.errors import ConfigError
-from streamrl.messages import Per, Prompt, column_spec
+from streamrl.messages import Prompt
 from streamrl.model_config import check_weights, model_length, stored_shapes, trusted_env
 from streamrl.placement import SLOTS, Demand, Way, WorkerMemory
 from streamrl.rewards import COSTS, Surroundings, build_rewards
@@ -40,8 +39,6 @@ from streamrl.slots import counts, placed, placement_of
 GIB = 1 << 30
 NUM_EXPERT_AXES = 3
 """Axes of a parameter that has the weights of all experts of a layer."""
-BLOB_BYTES = 2048
-"""What names and types of a stage's columns take beside the columns themselves, at most."""
 PROCESS_GIB = 0.4
 """What an actor takes once its libraries are loaded, before any model, GiB."""
 
@@ -251,12 +248,12 @@ def hybrid_memory(config: RunConfig, *, on_gpu: bool) -> WorkerMemory | None:
 
 def largest_group_bytes(config: RunConfig, prepared: Prepared) -> int:
     """Most bytes the columns of one group can take in the queue."""
-    rollouts, tokens = config.algorithm.group_size, prepared.max_length
-    entries = {Per.TOKEN: rollouts * tokens, Per.ROLLOUT: rollouts, Per.GROUP: tokens}
-    produced = [name for call in prepared.dataflow.calls for name in call.produces]
-    specs = [column_spec(name) for name in (*produced, *prepared.components)]
-    sizes = [np.dtype(spec.dtype).itemsize * entries[spec.per] for spec in specs]
-    return sum(sizes) + BLOB_BYTES * len(prepared.dataflow.calls)
+    return most_group_bytes(
+        prepared.dataflow,
+        prepared.components,
+        rollouts=config.algorithm.group_size,
+        tokens=prepared.max_length,
+    )
 
 
 def shard_bytes(config: RunConfig, prepared: Prepared, *, node_stores: Sequence[float]) -> int:

@@ -3,7 +3,7 @@
 import dataclasses
 import difflib
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
@@ -26,7 +26,8 @@ def read_settings(kind: type[T], values: Mapping[str, Any], *, section: str) -> 
         if name not in names:
             raise ConfigError(f"{section}.{name}={value!r}: unknown; {nearest(str(name), names)}")
     try:
-        found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), dict(values)))
+        given = with_empty_text(dict(values), kind)
+        found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), given))
     except MissingMandatoryValue as error:
         raise ConfigError(f"{section}.{error.full_key}: missing") from None
     except OmegaConfBaseException as error:
@@ -36,6 +37,21 @@ def read_settings(kind: type[T], values: Mapping[str, Any], *, section: str) -> 
         raise ConfigError(f"{section}.{error}") from None
     assert isinstance(found, kind)
     return found
+
+
+def with_empty_text(loose: Any, kind: Any) -> Any:
+    """The settings, where text that is left empty, as in `key=` or `key:`, is empty text.
+
+    YAML has nothing there; for settings that may be null it stays so.
+    """
+    if get_origin(kind) is list and isinstance(loose, list):
+        return [with_empty_text(entry, get_args(kind)[0]) for entry in loose]
+    if kind is str and loose is None:
+        return ""
+    if not (dataclasses.is_dataclass(kind) and isinstance(loose, dict)):
+        return loose
+    hints = get_type_hints(kind)
+    return {name: with_empty_text(value, hints.get(str(name))) for name, value in loose.items()}
 
 
 def unreadable(error: Exception) -> str:

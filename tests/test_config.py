@@ -64,6 +64,21 @@ def test_one_entry_of_a_list_can_be_overridden(recipe: Path) -> None:
         load_config(recipe, ["rewards[5].weight=2"])
 
 
+def test_text_that_is_left_empty_is_empty_text(recipe: Path) -> None:
+    recipe.write_text(MINIMAL + "placement: {address: }\n")
+    empty = ["critic.path=", "scorer.combine=", "data.eval=", "telemetry.wandb.mode=disabled"]
+    config = load_config(recipe, [*empty, "algorithm.path=null", "rewards[0].name="])
+    assert config.placement.address == config.critic.path == config.scorer.combine == ""
+    assert config.algorithm.path == config.rewards[0].name == ""
+    assert config.data.eval_files == ()
+    # A number may be nothing only where that means something.
+    assert load_config(recipe, ["model.max_length="]).model.max_length is None
+    with pytest.raises(ConfigError, match=r"run\.steps"):
+        load_config(recipe, ["run.steps="])
+    with pytest.raises(ConfigError, match=r"run\.name='': must be a plain folder name"):
+        load_config(recipe, ["run.name="])
+
+
 def test_the_resolved_config_reads_back_as_itself(recipe: Path, tmp_path: Path) -> None:
     config = load_config(recipe, ["trainer.lr=3e-4", "model.max_length=64"])
     (tmp_path / "resolved.yaml").write_text(dump_config(config))

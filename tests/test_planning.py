@@ -9,7 +9,8 @@ from streamrl.dataflow import Kind
 from streamrl.errors import ConfigError
 from streamrl.placement import Cluster, FixedLength, Manner, Placement, of_meshes, of_ratios
 from streamrl.placement.costs import Constants
-from streamrl.placing import placed_run, pools_of, rules_of, run_placement
+from streamrl.placement.shapes import shape_of
+from streamrl.placing import placed_run, pools_of, rules_of, run_placement, sited_run
 from streamrl.planning import Asked, problem_of, run_constants
 from streamrl.resharding import Grid
 
@@ -47,7 +48,7 @@ def test_what_lora_trains_is_planned_as_adapters_on_whole_layers() -> None:
     models = problem_of(config, Cluster.parse("8xA100"), Asked(20, SIZES)).models
     assert 0 < models["policy"].trained < 0.01 * models["policy"].params
     assert not models["critic"].trained
-    rules = rules_of(config)
+    rules = rules_of(config, models)
     calls = {call.role: call for call in config.dataflow.calls if call.kind is Kind.TRAIN}
     assert rules(calls["policy"], Grid(1, 2, 2)) == ()
     assert rules(calls["policy"], Grid(1, 1, 4)) and rules(calls["critic"], Grid(1, 2, 2))
@@ -56,8 +57,47 @@ def test_what_lora_trains_is_planned_as_adapters_on_whole_layers() -> None:
 def test_more_rollouts_at_once_than_a_constant_may_be_are_told_by_the_setting() -> None:
     many = recipe("grpo", "generator.max_concurrent_rollouts=2000000")
     with pytest.raises(ConfigError, match=r"^generator\.max_concurrent_rollouts=2000000: must"):
-        run_constants(many, Constants())
-    assert run_constants(recipe("grpo"), Constants()).max_running == 512
+        run_constants(many, Constants(), on_gpu=True)
+    assert run_constants(recipe("grpo"), Constants(), on_gpu=True).max_running == 512
+
+
+def test_micro_batches_caches_and_the_longest_rollout_are_the_runs_own() -> None:
+    own = ["pipeline.micro_batch_tokens=8192", "generator.kv_cache_mb=3"]
+    judged = "rewards=[{kind: model, path: some/judge, batch_tokens: 100}]"
+    named = {**SIZES, "reward": "qwen2.5-0.5b"}
+    asked = Asked(20, named, FixedLength(5), longest_prompt=30)
+    problem = problem_of(recipe("ppo", *own, judged), Cluster.parse("8xA100"), asked)
+    assert problem.score_tokens == {"reward": 100, "reference": 8192, "value": 8192}
+    assert problem.kv_cache_bytes == 3 << 20
+    # Completions of 5 tokens were measured, but an engine has room for the 12 they may have.
+    assert problem.workload.most_tokens == 30 + 12
+
+
+def test_what_train_cannot_split_is_not_planned_so() -> None:
+    config = recipe("grpo")
+    calls = {call.kind: call for call in config.dataflow.calls}
+    for model, ranks, trains, serves in (
+        ("llama-7b", 8, True, True),
+        ("qwen2.5-7b", 2, True, True),
+        ("qwen2.5-72b", 8, True, True),
+        ("qwen3-8b", 2, False, True),
+        ("qwen2.5-7b", 7, False, False),
+        # Two key and value heads: pairs of ranks serve with the same ones, and cannot train so.
+        ("qwen2.5-3b", 4, False, True),
+    ):
+        rules = rules_of(config, {"policy": shape_of(model)})
+        assert bool(rules(calls[Kind.TRAIN], Grid(1, ranks, 1))) == trains, model
+        assert bool(rules(calls[Kind.GENERATE], Grid(1, ranks, 1))) == serves, model
+
+
+def test_a_run_of_several_nodes_joins_their_ray_and_one_of_its_own_has_room_for_a_step() -> None:
+    config = recipe("grpo", "pipeline.groups_per_step=4096")
+    near = sited_run(config, Cluster.parse("8xH100"), longest_tokens=30_000)
+    assert near.placement.address == "" and near.placement.object_store_mb > 20_000
+    far = sited_run(config, Cluster.parse("2x8xH100"), longest_tokens=30_000)
+    assert far.placement.address == "auto"
+    told = recipe("grpo", "placement.address=10.0.0.1:6379")
+    assert sited_run(told, Cluster.parse("2x8xH100"), longest_tokens=30_000) == told
 
 
 def test_a_model_that_nobody_can_size_is_refused() -> None:

@@ -7,9 +7,7 @@ from benchmarks.published.families import Families, FamilyPlan
 from benchmarks.published.points import (
     FIG_12,
     FIG_12_STANDALONE,
-    FIG_14,
     FIG_15,
-    TRANSITION_70B_S,
     Transition,
 )
 from benchmarks.published.rows import Row
@@ -91,8 +89,6 @@ def rows() -> Iterator[Row]:
     """All points."""
     yield from figure_15()
     yield from figure_12()
-    for each in FIG_14:
-        yield from transition(each)
 
 
 def figure_15() -> Iterator[Row]:
@@ -131,8 +127,8 @@ def _seconds(step_s: float) -> str:
     return "does not fit" if math.isinf(step_s) else f"{step_s:.0f} s"
 
 
-def transition(point: Transition) -> Iterator[Row]:
-    """Bytes of a GPU by Table 2 and by plan, and seconds."""
+def transition(point: Transition) -> Mapping[str, tuple[float, float]]:
+    """GB of a GPU, and least seconds, from training to generation: by formula, and by plan."""
     shape, train, generate = (
         SHAPES[point.model],
         Grid.parse(point.train),
@@ -149,16 +145,10 @@ def transition(point: Transition) -> Iterator[Row]:
         shape, source, target
     )
     size_gb = shape.params * 2 / 1e9
-    found = (
-        ("received, HybridFlow, GB", point.zero_gb, moved.received_bytes / 1e9),
-        ("received, HybridFlow-V, GB", point.vanilla_gb, size_gb * by_table["vanilla"].received),
-        ("received, DeepSpeed-Chat, GB", point.full_gb, size_gb * by_table["full_gather"].received),
-        ("peak, HybridFlow, GB", point.peak_gb, size_gb * by_table["zero"].peak),
-        ("least seconds that links allow", point.floor_s, moved.seconds),
-    )
-    setting = f"{point.model}, {point.train} to {point.generate}"
-    for quantity, printed, predicted in found:
-        yield Row("hybridflow", "Fig. 14", setting, quantity, printed, float(predicted))
-    if point.model == "llama-70b":
-        seconds = Traffic(CLUSTER, CONSTANTS).moved(shape, source, target).seconds
-        yield Row("hybridflow", "Fig. 14", setting, "transition, s", TRANSITION_70B_S, seconds)
+    return {
+        "HybridFlow": (point.zero_gb, moved.received_bytes / 1e9),
+        "HybridFlow-V": (point.vanilla_gb, float(size_gb * by_table["vanilla"].received)),
+        "DeepSpeed-Chat": (point.full_gb, float(size_gb * by_table["full_gather"].received)),
+        "peak": (point.peak_gb, float(size_gb * by_table["zero"].peak)),
+        "seconds": (point.floor_s, moved.seconds),
+    }

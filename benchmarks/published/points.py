@@ -48,7 +48,10 @@ FIG_12_STANDALONE = (64, 32, 16, 16)
 
 @dataclass(frozen=True)
 class Transition:
-    """From training to generation; GB of a GPU. floor_s: what the links alone take."""
+    """From training to generation, by the formulas of Table 2; in print Figure 14 is a picture.
+
+    GB of a GPU. floor_s: what the links alone take.
+    """
 
     model: str
     train: str
@@ -66,8 +69,7 @@ FIG_14 = (
     Transition("llama-34b", "4-8-4", "1-8-16", 6.33, 65.4, 67.0, 8.4, 2.0),
     Transition("llama-70b", "8-8-2", "1-8-16", 15.1, 135.8, 136.9, 17.2, 4.8),
 )
-TRANSITION_70B_S = 9.6
-"""At 70B: what is left of 87.8 s where 78.2 s, 89.1 %, are saved."""
+"""Its settings, and what the formulas come to: not printed, and no row of the page."""
 
 
 # ReaL: PetaFLOP/s of its heuristic (8-way tensor parallel, as many stages as nodes, all calls on

@@ -1,9 +1,14 @@
 """Admission by credit: the rule that bounds staleness before anything is generated."""
 
 import asyncio
+from collections.abc import Sequence
+
+import numpy as np
 
 from streamrl.buffer.ledger import Ledger
+from streamrl.dataflow import Dataflow
 from streamrl.errors import ConfigError
+from streamrl.messages import Per, column_spec
 
 
 def credit_limit(version: int, *, depth: int, groups_per_step: int) -> int:
@@ -27,6 +32,24 @@ def check_capacity(capacity_groups: int, *, depth: int, groups_per_step: int) ->
             f"queue.capacity_groups={capacity_groups}: must be at least {needed}"
             f" = (pipeline.depth {depth} + 1) * pipeline.groups_per_step {groups_per_step}"
         )
+
+
+BLOB_BYTES = 2048
+"""What names and types of a stage's columns take beside the columns themselves, at most."""
+
+
+def most_group_bytes(
+    dataflow: Dataflow, components: Sequence[str], *, rollouts: int, tokens: int
+) -> int:
+    """Most bytes the columns of one group can take in the queue.
+
+    components: columns of the rewards by themselves. tokens: of its longest rollout.
+    """
+    entries = {Per.TOKEN: rollouts * tokens, Per.ROLLOUT: rollouts, Per.GROUP: tokens}
+    produced = [name for call in dataflow.calls for name in call.produces]
+    specs = [column_spec(name) for name in (*produced, *components)]
+    sizes = [np.dtype(spec.dtype).itemsize * entries[spec.per] for spec in specs]
+    return sum(sizes) + BLOB_BYTES * len(dataflow.calls)
 
 
 def check_bytes(shard_bytes: int, *, group_bytes: int, groups_per_step: int, place: str) -> None:

@@ -18,7 +18,6 @@ from streamrl.slots import counts
 STEPS = 60
 """Steps of a simulation; more change its means by less than a run's differ among themselves."""
 SEED = 0
-CPU_DEVICE = "CPU"
 
 
 @dataclass(frozen=True)
@@ -102,7 +101,7 @@ class PlannedRun:
         A core's figures are taken for what they are: whatever is slower than them is what a decode
         step takes on top.
         """
-        found = run_constants(self.config, self.defaults)
+        found = run_constants(self.config, self.defaults, on_gpu=not self.is_on_cpu)
         if self.is_on_cpu:
             found = replace(found, decode_flops_fraction=1.0, decode_memory_fraction=1.0)
         return found
@@ -120,7 +119,7 @@ class PlannedRun:
     @property
     def is_on_cpu(self) -> bool:
         """Whether its devices are cores."""
-        return any(group.device.name == CPU_DEVICE for group in self.problem.cluster.groups)
+        return self.problem.cluster.is_cpu
 
     def _with_room(self, generator: GeneratorTiming) -> GeneratorTiming:
         """With as many tokens as the run's engines have room for, where it says so."""

@@ -3,6 +3,7 @@
 Neither the bound nor the placement that the config itself has is what is planned for.
 """
 
+import argparse
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +26,28 @@ def read_bounds(text: str) -> Sequence[int]:
             f"--max-staleness {text}: must be numbers from 0 to {MOST_STALENESS}, as 0,1"
         )
     return sorted({int(word) for word in words})
+
+
+def read_asked(
+    arguments: argparse.Namespace,
+) -> tuple[RunConfig, int | None, list[int], list[Absent]]:
+    """The run to be planned, its own bound if that is to be kept, and bounds to plan for.
+
+    With those that its settings refuse, and why. Raises ConfigError for a wrong one.
+    """
+    path, overrides = arguments.config, arguments.overrides
+    if arguments.max_staleness is not None:
+        bounds = read_bounds(arguments.max_staleness)
+        config = read_run(path, overrides, bounds)
+        return config, None, *judged(config, bounds)
+    own = read_config(path, overrides).pipeline.max_staleness
+    if own > MOST_STALENESS:
+        raise ConfigError(
+            f"pipeline.max_staleness={own}: must be at most {MOST_STALENESS} to be planned"
+        )
+    config = read_run(path, overrides, [own])
+    allowed, refused = judged(config, sorted({own, *read_bounds(BOUNDS)}))
+    return config, own, allowed, refused
 
 
 def read_run(path: Path, overrides: Sequence[str], bounds: Sequence[int]) -> RunConfig:

@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from streamrl.placement import (
     Workload,
 )
 from streamrl.placement.costs import Constants
-from streamrl.planning import Asked, mean_prompt_tokens, problem_of, run_constants
+from streamrl.planning import Asked, problem_of, prompt_tokens, run_constants
 from streamrl.settings import unreadable
 from streamrl.small_file import MIB, parse_json, read_small, read_small_yaml
 
@@ -81,8 +82,33 @@ def add_problem_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of what is random (0)")
 
 
+@dataclass(frozen=True)
+class Question:
+    """What is asked beside a run's config: devices, sizes and lengths, and what devices give."""
+
+    cluster: Cluster
+    asked: Asked
+    constants: Constants
+
+    def of(self, config: RunConfig, cluster: Cluster | None = None) -> tuple[Problem, Constants]:
+        """The problem of a config, on another cluster if one is given. Raises ConfigError."""
+        cluster = cluster or self.cluster
+        problem = problem_of(config, cluster, self.asked)
+        try:
+            problem.workload.check_room("pipeline.micro_batch_tokens")
+        except ConfigError as error:
+            hint = "--prompt-tokens and --lengths say how long they are"
+            raise ConfigError(f"{error}; {hint}") from None
+        return problem, run_constants(config, self.constants, on_gpu=not cluster.is_cpu)
+
+
 def read_problem(arguments: argparse.Namespace, config: RunConfig) -> tuple[Problem, Constants]:
     """What is asked about a run, and the constants. Raises ConfigError."""
+    return read_question(arguments, config).of(config)
+
+
+def read_question(arguments: argparse.Namespace, config: RunConfig) -> Question:
+    """What the options say. Raises ConfigError."""
     if arguments.seed < 0:
         raise ConfigError(f"--seed {arguments.seed}: must be 0 or more")
     cluster = read_cluster(arguments.cluster)
@@ -97,18 +123,13 @@ def read_problem(arguments: argparse.Namespace, config: RunConfig) -> tuple[Prob
     filtered = arguments.filtered
     if filtered and config.filter.kind == "none":
         raise ConfigError(f"--filtered {filtered:g}: means nothing to filter.kind=none")
-    prompt_tokens = arguments.prompt_tokens
-    if prompt_tokens is not None and not 0 < prompt_tokens < math.inf:
-        raise ConfigError(f"--prompt-tokens {prompt_tokens:g}: must be above 0 and finite")
-    if prompt_tokens is None:
-        prompt_tokens = mean_prompt_tokens(config)
-    asked = Asked(prompt_tokens, read_models(config, arguments.model), lengths, filtered)
-    problem = problem_of(config, cluster, asked)
-    try:
-        problem.workload.check_room("pipeline.micro_batch_tokens")
-    except ConfigError as error:
-        raise ConfigError(f"{error}; --prompt-tokens and --lengths say how long they are") from None
-    return problem, run_constants(config, constants)
+    mean, longest = arguments.prompt_tokens, config.data.max_prompt_tokens
+    if mean is not None and not 0 < mean < math.inf:
+        raise ConfigError(f"--prompt-tokens {mean:g}: must be above 0 and finite")
+    if mean is None:
+        mean, longest = prompt_tokens(config)
+    asked = Asked(mean, read_models(config, arguments.model), lengths, filtered, longest)
+    return Question(cluster, asked, constants)
 
 
 def check_time(seconds: float, workload: Workload, *, place: str) -> None:

@@ -2,6 +2,7 @@
 
 from streamrl.errors import ConfigError
 from streamrl.model_config import read_model_config
+from streamrl.placement import ModelShape
 
 FAMILIES = ("llama", "mistral", "qwen2")
 """Types of models, as config.json has them, whose layers have the matrices that are split, and no
@@ -46,3 +47,18 @@ def check_tensor_parallel(model_path: str, ranks: int, *, section: str) -> None:
     for name in DIVIDED:
         if vars(config)[name] % ranks:
             raise ConfigError(f"{said}: must divide the model's {name}={vars(config)[name]}")
+
+
+def is_served(shape: ModelShape, ranks: int) -> bool:
+    """Whether `check_split_generator` lets a model of this shape be split over that many ranks."""
+    has_heads = shape.kv_lora or not shape.kv_heads % ranks or not ranks % shape.kv_heads
+    return bool(has_heads) and not (shape.heads % ranks or shape.intermediate % ranks)
+
+
+def is_trained_in_parts(shape: ModelShape, ranks: int) -> bool:
+    """Whether `check_tensor_parallel` lets a model of this shape be split over that many ranks.
+
+    One of an unknown family may be.
+    """
+    sizes = (shape.heads, shape.kv_heads, shape.intermediate)
+    return shape.family in ("", *FAMILIES) and not any(size % ranks for size in sizes)

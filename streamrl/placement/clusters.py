@@ -18,6 +18,7 @@ from streamrl.settings import nearest, read_settings
 GIB = 1 << 30
 GB = 1e9
 MOST_DEVICES = 1 << 14
+CPU_DEVICE = "CPU"
 PCIE_3, PCIE_4, PCIE_5 = 16 * GB, 32 * GB, 64 * GB
 """Of sixteen lanes, each way."""
 LEAST_FIGURE, MOST_FIGURE = 1e-3, 1e6
@@ -77,7 +78,9 @@ DEVICES = {
             per_node=4,
         ),
         # One core of a server.
-        replace(_device("CPU", 0.1, (4, 10), link=5, network=1.25, host=10 * GB), per_node=1 << 10),
+        replace(
+            _device(CPU_DEVICE, 0.1, (4, 10), link=5, network=1.25, host=10 * GB), per_node=1 << 10
+        ),
     )
 }
 """The makers' figures, of the SXM form of each."""
@@ -168,6 +171,11 @@ class Cluster:
     def num_nodes(self) -> int:
         """Number of nodes."""
         return sum(group.count for group in self.groups)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether any of its devices are cores."""
+        return any(group.device.name == CPU_DEVICE for group in self.groups)
 
     @property
     def is_uniform(self) -> bool:

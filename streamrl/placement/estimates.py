@@ -20,6 +20,8 @@ class Problem:
     """A run to be placed: its calls, its models, a step's work, where it is to run, and how.
 
     models: by role, of those that have one; a reward that is a rule has none, and takes no devices.
+    score_tokens: by role, most tokens of a batch that it scores, where the run says so.
+    kv_cache_bytes: for keys and values, of each device that samples; 0 gives them what is left.
     """
 
     dataflow: Dataflow
@@ -27,6 +29,8 @@ class Problem:
     workload: Workload
     cluster: Cluster
     manner: Manner = field(default_factory=Manner)
+    score_tokens: Mapping[str, int] = field(default_factory=dict)
+    kv_cache_bytes: int = 0
 
     def __post_init__(self) -> None:
         for call in self.dataflow.calls:

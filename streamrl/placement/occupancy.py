@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from streamrl.placement.clusters import Cluster
 from streamrl.placement.estimates import Interval
@@ -13,8 +14,9 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True)
 class Steady:
-    """The last whole period of a schedule, from `start_s` on; `generate` is the job that samples.
+    """The last steps of a schedule, as many as take turns; `generate` is the job that samples.
 
+    Where one step's work goes on beside another's, single steps have more or less of it in them.
     meshes: by number, as jobs have them. overlaps: of meshes, likewise.
     """
 
@@ -32,25 +34,30 @@ class Steady:
 
     @property
     def start_s(self) -> float:
-        """A period before."""
-        return self.end_s - self.run.period_s
+        """So many steps before."""
+        last = len(self.run.ends_s) - 1 - min(self.depth, len(self.run.ends_s) - 1)
+        first = last - self.run.steps
+        return self.run.ends_s[first] if first >= 0 else self.end_s - self.run.period_s
 
     def timeline(self) -> list[Interval]:
-        """Who has their devices when, in order; 0 is where the period begins."""
+        """Who has their devices when in the last period, in order; 0 is where it begins."""
+        return self._since(self.end_s - self.run.period_s)
+
+    def _since(self, start_s: float) -> list[Interval]:
         found = [
             (self.jobs[taken.job].stage, taken.step, taken.start_s, taken.end_s)
             for taken in self.run.taken
             if not (taken.job == self.generate and self._stands)
         ]
         if self._stands:
-            found += self._standing()
+            found += self._standing(start_s)
         clipped = [
-            Interval(stage, step, max(start, self.start_s), min(end, self.end_s))
+            Interval(stage, step, max(start, start_s), min(end, self.end_s))
             for stage, step, start, end in found
-            if min(end, self.end_s) > max(start, self.start_s)
+            if min(end, self.end_s) > max(start, start_s)
         ]
         return _joined(
-            Interval(each.stage, each.step, each.start_s - self.start_s, each.end_s - self.start_s)
+            Interval(each.stage, each.step, each.start_s - start_s, each.end_s - start_s)
             for each in sorted(clipped, key=lambda each: (each.stage, each.start_s))
         )
 
@@ -58,7 +65,7 @@ class Steady:
     def _stands(self) -> bool:
         return self.jobs[self.generate].stream is not None
 
-    def _standing(self) -> list[tuple[str, int, float, float]]:
+    def _standing(self, start_s: float) -> list[tuple[str, int, float, float]]:
         """Generation that never ends has its devices whenever nobody else has them."""
         job = self.jobs[self.generate]
         beside = set(self.overlaps[job.mesh])
@@ -67,7 +74,7 @@ class Steady:
             for each in self.run.taken
             if each.job != self.generate and self.jobs[each.job].mesh in beside
         )
-        found, at = [], self.start_s
+        found, at = [], start_s
         for step in range(len(self.run.ends_s) + self.depth):
             begin = self.run.started_s.get((self.generate, step))
             end = self.run.done_s.get((self.generate, step))
@@ -79,23 +86,27 @@ class Steady:
             at = end
         return found
 
-    def idle(self, timeline: Sequence[Interval]) -> dict[str, float]:
-        """By stage, the part of the period it does not compute."""
-        period = self.run.period_s
-        busy = {job.stage: 0.0 for job in self.jobs}
-        for each in timeline:
-            busy[each.stage] += each.end_s - each.start_s
+    def idle(self) -> dict[str, float]:
+        """By stage, the part of the time it does not compute."""
+        whole = self.end_s - self.start_s
         return {
-            stage: max(0.0, 1 - seconds / period) if period else 0.0
-            for stage, seconds in busy.items()
+            stage: max(0.0, 1 - seconds / whole) if whole else 0.0
+            for stage, seconds in self._busy_s.items()
         }
 
-    def device_idle(self, timeline: Sequence[Interval], cluster: Cluster) -> float:
+    def device_idle(self, cluster: Cluster) -> float:
         """The part of all devices' time that nobody uses."""
         sizes = {job.stage: self.meshes[job.mesh].size if job.mesh >= 0 else 0 for job in self.jobs}
-        used = sum((each.end_s - each.start_s) * sizes[each.stage] for each in timeline)
-        whole = self.run.period_s * cluster.size
+        used = sum(seconds * sizes[stage] for stage, seconds in self._busy_s.items())
+        whole = (self.end_s - self.start_s) * cluster.size
         return max(0.0, 1 - used / whole) if whole else 0.0
+
+    @cached_property
+    def _busy_s(self) -> dict[str, float]:
+        busy = {job.stage: 0.0 for job in self.jobs}
+        for each in self._since(self.start_s):
+            busy[each.stage] += each.end_s - each.start_s
+        return busy
 
     def staleness(self) -> float:
         """Mean of a trained token, in versions: what is sampled between two pulls has the older."""

@@ -88,18 +88,17 @@ class Estimator:
         steady = Steady(
             jobs.jobs, generate, jobs.devices, jobs.overlaps, run, placement.max_staleness
         )
-        timeline = steady.timeline()
         cluster, workload = self.problem.cluster, self.problem.workload
         _, held, left = fullest(self.costs.memory(placement), placement, cluster)
         return Estimate(
             step_s,
             workload.rollouts * workload.lengths.mean / step_s,
-            steady.idle(timeline),
-            steady.device_idle(timeline, cluster),
+            steady.idle(),
+            steady.device_idle(cluster),
             held,
             left,
             steady.staleness(),
-            timeline,
+            steady.timeline(),
         )
 
     def schedule(self, placement: Placement) -> tuple[Jobs, Unrolled]:

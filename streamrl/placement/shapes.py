@@ -30,7 +30,7 @@ class ModelShape:
     kv_lora: width of a token's compressed keys and values in a layer (DeepSeek's MLA); 0 for none.
     qkv_bias: whether query, key and value have one. scalar_head: a critic's or a reward model's
     head in place of the vocabulary's. trained: parameters of adapters that are trained in place of
-    the model's own; 0 where these are.
+    the model's own; 0 where these are. family: as model_type in a Hugging Face config.
     """
 
     name: str
@@ -51,6 +51,7 @@ class ModelShape:
     kv_lora: int = 0
     scalar_head: bool = False
     trained: int = 0
+    family: str = ""
 
     def __post_init__(self) -> None:
         for key in ("layers", "hidden", "intermediate", "heads", "kv_heads", "vocab", "head_dim"):
@@ -215,8 +216,9 @@ def _llama(
     name: str, layers: int, hidden: int, intermediate: int, heads: int, **more: int
 ) -> ModelShape:
     kv_heads = more.get("kv_heads", heads)
-    vocab = more.get("vocab", 32000)
-    return ModelShape(name, layers, hidden, intermediate, heads, kv_heads, vocab, hidden // heads)
+    vocab, head_dim = more.get("vocab", 32000), hidden // heads
+    sizes = (layers, hidden, intermediate, heads, kv_heads, vocab, head_dim)
+    return ModelShape(name, *sizes, family="llama")
 
 
 def _qwen(
@@ -235,6 +237,7 @@ def _qwen(
         qkv_bias=bool(more.get("bias", 1)),
         experts=more.get("experts", 0),
         experts_per_token=more.get("active", 0),
+        family=name.split("-")[0].split(".")[0] + ("_moe" if more.get("experts") else ""),
     )
 
 
@@ -279,6 +282,7 @@ SHAPES = {
             dense_layers=3,
             dense_intermediate=18432,
             kv_lora=576,
+            family="deepseek_v3",
         ),
     )
 }
@@ -351,4 +355,5 @@ def _from_huggingface(found: Mapping[str, Any], place: str) -> ModelShape:
         dense_layers=number("first_k_dense_replace", default=0),
         dense_intermediate=intermediate if experts else 0,
         kv_lora=number("kv_lora_rank", default=0) + number("qk_rope_head_dim", default=0),
+        family=family,
     )

@@ -88,11 +88,13 @@ class Taken(NamedTuple):
 class Unrolled:
     """What came of it: when each step ended, and how far apart they are in the end.
 
-    started_s, done_s: by job and step, when it began, and when all its results were there.
+    steps: how many of the last ones that is the mean of. started_s, done_s: by job and step, when
+    it began, and when all its results were there.
     results_s: by step, when each result of the job with a stream was there.
     """
 
     period_s: float = 0.0
+    steps: int = 1
     ends_s: list[float] = field(default_factory=list)
     taken: list[Taken] = field(default_factory=list)
     started_s: dict[tuple[int, int], float] = field(default_factory=dict)
@@ -256,6 +258,7 @@ class Unroller:
         ends = self._found.ends_s
         back = 2 * window if len(ends) > 2 * window + 1 else max(1, len(ends) // 2)
         self._found.period_s = (ends[-1] - ends[-1 - back]) / back if len(ends) > back else ends[-1]
+        self._found.steps = back
         if len(ends) <= 4 * window:
             return False
         marks = [ends[-1 - k * window] for k in range(4)]
@@ -268,6 +271,7 @@ class Unroller:
         took = [late - early for early, late in itertools.pairwise(found.ends_s)]
         half = took[len(took) // 2 :]
         found.period_s = sum(half) / len(half) if half else found.ends_s[-1]
+        found.steps = max(1, len(half))
         for cycle in range(1, window + 2):
             count = max(cycle, min(ALIKE, window))
             # Those that begin without waiting for a version are no sign of what is to come.
@@ -276,7 +280,7 @@ class Unroller:
             if all(
                 abs(took[-k] - took[-k - cycle]) <= SETTLED * took[-k] for k in range(1, count + 1)
             ):
-                found.period_s = sum(took[-cycle:]) / cycle
+                found.period_s, found.steps = sum(took[-cycle:]) / cycle, cycle
                 return True
         return False
 

@@ -184,7 +184,9 @@ class Workload:
     a completion. epochs, mini_batches: how often each rollout is trained, and updates per epoch.
     micro_batch_tokens: most tokens in one forward and backward of a rank. whole_steps: whether
     nothing is trained before all groups of a step are there, as streamrl does with several updates.
-    filtered: of all groups that are sampled, the part that is taken out and replaced.
+    filtered: of all groups that are sampled, the part that is taken out and replaced. longest:
+    tokens of prompt and completion of the longest rollout there may be, for which engines and
+    micro-batches need room; null takes the mean prompt and the longest of `lengths`.
     """
 
     groups_per_step: int
@@ -196,6 +198,7 @@ class Workload:
     micro_batch_tokens: int = 16384
     whole_steps: bool = False
     filtered: float = 0.0
+    longest: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.filtered <= MOST_FILTERED:
@@ -217,7 +220,7 @@ class Workload:
 
         setting: what whoever reads the error knows micro_batch_tokens by.
         """
-        prompt, most = self.whole_prompt_tokens, self.lengths.most
+        prompt, most = self.longest or (self.whole_prompt_tokens, self.lengths.most)
         if self.micro_batch_tokens < prompt + most:
             raise ConfigError(
                 f"{setting}={self.micro_batch_tokens}: must hold one rollout, {prompt + most}"
@@ -228,6 +231,11 @@ class Workload:
     def whole_prompt_tokens(self) -> int:
         """Of a prompt, where it is a whole number: at least 1."""
         return max(1, round(self.prompt_tokens))
+
+    @property
+    def most_tokens(self) -> int:
+        """Of the longest rollout there may be, its prompt included."""
+        return sum(self.longest or (self.whole_prompt_tokens, self.lengths.most))
 
     @property
     def rollouts(self) -> int:

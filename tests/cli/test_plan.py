@@ -8,7 +8,7 @@ import pytest
 from streamrl.cli.main import main
 from streamrl.cli.problem import read_lengths
 from streamrl.config import load_config
-from streamrl.placement import Placement
+from streamrl.placement import Mesh, Placement
 from streamrl.placement.costs import CostModel
 from streamrl.placement.costs.traffic import Traffic
 from streamrl.placing import run_placement
@@ -19,6 +19,7 @@ GRPO = str(CONFIGS / "grpo_arithmetic.yaml")
 SIZES = ["--model", "qwen2.5-1.5b", "--prompt-tokens", "200", "--lengths", "lognormal:300:0.7"]
 STEP = ["generator.max_new_tokens=2048", "pipeline.groups_per_step=16"]
 SMALL = [GRPO, *STEP, "--cluster", "8xH100", *SIZES, "--proposals", "50"]
+FEW = ["--cluster", "2xH100", "--proposals", "0", "pipeline.groups_per_step=8"]
 TINY = [GRPO, *STEP, "--cluster", "4xH100", *SIZES, "--proposals", "20"]
 
 
@@ -54,14 +55,14 @@ def test_a_plan_has_a_row_for_each_bound_that_gains_and_the_best_one_in_full(
     ]
     assert lines[4].startswith("0: ")
     best = lines.index(next(line for line in lines if line.startswith("best: ")))
-    assert [line.split()[0] for line in lines[best + 1 :]] == ["generate", "train"]
+    assert [line.split()[0] for line in lines[best + 1 :]] == ["generate", "train", "run.steps=80:"]
 
 
 def test_what_comes_next_by_the_schedule_is_played_too_and_may_win(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["plan", GRPO, "--cluster", "8xA100", "--model", "qwen2.5-7b", "--json"]
-    words += ["--prompt-tokens", "300", "--lengths", "lognormal:500:0.8", "--proposals", "300"]
+    words = ["plan", GRPO, "--cluster", "4xA100", "--model", "qwen2.5-3b", "--json"]
+    words += ["--prompt-tokens", "300", "--lengths", "lognormal:500:0.8", "--proposals", "100"]
     words += ["generator.max_new_tokens=2048", "algorithm.kl_coef=0.01", "--max-staleness", "0,1"]
     found = []
     for groups in (0, 8192):
@@ -94,6 +95,31 @@ def test_a_bound_without_a_row_is_told_with_the_reason(
     for more in ([], ["--explain"]):
         said = run(capsys, *words, *more)[1].splitlines()
         assert said[-2:] == ["", f"no row for 2: {absent['why']}"]
+
+
+def test_the_bound_is_the_configs_own_and_others_are_shown_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, own = tmp_path / "plan.yaml", 3
+    words = [*TINY, *FEW, f"pipeline.max_staleness={own}", "-o", str(out)]
+    found = json.loads(run(capsys, "plan", *words, "--json")[1])
+    assert found["best"]["max_staleness"] == found["best"]["placement"]["max_staleness"] == own
+    assert load_config(out).pipeline.max_staleness == own
+    said = run(capsys, "plan", *words)[1].splitlines()
+    (best,) = (line for line in said if line.startswith("best: "))
+    assert best.endswith("(pipeline.max_staleness=3, the config's own)")
+    # Each other row with what it gives and what it costs.
+    rows = [each for each in found["front"] if each["max_staleness"] != own]
+    mine = found["best"]["simulated"]
+    assert rows
+    for row in rows:
+        played = row["simulated"]
+        gain = played["tokens_per_s"] / mine["tokens_per_s"] - 1
+        assert (
+            f"--max-staleness {row['max_staleness']}: {gain:+.0%} tokens/s, of tokens that are"
+            f" {played['staleness_mean']:.2f} versions old (at most {played['staleness_max']}),"
+            f" not {mine['staleness_mean']:.2f}"
+        ) in said
 
 
 def test_the_same_seed_gives_the_same_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,6 +216,84 @@ def test_nodes_that_die_cost_time(capsys: pytest.CaptureFixture[str]) -> None:
     assert dying["step_ends_s"][-1] > whole["step_ends_s"][-1]
 
 
+def test_a_step_trains_for_as_long_as_it_does_in_the_simulator(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    # On one device all take turns.
+    words = [*SMALL, "--cluster", "1xH100", "--max-staleness", "0,1,2", "--json"]
+    front = json.loads(run(capsys, "plan", *words)[1])["front"]
+    assert [each["max_staleness"] for each in front] == [0, 1, 2]
+    for point in front:
+        assert point["kind"].startswith("colocated")
+        found = [
+            (1 - each["idle"]["train"]) * each["step_s"] for each in (point, point["simulated"])
+        ]
+        assert found[0] == pytest.approx(found[1], rel=0.05)
+
+
+def test_devices_that_get_nothing_and_what_the_run_costs_are_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    few = ["pipeline.groups_per_step=1", "algorithm.group_size=2", "run.steps=3600"]
+    few += ["--proposals", "0", "--max-staleness", "0"]
+    code, out = run(capsys, "plan", *TINY, "--cluster", "8xH100", *few, "--json")
+    assert code == 0
+    found = json.loads(out)
+    held = {
+        device
+        for call in found["best"]["placement"]["calls"].values()
+        for device in Mesh.parse(call["devices"]).devices
+    }
+    spare = [device for device in range(8) if device not in held]
+    assert spare
+    assert [d for each in found["unused"] for d in Mesh.parse(each).devices] == spare
+    hours = found["best"]["simulated"]["step_s"]
+    assert found["best"]["run_hours"] == pytest.approx(hours)
+    assert found["best"]["run_device_hours"] == pytest.approx(8 * hours)
+    said = run(capsys, "plan", *TINY, "--cluster", "8xH100", *few)[1]
+    assert f"devices {', '.join(found['unused'])} get nothing: {len(spare)} of 8\n" in said
+    assert f"run.steps=3600: {hours:.3g} h, {8 * hours:.3g} GPU-hours\n" in said
+
+
+SHARED_CRITIC = [
+    str(CONFIGS / "ppo_arithmetic.yaml"),
+    *("critic={shared_coef: 0.5}", "algorithm.correction.count_rejected=true"),
+    *("generator.max_new_tokens=1024", "pipeline.groups_per_step=64"),
+    *("--model", "llama-7b", "--prompt-tokens", "1024", "--proposals", "0"),
+]
+
+
+def test_scoring_takes_the_runs_own_micro_batches(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", *SHARED_CRITIC, "--cluster", "2x8xH100", "pipeline.micro_batch_tokens=8192"]
+    code, out = run(capsys, *words, "trainer.gradient_checkpointing=true")
+    assert code == 0, out
+
+
+@pytest.mark.parametrize(
+    ("cluster", "settings"),
+    [
+        ("1xH100", ["pipeline.micro_batch_tokens=16384"]),
+        ("2xH100", ["pipeline.micro_batch_tokens=65536"]),
+        ("2xH100", ["generator.kv_cache_mb=70000"]),
+    ],
+)
+def test_what_would_make_it_fit_is_told_and_does(
+    cluster: str, settings: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["plan", GRPO, "--cluster", cluster, "--model", "qwen2.5-1.5b", "--proposals", "0"]
+    words += ["--prompt-tokens", "200", "generator.max_new_tokens=2000", *settings]
+    words += ["--max-staleness", "0", "pipeline.groups_per_step=8"]
+    code, out = run(capsys, *words)
+    assert code == 1
+    assert "\nit would fit with any one of:\n" in out
+    code, out = run(capsys, *words, "--json")
+    found = json.loads(out)
+    assert code == 1 and found["best"] is None
+    for remedy in found["remedies"]:
+        more = remedy.split() if remedy.startswith("--cluster") else remedy.split(", ")
+        assert run(capsys, *words, *more)[0] == 0, remedy
+
+
 def test_what_fits_nowhere_is_told_with_the_arithmetic(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -219,7 +323,7 @@ def test_what_fits_nowhere_is_told_with_the_arithmetic(
         ),
         (
             ["--cluster", "8xH100", "--lengths", "fixed:5000", "generator.max_new_tokens=9999"],
-            "pipeline.micro_batch_tokens=4096: must hold one rollout, 5020 tokens",
+            "pipeline.micro_batch_tokens=4096: must hold one rollout, 10019 tokens",
         ),
         (["--cluster", "8xH100", "--prompt-tokens", "1e12"], "tokens = prompt 1000000000000 +"),
         (["--cluster", "8xH100", "--constants", "no/file"], "constants no/file: no such file"),

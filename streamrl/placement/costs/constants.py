@@ -55,7 +55,8 @@ MOST = {
     **dict.fromkeys(("activation_bytes", "checkpoint_bytes", "logit_bytes"), 1e3),
     "column_bytes": 1e6,
     # Yes or no.
-    **dict.fromkeys(("recompute", "offloads_optimizer", "offloads_weights", "keeps_served"), 1.0),
+    **dict.fromkeys(("recompute", "offloads_optimizer", "offloads_weights"), 1.0),
+    **dict.fromkeys(("keeps_served", "aliases_served", "keeps_kv"), 1.0),
 }
 """Of each constant, far above what any device needs: beyond it is a slip, as of a unit."""
 
@@ -112,8 +113,10 @@ class Constants:
     the rest is computed again. logit_bytes: of a token, for each entry of the vocabulary.
     served_bytes: of a weight that only computes forward. kv_bytes: of an element of keys and
     values. keeps_served: whether weights that follow those of a trainer on the same devices stay
-    while it trains; if not, each version fills them anew. memory_reserve_fraction: of a device,
-    what libraries and fragments take.
+    while it trains; if not, each version fills them anew. aliases_served: whether they lie in the
+    trainer's own memory as far as layouts coincide; if not, they are a copy. keeps_kv: whether keys
+    and values stay while others train on their devices. memory_reserve_fraction: of a device, what
+    libraries and fragments take.
     """
 
     train_flops_fraction: float = 0.6
@@ -175,6 +178,8 @@ class Constants:
     served_bytes: int = 2
     kv_bytes: int = 2
     keeps_served: bool = False
+    aliases_served: bool = True
+    keeps_kv: bool = False
     memory_reserve_fraction: float = 0.15
 
     def __post_init__(self) -> None:
@@ -195,7 +200,7 @@ class Constants:
     @classmethod
     def of(cls, cluster: Cluster) -> "Constants":
         """The defaults for the devices of a cluster: CPU's where any of them is one."""
-        return CPU if any(group.device.name == "CPU" for group in cluster.groups) else cls()
+        return CPU if cluster.is_cpu else cls()
 
     @classmethod
     def read(cls, path: Path, defaults: "Constants | None" = None) -> "Constants":

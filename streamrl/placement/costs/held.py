@@ -1,5 +1,6 @@
 """Bytes of one device that a call holds: always, and while it computes."""
 
+import math
 from dataclasses import dataclass
 
 from streamrl.placement.costs.constants import Constants
@@ -17,6 +18,8 @@ from streamrl.placement.estimates import CallMemory
 
 LAYERS_GATHERED = 2
 """Of ZeRO stage 3: one computes while the next comes."""
+BLOCK_TOKENS = 128
+"""Tokens of which vLLM keeps keys and values together: so many on a CPU, fewer on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -77,14 +80,21 @@ def train_memory(work: Work, *, rests: bool = False) -> CallMemory:
 def _activations(work: Work) -> float:
     """Of as many micro-batches as are in the first of the pipeline's stages, and one's logits."""
     constants, shape = work.constants, work.shape
-    each = micro_batches(work)
-    tokens = replica_tokens(work) / each
+    each, tokens = micro_batches(work), most_trained_tokens(work)
     layers = shape.layers / work.stages * min(work.stages, each)
     width = tokens * shape.hidden
     layer = width * constants.activation_bytes / work.tensor
     if constants.recompute:
         return layers * width * constants.checkpoint_bytes + layer + _logits(work, tokens)
     return layers * layer + _logits(work, tokens)
+
+
+def most_trained_tokens(work: Work) -> float:
+    """Of a micro-batch that is trained: as many as it may have, or as a pipeline divides them."""
+    tokens = replica_tokens(work)
+    if work.stages > 1:
+        return tokens / micro_batches(work)
+    return min(tokens, work.workload.micro_batch_tokens)
 
 
 def _logits(work: Work, tokens: float) -> float:
@@ -94,11 +104,16 @@ def _logits(work: Work, tokens: float) -> float:
 
 def score_active(work: Work) -> float:
     """Of a batch that is scored: one layer's activations, and the logits."""
+    tokens = most_scored_tokens(work)
+    layer = tokens * work.shape.hidden * work.constants.activation_bytes / work.tensor
+    return layer + _logits(work, tokens)
+
+
+def most_scored_tokens(work: Work) -> float:
+    """Of a batch that is scored."""
     workload, constants = work.workload, work.constants
     batch = groups_in_batch(workload, constants) * workload.group_size
-    tokens = min(constants.score_tokens, batch * workload.rollout_tokens)
-    layer = tokens * work.shape.hidden * constants.activation_bytes / work.tensor
-    return layer + _logits(work, tokens)
+    return min(constants.score_tokens, batch * workload.rollout_tokens)
 
 
 def served_bytes(work: Work) -> float:
@@ -118,7 +133,8 @@ def moving_s(work: Work) -> float:
 
 
 def rollout_kv_bytes(work: Work, tokens: float) -> float:
-    """Keys and values of so many tokens."""
+    """Keys and values of so many tokens, in whole blocks."""
+    tokens = math.ceil(tokens / BLOCK_TOKENS) * BLOCK_TOKENS
     return tokens * kv_token_bytes(work.shape, work.tensor, work.stages, work.constants)
 
 

@@ -11,6 +11,8 @@ from streamrl.placement.costs.constants import Constants
 from streamrl.placement.costs.generate import generator_timing
 from streamrl.placement.costs.held import (
     loading_s,
+    most_scored_tokens,
+    most_trained_tokens,
     moving_s,
     rollout_kv_bytes,
     score_active,
@@ -47,6 +49,10 @@ class CostModel:
         self.problem = problem
         self.constants = constants or Constants.of(problem.cluster)
         self.traffic = traffic(problem.cluster, self.constants)
+        self._constants = {
+            role: replace(self.constants, score_tokens=tokens)
+            for role, tokens in problem.score_tokens.items()
+        }
         self._adapters = AdapterTraffic(problem.cluster, self.constants)
         self._calls = {call.stage: call for call in problem.dataflow.ordered}
         self._sampling = problem.dataflow.of_kind(Kind.GENERATE)[0].stage
@@ -117,7 +123,12 @@ class CostModel:
         """Bytes for keys and values on each device that samples; of one that need not have all
         calls.
         """
-        return self._holdings(placement).kv_room(self._sampling)
+        room = self._holdings(placement).kv_room(self._sampling)
+        return min(room, self.problem.kv_cache_bytes or math.inf)
+
+    def kv_cache(self, placement: Placement) -> float:
+        """Of those, the bytes that engines have a use for."""
+        return self._holdings(placement).kv_cache(self._sampling)
 
     def moved(self, stage: str, placement: Placement) -> Moved | None:
         """What a version costs on its way to a call; None where it follows nobody."""
@@ -216,7 +227,7 @@ class CostModel:
                 assignment,
                 self._workload(stage),
                 self.problem.cluster,
-                self.constants,
+                self._constants.get(self._calls[stage].role, self.constants),
             )
         return self._works[key]
 
@@ -300,9 +311,10 @@ class CostModel:
         call, work, shape = self._calls[stage], self._work(stage, assignment), self._shape(stage)
         weights = f"{call.role} {assignment}"
         if call.kind is Kind.TRAIN:
-            return Holder(call.kind, train_memory(work, rests=rests), f"{weights} trained")
+            tokens = most_trained_tokens(work)
+            return Holder(call.kind, train_memory(work, rests=rests), f"{weights} trained", tokens)
         memory = CallMemory(served_bytes(work), 0.0)
-        if beside is not None:
+        if beside is not None and self.constants.aliases_served:
             filled = float(self._way(shape, beside, assignment).beside_bytes)
             keeps = self.constants.keeps_served
             memory = CallMemory(filled, 0.0) if keeps else CallMemory(0.0, filled)
@@ -310,14 +322,17 @@ class CostModel:
             if rests and self.constants.offloads_weights:
                 memory = CallMemory(0.0, memory.most)
             active = memory.active + score_active(work)
-            return Holder(call.kind, CallMemory(memory.kept, active), weights)
-        workload = work.workload
-        most = workload.prompt_tokens + workload.lengths.most
-        here = math.ceil(workload.rollouts / work.replicas)
+            tokens = most_scored_tokens(work)
+            return Holder(call.kind, CallMemory(memory.kept, active), weights, tokens)
+        workload, given = work.workload, self.problem.kv_cache_bytes
+        least_kv = rollout_kv_bytes(work, workload.most_tokens)
+        here = math.ceil(workload.sampled.rollouts / work.replicas)
         return Holder(
             call.kind,
             memory,
             weights,
-            rollout_kv_bytes(work, most),
-            rollout_kv_bytes(work, most * min(here, self.constants.max_running)),
+            workload.most_tokens,
+            max(given, least_kv),
+            given or here * least_kv,
+            given or self.constants.max_running * least_kv,
         )

@@ -1,6 +1,8 @@
 """Which placement is best: exact and random search, rules, and an oracle. Pure."""
 
+from streamrl.placement.search.feasible import can_fit
 from streamrl.placement.search.front import Absent, Candidate, FrontPoint, Planned, compared
+from streamrl.placement.search.parallel import Choices
 from streamrl.placement.search.planning import BY_WHOLE_STEPS, PROPOSALS, RUNNERS_UP, plan
 from streamrl.placement.search.rules import Rules, anything
 
@@ -10,10 +12,12 @@ __all__ = [
     "RUNNERS_UP",
     "Absent",
     "Candidate",
+    "Choices",
     "FrontPoint",
     "Planned",
     "Rules",
     "anything",
+    "can_fit",
     "compared",
     "plan",
 ]

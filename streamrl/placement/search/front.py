@@ -52,13 +52,16 @@ class Planned:
     """best: the shortest step. candidates: the best of every kind, the shortest step first.
 
     front: of bounds of staleness, those whose best none with less of it beats; absent: all others.
-    best is None, and front empty, where nothing fits; the candidates then say why.
+    best is None, and front empty, where nothing fits; the candidates then say why. own: of the
+    bound that was asked for besides, the best that generates as far ahead as it allows, or why
+    there is none.
     """
 
     best: Candidate | None
     candidates: Sequence[Candidate]
     front: Sequence[FrontPoint]
     absent: Sequence[Absent] = ()
+    own: FrontPoint | Absent | None = None
 
 
 def outdone(points: Iterable[FrontPoint], front: Sequence[FrontPoint]) -> Iterator[Absent]:

@@ -55,6 +55,7 @@ def plan(  # noqa: PLR0913
     streamed: Sequence[bool] = (True, False),
     proposals: int = PROPOSALS,
     runners_up: int = 0,
+    own: int | None = None,
 ) -> Planned:
     """The best placement under each bound of staleness, what else there was, and why it lost.
 
@@ -62,6 +63,7 @@ def plan(  # noqa: PLR0913
     alone. rules: how calls may be split. streamed: whether calls on different devices may work on
     a step as it comes, or wait for all of it. proposals: of the random search, for each bound.
     runners_up: how many more of each bound are told, for whoever knows better than the schedule.
+    own: one of the bounds, of which the best that generates just so far ahead is told besides.
     The same seed gives the same plan.
     """
     bounds = sorted(set(max_staleness))
@@ -75,7 +77,7 @@ def plan(  # noqa: PLR0913
             alone += [moved(each.placement, first) for each in best]
     costs = costs_of(problem)
     planner = Planner(problem, costs, rules=rules, streamed=streamed, runners_up=runners_up)
-    return planner.plan(bounds, seed=seed, proposals=proposals, known=alone)
+    return planner.plan(bounds, seed=seed, proposals=proposals, known=alone, own=own)
 
 
 class Planner:
@@ -110,6 +112,7 @@ class Planner:
         seed: int,
         proposals: int,
         known: Sequence[Placement] = (),
+        own: int | None = None,
     ) -> Planned:
         """See `plan`. known: placements to begin from, too, and to tell where they are near."""
         self._known = [] if not self._runners_up else list(known)
@@ -117,10 +120,11 @@ class Planner:
         for bound in bounds:
             if bound < self._least:
                 continue
-            best = self.search(bound, found, seed=seed, proposals=proposals)
+            aheads = [bound] if bound == own else None
+            best = self.search(bound, found, seed=seed, proposals=proposals, aheads=aheads)
             if best is not None:
                 found.append(best)
-        return self._said(bounds)
+        return self._said(bounds, own)
 
     def starts(self) -> list[State]:
         """On policy: Algorithm 1's, with models together, roles apart, and generation on all
@@ -145,11 +149,18 @@ class Planner:
         return State(roles, placement.max_staleness, placement.streamed)
 
     def search(
-        self, bound: int, known: Sequence[State], *, seed: int, proposals: int
+        self,
+        bound: int,
+        known: Sequence[State],
+        *,
+        seed: int,
+        proposals: int,
+        aheads: Sequence[int] | None = None,
     ) -> State | None:
-        """The best found with generation at most `bound` steps ahead."""
-        known_aheads = {0, bound} | {each.ahead for each in known}
-        aheads = sorted(ahead for ahead in known_aheads if self._least <= ahead <= bound)
+        """The best found with generation at most `bound` steps ahead, or one of `aheads`."""
+        if aheads is None:
+            known_aheads = {0, bound} | {each.ahead for each in known}
+            aheads = sorted(ahead for ahead in known_aheads if self._least <= ahead <= bound)
         annealing = Annealing(self.choices, aheads, seed=seed, streamed=self._streamed)
         starts = [each for each in known if each.ahead <= bound]
         if bound:
@@ -159,7 +170,7 @@ class Planner:
         for start in starts:
             annealing.cost_s(start)
         # Of each kind one: from one kind to another there are many steps for the worse.
-        every = sorted(self._best_of_kinds(bound), key=self.estimator.step_s)
+        every = sorted(self._best_of_kinds(aheads), key=self.estimator.step_s)
         kinds = [each for each in every if each.streamed] or every
         ranked = [self._state(placement) for placement in kinds[:SEARCHED]]
         found = [annealing.run(start, proposals // SEARCHED) for start in ranked]
@@ -179,7 +190,7 @@ class Planner:
 
     # What there is to say.
 
-    def _said(self, bounds: Sequence[int]) -> Planned:
+    def _said(self, bounds: Sequence[int], own: int | None) -> Planned:
         found = [self._best(bound) for bound in bounds]
         under = [each for each in found if isinstance(each, FrontPoint)]
         absent = [each for each in found if isinstance(each, Absent)]
@@ -187,32 +198,38 @@ class Planner:
         # Those that lost are not worth the plans of their weights.
         kinds = [self._candidate(self.estimator, each) for each in self._best_of_kinds()]
         kinds += self._misfits({each.label for each in kinds})
+        just = None if own is None else self._best(own, least=own)
         if best is None:
-            return Planned(None, kinds, (), absent)
+            return Planned(None, kinds, (), absent, just)
         told = [compared(best, each) for each in kinds if each.label != best.label]
         candidates = sorted([best, *told], key=lambda each: each.step_s)
         front = pareto(under)
         absent += outdone(under, front)
-        return Planned(best, candidates, front, sorted(absent, key=lambda each: each.max_staleness))
+        absent.sort(key=lambda each: each.max_staleness)
+        return Planned(best, candidates, front, absent, just)
 
-    def _best(self, bound: int) -> FrontPoint | Absent:
-        """Of all that were looked at and keep the bound, the first that exact costs confirm."""
+    def _best(self, bound: int, *, least: int = 0) -> FrontPoint | Absent:
+        """Of all that were looked at and keep the bound, the first that exact costs confirm.
+
+        least: steps that it has to generate ahead.
+        """
+        least = max(least, self._least)
         if bound < self._least:
             tokens = f"tokens of the last step before a version are {self._least} versions old"
             return Absent(bound, f"publish_every={self._least + 1}: {tokens}")
         fit = (
             (seconds, i, placement)
             for i, (placement, seconds) in enumerate(self.estimator.seen())
-            if self._least <= placement.max_staleness <= bound and math.isfinite(seconds)
+            if least <= placement.max_staleness <= bound and math.isfinite(seconds)
         )
         refused, ranked = [], heapq.nsmallest(max(CONFIRMED, LOOKED), fit)
         for i, (_, _, placement) in enumerate(ranked[:CONFIRMED]):
             found = self._candidate(self.exact, placement)
             if not found.estimate.unfit:
-                own = list(self._own(bound, found))
-                told = [each.placement for each in own]
+                near = list(self._known_near(range(least, bound + 1), found))
+                told = [each.placement for each in near]
                 left = [each for each in ranked[i + 1 :] if each[2] not in told]
-                return FrontPoint(bound, found, own + self._next(found, left))
+                return FrontPoint(bound, found, near + self._next(found, left))
             refused.append(f"{found.label}: {found.estimate.unfit}")
         if not refused:
             return Absent(bound, "nothing that was looked at fits")
@@ -222,12 +239,12 @@ class Planner:
             f" bytes of its weights are planned; {refused[0]}",
         )
 
-    def _own(self, bound: int, best: Candidate) -> Iterator[Candidate]:
+    def _known_near(self, aheads: range, best: Candidate) -> Iterator[Candidate]:
         """Of those that were known, the ones that are near: of a cluster's part, whose best is then
         among what is told of all of it."""
         for i, placement in enumerate(self._known):
             is_told = placement == best.placement or placement in self._known[:i]
-            if is_told or placement.max_staleness > bound:
+            if is_told or placement.max_staleness not in aheads:
                 continue
             found = self._candidate(self.exact, placement)
             if found.step_s <= best.step_s * (1 + NEAR):
@@ -252,11 +269,13 @@ class Planner:
     def _candidate(self, estimator: Estimator, placement: Placement) -> Candidate:
         return Candidate(self._kind(placement), placement, estimator.estimate(placement))
 
-    def _best_of_kinds(self, bound: float = math.inf) -> list[Placement]:
-        """Of all that were looked at and keep the bound, the best of every kind."""
+    def _best_of_kinds(self, aheads: Sequence[int] | None = None) -> list[Placement]:
+        """Of all that were looked at and generate so far ahead, the best of every kind."""
         best: dict[str, tuple[float, Placement]] = {}
         for placement, seconds in self.estimator.seen():
-            if math.isfinite(seconds) and self._least <= placement.max_staleness <= bound:
+            ahead = placement.max_staleness
+            is_asked = ahead >= self._least if aheads is None else ahead in aheads
+            if math.isfinite(seconds) and is_asked:
                 kind = self._kind(placement)
                 if kind not in best or seconds < best[kind][0]:
                     best[kind] = (seconds, placement)

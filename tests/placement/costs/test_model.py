@@ -198,7 +198,7 @@ def test_too_little_memory_is_said_in_one_line() -> None:
     why = model.unfit(colocated(problem, "2-8-1", "1-8-2"))
     assert why.startswith("devices 0-15: ")
     assert "\n" not in why
-    for said in ("A100", "68.0 of 80.0", "train ", "train_critic ", "computes with"):
+    for said in ("A100", "68.0 of 80.0", "train ", "train_critic ", "on top train "):
         assert said in why
 
 
