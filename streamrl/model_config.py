@@ -74,13 +74,15 @@ def untrusted(path: str, error: Exception) -> ConfigError | None:
 
 def model_length(path: str, *, limit: int | None) -> int:
     """Tokens a model takes, or `limit` if that is less. Raises ConfigError for what is no model."""
-    check_weights(Path(path))
+    stored = stored_shapes(Path(path), "model.path")
+    _check_layers(Path(path), stored, "model.path")
     try:
         tokens = max_positions(read_model_config(path))
     except ConfigError as error:
         raise ConfigError(f"model.path={error}") from None
     except _config_errors() as error:
         raise ConfigError(f"model.path={path}: {' '.join(str(error).split())}") from None
+    _check_shapes(Path(path), stored, "model.path")
     if limit is not None and limit > tokens:
         raise ConfigError(f"model.max_length={limit}: the model takes at most {tokens} tokens")
     return tokens if limit is None else limit
@@ -110,13 +112,18 @@ def _original_positions(rope: Mapping[str, Any], tokens: int) -> int:
     return int(rope.get("original_max_position_embeddings") or tokens)
 
 
-def check_weights(path: Path, key: str = "model.path") -> None:
+def check_weights(path: Path, key: str) -> None:
     """Raise ConfigError unless a directory holds tensors of the shapes that its config says.
 
     Of families that are not known here, only the embedding and the number of layers are compared.
     """
     stored = stored_shapes(path, key)
     _check_layers(path, stored, key)
+    _check_shapes(path, stored, key)
+
+
+def _check_shapes(path: Path, stored: Mapping[str, tuple[int, ...]], key: str) -> None:
+    """Raise ConfigError for the first tensor of another shape than the config says."""
     try:
         config = read_model_config(str(path)).get_text_config()
         expected = _expected_shapes(config)

@@ -92,8 +92,11 @@ def full_weights(
     adapters, whole = split_adapters(published)
     try:
         full = parameters.complete({**_known(stored_weights(model_path), parameters), **whole})
-    except WeightsError:
-        loaded = _loaded_parameters(model_path)
+    except WeightsError as error:
+        try:
+            loaded = _loaded_parameters(model_path)
+        except (OSError, ValueError):
+            raise error from None
         full = parameters.complete({**_known(loaded, parameters), **whole})
     for name, adapter in adapters.items():
         if name not in full or not adapter.fits(full[name]):
