@@ -21,6 +21,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from streamrl.actors import seats
 from streamrl.actors.crew import Crew
+from streamrl.actors.fork_server import TOKEN_MODE
+from streamrl.actors.local_ray import TOKEN_VARIABLE, ray_environment
 from streamrl.actors.remote_shard import RemoteShard
 from streamrl.actors.seats import give_back, reserve
 from streamrl.actors.shard import create_shards
@@ -138,13 +140,13 @@ class Nodes:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    with pytest.MonkeyPatch.context() as patch:
+    token = {**TOKEN_MODE, TOKEN_VARIABLE: uuid.uuid4().hex}
+    with pytest.MonkeyPatch.context() as patch, ray_environment(token):
         yield from two_nodes(patch)
 
 
 def two_nodes(patch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     """Start them; at the end no process of theirs may be left."""
-    patch.setenv("RAY_AUTH_MODE", "disabled")
     mark = uuid.uuid4().hex
     patch.setenv(MARK, mark)
     ray.shutdown()  # an instance that other tests share

@@ -83,10 +83,8 @@ def same_value(wanted: Any, got: Any) -> bool:
     """
     if isinstance(wanted, bool) or isinstance(got, bool):
         return wanted is got
-    if isinstance(wanted, int) and isinstance(got, int | float):
-        return wanted == got
-    if isinstance(wanted, float) and isinstance(got, int | float):
-        return _close(wanted, got)
+    if isinstance(wanted, int | float) and isinstance(got, int | float):
+        return wanted == got if isinstance(wanted, int) else _close(wanted, got)
     if isinstance(wanted, Sequence) and not isinstance(wanted, str):
         is_list = isinstance(got, list) and len(got) == len(wanted)
         return is_list and all(map(same_value, wanted, got))
