@@ -134,7 +134,8 @@ class Connection:
     @classmethod
     async def open(cls, endpoint: Endpoint) -> "Connection":
         """Connect; raises ConnectionError where nobody listens, or somebody without the secret."""
-        where, writer = f"{endpoint.host}:{endpoint.port}", None
+        where = f"{endpoint.host}:{endpoint.port}"
+        writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(OPEN_S):
                 reader, writer = await asyncio.open_connection(
