@@ -147,7 +147,7 @@ class Connection:
         except TimeoutError:
             reason = f"{where} cannot be reached within {OPEN_S:g} s"
         except EOFError:
-            reason = f"{where} hung up: it has another secret"
+            reason = f"{where} hung up when it was greeted"
         except OSError as error:
             reason = f"{where} cannot be reached ({error})"
         if writer is not None:

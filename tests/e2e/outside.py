@@ -19,9 +19,10 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "security.md"
 CALLS = (
     "NodeInfoGcsService/GetAllNodeInfo",
     "NodeManagerService/GetNodeStats",
-    "ObjectManagerService/FreeObjects",
     "CoreWorkerService/GetCoreWorkerStats",
 )
+#: Of the server of objects, which has no harmless one: it is asked without the token alone.
+OBJECTS = "ObjectManagerService/Push"
 AGENT = "get_runtime_envs_info"
 ANSWER_S = 5.0
 JOIN = """
@@ -64,7 +65,9 @@ def look_at(run: Launched) -> Outside:
     told = told_on_the_page(run.process.pid)
     token, address = told["RAY_AUTH_TOKEN"], told["--gcs-address"]
     tokens = ("", "0" * len(token), token)
-    processes = run.processes()
+    # Some of Ray write their title over their environment, where the mark of the run was.
+    beneath = psutil.Process(run.process.pid).children(recursive=True)
+    processes = list({*run.processes(), *beneath})
     joining = [start_script(address, token) for token in tokens]
     places = [(place, name_of(one)) for one in processes for place in listening(one)]
     answers: dict[str, list[tuple[str, str, str]]] = {}
@@ -112,7 +115,12 @@ def listening(process: psutil.Process) -> list[str]:
         found = process.net_connections(kind="inet")
     except psutil.Error:
         return []
-    return [f"{one.laddr.ip}:{one.laddr.port}" for one in found if one.status == "LISTEN"]
+    # Servers of gRPC write an address of IPv4 as one of IPv6.
+    return [
+        f"{one.laddr.ip.removeprefix('::ffff:')}:{one.laddr.port}"
+        for one in found
+        if one.status == psutil.CONN_LISTEN
+    ]
 
 
 def answers_of(place: str, tokens: Sequence[str]) -> Iterator[tuple[str, tuple[str, str, str]]]:
@@ -125,6 +133,10 @@ def answers_of(place: str, tokens: Sequence[str]) -> Iterator[tuple[str, tuple[s
             return
         if "UNAVAILABLE" in said:
             break
+    else:
+        first, second = (ask(place, OBJECTS, token) for token in tokens[:-1])
+        yield OBJECTS, (first, second, "")
+        return
     said = [post(place, token) for token in tokens]
     if said[-1] == "200":
         first, second, third = said

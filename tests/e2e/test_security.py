@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.e2e.outside import AGENT, CALLS, Outside
+from tests.e2e.outside import AGENT, CALLS, OBJECTS, Outside
 from tests.e2e.shared_runs import Ended
 
 pytestmark = pytest.mark.xdist_group("demo")
@@ -16,18 +16,19 @@ def outside(demo: Ended) -> Outside:
 
 def test_nothing_of_a_run_listens_beyond_the_loopback_device(outside: Outside) -> None:
     named = {name for _, name in outside.places}
-    for part in ("gcs_server", "raylet", "ShardActor", "TrainerActor", "GeneratorActor"):
+    for part in ("gcs_server", "raylet", "Agent", "ShardActor", "Trainer", "Generator"):
         assert any(part in name for name in named), named
     assert [place for place in outside.places if not place[0].startswith("127.0.0.1:")] == []
 
 
 def test_every_server_of_ray_answers_only_who_has_the_token(outside: Outside) -> None:
-    gcs, raylet, _, worker = CALLS
-    assert {gcs, raylet, worker, AGENT} <= outside.answers.keys()
-    for call, said in outside.answers.items():
-        denied = ("401", "403", "200") if call == AGENT else ("UNAUTHENTICATED",) * 2 + ("OK",)
-        assert set(said) == {denied}, call
-    assert len(outside.answers[worker]) > 2, "each worker is a server"
+    denied = ("UNAUTHENTICATED", "UNAUTHENTICATED")
+    wanted = {call: (*denied, "OK") for call in CALLS}
+    wanted |= {OBJECTS: (*denied, ""), AGENT: ("401", "403", "200")}
+    assert {call: set(said) for call, said in outside.answers.items()} == {
+        call: {said} for call, said in wanted.items()
+    }
+    assert len(outside.answers[CALLS[-1]]) > 2, "each worker is a server"
 
 
 def test_a_script_joins_a_run_with_its_token_and_with_no_other(outside: Outside) -> None:
@@ -35,7 +36,7 @@ def test_a_script_joins_a_run_with_its_token_and_with_no_other(outside: Outside)
     assert right.code == 0 and "answer 42" in right.output, right.output
     for joined in (without, wrong):
         assert joined.code != 0 and "answer" not in joined.output
-        assert "nauthenticated" in joined.output, joined.output
+        assert "Authentication token is missing or incorrect" in joined.output, joined.output
 
 
 def test_the_token_stands_in_no_command_line_log_or_file_of_the_run(
