@@ -23,7 +23,7 @@ def test_nothing_of_a_run_listens_beyond_the_loopback_device(outside: Outside) -
 
 def test_every_server_of_ray_answers_only_who_has_the_token(outside: Outside) -> None:
     denied = ("UNAUTHENTICATED", "UNAUTHENTICATED")
-    wanted = {call: (*denied, "OK") for call in CALLS}
+    wanted = dict.fromkeys(CALLS, (*denied, "OK"))
     wanted |= {OBJECTS: (*denied, ""), AGENT: ("401", "403", "200")}
     assert {call: set(said) for call, said in outside.answers.items()} == {
         call: {said} for call, said in wanted.items()
