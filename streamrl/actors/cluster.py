@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 import psutil
 import ray
-from ray.exceptions import RayError
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.exceptions import AuthenticationError, RayError
 
 from streamrl.actors.fork_server import stop_fork_server
 from streamrl.actors.local_ray import local_ray
@@ -24,6 +25,10 @@ from streamrl.placement import (
 )
 
 GIB = 1 << 30
+NO_TOKEN = (
+    "the cluster asks for a token, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH does not hold it:"
+    " set one of them, and RAY_AUTH_MODE=token, as where Ray was started"
+)
 CONNECT_S = 10.0
 """Longest wait for a cluster's address to answer, s."""
 
@@ -100,6 +105,8 @@ def _connected(address: str) -> Iterator[None]:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
         except (RayError, ConnectionError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())
+            if AuthenticationError.__name__ in f"{type(error).__name__} {error.__cause__}":
+                reason = NO_TOKEN
             raise ConfigError(f"placement.address={address}: {reason}") from None
         yield
     finally:
@@ -107,7 +114,7 @@ def _connected(address: str) -> Iterator[None]:
 
 
 def _check_reachable(address: str) -> None:
-    """Raise ConfigError if nobody listens at host:port: Ray itself would try for minutes."""
+    """Raise ConfigError if nobody at host:port lets this process in: Ray itself would try on."""
     host, colon, port = address.removeprefix("ray://").rpartition(":")
     if not colon or not port.isdecimal():
         return
@@ -116,3 +123,9 @@ def _check_reachable(address: str) -> None:
     except (OSError, OverflowError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise ConfigError(f"placement.address={address}: {reason}") from None
+    try:
+        GcsClient(address=f"{host}:{port}")
+    except AuthenticationError:
+        raise ConfigError(f"placement.address={address}: {NO_TOKEN}") from None
+    except (RayError, RuntimeError):
+        return  # whatever it is, `ray.init` will say it

@@ -23,7 +23,7 @@ from ray._private.authentication.authentication_token_generator import (
     generate_new_authentication_token,
 )
 from ray._private.state import GlobalState
-from ray._raylet import AuthenticationTokenLoader, Config
+from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
 from streamrl.actors.fork_server import LAUNCHER, TOKEN_MODE, is_serving
 from streamrl.errors import ActorError

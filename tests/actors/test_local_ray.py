@@ -2,7 +2,9 @@
 
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +23,9 @@ from tests.e2e.outside import listening
 
 
 @pytest.fixture
-def place(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Path]:
     """A directory for Ray with a short path."""
     made = Path("/tmp", f"streamrl-test-{os.getpid()}")
     made.mkdir()
@@ -97,7 +101,7 @@ class Listing:
 
 @pytest.mark.usefixtures("local_ray")
 def test_an_instance_listens_on_the_loopback_device_and_its_workers_have_its_token() -> None:
-    actor = ray.remote(num_cpus=0)(Listing).remote()
+    actor: Any = ray.remote(num_cpus=0)(Listing).remote()
     token, address, places = ray.get(actor.look.remote(), timeout=60.0)
     assert token == os.environ[TOKEN_VARIABLE] and len(token) == 64
     assert address == "127.0.0.1"
