@@ -27,6 +27,7 @@ LEVELS = (
         "settings",
         "small_file",
         "uncollected",
+        "rendezvous",
         "workers",
         "model_config",
     },

@@ -6,8 +6,6 @@ Half way a shard's process is killed with SIGKILL; every group arrives all the s
 """
 
 import asyncio
-import logging
-import os
 import sys
 import tempfile
 import time
@@ -18,6 +16,7 @@ import numpy as np
 import psutil
 import ray
 
+from streamrl.actors.local_ray import local_ray
 from streamrl.actors.remote_shard import RemoteShard
 from streamrl.actors.standalone import start_shards
 from streamrl.buffer import Bounds, ExperienceQueue, Ports, QueueConfig
@@ -115,10 +114,7 @@ async def main(folder: Path) -> int:
 
 
 if __name__ == "__main__":
-    # Ray's local instance is ours alone: there is nobody to authenticate.
-    os.environ.setdefault("RAY_AUTH_MODE", "disabled")
-    ray.init("local", include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
-    with tempfile.TemporaryDirectory(prefix="queue-") as path:
+    # Of our own; `ray.init` connects to a cluster.
+    with local_ray(1, 200 << 20), tempfile.TemporaryDirectory(prefix="queue-") as path:
         code = asyncio.run(main(Path(path)))
-        ray.shutdown()
     sys.exit(code)

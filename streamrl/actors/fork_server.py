@@ -25,7 +25,6 @@ import runpy
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import traceback
@@ -35,7 +34,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from streamrl.actors.launch_worker import FILES, LEVEL_VARIABLE, SOCKETS_VARIABLE, socket_address
+from streamrl.actors.launch_worker import (
+    FILES,
+    LEVEL_VARIABLE,
+    SOCKETS_VARIABLE,
+    is_same_user,
+    socket_address,
+)
 from streamrl.engines.generation_env import generation_env
 
 FORK_VARIABLE = "STREAMRL_FORK_WORKERS"
@@ -50,8 +55,8 @@ OPEN_FILES = 1 << 16
 """Files that a worker may have open, if the machine lets it."""
 REQUEST_S = 10.0
 """Longest that a launcher may take to write its request, s."""
-LOCAL_RAY_ENV = {"RAY_AUTH_MODE": "disabled"}
-"""The local instance serves one run and listens on the loopback device alone."""
+TOKEN_MODE = {"RAY_AUTH_MODE": "token"}
+"""Ray reads this when it is imported; the token itself comes with the environment of a worker."""
 STAGE_ENV = {
     "OMP_NUM_THREADS": "1",
     "HF_HUB_OFFLINE": "1",
@@ -204,7 +209,8 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, OPEN_FILES)), hard))
     # Ray reads these at import: a worker without a job takes that of its first task, and one whose
     # raylet is gone ends, as a local raylet does with the command.
-    os.environ.update({**STAGE_ENV, "RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(parent)})
+    of_worker = {"RAY_JOB_ID": "ffffffff", "RAY_RAYLET_PID": str(parent)}
+    os.environ.update({**STAGE_ENV, **TOKEN_MODE, **of_worker})
     _serve_level(levels[0], levels, listening, parent)
 
 
@@ -243,7 +249,7 @@ def _serve_level(
 def _serve_launcher(level: Level, connection: socket.socket, listener: socket.socket) -> None:
     """Fork the worker that a launcher asks for, and answer whether it was."""
     connection.settimeout(REQUEST_S)
-    if not _is_same_user(connection):
+    if not is_same_user(connection):
         return
     request, files = _receive(connection)
     pid, is_forked = os.getpid(), False
@@ -261,11 +267,6 @@ def _serve_launcher(level: Level, connection: socket.socket, listener: socket.so
         for file in files:
             os.close(file)
         connection.sendall(b"y" if is_forked else b"n")
-
-
-def _is_same_user(connection: socket.socket) -> bool:
-    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    return bool(struct.unpack("3i", peer)[1] == os.getuid())
 
 
 def _import(level: Level) -> None:

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import socket
+import struct
 import sys
 from pathlib import Path
 
@@ -25,6 +26,12 @@ SETUP_OPTIONS = ("--language", "--serialized-runtime-env-context")
 def socket_address(sockets: str, level: str) -> str:
     """Return the address of a level's socket, in Linux's abstract namespace."""
     return f"\0{sockets}.{level}"
+
+
+def is_same_user(connection: socket.socket) -> bool:
+    """Tell whether the process at the other end of a Unix socket is of this process's user."""
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return bool(struct.unpack("3i", peer)[1] == os.getuid())
 
 
 def main() -> None:
@@ -57,6 +64,9 @@ def fork_worker(arguments: list[str]) -> bool:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(ANSWER_S)
             connection.connect(socket_address(sockets, variables.get(LEVEL_VARIABLE, "base")))
+            # The name of a level that has ended is free for anybody, and the request holds secrets.
+            if not is_same_user(connection):
+                return False
             socket.send_fds(connection, [b"f"], FILES)
             connection.sendall(json.dumps(request).encode() + b"\n")
             return connection.recv(1) == b"y"

@@ -2,8 +2,9 @@
 
 A call of an actor takes 1 ms of CPU over both ends whatever it does, a request here a tenth of it.
 Whoever answers has a `Listener`; whoever asks opens a `Connection` to the listener's `Endpoint`,
-which it is told by an actor call. Whoever does not send the endpoint's secret first is not
-listened to.
+which it is told by an actor call. Both sides first prove that they have the endpoint's secret, by
+an HMAC of what each of them has drawn: the secret itself is never sent, a greeting that is heard
+is worth nothing to another, and neither side unpickles what comes from a stranger.
 
 A frame is the number of its request and the bytes that follow: how many parts there are, the length
 of each, and the parts. They are a pickle and the large buffers in it, each filled up to 8 bytes.
@@ -32,7 +33,7 @@ SILENCE_S = 20
 _PROBES = 4
 _BUFFER_BYTES = 1 << 20
 _ALIGNMENT = 8
-_SECRET_BYTES = 32
+_SECRET_BYTES = _CHALLENGE_BYTES = _PROOF_BYTES = 32
 _HEAD = struct.Struct("<QQ")
 
 Answer = Callable[[Any], Awaitable[Any]]
@@ -92,8 +93,8 @@ class Listener:
         try:
             _limit_silence(writer)
             async with asyncio.timeout(OPEN_S):
-                greeting = await reader.readexactly(_SECRET_BYTES)
-            if not hmac.compare_digest(greeting, self._secret):
+                is_known = await _greet_caller(reader, writer, self._secret)
+            if not is_known:
                 return
             while True:
                 number, body = await _read(reader)
@@ -132,20 +133,26 @@ class Connection:
 
     @classmethod
     async def open(cls, endpoint: Endpoint) -> "Connection":
-        """Connect; raises ConnectionError where nobody listens or can be reached."""
+        """Connect; raises ConnectionError where nobody listens, or somebody without the secret."""
         where = f"{endpoint.host}:{endpoint.port}"
+        writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(OPEN_S):
                 reader, writer = await asyncio.open_connection(
                     endpoint.host, endpoint.port, limit=_BUFFER_BYTES
                 )
+                _limit_silence(writer)
+                await _greet_listener(reader, writer, endpoint.secret)
+            return cls(reader, writer)
         except TimeoutError:
-            raise ConnectionError(f"{where} cannot be reached within {OPEN_S:g} s") from None
+            reason = f"{where} cannot be reached within {OPEN_S:g} s"
+        except EOFError:
+            reason = f"{where} hung up when it was greeted"
         except OSError as error:
-            raise ConnectionError(f"{where} cannot be reached ({error})") from None
-        _limit_silence(writer)
-        writer.write(endpoint.secret)
-        return cls(reader, writer)
+            reason = f"{where} cannot be reached ({error})"
+        if writer is not None:
+            writer.close()
+        raise ConnectionError(reason)
 
     async def call(self, request: Any, what: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
         """What is answered to a request; `what` names it in errors.
@@ -201,6 +208,36 @@ class Connection:
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(ConnectionResetError(f"the connection is lost ({why})"))
+
+
+async def _greet_caller(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes
+) -> bool:
+    """Tell whether the caller has the secret; one that has is shown that this side has it, too."""
+    challenge = secrets.token_bytes(_CHALLENGE_BYTES)
+    writer.write(challenge)
+    drawn = challenge + await reader.readexactly(_CHALLENGE_BYTES)
+    proof = await reader.readexactly(_PROOF_BYTES)
+    if not hmac.compare_digest(proof, _prove(secret, b"caller", drawn)):
+        return False
+    writer.write(_prove(secret, b"listener", drawn))
+    return True
+
+
+async def _greet_listener(
+    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, secret: bytes
+) -> None:
+    """Prove to have the secret; raises ConnectionError if the listener cannot prove it."""
+    challenge = secrets.token_bytes(_CHALLENGE_BYTES)
+    drawn = await reader.readexactly(_CHALLENGE_BYTES) + challenge
+    writer.write(challenge + _prove(secret, b"caller", drawn))
+    proof = await reader.readexactly(_PROOF_BYTES)
+    if not hmac.compare_digest(proof, _prove(secret, b"listener", drawn)):
+        raise ConnectionError("it does not have the secret")
+
+
+def _prove(secret: bytes, side: bytes, drawn: bytes) -> bytes:
+    return hmac.digest(secret, side + drawn, "sha256")
 
 
 def _frame(number: int, message: object) -> bytes:

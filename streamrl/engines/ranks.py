@@ -1,5 +1,6 @@
 """The ranks of a trainer as a torch.distributed group in which no collective waits for ever."""
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -8,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from streamrl.errors import DeadlineError
+from streamrl.errors import ActorError, DeadlineError
+from streamrl.rendezvous import serve_store
 
 
 def join_ranks(*, rank: int, world_size: int, timeout_s: float) -> None:
@@ -30,8 +32,21 @@ def join_ranks(*, rank: int, world_size: int, timeout_s: float) -> None:
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=timeout_s),
-            store=dist.HashStore() if world_size == 1 else None,
+            store=_find_store(rank, world_size, timeout_s),
         )
+
+
+def _find_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
+    """Serve the store of the ranks, or connect to it."""
+    if world_size == 1:
+        return dist.HashStore()
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if rank > 0:
+        return dist.TCPStore(host, port, world_size, False, timedelta(seconds=timeout_s))
+    try:
+        return serve_store(host, port, timeout_s, world_size=world_size)
+    except OSError as error:
+        raise ActorError(f"rank 0 cannot listen at {host}:{port}: {error.strerror}") from error
 
 
 def leave_ranks() -> None:

@@ -28,7 +28,8 @@ class CodeOptions(AttemptOptions):
         match is a program as a whole.
     score: all: 1 if every test passes, else 0; rate: the share of tests that pass.
     most_tests: only so many of a row's tests, the first; 0: all.
-    loose_numbers: in texts, numbers that nearly are equal count as equal.
+    loose_numbers: compare words of a text as numbers: a float that is wanted nearly, a whole
+        number exactly.
     jails: programs at once in each scorer; 0: one for each core.
     limits: of a program: wall_s, cpu_s, compile_s, total_s, memory_mib, disk_mib, files, processes,
         open_files, output_kib; see docs/sandbox.md.

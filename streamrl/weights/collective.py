@@ -28,7 +28,7 @@ from streamrl.weights.members import (
     gather,
     join_store,
     sending_s,
-    serve_store,
+    serve_readers,
     verdict,
 )
 from streamrl.weights.transport import Inlet, Outlet, seal_copy
@@ -68,7 +68,7 @@ class CollectiveOutlet:
         self._fallback = fallback
         self._timeout_s = timeout_s
         self._device = device
-        self._store = serve_store(host, timeout_s)
+        self._store = serve_readers(host, timeout_s)
         self._term = Term(0, host, self._store.port, ())
         self._readers: tuple[str, ...] = ()
         self._absent: frozenset[str] = frozenset()

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamrl.errors import WeightsError
+from streamrl.rendezvous import serve_store
 
 PUBLISHER_RANK = 0
 POLL_S = 0.002
@@ -114,13 +115,11 @@ class Group:
             raise WeightsError(f"term and version {found} came, wanted {header}")
 
 
-def serve_store(host: str, timeout_s: float) -> dist.TCPStore:
+def serve_readers(host: str, timeout_s: float) -> dist.TCPStore:
     """The publisher's store, at a port nobody uses. Raises WeightsError if it cannot be."""
     try:
-        return dist.TCPStore(
-            host, 0, None, True, timedelta(seconds=timeout_s), wait_for_workers=False
-        )
-    except RuntimeError as error:
+        return serve_store(host, 0, timeout_s)
+    except (OSError, RuntimeError) as error:
         raise WeightsError(f"weights: cannot serve readers at {host}: {error}") from error
 
 

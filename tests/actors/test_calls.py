@@ -12,7 +12,7 @@ from ray.exceptions import (
 )
 
 from streamrl.actors.calls import translate
-from streamrl.actors.cluster import _start_local
+from streamrl.actors.local_ray import local_ray
 from streamrl.errors import ActorError, ActorLostError, ConfigError, RewardError
 
 
@@ -44,8 +44,9 @@ def test_a_cluster_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPat
         raise Exception("The node timed out\nduring startup.")
 
     monkeypatch.setattr(ray, "init", init)
-    with pytest.raises(ActorError, match=r"^Ray did not start: The node timed out during startup"):
-        _start_local(1, 1 << 27)
+    reason = r"^Ray did not start: The node timed out during startup"
+    with pytest.raises(ActorError, match=reason), local_ray(1, 1 << 27):
+        pass
 
 
 def test_a_dead_actor_is_lost_and_so_is_what_it_owned() -> None:

@@ -21,9 +21,14 @@ from streamrl.actors.fork_server import (
     LEVELS,
     OPEN_FILES,
     _is_forkable,
-    _is_same_user,
 )
-from streamrl.actors.launch_worker import LEVEL_VARIABLE, SOCKETS_VARIABLE, fork_worker
+from streamrl.actors.launch_worker import (
+    LEVEL_VARIABLE,
+    SOCKETS_VARIABLE,
+    fork_worker,
+    is_same_user,
+    socket_address,
+)
 from streamrl.engines.generation_env import generation_env
 
 # A command with two light levels: the second is imported under X=1.
@@ -184,12 +189,63 @@ def test_nothing_is_forked_where_a_gpu_is_in_use(monkeypatch: pytest.MonkeyPatch
     assert not _is_forkable()
 
 
-def test_a_level_answers_only_its_own_user(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_level_forks_nothing_for_another_user(
+    command, worker: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another user asks, or this one under another name where it cannot become another."""
+    asked, out = os.environ[SOCKETS_VARIABLE], tmp_path / "found.json"
     here, there = socket.socketpair()
-    with here, there:
-        assert _is_same_user(here)
+    with here, there, monkeypatch.context() as patch:
+        assert is_same_user(here)
+        patch.setattr(os, "getuid", lambda: 12345)
+        assert not is_same_user(here)
+        assert not fork_worker(ray_arguments(worker, str(out)))
+    if os.geteuid() == 0:
+        done = subprocess.run(
+            ["/usr/bin/python3", "-c", STRANGER, socket_address(asked, "base")[1:]],
+            user=NOBODY,
+            cwd="/",
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=True,
+        )
+        assert done.stdout == "hung up\n"
+    assert not out.exists()
+    assert fork_worker(ray_arguments(worker, str(out))), "it still answers its own"
+
+
+NOBODY = 65534
+STRANGER = """
+import json, socket, sys
+with socket.socket(socket.AF_UNIX) as connection:
+    connection.connect("\\0" + sys.argv[1])
+    connection.settimeout(20)
+    socket.send_fds(connection, [b"f"], (0, 1, 2))
+    request = {"argv": ["-"], "env": {}, "cwd": "/"}
+    try:
+        connection.sendall(json.dumps(request).encode() + b"\\n")
+        answer = connection.recv(1)
+    except ConnectionError:
+        answer = b""
+print(answer or "hung up")
+"""
+
+
+def test_a_launcher_says_nothing_to_a_listener_of_another_user(
+    worker: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name in the abstract namespace is free once the level that had it has ended."""
+    name = f"streamrl-test-{os.getpid()}"
+    monkeypatch.setenv(SOCKETS_VARIABLE, name)
+    with socket.socket(socket.AF_UNIX) as squatter:
+        squatter.bind(socket_address(name, "base"))
+        squatter.listen()
         monkeypatch.setattr(os, "getuid", lambda: 12345)
-        assert not _is_same_user(here)
+        assert not fork_worker(ray_arguments(worker))
+        connection, _ = squatter.accept()
+        with connection:
+            assert connection.recv(1) == b""
 
 
 def test_without_a_server_a_worker_is_left_to_ray(
@@ -287,8 +343,7 @@ import os, signal
 from streamrl.actors import fork_server
 fork_server.start_fork_server()
 import psutil, ray
-from streamrl.actors.cluster import _start_local
-_start_local(2, 200 << 20)
+from streamrl.actors.local_ray import local_ray
 
 class Actor:
     def find(self):
@@ -296,13 +351,13 @@ class Actor:
 
 # Ray may start it again on a worker of the same level that is dying as well.
 options = {"max_restarts": -1, "max_task_retries": -1, "num_cpus": 0}
-actor = ray.remote(Actor).options(**options).remote()
-pid, level = ray.get(actor.find.remote())
-assert level == fork_server._server.process.pid
-os.kill(level, signal.SIGKILL)
-psutil.wait_procs([psutil.Process(pid)], timeout=30)
-print(ray.get(actor.find.remote(), timeout=60)[1] != level)
-ray.shutdown()
+with local_ray(2, 200 << 20):
+    actor = ray.remote(Actor).options(**options).remote()
+    pid, level = ray.get(actor.find.remote())
+    assert level == fork_server._server.process.pid
+    os.kill(level, signal.SIGKILL)
+    psutil.wait_procs([psutil.Process(pid)], timeout=30)
+    print(ray.get(actor.find.remote(), timeout=60)[1] != level)
 """
 
 

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import hashlib
+import os
+import subprocess
 import sys
 import time
 import uuid
@@ -20,7 +22,10 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from streamrl.actors import seats
+from streamrl.actors.cluster import NO_TOKEN
 from streamrl.actors.crew import Crew
+from streamrl.actors.fork_server import TOKEN_MODE
+from streamrl.actors.local_ray import TOKEN_VARIABLE, ray_environment
 from streamrl.actors.remote_shard import RemoteShard
 from streamrl.actors.seats import give_back, reserve
 from streamrl.actors.shard import create_shards
@@ -118,6 +123,7 @@ class Nodes:
 
     second: Any
     ids: tuple[str, str]
+    address: str
 
     def member(self, shards: list[RemoteShard], name: str, node: str) -> Any:
         pinned = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -138,13 +144,13 @@ class Nodes:
 
 @pytest.fixture(scope="module")
 def nodes() -> Iterator[Nodes]:
-    with pytest.MonkeyPatch.context() as patch:
+    token = {**TOKEN_MODE, TOKEN_VARIABLE: uuid.uuid4().hex}
+    with pytest.MonkeyPatch.context() as patch, ray_environment(token):
         yield from two_nodes(patch)
 
 
 def two_nodes(patch: pytest.MonkeyPatch) -> Iterator[Nodes]:
     """Start them; at the end no process of theirs may be left."""
-    patch.setenv("RAY_AUTH_MODE", "disabled")
     mark = uuid.uuid4().hex
     patch.setenv(MARK, mark)
     ray.shutdown()  # an instance that other tests share
@@ -155,13 +161,44 @@ def two_nodes(patch: pytest.MonkeyPatch) -> Iterator[Nodes]:
         second = cluster.add_node(num_cpus=8, object_store_memory=100 << 20)
         ray.init(address=cluster.address, log_to_driver=False)
         ids = (cluster.head_node.node_id, second.node_id)
-        yield Nodes(second, ids)
+        yield Nodes(second, ids, cluster.address)
     finally:
         started = marked(mark)
         ray.shutdown()
         cluster.shutdown()
     _, alive = psutil.wait_procs(started, timeout=30.0)
     assert not alive, "processes were left behind"
+
+
+CONNECT = """
+import os, sys
+from streamrl.actors.cluster import cluster, nothing
+from streamrl.errors import ConfigError
+from streamrl.placement import PlacementConfig
+try:
+    with cluster(PlacementConfig(address=sys.argv[1]), nothing) as site:
+        print(os.environ.get("RAY_AUTH_MODE"), site.machine["nodes"])
+except ConfigError as error:
+    print(error)
+"""
+
+
+def test_a_cluster_of_the_users_is_joined_with_their_token_alone(nodes: Nodes) -> None:
+    wrong = {TOKEN_VARIABLE: "0" * 64}
+    without = {"RAY_AUTH_MODE": "disabled"}
+    scripts = [
+        subprocess.Popen(
+            [sys.executable, "-c", CONNECT, nodes.address],
+            env={**os.environ, **own},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # Ray warns, too
+            text=True,
+        )
+        for own in ({}, wrong, without)
+    ]
+    joined, *refused = (script.communicate(timeout=120.0)[0] for script in scripts)
+    assert joined == "token 2\n"
+    assert refused == [f"placement.address={nodes.address}: {NO_TOKEN}\n"] * 2
 
 
 def node_of(actor: Any) -> str:

@@ -194,10 +194,87 @@ def test_nobody_without_the_secret_is_listened_to() -> None:
     async def main() -> None:
         async with listening(answer) as right:
             assert str(right.secret) not in repr(right)
-            connection = await Connection.open(Endpoint(right.host, right.port, bytes(32)))
-            with pytest.raises(ConnectionError):
-                await connection.call("x", "shard-0.put", 5.0)
-            assert not connection.is_open
+            with pytest.raises(ConnectionError, match="hung up when it was greeted"):
+                await Connection.open(Endpoint(right.host, right.port, bytes(32)))
+            # Somebody who begins with a message, in place of a proof.
+            reader, writer = await asyncio.open_connection(right.host, right.port)
+            writer.write(wire._frame(0, "x") + bytes(64))
+            assert len(await asyncio.wait_for(reader.read(), 5.0)) == wire._CHALLENGE_BYTES
+            writer.close()
+
+    asyncio.run(main())
+    assert not answered
+
+
+MARKS: list[str] = []
+
+
+def leave_mark() -> None:
+    MARKS.append("read")
+
+
+class Marked:
+    """Leaves a mark where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return leave_mark, ()
+
+
+def test_nothing_is_unpickled_that_somebody_without_the_secret_sends() -> None:
+    async def main() -> None:
+        async def pretend(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            writer.write(bytes(64) + wire._frame(0, (True, Marked())))
+            await reader.read()
+
+        server = await asyncio.start_server(pretend, HOST, 0)
+        port = server.sockets[0].getsockname()[1]
+        with pytest.raises(ConnectionError, match="does not have the secret"):
+            await Connection.open(Endpoint(HOST, port, bytes(32)))
+        server.close()
+        async with listening(echo) as endpoint:
+            _, writer = await asyncio.open_connection(endpoint.host, endpoint.port)
+            writer.write(bytes(64) + wire._frame(0, Marked()))
+            await asyncio.sleep(0.05)
+            writer.close()
+
+    asyncio.run(main())
+    assert MARKS == []
+    wire._unpack(memoryview(wire._frame(0, Marked()))[wire._HEAD.size :])
+    assert MARKS == ["read"], "what was sent would have left its mark"
+
+
+def test_a_greeting_that_was_heard_opens_no_other_connection_and_tells_no_secret() -> None:
+    answered, heard = [], []
+
+    async def answer(request: Any) -> Any:
+        answered.append(request)
+
+    async def main() -> None:
+        async with listening(answer) as right:
+
+            async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                """Stand between both, and keep what the caller says."""
+                theirs = await asyncio.open_connection(right.host, right.port)
+                writer.write(await theirs[0].readexactly(wire._CHALLENGE_BYTES))
+                heard.append(await reader.readexactly(64))
+                theirs[1].write(heard[0])
+                writer.write(await theirs[0].readexactly(wire._PROOF_BYTES))
+                heard.append(await reader.readexactly(16))
+
+            server = await asyncio.start_server(relay, HOST, 0)
+            port = server.sockets[0].getsockname()[1]
+            connection = await Connection.open(Endpoint(HOST, port, right.secret))
+            call = asyncio.create_task(connection.call("x", "shard-0.put", 5.0))
+            while len(heard) < 2:
+                await asyncio.sleep(0.001)
+            call.cancel()
+            assert right.secret not in b"".join(heard)
+            reader, writer = await asyncio.open_connection(right.host, right.port)
+            writer.write(heard[0] + wire._frame(0, "again"))
+            assert len(await asyncio.wait_for(reader.read(), 5.0)) == wire._CHALLENGE_BYTES
+            writer.close()
+            connection.close()
+            server.close()
 
     asyncio.run(main())
     assert not answered
@@ -208,6 +285,7 @@ def test_calls_under_way_hear_that_the_other_side_is_gone() -> None:
         lines: list[asyncio.StreamWriter] = []
 
         async def hear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await wire._greet_caller(reader, writer, bytes(32))
             lines.append(writer)
             await reader.readexactly(40)
 
@@ -237,6 +315,7 @@ def test_whoever_does_not_read_for_long_is_given_up_and_the_deadline_is_not_blam
         gone = asyncio.Event()
 
         async def stare(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await wire._greet_caller(reader, writer, bytes(32))
             reader._transport.pause_reading()  # type: ignore[attr-defined]
             await gone.wait()
             writer.close()

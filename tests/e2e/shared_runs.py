@@ -16,6 +16,7 @@ import pytest
 
 from tests.e2e.in_turn import HEADING, code_file
 from tests.e2e.launched import Launched, rows
+from tests.e2e.outside import Outside, look_at
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = ROOT / "configs"
@@ -47,11 +48,12 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class Ended:
-    """A run that has ended: its exit code, what it printed, its directory."""
+    """A run that has ended: its exit code, what it printed, its directory, how others found it."""
 
     code: int
     output: str
     run_dir: Path
+    outside: Outside | None = None
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -71,7 +73,10 @@ def make_builds(recipes: Iterable[Path]) -> None:
 
 @pytest.fixture(scope="session")
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Ended:
-    """The demo, trained to its end; it is also watched by wandb and evaluated on two files."""
+    """The demo, trained to its end; it is also watched by wandb and evaluated on two files.
+
+    While it trains it is looked at from outside.
+    """
     folder = tmp_path_factory.mktemp("demo")
     recipe = CONFIGS / "grpo_arithmetic.yaml"
     make_builds([recipe])
@@ -81,9 +86,11 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Ended:
         f"data.eval=[{BUILD}/eval.parquet, {{path: {BUILD}/eval.jsonl, name: again}}]",
     ]
     run = Launched(["train", str(recipe), f"run.dir={folder}", "run.name=demo", *around], folder)
+    run.until(lambda: len(rows(folder / "demo")) > 1)
+    outside = look_at(run)
     code = run.wait()
     assert run.orphans() == []
-    return Ended(code, run.output, folder / "demo")
+    return Ended(code, run.output, folder / "demo", outside)
 
 
 @pytest.fixture(scope="session")

@@ -54,6 +54,28 @@ async def test_each_completion_gets_the_verdict_of_its_own_program():
     ]
 
 
+@pytest.mark.parametrize(
+    "truth",
+    [
+        {"inputs": ["200001"], "outputs": ["100000"], "fn_name": "half"},
+        {"inputs": [[200001]], "outputs": [[100000]], "fn_name": "half"},
+        {"assert_case": "assert half(200001) == 100000"},
+    ],
+    ids=["text", "values", "assert"],
+)
+async def test_a_float_near_a_whole_number_that_is_wanted_is_wrong(truth):
+    near, right, float_right = "n / 2", "n // 2", "float(n // 2)"
+    programs = [f"def half(n): return {value}" for value in (near, right, float_right)]
+    assert [verdict for _, verdict in await judged(truth, *programs)] == ["wrong", "pass", "pass"]
+
+
+async def test_what_is_written_near_a_whole_number_is_wrong_with_loose_numbers_too():
+    truth = {"inputs": ["200001", "1"], "outputs": ["100000", "0.5"]}
+    programs = [f"n = int(input()); print({value})" for value in ("n / 2", "n // 2 or 0.5000001")]
+    found = await judged(truth, *programs, loose_numbers=True)
+    assert [verdict for _, verdict in found] == ["wrong", "pass"]
+
+
 async def test_programs_may_read_and_write_and_score_by_the_share_of_tests():
     whole = "print(sum(map(int, input().split())))"
     found = await judged(SUM, whole, "input(); print(3)", "print(", score="rate")

@@ -123,6 +123,14 @@ async def test_text_in_and_text_out(url):
     assert await judged(url, truth, right, wrong) == ["pass", "wrong"]
 
 
+async def test_a_float_near_a_whole_number_that_is_wanted_is_wrong(url):
+    near, right = "def add(a, b): return a + b + 1e-9", "def add(a, b): return float(a + b)"
+    assert await judged(url, ADD, near, right) == ["wrong", "pass"]
+    truth = {"inputs": ["1 2"], "outputs": ["3"]}
+    found = await judged(url, truth, "print(3.00000001)", "print(3.0)", loose_numbers=True)
+    assert found == ["wrong", "pass"]
+
+
 async def test_a_server_that_fails_is_asked_again_and_is_never_a_wrong_answer(url):
     Server.troubles = [(504, {}), (200, {"status": "SandboxError", "message": "no disk"})]
     assert await judged(url, ADD, "def add(a, b): return a + b") == ["pass"]

@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from streamrl.errors import WeightsError
-from streamrl.weights.members import PUBLISHER_RANK, Deadline, Group, Term, join_store, serve_store
+from streamrl.weights.members import (
+    PUBLISHER_RANK,
+    Deadline,
+    Group,
+    Term,
+    join_store,
+    serve_readers,
+)
 
 TIMEOUT_S = 20.0
 Header = tuple[int, int]
@@ -15,7 +22,7 @@ Header = tuple[int, int]
 def exchange(sent: Header, wanted: Header) -> None:
     """A publisher and a reader, each in a thread, send and compare a header."""
     deadline = Deadline(TIMEOUT_S)
-    store = serve_store("127.0.0.1", TIMEOUT_S)
+    store = serve_readers("127.0.0.1", TIMEOUT_S)
     term = Term(1, "127.0.0.1", store.port, ("reader",))
 
     def publish() -> None:

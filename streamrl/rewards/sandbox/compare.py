@@ -9,15 +9,17 @@ import json
 import math
 import re
 from collections.abc import Iterator, Sequence
+from decimal import Decimal, InvalidOperation
 from itertools import zip_longest
 from typing import Any
 
-#: What numpy.allclose takes for equal.
+#: What numpy.allclose takes for equal. Only where a float is wanted.
 _RELATIVE = 1e-5
 _ABSOLUTE = 1e-8
 #: What is decoded or split at a stretch, bytes or characters.
 _BLOCK = 1 << 16
 _BLANK = re.compile(r"\s")
+_WHOLE_NUMBER = re.compile(r"[+-]?[0-9]+")
 #: A value of so many bytes is read only if its parts are as many as those of one that is wanted.
 _LONG_VALUE = 1 << 16
 _PARTS = b"[{,"
@@ -32,8 +34,8 @@ def read_text(data: bytes) -> str:
 def same_text(wanted: str, got: str, *, loose_numbers: bool) -> bool:
     """Whether two outputs are equal but for white space that ends a line, or the whole.
 
-    loose_numbers: words that are numbers are equal if they nearly are, however they are written;
-    then white space only separates words.
+    loose_numbers: words that are numbers are equal however they are written, and where a float is
+    wanted if they nearly are; then white space only separates words.
     """
     wanted, got = wanted.rstrip(), got.rstrip()
     if wanted == got:
@@ -67,21 +69,22 @@ def _same_word(wanted: str | None, got: str | None) -> bool:
     if wanted is None or got is None or wanted == got:
         return wanted == got
     try:
+        if _WHOLE_NUMBER.fullmatch(wanted):
+            return Decimal(got) == Decimal(wanted)
         return _close(float(wanted), float(got))
-    except ValueError:
+    except (ValueError, InvalidOperation):
         return False
 
 
 def same_value(wanted: Any, got: Any) -> bool:
     """Whether two values made of JSON's types are equal. Tuples are lists; true is not 1.
 
-    Whole numbers must be the same; where one of two is a float, they may differ slightly.
+    A whole number that is wanted is equal or not; from a float the other may differ slightly.
     """
     if isinstance(wanted, bool) or isinstance(got, bool):
         return wanted is got
     if isinstance(wanted, int | float) and isinstance(got, int | float):
-        exact = isinstance(wanted, int) and isinstance(got, int)
-        return wanted == got if exact else _close(wanted, got)
+        return wanted == got if isinstance(wanted, int) else _close(wanted, got)
     if isinstance(wanted, Sequence) and not isinstance(wanted, str):
         is_list = isinstance(got, list) and len(got) == len(wanted)
         return is_list and all(map(same_value, wanted, got))

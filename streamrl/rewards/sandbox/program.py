@@ -70,7 +70,7 @@ class Program:
 
     language: a name from the table of languages.
     stop_early: leave out the tests after the first that does not pass.
-    loose_numbers: numbers in a text count as equal if they nearly are (see compare.py).
+    loose_numbers: compare words of a text as numbers (see compare.py).
     """
 
     language: str

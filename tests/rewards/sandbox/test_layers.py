@@ -1,0 +1,197 @@
+"""Each layer of the sandbox by itself: one that is missing would be hidden by those above it."""
+
+import json
+import os
+import socket
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pyseccomp
+import pytest
+import pytest_asyncio
+
+from streamrl.rewards.sandbox import (
+    LANGUAGES,
+    CallTest,
+    Language,
+    Limits,
+    Outcome,
+    Program,
+    Sandbox,
+    StdinTest,
+)
+from streamrl.rewards.sandbox.isolation import UNSAFE, Isolation, candidates, user_of_jail
+from streamrl.rewards.sandbox.jail import Blueprint, Jail, blueprint
+from streamrl.rewards.sandbox.judging import program_message
+from streamrl.rewards.sandbox.judging import test_message as message_of
+from streamrl.rewards.sandbox.selection import broken
+from streamrl.rewards.sandbox.syscalls import _exported, build_filter
+from streamrl.rewards.verdict import Verdict
+
+LIMITS = Limits(wall_s=8.0, total_s=20.0, memory_mib=256, disk_mib=8, compile_s=0.3)
+NUMBER = 7
+#: What goes out of a jail over the network, and what is seen of it.
+REACH = """
+import socket
+
+def reach(port, name):
+    found = []
+    def tried(what, act, *given):
+        try:
+            act(*given)
+        except OSError:
+            return
+        found.append(what)
+    def send(family, address):
+        with socket.socket(family, socket.SOCK_DGRAM) as sender:
+            sender.sendto(b"x", address)
+    def join(address):
+        with socket.socket(socket.AF_UNIX) as joining:
+            joining.connect(address)
+    tried("the host's loopback", socket.create_connection, ("127.0.0.1", port), 1)
+    tried("the host's abstract sockets", join, "\\0" + name)
+    tried("a machine of the network", send, socket.AF_INET, ("192.0.2.1", 9))
+    if {one for _, one in socket.if_nameindex()} - {"lo"}:
+        found.append("the network's devices")
+    return found
+"""
+#: What REACH must find where nothing isolates; a machine may have no network of its own.
+HOSTS = {"the host's loopback", "the host's abstract sockets"}
+
+
+def permissive_filter() -> bytes:
+    return _exported(pyseccomp.SyscallFilter(pyseccomp.ALLOW))
+
+
+async def run_in(plan: Blueprint, source: str, test: CallTest) -> object:
+    """What a function returns in a jail of this plan."""
+    jail = await Jail.start(plan, NUMBER)
+    try:
+        deadline = time.monotonic() + 20.0
+        program = Program("python", source, [test])
+        await jail.request(program_message(program, LANGUAGES["python"], plan.limits), deadline)
+        report = await jail.request(message_of(test, 8.0), deadline)
+    finally:
+        await jail.end()
+    return json.loads(report.out)
+
+
+async def ways_out(isolation: Isolation) -> set[str]:
+    """Where a program gets by the network whose calls no filter denies."""
+    plan = blueprint(isolation, LIMITS, permissive_filter())
+    name = f"streamrl-layers-{os.getpid()}"
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as local:
+        local.bind(f"\0{name}")
+        local.listen()
+        found = await run_in(plan, REACH, CallTest("reach", [server.getsockname()[1], name], []))
+    assert isinstance(found, list)
+    return set(found)
+
+
+@pytest.mark.parametrize("isolation", candidates(), ids=lambda isolation: isolation.name)
+async def test_the_network_is_out_of_reach_though_every_system_call_is_allowed(
+    isolation: Isolation,
+) -> None:
+    reason = await broken(blueprint(isolation, LIMITS, build_filter()))
+    if reason is None:
+        assert await ways_out(isolation) == set()
+    else:
+        # A machine need not allow each; the sandbox takes none that does not hold.
+        assert isolation != candidates()[0], reason
+
+
+async def test_what_is_tried_succeeds_where_nothing_isolates() -> None:
+    assert await ways_out(UNSAFE) >= HOSTS
+
+
+@pytest_asyncio.fixture
+async def jail() -> AsyncIterator[tuple[Blueprint, int]]:
+    """A jail that waits for its program, as seen from outside: its plan and its process 1."""
+    plan = blueprint(candidates()[0], LIMITS, build_filter())
+    started = await Jail.start(plan, NUMBER)
+    assert started._first is not None
+    yield plan, started._first[0]
+    await started.end()
+
+
+async def test_a_jail_has_every_namespace_for_itself(jail: tuple[Blueprint, int]) -> None:
+    plan, pid = jail
+    kinds = ["mnt", "pid", "net", "ipc", "uts"] + ["user"] * plan.isolation.user_namespace
+    shared = [
+        kind
+        for kind in kinds
+        if os.readlink(f"/proc/{pid}/ns/{kind}") == os.readlink(f"/proc/self/ns/{kind}")
+    ]
+    assert shared == []
+    assert os.getsid(pid) != os.getsid(0), "it has no terminal"
+
+
+async def test_what_runs_in_a_jail_has_no_rights_and_can_gain_none(
+    jail: tuple[Blueprint, int],
+) -> None:
+    plan, pid = jail
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    status = {name: value.split() for name, _, value in (line.partition(":") for line in lines)}
+    for held in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"):
+        assert int(status[held][0], 16) == 0, held
+    assert status["NoNewPrivs"] == ["1"]
+    assert status["Seccomp"] == ["2"], "a filter is in force"
+    if os.geteuid() != 0:
+        assert "0" not in {*status["Uid"], *status["Gid"]}
+    if plan.isolation.own_user:
+        assert {*status["Uid"], *status["Gid"]} == {str(user_of_jail(NUMBER))}
+        assert status["Groups"] == []
+
+
+async def outcome_of(language: Language, source: str, *tests: StdinTest | CallTest) -> Outcome:
+    sandbox = await Sandbox.start(LIMITS, jails=1, languages={"own": language})
+    try:
+        return await sandbox.run(Program("own", source, tests))
+    finally:
+        await sandbox.close()
+
+
+async def test_a_compiler_that_takes_too_long_is_ended() -> None:
+    slow = Language("x.sh", run=("sh", "{dir}/x.sh"), compile=("sleep", "60"))
+    outcome = await outcome_of(slow, "echo", StdinTest("", ""))
+    assert outcome.verdict is Verdict.COMPILE_ERROR
+    assert outcome.detail == "the compiler took too long"
+
+
+RESERVE = """
+import mmap
+def reserve(mib):
+    private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    kept = mmap.mmap(-1, 2 << 30, flags=private)
+    for page in range(0, mib << 20, 4096):
+        kept[page] = 1
+    import time
+    time.sleep(0.2 if mib else 0)
+    return mib
+"""
+
+
+@pytest.mark.parametrize(
+    ("limited", "mib", "verdict"),
+    [(False, 0, Verdict.PASS), (False, 600, Verdict.MEMORY), (True, 0, Verdict.MEMORY)],
+    ids=["reserves", "uses", "may not reserve"],
+)
+async def test_a_language_that_reserves_memory_is_held_to_what_it_uses(
+    limited: bool, mib: int, verdict: Verdict
+) -> None:
+    language = Language("solution.py", limit_address_space=limited)
+    outcome = await outcome_of(language, RESERVE, CallTest("reserve", [mib], [mib]))
+    assert outcome.verdict is verdict, outcome
+
+
+async def test_a_program_stays_on_one_core_and_has_none_of_the_runs_packages() -> None:
+    source = f"""
+import os, sys
+from importlib.util import find_spec
+def look():
+    packages = [name for name in {["numpy", "torch", "ray", "streamrl"]} if find_spec(name)]
+    return [len(os.sched_getaffinity(0)), packages]
+"""
+    outcome = await outcome_of(LANGUAGES["python"], source, CallTest("look", [], [[1, []]]))
+    assert outcome.verdict is Verdict.PASS, outcome
