@@ -22,7 +22,7 @@ from streamrl.buffer.leases import Overdue
 from streamrl.control import Control
 from streamrl.data import PromptStream
 from streamrl.dataflow import GENERATE, MOVED, POLICY, REWARD, Kind
-from streamrl.errors import DropError, FilterError, StreamError
+from streamrl.errors import DataError, DropError, FilterError, StreamError
 from streamrl.faces import Stage, StepOutcome
 from streamrl.lease import Pulse
 from streamrl.messages import Ended, Prompt
@@ -199,7 +199,7 @@ class CoordinatorActor:
         reporting = asyncio.create_task(self._reporter.run())
         try:
             await self._stream(reporting)
-        except (FilterError, DropError):
+        except (FilterError, DropError, DataError):
             await self._save_of_failed()
             raise
         await self._reporter.finish(reporting)
@@ -254,12 +254,19 @@ class CoordinatorActor:
         registries = self._control.publishing.registries
         traffic = {role: registry.drain() for role, registry in registries.items()}
         weights = weight_metrics(traffic.pop(POLICY), list(traffic.values()))
-        row = {**weights, "weights/version": admission.version}
+        row = {**weights, "weights/version": admission.version, **self._report_skipped()}
         self._reporter.note(Snapshot(outcome, row, evaluation))
         every = self._config.checkpoint.every
         is_due = every and admission.version % every == 0
         if is_due or outcome.queue.journal_bytes > self._config.queue.journal.max_mb << 20:
             await self._save()
+
+    def _report_skipped(self) -> Mapping[str, int]:
+        """Tell of rows that give no prompt; the counts since the last step, as metrics."""
+        skipped = self._prompts.take_skipped()
+        for problem in skipped.problems:
+            self._feed.post(EventReport("bad_row", {"reason": problem}))
+        return skipped.metrics
 
     def _report_end(self, uid: str, how: Ended) -> None:
         if not how.filtered:
