@@ -107,7 +107,7 @@ class DropError(StreamError):
 
 
 class DataError(StreamError):
-    """Prompts cannot be drawn any more: a data file has changed, or too many of its rows are bad."""
+    """No prompt can be drawn any more: a data file has changed, or too many rows are bad."""
 
 
 class CheckpointError(StreamError):

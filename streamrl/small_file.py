@@ -1,7 +1,8 @@
 """Files that a user names: regular ones alone, read whole if small, line by line if large.
 
 A FIFO would be waited for, a device or a sparse file may never end, and JSON can be nested deeper
-than Python's stack is. Whatever a user names is opened by `open_regular`, once, and read to a bound.
+than Python's stack is. Whatever a user names is opened once, by `open_regular`, and read to a
+bound.
 """
 
 import contextlib
@@ -145,7 +146,7 @@ def parse_json(text: str | bytes) -> Any:
     """
     try:
         found = json.loads(text, object_pairs_hook=_unique)
-    except (json.JSONDecodeError, UnicodeDecodeError, _TwiceError):
+    except (json.JSONDecodeError, UnicodeDecodeError, RepeatedKeyError):
         raise
     except ValueError:
         raise ValueError("a number of too many digits") from None
@@ -155,7 +156,7 @@ def parse_json(text: str | bytes) -> Any:
     return found
 
 
-class _TwiceError(ValueError):
+class RepeatedKeyError(ValueError):
     """An object has a key twice."""
 
 
@@ -164,7 +165,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         counts = Counter(key for key, _ in pairs)
         twice = next(key for key, count in counts.items() if count > 1)
-        raise _TwiceError(f"key {twice[:40]!r}: must be there once")
+        raise RepeatedKeyError(f"key {twice[:40]!r}: must be there once")
     return found
 
 

@@ -18,7 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, cast
 
 from streamrl.errors import ConfigError
-from streamrl.small_file import MIB, MOST_LINE_BYTES, open_regular, parse_json, read_lines
+from streamrl.small_file import (
+    MIB,
+    MOST_LINE_BYTES,
+    RepeatedKeyError,
+    open_regular,
+    parse_json,
+    read_lines,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -51,6 +58,23 @@ def read_records(path: str, split: str = "") -> Records:
                     yield f"{path} row {index + 1}", index, record
         else:
             yield from _read_text(path, split)
+
+
+def count_rows(path: str, split: str = "") -> int | None:
+    """Count the rows of a data file at a glance; None where that would take reading it.
+
+    Of JSONL the blank lines count. Raises ConfigError like `read_records`.
+    """
+    with reading(path):
+        if is_parquet(path):
+            return sum(map(_parquet_rows, parquet_files(path, split)))
+        if Path(path).is_dir():
+            return len(open_dataset(path, split))
+        if extension(path) != ".jsonl":
+            return None
+        with open_regular(path) as file:
+            pieces = iter(lambda: file.read(_CHUNK_BYTES), b"")
+            return sum(piece.count(b"\n") for piece in pieces)
 
 
 @contextmanager
@@ -164,6 +188,8 @@ def _why_no_row(error: Exception) -> str:
 def _parse_json(row: bytes) -> Any:
     try:
         return parse_json(row.decode())
+    except RepeatedKeyError:
+        raise
     except ValueError as error:
         raise ValueError(f"not JSON: {one_line(error)}") from None
 
@@ -356,6 +382,17 @@ def read_batches(path: str) -> "Iterator[pa.RecordBatch]":
     except (pa.ArrowException, ValueError, KeyError) as error:
         where = f"after row {count}" if count else "as parquet"
         raise ConfigError(f"{path}: cannot be read {where}: {one_line(error)}") from error
+
+
+def _parquet_rows(path: str) -> int:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with open_regular(path) as file, pq.ParquetFile(file) as opened:
+            return int(opened.metadata.num_rows)
+    except (pa.ArrowException, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as parquet: {one_line(error)}") from error
 
 
 def _read_parquets(path: str, split: str) -> Records:

@@ -20,7 +20,7 @@ from streamrl.errors import DataError
 from streamrl.messages import Prompt, make_uid
 
 BATCH, AHEAD = 64, 4
-"""Rows of a file that are rendered together, and batches that are ready before they are needed."""
+"""Rows of a file that are rendered together, and batches that a thread has ready."""
 FEW = 1000
 """Rows of which it cannot yet be said that too many are bad."""
 
@@ -46,9 +46,16 @@ class SharesNode(BaseNode[Drawn]):
     """The prompts of all files, interleaved by their shares. Never ends."""
 
     def __init__(
-        self, parts: Sequence[Part], *, seed: int, shuffle: bool, max_bad_share: float = 1.0
+        self,
+        parts: Sequence[Part],
+        *,
+        seed: int,
+        shuffle: bool,
+        max_bad_share: float = 1.0,
+        ahead: int = AHEAD,
     ) -> None:
         super().__init__()
+        self._ahead = ahead
         self._parts = parts
         self._orders = [
             FileOrder(part.indices, part=i, seed=seed, shuffle=shuffle)
@@ -64,7 +71,7 @@ class SharesNode(BaseNode[Drawn]):
         self._drawn, self._given = list(state["drawn"]), list(state["given"])
         self._seen, self._bad, self._in_vain = zeros.copy(), zeros.copy(), zeros.copy()
         self._sources = [
-            _source(order, start, part.examine)
+            _source(order, start, part.examine, self._ahead)
             for order, start, part in zip(self._orders, self._drawn, self._parts, strict=True)
         ]
 
@@ -111,8 +118,8 @@ class SharesNode(BaseNode[Drawn]):
 Found = tuple[int, Examined | DataError]
 
 
-def _source(order: FileOrder, start: int, examine: Examine) -> BaseNode[Found]:
-    """The rows of one file from a place of its order on, examined in a thread of their own."""
+def _source(order: FileOrder, start: int, examine: Examine, ahead: int) -> BaseNode[Found]:
+    """The rows of one file from a place of its order on, `ahead` batches before they are needed."""
 
     def made(batch: Sequence[tuple[int, int]]) -> list[Found]:
         try:
@@ -122,5 +129,5 @@ def _source(order: FileOrder, start: int, examine: Examine) -> BaseNode[Found]:
             found = [error] * len(batch)
         return [(epoch, one) for (epoch, _), one in zip(batch, found, strict=True)]
 
-    places = IterableWrapper(order.batches(start, BATCH))
-    return Unbatcher(Prefetcher(Mapper(places, made), prefetch_factor=AHEAD))
+    found: BaseNode[list[Found]] = Mapper(IterableWrapper(order.batches(start, BATCH)), made)
+    return Unbatcher(Prefetcher(found, prefetch_factor=ahead) if ahead else found)

@@ -195,6 +195,7 @@ def open_files(
     files: Sequence[DataFile],
     model: str,
     *,
+    limit: int,
     on_long: str,
     room: float | None = math.inf,
     inspect: Inspect = lambda prompts: None,
@@ -268,7 +269,7 @@ def _examined(
     if room is not None:
         most = min(most, max(longest, int(min(math.ceil(longest * MARGIN), room))))
     limited = file.with_limits(replace(file.limits, max_tokens=most))
-    return OpenedFile(limited, file.indices, False, fates, longest, mean)
+    return OpenedFile(limited, limited.indices, False, fates, longest, mean)
 
 
 def _raise_first(found: Sequence[Examined]) -> None:

@@ -51,12 +51,20 @@ class PromptStream(Iterator[Prompt]):
 
     Each file has epochs of its own, shuffled by (seed, file, epoch). A prompt goes out with uid
     (epoch, index, 0). A row that gives no prompt is passed over, and `take_skipped` tells of it;
-    where more than `max_bad_share` of a file's rows cannot be used, drawing raises DataError.
+    where more than `max_bad_share` of a file's rows cannot be used, drawing raises DataError. Rows
+    are read in a thread for each file, unless `reads_ahead` is false.
     """
 
     def __init__(
-        self, data: StreamData, *, seed: int, shuffle: bool = True, max_bad_share: float = 1.0
+        self,
+        data: StreamData,
+        *,
+        seed: int,
+        shuffle: bool = True,
+        max_bad_share: float = 1.0,
+        reads_ahead: bool = True,
     ) -> None:
+        self._reads_ahead = reads_ahead
         self._seed = seed
         self._shuffle = shuffle
         self._max_bad_share = max_bad_share
@@ -102,13 +110,14 @@ class PromptStream(Iterator[Prompt]):
     def _nodes(self) -> "SharesNode":
         """The nodes that read the files, in the process that draws; they take torch."""
         if self._node is None:
-            from streamrl.data.loading import SharesNode
+            from streamrl.data.loading import AHEAD, SharesNode
 
             self._node = SharesNode(
                 self._data.parts,
                 seed=self._seed,
                 shuffle=self._shuffle,
                 max_bad_share=self._max_bad_share,
+                ahead=AHEAD if self._reads_ahead else 0,
             )
             self._node.reset({"drawn": self._drawn, "given": self._given})
         return self._node

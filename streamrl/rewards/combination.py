@@ -17,6 +17,8 @@ from streamrl.user_module import FileFunction, find_reference
 #: What a user's function may ask for, by name.
 OFFERED = ("rewards", "prompt", "completion")
 Judgements = Mapping[str, Sequence[Judgement]]
+Scores = dict[str, float | None]
+"""The number of each component, by name."""
 
 
 @dataclass(frozen=True)
@@ -137,9 +139,7 @@ def serve(reference: str) -> Callable[[Any], list[float] | str]:
     """What the worker answers with: a number per completion, or why there is none."""
     code, asked = load_combine(reference)
 
-    def combine(
-        request: tuple[Prompt, list[str], list[dict[str, float | None]]],
-    ) -> list[float] | str:
+    def combine(request: tuple[Prompt, list[str], list[Scores]]) -> list[float] | str:
         prompt, completions, scores = request
         totals = []
         for place, (completion, rewards) in enumerate(zip(completions, scores, strict=True)):

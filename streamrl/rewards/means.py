@@ -1,4 +1,4 @@
-"""Means of the numbers that rewards give besides their scores, over all that is judged in a step."""
+"""Means of the numbers that rewards give besides their scores."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -92,9 +92,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/mean", "", "mean combined reward of the rollouts trained in the step"),
     Metric("reward/std", "", "standard deviation of that reward over the step's rollouts"),
     Metric("reward/<component>", "", "mean of one named reward before combination"),
-    Metric(
-        "reward/<component>/<number>", "", "mean of a number it gives besides, since the last row"
-    ),
+    Metric("reward/<component>/<number>", "", "mean of a number that it gives besides"),
     Metric("cost/mean", "", "mean combined cost of those rollouts; NaN without costs"),
     Metric("cost/<component>", "", "mean of one named cost before combination"),
     Metric("cost/<component>/<number>", "", "the same of a cost"),
