@@ -191,11 +191,11 @@ def open_table(path: str, split: str = "") -> Table:
 def _text_table(path: str, split: str) -> TextTable:
     kind = extension(path)
     refuse_split(path, split)
-    digest = _digest([path])
     plain = path
     if path.endswith(PACKED):
+        name = _digest([path]) + kind.removesuffix(PACKED)
         with text_errors(path):
-            plain = str(_unpacked(path, digest + kind.removesuffix(PACKED), _unpack_text))
+            plain = str(_unpacked(path, name, _unpack_text))
     starts, sizes, numbers = array("q"), array("i"), array("q")
     with open_regular(plain) as file, text_errors(path):
         seal = _seal(file)
@@ -212,7 +212,8 @@ def _text_table(path: str, split: str) -> TextTable:
         np.array(starts, np.int64),
         np.array(sizes, np.int32),
         np.array(numbers, np.int64) if has_gaps else None,
-        digest,
+        # Of what is unpacked: the level of compression makes no other rows.
+        _digest([plain]),
         seal,
     )
 
