@@ -291,7 +291,7 @@ def test_a_reward_of_one_task_says_nothing_of_the_rows_of_another(score, reward_
     assert code == 0
     assert [line["score"] for line in lines] == [0.5, 1.5, 0.5, 0.5]
     assert [line["components"]["sums"] for line in lines] == [None, 1.0, None, 0.0]
-    assert [line["verdicts"]["sums"] for line in lines][0] == "not_judged"
+    assert lines[0]["verdicts"]["sums"] == "not_judged"
     assert lines[3]["numbers"] == {"compute_score": {"length": 3.0}}
     assert "reward/sums" in said and "mean 0.5000" in said
     assert "reward/compute_score/length  mean 1.5000" in said
