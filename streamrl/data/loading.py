@@ -17,7 +17,7 @@ from torchdata.nodes import BaseNode, IterableWrapper, Mapper, Prefetcher, Unbat
 from streamrl.data.examining import Examined, Fate
 from streamrl.data.order import Examine, FileOrder, Part, next_part
 from streamrl.errors import DataError
-from streamrl.messages import Prompt, make_uid
+from streamrl.messages import Prompt, make_uid, parse_uid
 
 BATCH, AHEAD = 64, 4
 """Rows of a file that are rendered together, and batches that a thread has ready."""
@@ -94,8 +94,7 @@ class SharesNode(BaseNode[Drawn]):
             self._check(place, found)
         self._given[place] += 1
         self._in_vain[place] = 0
-        index = int(found.prompt.uid.split(":")[1])
-        prompt = replace(found.prompt, uid=make_uid(epoch, index))
+        prompt = replace(found.prompt, uid=make_uid(epoch, parse_uid(found.prompt.uid)[1]))
         position = Position(tuple(self._drawn), tuple(self._given))
         return Drawn(prompt, position, tuple(skipped))
 

@@ -8,6 +8,7 @@ import hashlib
 import math
 import os
 import threading
+from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -245,24 +246,25 @@ def _examined(
 ) -> OpenedFile:
     rows, is_typical = chosen_rows(file, whole)
     is_whole = len(rows) == len(file.table)
-    fates, kept, lengths = Counter[Fate](), list[int](), list[tuple[int, bool]]()
+    fates, kept, lengths, typical = Counter[Fate](), array("q"), array("i"), array("i")
     for start in range(0, len(rows), BATCH):
         found = file.examine_rows(rows[start : start + BATCH].tolist())
         _raise_first(found)
         inspect([one.prompt for one in found if one.prompt is not None])
-        for one, typical in zip(found, is_typical[start : start + BATCH].tolist(), strict=True):
+        for one, stands_for_others in zip(found, is_typical[start : start + BATCH], strict=True):
             fates[one.fate] += 1
             if one.prompt is not None:
                 kept.append(parse_uid(one.prompt.uid)[1])
-                lengths.append((len(one.prompt.token_ids), typical))
+                lengths.append(len(one.prompt.token_ids))
+                if stands_for_others:
+                    typical.append(lengths[-1])
                 add_prompt(digest, one.prompt)
     if not kept and not is_whole:
         # Among the others there may be one.
         return _examined(file, inspect, digest, whole=math.inf, room=room)
     if not kept:
         raise no_prompt_left(file.file, fates, file.limits)
-    longest = max(length for length, _ in lengths)
-    mean = fmean([length for length, typical in lengths if typical] or [longest])
+    longest, mean = max(lengths), fmean(typical or lengths)
     if is_whole:
         return OpenedFile(file, np.array(kept), True, fates, longest, mean)
     most = file.limits.max_tokens

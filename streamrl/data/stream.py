@@ -170,7 +170,7 @@ class PromptStream(Iterator[Prompt]):
         had all been examined: then they are, as the order is that of those that gave prompts.
         """
         data = self._data
-        if not data.is_whole and is_whole(state["fingerprint"]):
+        if not data.is_whole and is_whole(str(state["fingerprint"])):
             data = data.whole()
         self._hold(data)
         for name, now in self._identity.items():
@@ -183,8 +183,10 @@ class PromptStream(Iterator[Prompt]):
         place = state["loader"]["_sampler_iter_state"] if "loader" in state else state
         drawn, given = place["drawn"], place.get("given", place["drawn"])
         num_files = len(data.parts)
-        if len(drawn) != num_files or len(given) != num_files or min(*drawn, *given) < 0:
-            raise ValueError(f"{drawn} prompts drawn of {num_files} files")
+        pairs = list(zip(given, drawn, strict=False))
+        fits = [isinstance(n, int) and isinstance(m, int) and 0 <= n <= m for n, m in pairs]
+        if not all(fits) or not len(drawn) == len(given) == num_files:
+            raise ValueError(f"{drawn} prompts drawn of {num_files} files, {given} given out")
         self._drawn, self._given = tuple(drawn), tuple(given)
 
     def __getstate__(self) -> dict[str, Any]:
