@@ -254,19 +254,16 @@ class CoordinatorActor:
         registries = self._control.publishing.registries
         traffic = {role: registry.drain() for role, registry in registries.items()}
         weights = weight_metrics(traffic.pop(POLICY), list(traffic.values()))
-        row = {**weights, "weights/version": admission.version, **self._report_skipped()}
+        row = {
+            **weights,
+            "weights/version": admission.version,
+            **report_skipped(self._prompts, self._feed),
+        }
         self._reporter.note(Snapshot(outcome, row, evaluation))
         every = self._config.checkpoint.every
         is_due = every and admission.version % every == 0
         if is_due or outcome.queue.journal_bytes > self._config.queue.journal.max_mb << 20:
             await self._save()
-
-    def _report_skipped(self) -> Mapping[str, int]:
-        """Tell of rows that give no prompt; the counts since the last step, as metrics."""
-        skipped = self._prompts.take_skipped()
-        for problem in skipped.problems:
-            self._feed.post(EventReport("bad_row", {"reason": problem}))
-        return skipped.metrics
 
     def _report_end(self, uid: str, how: Ended) -> None:
         if not how.filtered:
@@ -374,6 +371,14 @@ class CoordinatorActor:
         """Call a method of the arbiter, see ArbiterFace."""
         found = methodcaller(method, *arguments)(self._arbiter)
         return await found if asyncio.iscoroutine(found) else found
+
+
+def report_skipped(prompts: PromptStream, feed: Feed) -> Mapping[str, int]:
+    """Tell of rows that gave no prompt since the last call; their counts, as metrics."""
+    skipped = prompts.take_skipped()
+    for problem in skipped.problems:
+        feed.post(EventReport("bad_row", {"reason": problem}))
+    return skipped.metrics
 
 
 def stall_reports(found: Sequence[Overdue], action: str) -> list[EventReport]:

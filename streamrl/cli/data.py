@@ -94,10 +94,15 @@ def run(arguments: argparse.Namespace) -> int:
 def _checked(file: DataFile, tokenizer: "PreTrainedTokenizerBase", limits: Limits) -> FileReport:
     """Check a file, with a progress bar where somebody looks on."""
     console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    columns = (*columns, TextColumn("rows"), TimeRemainingColumn())
     with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("rows"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
     ) as progress:
         # Escaped: what looks like markup is part of a name.
         name = escape(Path(file.path).name)

@@ -143,7 +143,7 @@ class JsonArray:
                     at, after_row = _after(text, at, ","), False
                     continue
                 end = decoder.raw_decode(text, at)[1]
-                if end == len(text):  # the end of a number may be that of the piece alone
+                if end == len(text) and text[-1] not in '}]"':  # more digits may come
                     raise _CutError
             except RecursionError:
                 raise ValueError(f"row {index + 1}: not JSON: nested too deeply") from None
@@ -280,7 +280,7 @@ def open_text(path: str) -> BinaryIO:
     if not path.endswith(PACKED):
         return file
     packed = gzip.GzipFile(fileobj=file)
-    packed.myfileobj = file  # closed with it
+    packed.myfileobj = cast(Any, file)  # closed with it
     return cast(BinaryIO, packed)
 
 

@@ -105,8 +105,10 @@ class SharesNode(BaseNode[Drawn]):
     def _check(self, place: int, last: Examined) -> None:
         """Raise DataError if a file gives nothing, or next to nothing but bad rows."""
         name, seen, bad = self._parts[place].name, self._seen[place], self._bad[place]
-        if self._in_vain[place] >= len(self._orders[place]):
-            raise DataError(f"{name}: none of its {self._in_vain[place]} rows gives a prompt")
+        # The one good row of a file may be the first of an epoch, and the last of the next one.
+        rows = len(self._orders[place])
+        if self._in_vain[place] >= 2 * rows:
+            raise DataError(f"{name}: none of its {rows} rows gives a prompt")
         if bad > self._max_bad_share * max(seen, FEW):
             raise DataError(
                 f"{name}: {bad} of the last {seen} rows cannot be used, more than"

@@ -142,11 +142,13 @@ class ColumnTable:
 
     def prompt_sizes(self, prompt_key: str) -> NDArray[np.int64] | None:
         """Return the bytes of each row's prompt; None where that cannot be told at a glance."""
+        import pyarrow as pa
+
         columns = self._loaded()
-        if getattr(columns, "_indices", None) is not None:
-            return None
-        table = getattr(getattr(columns, "data", columns), "table", columns)
-        return _text_sizes(table, prompt_key)
+        if isinstance(columns, pa.Table):
+            return _text_sizes(columns, prompt_key)
+        # Of a dataset whose rows were chosen or reordered, the columns are those of all rows.
+        return None if columns._indices is not None else _text_sizes(columns.data.table, prompt_key)
 
     def _loaded(self) -> Any:
         if self._columns is None:

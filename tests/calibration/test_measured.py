@@ -91,7 +91,7 @@ def test_a_file_is_no_run(run_dir: Path) -> None:
         (lambda run: (run / "trace.json").write_text("[" * 100_000), "trace.json: nested too deep"),
         (lambda run: _fifo(run / "trace.json"), "trace.json: not a regular file"),
         (lambda run: _fifo(run / "events.jsonl"), "events.jsonl: not a regular file"),
-        (lambda run: _fifo(next(journal_dir(run, BOOKS).glob("*.log"))), "not a regular file"),
+        (lambda run: _fifo(next(journal_dir(run, BOOKS).glob("*.journal"))), "not a regular file"),
         (lambda run: (run / "metrics.jsonl").write_text(""), "too short: 0 steps"),
         (lambda run: _without(run, 3, "step"), "metrics.jsonl:3: has no step"),
         (lambda run: _without(run, 3, "time/step_s"), "metrics.jsonl:3: has no time/step_s"),
