@@ -254,11 +254,8 @@ class CoordinatorActor:
         registries = self._control.publishing.registries
         traffic = {role: registry.drain() for role, registry in registries.items()}
         weights = weight_metrics(traffic.pop(POLICY), list(traffic.values()))
-        row = {
-            **weights,
-            "weights/version": admission.version,
-            **report_skipped(self._prompts, self._feed),
-        }
+        row = {**weights, "weights/version": admission.version}
+        row |= report_skipped(self._prompts, self._feed)
         self._reporter.note(Snapshot(outcome, row, evaluation))
         every = self._config.checkpoint.every
         is_due = every and admission.version % every == 0
