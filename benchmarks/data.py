@@ -4,7 +4,7 @@ Rows are generated on the spot, as JSONL, parquet, a JSON array, CSV and packed 
 a process of its own: seconds until the driver has checked the run (and once more, now that packed
 files are unpacked and in the page cache), the memory it took for that beyond its libraries, the
 bytes of the stream that go to the coordinator, seconds to its first 64 prompts there, and the
-prompts a second after those. Of the first format also the rate at which `data check` reads all rows.
+prompts a second after those. Of the first format also the rate at which `data check` reads rows.
 """
 
 import argparse

@@ -20,8 +20,8 @@ class Verdict(Enum):
     TIMEOUT = "timeout"
     MEMORY = "memory"
     OUTPUT_LIMIT = "output_limit"
-    INFRA_ERROR = "infra_error"
     NOT_JUDGED = "not_judged"
+    INFRA_ERROR = "infra_error"
 
 
 @dataclass(frozen=True)
