@@ -85,15 +85,19 @@ def open_regular(path: str | Path) -> BinaryIO:
 
     Raises NotRegularError for anything else, and OSError like `open`.
     """
-    # The open of a FIFO waits for a writer; with O_NONBLOCK it does not.
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    mode = os.fstat(descriptor).st_mode
-    if stat.S_ISREG(mode):
-        return os.fdopen(descriptor, "rb")
-    os.close(descriptor)
-    if stat.S_ISDIR(mode):
-        raise NotRegularError(errno.EISDIR, "is a directory", str(path))
+    try:
+        file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 - it is returned
+    except IsADirectoryError:
+        raise NotRegularError(errno.EISDIR, "is a directory", str(path)) from None
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
     raise NotRegularError(errno.EINVAL, "not a regular file", str(path))
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open without waiting, as for the writer of a FIFO."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 @contextlib.contextmanager
