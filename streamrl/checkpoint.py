@@ -21,9 +21,13 @@ from streamrl.buffer.recovery import Base
 from streamrl.dataflow import POLICY
 from streamrl.durable import move_whole
 from streamrl.errors import CheckpointError, ConfigError
+from streamrl.settings import unreadable
+from streamrl.small_file import MIB, read_small_json
 from streamrl.telemetry.sinks import METRICS_FILE
 
 FORMAT = 3
+MOST_STATE_BYTES = 256 * MIB
+"""Of state.json: the uids of all groups in flight, some times over."""
 BOOKS = "books"
 _NAME = re.compile(r"step_(\d{6,})")
 
@@ -127,9 +131,9 @@ def list_checkpoints(folder: Path) -> list[Path]:
 def read_checkpoint(folder: Path) -> Checkpoint:
     """The checkpoint in a directory. Raises ConfigError for one that cannot be used."""
     try:
-        state = json.loads((folder / "state.json").read_text())
+        state = read_small_json(folder / "state.json", most_bytes=MOST_STATE_BYTES)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--resume {folder}/state.json: {error}") from None
+        raise ConfigError(f"--resume {folder}/state.json: {unreadable(error)}") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise ConfigError(f"--resume {folder}/state.json: not a checkpoint of format {FORMAT}")
     lacks = sorted(State.__required_keys__ - state.keys())

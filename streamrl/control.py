@@ -160,7 +160,9 @@ class Control:
     async def admit_new(self, queue: ExperienceQueue) -> None:
         """Put in the prompts that come again, and as many new ones as there is credit for."""
         async with self.booking:
-            prompts = self.prompts.draw(self.admission.credit)
+            credit = self.admission.credit
+            await self.prompts.ready(credit)
+            prompts = self.prompts.draw(credit)
             uids, version = [prompt.uid for prompt in prompts], self.admission.published
             self._expect(uids, version)
             if uids:

@@ -106,6 +106,10 @@ class DropError(StreamError):
     """A step dropped so many groups that what works on them seems to be broken."""
 
 
+class DataError(StreamError):
+    """No prompt can be drawn any more: a data file has changed, or too many rows are bad."""
+
+
 class CheckpointError(StreamError):
     """A checkpoint could not be written or read."""
 

@@ -113,6 +113,10 @@ class ClosableChannel(WeightChannel, Protocol):
 class PromptSource(Protocol):
     """Where prompts come from, without end."""
 
+    async def ready(self, count: int) -> None:
+        """Have the next `count` at hand, so that drawing them takes no time."""
+        ...
+
     def draw(self, count: int) -> list[Prompt]: ...
 
     def prompt(self, uid: str) -> Prompt:

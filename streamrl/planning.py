@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from streamrl.config import RunConfig
-from streamrl.data import load_files
+from streamrl.data import open_files
 from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY, Kind
 from streamrl.errors import ConfigError
 from streamrl.model_config import model_length
@@ -140,11 +140,10 @@ def prompt_tokens(config: RunConfig) -> tuple[float, int]:
             max_new_tokens=config.generator.max_new_tokens,
         )
         data, model = config.data, config.model.path
-        loaded = load_files(data.train_files, model, limit=limit, on_long=data.on_long_prompt)
+        opened = open_files(data.train_files, model, limit=limit, on_long=data.on_long_prompt)
     except ConfigError as error:
         raise ConfigError(f"{error}; --prompt-tokens N says how long prompts are") from None
-    sizes = [len(prompt.token_ids) for prompt in loaded.prompts]
-    return sum(sizes) / len(sizes), max(sizes)
+    return opened.mean_tokens, opened.longest
 
 
 def run_constants(config: RunConfig, constants: Constants, *, on_gpu: bool) -> Constants:

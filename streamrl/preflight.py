@@ -1,6 +1,6 @@
 """Everything that can be checked before a process is started or a file is written.
 
-What passes here is loaded already: the prompts, rendered and measured, and the dataflow.
+What passes here is at hand already: the stream of prompts, and the dataflow.
 """
 
 import asyncio
@@ -17,10 +17,12 @@ from streamrl.buffer.admission import check_bytes, most_group_bytes
 from streamrl.config import RunConfig
 from streamrl.data import (
     LoadedPrompts,
+    OpenedFiles,
     PromptStream,
     load_files,
     load_texts,
     load_vocab_size,
+    open_files,
 )
 from streamrl.dataflow import COST, CRITIC, GENERATE, POLICY, REWARD, Dataflow
 from streamrl.engines.held_memory import worker_memory
@@ -76,16 +78,33 @@ def prepare(config: RunConfig) -> Prepared:
         model_tokens=model_tokens, max_new_tokens=config.generator.max_new_tokens
     )
     said = [asyncio.run(judges.preflight()) for judges in (rewards, *costs)]
-    train, evaluation = (
-        load_files(files, config.model.path, limit=limit, on_long=config.data.on_long_prompt)
-        for files in (config.data.train_files, config.data.eval_files)
+
+    def inspect(prompts: Sequence[Prompt]) -> None:
+        for judges in (rewards, *costs):
+            judges.check(prompts)
+
+    new, on_long = config.generator.max_new_tokens, config.data.on_long_prompt
+    is_given = config.data.max_prompt_tokens is not None
+    train = open_files(
+        config.data.train_files,
+        config.model.path,
+        limit=limit,
+        on_long=on_long,
+        room=None if is_given else config.pipeline.micro_batch_tokens - new,
+        inspect=inspect,
     )
-    for judges in (rewards, *costs):
-        judges.check([*train.prompts, *evaluation.prompts])
+    evaluation = load_files(
+        config.data.eval_files,
+        config.model.path,
+        limit=limit,
+        on_long=on_long,
+        most=config.evaluation.limit,
+    )
+    inspect(evaluation.prompts)
     if config.data.pretrain:
         load_texts(config.data.pretrain)
-    longest = max(len(prompt.token_ids) for prompt in [*train.prompts, *evaluation.prompts])
-    max_length = longest + config.generator.max_new_tokens
+    longest = max(train.longest, *(len(prompt.token_ids) for prompt in evaluation.prompts), 0)
+    max_length = longest + new
     _check_micro_batch(config, max_length)
     dataflow = config.dataflow
     if dataflow.trained != [POLICY]:
@@ -101,7 +120,10 @@ def prepare(config: RunConfig) -> Prepared:
     return Prepared(
         dataflow=dataflow,
         prompts=PromptStream(
-            train.prompts, seed=config.run.seed, shuffle=config.data.shuffle, mix=train.mix
+            train,
+            seed=config.run.seed,
+            shuffle=config.data.shuffle,
+            max_bad_share=config.data.max_bad_share,
         ),
         eval_prompts=evaluation.by_name,
         components=tuple(name for judges in (rewards, *costs) for name in judges.columns),
@@ -311,17 +333,18 @@ def _check_micro_batch(config: RunConfig, max_length: int) -> None:
         )
 
 
-def _notes(config: RunConfig, train: LoadedPrompts, evaluation: LoadedPrompts) -> tuple[str, ...]:
+def _notes(config: RunConfig, train: OpenedFiles, evaluation: LoadedPrompts) -> tuple[str, ...]:
     """What the user should know before the run starts."""
-    notes = [note for loaded in (*train.files, *evaluation.files) for note in loaded.notes]
+    notes = [note for opened in train.files for note in opened.notes]
+    notes += [note for loaded in evaluation.files for note in loaded.notes]
     if config.critic.warmup_alone >= config.run.steps:
         notes.append(
             f"critic.warmup_alone={config.critic.warmup_alone}: the policy is trained in none of"
             f" run.steps={config.run.steps}"
         )
     groups = config.run.steps * config.pipeline.groups_per_step
-    for loaded, (size, share) in zip(train.files, train.mix, strict=True):
-        of = f"{loaded.file.path}, {share:.0%} of the stream: " if len(train.files) > 1 else ""
-        count = round(groups * share)
+    for part in train.parts:
+        of = f"{part.name}, {part.share:.0%} of the stream: " if len(train.files) > 1 else ""
+        count, size = round(groups * part.share), len(part.indices)
         notes.append(f"{of}{size} prompts; {count} groups are {count / size:.2f} epochs")
     return tuple(notes)

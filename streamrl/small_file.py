@@ -1,15 +1,33 @@
-"""Files that a user names and that are read whole: no larger than such a file can sensibly be."""
+"""Files that a user names: regular ones alone, read whole if small, line by line if large.
 
+A FIFO would be waited for, a device or a sparse file may never end, and JSON can be nested deeper
+than Python's stack is. Whatever a user names is opened once, by `open_regular`, and read to a
+bound.
+"""
+
+import contextlib
+import errno
 import json
+import os
 import re
+import stat
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import yaml
+
+from streamrl.errors import ConfigError
+from streamrl.settings import unreadable
 
 MIB = 1 << 20
 MOST_BYTES = MIB
 """Of a file of settings: a cluster of 16,384 nodes, each by itself, fits."""
+MOST_LINE_BYTES = 64 * MIB
+"""Of a line, or of one row of data: the tests of a hard programming problem take up some MiB."""
+MOST_DEPTH = 100
+"""How deep JSON may be nested: what walks through it afterwards has a stack, too."""
 FASTEST: Any = yaml.CSafeLoader if yaml.__with_libyaml__ else yaml.SafeLoader
 """The first is several times as fast."""
 
@@ -58,17 +76,62 @@ Loader.add_implicit_resolver(
 )
 
 
+class NotRegularError(OSError):
+    """A directory, FIFO, socket or device where a regular file is wanted."""
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a regular file for reading, without waiting for anything.
+
+    Raises NotRegularError for anything else, and OSError like `open`.
+    """
+    try:
+        file = open(path, "rb", opener=_open_at_once)  # noqa: SIM115 - it is returned
+    except IsADirectoryError:
+        raise NotRegularError(errno.EISDIR, "is a directory", str(path)) from None
+    if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        return file
+    file.close()
+    raise NotRegularError(errno.EINVAL, "not a regular file", str(path))
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    """Open without waiting, as for the writer of a FIFO."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+@contextlib.contextmanager
+def file_errors(path: str | Path) -> Iterator[None]:
+    """What is wrong with a file that a user names as ConfigError, which names it."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: {unreadable(error)}") from None
+
+
+def read_lines(file: BinaryIO, *, most_bytes: int = MOST_LINE_BYTES) -> Iterator[bytes]:
+    """Yield the lines of a file with their ends. Raises ValueError for one that is too long."""
+    number = 0
+    while line := file.readline(most_bytes + 1):
+        number += 1
+        if len(line) > most_bytes:
+            raise ValueError(f"line {number}: more than {most_bytes // MIB} MiB without an end")
+        yield line
+
+
 def read_small(path: Path, *, most_bytes: int = MOST_BYTES) -> str:
     """The text of a file.
 
     Raises OSError, or ValueError for what is no regular file (which may never end), larger, or no
     text.
     """
-    # What is not there is told by open.
-    if path.exists() and not path.is_file():
-        raise ValueError("is a directory" if path.is_dir() else "not a regular file")
-    with path.open("rb") as file:
-        found = file.read(most_bytes + 1)
+    try:
+        with open_regular(path) as file:
+            found = file.read(most_bytes + 1)
+    except NotRegularError as error:
+        raise ValueError(error.strerror) from None
     if len(found) > most_bytes:
         raise ValueError(f"more than {most_bytes // MIB} MiB: must be at most that")
     return found.decode()
@@ -79,16 +142,46 @@ def read_small_json(path: Path, *, most_bytes: int = MOST_BYTES) -> Any:
     return parse_json(read_small(path, most_bytes=most_bytes))
 
 
-def parse_json(text: str) -> Any:
-    """Raises ValueError, also for what is nested too deeply to be read."""
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON as strangers write it.
+
+    Raises ValueError, also for nesting beyond MOST_DEPTH, a key that an object has twice, and a
+    number of too many digits.
+    """
     try:
-        return json.loads(text)
-    except json.JSONDecodeError:
+        found = json.loads(text, object_pairs_hook=_unique)
+    except (json.JSONDecodeError, UnicodeDecodeError, RepeatedKeyError):
         raise
     except ValueError:
         raise ValueError("a number of too many digits") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    check_depth(found)
+    return found
+
+
+class RepeatedKeyError(ValueError):
+    """An object has a key twice."""
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key, count in counts.items() if count > 1)
+        raise RepeatedKeyError(f"key {twice[:40]!r}: must be there once")
+    return found
+
+
+def check_depth(value: Any) -> None:
+    """Raise ValueError for lists and dicts nested more than MOST_DEPTH deep."""
+    level = [value] if isinstance(value, dict | list) else []
+    for _ in range(MOST_DEPTH + 1):
+        inner = [one.values() if isinstance(one, dict) else one for one in level]
+        level = [item for items in inner for item in items if isinstance(item, dict | list)]
+        if not level:
+            return
+    raise ValueError(f"nested more than {MOST_DEPTH} deep")
 
 
 def read_small_yaml(path: Path) -> Any:

@@ -110,6 +110,9 @@ class FakePrompts:
     def state_dict(self) -> Mapping[str, Any]:
         return {"drawn": self.drawn}
 
+    async def ready(self, count: int) -> None:
+        pass
+
     def draw(self, count: int) -> list[Prompt]:
         prompts = [self.prompt(make_uid(0, self.drawn + i)) for i in range(count)]
         self.drawn += count

@@ -171,6 +171,9 @@ def test_what_is_no_checkpoint_is_refused_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text("{")
     with pytest.raises(ConfigError, match=r"state\.json"):
         find_resume_point(tmp_path)
+    (tmp_path / "state.json").write_text('{"a":' * 100_000)
+    with pytest.raises(ConfigError, match=r"state\.json: nested too deeply"):
+        find_resume_point(tmp_path)
     (tmp_path / "state.json").write_text(json.dumps({"format": 1}))
     with pytest.raises(ConfigError, match=f"not a checkpoint of format {FORMAT}"):
         find_resume_point(tmp_path)

@@ -106,7 +106,6 @@ def test_what_the_coordinator_asks_of_a_config_takes_no_torch(tmp_path: Path) ->
         from streamrl.algorithms.dials import Dials
         from streamrl.algorithms.summary import step_normaliser, summarise, summarise_critic
         from streamrl.data import PromptStream
-        from streamrl.messages import Prompt
         from streamrl.slots import placement_of
         for name in ("grpo", "safe_rlhf"):
             config = pickle.loads(Path({str(tmp_path)!r}, name + ".pickle").read_bytes())
@@ -117,8 +116,6 @@ def test_what_the_coordinator_asks_of_a_config_takes_no_torch(tmp_path: Path) ->
             step_normaliser(config.settings, {{}}), summarise({{}}, 0.0)
             summarise_critic({{}}, "critic")
             config.dataflow, config.trainer_of("critic"), placement_of(config)
-        prompts = [Prompt(uid="0:0:0", token_ids=np.zeros(1, np.int32))]
-        pickle.loads(pickle.dumps(PromptStream(prompts, seed=0))).draw(3)
     """
     assert loaded(program, "torch", "transformers") == []
 

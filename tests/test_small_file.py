@@ -1,14 +1,24 @@
 """Files that a user names are read whole, if they are what they should be."""
 
+import os
+import socket
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from streamrl.errors import ConfigError
 from streamrl.small_file import (
     MOST_BYTES,
+    MOST_DEPTH,
     Loader,
+    NotRegularError,
+    file_errors,
+    open_regular,
+    parse_json,
+    read_lines,
     read_small,
     read_small_json,
     read_small_yaml,
@@ -124,3 +134,69 @@ def test_what_is_nested_too_deeply_as_json_is_a_value_error(tmp_path: Path) -> N
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="more than 1 MiB"):
         read_small(written(tmp_path, "x" * (MOST_BYTES + 1)))
+
+
+def nested(depth: int) -> str:
+    return "[" * depth + "]" * depth
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (nested(MOST_DEPTH + 2), "nested more than 100 deep"),
+        ('{"a": ' * 200 + "1" + "}" * 200, "nested more than 100 deep"),
+        (nested(100_000), "nested too deeply"),
+        ('{"b": {"a": 1, "c": 2, "a": 1}}', "key 'a': must be there once"),
+        ("9" * 5000, "a number of too many digits"),
+        ("{", "Expecting property name"),
+    ],
+)
+def test_json_of_a_stranger_is_refused_in_one_line(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        parse_json(text)
+    assert "\n" not in str(error.value)
+
+
+def test_json_is_read_down_to_the_bound() -> None:
+    assert parse_json(nested(MOST_DEPTH)) is not None
+    assert parse_json(b'{"a": [1, {"a": 2}]}') == {"a": [1, {"a": 2}]}
+
+
+def make_fifo(path: Path) -> Path:
+    os.mkfifo(path)
+    return path
+
+
+def make_socket(path: Path) -> Path:
+    with socket.socket(socket.AF_UNIX) as there:
+        there.bind(str(path))
+    return path
+
+
+@pytest.mark.parametrize("make", [make_fifo, lambda path: Path("/dev/zero"), make_socket])
+def test_what_is_no_regular_file_is_neither_waited_for_nor_read(
+    tmp_path: Path, make: Callable[[Path], Path]
+) -> None:
+    path = make(tmp_path / "odd")
+    with pytest.raises(OSError):
+        open_regular(path)
+    with pytest.raises(ConfigError, match=f"^{path}: ") as error, file_errors(path):
+        open_regular(path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_directory_is_no_regular_file(tmp_path: Path) -> None:
+    with pytest.raises(NotRegularError, match="is a directory"):
+        open_regular(tmp_path)
+
+
+def test_a_line_without_an_end_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "lines"
+    path.write_bytes(b"one\ntwo")
+    with open_regular(path) as file:
+        assert list(read_lines(file)) == [b"one\n", b"two"]
+    with path.open("wb") as file:
+        file.write(b"one\n")
+        file.truncate(10 << 30)  # sparse: it takes no room
+    with open_regular(path) as file, pytest.raises(ValueError, match="line 2: more than 1 MiB"):
+        list(read_lines(file, most_bytes=1 << 20))

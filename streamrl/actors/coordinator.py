@@ -22,7 +22,7 @@ from streamrl.buffer.leases import Overdue
 from streamrl.control import Control
 from streamrl.data import PromptStream
 from streamrl.dataflow import GENERATE, MOVED, POLICY, REWARD, Kind
-from streamrl.errors import DropError, FilterError, StreamError
+from streamrl.errors import DataError, DropError, FilterError, StreamError
 from streamrl.faces import Stage, StepOutcome
 from streamrl.lease import Pulse
 from streamrl.messages import Ended, Prompt
@@ -199,7 +199,7 @@ class CoordinatorActor:
         reporting = asyncio.create_task(self._reporter.run())
         try:
             await self._stream(reporting)
-        except (FilterError, DropError):
+        except (FilterError, DropError, DataError):
             await self._save_of_failed()
             raise
         await self._reporter.finish(reporting)
@@ -255,6 +255,7 @@ class CoordinatorActor:
         traffic = {role: registry.drain() for role, registry in registries.items()}
         weights = weight_metrics(traffic.pop(POLICY), list(traffic.values()))
         row = {**weights, "weights/version": admission.version}
+        row |= report_skipped(self._prompts, self._feed)
         self._reporter.note(Snapshot(outcome, row, evaluation))
         every = self._config.checkpoint.every
         is_due = every and admission.version % every == 0
@@ -367,6 +368,14 @@ class CoordinatorActor:
         """Call a method of the arbiter, see ArbiterFace."""
         found = methodcaller(method, *arguments)(self._arbiter)
         return await found if asyncio.iscoroutine(found) else found
+
+
+def report_skipped(prompts: PromptStream, feed: Feed) -> Mapping[str, int]:
+    """Tell of rows that gave no prompt since the last call; their counts, as metrics."""
+    skipped = prompts.take_skipped()
+    for problem in skipped.problems:
+        feed.post(EventReport("bad_row", {"reason": problem}))
+    return skipped.metrics
 
 
 def stall_reports(found: Sequence[Overdue], action: str) -> list[EventReport]:

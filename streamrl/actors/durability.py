@@ -55,6 +55,7 @@ class Durability:
         first = state["cuts"][BOOKS] if state is not None else 0
         ledger_state = state["ledger"] if state is not None else None
         found = recover_books(read_log(folder, first=first), ledger_state, debug=debug)
+        await prompts.ready(len(found.drawn))
         self._go_behind(prompts, found.drawn)
         self._journal = Journal(folder, self._config.queue.journal, first=max(first, 1))
         books = Books(found.ledger, self._journal, found.steps)

@@ -80,7 +80,7 @@ def _no_samples() -> Sequence[Mapping[str, Any]]:
     return ()
 
 
-def _no_counts() -> Mapping[str, int]:
+def _no_counts() -> Mapping[str, float]:
     return {}
 
 
@@ -99,7 +99,7 @@ class HostedScorer:
     stages: Mapping[str, Compute]
     follower: Follower | None = None
     drain_samples: Callable[[], Sequence[Mapping[str, Any]]] = _no_samples
-    drain_counts: Callable[[], Mapping[str, int]] = _no_counts
+    drain_counts: Callable[[], Mapping[str, float]] = _no_counts
     start: Callable[[], Awaitable[Any]] = _nothing
     close: Callable[[], Awaitable[None]] = _nothing
 

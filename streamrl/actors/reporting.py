@@ -17,6 +17,7 @@ from streamrl.config import RunConfig
 from streamrl.dataflow import CRITIC, CRITICS, POLICY, Call, Kind
 from streamrl.errors import ActorLostError, DeadlineError
 from streamrl.faces import StepOutcome
+from streamrl.rewards.means import with_means
 from streamrl.telemetry.contract import check_row
 from streamrl.telemetry.processors import CoreMeter, machine_time, process_time
 from streamrl.telemetry.spans import Span
@@ -245,7 +246,7 @@ class Reporter:
             if role in CRITICS.values():
                 metrics |= summarise_critic(made[role].sums, role)
             metrics |= _mean(made[role].updates)
-        counts, self._counts = self._counts, Counter()
+        counts, self._counts = with_means(self._counts), Counter()
         peaks, self._peaks = self._peaks, {}
         measured = {**counts, **peaks, **self._cores}
         return {**metrics, **measured, **snapshot.weights, **snapshot.evaluation}

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from streamrl.actors.calls import CALL_TIMEOUT_S, fetch, has_died
 from streamrl.actors.coordinator import Cast, CoordinatorActor, Finish, Start
@@ -80,7 +81,11 @@ class Session:
         """
         # They take processes that Ray has ready, which it ends unused once the stages have theirs.
         crew = self._crew
-        coordinator = crew.create("coordinator", CoordinatorActor)
+        # Where the data files were opened: their unpacked copies are on this machine.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        coordinator = crew.create(
+            "coordinator", CoordinatorActor, options={"scheduling_strategy": here}
+        )
         wiring = self._wire(coordinator)
         crew.fill(wiring.travel.node, status)
         for shard in wiring.shards:

@@ -94,7 +94,7 @@ class ActorReport:
     process: str
     spans: Sequence[Span]
     samples: Sequence[Mapping[str, Any]] = field(default_factory=tuple)
-    counts: Mapping[str, int] = field(default_factory=dict)
+    counts: Mapping[str, float] = field(default_factory=dict)
     peaks_mb: Mapping[str, float] = field(default_factory=dict)
     process_time: Mapping[str, float] = field(default_factory=process_time)
 

@@ -145,14 +145,14 @@ def decoupled_reward_normalization(
     """Each reward made group-relative by itself, then added up: [B].
 
     `rewards` [B, K], `weights` [K], 1 each if None. So a reward of wide spread does not drown the
-    others. The paper whitens the sum over the batch, which is `whiten`. Source: Liu et al. 2026
-    (GDPO).
+    others. A reward of NaN says nothing of a rollout, and is left out for it. The paper whitens the
+    sum over the batch, which is `whiten`. Source: Liu et al. 2026 (GDPO).
     """
-    parts = [
-        group_relative(column, group_ids, eps=eps, unbiased=unbiased)
-        for column in rewards.double().unbind(-1)
-    ]
-    total = torch.stack(parts, -1)
+    total = torch.zeros(rewards.shape, dtype=torch.float64)
+    for part, column in zip(total.unbind(-1), rewards.double().unbind(-1), strict=True):
+        said = ~column.isnan()
+        if said.any():
+            part[said] = group_relative(column[said], group_ids[said], eps=eps, unbiased=unbiased)
     return (total if weights is None else total * weights.double()).sum(-1).to(_floating(rewards))
 
 

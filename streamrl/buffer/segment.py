@@ -20,6 +20,7 @@ import xxhash
 from streamrl.buffer.blob import Blob, Buffer, join, pieces_of, size_of
 from streamrl.durable import named_errors
 from streamrl.errors import JournalError
+from streamrl.small_file import open_regular, parse_json
 
 MAGIC = b"\x93srlj\n"
 FORMAT = 1
@@ -129,7 +130,7 @@ def read_segment(path: Path) -> Iterator[tuple[Position, Record] | Corrupt]:
     killed writer or a power cut leaves: it is left out. The file stays as it is.
     """
     number = int(path.stem) if path.stem.isdecimal() else 0
-    with journal_errors(path), path.open("rb") as file:
+    with journal_errors(path), open_regular(path) as file:
         end, offset = os.fstat(file.fileno()).st_size, 0
         while offset < end:
             size, found = _read_at(file, offset, end)
@@ -147,7 +148,7 @@ def read_segment(path: Path) -> Iterator[tuple[Position, Record] | Corrupt]:
 def read_record(folder: Path, position: Position) -> Record:
     """One record. Raises JournalError naming file and offset if it is not there and intact."""
     path = segment_path(folder, position.segment)
-    with journal_errors(path), path.open("rb") as file:
+    with journal_errors(path), open_regular(path) as file:
         _, found = _read_at(file, position.offset, os.fstat(file.fileno()).st_size)
     if isinstance(found, str):
         raise JournalError(f"journal {path}, byte {position.offset}: {found}")
@@ -171,7 +172,10 @@ def _read_at(file: BinaryIO, offset: int, end: int) -> tuple[int, Record | str]:
     fields, check = head[: _FIELDS.size], head[_FIELDS.size :]
     if check != _check_body(fields, meta, (payload,), offset):
         return size, "the record does not match its checksum"
-    return size, Record(json.loads(meta), payload)
+    try:
+        return size, Record(parse_json(meta), payload)
+    except ValueError as error:
+        return size, f"the record cannot be read: {error}"
 
 
 def _is_unwritten(file: BinaryIO, end: int) -> bool:

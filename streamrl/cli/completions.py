@@ -3,14 +3,15 @@
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from streamrl.data import DataFile, Row, load_rows
+from streamrl.data.formats import JsonLines, parse_row
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt, make_uid
+from streamrl.small_file import open_regular
 
 
 @dataclass(frozen=True)
@@ -64,19 +65,22 @@ def _prompts(rows: Iterator[Row], wanted: set[int]) -> Mapping[int, Prompt]:
 
 def _read_completions(path: str) -> Iterator[tuple[str, int, str]]:
     """Of each line its place in words, the index of its row, and the completion."""
+    is_empty = True
     try:
-        lines = Path(path).read_bytes().splitlines()
+        with open_regular(path) as file:
+            for index, _, line in JsonLines().rows(file):
+                is_empty, where = False, f"{path} line {index + 1}"
+                record = parse_row(JsonLines(), line, where)
+                if isinstance(record, ConfigError):
+                    raise record
+                yield (where, *_completion(record, where))
     except OSError as error:
         raise ConfigError(f"--completions {path}: cannot be read: {error.strerror}") from None
-    for number, line in enumerate(lines, 1):
-        if line.strip():
-            where = f"{path} line {number}"
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise ConfigError(f"{where}: not JSON: {' '.join(str(error).split())}") from None
-            yield (where, *_completion(record, where))
-    if not any(line.strip() for line in lines):
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"--completions {path}: {error}") from None
+    if is_empty:
         raise ConfigError(f"--completions {path}: holds no completions")
 
 

@@ -4,15 +4,24 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from streamrl.cli.given import named, named_path
 from streamrl.config import RunConfig, load_config
 from streamrl.data import DataConfig, DataFile, Fate, Limits, load_tokenizer, load_vocab_size
 from streamrl.data.checking import FileReport, check_file
 from streamrl.data.files import MODEL, PLAIN
+from streamrl.data.formats import count_rows
 from streamrl.errors import ConfigError
 from streamrl.model_config import model_length
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 BAD_ROWS = 2
 SHOWN = 20
@@ -73,13 +82,32 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError("data check: --model or --config says whose tokens are counted")
     limits = _limits(arguments, recipe, str(model))
     tokenizer = load_tokenizer(str(model))
-    reports = [check_file(file, tokenizer, limits) for file in files]
+    reports = [_checked(file, tokenizer, limits) for file in files]
     if arguments.json:
         facts = {"model": str(model), "max_prompt_tokens": limits.max_tokens}
         print(json.dumps({**facts, "files": [report.as_dict() for report in reports]}))
     else:
         print("\n\n".join("\n".join(describe(report, limits)) for report in reports))
     return BAD_ROWS if any(report.num_bad for report in reports) else 0
+
+
+def _checked(file: DataFile, tokenizer: "PreTrainedTokenizerBase", limits: Limits) -> FileReport:
+    """Check a file, with a progress bar where somebody looks on."""
+    console = Console(stderr=True)
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("rows"),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        disable=not console.is_terminal,
+    ) as progress:
+        # Escaped: what looks like markup is part of a name.
+        name = escape(Path(file.path).name)
+        task = progress.add_task(f"reading {name}", total=count_rows(file.path, file.split))
+        return check_file(file, tokenizer, limits, advance=lambda: progress.advance(task))
 
 
 def _limits(arguments: argparse.Namespace, recipe: RunConfig | None, model: str) -> Limits:

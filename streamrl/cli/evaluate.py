@@ -168,12 +168,12 @@ async def _evaluate(
         max_new_tokens=subject.generator.max_new_tokens,
     )
     limits = Limits(limit, load_vocab_size(model), subject.data.on_long_prompt)
-    loaded = load_prompts(files, tokenizer, limits)
+    loaded = load_prompts(files, tokenizer, limits, most=config.limit)
     for note in await rewards.preflight():
         print(f"streamrl: {note}", file=sys.stderr)
     for file in loaded.files:
-        rewards.check(file.prompts[: config.limit])
-    prompts = {name: found[: config.limit] for name, found in loaded.by_name.items()}
+        rewards.check(file.prompts)
+    prompts = loaded.by_name
     longest = max(len(prompt.token_ids) for found in prompts.values() for prompt in found)
     engine = await _engine(subject, config.seed, longest + subject.generator.max_new_tokens)
 

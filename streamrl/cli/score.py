@@ -35,6 +35,7 @@ from streamrl.user_module import split_reference
 
 FAILED = 1
 PASS, WRONG, INFRA = (one.value for one in (Verdict.PASS, Verdict.WRONG, Verdict.INFRA_ERROR))
+ABSENT = Verdict.NOT_JUDGED.value
 Line = dict[str, Any]
 Judged = TypeVar("Judged")
 """What is said of one completion, as it is printed."""
@@ -216,6 +217,7 @@ async def judged(judges: Judges, group: Group, configs: Sequence[RewardConfig]) 
         verdict = verdict_of(said["verdicts"], configs)
         line = {"index": index, "score": score, "components": said["components"]}
         line |= {"verdict": verdict, "verdicts": said["verdicts"], "seconds": seconds}
+        line |= {"numbers": said["numbers"]} if "numbers" in said else {}
         if costs:
             line |= {"cost": costs.totals[i].item(), "costs": told(costs, i)["components"]}
         details = {name: parts[i].detail for name, parts in found.components.items()}
@@ -231,10 +233,13 @@ def _since(began: float) -> float:
 def verdict_of(verdicts: Mapping[str, str], configs: Sequence[RewardConfig]) -> str:
     """One word for all components: the first that is neither pass nor wrong, if there is one.
 
-    Else pass, if all that count in the score pass; where none counts, if all pass.
+    Else pass, if all that count in the score pass; where none counts, if all pass. Components that
+    say nothing of the completion are left out.
     """
-    odd = [word for word in verdicts.values() if word not in (PASS, WRONG)]
+    judged = {name: word for name, word in verdicts.items() if word != ABSENT}
+    odd = [word for word in judged.values() if word not in (PASS, WRONG)]
     if odd:
         return odd[0]
-    counted = [verdicts[one.component] for one in configs if one.weight or one.gate]
-    return PASS if all(word == PASS for word in counted or verdicts.values()) else WRONG
+    counts = {one.component for one in configs if one.weight or one.gate}
+    counted = [word for name, word in judged.items() if name in counts]
+    return PASS if all(word == PASS for word in counted or judged.values()) else WRONG

@@ -26,14 +26,17 @@ def summary(
     if scored:
         rows["score"] = f"mean {_mean(line['score'] for line in scored)}"
         for name in scored[0]["components"]:
-            mean = _mean(line["components"][name] for line in scored)
+            said = (line["components"][name] for line in scored)
+            mean = _mean(one for one in said if one is not None)
             rows[f"reward/{name}"] = f"mean {mean}: " + _counted(
                 line["verdicts"][name] for line in scored
             )
+            rows |= _numbers(name, [line.get("numbers", {}).get(name, {}) for line in scored])
         if "cost" in scored[0]:
             rows["cost"] = f"mean {_mean(line['cost'] for line in scored)}"
             for name in scored[0]["costs"]:
-                rows[f"cost/{name}"] = f"mean {_mean(line['costs'][name] for line in scored)}"
+                said = (line["costs"][name] for line in scored)
+                rows[f"cost/{name}"] = f"mean {_mean(one for one in said if one is not None)}"
     if len(set(sources)) > 1:
         rows |= _by_source(lines, sources)
     rows["seconds"] = _seconds(lines)
@@ -45,6 +48,15 @@ def summary(
         rows["not scored"] = f"{causes}; the first: {failed[0]['error']}"
     width = max(map(len, rows))
     return [f"{name:<{width}}  {text}" for name, text in rows.items()]
+
+
+def _numbers(component: str, found: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """The mean of every number that a reward gives besides its score."""
+    names = dict.fromkeys(name for numbers in found for name in numbers)
+    return {
+        f"reward/{component}/{name}": f"mean {_mean(one[name] for one in found if name in one)}"
+        for name in names
+    }
 
 
 def _by_source(lines: Sequence[Mapping[str, Any]], sources: Sequence[str]) -> dict[str, str]:

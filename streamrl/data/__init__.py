@@ -1,8 +1,9 @@
-"""Prompts: read from files, rendered to tokens once, then streamed epoch after epoch."""
+"""Prompts: read from files of any size, rendered as they are drawn, streamed epoch after epoch."""
 
 from streamrl.data.config import DataConfig
 from streamrl.data.examining import Fate, Limits, examine
 from streamrl.data.files import DataFile
+from streamrl.data.opened import OpenedFiles, open_files
 from streamrl.data.prompts import LoadedFile, LoadedPrompts, load_files, load_prompts
 from streamrl.data.rendering import load_tokenizer, load_vocab_size
 from streamrl.data.rows import Row, load_rows
@@ -16,6 +17,7 @@ __all__ = [
     "Limits",
     "LoadedFile",
     "LoadedPrompts",
+    "OpenedFiles",
     "PromptStream",
     "Row",
     "TextStream",
@@ -26,4 +28,5 @@ __all__ = [
     "load_texts",
     "load_tokenizer",
     "load_vocab_size",
+    "open_files",
 ]

@@ -1,11 +1,13 @@
 """A data file read to its end, whatever its rows are like: what it holds and what is wrong."""
 
+from array import array
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import xxhash
 
 from streamrl.data.examining import Examined, Fate, Limits, examine
 from streamrl.data.files import DataFile
@@ -83,14 +85,22 @@ class FileReport:
         return {**rest, "rows": self.num_rows, **fates, "sources": dict(self.sources)}
 
 
-def check_file(file: DataFile, tokenizer: "PreTrainedTokenizerBase", limits: Limits) -> FileReport:
-    """Every row as a run would read it; a bad one is noted and passed over.
+def check_file(
+    file: DataFile,
+    tokenizer: "PreTrainedTokenizerBase",
+    limits: Limits,
+    *,
+    advance: Callable[[], object] = lambda: None,
+) -> FileReport:
+    """Read every row as a run would; a bad one is noted and passed over.
 
-    Raises ConfigError if the file, its template or its filter cannot be used at all.
+    `advance` is called for each row. Raises ConfigError if the file, its template or its filter
+    cannot be used at all.
     """
-    report, lengths, seen = FileReport(file.path), list[int](), set[bytes]()
+    report, lengths, seen = FileReport(file.path), array("i"), set[bytes]()
     try:
         for row in examine(file, tokenizer, limits):
+            advance()
             _note(report, row, seen)
             if row.problem is None:
                 lengths.append(row.num_tokens)
@@ -111,6 +121,6 @@ def _note(report: FileReport, row: Examined, seen: set[bytes]) -> None:
     if row.prompt is not None:
         report.sources[row.prompt.data_source] += 1
         report.num_without_ground_truth += row.prompt.ground_truth is None
-        tokens = row.prompt.token_ids.tobytes()
+        tokens = xxhash.xxh3_128_digest(row.prompt.token_ids.tobytes())
         report.num_duplicates += tokens in seen
         seen.add(tokens)

@@ -23,6 +23,8 @@ class DataConfig:
     on_long_prompt: for a longer one: error, skip (leave the row out) or truncate (keep its end).
     chat_template_kwargs: what chat templates get besides the messages, as enable_thinking: false;
         a column of that name in a row goes before it.
+    max_bad_share: most of a file's rows that may turn out to be unusable once a run has begun: each
+        is left out and counted; beyond it the run ends.
     """
 
     train: Any = ""
@@ -33,6 +35,7 @@ class DataConfig:
     max_prompt_tokens: int | None = None
     on_long_prompt: str = "error"
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    max_bad_share: float = 0.1
 
     def __post_init__(self) -> None:
         if self.on_long_prompt not in _ON_LONG_PROMPT:
@@ -42,6 +45,8 @@ class DataConfig:
             )
         if self.max_prompt_tokens is not None and self.max_prompt_tokens < 1:
             raise ConfigError(f"data.max_prompt_tokens={self.max_prompt_tokens}: must be 1 or more")
+        if not 0 <= self.max_bad_share <= 1:
+            raise ConfigError(f"data.max_bad_share={self.max_bad_share}: must be from 0 to 1")
         if not self.prompt_key:
             raise ConfigError("data.prompt_key=: must name a column")
         check_mixed(self.train_files, key="data.train")

@@ -19,7 +19,8 @@ from streamrl.messages import Prompt, make_uid
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_BATCH = 512
+BATCH = 512
+"""Rows that are rendered together: one call of the tokenizer for all of them."""
 
 
 @dataclass(frozen=True)
@@ -56,30 +57,57 @@ class Examined:
     problem: ConfigError | None = None
 
 
-def examine(
-    file: DataFile, tokenizer: "PreTrainedTokenizerBase", limits: Limits, *, first: int = 0
-) -> Iterator[Examined]:
-    """Every row of the file in its order; the uid of a prompt is `make_uid(0, first + index)`.
+class Examiner:
+    """Makes prompts of the rows of a file, some at a time; a bad row is told of, never raised.
 
-    Raises ConfigError if the file, its template or its filter cannot be used.
+    The uid of a prompt is `make_uid(0, first + index)`. Making one raises ConfigError if the file's
+    template or filter cannot be used.
     """
-    keep = load_filter(file.filter, setting=f"{file.key}.filter")
-    template = load_template(
-        file.template,
-        tokenizer,
-        setting=f"{file.key}.template",
-        arguments=file.template_arguments,
-    )
-    rows = scan_rows(file.path, file.prompt_key, label_key=file.label_key, split=file.split)
-    while batch := list(islice(rows, _BATCH)):
-        rendered = iter(_token_ids(tokenizer, [r for r in batch if isinstance(r, Row)], template))
-        for row in batch:
+
+    def __init__(
+        self,
+        file: DataFile,
+        tokenizer: "PreTrainedTokenizerBase",
+        limits: Limits,
+        *,
+        first: int = 0,
+    ) -> None:
+        self._keep = load_filter(file.filter, setting=f"{file.key}.filter")
+        self._template = load_template(
+            file.template,
+            tokenizer,
+            setting=f"{file.key}.template",
+            arguments=file.template_arguments,
+        )
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._first = first
+
+    def examine(self, rows: Sequence[Row | BadRow]) -> Iterator[Examined]:
+        """Yield what becomes of each row, in their order."""
+        good = [row for row in rows if isinstance(row, Row)]
+        rendered = iter(_token_ids(self._tokenizer, good, self._template))
+        for row in rows:
             if isinstance(row, BadRow):
                 yield Examined(Fate.BAD, row.index, problem=row.problem)
             elif isinstance(token_ids := next(rendered), ConfigError):
                 yield Examined(Fate.BAD, row.index, problem=token_ids)
             else:
-                yield _examined(row, _prompt(row, token_ids, first), keep, limits)
+                prompt = _prompt(row, token_ids, self._first)
+                yield _examined(row, prompt, self._keep, self._limits)
+
+
+def examine(
+    file: DataFile, tokenizer: "PreTrainedTokenizerBase", limits: Limits, *, first: int = 0
+) -> Iterator[Examined]:
+    """Yield what becomes of every row of the file, in its order.
+
+    Raises ConfigError if the file, its template or its filter cannot be used.
+    """
+    examiner = Examiner(file, tokenizer, limits, first=first)
+    rows = scan_rows(file.path, file.prompt_key, label_key=file.label_key, split=file.split)
+    while batch := list(islice(rows, BATCH)):
+        yield from examiner.examine(batch)
 
 
 def _token_ids(

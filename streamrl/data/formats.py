@@ -1,42 +1,91 @@
-"""Formats of a data file: JSONL, parquet, a directory of parquet shards, a Hugging Face dataset.
+"""Formats of a data file, read from its first row to its last.
 
+JSONL, JSON, CSV (each also as .gz), parquet, a directory of parquet shards, a Hugging Face dataset.
 Every format gives the same plain Python records, one at a time, each with its place in the file.
 """
 
 import codecs
+import csv
+import gzip
+import io
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, cast
 
 from streamrl.errors import ConfigError
+from streamrl.small_file import (
+    MIB,
+    MOST_LINE_BYTES,
+    RepeatedKeyError,
+    open_regular,
+    parse_json,
+    read_lines,
+)
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from datasets import Dataset
 
 Records = Iterator[tuple[str, int, Any]]
-"""(place, index from 0, record); the record of a line that is not JSON is the ConfigError of it."""
+"""(place, index from 0, record); the record of a row that cannot be read is the ConfigError of it.
+"""
+TextRows = Iterator[tuple[int, int, bytes]]
+"""(index from 0, byte at which it begins, bytes) of each row of a text file."""
 
+PACKED = ".gz"
 _BATCH = 1024
+_CHUNK_BYTES = 4 * MIB
 _SHARD = re.compile(r"(.+)-\d+-of-\d+")
+_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 def read_records(path: str, split: str = "") -> Records:
-    """What a data file holds, one record at a time; of a dataset that has several splits, `split`.
+    """Read the records of a data file one at a time; of a dataset with several splits, `split`.
 
     Raises ConfigError naming the file if it cannot be read, has no such split, or needs one.
     """
-    try:
-        if not Path(path).is_dir():
-            yield from _read_file(path, split)
-        elif (Path(path) / "dataset_dict.json").is_file():
-            yield from _read_dataset(path, split)
-        elif (Path(path) / "dataset_info.json").is_file():
-            _refuse_split(path, split)
-            yield from _read_dataset(path, "")
+    with reading(path):
+        if is_parquet(path):
+            yield from _read_parquets(path, split)
+        elif Path(path).is_dir():
+            with dataset_errors(path):
+                for index, record in enumerate(plain_records(open_dataset(path, split))):
+                    yield f"{path} row {index + 1}", index, record
         else:
-            yield from _read_shards(path, split)
+            yield from _read_text(path, split)
+
+
+def count_rows(path: str, split: str = "") -> int | None:
+    """Count the rows of a data file at a glance; None where that would take reading it.
+
+    Of JSONL the blank lines count. Raises ConfigError like `read_records`.
+    """
+    with reading(path):
+        if is_parquet(path):
+            return sum(map(_parquet_rows, parquet_files(path, split)))
+        if Path(path).is_dir():
+            return len(open_dataset(path, split))
+        if extension(path) != ".jsonl":
+            return None
+        with open_regular(path) as file:
+            pieces = iter(lambda: file.read(_CHUNK_BYTES), b"")
+            return sum(piece.count(b"\n") for piece in pieces)
+
+
+@contextmanager
+def reading(path: str) -> Iterator[None]:
+    """Raise what goes wrong with a data file as ConfigError naming it."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (EOFError, zlib.error) as error:
+        raise ConfigError(f"{path}: cannot be read as {PACKED}: {one_line(error)}") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror or one_line(error)}") from error
 
@@ -46,60 +95,263 @@ def one_line(error: BaseException) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _read_file(path: str, split: str) -> Records:
-    reader = _READERS.get(Path(path).suffix)
-    if reader is None:
-        raise ConfigError(
-            f"{path}: unknown extension, must be one of {', '.join(_READERS)}, or a directory"
-        )
-    _refuse_split(path, split)
-    yield from reader(path)
+# Text: a layout says where rows begin and end, and what a row is.
 
 
-def _refuse_split(path: str, split: str) -> None:
+@dataclass(frozen=True)
+class JsonLines:
+    """An object a line."""
+
+    unit: ClassVar[str] = "line"
+
+    def rows(self, file: BinaryIO) -> TextRows:
+        """Find the rows. Raises ValueError for a line without an end."""
+        offset = 0
+        for index, line in enumerate(read_lines(file)):
+            mark = len(codecs.BOM_UTF8) if index == 0 and line.startswith(codecs.BOM_UTF8) else 0
+            if line[mark:].strip():
+                yield index, offset + mark, line[mark:]
+            offset += len(line)
+
+    def parse(self, row: bytes) -> Any:
+        """Read a row. Raises ValueError."""
+        return _parse_json(row)
+
+
+@dataclass(frozen=True)
+class JsonArray:
+    """One array of objects."""
+
+    unit: ClassVar[str] = "row"
+
+    def rows(self, file: BinaryIO) -> TextRows:
+        """Find the rows. Raises ValueError where the array breaks off, or is none."""
+        # Structure is ASCII: as Latin-1 each character is a byte, and its place the byte's.
+        decoder, text, base, at, index = json.JSONDecoder(), "", 0, 0, 0
+        is_first, after_row = True, False
+        while True:
+            at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+            found = text[at : at + 1]
+            try:
+                if is_first:
+                    at += len(codecs.BOM_UTF8) * text.startswith(_BOM, at)
+                    at, is_first = _after(text, at, "["), False
+                    continue
+                if found == "]":
+                    return
+                if after_row:
+                    at, after_row = _after(text, at, ","), False
+                    continue
+                end = decoder.raw_decode(text, at)[1]
+                if end == len(text) and text[-1] not in '}]"':  # more digits may come
+                    raise _CutError
+            except RecursionError:
+                raise ValueError(f"row {index + 1}: not JSON: nested too deeply") from None
+            except (json.JSONDecodeError, _CutError) as error:
+                if len(text) - at > MOST_LINE_BYTES:
+                    raise ValueError(f"row {index + 1}: {_why_no_row(error)}") from None
+                more = file.read(max(_CHUNK_BYTES, len(text) - at))
+                if not more:
+                    raise ValueError(f"row {index + 1}: {_why_no_row(error)}") from None
+                text, base, at = text[at:] + more.decode("latin-1"), base + at, 0
+                continue
+            yield index, base + at, text[at:end].encode("latin-1")
+            at, after_row, index = end, True, index + 1
+
+    def parse(self, row: bytes) -> Any:
+        """Read a row. Raises ValueError."""
+        return _parse_json(row)
+
+
+_BOM = codecs.BOM_UTF8.decode("latin-1")
+
+
+class _CutError(Exception):
+    """A piece of the file ends before it can be said what comes."""
+
+
+def _after(text: str, at: int, wanted: str) -> int:
+    """Return the place behind `wanted`, which must come at `at`."""
+    if at == len(text):
+        raise _CutError
+    if text[at] != wanted:
+        raise ValueError(f"byte {text[at]!r} where {wanted!r} must be: not a JSON array of objects")
+    return at + 1
+
+
+def _why_no_row(error: Exception) -> str:
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON: {error.msg}"
+    return "the array breaks off"
+
+
+def _parse_json(row: bytes) -> Any:
+    try:
+        return parse_json(row.decode())
+    except RepeatedKeyError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"not JSON: {one_line(error)}") from None
+
+
+@dataclass(frozen=True)
+class CsvTable:
+    """Rows under a header. Every value is text; an empty one is missing."""
+
+    header: tuple[str, ...]
+    delimiter: str
+    unit: ClassVar[str] = "row"
+
+    @classmethod
+    def of(cls, file: BinaryIO, delimiter: str) -> "CsvTable":
+        """Read the header. Raises ValueError for one that names a column twice, or none."""
+        header = next(cls((), delimiter)._all_rows(file), (0, b"", []))[2]
+        twice = sorted({name for name in header if header.count(name) > 1})
+        if twice:
+            raise ValueError(f"column {twice[0]!r}: must be there once")
+        return cls(tuple(header), delimiter)
+
+    def rows(self, file: BinaryIO) -> TextRows:
+        """Find the rows. Raises ValueError for what is no CSV."""
+        found = self._all_rows(file)
+        next(found, None)
+        for index, (offset, row, _) in enumerate(found):
+            yield index, offset, row
+
+    def parse(self, row: bytes) -> Any:
+        """Read a row. Raises ValueError."""
+        fields = next(self._reader(io.StringIO(row.decode(), newline="")))
+        if len(fields) != len(self.header):
+            raise ValueError(f"has {len(fields)} fields, the header has {len(self.header)}")
+        return {name: value or None for name, value in zip(self.header, fields, strict=True)}
+
+    def _all_rows(self, file: BinaryIO) -> Iterator[tuple[int, bytes, list[str]]]:
+        """Yield the header and every row: where it begins, its bytes and its fields."""
+        taken: list[bytes] = []
+
+        def lines() -> Iterator[str]:
+            for number, line in enumerate(read_lines(file), start=1):
+                mark = codecs.BOM_UTF8 if number == 1 else b""
+                taken.append(line)
+                try:
+                    yield line.removeprefix(mark).decode()
+                except UnicodeDecodeError as error:
+                    raise ValueError(f"line {number}: {one_line(error)}") from None
+
+        reader, offset = self._reader(lines()), 0
+        while True:
+            try:
+                fields = next(reader)
+            except StopIteration:
+                return
+            except csv.Error as error:
+                raise ValueError(f"line {reader.line_num}: {error}") from None
+            row = b"".join(taken)
+            taken.clear()
+            if any(fields):
+                yield offset, row, fields
+            offset += len(row)
+
+    def _reader(self, lines: Any) -> Any:
+        # The module's own bound, of 128 KiB, is that of the process.
+        csv.field_size_limit(MOST_LINE_BYTES)
+        return csv.reader(lines, delimiter=self.delimiter, strict=True)
+
+
+Layout = JsonLines | JsonArray | CsvTable
+TEXT = (".jsonl", ".json", ".csv", ".tsv")
+EXTENSIONS = (".parquet", *TEXT, *(name + PACKED for name in TEXT))
+
+
+def extension(path: str) -> str:
+    """Return what the format of a file follows from. Raises ConfigError for one of none."""
+    name = Path(path).name
+    for known in EXTENSIONS:
+        if name.endswith(known):
+            return known
+    raise ConfigError(
+        f"{path}: unknown extension, must be one of {', '.join(EXTENSIONS)}, or a directory"
+    )
+
+
+def open_text(path: str) -> BinaryIO:
+    """Open a text file, unpacked as it is read. Raises OSError."""
+    file = open_regular(path)
+    if not path.endswith(PACKED):
+        return file
+    packed = gzip.GzipFile(fileobj=file)
+    packed.myfileobj = cast(Any, file)  # closed with it
+    return cast(BinaryIO, packed)
+
+
+def layout_of(file: BinaryIO, kind: str) -> Layout:
+    """Tell where the rows of a text file are; `kind` is its extension. Raises ValueError."""
+    kind = kind.removesuffix(PACKED)
+    if kind in (".csv", ".tsv"):
+        layout: Layout = CsvTable.of(file, "," if kind == ".csv" else "\t")
+    elif kind == ".jsonl":
+        layout = JsonLines()
+    else:
+        head = file.read(_CHUNK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
+        layout = JsonArray() if head.startswith(b"[") else JsonLines()
+    file.seek(0)
+    return layout
+
+
+@contextmanager
+def text_errors(path: str) -> Iterator[None]:
+    """Raise what is wrong with a text file as a whole as ConfigError naming it."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{path}: {one_line(error)}") from None
+
+
+def parse_row(layout: Layout, row: bytes, place: str) -> Any:
+    """Read a row of a text file: a record, or the ConfigError that says why there is none."""
+    try:
+        return layout.parse(row)
+    except (ValueError, csv.Error) as error:
+        return ConfigError(f"{place}: {one_line(error)}")
+
+
+def _read_text(path: str, split: str) -> Records:
+    kind = extension(path)
+    refuse_split(path, split)
+    with open_text(path) as file, text_errors(path):
+        layout = layout_of(file, kind)
+        for index, _, row in layout.rows(file):
+            place = f"{path} {layout.unit} {index + 1}"
+            yield place, index, parse_row(layout, row, place)
+
+
+def refuse_split(path: str, split: str) -> None:
+    """Raise ConfigError if a split is asked for, of what has none."""
     if split:
         raise ConfigError(f"{path}: split={split}: it has no splits")
 
 
-def _read_jsonl(path: str) -> Records:
-    with open(path, "rb") as file:
-        for index, line in enumerate(file):
-            if not line.strip():
-                continue
-            place = f"{path} line {index + 1}"
-            text = line.removeprefix(codecs.BOM_UTF8) if index == 0 else line
-            record: Any
-            try:
-                record = json.loads(text.decode())
-            except (ValueError, RecursionError) as error:
-                record = ConfigError(f"{place}: not JSON: {one_line(error)}")
-            yield place, index, record
+# Columns: parquet, and datasets on disk.
 
 
-def _read_parquet(path: str) -> Records:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    index = 0
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=_BATCH):
-                for record in batch.to_pylist(maps_as_pydicts="strict"):
-                    yield f"{path} row {index + 1}", index, record
-                    index += 1
-    except (pa.ArrowException, ValueError, KeyError) as error:
-        where = f"after row {index}" if index else "as parquet"
-        raise ConfigError(f"{path}: cannot be read {where}: {one_line(error)}") from error
+def is_parquet(path: str) -> bool:
+    """Whether a path is a parquet file, or a directory of them rather than a dataset."""
+    if not Path(path).is_dir():
+        return path.endswith(".parquet")
+    names = ("dataset_dict.json", "dataset_info.json")
+    return not any((Path(path) / name).is_file() for name in names)
 
 
-_READERS: Mapping[str, Callable[[str], Records]] = {
-    ".parquet": _read_parquet,
-    ".jsonl": _read_jsonl,
-}
+def parquet_files(path: str, split: str) -> list[str]:
+    """Name the files of a parquet file or directory, in their order.
 
-
-def _read_shards(path: str, split: str) -> Records:
-    """The .parquet files of a directory one after the other, by name."""
+    Raises ConfigError if there is none, or the split is missing or none of theirs.
+    """
+    if not Path(path).is_dir():
+        refuse_split(path, split)
+        return [path]
     shards = sorted(Path(path).glob("*.parquet"))
     if not shards:
         raise ConfigError(
@@ -111,33 +363,92 @@ def _read_shards(path: str, split: str) -> Records:
     if len(splits) > 1 or split:
         _check_split(path, split, splits - {""})
         shards = [s for s, name in zip(shards, names, strict=True) if name and name[1] == split]
-    index = 0
-    for shard in shards:
-        for _, _, record in _read_parquet(str(shard)):
-            yield f"{path} row {index + 1}", index, record
-            index += 1
+    return [str(shard) for shard in shards]
 
 
-def _read_dataset(path: str, split: str) -> Records:
-    """What `save_to_disk` of Hugging Face datasets wrote."""
+def read_batches(path: str) -> "Iterator[pa.RecordBatch]":
+    """Read a parquet file some rows at a time. Raises ConfigError naming it, and OSError."""
     import pyarrow as pa
-    from datasets import DatasetDict, load_from_disk
+    import pyarrow.parquet as pq
+
+    count = 0
+    try:
+        with open_regular(path) as file, pq.ParquetFile(file) as opened:
+            for batch in opened.iter_batches(batch_size=_BATCH):
+                yield batch
+                count += batch.num_rows
+    except ConfigError:
+        raise
+    except (pa.ArrowException, ValueError, KeyError) as error:
+        where = f"after row {count}" if count else "as parquet"
+        raise ConfigError(f"{path}: cannot be read {where}: {one_line(error)}") from error
+
+
+def _parquet_rows(path: str) -> int:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
 
     try:
+        with open_regular(path) as file, pq.ParquetFile(file) as opened:
+            return int(opened.metadata.num_rows)
+    except (pa.ArrowException, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read as parquet: {one_line(error)}") from error
+
+
+def _read_parquets(path: str, split: str) -> Records:
+    index = 0
+    for file in parquet_files(path, split):
+        for batch in read_batches(file):
+            for record in batch.to_pylist(maps_as_pydicts="strict"):
+                yield f"{path} row {index + 1}", index, record
+                index += 1
+
+
+def open_dataset(path: str, split: str) -> "Dataset":
+    """Open what `save_to_disk` of Hugging Face datasets wrote; its columns are memory-mapped.
+
+    Raises ConfigError naming it.
+    """
+    from datasets import Dataset, DatasetDict, load_from_disk
+
+    _check_regular(Path(path))
+    has_splits = (Path(path) / "dataset_dict.json").is_file()
+    if not has_splits:
+        refuse_split(path, split)
+    with dataset_errors(path):
         found = load_from_disk(path)
         if isinstance(found, DatasetDict):
             _check_split(path, split, found)
             found = found[split]
-        for index, record in enumerate(_records(found)):
-            yield f"{path} row {index + 1}", index, record
+        assert isinstance(found, Dataset)
+        return found
+
+
+@contextmanager
+def dataset_errors(path: str) -> Iterator[None]:
+    """Raise what is wrong with a dataset on disk as ConfigError naming it."""
+    import pyarrow as pa
+
+    try:
+        yield
+    except ConfigError:
+        raise
     except (pa.ArrowException, ValueError, KeyError, TypeError) as error:
-        if isinstance(error, ConfigError):
-            raise
         raise ConfigError(f"{path}: cannot be read as a dataset: {one_line(error)}") from error
 
 
-def _records(dataset: "Dataset") -> Iterator[Any]:
-    for table in dataset.with_format("arrow").iter(_BATCH):
+def _check_regular(folder: Path) -> None:
+    """Raise OSError if a directory has anything but directories and regular files."""
+    for file in folder.rglob("*"):
+        if not file.is_dir():
+            open_regular(file).close()
+
+
+def plain_records(dataset: "Dataset", rows: Sequence[int] | None = None) -> Iterator[Any]:
+    """Yield rows of a dataset as plain values: all, or those of these numbers."""
+    arrow = dataset.with_format("arrow")
+    tables = arrow.iter(_BATCH) if rows is None else [arrow[list(rows)]]
+    for table in tables:
         yield from table.to_pylist(maps_as_pydicts="strict")
 
 

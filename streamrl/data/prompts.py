@@ -1,4 +1,4 @@
-"""From data files to prompts ready for the stream: read, rendered, measured, once at start."""
+"""Prompts of a few rows, read and rendered at once: those of an evaluation."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -32,16 +32,7 @@ class LoadedFile:
     @property
     def notes(self) -> list[str]:
         """What was not used as it is in the file, for the user."""
-        said = {
-            Fate.TOO_LONG: "skipped, too long",
-            Fate.TRUNCATED: "truncated",
-            Fate.FILTERED: f"left out by {self.file.filter}",
-        }
-        return [
-            f"{self.file.path}: {self.fates[fate]} prompts {words}"
-            for fate, words in said.items()
-            if self.fates[fate]
-        ]
+        return notes_of(self.file, self.fates)
 
 
 @dataclass(frozen=True)
@@ -60,30 +51,40 @@ class LoadedPrompts:
         """The prompts of each file by its name."""
         return {file.file.name: file.prompts for file in self.files}
 
-    @property
-    def mix(self) -> list[tuple[int, float]]:
-        """The number of prompts of each file, and its share of the stream."""
-        sizes = [len(loaded.prompts) for loaded in self.files]
-        weights = [
-            float(size) if loaded.file.weight is None else loaded.file.weight
-            for loaded, size in zip(self.files, sizes, strict=True)
-        ]
-        return [(size, weight / sum(weights)) for size, weight in zip(sizes, weights, strict=True)]
+
+def notes_of(file: DataFile, fates: Mapping[Fate, int], more: str = "") -> list[str]:
+    """Say what was not used as it is in a file, with `more` behind each count."""
+    said = {
+        Fate.TOO_LONG: "skipped, too long",
+        Fate.TRUNCATED: "truncated",
+        Fate.FILTERED: f"left out by {file.filter}",
+    }
+    return [
+        f"{file.path}: {fates[fate]} prompts {words}{more}"
+        for fate, words in said.items()
+        if fates[fate]
+    ]
 
 
-def load_files(files: Sequence[DataFile], model: str, *, limit: int, on_long: str) -> LoadedPrompts:
-    """The prompts of files as the model of a directory reads them, of at most `limit` tokens each.
+def load_files(
+    files: Sequence[DataFile], model: str, *, limit: int, on_long: str, most: int | None = None
+) -> LoadedPrompts:
+    """Load prompts as the model of a directory reads them, of at most `limit` tokens each.
 
     Raises ConfigError, as `load_prompts` does.
     """
     limits = Limits(limit, load_vocab_size(model), on_long)
-    return load_prompts(files, load_tokenizer(model), limits)
+    return load_prompts(files, load_tokenizer(model), limits, most=most)
 
 
 def load_prompts(
-    files: Sequence[DataFile], tokenizer: "PreTrainedTokenizerBase", limits: Limits
+    files: Sequence[DataFile],
+    tokenizer: "PreTrainedTokenizerBase",
+    limits: Limits,
+    *,
+    most: int | None = None,
 ) -> LoadedPrompts:
-    """The prompts of data files in file order, rendered and within the limits.
+    """Load prompts in file order, rendered and within the limits; of each file the first `most`.
 
     Raises ConfigError in one line naming file, row and rule: the problem of the first row that is
     bad, a file, template or filter that cannot be used, and a file of which no row is left.
@@ -98,14 +99,19 @@ def load_prompts(
             index = row.index
             if row.prompt is not None:
                 prompts.append(row.prompt)
+            if len(prompts) == most:
+                break
         if not prompts:
-            raise ConfigError(f"{file.path}: no prompt is left: {_why(fates, limits)}")
+            raise no_prompt_left(file, fates, limits)
         loaded.append(LoadedFile(file, first, prompts, fates))
         first += index + 1
     return LoadedPrompts(tuple(loaded))
 
 
-def _why(fates: Mapping[Fate, int], limits: Limits) -> str:
-    if not fates[Fate.FILTERED]:
-        return f"all {fates[Fate.TOO_LONG]} prompts are longer than {limits.max_tokens} tokens"
-    return f"{fates[Fate.FILTERED]} filtered, {fates[Fate.TOO_LONG]} too long"
+def no_prompt_left(file: DataFile, fates: Mapping[Fate, int], limits: Limits) -> ConfigError:
+    """Say that a file gives no prompt, and why."""
+    if fates[Fate.FILTERED]:
+        why = f"{fates[Fate.FILTERED]} filtered, {fates[Fate.TOO_LONG]} too long"
+    else:
+        why = f"all {fates[Fate.TOO_LONG]} prompts are longer than {limits.max_tokens} tokens"
+    return ConfigError(f"{file.path}: no prompt is left: {why}")

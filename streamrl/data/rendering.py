@@ -11,6 +11,7 @@ from streamrl.data.files import MODEL, PLAIN
 from streamrl.data.rows import Row
 from streamrl.errors import ConfigError
 from streamrl.model_config import is_trusted, read_model_config, untrusted
+from streamrl.small_file import read_small
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -123,8 +124,8 @@ def load_template(
         template = Template(source, "the model's chat template", arguments or {})
     else:
         try:
-            template = Template(Path(name).read_text(), name, arguments or {})
-        except (OSError, UnicodeDecodeError) as error:
+            template = Template(read_small(Path(name)), name, arguments or {})
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{setting}={name}: must be {MODEL}, {PLAIN} or a jinja file: {_why(error)}"
             ) from error

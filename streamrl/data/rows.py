@@ -17,6 +17,7 @@ from typing import Any
 
 from streamrl.data.formats import read_records
 from streamrl.errors import ConfigError
+from streamrl.small_file import check_depth
 
 
 @dataclass(frozen=True)
@@ -69,14 +70,24 @@ def scan_rows(
     empty = True
     for place, index, record in read_records(path, split):
         empty = False
-        try:
-            if isinstance(record, ConfigError):
-                raise record
-            yield _parse(record, place, index, prompt_key=prompt_key, label_key=label_key)
-        except ConfigError as error:
-            yield BadRow(index, error)
+        yield parse_record(record, place, index, prompt_key=prompt_key, label_key=label_key)
     if empty:
         raise ConfigError(f"{path}: holds no rows")
+
+
+def parse_record(
+    record: Any, place: str, index: int, *, prompt_key: str, label_key: str
+) -> Row | BadRow:
+    """Read a record of a data file as a row; `record` may be the error that says why it is none."""
+    try:
+        if isinstance(record, ConfigError):
+            raise record
+        check_depth(record)
+        return _parse(record, place, index, prompt_key=prompt_key, label_key=label_key)
+    except ConfigError as error:
+        return BadRow(index, error)
+    except ValueError as error:
+        return BadRow(index, ConfigError(f"{place}: {error}"))
 
 
 def _parse(record: Any, place: str, index: int, *, prompt_key: str, label_key: str) -> Row:

@@ -1,5 +1,6 @@
 """What a micro-batch says about its rollouts, as sums that add up over a step."""
 
+import math
 from collections.abc import Mapping, Sequence
 
 from streamrl.engines.packing import Pick
@@ -30,11 +31,17 @@ def rollout_sums(groups: Mapping[str, Columns], picks: Sequence[Pick]) -> dict[s
         sums["truncated_sum"] += columns["finish_reason"][index] == FinishReason.LENGTH.value
         for name in columns:
             if is_component(name):
-                total = sums.get(f"{name}_sum", 0.0)
-                sums[f"{name}_sum"] = total + float(columns[name][index])
+                _add_component(sums, name, float(columns[name][index]))
         if "costs" in columns:
             sums["cost_sum"] = sums.get("cost_sum", 0.0) + float(columns["costs"][index])
     return sums
+
+
+def _add_component(sums: dict[str, float], name: str, value: float) -> None:
+    """Add a reward's number; a NaN, where the reward says nothing of the rollout, is counted."""
+    key, more = (f"{name}_absent", 1.0) if math.isnan(value) else (f"{name}_sum", value)
+    sums.setdefault(f"{name}_sum", 0.0)
+    sums[key] = sums.get(key, 0.0) + more
 
 
 def _sampled(columns: Columns) -> list[float]:

@@ -70,7 +70,7 @@ class EvaluationResult:
                 row[f"eval/interval/{name}_{end}"] = value
         for kind, parts in (("source", self.by_source), ("file", self.by_file)):
             for name, part in parts.items() if len(parts) > 1 else ():
-                prefix = f"eval/{kind}/{_segment(name)}/"
+                prefix = f"eval/{kind}/{segment(name)}/"
                 row |= {f"{prefix}pass_at_1": part.pass_at_1, f"{prefix}pass_at_k": part.pass_at_k}
                 row |= part._values(prefix)
         return row
@@ -80,8 +80,8 @@ class EvaluationResult:
         return {f"{prefix}mean_at_k": self.mean_at_k, **maj}
 
 
-def _segment(name: str) -> str:
-    """A source or a file as one segment of a metric's name; two of them never have the same.
+def segment(name: str) -> str:
+    """Any name as one segment of a metric's name; two of them never have the same.
 
     Letters, digits and `_ . -` stand for themselves, `~` for a slash, `none` for no name; anything
     else, and the name none itself, is percent-encoded.

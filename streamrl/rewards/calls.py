@@ -17,6 +17,10 @@ Request = tuple[Prompt, Sequence[str]]
 """None asks what the function needs."""
 PASS_SCORE = 1.0
 """A number alone passes from here on."""
+READ = ("score", "acc", "pred", "answer")
+"""Entries of a dict that have a meaning of their own."""
+MOST_NUMBERS = 50
+"""Further numbers of a dict that are kept: each is a metric."""
 
 
 def serve(source: Source) -> Callable[[Request | None], Any]:
@@ -93,8 +97,11 @@ def _per_completion(user: UserFunction, results: Any, size: int) -> Sequence[Any
 def _judgement(user: UserFunction, result: Any, place: int) -> Judgement:
     """A number, or an object whose entry `score` is one.
 
-    Of an object `acc` says whether it passes, and `pred` or `answer` what the answer is.
+    Of an object `acc` says whether it passes, and `pred` or `answer` what the answer is; further
+    numbers are kept as they are, `acc` too.
     """
+    if result is None and user.style.may_abstain:
+        return Judgement.absent()
     facts: Mapping[str, Any] = result if isinstance(result, dict) else {"score": result}
     score = finite(facts.get("score"))
     if score is None:
@@ -112,4 +119,14 @@ def _judgement(user: UserFunction, result: Any, place: int) -> Judgement:
         Verdict.PASS if passes else Verdict.WRONG,
         # Of a class of the user's own only the characters are sent.
         answer=None if answer is None else "".join([str(answer), ""]),
+        numbers=_numbers(facts),
     )
+
+
+def _numbers(facts: Mapping[Any, Any]) -> tuple[tuple[str, float], ...]:
+    """What an object has besides, as far as it is finite numbers."""
+    named = ((str(name), finite(value)) for name, value in facts.items() if name not in READ)
+    found = [("".join([name]), number) for name, number in named if number is not None]
+    acc = finite(facts.get("acc"))
+    own = [] if acc is None else [("acc", acc)]
+    return tuple([*own, *found][:MOST_NUMBERS])

@@ -17,6 +17,8 @@ from streamrl.user_module import FileFunction, find_reference
 #: What a user's function may ask for, by name.
 OFFERED = ("rewards", "prompt", "completion")
 Judgements = Mapping[str, Sequence[Judgement]]
+Scores = dict[str, float | None]
+"""The number of each component, by name."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,10 @@ class Combination(Protocol):
 
 
 class WeightedSum:
-    """The sum of weight times score, and 0 where a gate is not passed. Added in float64."""
+    """The sum of weight times score, and 0 where a gate is not passed. Added in float64.
+
+    A component that says nothing of a completion is left out for it, as in TRL.
+    """
 
     def __init__(self, components: Sequence[Component]) -> None:
         self._components = components
@@ -65,21 +70,31 @@ class WeightedSum:
     async def totals(
         self, prompt: Prompt, completions: Sequence[str], judgements: Judgements
     ) -> Array:
-        """float64 [G]."""
+        """float64 [G]. Raises RewardError if nothing that counts is said of a completion."""
         total = np.zeros(len(completions))
         opened = np.ones(len(completions), np.bool_)
+        is_judged = np.zeros(len(completions), np.bool_)
         for component in self._components:
             found = judgements[component.name]
-            total += component.weight * np.array([one.score for one in found], np.float64)
+            said = np.array([not one.is_absent for one in found])
+            scores = np.array([one.score for one in found], np.float64)
+            total += component.weight * np.where(said, scores, 0.0)
             if component.gate:
-                opened &= [one.verdict is Verdict.PASS for one in found]
+                opened &= [one.verdict is Verdict.PASS or one.is_absent for one in found]
+            if component.gate or component.weight:
+                is_judged |= said
+        counted = [one for one in self._components if one.gate or one.weight]
+        if counted and not is_judged.all():
+            place, names = int(np.argmin(is_judged)), ", ".join(one.name for one in counted)
+            raise RewardError(f"completion {place}: {names} returned None, so that it has no score")
         return np.where(opened, total, 0.0)
 
 
 class CombineFunction:
     """A user's `combine(rewards, prompt, completion)`, with those of the parameters it wants.
 
-    rewards has the number of each component by name. It runs in a worker process.
+    rewards has the number of each component by name, None where it says nothing. It runs in a
+    worker process.
     """
 
     def __init__(self, scorer: ScorerConfig) -> None:
@@ -100,11 +115,15 @@ class CombineFunction:
     ) -> Array:
         """What the function returns for each completion. Raises RewardError if it is no number."""
         scores = [
-            {name: found[i].score for name, found in judgements.items()}
+            {name: _score(found[i]) for name, found in judgements.items()}
             for i in range(len(completions))
         ]
         totals = await self._workers.ask((prompt, list(completions), scores))
         return np.array(totals, np.float64)
+
+
+def _score(judgement: Judgement) -> float | None:
+    return None if judgement.is_absent else judgement.score
 
 
 def load_combine(reference: str) -> tuple[FileFunction, Sequence[str]]:
@@ -120,7 +139,7 @@ def serve(reference: str) -> Callable[[Any], list[float] | str]:
     """What the worker answers with: a number per completion, or why there is none."""
     code, asked = load_combine(reference)
 
-    def combine(request: tuple[Prompt, list[str], list[dict[str, float]]]) -> list[float] | str:
+    def combine(request: tuple[Prompt, list[str], list[Scores]]) -> list[float] | str:
         prompt, completions, scores = request
         totals = []
         for place, (completion, rewards) in enumerate(zip(completions, scores, strict=True)):

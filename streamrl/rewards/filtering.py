@@ -139,8 +139,9 @@ class FunctionFilter:
     """Kind `function`: takes out a group of which the user's function does not say True.
 
     The function is `keep(prompt, scores, rewards)`, with those of the parameters that it wants:
-    scores is a list with a float per rollout, rewards has such a list for each named reward. It
-    runs in the caller's thread with no deadline, so it should be quick: no model, no network.
+    scores is a list with a float per rollout, rewards has such a list for each named reward, with
+    None where that says nothing. It runs in the caller's thread with no deadline, so it should be
+    quick: no model, no network.
     """
 
     def __init__(self, options: KeepOptions) -> None:
@@ -164,7 +165,9 @@ class FunctionFilter:
 
     def _call(self, prompt: Prompt, columns: Columns) -> Any:
         rewards = {
-            name.removeprefix(COMPONENT_PREFIX): column.tolist()
+            name.removeprefix(COMPONENT_PREFIX): [
+                None if math.isnan(x) else x for x in column.tolist()
+            ]
             for name, column in columns.items()
             if name.startswith(COMPONENT_PREFIX)
         }

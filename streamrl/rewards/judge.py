@@ -20,6 +20,7 @@ from streamrl.messages import Prompt
 from streamrl.rewards.reward import AttemptOptions, Given, Reward, attempt
 from streamrl.rewards.text import AnswerPattern
 from streamrl.rewards.verdict import Judgement, Verdict
+from streamrl.small_file import read_small
 
 if TYPE_CHECKING:
     from streamrl.rewards.endpoint import Endpoint
@@ -191,8 +192,8 @@ def judge_reward(given: Given[JudgeOptions]) -> JudgeReward:
     if options.path:
         setting = f"rewards.path={options.path}"
         try:
-            template = Path(options.path).read_text()
-        except (OSError, UnicodeDecodeError) as error:
+            template = read_small(Path(options.path))
+        except (OSError, ValueError) as error:
             raise ConfigError(f"{setting}: cannot be read: {error}") from None
     if "{completion}" not in template:
         raise ConfigError(f"{setting}: has no {{completion}}: the judge would not see it")

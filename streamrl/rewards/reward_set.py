@@ -12,6 +12,7 @@ import numpy as np
 from streamrl.errors import ConfigError, RewardError
 from streamrl.messages import COMPONENT_PREFIX, COST_PREFIX, Array, Prompt, describe_prompt
 from streamrl.rewards.combination import Combination, Component, Judgements, WeightedSum
+from streamrl.rewards.means import NumberSums
 from streamrl.rewards.verdict import Judgement
 
 START_TIMEOUT_S = 180.0
@@ -69,6 +70,7 @@ class RewardSet:
         self._combination = combination or WeightedSum(components)
         self._judged = judged
         self._verdicts: Counter[str] = Counter()
+        self._numbers = NumberSums()
         self._killed_before: Counter[str] = Counter()
 
     @property
@@ -175,11 +177,13 @@ class RewardSet:
         for name, task in zip(self.names, tasks, strict=True):
             found, _ = task.result()
             where = f"{self._judged.word} {name}, {describe_prompt(prompt)}"
-            _check(np.array([one.score for one in found], np.float64), len(completions), where)
+            _check_size(found, len(completions), where)
+            _check_finite(np.array([0.0 if o.is_absent else o.score for o in found]), where)
             components[name] = found
         totals = await self._combined(prompt, completions, components)
-        for found in components.values():
+        for name, found in components.items():
             self._verdicts.update(one.verdict.value for one in found)
+            self._numbers.add(self._judged.prefix + name, found)
         seconds = {name: task.result()[1] for name, task in zip(self.names, tasks, strict=True)}
         return GroupJudgement(components, totals, seconds)
 
@@ -199,7 +203,8 @@ class RewardSet:
             totals = await self._combination.totals(prompt, completions, components)
         except RewardError as error:
             raise type(error)(f"{where}: {error}") from error
-        return _check(totals, len(completions), where)
+        _check_size(totals, len(completions), where)
+        return _check_finite(totals, where)
 
     def _raise_failure(self, prompt: Prompt, tasks: Sequence[_Task]) -> None:
         for name, task in zip(self.names, tasks, strict=True):
@@ -212,21 +217,28 @@ class RewardSet:
             if failure is not None:
                 raise failure
 
-    def drain_counts(self) -> dict[str, int]:
-        """Since the last call: completions by verdict, and processes ended by cause."""
+    def drain_counts(self) -> dict[str, float]:
+        """Since the last call: completions by verdict, processes ended by cause, further numbers.
+
+        Of a number that a reward gives besides its score it has the sum, and how many there were.
+        """
         verdicts, self._verdicts = self._verdicts, Counter()
         killed: Counter[str] = Counter()
         for component in self._components:
             killed += component.reward.killed
         ended, self._killed_before = killed - self._killed_before, killed
         counts = {f"verdicts/{verdict}": count for verdict, count in verdicts.items()}
-        return counts | {f"scorer/killed/{cause}": count for cause, count in ended.items()}
+        killed_counts = {f"scorer/killed/{cause}": count for cause, count in ended.items()}
+        return {**counts, **killed_counts, **self._numbers.drain()}
 
 
-def _check(numbers: Array, size: int, where: str) -> Array:
-    """The numbers, which a float32 can hold. Raises RewardError for others, or a wrong count."""
-    if len(numbers) != size:
-        raise RewardError(f"{where}: {len(numbers)} numbers for {size} completions")
+def _check_size(found: Sequence[Judgement] | Array, size: int, where: str) -> None:
+    if len(found) != size:
+        raise RewardError(f"{where}: {len(found)} numbers for {size} completions")
+
+
+def _check_finite(numbers: Array, where: str) -> Array:
+    """The numbers, which a float32 can hold. Raises RewardError for others."""
     bad = ~(np.abs(numbers) <= np.finfo(np.float32).max)
     if bad.any():
         place = int(np.argmax(bad))

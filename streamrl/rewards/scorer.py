@@ -52,11 +52,16 @@ def _hash(answer: str) -> int:
 
 
 def told(judgement: GroupJudgement, place: int) -> dict[str, Any]:
-    """Of one completion: the number and the verdict of each component, by its name."""
+    """Of one completion: the number and the verdict of each component, by its name.
+
+    The number is None where the component says nothing; `numbers` has those that it gives besides.
+    """
     found = {name: parts[place] for name, parts in judgement.components.items()}
+    numbers = {name: dict(one.numbers) for name, one in found.items() if one.numbers}
     return {
-        "components": {name: one.score for name, one in found.items()},
+        "components": {n: None if one.is_absent else one.score for n, one in found.items()},
         "verdicts": {name: one.verdict.value for name, one in found.items()},
+        **({"numbers": numbers} if numbers else {}),
     }
 
 

@@ -20,13 +20,15 @@ class Style:
 
     `marks` are the parameters that tell it from the others; `offers` all it may ask for, None
     where the row's columns are offered too. `arguments` makes what a call is given for some
-    completions of a prompt: for one completion, or for the whole group if `per_group`.
+    completions of a prompt: for one completion, or for the whole group if `per_group`. A None is
+    no mistake if it `may_abstain`: it says nothing of that completion.
     """
 
     signature: str
     marks: frozenset[str]
     offers: frozenset[str] | None
     per_group: bool
+    may_abstain: bool
     arguments: Callable[[Prompt, Sequence[str]], Arguments]
 
 
@@ -41,6 +43,11 @@ def _verl_arguments(prompt: Prompt, completions: Sequence[str]) -> Arguments:
         "ground_truth": prompt.ground_truth,
         "extra_info": dict(prompt.extra_info),
     }
+
+
+def _verl_batch_arguments(prompt: Prompt, completions: Sequence[str]) -> Arguments:
+    rows = [_verl_arguments(prompt, [completion]) for completion in completions]
+    return {f"{name}s": [row[name] for row in rows] for name in rows[0]}
 
 
 def _trl_arguments(prompt: Prompt, completions: Sequence[str]) -> Arguments:
@@ -66,6 +73,7 @@ STYLES = (
         marks=frozenset({"prompt", "completion"}),
         offers=frozenset({"prompt", "completion"}),
         per_group=False,
+        may_abstain=False,
         arguments=_streamrl_arguments,
     ),
     Style(
@@ -73,13 +81,23 @@ STYLES = (
         marks=frozenset({"solution_str", "ground_truth"}),
         offers=frozenset({"data_source", "solution_str", "ground_truth", "extra_info"}),
         per_group=False,
+        may_abstain=False,
         arguments=_verl_arguments,
+    ),
+    Style(
+        "compute_score(data_sources, solution_strs, ground_truths, extra_infos)",
+        marks=frozenset({"solution_strs", "ground_truths"}),
+        offers=frozenset({"data_sources", "solution_strs", "ground_truths", "extra_infos"}),
+        per_group=True,
+        may_abstain=False,
+        arguments=_verl_batch_arguments,
     ),
     Style(
         "f(prompts, completions, **columns)",
         marks=frozenset({"completions"}),
         offers=None,
         per_group=True,
+        may_abstain=True,
         arguments=_trl_arguments,
     ),
 )

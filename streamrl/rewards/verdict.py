@@ -1,5 +1,6 @@
 """What is said of one completion: a number, and what kind of right or wrong it stands for."""
 
+import math
 from dataclasses import dataclass
 from enum import Enum
 
@@ -9,6 +10,7 @@ class Verdict(Enum):
 
     All but INFRA_ERROR are of the completion and final. INFRA_ERROR says that there was no
     judging: nothing is known of the completion, it is tried again, and never given a score.
+    NOT_JUDGED says that the reward has nothing to say of it: the score is NaN, and left out.
     """
 
     PASS = "pass"
@@ -18,6 +20,7 @@ class Verdict(Enum):
     TIMEOUT = "timeout"
     MEMORY = "memory"
     OUTPUT_LIMIT = "output_limit"
+    NOT_JUDGED = "not_judged"
     INFRA_ERROR = "infra_error"
 
 
@@ -28,12 +31,24 @@ class Judgement:
     answer: what was compared with the ground truth, in one form for all that are equal (maj@k
         counts them); None where the completion gives none, or the reward looks for none.
     detail: what a person should know besides, such as the last line of a traceback.
+    numbers: what the reward measured besides, by name.
     """
 
     score: float
     verdict: Verdict
     answer: str | None = None
     detail: str = ""
+    numbers: tuple[tuple[str, float], ...] = ()
+
+    @classmethod
+    def absent(cls) -> "Judgement":
+        """Nothing is said of the completion."""
+        return cls(math.nan, Verdict.NOT_JUDGED)
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether nothing is said of the completion."""
+        return self.verdict is Verdict.NOT_JUDGED
 
     @classmethod
     def of(cls, passes: bool, answer: str | None = None) -> "Judgement":

@@ -19,6 +19,9 @@ class Prompts:
         self._drawn = 0
         self._tokens = np.zeros(1, np.int32)
 
+    async def ready(self, count: int) -> None:
+        """They always are."""
+
     def draw(self, count: int) -> list[Prompt]:
         """The next ones."""
         first, self._drawn = self._drawn, self._drawn + count

@@ -92,8 +92,10 @@ METRICS: tuple[Metric, ...] = (
     Metric("reward/mean", "", "mean combined reward of the rollouts trained in the step"),
     Metric("reward/std", "", "standard deviation of that reward over the step's rollouts"),
     Metric("reward/<component>", "", "mean of one named reward before combination"),
+    Metric("reward/<component>/<number>", "", "mean of a number that it gives besides"),
     Metric("cost/mean", "", "mean combined cost of those rollouts; NaN without costs"),
     Metric("cost/<component>", "", "mean of one named cost before combination"),
+    Metric("cost/<component>/<number>", "", "the same of a cost"),
     Metric("loss/policy", "", "policy loss, normalised over the whole step"),
     Metric("loss/value", "", "critic loss, normalised over the whole step"),
     Metric("loss/cost_value", "", "loss of the critic of costs, likewise"),
@@ -148,6 +150,7 @@ METRICS: tuple[Metric, ...] = (
     Metric("cpu/machine", "cores", "of the coordinator's machine that were busy, with anything"),
     Metric("cpu/stages", "cores", "kept busy by the processes of all stages"),
     Metric("cpu/queue", "cores", "kept busy by the queue's shards and the coordinator"),
+    Metric("data/<fate>", "rows", "rows that were drawn and left out, or cut, since the last row"),
     Metric("drops/<cause>", "groups", "groups dropped for this cause since the run began"),
     Metric("verdicts/<verdict>", "", "components of completions judged so since the last row"),
     Metric(

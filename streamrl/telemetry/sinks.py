@@ -10,6 +10,8 @@ from typing import Any, Protocol, TextIO
 
 from streamrl.durable import disk_errors, write_whole
 from streamrl.errors import ConfigError
+from streamrl.settings import unreadable
+from streamrl.small_file import file_errors, open_regular, parse_json, read_lines
 from streamrl.telemetry.contract import Row, json_value
 
 METRICS_FILE = "metrics.jsonl"
@@ -127,22 +129,27 @@ def json_fields(fields: Fields) -> dict[str, Any]:
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """The lines of a JSONL file as dicts; [] if there is no file.
 
-    The last line may be torn by a crash and is then left out. Raises ValueError with the line's
-    number if another line is not JSON, and with the byte's for what is no text.
+    The last line may be torn by a crash and is then left out. Raises ConfigError with the line's
+    number if another line is not JSON, or is no text, and for what is no regular file.
     """
     if not path.exists():
         return []
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: byte {error.start}: not text in UTF-8") from None
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise ValueError(f"{path}:{number}: not a line of JSON") from error
+    rows: list[dict[str, Any]] = []
+    torn = offset = 0
+    with file_errors(path), open_regular(path) as file:
+        for number, line in enumerate(read_lines(file), start=1):
+            if torn:
+                raise ConfigError(f"{path}:{torn}: not a line of JSON")
+            try:
+                rows.append(parse_json(line.decode()))
+            except json.JSONDecodeError:
+                torn = number
+            except UnicodeDecodeError as error:
+                byte = offset + error.start
+                raise ConfigError(f"{path}: byte {byte}: not text in UTF-8") from None
+            except ValueError as error:
+                raise ConfigError(f"{path}:{number}: {unreadable(error)}") from None
+            offset += len(line)
     return rows
 
 

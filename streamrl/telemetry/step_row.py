@@ -73,11 +73,12 @@ def step_row(facts: StepFacts) -> dict[str, float | Histogram]:
 
 def _rewards(sums: Mapping[str, float]) -> dict[str, float | Histogram]:
     count = sums["rollouts"]
-    row: dict[str, float | Histogram] = {
-        name.removesuffix("_sum"): value / count
-        for name, value in sums.items()
-        if name.startswith(("reward/", "cost/")) and name.endswith("_sum")
-    }
+    row: dict[str, float | Histogram] = {}
+    for name, value in sums.items():
+        if name.startswith(("reward/", "cost/")) and name.endswith("_sum"):
+            component = name.removesuffix("_sum")
+            said = count - sums.get(f"{component}_absent", 0.0)
+            row[component] = value / said if said else NAN
     row["cost/mean"] = sums["cost_sum"] / count if "cost_sum" in sums else NAN
     mean = sums["score_sum"] / count
     variance = max(sums["score_squared_sum"] / count - mean**2, 0.0)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from streamrl.durable import disk_errors
+from streamrl.small_file import file_errors, open_regular, parse_json, read_lines
 from streamrl.telemetry.contract import Histogram, Row, json_value
 from streamrl.telemetry.sinks import Fields, json_fields
 from streamrl.telemetry.spans import Span
@@ -159,15 +160,19 @@ def read_spans(path: Path) -> list[Span]:
 
 
 def _complete_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace, without a last line that a crash tore."""
+    """The events of a trace, without a last line that a crash tore.
+
+    Raises ConfigError for what is no trace at all: no regular file, or one that cannot be parsed.
+    """
     if not path.exists():
         return []
     events = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            event = json.loads(line.rstrip(","))
-        except json.JSONDecodeError:
-            continue
-        if isinstance(event, dict):
-            events.append(event)
+    with file_errors(path), open_regular(path) as file:
+        for line in read_lines(file):
+            try:
+                event = parse_json(line.decode().rstrip(",\r\n"))
+            except json.JSONDecodeError:
+                continue
+            if isinstance(event, dict):
+                events.append(event)
     return events

@@ -180,6 +180,15 @@ def test_decoupled_rewards_by_hand():
     near(biased, [0.0, 0.0, -1.0, 1.0])
 
 
+def test_a_reward_that_says_nothing_of_a_rollout_is_left_out_for_it_by_hand():
+    nan, half = math.nan, 1 / math.sqrt(2)
+    # In the first group the first reward speaks of two rollouts of three, in the other of none.
+    rewards = torch.tensor([[0.0, 1.0], [nan, 1.0], [2.0, 1.0], [nan, 0.0], [nan, 4.0]])
+    ids = torch.tensor([4, 4, 4, 1, 1])
+    near(decoupled_reward_normalization(rewards, ids), [-half, 0.0, half, -half, half])
+    near(decoupled_reward_normalization(torch.full((2, 1), nan), ids[:2]), [0.0, 0.0])
+
+
 def test_eps_of_decoupled_rewards():
     rewards = torch.tensor([[0.0], [2.0]])
     ids = torch.tensor([0, 0])

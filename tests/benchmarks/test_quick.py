@@ -71,6 +71,15 @@ def check_placement_modes(found: Figures) -> None:
         assert run["length_mean"] <= run["length_max"] <= 224 and 0 <= run["staleness_mean"] <= 1
 
 
+def check_data(found: Figures) -> None:
+    assert set(found) == {"rows", "jsonl", "parquet"}
+    for kind in ("jsonl", "parquet"):
+        assert is_measured(found[kind]["check_s"], found[kind]["prompts_per_s"])
+        # Not that of the rows, which would be far more: some 6 KB for each.
+        assert 0 <= found[kind]["driver_mb"] < 500 and found[kind]["sent_mb"] < 50
+    assert is_measured(found["jsonl"]["data_check_rows_per_s"])
+
+
 def check_planner(found: Figures) -> None:
     assert found["command"] == []
     (large,) = found["seconds"]
@@ -194,6 +203,7 @@ def check_startup(found: Figures) -> None:
 
 Check = Callable[[Figures], None]
 QUICK: dict[str, Check] = {
+    "data": check_data,
     "overlap": check_overlap,
     "planner": check_planner,
     "published": check_published,

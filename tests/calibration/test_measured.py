@@ -1,6 +1,7 @@
 """What is read from run directories, and which are refused."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -70,6 +71,11 @@ def _empty(folder: Path) -> None:
         path.unlink()
 
 
+def _fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
 def test_a_file_is_no_run(run_dir: Path) -> None:
     with pytest.raises(ConfigError, match="no run: not a directory"):
         read_run(run_dir / "config.yaml")
@@ -82,6 +88,10 @@ def test_a_file_is_no_run(run_dir: Path) -> None:
         (lambda run: (run / "trace.json").unlink(), "no spans in trace.json"),
         (lambda run: (run / "metrics.jsonl").write_text("{}x\n{}\n"), "metrics.jsonl:1"),
         (lambda run: (run / "metrics.jsonl").unlink(), "run: has no metrics.jsonl"),
+        (lambda run: (run / "trace.json").write_text("[" * 100_000), "trace.json: nested too deep"),
+        (lambda run: _fifo(run / "trace.json"), "trace.json: not a regular file"),
+        (lambda run: _fifo(run / "events.jsonl"), "events.jsonl: not a regular file"),
+        (lambda run: _fifo(next(journal_dir(run, BOOKS).glob("*.journal"))), "not a regular file"),
         (lambda run: (run / "metrics.jsonl").write_text(""), "too short: 0 steps"),
         (lambda run: _without(run, 3, "step"), "metrics.jsonl:3: has no step"),
         (lambda run: _without(run, 3, "time/step_s"), "metrics.jsonl:3: has no time/step_s"),

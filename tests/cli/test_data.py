@@ -1,6 +1,7 @@
 """`streamrl data check` reads every row as a run would, and names each that is bad."""
 
 import json
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -112,6 +113,36 @@ def test_a_filter_and_a_template_of_the_users_own_are_given_by_argument(toy, tmp
     code, text = check(*words, "--template", tmp_path / "bad.jinja")
     assert (code, len(text.splitlines())) == (2, 1)
     assert f"template={tmp_path}/bad.jinja:1: TemplateSyntaxError: " in text
+
+
+def test_a_progress_bar_is_for_a_terminal_alone(toy, monkeypatch, check) -> None:
+    words = (toy / "rows.jsonl", "--model", toy / "model")
+    assert "reading" not in check(*words)[1]
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    text = check(*words)[1]
+    assert "reading rows.jsonl" in text and "100/100" in text
+
+
+@pytest.mark.parametrize("command", ["data check", "train"])
+@pytest.mark.parametrize("kind", ["fifo", "device", "deep"])
+def test_a_data_file_that_never_ends_is_one_line(toy, tmp_path, capsys, command, kind) -> None:
+    path = tmp_path / "rows.jsonl"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.write_text('{"prompt": ' + "[" * 100_000 + "\n")
+    if command == "train":
+        words = ["train", f"{toy}/recipe.yaml", f"data.train={path}", f"run.dir={tmp_path}/runs"]
+    else:
+        words = ["data", "check", str(path), "--model", f"{toy}/model"]
+    assert main(words) == 2
+    said = capsys.readouterr()
+    assert str(path) in (lines := (said.out + said.err).splitlines())[-1]
+    assert len(lines) == 1 or (command, kind) == ("data check", "deep")
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,8 @@ def test_the_summary_counts_by_verdict_component_and_source(score):
         ("wrong pass pass", "wrong"),
         ("wrong timeout memory", "timeout"),
         ("pass pass memory", "memory"),
+        ("not_judged pass wrong", "pass"),
+        ("not_judged wrong pass", "wrong"),
     ],
 )
 def test_the_verdict_of_a_completion_is_of_what_counts(said, verdict):
@@ -256,6 +258,43 @@ def test_bad_completions_are_one_line_with_their_number(tmp_path, capsys, lines,
     out, error = capsys.readouterr()
     assert (out, error.count("\n")) == ("", 1)
     assert error.startswith("streamrl: " + words.format(path))
+
+
+@pytest.mark.parametrize("kind", ["fifo", "device", "directory"])
+def test_completions_are_a_regular_file(tmp_path, capsys, kind):
+    path, rows = tmp_path / "outs.jsonl", write(tmp_path / "rows.jsonl", ROWS)
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path = Path("/dev/zero")
+    else:
+        path.mkdir()
+    assert main(["score", str(rows), "--completions", str(path), "--reward", "exact"]) == 2
+    out, error = capsys.readouterr()
+    assert (out, error.count("\n")) == ("", 1)
+    assert error.startswith(f"streamrl: --completions {path}: cannot be read: ")
+
+
+def test_a_reward_of_one_task_says_nothing_of_the_rows_of_another(score, reward_file):
+    """As TRL's rewards do, and verl's give further numbers."""
+    path = reward_file("""
+        def sums(completions, data_source, ground_truth, **columns):
+            return [
+                float(c == g) if s == "sums" else None
+                for c, s, g in zip(completions, data_source, ground_truth)
+            ]
+        def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
+            return [{"score": 0.5, "length": len(text)} for text in solution_strs]
+    """)
+    words = ("--reward", f"{path}:sums", "--reward", f"{path}:compute_score")
+    code, lines, said = score(*words)
+    assert code == 0
+    assert [line["score"] for line in lines] == [0.5, 1.5, 0.5, 0.5]
+    assert [line["components"]["sums"] for line in lines] == [None, 1.0, None, 0.0]
+    assert lines[0]["verdicts"]["sums"] == "not_judged"
+    assert lines[3]["numbers"] == {"compute_score": {"length": 3.0}}
+    assert "reward/sums" in said and "mean 0.5000" in said
+    assert "reward/compute_score/length  mean 1.5000" in said
 
 
 @pytest.mark.parametrize(

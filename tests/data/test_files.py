@@ -7,6 +7,7 @@ import pytest
 
 from streamrl.config import dump_config, load_config
 from streamrl.data import DataConfig, Limits, load_prompts
+from streamrl.data.opened import PromptFile, open_prompts
 from streamrl.errors import ConfigError
 
 
@@ -118,9 +119,15 @@ def test_prompts_of_several_files_have_indices_of_their_own(tokenizer, write_row
 def test_the_share_of_a_file_is_its_weights_or_that_of_its_prompts(tokenizer, write_rows):
     a = write_rows({"prompt": "a"}, name="a.jsonl")
     b = write_rows(*({"prompt": str(i)} for i in range(3)), name="b.jsonl")
-    assert loaded(tokenizer, [a, b]).mix == [(1, 0.25), (3, 0.75)]
+
+    def mix(train):
+        files = DataConfig(train=train).train_files
+        found = [PromptFile(file, lambda: tokenizer, Limits(50, 300)) for file in files]
+        return [(len(part.indices), part.share) for part in open_prompts(found).parts]
+
+    assert mix([a, b]) == [(1, 0.25), (3, 0.75)]
     weighed = [{"path": a, "weight": 4}, {"path": b, "weight": 1.0}]
-    assert loaded(tokenizer, weighed).mix == [(1, 0.8), (3, 0.2)]
+    assert mix(weighed) == [(1, 0.8), (3, 0.2)]
 
 
 KEEP = """

@@ -1,4 +1,5 @@
 import json
+import os
 import pickle
 
 import pyarrow as pa
@@ -129,6 +130,11 @@ def test_rows_come_one_at_a_time(tmp_path):
         ("{", "line 2: not JSON: Expecting"),
         ('{"prompt": "a"} {"prompt": "b"}', "line 2: not JSON: Extra data"),
         ("[" * 100_000, "line 2: not JSON:"),
+        ('{"prompt": "a", "prompt": "b"}', "line 2: key 'prompt': must be there once"),
+        (
+            '{"prompt": "a", "x": ' + "[" * 200 + "]" * 200 + "}",
+            "line 2: not JSON: nested more than",
+        ),
         ("[1]", "line 2: must be a JSON object, is list"),
         ("null", "line 2: must be a JSON object, is null or missing"),
         ('{"question": "x", "answer": 1}', "no column 'prompt' (data.prompt_key); the columns are"),
@@ -195,7 +201,8 @@ def test_a_missing_file_and_a_directory_are_refused(tmp_path, name):
 
 
 def test_an_unknown_extension_is_refused_with_the_known_ones(tmp_path):
-    assert "must be one of .parquet, .jsonl" in refusal(tmp_path / "rows.csv")
+    assert "must be one of .parquet, .jsonl, .json, .csv" in refusal(tmp_path / "rows.txt")
+    assert "must be one of" in refusal(tmp_path / "rows.parquet.gz")
 
 
 @pytest.mark.parametrize("text", ["", "\n \n"])
@@ -214,3 +221,69 @@ def test_an_empty_parquet_file_is_refused(tmp_path):
 def test_rows_pickle(write_rows):
     row = rows_of(write_rows(*VERL_ROWS))[0]
     assert pickle.loads(pickle.dumps(row)) == row
+
+
+def test_csv_has_text_alone_and_rows_that_fit_its_header(tmp_path):
+    path = tmp_path / "rows.csv"
+    path.write_text('prompt,ground_truth,level\n"a, ""b""\nc",007,\n\nd,5,1\n')
+    first, second = rows_of(path)
+    assert (first.messages[0]["content"], first.ground_truth, first.extra_info) == (
+        'a, "b"\nc',
+        "007",
+        {},
+    )
+    assert (second.place, second.index, second.extra_info) == (f"{path} row 2", 1, {"level": "1"})
+    path.write_text("prompt,ground_truth\na,1\nb\n")
+    assert refusal(path).endswith("row 2: has 1 fields, the header has 2")
+    path.write_text("prompt,prompt\na,b\n")
+    assert refusal(path).endswith("column 'prompt': must be there once")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('[{"prompt": "a"}', "row 2: the array breaks off"),
+        ('[{"prompt": "a"}, {"prompt"', "row 2: not JSON: "),
+        ('[{"prompt": "a"} {"prompt": "b"}]', "byte '{' where ',' must be"),
+        ("[", "row 1: "),
+        ("[]", "holds no rows"),
+        ("[" * 100_000, "row 1: not JSON: nested too deeply"),
+    ],
+)
+def test_an_array_that_breaks_off_is_refused_with_the_row(tmp_path, text, words):
+    path = tmp_path / "rows.json"
+    path.write_text(text)
+    assert words in refusal(path)
+
+
+def test_an_array_larger_than_what_is_read_at_once_has_all_its_rows(tmp_path, monkeypatch):
+    from streamrl.data import formats
+
+    monkeypatch.setattr(formats, "_CHUNK_BYTES", 7)
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"prompt": "é" * i, "n": i} for i in range(40)], indent=2))
+    assert [row.extra_info["n"] for row in rows_of(path)] == list(range(40))
+
+
+@pytest.mark.parametrize("extension", [".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz"])
+@pytest.mark.parametrize("kind", ["fifo", "device", "sparse", "noise"])
+def test_what_never_ends_is_refused_in_a_moment(tmp_path, monkeypatch, extension, kind):
+    from streamrl.data.table import open_table
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / f"rows{extension}"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    elif kind == "sparse":
+        with path.open("wb") as file:
+            file.truncate(200 << 20)
+    else:
+        path.write_bytes(os.urandom(5000))
+    refusal(path)
+    with pytest.raises(ConfigError):
+        table = open_table(str(path))
+        # A line of noise is a row of its own: it is refused where it is read.
+        (bad, *_) = table.records([0])
+        raise bad[2]

@@ -1,5 +1,6 @@
 import asyncio
 import inspect
+import math
 import re
 import textwrap
 
@@ -131,9 +132,65 @@ async def test_an_object_says_whether_it_passes_and_what_its_answer_is(reward_fr
             return {"score": -1, "acc": solution_str == ground_truth, "pred": int(solution_str)}
     """)
     assert await judgements(reward) == [
-        Judgement(-1.0, Verdict.PASS, "5"),
-        Judgement(-1.0, Verdict.WRONG, "6"),
+        Judgement(-1.0, Verdict.PASS, "5", numbers=(("acc", 1.0),)),
+        Judgement(-1.0, Verdict.WRONG, "6", numbers=(("acc", 0.0),)),
     ]
+
+
+async def test_verls_batch_signature_gets_the_group_at_once_as_lists(reward_from):
+    reward = reward_from(
+        """
+        def compute_score(data_sources, solution_strs, ground_truths, extra_infos, scale=2.0):
+            assert data_sources == ["sums"] * 2 and ground_truths == ["5"] * 2
+            extra_infos[0]["n"] = 9
+            assert extra_infos == [{"n": 9}, {"n": 1}]
+            return [
+                {"score": scale * (s == t), "acc": s == t, "length": len(s), "note": "x"}
+                for s, t in zip(solution_strs, ground_truths)
+            ]
+    """,
+        "compute_score",
+    )
+    assert await judgements(reward, row=prompt(n=1)) == [
+        Judgement(2.0, Verdict.PASS, numbers=(("acc", 1.0), ("length", 1.0))),
+        Judgement(0.0, Verdict.WRONG, numbers=(("acc", 0.0), ("length", 1.0))),
+    ]
+    few = reward_from("def f(solution_strs, ground_truths, **rest): return [len(rest)] * 2")
+    assert await scores(few) == [2.0, 2.0]
+    short = reward_from("def f(solution_strs, ground_truths): return [1.0]")
+    with pytest.raises(RewardError, match="not a list of 2 numbers"):
+        await scores(short)
+
+
+async def test_further_numbers_of_a_dict_are_kept_and_nothing_else(reward_from):
+    reward = reward_from("""
+        import numpy as np
+        def f(solution_str, ground_truth):
+            found = {"score": 1, "format": np.float32(0.5), "pred": 3, "text": "x", "none": None}
+            return found | {"nan": float("nan"), "list": [1], "ok": True, 5: 6}
+    """)
+    (one, _) = await judgements(reward)
+    assert one.numbers == (("format", 0.5), ("ok", 1.0), ("5", 6.0))
+    many = reward_from("""
+        def f(solution_str, ground_truth):
+            return {"score": 1} | {f"n{i}": i for i in range(999)}
+    """)
+    assert len((await judgements(many))[0].numbers) == 50
+
+
+async def test_a_none_of_trls_signature_says_nothing_and_of_the_others_is_a_mistake(reward_from):
+    reward = reward_from("def f(completions, **columns): return [None, 0.5]")
+    first, second = await judgements(reward)
+    assert first.is_absent and math.isnan(first.score)
+    assert second == Judgement(0.5, Verdict.WRONG)
+    for source in (
+        "def f(prompt, completion): return None",
+        "def f(solution_str, ground_truth): return None",
+        "def f(solution_strs, ground_truths): return [None, None]",
+        "def f(completions): return None",
+    ):
+        with pytest.raises(RewardError, match="returned"):
+            await scores(reward_from(source))
 
 
 async def test_what_passes_is_said_by_a_bool_not_by_a_word(reward_from):
@@ -254,12 +311,6 @@ async def test_a_group_function_must_return_a_number_per_completion(reward_from,
 async def test_a_group_function_may_return_an_array(reward_from, made):
     reward = reward_from(f"import numpy, torch\ndef f(completions): return {made}")
     assert await scores(reward) == [0.5, 1.0]
-
-
-async def test_a_none_of_a_group_function_is_an_error_not_a_zero(reward_from):
-    reward = reward_from("def f(completions): return [0.0, None]")
-    with pytest.raises(RewardError, match=r"returned None for completion 1"):
-        await scores(reward)
 
 
 @pytest.mark.parametrize("kind", ["def", "async def"])

@@ -1,6 +1,7 @@
 import asyncio
 import pickle
 import time
+from collections import Counter
 from contextlib import asynccontextmanager
 
 import numpy as np
@@ -21,6 +22,8 @@ from streamrl.rewards import (
     Verdict,
     build_rewards,
 )
+from streamrl.rewards.means import with_means
+from streamrl.telemetry.contract import metric_for
 
 PROMPT = Prompt("2:11:0", np.array([1], np.int32), ground_truth="5")
 PLACED = replace(PROMPT, place="sums.jsonl line 12")
@@ -92,6 +95,65 @@ async def test_a_gate_that_is_not_passed_makes_the_score_0_whatever_the_others_s
     )
     columns = await rewards.score(PROMPT, ["a", "b", "c"])
     assert columns["scores"].tolist() == [2.5, 0.0, -0.5]
+
+
+class Said(FakeReward):
+    """Gives whole judgements."""
+
+    async def score(self, prompt, completions):
+        return list(self.values)
+
+
+ABSENT = Judgement.absent()
+
+
+async def test_a_component_that_says_nothing_is_left_out_of_the_score_for_that_completion():
+    """As in TRL: the weighted sum over those that say something."""
+    rewards = reward_set(
+        math=(2.0, Said([ABSENT, Judgement(0.5, Verdict.WRONG), ABSENT])),
+        code=(1.0, Said([Judgement(1.0, Verdict.PASS), ABSENT, Judgement(3.0, Verdict.PASS)])),
+    )
+    columns = await rewards.score(PROMPT, ["a", "b", "c"])
+    assert columns["scores"].tolist() == [1.0, 1.0, 3.0]
+    assert columns["reward/code"][[0, 2]].tolist() == [1.0, 3.0]
+    assert np.isnan(columns["reward/math"]).tolist() == [True, False, True]
+    assert rewards.drain_counts()["verdicts/not_judged"] == 3
+
+
+async def test_a_gate_that_says_nothing_is_open_and_a_completion_without_any_word_has_no_score():
+    gate = reward_set(
+        gates=["gate"],
+        gate=(0.0, Said([ABSENT, Judgement.of(False)])),
+        other=(1.0, FakeReward([2.0, 2.0])),
+    )
+    assert (await gate.score(PROMPT, ["a", "b"]))["scores"].tolist() == [2.0, 0.0]
+    silent = reward_set(
+        a=(1.0, Said([Judgement.of(True), ABSENT])), logged=(0.0, FakeReward([1.0, 1.0]))
+    )
+    with pytest.raises(RewardError, match=r"completion 1: a returned None, so that it has no sc"):
+        await silent.score(PROMPT, ["a", "b"])
+
+
+async def test_further_numbers_add_up_and_become_means():
+    def said(*numbers):
+        return [Judgement(1.0, Verdict.PASS, numbers=tuple(one.items())) for one in numbers]
+
+    first = reward_set(f=(1.0, Said(said({"acc": 1.0, "a/b": 4.0}, {"acc": 0.0}))))
+    other = reward_set(f=(1.0, Said(said({"acc": 0.0}, {"acc": -3.0}))))
+    counts: Counter[str] = Counter()
+    for rewards in (first, other):
+        await rewards.score(PROMPT, ["a", "b"])
+        counts.update(rewards.drain_counts())
+    assert with_means(counts) == {
+        "verdicts/pass": 4,
+        "reward/f/acc": -0.5,
+        "reward/f/a~b": 4.0,
+    }
+    assert metric_for("reward/f/acc").name == "reward/<component>/<number>"
+    assert first.drain_counts() == {}
+    many = reward_set(f=(1.0, Said(said({f"n{i}": 1.0 for i in range(999)}))))
+    await many.score(PROMPT, ["a"])
+    assert len(with_means(many.drain_counts())) == 201
 
 
 async def test_completions_are_counted_by_verdict_until_they_are_drained():

@@ -22,8 +22,8 @@ from tests.telemetry.rows import full_row
 # Copied by hand from the design's section on metrics, with the evaluations
 # and what tells the policies apart added.
 NAMES = """
-reward/mean reward/std reward/<component>
-cost/mean cost/<component>
+reward/mean reward/std reward/<component> reward/<component>/<number>
+cost/mean cost/<component> cost/<component>/<number> data/<fate>
 loss/policy loss/value loss/kl loss/entropy loss/cost_value loss/ptx
 policy/clip_frac policy/ratio_mean policy/entropy policy/ess policy/kl_ref policy/grad_norm
 policy/lr policy/kl_coef

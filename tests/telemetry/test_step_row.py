@@ -60,6 +60,14 @@ def facts(**changes: object) -> StepFacts:
     return StepFacts(**{**values, **changes})  # type: ignore[arg-type]
 
 
+def test_a_component_is_the_mean_of_the_rollouts_that_it_says_something_of() -> None:
+    sums = {**facts().sums, "reward/exact_absent": 1.0, "reward/b_sum": 0.0, "reward/b_absent": 4.0}
+    row = step_row(facts(sums=sums))
+    assert row["reward/exact"] == 1.0
+    assert math.isnan(row["reward/b"])  # type: ignore[arg-type]
+    check_row(row)
+
+
 def test_rewards_are_means_over_rollouts() -> None:
     row = step_row(facts())
     assert row["reward/mean"] == 0.75

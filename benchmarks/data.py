@@ -1,0 +1,189 @@
+"""What a large data set costs: `python -m benchmarks.data` prints one JSON object.
+
+Rows are generated on the spot, as JSONL, parquet, a JSON array, CSV and packed JSONL. For each, in
+a process of its own: seconds until the driver has checked the run (and once more, now that packed
+files are unpacked and in the page cache), the memory it took for that beyond its libraries, the
+bytes of the stream that go to the coordinator, seconds to its first 64 prompts there, and the
+prompts a second after those. Of the first format also the rate at which `data check` reads rows.
+"""
+
+import argparse
+import csv
+import gzip
+import json
+import os
+import pickle
+import resource
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from benchmarks.command import (
+    BenchmarkParser,
+    at_least,
+    report_progress,
+    run_benchmark,
+    run_command,
+)
+from benchmarks.random_model import write_model
+
+FORMATS = ("jsonl", "parquet", "json", "csv", "jsonl.gz")
+FIRST, MORE = 64, 2048
+LONGEST_S = 600.0
+BATCH = 10_000
+RECIPE = """
+model: {{path: {folder}/model}}
+data: {{train: {{path: {path}, label_key: answer}}}}
+rewards: [{{kind: exact}}]
+algorithm: {{group_size: 4}}
+pipeline: {{groups_per_step: 4, micro_batch_tokens: 1024}}
+generator: {{max_new_tokens: 16}}
+"""
+Row = dict[str, str]
+
+
+def make_parser() -> BenchmarkParser:
+    """Declare how many rows there are, and in which formats."""
+    parser = BenchmarkParser("data", __doc__)
+    parser.add_argument("--rows", type=at_least(1), default=1_000_000)
+    parser.add_argument("--formats", choices=FORMATS, nargs="+", default=list(FORMATS))
+    parser.set_quick(rows=20_000, formats=["jsonl", "parquet"])
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure every format."""
+    run_benchmark(make_parser(), measure, argv)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Write the rows in each format, and have a process of its own read them."""
+    found: dict[str, Any] = {"rows": arguments.rows}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ["HF_DATASETS_CACHE"] = str(folder / "cache")
+        write_model(1, folder / "model")
+        for kind in arguments.formats:
+            report_progress(f"{arguments.rows:,} rows of {kind}")
+            path = folder / f"rows.{kind}"
+            WRITERS[kind](path, make_rows(arguments.rows))
+            found[kind] = {"mb": path.stat().st_size / 1e6}
+            for part in (_start, _check) if kind == arguments.formats[0] else (_start,):
+                program = f"import sys, benchmarks.data as b; b.{part.__name__}(*sys.argv[1:])"
+                words = [sys.executable, "-c", program, str(folder), str(path)]
+                lines = run_command(words, f"reading {kind}", timeout_s=LONGEST_S)
+                found[kind] |= json.loads(lines.splitlines()[-1])
+            path.unlink()
+    return found
+
+
+def make_rows(count: int) -> Iterator[Row]:
+    """Make rows of some 300 bytes, of which no two are alike."""
+    words = [f"t{i}" for i in range(4, 64)]
+    for i in range(count):
+        text = " ".join(words[(i * k + k) % len(words)] for k in range(1, 30 + i % 20))
+        yield {"id": str(i), "data_source": "made", "prompt": text, "answer": words[i % 60]}
+
+
+def write_jsonl(path: Path, rows: Iterator[Row]) -> None:
+    """Write an object a line."""
+    with gzip.open(path, "wt") if path.suffix == ".gz" else path.open("w") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def write_json(path: Path, rows: Iterator[Row]) -> None:
+    """Write one array."""
+    with path.open("w") as file:
+        file.writelines(f"{',' if i else '['}\n{json.dumps(row)}" for i, row in enumerate(rows))
+        file.write("\n]\n")
+
+
+def write_csv(path: Path, rows: Iterator[Row]) -> None:
+    """Write a header and lines."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["id", "data_source", "prompt", "answer"])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def write_parquet(path: Path, rows: Iterator[Row]) -> None:
+    """Write columns, some thousand rows at a time."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    batch = pa.RecordBatch.from_pylist(list(islice(rows, BATCH)))
+    with pq.ParquetWriter(path, batch.schema) as writer:
+        while batch.num_rows:
+            writer.write_batch(batch)
+            batch = pa.RecordBatch.from_pylist(list(islice(rows, BATCH)), schema=batch.schema)
+
+
+WRITERS: dict[str, Callable[[Path, Iterator[Row]], None]] = {
+    "jsonl": write_jsonl,
+    "jsonl.gz": write_jsonl,
+    "json": write_json,
+    "csv": write_csv,
+    "parquet": write_parquet,
+}
+
+
+def _start(folder: str, path: str) -> None:
+    """Check a run on the file as its driver does, then draw prompts as its coordinator does."""
+    import streamrl.data.loading  # noqa: F401 - its libraries are no part of what is measured
+    from streamrl.config import load_config
+    from streamrl.preflight import prepare
+
+    recipe = Path(folder) / "recipe.yaml"
+    recipe.write_text(RECIPE.format(folder=folder, path=path))
+    config = load_config(recipe)
+    small = Path(folder) / "small.jsonl"
+    write_jsonl(small, make_rows(8))
+    # Loads what a run of eight rows loads: tokenizer, processes of rewards.
+    prepare(load_config(recipe, [f"data.train={{path: {small}, label_key: answer}}"]))
+    before_mb, began = _peak_mb(), time.perf_counter()
+    prepared = prepare(config)
+    seconds, memory_mb = time.perf_counter() - began, _peak_mb() - before_mb
+    began = time.perf_counter()
+    prepare(config)
+    again = time.perf_counter() - began
+    sent = pickle.dumps(prepared.prompts)
+    began = time.perf_counter()
+    stream = pickle.loads(sent)
+    stream.draw(FIRST)
+    first = time.perf_counter() - began
+    began = time.perf_counter()
+    stream.draw(MORE)
+    rate = MORE / (time.perf_counter() - began)
+    found = {"check_s": seconds, "check_again_s": again, "driver_mb": memory_mb}
+    found |= {"sent_mb": len(sent) / 1e6, "first_prompts_s": first, "prompts_per_s": rate}
+    print(json.dumps(found))
+
+
+def _check(folder: str, path: str) -> None:
+    """Read every row, as `streamrl data check` does."""
+    from streamrl.data import Limits, load_tokenizer, load_vocab_size
+    from streamrl.data.checking import check_file
+    from streamrl.data.files import data_files
+
+    model = f"{folder}/model"
+    entry = {"path": path, "label_key": "answer"}
+    (file,) = data_files(entry, key="FILE", prompt_key="prompt")
+    tokenizer, limits = load_tokenizer(model), Limits(256, load_vocab_size(model))
+    before_mb, began = _peak_mb(), time.perf_counter()
+    report = check_file(file, tokenizer, limits)
+    seconds = time.perf_counter() - began
+    assert not report.num_bad, report.problems[:3]
+    rate, memory_mb = report.num_rows / seconds, _peak_mb() - before_mb
+    print(json.dumps({"data_check_rows_per_s": rate, "data_check_mb": memory_mb}))
+
+
+def _peak_mb() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Prompts in memory as a stream reads them, some of which may be no use."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+
+from streamrl.data import Fate, PromptStream
+from streamrl.data.examining import Examined
+from streamrl.data.order import Part
+from streamrl.errors import ConfigError
+from streamrl.messages import Prompt, make_uid, parse_uid
+
+
+def prompts(size: int, step: int = 1) -> list[Prompt]:
+    return [
+        Prompt(make_uid(0, i * step), np.array([i, 7], np.int32), ground_truth=str(i))
+        for i in range(size)
+    ]
+
+
+@dataclass(frozen=True)
+class Listed:
+    """Stream data of prompts; `mix` has the number of prompts and the share of each file.
+
+    `fates`: by index, what becomes of a row that gives no prompt.
+    """
+
+    prompts: Sequence[Prompt]
+    mix: Sequence[tuple[int, float]] = ()
+    fates: Mapping[int, Fate] = field(default_factory=dict)
+    fingerprint: str = "0"
+    is_whole: bool = True
+
+    def whole(self) -> "Listed":
+        raise NotImplementedError
+
+    @property
+    def parts(self) -> list[Part]:
+        rest = iter([parse_uid(prompt.uid)[1] for prompt in self.prompts])
+        files = self.mix or [(len(self.prompts), 1.0)]
+        return [
+            Part(np.array([next(rest) for _ in range(size)]), share, partial(examine, self))
+            for size, share in files
+        ]
+
+
+def examine(data: Listed, indices: Sequence[int]) -> list[Examined]:
+    by_index = {parse_uid(prompt.uid)[1]: prompt for prompt in data.prompts}
+    return [_examined(data, by_index[index], index) for index in indices]
+
+
+def _examined(data: Listed, prompt: Prompt, index: int) -> Examined:
+    fate = data.fates.get(index, Fate.KEPT)
+    if fate is Fate.KEPT:
+        return Examined(fate, index, 2, prompt)
+    problem = ConfigError(f"row {index}: no good") if fate is Fate.BAD else None
+    return Examined(fate, index, problem=problem)
+
+
+def stream_of(
+    found: Sequence[Prompt],
+    *,
+    seed: int,
+    shuffle: bool = True,
+    mix: Sequence[tuple[int, float]] = (),
+    fates: Mapping[int, Fate] | None = None,
+    max_bad_share: float = 1.0,
+    reads_ahead: bool = False,
+) -> PromptStream:
+    data = Listed(found, mix, fates or {})
+    return PromptStream(
+        data,
+        seed=seed,
+        shuffle=shuffle,
+        max_bad_share=max_bad_share,
+        reads_ahead=reads_ahead,
+    )
