@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 TRUST_VARIABLE = "STREAMRL_TRUSTED_MODELS"
 """Names the model directories whose own code may be run, for all processes of a run."""
+GENERATION_CONFIG = "generation_config.json"
 MOST_LAYERS = 10_000
 SCALED_ALREADY = ("default", "llama3", "longrope", "su")
 """Kinds of rotary positions whose scaling max_position_embeddings includes."""
@@ -83,9 +84,36 @@ def model_length(path: str, *, limit: int | None) -> int:
     except _config_errors() as error:
         raise ConfigError(f"model.path={path}: {' '.join(str(error).split())}") from None
     _check_shapes(Path(path), stored, "model.path")
+    _check_generation_config(Path(path))
     if limit is not None and limit > tokens:
         raise ConfigError(f"model.max_length={limit}: the model takes at most {tokens} tokens")
     return tokens if limit is None else limit
+
+
+def _check_generation_config(path: Path) -> None:
+    """Raise ConfigError for defaults of generation that vLLM refuses, or leaves out unsaid.
+
+    Temperatures beside greedy decoding, of which transformers warns, mean nothing to a run.
+    """
+    if not (path / GENERATION_CONFIG).is_file():
+        return
+    from transformers import GenerationConfig
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        found = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+    except _config_errors() as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model.path={path}: {GENERATION_CONFIG}: {reason}") from None
+    finally:
+        logging.set_verbosity(verbosity)
+    ends = found if isinstance(found, list) else [found]
+    if not all(end is None or (isinstance(end, int) and end >= 0) for end in ends):
+        raise ConfigError(
+            f"model.path={path}: {GENERATION_CONFIG}: eos_token_id={found!r}: must be token ids"
+        )
 
 
 def max_positions(config: "PreTrainedConfig") -> int:

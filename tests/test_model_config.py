@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoConfig
 
 from streamrl.data import load_tokenizer
 from streamrl.engines.forward import load_model, load_skeleton
 from streamrl.engines.generator_config import GeneratorConfig, engine_arguments
+from streamrl.engines.model_files import write_model as write_model_directory
 from streamrl.errors import ConfigError
 from streamrl.model_config import (
     TRUST_VARIABLE,
@@ -112,6 +114,37 @@ def test_tensors_of_another_shape_than_the_config_says_are_named(
     assert str(caught.value).startswith("model.path=")
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"max_new_tokens": -1}', "max_new_tokens"),
+        ('{"eos', "not a valid JSON file"),
+        ('{"eos_token_id": "x"}', "eos_token_id='x': must be token ids"),
+        ('{"eos_token_id": [4, -5]}', "must be token ids"),
+    ],
+)
+def test_defaults_of_generation_that_cannot_be_used_are_refused(
+    content: str, words: str, changed: Any
+) -> None:
+    path = changed({})
+    (path / "generation_config.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"generation_config\.json: ") as caught:
+        model_length(str(path), limit=None)
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_defaults_of_generation_are_in_a_checkpoint_as_they_came(
+    changed: Any, tmp_path: Path
+) -> None:
+    path = changed({})
+    odd = '{"do_sample": false, "temperature": 0.6, "top_p": 0.9, "eos_token_id": [2, 5]}'
+    (path / "generation_config.json").write_text(odd)
+    assert model_length(str(path), limit=None) == 128
+    model = load_model(str(path), dtype=torch.float32)
+    write_model_directory(tmp_path / "saved", model, model.state_dict(), tokenizer_from=str(path))
+    assert (tmp_path / "saved" / "generation_config.json").read_text() == odd
+
+
 CODE = {
     "configuration_mine.py": """
 from transformers import Qwen2Config
@@ -170,8 +203,6 @@ def test_code_of_a_tokenizer_is_refused_without_a_question(with_code: Path) -> N
 def test_code_of_a_trusted_directory_is_run_and_of_no_other(
     with_code: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    import torch
-
     monkeypatch.setenv(TRUST_VARIABLE, trusted_env("/elsewhere", str(with_code))[TRUST_VARIABLE])
     assert model_length(str(with_code), limit=None) == 128
     assert type(load_model(str(with_code), dtype=torch.float32)).__name__ == "MineForCausalLM"

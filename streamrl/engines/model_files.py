@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from streamrl.data import load_tokenizer
+from streamrl.model_config import GENERATION_CONFIG
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-GENERATION_CONFIG = "generation_config.json"
 
 
 def write_model(
