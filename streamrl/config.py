@@ -208,8 +208,7 @@ class RunConfig:
     def capacity_groups(self) -> int:
         """Groups the queue may hold; by default what the depth keeps in flight."""
         places = (self.pipeline.lead + 1) * self.pipeline.groups_per_step
-        factor = self.filter.oversampling
-        needed = math.ceil(places * (MOST_OVERSAMPLED if factor is None else factor))
+        needed = math.ceil(places * (self.filter.oversampling or MOST_OVERSAMPLED))
         return needed if self.queue.capacity_groups is None else self.queue.capacity_groups
 
 
