@@ -18,6 +18,7 @@ from streamrl.algorithms.columns import columns_needed
 from streamrl.algorithms.config import AlgorithmConfig
 from streamrl.buffer.admission import check_capacity
 from streamrl.buffer.config import QueueConfig
+from streamrl.buffer.oversampling import MOST as MOST_OVERSAMPLED
 from streamrl.checkpoint import CheckpointConfig
 from streamrl.control import PipelineConfig
 from streamrl.data import DataConfig
@@ -58,6 +59,8 @@ class RunSettings:
     steps: optimizer steps in all, those before a resume included.
     overwrite: replace a run directory of that name that exists.
     max_restarts: times a generator or a scorer that died is started again, each.
+    silent_s: a generator, scorer or shard whose process, or engine, answers nothing for this long
+        is ended, and started again like one that died, s; longer than any one step or load takes.
     debug: check the ledger uid by uid at every change, not only its sums at every step.
     """
 
@@ -67,6 +70,7 @@ class RunSettings:
     steps: int = 100
     overwrite: bool = False
     max_restarts: int = 3
+    silent_s: float = 120.0
     debug: bool = False
 
     def __post_init__(self) -> None:
@@ -74,6 +78,8 @@ class RunSettings:
             raise ConfigError(f"run.steps={self.steps}: must be at least 1")
         if self.max_restarts < 0:
             raise ConfigError(f"run.max_restarts={self.max_restarts}: must be 0 or more")
+        if self.silent_s < 1:
+            raise ConfigError(f"run.silent_s={self.silent_s:g}: must be at least 1 s")
         if not 0 <= self.seed <= MAX_SEED:
             raise ConfigError(f"run.seed={self.seed}: must be from 0 to {MAX_SEED}")
         is_plain = self.name not in ("", ".", "..") and "/" not in self.name
@@ -180,6 +186,7 @@ class RunConfig:
             columns,
             shares_critic=self.critic.shared_coef is not None,
             moves_reference=bool(self.reference.every),
+            has_filter=self.filter.is_on,
         )
 
     def trainer_of(self, role: str) -> TrainerConfig:
@@ -200,7 +207,8 @@ class RunConfig:
     @property
     def capacity_groups(self) -> int:
         """Groups the queue may hold; by default what the depth keeps in flight."""
-        needed = (self.pipeline.lead + 1) * self.pipeline.groups_per_step
+        places = (self.pipeline.lead + 1) * self.pipeline.groups_per_step
+        needed = math.ceil(places * (self.filter.oversampling or MOST_OVERSAMPLED))
         return needed if self.queue.capacity_groups is None else self.queue.capacity_groups
 
 

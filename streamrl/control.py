@@ -10,14 +10,20 @@ from dataclasses import dataclass, field
 from streamrl.algorithms.dials import Dials
 from streamrl.buffer import Admission, Books, ExperienceQueue, StepAssembler
 from streamrl.buffer.leases import Overdue
+from streamrl.buffer.oversampling import Oversampling
+from streamrl.dataflow import VERDICT
 from streamrl.errors import ConfigError, DropError, FilterError
-from streamrl.faces import PromptSource
+from streamrl.faces import FilterTally, PromptSource
 from streamrl.lease import Pulse
-from streamrl.messages import Ended, Prompt, parse_uid
+from streamrl.messages import Ended, Experience, GroupInfo, Prompt, parse_uid
 from streamrl.publishing import Publishing
 
 STALE = "stale"
 """Cause of a drop: tokens beyond the bound."""
+SURPLUS = "surplus"
+"""Cause of a drop: the filter has kept more groups than there were places for within the bound."""
+LATE = (STALE, SURPLUS)
+"""Causes that no stage is to blame for."""
 FINISH_S = 7.0
 """A run that is stopped has this long to end a step that is between two of its updates, s."""
 ON_STALE = ("wait", "drop")
@@ -110,8 +116,11 @@ class Control:
     """Held while prompts are booked: whoever has it sees ledger, log and prompts agree."""
     returning: list[Prompt] = field(default_factory=list)
     """Prompts that come again: booked, and put in by the admitting loop."""
-    filtered: int = 0
-    """Groups filtered since the last step."""
+    again: list[str] = field(default_factory=list)
+    """Uids of surplus groups: their prompts are the next to be admitted anew, once there is credit.
+    """
+    filtered: FilterTally = field(default_factory=FilterTally)
+    """What was filtered since the last step."""
     dropped: Counter[str] = field(default_factory=Counter)
     """Groups that failed since the last step, by cause."""
     inherited: frozenset[str] = frozenset()
@@ -134,6 +143,11 @@ class Control:
         late = asyncio.get_running_loop().time() + needs_s >= self.finish_by
         self.left |= self.stopping.is_set() and (late or not self.torn)
         return self.left
+
+    @property
+    def oversampling(self) -> Oversampling:
+        """How many prompts are admitted for a place."""
+        return self.admission.oversampling
 
     @property
     def booked(self) -> set[str]:
@@ -159,10 +173,15 @@ class Control:
 
     async def admit_new(self, queue: ExperienceQueue) -> None:
         """Put in the prompts that come again, and as many new ones as there is credit for."""
+        if self.oversampling.is_on:
+            # To know of it never gives more credit: who is waiting for some need not ask.
+            self.keep(await queue.uids_with(VERDICT))
         async with self.booking:
             credit = self.admission.credit
-            await self.prompts.ready(credit)
-            prompts = self.prompts.draw(credit)
+            again, self.again = self.again[:credit], self.again[credit:]
+            prompts = [self.prompts.retry(uid) for uid in again]
+            await self.prompts.ready(credit - len(again))
+            prompts += self.prompts.draw(credit - len(again))
             uids, version = [prompt.uid for prompt in prompts], self.admission.published
             self._expect(uids, version)
             if uids:
@@ -172,56 +191,112 @@ class Control:
         for version, batch in itertools.groupby(prompts, key=lambda prompt: in_flight[prompt.uid]):
             entering = list(batch)
             # Room comes with a step's end, whenever that is; who waits for groups has a deadline.
-            await queue.admit(entering, version, wait_s=math.inf)
-            self.arriving.difference_update(prompt.uid for prompt in entering)
+            entered = self.arriving.difference_update
+            await queue.admit(entering, version, wait_s=math.inf, on_entered=entered)
 
-    async def end(self, queue: ExperienceQueue, ended: Mapping[str, Ended]) -> None:
+    def keep(self, uids: Iterable[str]) -> None:
+        """The filter has kept these groups: each that is in flight has a place for itself."""
+        in_flight = self.admission.ledger.in_flight
+        for uid in uids:
+            if uid in in_flight and self.oversampling.keep(uid):
+                self.assembler.keep(uid)
+
+    def offer(self, ready: Sequence[Experience]) -> None:
+        """Groups have all their columns."""
+        self.keep(experience.uid for experience in ready)
+        self.assembler.offer(ready)
+
+    def start_counts(self) -> FilterTally:
+        """A step is made: count for the next one. Returns what was filtered for it."""
+        filtered, self.filtered = self.filtered, FilterTally()
+        filtered.oversample = self.oversampling.factor
+        self.dropped.clear()
+        return filtered
+
+    def take_late(self, *, is_whole: bool = False) -> dict[str, Ended]:
+        """The groups that the step of this version and those after it cannot train any more.
+
+        With `is_whole` that step has all it needs in what is ready. A group that is on its way into
+        its shard is not among them: it cannot leave before it is there. Where each that was
+        admitted has a place there can be none: one would be a bug, and is left to be found as such.
+        """
+        drops_stale = self.assembler.drops_stale
+        if not (drops_stale or self.oversampling.is_on or self.inherited):
+            return {}
+        if drops_stale:
+            how = Ended(STALE, "tokens beyond pipeline.max_staleness")
+        else:
+            how = Ended(SURPLUS, "no place within pipeline.max_staleness (filter.oversample)")
+        late = self.assembler.take_late(
+            self.admission.version, absent=self.arriving, is_whole=is_whole and not drops_stale
+        )
+        return dict.fromkeys(late, how)
+
+    async def end(
+        self,
+        queue: ExperienceQueue,
+        ended: Mapping[str, Ended],
+        infos: Mapping[str, GroupInfo | None] | None = None,
+    ) -> None:
         """Book groups that end untrained, by cause, and let others take their places.
 
-        Raises FilterError or DropError if a step has filtered or dropped more than it may.
+        `infos` is what is known of them.
         """
         # Nobody else books in between: the log would be ahead of the ledger.
         async with self.booking:
-            again = [uid for uid, how in ended.items() if self._comes_again(uid, how)]
+            comes = [uid for uid, how in ended.items() if self._comes_again(uid, how)]
+            # Others may have their places: they wait for a credit, as if they were new.
+            self.again += [uid for uid in comes if ended[uid].cause == SURPLUS]
+            again = [uid for uid in comes if ended[uid].cause != SURPLUS]
             prompts = [self.prompts.retry(uid) for uid in again]
             uids, version = [prompt.uid for prompt in prompts], self.admission.published
             await self.books.end(ended, again=uids, version=version)
             for uid, how in ended.items():
                 self.assembler.drop(uid)
-                self.filtered += how.filtered
                 self.on_end(uid, how)
-            self._check_filtered(ended.values())
-            self._check_dropped([how for uid, how in ended.items() if self._failed(uid, how)])
+                if how.filtered:
+                    self.oversampling.filter()
+                    self.filtered.add((infos or {}).get(uid))
+            self.oversampling.leave(ended)
             self._expect(uids, version)
             # Not put in from here: whoever trains must not wait for room that training makes.
             self.returning += prompts
+        self.dropped.update(how.cause for uid, how in ended.items() if self._failed(uid, how))
         await queue.leave(list(ended), self.admission.version)
         self.admission.refund()
 
     def _comes_again(self, uid: str, how: Ended) -> bool:
         """Whether the prompt of a group that ended so is admitted anew: as often as it may be."""
         attempts = parse_uid(uid)[2] + 1
-        wanted = self.readmits or how.cause == STALE
+        wanted = self.readmits or how.cause in LATE
         return wanted and not how.filtered and attempts < self.max_attempts
 
+    def check_ended(self, ended: Mapping[str, Ended]) -> None:
+        """Raise FilterError or DropError if the step has filtered or dropped more than it may.
+
+        `ended` are the last groups that did: of them are the reasons.
+        """
+        self._check_filtered(ended.values())
+        self._check_dropped([how for uid, how in ended.items() if self._failed(uid, how)])
+
     def _check_filtered(self, ended: Iterable[Ended]) -> None:
-        if self.filtered > self.max_filtered:
+        count = self.filtered.groups
+        if count > self.max_filtered:
             reasons = sorted({how.reason for how in ended if how.filtered})
             raise FilterError(
-                f"step {self.admission.version} has filtered {self.filtered} groups, more than"
+                f"step {self.admission.version} has filtered {count} groups, more than"
                 f" {self.max_filtered:.0f} (filter.max_filter_rounds): {'; '.join(reasons[:3])}"
             )
 
     def _failed(self, uid: str, how: Ended) -> bool:
         """Whether a stage of this process's time failed at the group.
 
-        A stale one comes of the steps that are made, so that one step has only so many of them.
+        A late one comes of the steps that are made, so that one step has only so many of them.
         One that was inherited may have failed before what was wrong was mended.
         """
-        return not how.filtered and how.cause != STALE and uid not in self.inherited
+        return not how.filtered and how.cause not in LATE and uid not in self.inherited
 
     def _check_dropped(self, failed: Sequence[Ended]) -> None:
-        self.dropped.update(how.cause for how in failed)
         if failed and self.dropped.total() > self.max_dropped:
             cause, count = self.dropped.most_common(1)[0]
             raise DropError(

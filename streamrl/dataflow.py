@@ -38,6 +38,7 @@ Node = tuple[int, str]
 class Call:
     """One model call: the stage it runs in, the role it calls, the columns in and out.
 
+    A stage takes a group once all columns it `needs` are there, those it only waits for among them.
     `follows` is the trained role whose weights the called one holds, where they are not its own
     for good. Several calls of one role are served by the same actors.
     """
@@ -72,6 +73,10 @@ REFERENCE = Call("reference", "reference", Kind.SCORE, SEQUENCES, ("ref_logprobs
 VALUE = Call("value", "value", Kind.SCORE, SEQUENCES, ("values",), CRITIC)
 """The critic as a shadow of its trainer: it follows the versions, and only computes forward."""
 COST_VALUE = Call("cost_value", "cost_value", Kind.SCORE, SEQUENCES, ("cost_values",), COST_CRITIC)
+VERDICT = "scores"
+"""The column that only groups have which the filter keeps."""
+JUDGED = (GENERATE, REWARD)
+"""What the filter's verdict on a group is made of; all else can wait for it."""
 SOURCES = (GENERATE, GREEDY, REWARD, BASELINE, COST, REFERENCE, VALUE, COST_VALUE)
 
 
@@ -228,12 +233,18 @@ def _publisher(followed: str) -> str:
 
 
 def dataflow_for(
-    columns: Iterable[str], *, shares_critic: bool = False, moves_reference: bool = False
+    columns: Iterable[str],
+    *,
+    shares_critic: bool = False,
+    moves_reference: bool = False,
+    has_filter: bool = False,
 ) -> Dataflow:
     """The dataflow that trains a policy on `columns`: the sources they need, and no others.
 
     Where a critic's values are among them, it is trained beside the policy, on the same groups; or
-    it is part of the policy, if the model is shared. A reference may follow the policy.
+    it is part of the policy, if the model is shared. A reference may follow the policy. With a
+    filter whatever its verdict is not made of waits for it: a group that is taken out costs no more
+    than its generation and its reward.
 
     Raises ValueError if no source makes one of the columns.
     """
@@ -242,7 +253,7 @@ def dataflow_for(
     for column, role in CRITICS.items():
         if column in needs and not shares_critic:
             train.append(Call(f"train_{role}", role, Kind.TRAIN, needs, ()))
-    wanted = set(needs)
+    wanted = {*needs, *((VERDICT,) if has_filter else ())}
     calls: list[Call] = []
     while True:
         missing = [c for c in SOURCES if c not in calls and wanted.intersection(c.produces)]
@@ -255,4 +266,6 @@ def dataflow_for(
         ordered = [replace(c, follows=POLICY) if c == VALUE else c for c in ordered]
     if moves_reference:
         ordered = [replace(c, follows=MOVED) if c == REFERENCE else c for c in ordered]
+    if has_filter:
+        ordered = [c if c in JUDGED else replace(c, needs=(*c.needs, VERDICT)) for c in ordered]
     return Dataflow([*ordered, *train])

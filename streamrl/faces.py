@@ -12,7 +12,7 @@ from streamrl.buffer.books import TrainedGroup
 from streamrl.buffer.ledger import LedgerCounts
 from streamrl.engines.packing import Round
 from streamrl.engines.schedule import Pace, Turn
-from streamrl.messages import Array, Columns, Prompt
+from streamrl.messages import Array, Columns, GroupInfo, Prompt
 from streamrl.telemetry.spans import ArgValue, SpanRecorder
 from streamrl.weights import Loaded, WeightManifest
 from streamrl.weights.registry import ReaderState
@@ -150,6 +150,26 @@ class Made:
     updates: Sequence[Mapping[str, float]]
 
 
+@dataclass
+class FilterTally:
+    """What a filter took out within a step: groups, their tokens, and how many were sampled.
+
+    `oversample` is how many prompts were admitted for each place at its end.
+    """
+
+    groups: int = 0
+    tokens: int = 0
+    sampled_tokens: int = 0
+    oversample: float = 1.0
+
+    def add(self, info: GroupInfo | None) -> None:
+        """One more group, with what is known of it."""
+        self.groups += 1
+        if info is not None:
+            self.tokens += info.num_tokens
+            self.sampled_tokens += info.num_loss_tokens
+
+
 @dataclass(frozen=True)
 class StepOutcome:
     """A finished step of `version`; `made` is by the role that was trained, under `dials`.
@@ -167,6 +187,7 @@ class StepOutcome:
     ledger: LedgerCounts
     started_at: float
     ended_at: float
+    filtered: FilterTally = field(default_factory=FilterTally)
 
 
 @dataclass(frozen=True)

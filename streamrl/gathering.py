@@ -3,12 +3,13 @@
 import asyncio
 import math
 import sys
+from collections.abc import Mapping
 from types import TracebackType
 
-from streamrl.control import STALE, Control, PipelineConfig
+from streamrl.control import Control, PipelineConfig
 from streamrl.errors import DeadlineError
 from streamrl.faces import Stage
-from streamrl.messages import Ended
+from streamrl.messages import Ended, GroupInfo
 from streamrl.serving import WAIT_S
 
 
@@ -16,8 +17,8 @@ class Gathering:
     """Offers the assembler what the queue has, until the step of the current version is whole.
 
     Whoever trains may be busy, or wait for its devices, for long: a group that is filtered
-    meanwhile is booked at once, so that another one is sampled in its place. What is open when it
-    is left stays in the queue, or with the assembler.
+    meanwhile is booked at once, so that another one is sampled in its place, also for later steps
+    once this one is whole. What is open when it is left stays in the queue, or with the assembler.
     """
 
     def __init__(self, stage: Stage, control: Control, config: PipelineConfig) -> None:
@@ -31,7 +32,7 @@ class Gathering:
         self._is_taking = self._left = False
 
     async def __aenter__(self) -> "Gathering":
-        await drop_stale(self._stage, self._control)
+        await drop_late(self._stage, self._control)
         self._task = asyncio.create_task(self._gather())
         self._task.add_done_callback(lambda task: self._tell())
         return self
@@ -91,16 +92,34 @@ class Gathering:
             )
             self._is_taking = False
             ready = [experience for experience in found if experience.ended is None]
-            control.assembler.offer(ready)
-            ended = {e.uid: e.ended for e in found if e.ended is not None}
-            if ended:
-                await control.end(stage.queue, ended)
-            await drop_stale(stage, control)
+            control.offer(ready)
+            ended = await self._book({e.uid: (e.ended, e.info) for e in found if e.ended})
+            control.check_ended(ended)
+            await drop_late(stage, control)
             control.publishing.check()
             # The end of a group with an earlier deadline frees its place for one that is there.
             if ready or (ended and self._drawable):
                 self._tell()
             await self._check()
+        if self._is_whole:
+            await drop_late(stage, control, is_whole=True)
+        while not (self._left or control.stopping.is_set()):
+            self._is_taking = True
+            farewells = await stage.queue.ended(wait_s=WAIT_S)
+            self._is_taking = False
+            # However many there are: this step has what it needs.
+            await self._book({one.uid: (one.how, one.info) for one in farewells})
+
+    async def _book(
+        self, found: Mapping[str, tuple[Ended, GroupInfo | None]]
+    ) -> Mapping[str, Ended]:
+        """Book groups that have ended, but for those that are on the books already."""
+        in_flight = self._control.admission.ledger.in_flight
+        ended = {uid: how for uid, (how, _) in found.items() if uid in in_flight}
+        if ended:
+            infos = {uid: info for uid, (_, info) in found.items()}
+            await self._control.end(self._stage.queue, ended, infos)
+        return ended
 
     async def _check(self) -> None:
         """Raise DeadlineError once somebody has waited in vain for too long."""
@@ -114,12 +133,11 @@ class Gathering:
             )
 
 
-async def drop_stale(stage: Stage, control: Control) -> None:
-    """End the groups that became too old on their way (`on_stale: drop`)."""
-    stale = control.assembler.take_stale(control.admission.version)
-    if stale:
-        how = Ended(STALE, "tokens beyond pipeline.max_staleness")
-        await control.end(stage.queue, {experience.uid: how for experience in stale})
+async def drop_late(stage: Stage, control: Control, *, is_whole: bool = False) -> None:
+    """End the groups that no step can train any more, or none but this one, which is whole."""
+    late = control.take_late(is_whole=is_whole)
+    if late:
+        await control.end(stage.queue, late)
 
 
 async def stall_error(

@@ -253,7 +253,7 @@ def _check_runs(call: Call, assignment: Assignment, placement: Placement) -> Non
         raise ConfigError(f"{place}: streamrl trains and serves without pipeline stages")
     if call.kind is Kind.SCORE and grid.tensor > 1:
         raise ConfigError(f"{place}: a model that scores is whole on each of its devices")
-    if call == GREEDY and placement.calls[GENERATE.stage] != assignment:
+    if call.stage == GREEDY.stage and placement.calls[GENERATE.stage] != assignment:
         raise ConfigError(f"{place}: the generators' devices are {placement.calls['generate']}")
     if call.kind is Kind.TRAIN and grid.tensor > 1 and assignment.zero_stage in (1, 2):
         raise ConfigError(

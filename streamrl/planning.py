@@ -176,4 +176,5 @@ def _manner(config: RunConfig) -> Manner:
         publish_every=config.weights.publish_every,
         # One that does not move is followed by nobody.
         reference_every=config.reference.every or 1,
+        oversample=config.filter.oversampling,
     )

@@ -57,6 +57,7 @@ async def train_step(
         step = recorded or TrainedStep(version, control.assembler.finish(), programs)
         made = {role: maker.made for role, maker in makers.items()}
         await control.books.train(step)
+        control.oversampling.leave(group.uid for group in step.groups)
         control.torn = False
         # Nobody samples from a version before the step that made it is on the books.
         awaited = version + 1 in control.admission.ledger.in_flight.values()
@@ -64,12 +65,21 @@ async def train_step(
     rollouts = sum(len(group.info.lengths) for group in step.groups)
     control.dials.after(made[POLICY].sums, num_rollouts=rollouts)
     control.admission.advance(version + 1, published=published)
-    control.filtered = 0
-    control.dropped.clear()
+    filtered = control.start_counts()
     booked = control.booked
     figures = await stage.queue.end_step([group.uid for group in step.groups], version + 1)
     counts = control.admission.ledger.check(figures.uids, booked=booked)
-    return StepOutcome(version, step.groups, made, dials, figures, counts, started_at, time.time())
+    return StepOutcome(
+        version,
+        step.groups,
+        made,
+        dials,
+        figures,
+        counts,
+        started_at,
+        time.time(),
+        filtered,
+    )
 
 
 class Maker:

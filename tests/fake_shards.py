@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from streamrl.buffer import Bounds, Ports, QueueConfig, Shard, ShardStats
 from streamrl.buffer.blob import Blob, join, size_of
-from streamrl.buffer.exchange import Commit, Grant
+from streamrl.buffer.exchange import Commit, Farewell, Grant
 from streamrl.buffer.group import GroupBook
 from streamrl.buffer.leases import Overdue, Request
 from streamrl.buffer.segment import Record
@@ -161,6 +161,12 @@ class LocalShard:
 
     async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Sequence[Blob]]:
         return await self._ask(lambda shard: shard.read(uids, columns))
+
+    async def uids_with(self, column: str) -> list[str]:
+        return await self._ask(lambda shard: shard.uids_with(column))
+
+    async def ended(self, *, wait_s: float) -> list[Farewell]:
+        return await self._call(lambda shard: shard.ended(wait_s=wait_s))
 
     async def leave(self, uids: Sequence[str], version: int) -> None:
         await self._call(lambda shard: shard.leave(uids, version))

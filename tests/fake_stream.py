@@ -1,8 +1,9 @@
 """A whole stream in one process: real loops, queue and books, on fakes and a virtual clock."""
 
 import asyncio
+import math
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +22,7 @@ from streamrl.buffer import (
 )
 from streamrl.buffer.books import recover_books
 from streamrl.buffer.leases import Overdue
+from streamrl.buffer.oversampling import MOST, Oversampling
 from streamrl.control import Control, PipelineConfig
 from streamrl.dataflow import CRITIC, GENERATE, MOVED, POLICY, Call, Dataflow, Kind, dataflow_for
 from streamrl.faces import Stage, StepOutcome
@@ -68,6 +70,8 @@ class Disk:
     books: MemoryLog
     shards: list[MemoryLog]
     generated: Counter[str] = field(default_factory=Counter)
+    computed: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """The groups that each other stage computed for."""
     state: dict[str, Any] | None = None
     books_cut: int = 0
 
@@ -154,7 +158,8 @@ def dataflow_of(plan: Plan) -> Dataflow:
         "values": plan.critic,
         "baseline_scores": plan.greedy,
     }
-    return dataflow_for((*STREAM_COLUMNS, *(name for name, asked in further.items() if asked)))
+    columns = (*STREAM_COLUMNS, *(name for name, asked in further.items() if asked))
+    return dataflow_for(columns, has_filter=plan.filter_rate > 0)
 
 
 def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first") -> Stream:
@@ -170,8 +175,10 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
         hedge_s=plan.hedge_s,
     )
     lead = plan.max_staleness if plan.depth is None else plan.depth
+    oversampling = Oversampling(plan.oversample, groups_per_step=plan.groups_per_step)
+    most = MOST if plan.oversample is None else plan.oversample
     room = plan.room_steps * plan.groups_per_step * GROUP_BYTES
-    bounds = Bounds((lead + 1) * plan.groups_per_step, room, GROUP_BYTES)
+    bounds = Bounds(math.ceil(most * (lead + 1) * plan.groups_per_step), room, GROUP_BYTES)
     rng = random.Random(f"{plan.seed}/{session}")
     disk.shards = [log.crash() for log in disk.shards]
     shards = [
@@ -202,11 +209,13 @@ def build_stream(plan: Plan, disk: Disk | None = None, *, session: str = "first"
         capacity_groups=bounds.groups,
         total_groups=plan.steps * plan.groups_per_step,
         version=trainers[POLICY].version,
+        oversampling=oversampling,
     )
     assembler = StepAssembler(
         max_staleness=plan.max_staleness,
         groups_per_step=plan.groups_per_step,
         drops_stale=plan.on_stale == "drop",
+        oversampling=oversampling,
     )
     control = Control(
         admission,
@@ -322,7 +331,8 @@ class StageMaker:
         stream.leaving.setdefault(process, asyncio.Event())
         lease = SharedLease(self._arbiter, process) if shared else FreeLease()
         stream.recorders[process] = SpanRecorder(process, clock)
-        queue = ExperienceQueue(stream.shards, process)
+        hears_s = math.inf if stream.plan.oversample == 1.0 else 1.0
+        queue = ExperienceQueue(stream.shards, process, hears_s=hears_s)
         leaving = stream.leaving[process]
         return Stage(name, queue, lease, stream.recorders[process], leaving)
 
@@ -333,6 +343,7 @@ def start_scorer(
     """A scorer; if it is a shadow, with the loop that follows its model."""
     name, plan, held = f"{call.stage}-{index}", stream.plan, None
     scorer, place = FakeScorer(plan, stream.rng, call.stage), stage(call.stage, name)
+    scorer.computed = stream.disk.computed[call.stage]
     own = stream.loops[name] = []
     if call.follows:
         held = HeldVersion(name)
@@ -348,13 +359,14 @@ def start_generator(stream: Stream, stage: Callable[[str, str], Stage], index: i
     name, plan = f"generator-{index}", stream.plan
     stream.leaving[name] = asyncio.Event()
     generator, held = FakeGenerator(plan, stream.rng, stream.disk.generated), HeldVersion(name)
+    generator.computed = stream.disk.computed["greedy"]
     channel = LocalChannel(stream.control.publishing.registries[POLICY], name)
     stream.samplers.append(generator)
     follow = follow_weights(stage("generate", name), generator, channel, held)
     own = stream.loops[name] = [asyncio.create_task(follow)]
     for call in stream.dataflow.of_kind(Kind.GENERATE):
         place, sample = stage(call.stage, name), generator.stages[call.stage]
-        begun = generator.begun if call == GENERATE else nothing_begun
+        begun = generator.begun if call.stage == GENERATE.stage else nothing_begun
         places = Places(plan.places or GROUPS_AT_ONCE * plan.group_size, plan.group_size)
         loop = generate(place, sample, held, places=places, begun=begun)
         own.append(asyncio.create_task(loop))

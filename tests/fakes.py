@@ -66,6 +66,7 @@ class Plan:
     pull_s: float = 0.1
     fail_rate: float = 0.0
     filter_rate: float = 0.0
+    oversample: float | None = 1.0
     max_filtered: float = float("inf")
     max_dropped: float = float("inf")
     duplicate_rate: float = 0.0
@@ -141,6 +142,7 @@ class FakeGenerator:
 
     def __init__(self, plan: Plan, rng: random.Random, generated: Counter[str]) -> None:
         self.version = -1
+        self.computed = set[str]()
         self.sampled: list[Sampled] = []
         self._plan = plan
         self._rng = rng
@@ -159,6 +161,7 @@ class FakeGenerator:
 
     async def greedy(self, prompt: Prompt, begun: Columns | None, finished: Finished) -> Columns:
         assert begun is None
+        self.computed.add(prompt.uid)
         await asyncio.sleep(self._rng.uniform(*self._plan.generate_s))
         return {"greedy_ids": np.array([4, 5], np.int32)}
 
@@ -223,6 +226,7 @@ class FakeScorer:
         self._plan = plan
         self._rng = rng
         self._stage = stage
+        self.computed = set[str]()
         self._version = -1
 
     async def load_weights(self, tensors: Mapping[str, Any], version: int) -> Loaded:
@@ -241,6 +245,7 @@ class FakeScorer:
         return [self._one(experience) for experience in experiences]
 
     def _one(self, experience: Experience) -> Result:
+        self.computed.add(experience.uid)
         if self._stage == "reference":
             return {"ref_logprobs": np.zeros(len(experience.columns["token_ids"]), np.float32)}
         if self._stage == "baseline":

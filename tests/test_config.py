@@ -40,6 +40,18 @@ def test_the_depth_decides_how_much_is_in_flight_and_by_default_it_is_the_bound(
     assert load_config(recipe, deeper).capacity_groups == 48
 
 
+def test_as_many_more_are_in_flight_as_a_filter_is_oversampled_for(recipe: Path) -> None:
+    overrides = ["pipeline.max_staleness=0", "pipeline.groups_per_step=8"]
+    overrides.append("filter.kind=equal_rewards")
+    found = {
+        value: load_config(recipe, [*overrides, f"filter.oversample={value}"]).capacity_groups
+        for value in ("1", "2.5", "auto")
+    }
+    assert found == {"1": 8, "2.5": 20, "auto": 256}
+    given = [*overrides, "filter.oversample=auto", "queue.capacity_groups=50"]
+    assert load_config(recipe, given).capacity_groups == 50
+
+
 def test_any_key_can_be_overridden(recipe: Path) -> None:
     config = load_config(
         recipe,
@@ -134,6 +146,12 @@ def test_paths_hold_wherever_an_actor_runs(recipe: Path) -> None:
         ("trainer=3", "trainer=3: must be a mapping"),
         ("run.steps=0", "run.steps=0: must be at least 1"),
         ("run.name=a/b", "run.name='a/b': must be a plain folder name"),
+        ("run.silent_s=0", "run.silent_s=0: must be at least 1 s"),
+        ("filter.oversample=2", "filter.oversample=2: means nothing to filter.kind=none"),
+        ("filter={kind: equal_rewards, oversample: 0.5}", "filter.oversample=0.5: must be a num"),
+        ("filter={kind: equal_rewards, oversample: many}", "filter.oversample=many: must be a n"),
+        ("filter={kind: equal_rewards, oversample: .inf}", "filter.oversample=inf: must be "),
+        ("filter={kind: equal_rewards, oversample: null}", "filter.oversample: "),
         ("run.name=..", "run.name='..': must be a plain folder name"),
         ("pipeline.max_staleness=-1", "pipeline.max_staleness=-1: must be 0 or more"),
         ("pipeline.groups_per_step=0", "pipeline.groups_per_step=0: must be above 0"),

@@ -1,7 +1,7 @@
 """The coordinator's books: what is admitted, what comes again, and what may not be asked for."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import pytest
@@ -20,11 +20,12 @@ from streamrl.buffer import (
     StepAssembler,
 )
 from streamrl.buffer.admission import credit_limit
+from streamrl.buffer.oversampling import Oversampling
 from streamrl.buffer.segment import Record
 from streamrl.control import Control, PipelineConfig
 from streamrl.dataflow import POLICY
-from streamrl.errors import ConfigError, DropError, FilterError
-from streamrl.messages import Ended, Prompt
+from streamrl.errors import ConfigError, DropError, FilterError, StaleGroupError
+from streamrl.messages import Ended, Experience, GroupInfo, Lease, Prompt
 from streamrl.pipeline import admit
 from streamrl.publishing import Publishing
 from streamrl.simulator.clock import run_virtual
@@ -45,24 +46,43 @@ class Entrance:
     def __init__(self) -> None:
         self.entered: list[tuple[str, int]] = []
         self.left: list[str] = []
+        self.kept: list[str] = []
 
-    async def admit(self, prompts: Sequence[Prompt], version: int, *, wait_s: float) -> None:
+    async def uids_with(self, column: str) -> list[str]:
+        return self.kept
+
+    async def admit(
+        self,
+        prompts: Sequence[Prompt],
+        version: int,
+        *,
+        wait_s: float,
+        on_entered: Callable[[Collection[str]], None],
+    ) -> None:
         await asyncio.sleep(0.1)
         self.entered += [(prompt.uid, version) for prompt in prompts]
+        on_entered([prompt.uid for prompt in prompts])
 
     async def leave(self, uids: Sequence[str], version: int) -> None:
         await asyncio.sleep(0.1)
         self.left += uids
 
 
-def control_of(*, log: MemoryLog | None = None, **settings: Any) -> Control:
-    """Two steps of three groups in flight."""
+def control_of(
+    *, log: MemoryLog | None = None, oversampling: Oversampling | None = None, **settings: Any
+) -> Control:
+    """Two steps of three groups in flight, or of more if they are oversampled."""
     admission = Admission(
-        Ledger(debug=True), depth=1, groups_per_step=3, capacity_groups=6, total_groups=300
+        Ledger(debug=True),
+        depth=1,
+        groups_per_step=3,
+        capacity_groups=300 if oversampling else 6,
+        total_groups=300,
+        oversampling=oversampling,
     )
     return Control(
         admission,
-        StepAssembler(max_staleness=1, groups_per_step=3),
+        StepAssembler(max_staleness=1, groups_per_step=3, oversampling=oversampling),
         Books(admission.ledger, log or MemoryLog()),
         Publishing({}, {POLICY: WeightRegistry(keep_versions=2)}),
         Dials(ALGORITHMS["grpo"], AlgorithmConfig().settings(max_length=8, reward_weights={})),
@@ -86,6 +106,7 @@ def ended(*ends: dict[str, Ended], **settings: Any) -> tuple[Control, Entrance]:
         await control.admit_new(entrance)  # type: ignore[arg-type]
         for one in ends:
             await control.end(entrance, one)  # type: ignore[arg-type]
+            control.check_ended(one)
             await control.admit_new(entrance)  # type: ignore[arg-type]
         return control, entrance
 
@@ -266,6 +287,81 @@ def test_what_the_books_do_not_have_in_flight_leaves_the_queue_and_what_is_missi
     run_virtual(main())
 
 
+# More is admitted than there are places.
+
+
+async def oversampled(factor: float | None) -> tuple[Control, Entrance]:
+    """A control that has filled the queue, where a filter is known to take some."""
+    control, entrance = control_of(oversampling=Oversampling(factor, groups_per_step=3)), Entrance()
+    await control.admit_new(entrance)  # type: ignore[arg-type]
+    return control, entrance
+
+
+def test_undecided_groups_spend_a_part_of_a_credit_and_those_that_are_kept_a_whole_one() -> None:
+    async def main() -> None:
+        control, entrance = await oversampled(4.0)
+        assert len(entrance.entered) == 24, "four for each of the six places"
+        entrance.kept = ["0:0:0"]
+        await control.admit_new(entrance)  # type: ignore[arg-type]
+        # Five places are left: twenty undecided groups are enough, and there are 23.
+        assert len(entrance.entered) == 24
+        await control.end(entrance, dict.fromkeys(uids(5)[1:], FILTERED))  # type: ignore[arg-type]
+        await control.admit_new(entrance)  # type: ignore[arg-type]
+        assert len(entrance.entered) == 25, "of 19 there is one missing"
+
+    run_virtual(main())
+
+
+def test_by_what_was_filtered_lately_there_are_as_many_as_it_takes_for_one_to_be_kept() -> None:
+    async def main() -> None:
+        control, entrance = await oversampled(None)
+        assert len(entrance.entered) == 6, "nothing is known yet"
+        await control.end(entrance, dict.fromkeys(uids(6), FILTERED))  # type: ignore[arg-type]
+        await control.admit_new(entrance)  # type: ignore[arg-type]
+        assert len(entrance.entered) == 6 + 15, "2.5 for each place, as if four of ten were kept"
+
+    run_virtual(main())
+
+
+def test_surplus_prompts_come_again_before_others_once_there_are_credits() -> None:
+    async def main() -> None:
+        control, entrance = await oversampled(4.0)
+        for version in (1, 2):
+            control.admission.advance(version)
+        entrance.kept = [f"0:{n}:0" for n in range(14, 24)]
+        control.keep(entrance.kept)
+        late = control.take_late()
+        assert len(late) == 24, "all were due at the step of version 1"
+        await control.end(entrance, {u: late[u] for u in uids(14)})  # type: ignore[arg-type]
+        assert dict(control.admission.ledger.counts.drops) == {"surplus": 14}
+        control.check_ended(late)  # nobody is to blame
+        assert not control.returning
+        await control.admit_new(entrance)  # type: ignore[arg-type]
+        # Twelve may have been claimed while version 2 is the newest, and ten are kept.
+        assert entrance.entered[24:] == [(f"0:{n}:1", 2) for n in range(8)]
+        await control.end(entrance, dict.fromkeys([f"0:{n}:1" for n in range(8)], FILTERED))  # type: ignore[arg-type]
+        await control.admit_new(entrance)  # type: ignore[arg-type]
+        again = [f"0:{n}:1" for n in range(8, 14)]
+        assert [uid for uid, _ in entrance.entered[32:]] == [*again, "0:24:0", "0:25:0"]
+
+    run_virtual(main())
+
+
+def test_where_each_group_has_a_place_one_that_is_too_old_is_an_error() -> None:
+    async def main() -> None:
+        control, _ = await oversampled(1.0)
+        for version in (1, 2):
+            control.admission.advance(version)
+        assert control.take_late() == {}
+        info = GroupInfo((4,), 2, ((0, 2),))
+        lease = Lease(1, "0:0:0", "train", 1, float("inf"))
+        control.offer([Experience(lease, 0, info=info, ready_version=0)])
+        with pytest.raises(StaleGroupError):
+            control.assembler.draw(2)
+
+    run_virtual(main())
+
+
 # Too much is filtered.
 
 
@@ -277,7 +373,7 @@ def test_a_step_that_filters_too_much_ends_the_run_and_says_why() -> None:
 
 def test_groups_that_failed_are_not_filtered() -> None:
     control, _ = ended(dict.fromkeys(uids(6), FAILED), max_filtered=2)
-    assert control.filtered == 0
+    assert control.filtered.groups == 0
 
 
 def test_a_filter_error_names_the_first_reasons_once_each() -> None:
@@ -322,9 +418,12 @@ def test_what_was_in_flight_at_a_resume_may_have_failed_before_and_does_not_coun
         await control.books.admit([prompt.uid for prompt in control.prompts.draw(2)], 0)
         await control.reconcile(queue)
         await control.admit_new(queue)
-        await control.end(queue, dict.fromkeys(uids(2), FAILED))
+        for ends in (dict.fromkeys(uids(2), FAILED), {"0:3:0": FAILED}):
+            await control.end(queue, ends)
+            if "0:3:0" not in ends:
+                control.check_ended(ends)
         with pytest.raises(DropError, match="step 0 has dropped 1 groups"):
-            await control.end(queue, {"0:3:0": FAILED})
+            control.check_ended({"0:3:0": FAILED})
         return control
 
     assert run_virtual(main()).dropped == {"reward_error": 1}

@@ -168,6 +168,33 @@ def test_no_recipe_makes_what_it_does_not_read(recipe: str) -> None:
     assert flow_of(recipe).unconsumed == []
 
 
+def test_with_a_filter_all_that_its_verdict_is_not_made_of_waits_for_it() -> None:
+    columns = (*ROLLOUT, *("scores", "values", "ref_logprobs", "costs", "cost_values"))
+    columns = (*columns, "baseline_scores")
+    beside, gated = (dataflow_for(columns, has_filter=each) for each in (False, True))
+    assert set(gated.stages) == set(beside.stages)
+    for call in gated.calls:
+        (before,) = [other for other in beside.calls if other.stage == call.stage]
+        waits = call.stage in ("greedy", "baseline", "cost", "reference", "value", "cost_value")
+        assert call.needs == ((*before.needs, "scores") if waits else before.needs)
+        assert (call.produces, call.follows) == (before.produces, before.follows)
+    assert list(gated.graph.predecessors("reward")) == ["generate"]
+    for edge in (("reward", "greedy"), ("reward", "value")):
+        assert gated.graph.edges[edge]["columns"] == ["scores"]
+    # A shadow still waits for its version; generators have waited for theirs.
+    versions = {(a.stage, b.stage) for a, b in gated.version_edges}
+    assert versions == {
+        ("train", "generate"),
+        ("train_critic", "value"),
+        ("train_cost_critic", "cost_value"),
+    }
+
+
+def test_a_filter_has_the_reward_computed_though_nobody_trains_on_it() -> None:
+    flow = dataflow_for(("token_ids", "ref_logprobs"), has_filter=True)
+    assert flow.stages == ["generate", "reward", "reference", "train"]
+
+
 def test_a_shared_critic_and_a_moving_reference_follow_the_policy() -> None:
     columns = (*ROLLOUT, "scores", "values", "ref_logprobs")
     flow = dataflow_for(columns, shares_critic=True, moves_reference=True)

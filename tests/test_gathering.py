@@ -58,7 +58,7 @@ def test_too_much_that_is_filtered_ends_a_run_with_that_also_if_it_is_stopped_th
     plan = Plan(**{**vars(FILTERING), "max_filtered": 3, "filter_rate": 0.8})
 
     async def stop(stream: Stream) -> None:
-        while stream.control.filtered <= 3:
+        while stream.control.filtered.groups <= 3:
             await asyncio.sleep(0.1)
         # A part is being trained, and goes on for some seconds.
         await asyncio.sleep(3.0)
@@ -90,13 +90,18 @@ def test_what_goes_wrong_while_the_last_groups_are_trained_is_not_passed_over() 
             await asyncio.sleep(after_s)
             return found
 
-    async def end(queue: Any, ended: Any) -> None:
+    async def end(queue: Any, ended: Any, infos: Any) -> None:
         await asyncio.sleep(20.0)
         raise LedgerError("0:2:0 was never admitted")
 
     control = SimpleNamespace(
         assembler=assembler,
-        admission=SimpleNamespace(version=0),
+        admission=SimpleNamespace(
+            version=0, ledger=SimpleNamespace(in_flight={f"0:{n}:0" for n in range(3)})
+        ),
+        offer=assembler.offer,
+        take_late=lambda **_: {},
+        check_ended=lambda ended: None,
         stopping=asyncio.Event(),
         publishing=SimpleNamespace(check=lambda: None),
         pulse=SimpleNamespace(at=0.0),

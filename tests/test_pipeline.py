@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,16 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamrl.buffer import ExperienceQueue
+from streamrl.buffer.oversampling import MOST
+from streamrl.control import SURPLUS
 from streamrl.dataflow import CRITIC
 from streamrl.engines.schedule import Pace
 from streamrl.errors import DeadlineError, DropError, ProbeError
-from streamrl.messages import Columns, Experience, Lease
+from streamrl.messages import Columns, Experience, Lease, parse_uid
 from streamrl.pipeline import newest_version, sampled_lengths
 from streamrl.serving import Desk, Places
 from streamrl.simulator.clock import run_virtual
 from streamrl.step import add_sums
 from streamrl.telemetry.spans import busy_s
-from tests.fake_stream import Stream, run_stream
+from tests.fake_stream import Stream, build_stream, run_loops, run_stream
 from tests.fakes import Plan
 
 plans = st.builds(
@@ -45,6 +48,9 @@ plans = st.builds(
     publish_s=st.sampled_from([0.0, 0.2, 2.0]),
     publish_every=st.integers(1, 4),
     fail_rate=st.sampled_from([0.0, 0.2]),
+    filter_rate=st.sampled_from([0.0, 0.0, 0.0, 0.5]),
+    oversample=st.sampled_from([1.0, 1.0, 2.5, 6.0, None]),
+    on_stale=st.sampled_from(["wait", "wait", "drop"]),
     reference=st.booleans(),
     critic=st.booleans(),
     greedy=st.booleans(),
@@ -52,7 +58,8 @@ plans = st.builds(
     one_at_a_time=st.booleans(),
     # One at a time, 24 groups in 3 slots of 20 s each keep the trainer waiting for minutes.
     room_steps=st.sampled_from([float("inf"), 1.0, 1.5]),
-    stall_s=st.just(1000.0),
+    # Where most are filtered, one step may take as long as many.
+    stall_s=st.just(5000.0),
 ).map(lambda plan: replace(plan, publish_every=min(plan.publish_every, plan.max_staleness + 1)))
 
 
@@ -69,7 +76,7 @@ def expected_of_policy(plan: Plan, stream: Stream) -> list[tuple[str, int]]:
 
 @given(plans)
 def test_under_any_schedule_the_stream_keeps_its_promises(plan: Plan) -> None:
-    stream = run_virtual(run_stream(plan))
+    stream = run_virtual(run_stream(plan, disturb=watch_bounds))
     trained = uids(stream)
 
     assert [outcome.version for outcome in stream.outcomes] == list(range(plan.steps))
@@ -89,7 +96,149 @@ def test_under_any_schedule_the_stream_keeps_its_promises(plan: Plan) -> None:
 
     counts = stream.ledger.counts
     assert counts.trained == plan.steps * plan.groups_per_step
-    assert counts.admitted == counts.trained + counts.dropped + counts.in_flight
+    ended = counts.trained + counts.filtered + counts.dropped
+    assert counts.admitted == ended + counts.in_flight
+    check_surplus(plan, stream)
+    check_gated(stream)
+    refused = sum(outcome.queue.counts["refused"] for outcome in stream.outcomes)
+    assert refused == 0, "nothing went wrong"
+
+
+def check_surplus(plan: Plan, stream: Stream) -> None:
+    """Only where more is admitted than has places can there be too much of it."""
+    drops = dict(stream.ledger.counts.drops)
+    if plan.oversample == 1.0 or plan.on_stale == "drop":
+        assert SURPLUS not in drops
+    if plan.oversample == 1.0 and not plan.fail_rate and plan.on_stale == "wait":
+        assert stream.ledger.counts.in_flight == 0
+
+
+def check_gated(stream: Stream) -> None:
+    """What the filter took has cost a rollout and a reward, and nothing else."""
+    filtered = {uid for uid, how in stream.ended if how.filtered}
+    for stage, computed in stream.disk.computed.items():
+        if stage not in ("generate", "reward"):
+            assert not filtered & computed, stage
+
+
+async def watch_bounds(stream: Stream) -> None:
+    """No more is in flight than was asked for, and the accounts balance, all the time."""
+    plan, ledger = stream.plan, stream.ledger
+    places = (plan.max_staleness + 1) * plan.groups_per_step
+    most = places * (MOST if plan.oversample is None else plan.oversample)
+    while True:
+        counts = ledger.counts
+        assert counts.in_flight <= math.ceil(most)
+        ended = counts.trained + counts.filtered + counts.dropped
+        assert counts.admitted == ended + counts.in_flight
+        kept = stream.control.oversampling.num_kept
+        undecided = counts.in_flight - kept
+        assert 0 <= kept <= counts.in_flight and undecided <= math.ceil(most)
+        await asyncio.sleep(0.5)
+
+
+FILTERED = Plan(
+    seed=5,
+    steps=4,
+    groups_per_step=4,
+    max_staleness=0,
+    generators=2,
+    places=40,
+    scorers=2,
+    generate_s=(4.0, 6.0),
+    score_s=(0.1, 0.1),
+    filter_rate=0.9,
+    reference=True,
+    critic=True,
+    stall_s=5000.0,
+)
+"""Nine of ten groups are taken out; a step without a filter takes one round of generation."""
+
+
+def step_s(plan: Plan) -> float:
+    """Of the last two steps."""
+    ends = run_virtual(run_stream(plan)).step_ends
+    return (ends[-1] - ends[-3]) / 2
+
+
+def test_with_a_filter_reference_and_critic_compute_what_is_trained_and_no_more() -> None:
+    stream = run_virtual(run_stream(FILTERED))
+    trained = set(uids(stream))
+    assert stream.ledger.counts.filtered > 5 * len(trained)
+    assert stream.disk.computed["reference"] == stream.disk.computed["value"] == trained
+
+
+def test_without_a_filter_stages_work_on_a_group_side_by_side() -> None:
+    plan = replace(FILTERED, filter_rate=0.0, score_s=(2.0, 2.0), scorers=4, steps=1)
+    stream = run_virtual(run_stream(plan))
+    judged = min(span.start_s for span in spans(stream, "reward-0", "reward"))
+    referred = min(span.start_s for span in spans(stream, "reference-0", "reference"))
+    assert referred < judged + 2.0
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_oversampling_fills_a_step_in_about_one_round_of_generation(staleness: int) -> None:
+    plan = replace(FILTERED, max_staleness=staleness)
+    alone = step_s(replace(plan, filter_rate=0.0))
+    one_each = step_s(plan)
+    tenfold = step_s(replace(plan, oversample=10.0))
+    by_share = step_s(replace(plan, oversample=None))
+    assert one_each > 6 * alone, "one chain of replacements after the other"
+    # A round in which the first are decided, and what is missing then.
+    assert tenfold < 2.5 * alone
+    assert by_share < 3.5 * alone, "once it has seen the first groups being filtered"
+
+
+def test_what_is_left_over_is_used_where_staleness_allows_or_dropped_and_comes_again() -> None:
+    # Nothing is filtered after all: of four prompts for each place three are too many.
+    plan = replace(FILTERED, filter_rate=1e-9, oversample=4.0, critic=False)
+    on_policy = run_virtual(run_stream(plan))
+    ahead = run_virtual(run_stream(replace(plan, max_staleness=1)))
+    assert dict(on_policy.ledger.counts.drops)[SURPLUS] > 4 * plan.groups_per_step
+    first, second = (
+        {group.info.min_version for group in outcome.groups} for outcome in ahead.outcomes[:2]
+    )
+    assert first == second == {0}, "with a step of slack it is trained in the next one"
+    again = [uid for uid in uids(on_policy) if parse_uid(uid)[2]]
+    assert again, "the prompts of dropped groups come again"
+
+
+def test_what_is_too_much_is_given_up_before_it_is_done() -> None:
+    plan = replace(FILTERED, filter_rate=1e-9, oversample=8.0, steps=3, generate_s=(1.0, 60.0))
+    stream = run_virtual(run_stream(replace(plan, critic=False, reference=False)))
+    assert stream.step_ends[-1] < 3 * 30.0
+    # A stage hears within a second of what is in vain, and has free places then.
+    late = [token for sampler in stream.samplers for token in sampler.sampled]
+    ends = dict(zip(range(plan.steps), stream.step_ends, strict=True))
+    gone = {uid: how for uid, how in stream.ended if how.cause == SURPLUS}
+    assert gone
+    first_end = ends[0]
+    stale = [t for t in late if t.uid in gone and t.version == 0 and t.at_s > first_end + 1.5]
+    assert not stale
+
+
+def test_resumed_with_what_was_oversampled_in_flight_the_stream_keeps_its_promises() -> None:
+    plan = replace(FILTERED, oversample=6.0, steps=3, filter_rate=0.5)
+
+    async def main() -> Stream:
+        first = build_stream(plan)
+        await first.control.reconcile(first.queue)
+        await run_loops(first, checkpoint_every=2)
+        # More steps are asked for, with nothing in excess any more.
+        later = replace(plan, steps=6, oversample=1.0)
+        second = build_stream(later, first.disk, session="second")
+        await second.control.reconcile(second.queue)
+        await run_loops(second)
+        return second
+
+    stream = run_virtual(main())
+    assert [outcome.version for outcome in stream.outcomes] == [2, 3, 4, 5]
+    for outcome in stream.outcomes:
+        oldest = min(group.info.min_version for group in outcome.groups)
+        assert oldest >= outcome.version - plan.max_staleness
+    counts = stream.ledger.counts
+    ended = counts.trained + counts.filtered + counts.dropped
+    assert counts.admitted == ended + counts.in_flight
 
 
 def test_where_every_second_version_is_published_two_steps_are_sampled_from_each() -> None:

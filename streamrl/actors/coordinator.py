@@ -19,7 +19,8 @@ from streamrl.actors.wiring import TRAINERS, Wiring, make_arbiter, share
 from streamrl.algorithms.dials import Dials
 from streamrl.buffer import Admission, Books, ExperienceQueue, StepAssembler
 from streamrl.buffer.leases import Overdue
-from streamrl.control import Control
+from streamrl.buffer.oversampling import Oversampling
+from streamrl.control import SURPLUS, Control
 from streamrl.data import PromptStream
 from streamrl.dataflow import GENERATE, MOVED, POLICY, REWARD, Kind
 from streamrl.errors import DataError, DropError, FilterError, StreamError
@@ -137,6 +138,7 @@ class CoordinatorActor:
             lease=None if config.placement.is_hybrid else self._lease,
             on_fault=lambda role, fault: self._report("publish_failed", role, fault),
         )
+        oversampling = Oversampling(config.filter.oversampling, groups_per_step=per_step)
         admission = Admission(
             books.ledger,
             depth=pipeline.lead,
@@ -144,11 +146,13 @@ class CoordinatorActor:
             capacity_groups=config.capacity_groups,
             total_groups=config.run.steps * per_step,
             version=version,
+            oversampling=oversampling,
         )
         assembler = StepAssembler(
             max_staleness=pipeline.max_staleness,
             groups_per_step=per_step,
             drops_stale=pipeline.on_stale == "drop",
+            oversampling=oversampling,
         )
         return Control(
             admission,
@@ -263,9 +267,8 @@ class CoordinatorActor:
             await self._save()
 
     def _report_end(self, uid: str, how: Ended) -> None:
-        if not how.filtered:
-            fields = {"uid": uid, "cause": how.cause, "reason": how.reason}
-            self._feed.post(EventReport("drop", fields))
+        for report in end_reports(uid, how):
+            self._feed.post(report)
 
     def _report_stall(self, found: Sequence[Overdue]) -> None:
         for report in stall_reports(found, self._config.pipeline.on_stall):
@@ -376,6 +379,13 @@ def report_skipped(prompts: PromptStream, feed: Feed) -> Mapping[str, int]:
     for problem in skipped.problems:
         feed.post(EventReport("bad_row", {"reason": problem}))
     return skipped.metrics
+
+
+def end_reports(uid: str, how: Ended) -> list[EventReport]:
+    """The event of a drop; none of what is no fault, and may happen more often than a step."""
+    if how.filtered or how.cause == SURPLUS:
+        return []
+    return [EventReport("drop", {"uid": uid, "cause": how.cause, "reason": how.reason})]
 
 
 def stall_reports(found: Sequence[Overdue], action: str) -> list[EventReport]:

@@ -17,9 +17,11 @@ from streamrl.actors.cluster import GIB
 from streamrl.actors.fork_server import BASE, GENERATOR, MODELS, STAGE_ENV, TRAINER, level_env
 from streamrl.actors.generator import GeneratorActor
 from streamrl.actors.hybrid import HybridActor, Part
+from streamrl.actors.remote_shard import RemoteShard
 from streamrl.actors.reporting import RoleActors
 from streamrl.actors.scorer import ScorerActor
 from streamrl.actors.seats import OwnSeats, Seats, room_for_large
+from streamrl.actors.shard import RESTARTS as SHARD_RESTARTS
 from streamrl.actors.trainer import Meeting, TrainerActor
 from streamrl.actors.wiring import Wiring
 from streamrl.checkpoint import Checkpoint
@@ -42,6 +44,40 @@ HOSTS = {
 }
 
 
+class Comebacks:
+    """The actors whose processes Ray starts again, how often it may, and what they load then."""
+
+    def __init__(self, most: int) -> None:
+        """`most` times each, unless something else is said."""
+        self._most = most
+        self._own: dict[str, int] = {}
+        self._starts: dict[str, Callable[[], Any]] = {}
+        self._deaths: Counter[str] = Counter()
+
+    def note(self, name: str, start: Callable[[], Any], *, most: int | None = None) -> None:
+        """What the new process of an actor is called with; it waits for the process."""
+        self._starts[name] = start
+        self._own[name] = self._most if most is None else most
+
+    def forget(self, name: str) -> None:
+        """The actor is no more."""
+        self._starts.pop(name, None)
+        self._deaths.pop(name, None)
+
+    def includes(self, name: str) -> bool:
+        """Whether the process of an actor is one that Ray starts again."""
+        return name in self._starts
+
+    def allows(self, name: str) -> bool:
+        """Whether it does so when that dies once more."""
+        return name in self._starts and self._deaths[name] < self._own[name]
+
+    def begin(self, name: str) -> Any:
+        """Have the new process of an actor load what the dead one had; the reply."""
+        self._deaths[name] += 1
+        return self._starts[name]()
+
+
 class Crew:
     """Every actor of a run; replicas of the roles that serve may be hired and dismissed."""
 
@@ -51,10 +87,9 @@ class Crew:
         self._demands = {d.calls[0].role: d for d in demands(config, prepared, on_gpu) if d.calls}
         self._seats: Seats | OwnSeats | None = None
         self._node = ""
-        self._starts: dict[str, Callable[[], Any]] = {}
+        self.comebacks = Comebacks(config.run.max_restarts)
         self._wiring: Wiring | None = None
         self.actors: dict[str, Any] = {}
-        self.deaths: Counter[str] = Counter()
         self.roles: dict[str, RoleActors] = {}
 
     def create(
@@ -292,19 +327,18 @@ class Crew:
 
     def dismiss(self, name: str) -> None:
         """End one actor for good."""
-        self._starts.pop(name, None)
-        self.deaths.pop(name, None)
+        self.comebacks.forget(name)
         _kill(self.actors.pop(name))
 
     # Those that die.
 
-    def returns(self, name: str) -> bool:
-        """Whether Ray starts the process of this actor again when it dies."""
-        return name in self._starts
-
-    def start_again(self, name: str) -> Any:
-        """Have the new process of an actor load what the dead one had; the reply."""
-        return self._starts[name]()
+    def watch_over(self, shards: Sequence[RemoteShard]) -> dict[Any, str]:
+        """Begin to hear of the ends of shards; the replies that tell, and whose each is."""
+        for shard in shards:
+            if shard.returns:
+                again = shard.actor.ready.options(max_task_retries=-1)
+                self.comebacks.note(shard.name, again.remote, most=SHARD_RESTARTS)
+        return {shard.actor.run.remote(): shard.name for shard in shards}
 
     def fail(self, name: str) -> None:
         """End the process of an actor that lives; Ray starts it again."""
@@ -338,7 +372,7 @@ class Crew:
     def _note_start(self, name: str, number: int, role: RoleActors) -> None:
         # Waits for the new process, and dies with it like the first call.
         again = self.actors[name].start.options(max_task_retries=-1)
-        self._starts[name] = partial(again.remote, self._wiring, number, role.calls)
+        self.comebacks.note(name, partial(again.remote, self._wiring, number, role.calls))
 
 
 def _worker_env(config: RunConfig, call: Call, *, on_gpu: bool) -> dict[str, str]:

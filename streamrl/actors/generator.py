@@ -10,6 +10,7 @@ from streamrl.actors.residence import (
     ResidentChannel,
     ResidentFollower,
 )
+from streamrl.actors.silence import LifeSign
 from streamrl.actors.wiring import ActorReport, Wiring
 from streamrl.dataflow import GENERATE, POLICY, Call
 from streamrl.engines.generator_config import Sampling
@@ -83,6 +84,12 @@ class GeneratorActor(Replica):
         await self._held.at_least(version)
         async with self._stages[0].lease.hold("evaluate"):
             return await self._generator.sample(prompt, seeds, sampling=sampling)
+
+    async def life(self) -> LifeSign:
+        """Answer once the engine has, which it does between two steps: a wedged one is silent."""
+        if self._generator is not None:
+            await self._generator.begun()
+        return LifeSign.here()
 
     async def drain(self) -> ActorReport:
         """What this replica did since the last call."""

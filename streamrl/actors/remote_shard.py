@@ -13,7 +13,7 @@ from streamrl.actors.calls import CALL_TIMEOUT_S, call
 from streamrl.actors.wire import Connection, Endpoint
 from streamrl.buffer import ShardStats
 from streamrl.buffer.blob import Blob
-from streamrl.buffer.exchange import Commit, Grant
+from streamrl.buffer.exchange import Commit, Farewell, Grant
 from streamrl.buffer.leases import Overdue, Request
 from streamrl.errors import ActorLostError, StreamError
 from streamrl.messages import Filtered, Lease
@@ -47,6 +47,7 @@ class RemoteShard:
     def __init__(self, name: str, actor: Any, *, returns: bool) -> None:
         self.name = name
         self.actor = actor
+        self.returns = returns
         self._reconnect_s = RECONNECT_S if returns else 0.0
         self._opening: dict[asyncio.AbstractEventLoop, asyncio.Task[Connection]] = {}
 
@@ -96,6 +97,15 @@ class RemoteShard:
     async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Sequence[Blob]]:
         """Blobs of groups."""
         return list(await self._ask(Ask("read", (uids, columns)), then=resolve_blobs))
+
+    async def uids_with(self, column: str) -> list[str]:
+        """Groups that have a column."""
+        return list(await self._ask(Ask("uids_with", (column,))))
+
+    async def ended(self, *, wait_s: float) -> list[Farewell]:
+        """Groups that have ended, waiting for the first."""
+        ask = Ask("ended", (), {"wait_s": wait_s})
+        return list(await self._ask(ask, timeout_s=wait_s + CALL_TIMEOUT_S))
 
     async def leave(self, uids: Sequence[str], version: int) -> None:
         """Let groups leave."""

@@ -146,6 +146,7 @@ class Reporter:
                 start_s=self._window_start,
                 end_s=end_s,
                 max_staleness=self._config.pipeline.max_staleness,
+                filtered=outcome.filtered,
             )
         )
         check_row(row)

@@ -16,7 +16,7 @@ from streamrl.actors.engine_factory import EngineFactory
 from streamrl.actors.feed import EventReport, Report
 from streamrl.actors.scaling import Scaling
 from streamrl.actors.shard import create_shards
-from streamrl.actors.silence import naming_silent
+from streamrl.actors.silence import Vigil, naming_silent
 from streamrl.actors.starting import Starting
 from streamrl.actors.travel_plan import plan_travel
 from streamrl.actors.weight_travel import WeightTravel
@@ -67,6 +67,8 @@ class Session:
         self._crew = Crew(config, prepared, on_gpu=on_gpu)
         self._travel: WeightTravel | None = None
         self._loops: dict[Any, str] = {}
+        self._shards: set[str] = set()
+        self._vigil = Vigil(config.run.silent_s)
         self._starting = Starting(config.generator.start_timeout_s + CALL_TIMEOUT_S)
         self._mailbox = Mailbox(config.run_dir)
         self._scaling = Scaling(
@@ -110,6 +112,8 @@ class Session:
                 pairs = zip(role.names, role.actors, strict=True)
                 self._loops |= {actor.run.remote(): crew.process_of(name) for name, actor in pairs}
         self._loops[coordinator.run.remote()] = "coordinator"
+        self._shards = {shard.name for shard in wiring.shards}
+        self._loops |= crew.watch_over(wiring.shards)
         self._mailbox.open()
         return corrupt
 
@@ -132,6 +136,7 @@ class Session:
                 stop_by = time.monotonic() + STOP_TIMEOUT_S
             if stop_by == float("inf"):
                 self._scaling.look(handle)
+                self._end_silent(handle)
             replies = [feed, *self._loops, *self._starting, *self._scaling]
             done, _ = ray.wait(replies, timeout=POLL_S)
             if time.monotonic() > stop_by:
@@ -152,6 +157,20 @@ class Session:
                 return finish
             feed = coordinator.reports.remote(seen, 1.0)
 
+    def _end_silent(self, handle: Callable[[Report], None]) -> None:
+        """End the processes that answer nothing any more: new ones take their places.
+
+        Raises ActorError for one that has been started again as often as it may be.
+        """
+        names = filter(self._crew.comebacks.includes, self._loops.values())
+        actors = {name: self._crew.actors[name] for name in names}
+        for name in self._vigil.look(actors):
+            reason = f"{name} has not answered for {self._config.run.silent_s:g} s (run.silent_s)"
+            if not self._crew.comebacks.allows(name):
+                raise ActorError(f"{reason}, and was started again as often as it may be")
+            handle(EventReport("silent", {"actor": name, "reason": f"{reason}: it is replaced"}))
+            self._vigil.end(name, actors[name])
+
     def _ended(self, loop: Any, handle: Callable[[Report], None]) -> Finish | None:
         """What a reply that has come means: the end of the run, or that an actor is on its way."""
         if loop in self._scaling:
@@ -159,7 +178,8 @@ class Session:
             return None
         if loop in self._starting:
             name = self._starting.pop(loop)
-            fetch(loop, f"{name}.start")
+            for text in fetch(loop, f"{name}.start") or ():
+                handle(EventReport("corrupt", {"text": text}))
             self._loops[self._crew.actors[name].run.remote()] = name
             handle(EventReport("restarted", {"actor": name}))
             return None
@@ -182,22 +202,18 @@ class Session:
         is_dead = isinstance(error, ActorLostError) and has_died(loop)
         # It may live, but nothing it serves can be trusted.
         is_lost = isinstance(error, WeightsError | GenerationError)
-        returns = self._crew.returns(name) and not self._is_worn_out(name)
-        if not returns or not (is_dead or is_lost):
+        if not self._crew.comebacks.allows(name) or not (is_dead or is_lost):
             raise error
         if not is_dead:
             self._crew.fail(name)
         self._bring_back(name, str(error), handle)
 
-    def _is_worn_out(self, name: str) -> bool:
-        return self._crew.deaths[name] >= self._config.run.max_restarts
-
     def _bring_back(self, name: str, reason: str, handle: Callable[[Report], None]) -> None:
         """Ray has started the process of a dead actor again; have it load what it had."""
-        self._crew.deaths[name] += 1
         handle(EventReport("died", {"actor": name, "reason": reason}))
-        fetch(self._crew.actors["coordinator"].lost.remote(name), "coordinator.lost")
-        self._starting.add(self._crew.start_again(name), name)
+        if name not in self._shards:
+            fetch(self._crew.actors["coordinator"].lost.remote(name), "coordinator.lost")
+        self._starting.add(self._crew.comebacks.begin(name), name)
 
     def close(self) -> None:
         """End every actor; what they had in memory is gone."""

@@ -1,5 +1,6 @@
 """A shard of the experience queue as an actor."""
 
+import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ import ray
 
 from streamrl.actors.blobs import Stored, received, store_blob
 from streamrl.actors.remote_shard import Ask, Elsewhere, RemoteShard
+from streamrl.actors.silence import LifeSign
 from streamrl.actors.wire import Endpoint, Listener
 from streamrl.buffer import ShardKeeper, ShardPlan
 from streamrl.buffer.exchange import Grant
@@ -39,6 +41,14 @@ class ShardActor:
         return [
             f"{bad.file}, byte {bad.position.offset}: {bad.reason}" for bad in self._keeper.corrupt
         ]
+
+    async def run(self) -> None:
+        """Serve until the process ends: whoever waits for this is told of that by Ray."""
+        await asyncio.Event().wait()
+
+    async def life(self) -> LifeSign:
+        """Answer at once, as long as this process does anything at all."""
+        return LifeSign.here()
 
     async def endpoint(self) -> Endpoint:
         """Where this process of the shard listens."""

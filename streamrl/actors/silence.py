@@ -1,11 +1,21 @@
-"""Who gives no sign of life: asked when a run fails of a wait. Who waited knows only for whom, and
-that one may itself be waiting for a process that is stopped."""
+"""Which processes give no sign of life: stopped, wedged or out of reach.
 
+Those that can be replaced are asked all the time, and all of them when a run fails of a wait. Who
+waited knows only for whom, and that one may itself be waiting for a process that is stopped.
+"""
+
+import contextlib
+import os
+import signal
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from streamrl.errors import DeadlineError, DropError, GenerationError, WeightsError
 
@@ -37,3 +47,94 @@ def silent(processes: Mapping[str, Any], within_s: float = ANSWER_S) -> list[str
     replies = {actor.__ray_ready__.remote(): name for name, actor in processes.items()}
     _, late = ray.wait(list(replies), num_returns=len(replies), timeout=within_s)
     return sorted(replies[reply] for reply in late)
+
+
+LOOK_S = 1.0
+"""A longer time between two looks counts as this: who looks may have been stopped itself, s."""
+ASKED_PER_DEADLINE = 6
+"""How often a process is asked within the time that it may be silent."""
+
+
+@dataclass(frozen=True)
+class LifeSign:
+    """Where a process is: its node, and its number there."""
+
+    node: str
+    pid: int
+
+    @classmethod
+    def here(cls) -> "LifeSign":
+        """Of the calling process."""
+        return cls(ray.get_runtime_context().get_node_id(), os.getpid())
+
+
+@dataclass(frozen=True)
+class _Asked:
+    reply: Any
+    at_s: float
+
+
+class Vigil:
+    """Asks actors for signs of life, and says which have given none for `silent_s`.
+
+    Each has a method `life` that returns its LifeSign at once. Nothing here waits.
+    """
+
+    def __init__(self, silent_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._silent_s = silent_s
+        self._clock = clock
+        self._looked_at = clock()
+        self._now_s = 0.0
+        self._asked: dict[str, _Asked] = {}
+        self._heard_s: dict[str, float] = {}
+        self._signs: dict[str, LifeSign] = {}
+
+    def look(self, actors: Mapping[str, Any]) -> list[str]:
+        """Ask whoever is due of these actors; the names of those that are silent, each once."""
+        now = self._clock()
+        self._now_s += min(now - self._looked_at, LOOK_S)
+        self._looked_at = now
+        self._asked = {name: asked for name, asked in self._asked.items() if name in actors}
+        self._hear()
+        silent = [n for n, one in self._asked.items() if self._now_s - one.at_s >= self._silent_s]
+        for name in silent:
+            del self._asked[name]
+        every_s = self._silent_s / ASKED_PER_DEADLINE
+        for name, actor in actors.items():
+            due_s = self._heard_s.get(name, -every_s) + every_s
+            if name not in self._asked and name not in silent and self._now_s >= due_s:
+                self._asked[name] = _Asked(actor.life.remote(), self._now_s)
+        return silent
+
+    def _hear(self) -> None:
+        """Take in what has been answered."""
+        if not self._asked:
+            return
+        names = {one.reply: name for name, one in self._asked.items()}
+        ready, _ = ray.wait(list(names), num_returns=len(names), timeout=0)
+        for reply in ready:
+            name = names[reply]
+            del self._asked[name]
+            self._heard_s[name] = self._now_s
+            # Whoever died is not silent: Ray says so, and others see to it.
+            with contextlib.suppress(RayError):
+                self._signs[name] = ray.get(reply, timeout=0)
+
+    def end(self, name: str, actor: Any) -> None:
+        """End the process of a silent actor; Ray starts it again as it does any that dies.
+
+        By a signal: one that is stopped would not hear of anything else.
+        """
+        sign = self._signs.pop(name, None)
+        if sign is None:
+            ray.kill(actor, no_restart=False)
+        elif sign.node == ray.get_runtime_context().get_node_id():
+            _end(sign.pid)
+        else:
+            there = NodeAffinitySchedulingStrategy(sign.node, soft=False)
+            ray.remote(_end).options(num_cpus=0, scheduling_strategy=there).remote(sign.pid)
+
+
+def _end(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 LONGEST_TURN_S = 86400.0
 """Nobody has a pool for longer, s."""
+HEARS_S = 1.0
+"""How often a stage hears what of its work is in vain, where there is more than enough of it, s."""
 TRAINERS = "trainer"
 """Who holds a slot for all trainers of a run: they work as one."""
 
@@ -74,9 +76,12 @@ class Wiring:
         lease = self._lease(calls[0].role, process, suspendable)
         spans = SpanRecorder(process)
         leaving = asyncio.Event()
+        # What is left over of a step need not be made to its end.
+        hears_s = math.inf if self.config.filter.oversampling == 1 else HEARS_S
+        queues = [ExperienceQueue(self.shards, process, hears_s=hears_s) for _ in calls]
         return [
-            Stage(call.stage, ExperienceQueue(self.shards, process), lease, spans, leaving)
-            for call in calls
+            Stage(call.stage, queue, lease, spans, leaving)
+            for call, queue in zip(calls, queues, strict=True)
         ]
 
     def _lease(self, role: str, process: str, suspendable: Suspendable | None) -> DeviceLease:

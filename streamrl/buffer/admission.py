@@ -1,11 +1,13 @@
 """Admission by credit: the rule that bounds staleness before anything is generated."""
 
 import asyncio
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from streamrl.buffer.ledger import Ledger
+from streamrl.buffer.oversampling import Oversampling
 from streamrl.dataflow import Dataflow
 from streamrl.errors import ConfigError
 from streamrl.messages import Per, column_spec
@@ -70,10 +72,12 @@ def check_bytes(shard_bytes: int, *, group_bytes: int, groups_per_step: int, pla
 class Admission:
     """Counts credits against the ledger and lets the admitting loop wait for one.
 
-    `total_groups` ends the run: no prompt is admitted that no step will train.
+    A group that was trained, or that the filter has kept, has spent a credit; for each credit that
+    is left there may be as many undecided groups as `oversampling` says: one, unless more are asked
+    for. `total_groups` ends the run: no prompt is admitted that no step will train.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         ledger: Ledger,
         *,
@@ -82,9 +86,11 @@ class Admission:
         capacity_groups: int,
         total_groups: int,
         version: int = 0,
+        oversampling: Oversampling | None = None,
     ) -> None:
         check_capacity(capacity_groups, depth=depth, groups_per_step=groups_per_step)
         self.ledger = ledger
+        self.oversampling = oversampling or Oversampling()
         self.version = version
         self.published = version
         self._depth = depth
@@ -96,10 +102,12 @@ class Admission:
     @property
     def credit(self) -> int:
         """Groups that may be admitted now."""
-        per_step = self.groups_per_step
+        per_step, in_flight = self.groups_per_step, len(self.ledger.in_flight)
         limit = credit_limit(self.published, depth=self._depth, groups_per_step=per_step)
-        free = self._capacity_groups - len(self.ledger.in_flight)
-        return max(0, min(min(limit, self._total_groups) - self.ledger.claimed, free))
+        undecided = in_flight - self.oversampling.num_kept
+        missing = min(limit, self._total_groups) - (self.ledger.claimed - undecided)
+        credit = math.floor(missing * self.oversampling.factor) - undecided
+        return max(0, min(credit, self._capacity_groups - in_flight))
 
     @property
     def finished(self) -> bool:

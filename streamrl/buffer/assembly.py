@@ -1,10 +1,12 @@
 """Step assembly: which ready groups enter the step of a version. Pure bookkeeping, no waiting."""
 
 import bisect
+import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from streamrl.buffer.books import TrainedGroup
+from streamrl.buffer.oversampling import Oversampling
 from streamrl.errors import StaleGroupError
 from streamrl.messages import Experience
 
@@ -18,32 +20,53 @@ class StepAssembler:
     due now would not do: newcomers could crowd the groups of one deadline into their last step.
     The credits see to it that all groups fit when they are admitted.
 
+    Where more are admitted, as a filter takes most of them out (`oversampling`), one that is not
+    decided yet has such a part of a place kept as it stands for. More may stay than have places:
+    those that the bound leaves no step are `late`.
+
     With `drops_stale` no place is kept: what is ready enters, the oldest tokens first, and a group
-    that is beyond the bound by then is for `take_stale`.
+    that is beyond the bound by then is `late`.
     """
 
     def __init__(
-        self, *, max_staleness: int, groups_per_step: int, drops_stale: bool = False
+        self,
+        *,
+        max_staleness: int,
+        groups_per_step: int,
+        drops_stale: bool = False,
+        oversampling: Oversampling | None = None,
     ) -> None:
         self._max_staleness = max_staleness
         self._groups_per_step = groups_per_step
-        self._drops_stale = drops_stale
+        self.drops_stale = drops_stale
+        self._oversampling = oversampling or Oversampling()
         self._pending: dict[str, int] = {}
+        self._undecided: dict[str, int] = {}
+        """Of those that are pending, the ones that the filter has not kept yet."""
         self._ready: dict[str, Experience] = {}
         # Kept up to date, not made anew: a step of a thousand groups looks a thousand times.
         self._line: list[Experience] = []
         """What is ready, the earliest deadline first."""
         self._waiting: Counter[int] = Counter()
         """Groups, ready or not, by the version they were admitted at."""
+        self._doubtful: Counter[int] = Counter()
+        """The undecided ones among them, likewise."""
         self._entered: list[Experience] = []
 
     def admit(self, uid: str, version: int) -> None:
         """A prompt was admitted at `version`; its group will be ready some day."""
-        self._pending[uid] = version
+        self._pending[uid] = self._undecided[uid] = version
         self._waiting[version] += 1
+        self._doubtful[version] += 1
+
+    def keep(self, uid: str) -> None:
+        """The filter has kept the group: a whole place is kept for it."""
+        if uid in self._undecided:
+            self._doubtful[self._undecided.pop(uid)] -= 1
 
     def drop(self, uid: str) -> None:
         """The group will never be trained."""
+        self.keep(uid)
         if uid in self._pending:
             self._waiting[self._pending.pop(uid)] -= 1
 
@@ -51,31 +74,49 @@ class StepAssembler:
         """Groups that are ready to be trained. One that was offered before is passed over."""
         for experience in experiences:
             if experience.uid in self._pending:
+                self.keep(experience.uid)
                 self._waiting[self._pending.pop(experience.uid)] -= 1
                 self._waiting[experience.admitted_version] += 1
                 self._ready[experience.uid] = experience
                 bisect.insort(self._line, experience, key=_admitted)
 
-    def take_stale(self, version: int) -> list[Experience]:
-        """With `drops_stale`, the ready groups with a token beyond the bound at `version`."""
-        if not self._drops_stale:
-            return []
+    def take_late(
+        self, version: int, *, absent: Collection[str] = (), is_whole: bool = False
+    ) -> list[str]:
+        """The groups that no step can train from that of `version` on: they are for others to drop.
+
+        Those that are ready with a token beyond the bound; and, unless they may still turn out to
+        be fresh (`drops_stale`), those that are not ready and were due at an earlier step, but for
+        those that are `absent`. With `is_whole` from the step behind it on: what is drawable fills
+        that of `version`.
+        """
+        spared = {e.uid for e in self.drawable(version)} if is_whole else set()
+        oldest = version + is_whole - self._max_staleness
         stale = [
-            e for e in self._ready.values() if self._staleness(e, version) > self._max_staleness
+            experience
+            for uid, experience in self._ready.items()
+            if self._min_version(experience) < oldest and uid not in spared
         ]
         self._remove(stale)
-        return stale
+        overdue = [
+            uid
+            for uid, admitted in self._pending.items()
+            if admitted < oldest and not (self.drops_stale or uid in absent)
+        ]
+        return [*(experience.uid for experience in stale), *overdue]
 
     def _remove(self, chosen: Sequence[Experience]) -> None:
-        """Of those that are ready; where none are dropped they are the first in the line."""
+        """Of those that are ready; who enters is first in the line, unless the oldest tokens go."""
+        if not chosen:
+            return
         for experience in chosen:
             del self._ready[experience.uid]
             self._waiting[experience.admitted_version] -= 1
-        if self._drops_stale:
-            self._line = [experience for experience in self._line if experience.uid in self._ready]
-        else:
+        if self._line[: len(chosen)] == list(chosen):
             del self._line[: len(chosen)]
-        self._waiting = +self._waiting
+        else:
+            self._line = [experience for experience in self._line if experience.uid in self._ready]
+        self._waiting, self._doubtful = +self._waiting, +self._doubtful
 
     @property
     def complete(self) -> bool:
@@ -100,7 +141,7 @@ class StepAssembler:
     def drawable(self, version: int) -> list[Experience]:
         """The ready groups that may enter the step of `version`, the earliest deadline first."""
         places = self._groups_per_step - len(self._entered)
-        if self._drops_stale:
+        if self.drops_stale:
             oldest = sorted(self._ready.values(), key=lambda e: -self._staleness(e, version))
             return oldest[:places]
         chosen: list[Experience] = []
@@ -121,9 +162,12 @@ class StepAssembler:
 
         `taken` counts those that have a place already by the version they were admitted at.
         """
-        first = version - self._max_staleness
+        first, doubt = version - self._max_staleness, 1 - 1 / self._oversampling.factor
         for admitted in range(first, chosen.admitted_version):
             due = sum(n - taken[at] for at, n in self._waiting.items() if at <= admitted)
+            if doubt:
+                doubtful = sum(n for at, n in self._doubtful.items() if at <= admitted)
+                due = math.floor(due - doubt * doubtful)
             if due > places + (admitted - first) * self._groups_per_step:
                 return False
         return True
@@ -141,9 +185,12 @@ class StepAssembler:
         return drawn
 
     @staticmethod
-    def _staleness(experience: Experience, version: int) -> int:
+    def _min_version(experience: Experience) -> int:
         assert experience.info is not None, experience.uid
-        return version - experience.info.min_version
+        return experience.info.min_version
+
+    def _staleness(self, experience: Experience, version: int) -> int:
+        return version - self._min_version(experience)
 
     def _check(self, experience: Experience, version: int) -> None:
         staleness = self._staleness(experience, version)

@@ -2,17 +2,26 @@
 
 import asyncio
 import itertools
+import math
 import pickle
 import uuid
 import zlib
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
 from streamrl.buffer.blob import Blob, decode, encode
-from streamrl.buffer.exchange import Commit, Grant, ShardStats, merge_stats
+from streamrl.buffer.exchange import Commit, Farewell, Grant, ShardStats, merge_stats
 from streamrl.buffer.leases import Overdue, Request
 from streamrl.errors import ContractError, DeadlineError, StreamError
 from streamrl.messages import (
@@ -61,6 +70,10 @@ class ShardFace(Protocol):
 
     async def read(self, uids: Sequence[str], columns: Sequence[str]) -> list[Sequence[Blob]]: ...
 
+    async def uids_with(self, column: str) -> list[str]: ...
+
+    async def ended(self, *, wait_s: float) -> list[Farewell]: ...
+
     async def leave(self, uids: Sequence[str], version: int) -> None: ...
 
     async def end_step(self, uids: Sequence[str], version: int) -> ShardStats: ...
@@ -81,12 +94,16 @@ class ExperienceQueue:
 
     A client belongs to one user, its leases' `holder`, on one event loop; any number of clients
     share the shards. What a user takes it holds until it puts, fails or filters it, and should
-    renew meanwhile. Guarantees: docs/queue.md.
+    renew meanwhile, every `hears_s` at least: by that it hears of work that is in vain. Guarantees:
+    docs/queue.md.
     """
 
-    def __init__(self, shards: Sequence[ShardFace], holder: str) -> None:
+    def __init__(
+        self, shards: Sequence[ShardFace], holder: str, *, hears_s: float = math.inf
+    ) -> None:
         self.shards = shards
         self._holder = holder
+        self._hears_s = hears_s
         self._requests: dict[tuple[str, int], asyncio.Future[list[Grant]]] = {}
         # A successor of the same name must not be taken for this one.
         client = f"{holder}/{uuid.uuid4().hex[:8]}"
@@ -102,24 +119,22 @@ class ExperienceQueue:
         return zlib.crc32(uid.encode()) % len(self.shards)
 
     async def admit(
-        self, prompts: Sequence[Prompt], version: int, *, wait_s: float = ROOM_WAIT_S
+        self,
+        prompts: Sequence[Prompt],
+        version: int,
+        *,
+        wait_s: float = ROOM_WAIT_S,
+        on_entered: Callable[[Collection[str]], None] = lambda uids: None,
     ) -> None:
         """Put prompts in, admitted at `version`. Blocks while a shard is full.
 
-        Raises DeadlineError if a shard lets none in for `wait_s`; some may be in then. It may be
-        infinite where somebody else's wait for these groups has an end.
+        `on_entered` is told of those that are in, as they come in. Raises DeadlineError if a shard
+        lets none in for `wait_s`; some may be in then. It may be infinite where somebody else's
+        wait for these groups has an end.
         """
         entries = [_entry(prompt, version) for prompt in prompts]
         parts = self._route([(entry[0], entry) for entry in entries])
-        await _all(self._admit(self.shards[i], part, wait_s) for i, part in parts.items())
-
-    async def _admit(
-        self, shard: ShardFace, entries: list[tuple[str, bytes, int]], wait_s: float
-    ) -> None:
-        while entries:
-            enter = partial(shard.admit, entries)
-            entered = set(await _for_room(wait_s, enter))
-            entries = [entry for entry in entries if entry[0] not in entered]
+        await _all(_admit(self.shards[i], p, wait_s, on_entered) for i, p in parts.items())
 
     async def add(
         self,
@@ -140,18 +155,7 @@ class ExperienceQueue:
             for prompt, columns in groups
         ]
         parts = self._route([(entry[0], (entry, commit)) for entry, commit in entries])
-        await _all(self._add(self.shards[i], part, wait_s) for i, part in parts.items())
-
-    async def _add(
-        self,
-        shard: ShardFace,
-        pairs: list[tuple[tuple[str, bytes, int], Commit]],
-        wait_s: float,
-    ) -> None:
-        while pairs:
-            entries, commits = [e for e, _ in pairs], [c for _, c in pairs]
-            entered = set(await _for_room(wait_s, partial(shard.add, entries, commits)))
-            pairs = [pair for pair in pairs if pair[0][0] not in entered]
+        await _all(_add(self.shards[i], part, wait_s) for i, part in parts.items())
 
     async def take(
         self,
@@ -310,7 +314,7 @@ class ExperienceQueue:
     def renew_every_s(self) -> float:
         """How often to renew what is held, s; infinite if nothing that can expire is."""
         terms = (lease.expires_at - lease.taken_at for lease in self._held.values())
-        return min(terms, default=float("inf")) / 3
+        return min(min(terms, default=math.inf) / 3, self._hears_s if self._held else math.inf)
 
     async def read(self, uids: Iterable[str], columns: Sequence[str]) -> dict[str, Columns]:
         """Columns of groups by uid, without a lease: for the ranks that train a leased group."""
@@ -321,6 +325,15 @@ class ExperienceQueue:
             for part, groups in zip(parts.values(), found, strict=True)
             for uid, blobs in zip(part, groups, strict=True)
         }
+
+    async def uids_with(self, column: str) -> list[str]:
+        """The groups that have a column."""
+        parts = await _all(shard.uids_with(column) for shard in self.shards)
+        return [uid for part in parts for uid in part]
+
+    async def ended(self, *, wait_s: float) -> list[Farewell]:
+        """Groups that have ended and not left yet; none if there is none within `wait_s`."""
+        return await _first(shard.ended(wait_s=wait_s) for shard in self.shards)
 
     async def leave(self, uids: Sequence[str], version: int) -> None:
         """These groups are trained or ended, and leave; `version` is trained from now on."""
@@ -386,6 +399,39 @@ async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         if isinstance(answer, BaseException):
             raise answer
     return cast(list[T], answers)
+
+
+async def _first(calls: Iterable[Coroutine[Any, Any, list[T]]]) -> list[T]:
+    """What those of several calls return that are the first to do so; the others are given up."""
+    asked = [asyncio.ensure_future(call) for call in calls]
+    try:
+        done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        return [item for reply in asked if reply in done for item in reply.result()]
+    finally:
+        for reply in asked:
+            reply.cancel()
+
+
+async def _admit(
+    shard: ShardFace,
+    entries: list[tuple[str, bytes, int]],
+    wait_s: float,
+    on_entered: Callable[[Collection[str]], None],
+) -> None:
+    while entries:
+        enter = partial(shard.admit, entries)
+        entered = set(await _for_room(wait_s, enter))
+        on_entered(entered)
+        entries = [entry for entry in entries if entry[0] not in entered]
+
+
+async def _add(
+    shard: ShardFace, pairs: list[tuple[tuple[str, bytes, int], Commit]], wait_s: float
+) -> None:
+    while pairs:
+        entries, commits = [e for e, _ in pairs], [c for _, c in pairs]
+        entered = set(await _for_room(wait_s, partial(shard.add, entries, commits)))
+        pairs = [pair for pair in pairs if pair[0][0] not in entered]
 
 
 async def _for_room(wait_s: float, enter: Callable[..., Awaitable[list[str]]]) -> list[str]:

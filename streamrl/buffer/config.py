@@ -16,7 +16,7 @@ class QueueConfig:
         step and hands out smaller batches, so one is fastest until its process or its share of
         the store is full.
     capacity_groups: most groups in flight over all shards; null takes what the depth needs,
-        (pipeline.depth + 1) * pipeline.groups_per_step.
+        (pipeline.depth + 1) * pipeline.groups_per_step, times filter.oversample.
     store_share: share of a node's object store that the shards on it may fill.
     lease_s: how long a stage may be silent about a group before it is handed out again, s; a
         stage that works renews its leases.

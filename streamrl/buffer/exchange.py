@@ -35,11 +35,23 @@ class Commit(msgspec.Struct, frozen=True, eq=False):
     info: GroupInfo | None = None
 
 
+class Farewell(msgspec.Struct, frozen=True):
+    """A group that will not be trained, and of which the coordinator is yet to hear.
+
+    `info` is there if it was generated.
+    """
+
+    uid: str
+    how: Ended
+    info: GroupInfo | None
+
+
 @dataclass(frozen=True)
 class ShardStats:
     """What a shard reports: mean groups waiting per stage since the last step, and sizes.
 
-    `counts` are redelivered, hedged and refused leases since the last step; `fsync_s` the time
+    `counts` are redelivered, hedged and refused leases since the last step, of the last only those
+    that some fault is behind; `fsync_s` the time
     spent in fsync since then; `cpu_s` its process's processor time since it began.
     """
 

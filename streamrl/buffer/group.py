@@ -142,6 +142,15 @@ class ReadyLine:
         del self._groups[group.order]
         del self._orders[bisect.bisect_left(self._orders, group.order)]
 
+    def update(self, groups: Iterable[Group], is_ready: Callable[[Group], bool]) -> bool:
+        """Have those of `groups` in line that are ready, and no others; whether it is longer now,
+        or shorter."""
+        before = len(self)
+        for group in groups:
+            if is_ready(group) != (group in self):
+                (self.remove if group in self else self.add)(group)
+        return len(self) != before
+
     def first(self, count: int) -> list[Group]:
         """At most so many from the head of the line; they stay in it."""
         return [self._groups[order] for order in self._orders[:count]]
@@ -243,6 +252,7 @@ class GroupBook:
         self.is_sealed = False
         self.is_damaged = False
         self._order = 0
+        self._excused: OrderedDict[int, None] = OrderedDict()
         self._apply = {
             "open": self._open,
             "admit": self._admit,
@@ -263,6 +273,22 @@ class GroupBook:
         """Whether the group is here, or has come and gone in this session."""
         return uid in self.groups or uid in self._admitted
 
+    def excuses(self, lease: Lease) -> bool:
+        """Whether it took no fault for the work under a lease to become useless; told once."""
+        return self._excused.pop(lease.token, lease) is None
+
+    def excuse(self, leases: Iterable[Held]) -> None:
+        """Work under these leases is of no use any more, and whoever has them is not to blame."""
+        self._excused.update((held.lease.token, None) for held in leases)
+        while len(self._excused) > REMEMBERED:
+            self._excused.popitem(last=False)
+
+    def _excuse_all(self, group: Group) -> None:
+        """The group ends or leaves while some may be at work on it."""
+        for stage, held in group.leases.items():
+            if stage != self.last_stage:
+                self.excuse(held)
+
     def leased(self, lease: Lease) -> Group | None:
         """The group of a lease, if it is still good."""
         group = self.groups.get(lease.uid)
@@ -270,7 +296,8 @@ class GroupBook:
 
     def is_ready(self, group: Group, stage: str) -> bool:
         """Whether a stage may take the group. The last one is handed those that ended, too."""
-        if stage in group.leases or stage in group.parts or stage in group.committing:
+        is_taken = stage in group.leases or stage in group.parts or stage in group.committing
+        if is_taken or group.uid not in self.groups:
             return False
         if group.ended is not None:
             return stage == self.last_stage
@@ -354,6 +381,7 @@ class GroupBook:
             return []
         names = ("cause", "reason", "filtered")
         group.ended = Ended(**{name: record.meta[name] for name in names})
+        self._excuse_all(group)
         group.clear()
         return [group]
 
@@ -361,6 +389,7 @@ class GroupBook:
         self.version = max(self.version, record.meta["version"])
         found = [self.groups.pop(uid) for uid in record.meta["uids"] if uid in self.groups]
         for group in found:
+            self._excuse_all(group)
             if self.keeps_retired or group.is_on_disk:
                 self.retired[group.uid] = {s: _shed(p) for s, p in group.parts.items()}
         return found

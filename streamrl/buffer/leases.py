@@ -182,6 +182,14 @@ class LeaseDesk:
             if one.taken_at <= now - age_s
         ]
 
+    def still_out(self, found: Sequence[Overdue]) -> Iterator[tuple[Overdue, Group, Lease]]:
+        """Those of overdue work that are where they were, with their leases."""
+        for one in found:
+            group = self._book.groups.get(one.uid)
+            held = group.held(one.stage, one.token) if group else None
+            if group and held:
+                yield one, group, held.lease
+
     def next_change(self, stage: str) -> float:
         """When waiting for work of a stage is next worth another look."""
         expiry = self._expiries[0][0] if self._expiries else float("inf")

@@ -10,6 +10,8 @@ import asyncio
 import itertools
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from streamrl.buffer import group as transitions
@@ -17,7 +19,8 @@ from streamrl.buffer.blob import Blob, join, size_of
 from streamrl.buffer.config import Bounds, QueueConfig
 from streamrl.buffer.contract import Contract
 from streamrl.buffer.entrance import Arrival, Entrance
-from streamrl.buffer.exchange import Commit, Grant, ShardStats
+from streamrl.buffer.exchange import Commit, Farewell, Grant, ShardStats
+from streamrl.buffer.farewells import Farewells
 from streamrl.buffer.figures import Figures
 from streamrl.buffer.group import Group, GroupBook, Part, ReadyLine
 from streamrl.buffer.journal import Log, NoLog
@@ -54,6 +57,7 @@ class Shard:
         self._store = store
         self._ready = {stage: ReadyLine() for stage in book.stages}
         self._wake = {stage: asyncio.Event() for stage in book.stages}
+        self._farewells = Farewells()
         self._takers: Counter[str] = Counter()
         self._deaths: Counter[str] = Counter()
         self._asked: dict[tuple[str, str], object] = {}
@@ -73,9 +77,8 @@ class Shard:
     async def admit(self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float) -> list[str]:
         """Take in prompts: uid, pickled prompt, version. Returns the uids that are in.
 
-        Those are as many as there is room for, and one at least: the call blocks while the shard
-        is full, and raises DeadlineError if there is no room within `wait_s`. A uid that is here
-        already, or was in this session, is passed over: its admission was repeated.
+        Those are as many as there is room for, and one at least: DeadlineError says that there was
+        none within `wait_s`. A uid that was here before in this session is passed over.
         """
         arrivals = [Arrival(entry[0], [transitions.admitted(*entry)]) for entry in entries]
         return await self._entrance.admit(arrivals, self._clock() + wait_s)
@@ -90,7 +93,9 @@ class Shard:
         if any(groups.values()):
             # They came in by half when a predecessor was killed over it, or by an earlier call
             # whose answer got lost: what that one wrote must be safe before this one answers.
-            half = [commit for commit in commits if _start(commit, groups[commit.lease.uid])]
+            half = [
+                commit for commit in commits if _start(self._book, commit, groups[commit.lease.uid])
+            ]
             await self._accept(half)
             await self._log.append([])
         arrivals = [
@@ -129,9 +134,8 @@ class Shard:
         if not chosen:
             return []
         record = self._desk.draft(chosen, request)
-        self._figures.counts["redelivered"] += sum(
-            attempt > 1 for _, _, attempt in record.meta["grants"]
-        )
+        attempts = [attempt for *_, attempt in record.meta["grants"]]
+        self._figures.counts["redelivered"] += sum(attempt > 1 for attempt in attempts)
         self._post(record)
         given = [(group, group.leases[stage][-1]) for group in chosen]
         self._desk.watch([held for _, held in given])
@@ -160,10 +164,8 @@ class Shard:
                 return []
             self._wake[stage].clear()
             pause = min(deadline, self._desk.next_change(stage)) - now
-            try:
+            with suppress(TimeoutError):
                 await asyncio.wait_for(self._wake[stage].wait(), max(pause, 0.001))
-            except TimeoutError:
-                continue
 
     async def put(self, commits: Sequence[Commit]) -> list[str]:
         """Take finished work; returns the uids whose lease was no longer good.
@@ -176,12 +178,12 @@ class Shard:
         for commit in commits:
             if group := self._book.leased(commit.lease):
                 self._contract.check_commit(commit, _info(commit, group))
-        good = [c for c in commits if _start(c, self._book.leased(c.lease))]
+        good = [c for c in commits if _start(self._book, c, self._book.leased(c.lease))]
         await self._accept(good)
         accepted = {id(commit) for commit in good}
-        refused = [commit.lease.uid for commit in commits if id(commit) not in accepted]
-        self._figures.counts["refused"] += len(refused)
-        return refused
+        refused = [commit.lease for commit in commits if id(commit) not in accepted]
+        self._figures.counts["refused"] += sum(not self._book.excuses(one) for one in refused)
+        return [lease.uid for lease in refused]
 
     async def _accept(self, commits: Sequence[Commit]) -> None:
         if not commits:
@@ -233,6 +235,14 @@ class Shard:
 
     # What the coordinator asks for.
 
+    def uids_with(self, column: str) -> list[str]:
+        """The groups that have a column."""
+        return [group.uid for group in self._book.groups.values() if column in group.columns]
+
+    async def ended(self, *, wait_s: float) -> list[Farewell]:
+        """The groups that have ended and not left; none if there is none within `wait_s`."""
+        return await self._farewells.wait(self._book.groups.values(), wait_s)
+
     async def leave(self, uids: Sequence[str], version: int) -> None:
         """These groups leave the queue; `version` is trained from now on. May be repeated.
 
@@ -270,12 +280,9 @@ class Shard:
 
     def take_back(self, found: Sequence[Overdue]) -> None:
         """Work that is overdue is handed out anew."""
-        for one in found:
-            group = self._book.groups.get(one.uid)
-            held = group.held(one.stage, one.token) if group else None
-            if group and held:
-                reason = f"{one.holder} had it for {one.age_s:.0f} s (pipeline.stall_s)"
-                self._give_back(group, held.lease, Ended(f"{one.stage}_stalled", reason))
+        for one, group, lease in self._desk.still_out(found):
+            reason = f"{one.holder} had it for {one.age_s:.0f} s (pipeline.stall_s)"
+            self._give_back(group, lease, Ended(f"{one.stage}_stalled", reason))
 
     def whereabouts(self, uids: Sequence[str]) -> dict[str, str]:
         """For each of `uids` held here, one phrase: which stages hold or await it, for how long."""
@@ -303,19 +310,15 @@ class Shard:
 
     def _refresh(self, groups: Collection[Group]) -> None:
         """Bring the ready lines and the bytes in line with groups that have just changed."""
-        book = self._book
         for stage, ready in self._ready.items():
-            before = len(ready)
-            for group in groups:
-                is_ready = group.uid in book.groups and book.is_ready(group, stage)
-                if is_ready != (group in ready):
-                    (ready.add if is_ready else ready.remove)(group)
-            if len(ready) != before:
+            if ready.update(groups, partial(self._book.is_ready, stage=stage)):
                 self._figures.depth.observe(stage, len(ready), self._clock())
             if ready:
                 self._wake[stage].set()
         for group in groups:
             self._entrance.charge(group)
+            if group.ended is not None:
+                self._farewells.notice()
 
     def _give_back(self, group: Group, lease: Lease, how: Ended, *, is_final: bool = False) -> None:
         self._post(transitions.given_back(lease, failed=True))
@@ -330,13 +333,15 @@ class Shard:
             self._give_back(group, lease, Ended(f"{lease.stage}_lease_expired", reason))
 
 
-def _start(commit: Commit, group: Group | None) -> bool:
+def _start(book: GroupBook, commit: Commit, group: Group | None) -> bool:
     """Whether this work is still wanted; from here on no other commit for it is taken."""
     stage = commit.lease.stage
     if group is None or group.ended or stage in group.parts or stage in group.committing:
         return False
     group.committing.add(stage)
-    group.leases.pop(stage, None)
+    held = group.leases.pop(stage, [])
+    # Whoever had it as well, by queue.hedge_s, is merely second.
+    book.excuse(one for one in held if one.lease.token != commit.lease.token)
     return True
 
 

@@ -12,6 +12,7 @@ from streamrl.config import RunConfig, with_settings
 from streamrl.dataflow import COST, CRITIC, MOVED, REWARD
 from streamrl.errors import ConfigError
 from streamrl.placement import Cluster, Timings
+from streamrl.rewards.filtering import AUTO
 
 LEAST_ERROR = 0.02
 """What a simulation says is never taken for better than this."""
@@ -89,12 +90,38 @@ def loads(measured: Measured) -> list[StageLoad]:
     return sorted(found, key=lambda load: -load.busy)
 
 
+@dataclass(frozen=True)
+class FilterCost:
+    """What a filter takes of a run's groups, and the time that goes into these in a step.
+
+    Of a run that says nothing of it, as one of an older streamrl, only the share is known.
+    oversample: prompts that were admitted for each place.
+    """
+
+    share: float
+    generate_s: float
+    score_s: float
+    oversample: float
+
+
+def filter_cost(measured: Measured) -> FilterCost:
+    """Return what the filter takes and costs, as means of the steps."""
+    names = {"filter/generate_s": 0.0, "filter/score_s": 0.0, "filter/oversample": 1.0}
+    means = []
+    for name, default in names.items():
+        found = [step.row[name] for step in measured.steps if step.row.get(name) is not None]
+        means.append(statistics.fmean(found) if found else default)
+    return FilterCost(measured.filtered, *means)
+
+
 def ways(config: RunConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """One replica more of each stage, other splits of the same devices, other bounds."""
     keys = _replicas(config)
     for what, (key, count, unit) in keys.items():
         yield f"one more {what}", {key: count + unit}
     yield from _splits(config)
+    if config.filter.is_on and config.filter.oversampling is not None:
+        yield "as many more prompts as the filter takes", {"filter.oversample": AUTO}
     bound = config.pipeline.max_staleness
     for other in (bound - 1, bound + 1, bound + 2):
         if other >= 0:

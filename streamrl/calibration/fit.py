@@ -16,7 +16,7 @@ from streamrl.calibration.clocks import WorkClock
 from streamrl.calibration.lines import Fit, fit_line, fit_median
 from streamrl.calibration.measured import Measured
 from streamrl.calibration.sampling import COEFFICIENTS, Asked, fit_sampling, sampled_with
-from streamrl.dataflow import GENERATE, GREEDY, POLICY, Call, Kind
+from streamrl.dataflow import GENERATE, GREEDY, POLICY, VERDICT, Call, Kind
 from streamrl.placement import (
     GeneratorTiming,
     ScoreTiming,
@@ -289,7 +289,9 @@ class _Fitting:
 
     def _hop(self) -> float:
         """From a stage to the next, where that one waits for it: the mean of both kinds of hops."""
-        kinds = [*(self._to_score(c) for c in self._config.dataflow.of_kind(Kind.SCORE))]
+        # Others wait for the verdict of a filter on what is generated.
+        calls = [c for c in self._config.dataflow.of_kind(Kind.SCORE) if VERDICT not in c.needs]
+        kinds = [self._to_score(call) for call in calls]
         if not self._config.pipeline.lead:
             kinds.append(self._to_train())
         fits = [fit_median(gaps) for gaps in map(self._least, kinds) if gaps]

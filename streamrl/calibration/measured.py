@@ -373,8 +373,14 @@ def _steady(
     lead, found = config.pipeline.lead, []
     warm_up = max(lead + SETTLING_STEPS, config.critic.warmup_alone)
     saves = [span for span in spans if span.name == "save"]
-    left_out = {"to warm up": 0, "after the last prompt": 0, "evaluated or saved": 0}
-    evaluated = False
+    reasons = (
+        "to warm up",
+        "after the last prompt",
+        "evaluated or saved",
+        "no longer in the trace",
+    )
+    left_out = dict.fromkeys(reasons, 0)
+    evaluated, traced_s = False, min(span.start_s for span in spans)
     for step, since_start in steps:
         disturbed = evaluated or any(
             save.start_s < step.end_s and step.start_s < save.end_s for save in saves
@@ -384,6 +390,8 @@ def _steady(
             left_out["to warm up"] += 1
         elif step.version > config.run.steps - 1 - lead:
             left_out["after the last prompt"] += 1
+        elif step.start_s < traced_s:
+            left_out["no longer in the trace"] += 1
         elif disturbed:
             left_out["evaluated or saved"] += 1
         else:

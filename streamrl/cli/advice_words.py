@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from streamrl.calibration.advice import Advice, Option, StageLoad, loads
+from streamrl.calibration.advice import Advice, Option, StageLoad, filter_cost, loads
 from streamrl.calibration.measured import Machine, Measured
 from streamrl.calibration.prediction import Figures
 
@@ -11,6 +11,8 @@ NEXT_TO_NOTHING = 0.25
 """Cores: what a driver and the processes of Ray take."""
 ALWAYS = 0.9
 """A stage that is busy for more of the time has next to none to spare."""
+ENOUGH = 0.7
+"""Groups that are kept for each place of a step, of those admitted at first: more fill it."""
 
 
 def run_as_json(measured: Measured) -> dict[str, Any]:
@@ -22,6 +24,7 @@ def run_as_json(measured: Measured) -> dict[str, Any]:
         "cores": vars(measured.machine),
         "bound_by": busiest[0].stage,
         "stages": {load.stage: {"busy": load.busy, "depth": load.depth} for load in busiest},
+        "filter": vars(filter_cost(measured)),
         "measured": vars(Figures.of(measured)),
     }
 
@@ -53,6 +56,7 @@ def describe_run(measured: Measured) -> list[str]:
         f" staleness {measured.staleness_mean:.2g}" + (f"; left out: {out}" if out else ""),
         f"bound by    {_bound(busiest[0])}",
         *_loads(busiest),
+        *_filter(measured),
     ]
 
 
@@ -84,6 +88,22 @@ def _bound(first: StageLoad) -> str:
     depth = "" if first.depth is None else f"; {first.depth:.2g} groups wait for it"
     alone = "" if first.busy > ALWAYS else "; no stage is always busy: they wait for one another"
     return f"{first.stage}, busy {first.busy:.0%} of the time{depth}{alone}"
+
+
+def _filter(measured: Measured) -> Iterable[str]:
+    """What the filter takes and costs; and what may be done about it."""
+    cost = filter_cost(measured)
+    if not cost.share:
+        return
+    yield (
+        f"filter      takes {cost.share:.0%} of the groups: {cost.generate_s:.3g} s of generation"
+        f" and {cost.score_s:.3g} s of scoring in a step of {measured.mean_step_s:.3g} s"
+    )
+    if cost.oversample * (1 - cost.share) < ENOUGH:
+        yield (
+            f"            {cost.oversample:.3g} prompts are admitted for each place, and one in"
+            f" {1 / (1 - cost.share):.3g} is kept: filter.oversample=auto fills a step in one round"
+        )
 
 
 def _loads(busiest: Iterable[StageLoad]) -> Iterable[str]:

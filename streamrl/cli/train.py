@@ -349,6 +349,7 @@ def _facts(config: RunConfig, resume: ResumePoint | None) -> RunFacts:
         num_steps=config.run.steps,
         max_staleness=config.pipeline.max_staleness,
         resume_step=resume.version if resume else None,
+        has_filter=config.filter.is_on,
     )
 
 

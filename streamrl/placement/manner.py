@@ -8,7 +8,8 @@ from streamrl.placement.config import SLICE_S
 @dataclass(frozen=True)
 class Manner:
     """As in a run's config: pipeline.depth and pipeline.on_stale, placement.slice_s,
-    weights.publish_every and, of a reference that moves, reference.every.
+    weights.publish_every, of a reference that moves reference.every, and filter.oversample, which
+    is null for auto.
 
     A plan chooses the depth itself, as the bound of staleness.
     """
@@ -18,6 +19,7 @@ class Manner:
     slice_s: float = SLICE_S
     publish_every: int = 1
     reference_every: int = 1
+    oversample: float | None = 1.0
 
     def lead(self, max_staleness: int) -> int:
         """Steps that generation may be ahead of training."""

@@ -19,6 +19,7 @@ from streamrl.rewards.numbers import shown
 from streamrl.settings import read_settings
 from streamrl.user_module import find_function
 
+AUTO = "auto"
 #: What a user's function may ask for, by name.
 OFFERED = ("prompt", "scores", "rewards")
 
@@ -31,11 +32,14 @@ class FilterConfig:
         lie inside the open interval (low, high); function: what the user's function says.
     max_filter_rounds: the run ends with an error when this many steps' worth of groups were
         filtered for one step.
+    oversample: prompts that are admitted for each place of a step while nobody knows what the
+        filter makes of them; auto: as many as it took lately for one group to be kept.
     options: of the kind, low and high, or path and function; they may stand beside these.
     """
 
     kind: str = "none"
     max_filter_rounds: int = 10
+    oversample: int | float | str = 1
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -51,6 +55,28 @@ class FilterConfig:
             raise ConfigError(
                 f"filter.max_filter_rounds={self.max_filter_rounds}: must be 1 or more"
             )
+        self._check_oversample()
+
+    def _check_oversample(self) -> None:
+        value = self.oversample
+        is_number = not isinstance(value, str) and math.isfinite(value) and value >= 1
+        if value != AUTO and not is_number:
+            raise ConfigError(f"filter.oversample={value}: must be a number from 1 on, or {AUTO}")
+        if value != 1 and not self.is_on:
+            raise ConfigError(
+                f"filter.oversample={value}: means nothing to filter.kind=none: all groups that"
+                " are sampled are trained"
+            )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether groups may be taken out."""
+        return self.kind != "none"
+
+    @property
+    def oversampling(self) -> float | None:
+        """Prompts for a place; None for auto."""
+        return None if isinstance(self.oversample, str) else float(self.oversample)
 
 
 @dataclass

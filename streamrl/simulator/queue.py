@@ -7,14 +7,15 @@ its share of those that are ready while others of the stage wait, too.
 import asyncio
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from streamrl.buffer import ShardStats
 from streamrl.buffer.client import REQUEST_WAIT_S
 from streamrl.buffer.depth import DepthMeter
-from streamrl.dataflow import Dataflow, Kind
+from streamrl.buffer.exchange import Farewell
+from streamrl.dataflow import VERDICT, Dataflow, Kind
 from streamrl.messages import Ended, Experience, GroupInfo, Lease, Prompt
 from streamrl.simulator.machine import Clerk, Machine
 
@@ -84,7 +85,8 @@ class Line:
 
     def remove(self, groups: Sequence[Group]) -> None:
         """Groups have ended: nobody is given them any more."""
-        self.ready = [entry for entry in self.ready if entry[1] not in groups]
+        gone = {group.order for group in groups}
+        self.ready = [entry for entry in self.ready if entry[0] not in gone]
         heapq.heapify(self.ready)
 
     def ask(self, taker: Taker, now: float) -> None:
@@ -158,7 +160,7 @@ class StreamQueue:
             for call in dataflow.takers
         }
         self._whole = {call.stage for call in dataflow.of_kind(Kind.SCORE) if not streamed}
-        self._judge = makers.get("scores", "")
+        self._judge = makers.get(VERDICT, "")
         # A group comes in, is given to each stage and comes back, and is trained.
         entries = 2 * (len(dataflow.calls) - len(dataflow.trained)) + 2
         self._entry_s = books_s / entries
@@ -169,6 +171,7 @@ class StreamQueue:
         self._num_admitted = 0
         self._redelivered = 0
         self._arrived: asyncio.Future[None] | None = None
+        self._one_ended: asyncio.Future[None] | None = None
         self._trainable: list[Group] = []
         self._depth = DepthMeter(self._lines, self._loop.time())
 
@@ -235,6 +238,8 @@ class StreamQueue:
         for line in self._lines.values():
             line.remove(filtered)
         self._trainable += filtered
+        if self._one_ended is not None and not self._one_ended.done():
+            self._one_ended.set_result(None)
         self._match(self._lines[self._last])
 
     def _ready(self, line: Line, group: Group) -> None:
@@ -271,7 +276,12 @@ class StreamQueue:
     # What the loops ask for.
 
     async def admit(
-        self, prompts: Sequence[Prompt], version: int, *, wait_s: float = math.inf
+        self,
+        prompts: Sequence[Prompt],
+        version: int,
+        *,
+        wait_s: float = math.inf,
+        on_entered: Callable[[Collection[str]], None] = lambda uids: None,
     ) -> None:
         """Prompts come in."""
         now, lines = self._loop.time(), [one for one in self._lines.values() if not one.needs]
@@ -282,6 +292,7 @@ class StreamQueue:
             for line in lines:
                 line.add(group)
         self._clerk.work(len(prompts) * self._entry_s)
+        on_entered([prompt.uid for prompt in prompts])
         for line in lines:
             self._match(line)
 
@@ -308,6 +319,23 @@ class StreamQueue:
             for group in taken
         ]
 
+    async def uids_with(self, column: str) -> list[str]:
+        """The groups that have the column of the filter's verdict."""
+        assert column == VERDICT, column
+        await self._machine.until(self._machine.now + self._hop_s)
+        return [uid for uid, group in self.groups.items() if self._judge in group.done]
+
+    async def ended(self, *, wait_s: float) -> list[Farewell]:
+        """All groups that have ended and were not taken yet; waits for one."""
+        if not any(group.ended for group in self._trainable):
+            self._one_ended = self._loop.create_future()
+            await self._one_ended
+        return [
+            Farewell(group.uid, group.ended, group.info)
+            for group in self._trainable
+            if group.ended is not None
+        ]
+
     def offer_again(self) -> None:
         """Whoever trained is no more: all that is ready is there for the next one."""
         needs = self._lines[self._last].needs
@@ -318,8 +346,12 @@ class StreamQueue:
     async def leave(self, uids: Sequence[str], version: int) -> None:
         """These groups are trained or ended."""
         self.version = max(self.version, version)
-        for uid in uids:
-            self.groups.pop(uid, None)
+        left = [self.groups.pop(uid) for uid in uids if uid in self.groups]
+        self._trainable = [group for group in self._trainable if group.uid in self.groups]
+        needs = self._lines[self._last].needs
+        surplus = [one for one in left if one.ended is None and not needs <= one.done]
+        for line in self._lines.values() if surplus else ():
+            line.remove(surplus)
 
     async def end_step(self, uids: Sequence[str], version: int) -> ShardStats:
         """As `leave`; the figures of the step that has ended."""

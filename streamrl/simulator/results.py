@@ -223,6 +223,7 @@ class Simulated:
                 start_s=start_s,
                 end_s=end_s,
                 max_staleness=self.max_staleness,
+                filtered=outcome.filtered,
             )
         )
         return {**row, **dict.fromkeys(missing_names(row), NAN)}

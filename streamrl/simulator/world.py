@@ -13,6 +13,7 @@ from typing import cast
 from streamrl.algorithms import ALGORITHMS, AlgorithmConfig
 from streamrl.algorithms.dials import Dials
 from streamrl.buffer import Admission, ExperienceQueue, Ledger, StepAssembler
+from streamrl.buffer.oversampling import MOST, Oversampling
 from streamrl.control import Control
 from streamrl.dataflow import GENERATE, MOVED, POLICY, Kind
 from streamrl.faces import DeviceLease, Stage, StepOutcome
@@ -134,18 +135,23 @@ class World:
     def _make_control(self, publishing: Publishing, version: int) -> Control:
         scenario = self.scenario
         config, per_step = scenario.pipeline, scenario.workload.groups_per_step
+        factor = scenario.manner.oversample
+        oversampling = Oversampling(factor, groups_per_step=per_step)
+        most = MOST if factor is None else factor
         admission = Admission(
             self._books.ledger,
             depth=config.lead,
             groups_per_step=per_step,
-            capacity_groups=(config.lead + 1) * per_step,
+            capacity_groups=math.ceil(most * (config.lead + 1) * per_step),
             total_groups=scenario.steps * per_step,
             version=version,
+            oversampling=oversampling,
         )
         assembler = StepAssembler(
             max_staleness=config.max_staleness,
             groups_per_step=per_step,
             drops_stale=config.on_stale == "drop",
+            oversampling=oversampling,
         )
         self._books.steps = {v: step for v, step in self._books.made.items() if v >= version}
         settings = AlgorithmConfig().settings(max_length=1, reward_weights={})

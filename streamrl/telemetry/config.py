@@ -37,7 +37,8 @@ class TelemetryConfig:
     wandb: Weights & Biases, see WandbConfig.
     console: live (a view that is redrawn), plain (a line per step), none, or auto, which is live on
         a terminal and plain elsewhere.
-    trace: whether to write trace.json, the spans of every process (for Perfetto).
+    trace: whether to write trace.json, the spans of every process (for Perfetto); of a long run
+        the latest, some of them in trace.earlier.json beside it.
     """
 
     wandb: WandbConfig = field(default_factory=WandbConfig)

@@ -4,6 +4,7 @@ The live view of a terminal is in live.py; both print evaluations, events and lo
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from rich.text import Text
 from streamrl.telemetry.contract import Row
 from streamrl.telemetry.progress import (
     DEPTH,
+    FILTER_COSTS,
     IDLE,
     Progress,
     RunFacts,
@@ -186,16 +188,25 @@ def _columns(progress: Progress) -> list[tuple[str, str, int]]:
     depths = " ".join(f"{number_text(get(DEPTH + stage), 0):>3}" for stage in stages)
     idles = " ".join(f"{number_text(get(IDLE + stage) * 100, 0):>3}" for stage in stages)
     staleness = f"{number_text(get('staleness/mean'), 1)}/{number_text(get('staleness/max'), 0)}"
+    filtered = [("filtered", " ".join(filter_texts(progress)), 11)] if facts.has_filter else []
     return [
         ("step", f"{progress.step}/{num_steps}", 2 * len(num_steps) + 1),
         ("reward", number_text(get("reward/mean")), 7),
         ("stale", staleness, 6),
+        *filtered,
         ("queue", depths, max(len(depths), 5)),
         ("idle %", idles, max(len(idles), 6)),
         ("tok/s", number_text(get("throughput/tokens_per_s"), 0), 6),
         ("step s", number_text(get("time/step_s"), 1), 6),
         ("left", duration_text(progress.left_s()), 7),
     ]
+
+
+def filter_texts(progress: Progress) -> tuple[str, str]:
+    """The share that was filtered in the last step, and the time it took: "88%", "12.1s"."""
+    share = progress.get("filter/share")
+    seconds = sum(progress.get(name) for name in FILTER_COSTS)
+    return f"{share:.0%}" if math.isfinite(share) else "-", f"{number_text(seconds, 1)}s"
 
 
 def summary_table(progress: Progress, wall_s: float, summary: Fields) -> Table:
@@ -213,6 +224,7 @@ def summary_table(progress: Progress, wall_s: float, summary: Fields) -> Table:
     since = " since the resume" if facts.resume_step is not None else ""
     rows.append(("wall time", duration_text(wall_s) + since))
     rows.append(("tokens", f"{progress.tokens:,.0f}"))
+    rows.append(("filtered", progress.filter_line()))
     rows.append(("ledger", progress.ledger_line()))
     rows += [(name, str(value)) for name, value in summary.items()]
     for label, text in rows:

@@ -139,6 +139,12 @@ METRICS: tuple[Metric, ...] = (
     Metric("queue/redelivered", "groups", "groups handed out again in the step, as work came back"),
     Metric("queue/hedged", "groups", "groups given to a second holder as well, in the step"),
     Metric("queue/refused", "groups", "late or double commits that were refused in the step"),
+    Metric("filter/share", "fraction", "groups that were filtered of those filtered or trained"),
+    Metric(
+        "filter/generate_s", "s", "of time/generate_s: what went into groups that were filtered"
+    ),
+    Metric("filter/score_s", "s", "the same of the time the reward's scorers computed in the step"),
+    Metric("filter/oversample", "", "prompts that were admitted for each place of a step"),
     Metric("journal/bytes", "bytes", "size of the shards' journals on the disk"),
     Metric("journal/fsync_s", "s", "time the shards spent in fsync, added up, in the step"),
     Metric("staleness/mean", "versions", "mean staleness of the tokens trained in the step"),

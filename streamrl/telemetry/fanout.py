@@ -21,7 +21,7 @@ from streamrl.telemetry.sinks import (
     read_jsonl,
 )
 from streamrl.telemetry.spans import Span
-from streamrl.telemetry.trace import TraceSink
+from streamrl.telemetry.trace import MOST_BYTES, TraceSink
 from streamrl.telemetry.wandb_sink import WandbSink, saved_run_id
 
 
@@ -104,7 +104,9 @@ def make_sinks(
         sinks.append(
             WandbSink(facts.run_dir, config.wandb, run_name=facts.name, resume_id=resume_id)
         )
-    trace = TraceSink(facts.run_dir, resume=resumed) if config.trace else None
+    trace = None
+    if config.trace:
+        trace = TraceSink(facts.run_dir, resume=resumed, most_bytes=MOST_BYTES)
     return Fanout(sinks, console=make_console(config.console, facts, console), trace=trace)
 
 

@@ -16,7 +16,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from streamrl.telemetry.console import RunConsole
+from streamrl.telemetry.console import RunConsole, filter_texts
 from streamrl.telemetry.contract import Row
 from streamrl.telemetry.progress import (
     DEPTH,
@@ -155,6 +155,11 @@ def _metrics(progress: Progress) -> RenderableType:
     tokens = number_text(get("throughput/tokens_per_s"), 0)
     step_s = number_text(get("time/step_s"), 1)
     grid.add_row(" tokens/s", tokens, Text(f"{step_s} s per step", style="dim"))
+    if progress.facts.has_filter:
+        share, seconds = filter_texts(progress)
+        factor = number_text(get("filter/oversample"), 1)
+        taken = f"{seconds} of generation and scoring, {factor} prompts for a place"
+        grid.add_row(" filtered", share, Text(taken, style="dim"))
     publish_s, pull_s = (number_text(get(f"weights/{n}"), 2) for n in ("publish_s", "pull_s"))
     moved = Text(f"publish {publish_s} s, pull {pull_s} s", style="dim")
     grid.add_row(" weights", f"v{number_text(get('weights/version'), 0)}", moved)

@@ -14,6 +14,7 @@ from pathlib import Path
 from streamrl.telemetry.contract import Histogram, Row
 
 DEPTH, IDLE, EVAL, LEDGER = "queue/depth/", "idle/", "eval/", "ledger/"
+FILTER_COSTS = ("filter/generate_s", "filter/score_s")
 BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _RECENT_STEPS = 10
 
@@ -23,7 +24,8 @@ class RunFacts:
     """What is known of a run before its first step.
 
     `num_steps` counts the steps of the whole run, `max_staleness` is in versions; `resume_step` is
-    the last step of the checkpoint that a resumed run starts from, else None.
+    the last step of the checkpoint that a resumed run starts from, else None. `has_filter` says
+    whether groups may be taken out.
     """
 
     name: str
@@ -31,6 +33,7 @@ class RunFacts:
     num_steps: int
     max_staleness: int
     resume_step: int | None = None
+    has_filter: bool = False
 
 
 @dataclass
@@ -48,6 +51,7 @@ class Progress:
     last_evals: dict[str, float] = field(default_factory=dict)
     stages: list[str] = field(default_factory=list)
     tokens: float = 0.0
+    filtered_s: dict[str, float] = field(default_factory=dict)
     recent_step_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT_STEPS))
 
     def __post_init__(self) -> None:
@@ -69,6 +73,10 @@ class Progress:
             self.recent_step_s.append(step_s)
             tokens = numbers.get("throughput/tokens_per_s", 0.0) * step_s
             self.tokens += tokens if math.isfinite(tokens) else 0.0
+        for name in FILTER_COSTS:
+            seconds = numbers.get(name, 0.0)
+            if math.isfinite(seconds):
+                self.filtered_s[name] = self.filtered_s.get(name, 0.0) + seconds
         self._add_stages(numbers)
         evals = {name: value for name, value in part(numbers, EVAL).items() if "/" not in name}
         self.last_evals.update(evals)
@@ -101,6 +109,18 @@ class Progress:
         steps_left = max(self.facts.num_steps - self.step, 0)
         total_s = steps_left * statistics.median(self.recent_step_s)
         return max(total_s - since_step_s, 0.0)
+
+    def filter_line(self) -> str:
+        """What the filter has taken so far, and the time that went into it; empty for nothing."""
+        filtered, trained = (self.get(LEDGER + name) for name in ("filtered", "trained"))
+        if not filtered > 0:
+            return ""
+        generate_s, score_s = (self.filtered_s.get(name, 0.0) for name in FILTER_COSTS)
+        return (
+            f"{filtered:,.0f} of {filtered + trained:,.0f} groups"
+            f" ({filtered / (filtered + trained):.0%}), which took {generate_s:.1f} s of generation"
+            f" and {score_s:.1f} s of scoring"
+        )
 
     def ledger_line(self) -> str:
         """The conservation law with its numbers; "!=" shows that it does not hold."""

@@ -3,11 +3,13 @@
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from streamrl.buffer.books import TrainedGroup
 from streamrl.buffer.exchange import ShardStats
 from streamrl.buffer.ledger import LedgerCounts
+from streamrl.dataflow import GENERATE, REWARD
+from streamrl.faces import FilterTally
 from streamrl.telemetry.contract import METRICS, STALENESS_HISTOGRAM, Histogram
 from streamrl.telemetry.spans import Span, busy_s, idle_fraction
 
@@ -56,6 +58,7 @@ class StepFacts:
     start_s: float
     end_s: float
     max_staleness: int
+    filtered: FilterTally = field(default_factory=FilterTally)
 
 
 def step_row(facts: StepFacts) -> dict[str, float | Histogram]:
@@ -67,6 +70,7 @@ def step_row(facts: StepFacts) -> dict[str, float | Histogram]:
     row |= _rollouts(facts)
     row |= _staleness(facts)
     row |= _queue(facts)
+    row |= _filter(facts)
     row |= _time(facts)
     return {**row, **facts.metrics}
 
@@ -130,6 +134,28 @@ def _queue(facts: StepFacts) -> dict[str, float | Histogram]:
         **{f"queue/{name}": count for name, count in facts.queue.counts.items()},
         "journal/bytes": facts.queue.journal_bytes,
         "journal/fsync_s": facts.queue.fsync_s,
+    }
+
+
+def _filter(facts: StepFacts) -> dict[str, float | Histogram]:
+    """What the filter took, and the time that went into it: by its share of the tokens.
+
+    Spans do not say it: groups are sampled side by side, and scored in batches.
+    """
+    tally, infos = facts.filtered, [group.info for group in facts.groups]
+    sampled = sum(info.num_loss_tokens for info in infos) + tally.sampled_tokens
+    tokens = sum(info.num_tokens for info in infos) + tally.tokens
+    generate_s, score_s = (
+        _busy(facts.activity[stage], facts) / facts.activity[stage].most_processes
+        if stage in facts.activity
+        else 0.0
+        for stage in (GENERATE.stage, REWARD.stage)
+    )
+    return {
+        "filter/share": tally.groups / (tally.groups + len(infos)),
+        "filter/generate_s": generate_s * tally.sampled_tokens / sampled,
+        "filter/score_s": score_s * tally.tokens / tokens,
+        "filter/oversample": tally.oversample,
     }
 
 

@@ -3,12 +3,16 @@
 The file is a JSON array in the Trace Event Format, one event per line. New events overwrite the
 closing bracket in one write and put it back, so that the file can be opened while the run goes on,
 and what a crash leaves can be opened as well.
+
+A run may take days. Once the file has half of what a trace may take it becomes the earlier part, in
+the place of the one before, and a new one is begun: each opens by itself.
 """
 
 import json
+import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,9 @@ from streamrl.telemetry.sinks import Fields, json_fields
 from streamrl.telemetry.spans import Span
 
 TRACE_FILE = "trace.json"
+EARLIER_FILE = "trace.earlier.json"
+MOST_BYTES = 512_000_000
+"""Of a run's trace, both parts: as much as can still be opened, some 2 million groups."""
 COUNTERS = ("queue/depth/", "staleness/mean", "staleness/max", "weights/version", "reward/mean")
 _RUN = "run"
 _LANES_PER_PROCESS = 1000
@@ -30,13 +37,20 @@ class TraceSink:
     """Writes spans per process and lane, a mark per step and event, and a few metrics as counters.
 
     Times are microseconds since the epoch. With `resume`, events are added to the file that is
-    there; without, a new file takes its place. A disk that refuses is a DiskError that names it.
+    there; without, a new file takes its place. Both parts together take no more than `most_bytes`,
+    and what is written at once. A disk that refuses is a DiskError that names the file.
     """
 
     def __init__(
-        self, run_dir: Path, *, resume: bool = False, clock: Callable[[], float] = time.time
+        self,
+        run_dir: Path,
+        *,
+        resume: bool = False,
+        most_bytes: float = math.inf,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self._path = run_dir / TRACE_FILE
+        self._part_bytes = most_bytes / 2
         self._resume = resume
         self._clock = clock
         self._file: FileIO | None = None
@@ -52,15 +66,33 @@ class TraceSink:
                 self._pids[event["args"]["name"]] = event["pid"]
             elif event["name"] == "thread_name":
                 self._tids.add(event["tid"])
-        partial = self._path.with_suffix(".partial")
         with disk_errors(self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = FileIO(partial, "w")
-            self._append(kept + self._new_names(_RUN, 0))
+            if not self._resume:
+                self._path.with_name(EARLIER_FILE).unlink(missing_ok=True)
+        self._open(kept)
+
+    def _open(self, kept: Sequence[dict[str, Any]] = ()) -> None:
+        """Begin a file, with what is kept of the one that it takes the place of."""
+        partial = self._path.with_suffix(".partial")
+        with disk_errors(self._path):
+            self._file, self._end = FileIO(partial, "w"), 0
+            self._append([*kept, *self._new_names(_RUN, 0)])
             partial.replace(self._path)
+
+    def _turn_over(self) -> None:
+        """Make the file the earlier part, and begin a new one."""
+        self.close({})
+        with disk_errors(self._path):
+            self._path.replace(self._path.with_name(EARLIER_FILE))
+        self._pids.clear()
+        self._tids.clear()
+        self._open()
 
     def spans(self, spans: Iterable[Span]) -> None:
         """Add spans; an open one is left out, as it comes whole with a later drain."""
+        if self._end > self._part_bytes:
+            self._turn_over()
         events: list[dict[str, Any]] = []
         for span in spans:
             if not span.is_open:
@@ -139,10 +171,14 @@ def _us(seconds: float) -> int:
 
 
 def read_spans(path: Path) -> list[Span]:
-    """The spans of a trace, in the order of the file; [] if there is none.
+    """The spans of a trace and of its earlier part, in their order; [] if there is none.
 
     What a crash tore off its end is left out.
     """
+    return [*_spans(path.with_name(EARLIER_FILE)), *_spans(path)]
+
+
+def _spans(path: Path) -> list[Span]:
     events = _complete_events(path)
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     return [

@@ -33,7 +33,7 @@ _INIT_S = 30.0
 _SERVICE = "wandb-core"
 _log = logging.getLogger(__name__)
 
-ALERTS = ("stall", "died")
+ALERTS = ("stall", "silent", "died")
 """Events that wandb is told of at once: a row comes only at the end of a step."""
 
 

@@ -16,7 +16,7 @@ from ray.exceptions import RayActorError
 from streamrl.actors.crew import Crew
 from streamrl.actors.hybrid import Part
 from streamrl.actors.reporting import RoleActors
-from streamrl.actors.silence import naming_silent, silent
+from streamrl.actors.silence import LifeSign, Vigil, naming_silent, silent
 from streamrl.config import load_config
 from streamrl.dataflow import GENERATE, POLICY, REWARD
 from streamrl.errors import DeadlineError, FilterError
@@ -35,6 +35,9 @@ class Waiter:
 
     async def wait(self) -> None:
         await asyncio.sleep(600.0)
+
+    async def life(self) -> LifeSign:
+        return LifeSign.here()
 
 
 @pytest.fixture(scope="module")
@@ -97,3 +100,59 @@ def test_each_process_is_asked_once_and_not_those_that_have_none_yet() -> None:
         "coordinator": "c",
         "shard-0": "s",
     }
+
+
+class Clock:
+    """Seconds that pass by assignment."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def watched(
+    vigil: Vigil, clock: Clock, actors: dict[str, Any], seconds: int, *, stopped: str = ""
+) -> list[str]:
+    """Who is found silent within so many seconds; who is not stopped has answered in each."""
+    found = []
+    for _ in range(seconds):
+        clock.now += 1.0
+        found += vigil.look(actors)
+        for name, asked in vigil._asked.items():
+            if name != stopped:
+                ray.wait([asked.reply], timeout=30.0)
+    return found
+
+
+def test_whoever_answers_nothing_is_found_once_and_ended_and_answers_again(local_ray: None) -> None:
+    waiter: Any = ray.remote(num_cpus=0, max_restarts=1)(Waiter)
+    actors = {name: waiter.remote() for name in ("generator-0", "generator-1")}
+    pids = {name: ray.get(one.pid.remote()) for name, one in actors.items()}
+    clock = Clock()
+    vigil = Vigil(12.0, clock=clock)
+    assert watched(vigil, clock, actors, 30) == []
+    os.kill(pids["generator-1"], signal.SIGSTOP)
+    assert watched(vigil, clock, actors, 15, stopped="generator-1") == ["generator-1"]
+    vigil.end("generator-1", actors["generator-1"])
+    again = actors["generator-1"].pid.options(max_task_retries=-1).remote()
+    assert ray.get(again, timeout=60.0) not in pids.values()
+    assert watched(vigil, clock, actors, 30) == []
+
+
+def test_a_pause_of_whoever_looks_is_not_taken_for_silence_of_others(
+    processes: dict[str, ray.actor.ActorHandle],
+) -> None:
+    clock = Clock()
+    vigil = Vigil(30.0, clock=clock)
+    actors = {"generator-1": processes["generator-1"]}
+    assert vigil.look(actors) == []
+    clock.now += 3600.0
+    assert vigil.look(actors) == [], "it may answer now that the other goes on"
+
+
+def test_the_dead_are_not_silent(processes: dict[str, ray.actor.ActorHandle]) -> None:
+    clock = Clock()
+    vigil = Vigil(6.0, clock=clock)
+    assert watched(vigil, clock, {"reward-0": processes["reward-0"]}, 15) == []

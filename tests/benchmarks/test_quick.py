@@ -153,6 +153,14 @@ def check_schedule(found: Figures) -> None:
     assert all(abs(row["error"]) < 1 and row["simulated_s"] > 0 for row in found["errors"])
 
 
+def check_filtering(found: Figures) -> None:
+    for runs in found.values():
+        gated, beside = runs["filtered_50_gated"], runs["filtered_50_side_by_side"]
+        assert gated["computed_reference"] == gated["computed_value"] == 1
+        assert beside["computed_reference"] > 1.5
+        assert is_measured(runs["filtered_50_gated_auto"]["over_unfiltered"])
+
+
 def check_simulator(found: Figures) -> None:
     assert found["devices"] == 1024 and found["steps"] == 3
     for placement in ("apart", "in_turn"):
@@ -204,6 +212,7 @@ def check_startup(found: Figures) -> None:
 Check = Callable[[Figures], None]
 QUICK: dict[str, Check] = {
     "data": check_data,
+    "filtering": check_filtering,
     "overlap": check_overlap,
     "planner": check_planner,
     "published": check_published,

@@ -4,6 +4,7 @@ import pytest
 
 from streamrl.buffer import StepAssembler
 from streamrl.buffer.books import TrainedGroup
+from streamrl.buffer.oversampling import Oversampling
 from streamrl.errors import StaleGroupError
 from streamrl.messages import Experience, GroupInfo, Lease
 
@@ -120,13 +121,62 @@ def test_the_oldest_tokens_go_first_and_not_the_oldest_admission() -> None:
 def test_what_has_become_too_old_is_given_up_and_nothing_else() -> None:
     steps = assembler(1, 2, drops_stale=True, a=0, b=0, c=1)
     steps.offer([group("a", 0), group("b", 0, sampled=1), group("c", 1)])
-    assert steps.take_stale(1) == []
-    assert uids(steps.take_stale(2)) == ["a"]
-    assert steps.take_stale(2) == []
+    assert steps.take_late(1) == []
+    assert steps.take_late(2) == ["a"]
+    assert steps.take_late(2) == []
     assert sorted(uids(steps.draw(2))) == ["b", "c"]
 
 
-def test_waiting_for_what_is_stale_never_gives_it_up() -> None:
-    steps = assembler(1, 2, a=0)
-    steps.offer([group("a", 0)])
-    assert steps.take_stale(99) == []
+def test_what_is_not_ready_may_still_turn_out_to_be_fresh_and_is_waited_for() -> None:
+    steps = assembler(1, 2, drops_stale=True, a=0)
+    assert steps.take_late(99) == []
+
+
+# More are admitted than have places.
+
+
+def oversampled(
+    factor: float | None, staleness: int, groups: int, **admitted: int
+) -> StepAssembler:
+    made = StepAssembler(
+        max_staleness=staleness,
+        groups_per_step=groups,
+        oversampling=Oversampling(factor, groups_per_step=groups),
+    )
+    for uid, version in admitted.items():
+        made.admit(uid, version)
+    return made
+
+
+def test_what_is_undecided_keeps_its_part_of_a_place_and_what_is_kept_a_whole_one() -> None:
+    # Of three admitted for each place one is kept, as far as one knows.
+    steps = oversampled(3.0, 1, 2, a=0, b=0, c=0, d=1, e=1)
+    steps.offer([group("d", 1), group("e", 1)])
+    assert uids(steps.draw(1)) == ["d"], "one place is for the one of a, b and c"
+    steps.drop("a")
+    assert uids(steps.drawable(1)) == ["e"], "two of them make less than a place"
+    steps.keep("b")
+    assert uids(steps.draw(1)) == [], "b is sure to need one"
+    steps.offer([group("b", 0)])
+    assert uids(steps.draw(1)) == ["b"]
+
+
+def test_once_a_step_is_whole_what_was_due_at_it_is_late_and_what_fills_it_is_not() -> None:
+    steps = oversampled(4.0, 0, 1, a=0, b=0, c=0, d=1)
+    steps.offer([group("a", 0), group("b", 0)])
+    assert steps.take_late(0) == []
+    assert steps.take_late(0, is_whole=True, absent=["d"]) == ["b", "c"]
+    assert uids(steps.draw(0)) == ["a"]
+
+
+def test_those_that_are_due_no_more_are_late_whether_they_are_ready_or_not() -> None:
+    steps = oversampled(4.0, 1, 1, a=0, b=0, c=0, d=0, e=1)
+    steps.offer([group("a", 0), group("b", 0), group("c", 0, sampled=1)])
+    assert steps.take_late(1) == []
+    assert uids(steps.draw(1)) == ["a"]
+    steps.finish()
+    assert steps.take_late(2) == ["b", "d"], "c is newer than it had to be"
+    for uid in ("b", "d"):
+        steps.drop(uid)
+    assert uids(steps.draw(2)) == ["c"]
+    assert steps.awaited == ["e"]

@@ -14,7 +14,7 @@ from streamrl.buffer.exchange import Commit
 from streamrl.buffer.group import GroupBook
 from streamrl.buffer.segment import Record
 from streamrl.errors import ContractError, DeadlineError, JournalError
-from streamrl.messages import Columns, Ended, Lease, column_sizes
+from streamrl.messages import Columns, Ended, Filtered, Lease, column_sizes
 from streamrl.simulator.clock import run_virtual
 from tests.buffer.shards import (
     REFERENCE,
@@ -46,6 +46,70 @@ def test_late_and_duplicate_commits_are_refused_by_their_token() -> None:
         assert await put(shard, (again.lease, rollouts())) == []
         assert await put(shard, (again.lease, rollouts())) == ["a"], "a duplicate commit is refused"
         assert shard.stats().counts == {"redelivered": 1, "hedged": 0, "refused": 2}
+
+    on_shard(test)
+
+
+def test_work_on_a_group_that_ended_meanwhile_is_refused_and_is_nobodys_fault() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a")
+        (one,) = await take(shard, "generate")
+        await put(shard, (one.lease, rollouts()))
+        (judged,), (referred,) = await take(shard, "reward"), await take(shard, "reference")
+        shard.filter([(judged.lease, Filtered("not worth it"))])
+        assert await put(shard, (referred.lease, REFERENCE)) == ["a"]
+        assert shard.stats().counts["refused"] == 0
+        assert await put(shard, (referred.lease, REFERENCE)) == ["a"], "told once"
+        assert shard.stats().counts["refused"] == 1
+
+    on_shard(test)
+
+
+def test_work_on_a_group_that_left_meanwhile_is_refused_and_is_nobodys_fault() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a", "b")
+        first, second = await take(shard, "generate")
+        await shard.leave(["a"], 1)
+        assert shard.renew([first.lease, second.lease]) == [first.lease]
+        assert await put(shard, (first.lease, rollouts()), (second.lease, rollouts())) == ["a"]
+        assert shard.stats().counts["refused"] == 0
+
+    on_shard(test)
+
+
+def test_who_waits_for_ended_groups_is_told_of_them_until_they_leave() -> None:
+    async def test(shard: Shard) -> None:
+        clock = asyncio.get_running_loop().time
+        await admit(shard, "a", "b")
+        assert await shard.ended(wait_s=2.0) == []
+        assert clock() == pytest.approx(2.0, abs=0.1)
+        generated = [(one.lease, rollouts()) for one in await take(shard, "generate")]
+        await put(shard, *generated)
+        first, _ = await take(shard, "reward")
+        waiting = asyncio.create_task(shard.ended(wait_s=60.0))
+        await asyncio.sleep(1.0)
+        shard.filter([(first.lease, Filtered("not worth it"))])
+        began = clock()
+        for told in (await waiting, await shard.ended(wait_s=60.0)):
+            (farewell,) = told
+            assert (farewell.uid, farewell.how.reason) == ("a", "not worth it")
+            assert farewell.info is not None and farewell.info.num_loss_tokens > 0
+        assert clock() == pytest.approx(began, abs=0.1)
+        await shard.leave(["a"], 0)
+        assert await shard.ended(wait_s=1.0) == []
+
+    on_shard(test)
+
+
+def test_the_groups_that_have_a_column_are_those_that_a_filter_has_kept() -> None:
+    async def test(shard: Shard) -> None:
+        await admit(shard, "a", "b", "c")
+        await put(shard, *((one.lease, rollouts()) for one in await take(shard, "generate")))
+        first, second, _ = await take(shard, "reward")
+        assert shard.uids_with("scores") == []
+        await put(shard, (first.lease, SCORES))
+        shard.filter([(second.lease, Filtered("not worth it"))])
+        assert shard.uids_with("scores") == ["a"]
 
     on_shard(test)
 

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from streamrl.calibration.advice import Advice, advise, loads
+from streamrl.calibration.advice import Advice, advise, filter_cost, loads, ways
 from streamrl.calibration.measured import Measured, read_run
+from streamrl.cli.advice_words import describe_run, run_as_json
 from streamrl.placement import Timings, TrainTiming
+from streamrl.rewards.filtering import FilterConfig
 from tests.calibration.runs import TRUE, play, recipe, write_run
 
 SLOW_TRAINING = replace(TRUE, train={"policy": TrainTiming(1, 0.2, 3e-3, 0.02)}, cores=0)
@@ -53,6 +55,36 @@ def test_where_sampling_is_slow_it_is_generation_that_bounds_the_run(tmp_path: P
     advice = advise(slow_run)
     assert change(advice, "one more trainer replica") == pytest.approx(0, abs=0.05)
     assert change(advice, "staleness up to 0") > 0.05
+
+
+def test_what_a_filter_takes_and_costs_is_said_and_what_would_fill_a_step_sooner(
+    slow_run: Measured,
+) -> None:
+    assert not any(line.startswith("filter") for line in describe_run(slow_run))
+    rows = [
+        {
+            **step.row,
+            **{"ledger/trained": 8 * n, "ledger/filtered": 72 * n, "filter/oversample": 1.0},
+            **{"filter/generate_s": 3.0, "filter/score_s": 0.5},
+        }
+        for n, step in enumerate(slow_run.steps)
+    ]
+    steps = [replace(step, row=row) for step, row in zip(slow_run.steps, rows, strict=True)]
+    run = replace(slow_run, steps=steps)
+    assert vars(filter_cost(run)) == {
+        "share": 0.9,
+        "generate_s": 3.0,
+        "score_s": 0.5,
+        "oversample": 1.0,
+    }
+    told, advised = [line for line in describe_run(run) if "filter" in line]
+    assert told.startswith("filter      takes 90% of the groups: 3 s of generation and 0.5 s of sc")
+    assert "1 prompts are admitted for each place, and one in 10 is kept" in advised
+    enough = [replace(one, row={**one.row, "filter/oversample": 9.5}) for one in steps]
+    assert len([n for n in describe_run(replace(run, steps=enough)) if "filter" in n]) == 1
+    assert run_as_json(run)["filter"]["share"] == 0.9
+    config = replace(run.config, filter=FilterConfig("equal_rewards"))
+    assert {"filter.oversample": "auto"} in dict(ways(config)).values()
 
 
 def test_a_split_keeps_the_number_of_devices(trains_slowly: Advice) -> None:

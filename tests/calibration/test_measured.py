@@ -11,6 +11,7 @@ import pytest
 from streamrl.calibration.measured import lengths_of_run, read_run
 from streamrl.checkpoint import BOOKS, journal_dir
 from streamrl.errors import ConfigError
+from streamrl.telemetry.trace import EARLIER_FILE, TRACE_FILE
 from tests.calibration.runs import LENGTHS, TRUE, play, recipe, write_run
 
 
@@ -30,6 +31,7 @@ def test_the_steady_part_of_a_run_is_read(tmp_path: Path) -> None:
         "to warm up": 3,
         "after the last prompt": 1,
         "evaluated or saved": 0,
+        "no longer in the trace": 0,
     }
     seconds = simulated.steps_s[3:15]
     assert found.mean_step_s == pytest.approx(sum(seconds) / 12, rel=1e-4)
@@ -50,6 +52,26 @@ def test_of_what_was_sampled_it_is_known_when_it_came_in(run_dir: Path) -> None:
         assert one.start_s >= one.admitted_s + TRUE.generator.begin_s - 1e-4
         assert len(one.lengths) == 4
         assert one.admitted_version >= 0
+
+
+def test_of_a_long_run_those_steps_count_that_the_trace_still_has(run_dir: Path) -> None:
+    trace = run_dir / "trace.json"
+    whole = read_run(run_dir)
+    events = json.loads(trace.read_text())
+    names = [event for event in events if event["ph"] == "M"]
+    spans = sorted((e for e in events if e["ph"] == "X"), key=lambda event: event["ts"])
+    first, second = len(spans) // 3, 2 * len(spans) // 3
+    # The first third is gone, the second lies in the earlier part.
+    for name, part in ((EARLIER_FILE, spans[first:second]), (TRACE_FILE, spans[second:])):
+        body = ",\n".join(map(json.dumps, [*names, *part]))
+        (run_dir / name).write_text(f"[\n{body}\n]\n")
+    found = read_run(run_dir)
+    gone = found.left_out["no longer in the trace"]
+    assert 0 < gone < len(whole.steps) and len(found.steps) == len(whole.steps) - gone
+    assert found.steps == whole.steps[gone:]
+    assert [s for s in found.spans if s.start_s >= found.steps[0].start_s] == [
+        s for s in whole.spans if s.start_s >= found.steps[0].start_s
+    ]
 
 
 def test_a_torn_trace_is_read_as_far_as_it_is_there(run_dir: Path) -> None:

@@ -198,12 +198,10 @@ def _named(run: Launched, scenario: Scenario) -> Iterator[str]:
 
 
 def _healed(run_dir: Path, scenario: Scenario) -> Iterator[str]:
-    """The events say who died and came back (a shard comes back unnoticed), and that soon."""
+    """The events say who died and came back, and that soon."""
     slowest_s = max((row["time/step_s"] for row in rows(run_dir)), default=0.0)
     if slowest_s > HEALED_WITHIN_S:
         yield f"a step took {slowest_s:.0f} s"
-    if scenario.role == "shard":
-        return
     for name in ("died", "restarted"):
         actors = [event["actor"] for event in events(run_dir, name)]
         if actors != [scenario.actor]:

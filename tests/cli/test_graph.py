@@ -61,6 +61,14 @@ def test_overrides_change_the_graph_wherever_they_stand(capsys) -> None:
     assert "version of policy, 1 step later" in said(capsys, GRPO, "pipeline.max_staleness=0")
 
 
+def test_what_waits_for_the_verdict_of_a_filter_is_in_the_graph(capsys) -> None:
+    alone = said(capsys, PPO)
+    assert "reward -> reference" not in alone and "reward -> value" not in alone
+    text = said(capsys, PPO, "filter.kind=equal_rewards", "algorithm.group_size=4")
+    for stage in ("reference", "value"):
+        assert re.search(rf"^  reward -> {stage} +scores$", text, re.MULTILINE)
+
+
 def test_generation_held_back_by_depth_is_as_far_ahead_as_that(capsys) -> None:
     text = said(capsys, GRPO, "pipeline.max_staleness=4", "pipeline.depth=2")
     assert "versions at most 2 behind" in text

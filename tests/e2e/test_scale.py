@@ -1,5 +1,10 @@
-"""A run that is given another generator and loses one again, on the real engines."""
+"""A run that is given another generator and loses one again; one is stopped, and a shard killed.
 
+On the real engines.
+"""
+
+import os
+import signal
 import time
 from pathlib import Path
 
@@ -18,6 +23,7 @@ def test_a_generator_joins_and_one_leaves_and_every_prompt_is_trained_once(tmp_p
     toy = write_toy(tmp_path)
     run_dir = toy / "runs" / "elastic"
     facts = ["run.steps=100000", "generator.replicas=2", "evaluation.at_start=false"]
+    facts += ["run.silent_s=10"]
     recipe = [str(toy / "recipe.yaml"), f"run.dir={toy}/runs", "run.name=elastic"]
     run = Launched(["train", *recipe, *facts], toy)
 
@@ -37,6 +43,13 @@ def test_a_generator_joins_and_one_leaves_and_every_prompt_is_trained_once(tmp_p
     go_on(5)
     assert scale(2) == "generators: 3 -> 2 (generator-2 left)\n"
     go_on(5)
+    assert not events(run_dir, "died") and not events(run_dir, "restarted")
+    os.kill(run.actor("GeneratorActor").pid, signal.SIGSTOP)
+    run.until(lambda: len(events(run_dir, "restarted")) == 1)
+    go_on(5)
+    os.kill(run.actor("ShardActor").pid, signal.SIGKILL)
+    run.until(lambda: len(events(run_dir, "restarted")) == 2)
+    go_on(5)
     started = time.monotonic()
     run.interrupt()
     assert run.wait() == 130, run.output
@@ -49,7 +62,16 @@ def test_a_generator_joins_and_one_leaves_and_every_prompt_is_trained_once(tmp_p
     (come,), (gone,) = events(run_dir, "joined"), events(run_dir, "left")
     assert come["actor"] == gone["actor"] == "generator-2"
     assert come["version"] == int(joined.rstrip(")\n").rpartition(" ")[2]) >= 5
-    assert not events(run_dir, "died") and not events(run_dir, "restarted")
+    (silent,) = events(run_dir, "silent")
+    stopped = silent["actor"]
+    assert stopped in ("generator-0", "generator-1")
+    assert silent["reason"] == f"{stopped} has not answered for 10 s (run.silent_s): it is replaced"
+    for name in ("died", "restarted"):
+        first, second = (event["actor"] for event in events(run_dir, name))
+        assert first == stopped and second in ("shard-0", "shard-1")
+    said = " ".join(run.output.split())
+    for name in ("silent", "died", "restarted"):
+        assert f"{name} actor={stopped}" in said
     found = rows(run_dir)
     assert max(row["staleness/max"] for row in found) <= 1
     assert all(0 <= row["idle/generate"] <= 1 for row in found)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from streamrl.engines.forward import load_skeleton
+from streamrl.telemetry.trace import read_spans
 from tests.e2e.launched import events
 from tests.e2e.shared_runs import Ended, RunsInTurn
 from tests.toy import write_toy
@@ -35,6 +36,12 @@ SETTINGS = {
         "weights.on_update=drain",
     ],
     "cast": [*COLOCATED, "run.steps=2", "generator.dtype=bfloat16"],
+    "filtered": [
+        *("run.steps=4", "evaluation.at_start=false", "evaluation.at_end=false"),
+        *("algorithm.name=ppo", "algorithm.kl_coef=0.01", "pipeline.max_staleness=0"),
+        "filter={kind: function, function: keep, max_filter_rounds: 100, oversample: auto}",
+        f"filter.path={Path(__file__).with_name('keep_tenth.py')}",
+    ],
     "sharded": [
         *COLOCATED,
         *("run.steps=3", "weights.probe_every=1"),
@@ -135,6 +142,31 @@ def test_weights_come_once_from_the_other_rank_and_keys_values_and_optimizer_mak
     assert all(row["weights/copied_bytes"] == row["weights/bytes"] for row in taken)
     assert all(row["weights/probe_diff"] < 1e-4 for row in found)
     check_room(found)
+
+
+def test_of_groups_that_a_filter_takes_out_only_the_reward_is_computed(runs: RunsInTurn) -> None:
+    run = runs.wait("filtered")
+    assert run.code == 0, run.output
+    *_, last = run.rows
+    filtered, trained = last["ledger/filtered"], last["ledger/trained"]
+    assert trained == 16 and filtered > 3 * trained
+    spans = read_spans(run.run_dir / "trace.json")
+    scored = {
+        stage: sum(int(span.args["groups"]) for span in spans if span.name == stage)
+        for stage in ("reward", "reference", "value")
+    }
+    assert scored["reward"] >= filtered + trained
+    kept = trained + last["ledger/in_flight"] + last.get("drops/surplus", 0)
+    for stage in ("reference", "value"):
+        assert trained <= scored[stage] <= kept, "and of what was in flight when a step was full"
+    for row in run.rows:
+        assert row["queue/refused"] == 0 and row["staleness/max"] == 0
+        assert 0.5 < row["filter/share"] < 1 and row["filter/oversample"] >= 1
+        assert 0 < row["filter/generate_s"] < row["time/generate_s"]
+        assert 0 < row["filter/score_s"] < row["time/score_s"]
+    assert last["filter/oversample"] > 2
+    said = " ".join(run.output.split())
+    assert f"{filtered} of {filtered + trained} groups" in said and "s of scoring" in said
 
 
 def check_room(found: Sequence[dict[str, Any]]) -> None:

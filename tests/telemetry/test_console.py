@@ -2,6 +2,7 @@ import io
 import logging
 import re
 import sys
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -287,3 +288,32 @@ def test_names_that_look_like_markup_are_printed_as_they_are(plain):
     plain.start({})
     plain.event("[bold]", {"text": "[red]x[/red]"})
     assert any("[bold]" in line and "text=[red]x[/red]" in line for line in lines(plain.console))
+
+
+def test_what_a_filter_takes_and_costs_is_on_the_console_of_a_run_that_has_one(tmp_path):
+    told = replace(facts(tmp_path), has_filter=True)
+    cost = {"filter/share": 0.9, "filter/generate_s": 11.5, "filter/score_s": 0.75}
+    console = PlainConsole(told, pipe(120), clock=Clock())
+    console.start({})
+    for step in (1, 2):
+        console.step(step, full_row(step) | cost)
+    console.close({})
+    header, *rest = lines(console.console)[2:]
+    assert "reward stale filtered queue" in " ".join(header.split())
+    assert "90% 12.2s" in rest[0]
+    summary = next(line for line in rest if line.lstrip().startswith("filtered"))
+    said = "2 of 12 groups (17%), which took 23.0 s of generation and 1.5 s of scoring"
+    assert said in " ".join(summary.split())
+    live = LiveConsole(told, terminal(80), clock=Clock())
+    assert "filtered" not in view(live, 80)
+    live.take(1, full_row(1) | cost | {"filter/oversample": 8.0})
+    assert "filtered 90% 12.2s of generation and scoring, 8.0 prompts for a place" in " ".join(
+        view(live, 80).split()
+    )
+
+
+def test_a_run_without_a_filter_says_nothing_of_one(plain):
+    plain.start({})
+    plain.step(1, full_row(1) | {"ledger/filtered": 0})
+    plain.close({})
+    assert "filtered" not in "\n".join(lines(plain.console)).replace("0 filtered", "")

@@ -36,6 +36,7 @@ correction/weight_mean correction/rejected_frac
 rollout/length_mean rollout/length_max rollout/truncated_frac rollout/tokens_per_s
 queue/depth/<stage> queue/bytes queue/oldest_age_s
 queue/redelivered queue/hedged queue/refused
+filter/share filter/generate_s filter/score_s filter/oversample
 journal/bytes journal/fsync_s
 staleness/mean staleness/max staleness/in_flight_mean staleness/in_queue_mean staleness/histogram
 cpu/machine cpu/stages cpu/queue

@@ -7,6 +7,7 @@ import pytest
 from streamrl.buffer.books import TrainedGroup
 from streamrl.buffer.exchange import ShardStats
 from streamrl.buffer.ledger import LedgerCounts
+from streamrl.faces import FilterTally
 from streamrl.messages import GroupInfo
 from streamrl.telemetry.contract import Histogram, check_row
 from streamrl.telemetry.spans import Span
@@ -111,6 +112,18 @@ def test_the_queue_and_the_ledger_are_in_the_row() -> None:
     assert row["ledger/admitted"] == 10
     assert row["drops/reward_error"] == 1
     assert row["throughput/groups_per_s"] == pytest.approx(0.5)
+
+
+def test_the_time_of_filtered_groups_is_their_share_of_the_tokens() -> None:
+    # 12 tokens are sampled of the two groups that are trained, and 24 with their prompts.
+    tally = FilterTally(groups=6, tokens=72, sampled_tokens=36, oversample=4.0)
+    row = step_row(facts(filtered=tally))
+    assert row["filter/share"] == 0.75
+    assert row["filter/generate_s"] == pytest.approx(1.5 * 36 / (36 + 12))
+    assert row["filter/score_s"] == pytest.approx(0.5 * 72 / (72 + 24))
+    assert row["filter/oversample"] == 4.0
+    nothing = step_row(facts())
+    assert [nothing[f"filter/{name}"] for name in ("share", "generate_s", "score_s")] == [0, 0, 0]
 
 
 def test_the_row_keeps_to_the_contract() -> None:

@@ -1,5 +1,6 @@
 import errno
 import json
+import math
 import os
 from io import FileIO
 
@@ -7,7 +8,7 @@ import pytest
 
 from streamrl.errors import DiskError
 from streamrl.telemetry.spans import Span
-from streamrl.telemetry.trace import TRACE_FILE, TraceSink
+from streamrl.telemetry.trace import EARLIER_FILE, TRACE_FILE, TraceSink, read_spans
 from tests.telemetry.rows import Clock, full_row
 
 SPANS = [
@@ -138,3 +139,59 @@ def test_a_disk_that_refuses_the_last_fsync_is_named(sink, monkeypatch):
     with pytest.raises(DiskError, match=r"trace.json cannot be written: No space left on device"):
         sink.close({})
     assert file.closed
+
+
+def long_run(run_dir, *, steps, most_bytes):
+    sink = TraceSink(run_dir, clock=Clock(104.0), most_bytes=most_bytes)
+    sink.start({})
+    for step in range(steps):
+        at = 100.0 + step
+        sink.spans([Span("generator-0", "generate", 0, at, at + 0.5, {"uid": f"0:{step}:0"})])
+        sink.spans([Span(f"trainer-{step % 2}", "train", 0, at, at + 1.0)])
+        sink.step(step + 1, {"reward/mean": 0.5})
+    return sink
+
+
+def test_a_trace_of_a_long_run_takes_no_more_than_it_may_and_has_its_last_steps(tmp_path):
+    sink = long_run(tmp_path, steps=400, most_bytes=20_000)
+    sink.close({})
+    parts = sorted(path.name for path in tmp_path.iterdir())
+    assert parts == [EARLIER_FILE, TRACE_FILE]
+    assert sum((tmp_path / name).stat().st_size for name in parts) < 20_000 + 1000
+    spans = read_spans(tmp_path / TRACE_FILE)
+    sampled = [span.args["uid"] for span in spans if span.name == "generate"]
+    assert sampled == [f"0:{step}:0" for step in range(400 - len(sampled), 400)]
+    assert len(sampled) > 15
+    assert {span.process for span in spans} == {"generator-0", "trainer-0", "trainer-1"}
+    for name in parts:  # each can be opened by itself
+        found = json.loads((tmp_path / name).read_text())
+        named = {e["pid"] for e in found if e["name"] == "process_name"}
+        assert {e["pid"] for e in found} == named
+
+
+def test_a_resumed_trace_keeps_its_earlier_part_and_one_that_is_not_resumed_has_none(tmp_path):
+    long_run(tmp_path, steps=100, most_bytes=10_000).close({})
+    before = read_spans(tmp_path / TRACE_FILE)
+    again = TraceSink(tmp_path, resume=True, most_bytes=10_000)
+    again.start({})
+    again.close({})
+    assert read_spans(tmp_path / TRACE_FILE) == before
+    TraceSink(tmp_path).start({})
+    assert not (tmp_path / EARLIER_FILE).exists()
+    assert read_spans(tmp_path / TRACE_FILE) == []
+
+
+def test_what_a_crash_leaves_between_two_parts_can_be_read_and_resumed(tmp_path):
+    long_run(tmp_path, steps=100, most_bytes=10_000).close({})
+    (tmp_path / TRACE_FILE).replace(tmp_path / EARLIER_FILE)
+    before = read_spans(tmp_path / TRACE_FILE)
+    assert before
+    again = TraceSink(tmp_path, resume=True, most_bytes=10_000)
+    again.start({})
+    again.spans([Span("generator-0", "generate", 0, 300.0, 301.0)])
+    assert len(read_spans(tmp_path / TRACE_FILE)) == len(before) + 1
+
+
+def test_without_a_bound_a_trace_is_one_file(tmp_path):
+    long_run(tmp_path, steps=50, most_bytes=math.inf).close({})
+    assert [path.name for path in tmp_path.iterdir()] == [TRACE_FILE]

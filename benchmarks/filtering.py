@@ -1,0 +1,147 @@
+"""What a filter costs: `python -m benchmarks.filtering` prints one JSON object.
+
+PPO with a critic and a reference on 16 devices in virtual time, by the loops of a run: without a
+filter, and with one that takes a part of all groups, on policy and a step ahead. side_by_side: all
+stages work on a group at once, whatever the filter says of it later. gated: those that the verdict
+is not made of wait for it. gated_auto: and `filter.oversample=auto`. computed_reference,
+computed_value: groups that reference and critic computed for each one that was trained; surplus:
+groups that were sampled for it and dropped, as none was missing any more. over_unfiltered: step
+time over that of the same run without a filter.
+"""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+from benchmarks.command import BenchmarkParser, at_least, report_progress, run_benchmark
+from streamrl.dataflow import Dataflow, dataflow_for
+from streamrl.messages import ROLLOUT_COLUMNS
+from streamrl.placement.manner import Manner
+from streamrl.placement.meshes import Mesh
+from streamrl.placement.placements import Assignment, Placement
+from streamrl.placement.timings import (
+    GeneratorTiming,
+    ScoreTiming,
+    Timings,
+    TrainTiming,
+    WeightsTiming,
+)
+from streamrl.placement.workload import LognormalLengths, Workload
+from streamrl.resharding import Grid
+from streamrl.simulator.results import Simulated
+from streamrl.simulator.simulation import simulate
+
+COLUMNS = (*ROLLOUT_COLUMNS, "scores", "ref_logprobs", "values")
+BESIDE, GATED = dataflow_for(COLUMNS), dataflow_for(COLUMNS, has_filter=True)
+WAYS = {
+    "side_by_side": (BESIDE, 1.0),
+    "gated": (GATED, 1.0),
+    "gated_auto": (GATED, None),
+}
+"""Of each way its calls, and filter.oversample."""
+
+
+def on(first: int, devices: int) -> Assignment:
+    """Devices from this one on, a replica on each."""
+    return Assignment(Mesh(first, devices), Grid.parse(f"1-1-{devices}"))
+
+
+CALLS = {
+    "generate": on(0, 8),
+    "reference": on(8, 1),
+    "value": on(9, 1),
+    "train": on(10, 4),
+    "train_critic": on(14, 2),
+}
+TIMINGS = Timings(
+    generator=GeneratorTiming(
+        replicas=8,
+        max_running=256,
+        kv_tokens=400_000,
+        weights_s=0.006,
+        kv_token_s=2e-8,
+        compute_rollout_s=4e-5,
+        step_s=0.002,
+        rollout_s=1e-5,
+        prefill_token_s=2e-6,
+    ),
+    score={
+        "reward": ScoreTiming(4, 8, 0.01, 0.001, 0.0),
+        "reference": ScoreTiming(1, 8, 0.02, 0.0, 2e-5),
+        "value": ScoreTiming(1, 8, 0.02, 0.0, 2e-5),
+    },
+    train={
+        "policy": TrainTiming(4, 0.05, 6e-5, 0.5),
+        "critic": TrainTiming(2, 0.05, 6e-5, 0.5),
+    },
+    weights={"generate": WeightsTiming(0.5, 0.5, 0.1), "value": WeightsTiming(0.5, 0.5, 0.1)},
+    hop_s=0.005,
+    step_s=0.1,
+)
+"""About those of a model of 1.5 billion parameters."""
+
+
+def make_parser() -> BenchmarkParser:
+    """Declare what is filtered, and how long a simulation is."""
+    parser = BenchmarkParser("filtering", __doc__)
+    parser.add_argument("--steps", type=at_least(4), default=30, help="steps of each run")
+    parser.add_argument(
+        "--percents", type=at_least(1), nargs="+", default=[50, 90], help="of all groups, filtered"
+    )
+    parser.set_quick(steps=4, percents=[50])
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Simulate and print."""
+    run_benchmark(make_parser(), measure, argv)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Simulate every way, with each bound and each part that is filtered."""
+    return {
+        f"max_staleness_{bound}": measure_bound(bound, arguments.percents, arguments.steps)
+        for bound in (0, 1)
+    }
+
+
+def measure_bound(bound: int, percents: Sequence[int], steps: int) -> dict[str, Any]:
+    """Simulate the runs of one bound."""
+    alone = play(BESIDE, 1.0, bound, 0.0, steps)
+    found: dict[str, Any] = {"unfiltered": figures(alone, alone)}
+    for percent in percents:
+        for name, (flow, oversample) in WAYS.items():
+            report_progress(f"max_staleness {bound}, {percent} % filtered, {name}")
+            run = play(flow, oversample, bound, percent / 100, steps)
+            found[f"filtered_{percent}_{name}"] = figures(run, alone)
+    return found
+
+
+def play(
+    flow: Dataflow, oversample: float | None, bound: int, filtered: float, steps: int
+) -> Simulated:
+    """Simulate one run."""
+    workload = Workload(64, 8, 256, LognormalLengths(600, 0.8, 4000), filtered=filtered)
+    manner, placement = Manner(oversample=oversample), Placement(CALLS, bound)
+    return simulate(flow, placement, TIMINGS, workload, steps=steps, seed=1, manner=manner)
+
+
+def figures(run: Simulated, alone: Simulated) -> dict[str, float]:
+    """Say how long a step takes, and what reference and critic computed for it."""
+    trained = sum(len(outcome.groups) for outcome in run.outcomes)
+    computed = {
+        stage: sum(int(span.args["groups"]) for span in run.spans if span.name == stage)
+        for stage in ("reference", "value")
+    }
+    drops = dict(run.outcomes[-1].ledger.drops)
+    return {
+        "step_s": run.step_s,
+        "over_unfiltered": run.step_s / alone.step_s,
+        "computed_reference": computed["reference"] / trained,
+        "computed_value": computed["value"] / trained,
+        "surplus": drops.get("surplus", 0) / trained,
+    }
+
+
+if __name__ == "__main__":
+    main()
