@@ -1,12 +1,26 @@
 """Files that a crash leaves whole or not at all: a temporary name, fsync, rename."""
 
 import contextlib
+import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
-from streamrl.errors import DiskError, StreamError
+from streamrl.errors import CheckpointError, DiskError, NoSpaceError, StreamError
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""A full disk, a quota that is used up, a file as large as it may be."""
+_RUST_ERROR = re.compile(r"\(os error (\d+)\)")
+
+
+def system_error(error: BaseException) -> OSError | None:
+    """The system's error behind an exception: libraries written in Rust have it in their text."""
+    if isinstance(error, OSError):
+        return error
+    found = None if isinstance(error, StreamError) else _RUST_ERROR.search(str(error))
+    return OSError(int(found[1]), os.strerror(int(found[1]))) if found else None
 
 
 @contextlib.contextmanager
@@ -18,6 +32,22 @@ def named_errors(what: str, kind: type[StreamError]) -> Iterator[None]:
         raise kind(f"{what}: {error.strerror or error}") from error
 
 
+@contextlib.contextmanager
+def checkpoint_errors(path: Path) -> Iterator[None]:
+    """The system's errors over a part of a checkpoint, also those that libraries tell.
+
+    NoSpaceError where there is no space, CheckpointError otherwise; both name the path.
+    """
+    try:
+        yield
+    except Exception as error:
+        system = system_error(error)
+        if system is None:
+            raise
+        kind = NoSpaceError if system.errno in NO_SPACE else CheckpointError
+        raise kind(f"{path} cannot be written: {system.strerror or system}") from error
+
+
 def disk_errors(path: Path) -> AbstractContextManager[None]:
     """The system's errors over a file of the run directory, as DiskError naming it."""
     return named_errors(f"{path} cannot be written", DiskError)
@@ -26,8 +56,14 @@ def disk_errors(path: Path) -> AbstractContextManager[None]:
 def write_whole(path: Path, text: str) -> None:
     """Put `text` into a file at once: readers and crashes see the old file or the new one."""
     partial = partial_of(path)
-    partial.write_text(text, encoding="utf-8")
-    move_whole(partial, path)
+    try:
+        partial.write_text(text, encoding="utf-8")
+        move_whole(partial, path)
+    except OSError:
+        # On a full disk half a file would take what others need.
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
 
 
 def partial_of(path: Path) -> Path:

@@ -114,6 +114,10 @@ class CheckpointError(StreamError):
     """A checkpoint could not be written or read."""
 
 
+class NoSpaceError(CheckpointError):
+    """There is no space for a checkpoint: what was there before stays, and the run can go on."""
+
+
 class JournalError(StreamError):
     """A journal cannot be written or read; the message names the file."""
 

@@ -124,7 +124,7 @@ class Prompt(msgspec.Struct, frozen=True, eq=False):
         tokens = self.token_ids.tobytes()
         rest = (self.messages, self.data_source, self.ground_truth, self.extra_info)
         told = (self.place, self.is_chat)
-        return _prompt, (self.uid, tokens, *rest, *told)
+        return prompt_from_parts, (self.uid, tokens, *rest, *told)
 
 
 def describe_prompt(prompt: Prompt) -> str:
@@ -132,8 +132,8 @@ def describe_prompt(prompt: Prompt) -> str:
     return f"{prompt.place} (uid {prompt.uid})" if prompt.place else f"uid {prompt.uid}"
 
 
-def _prompt(uid: str, tokens: bytes, *rest: Any) -> Prompt:
-    # Journals know this function by its name.
+def prompt_from_parts(uid: str, tokens: bytes, *rest: Any) -> Prompt:
+    """Make a prompt of its parts in the order of the fields, its tokens as bytes of int32 [P]."""
     return Prompt(uid, np.frombuffer(tokens, np.int32), *rest)
 
 

@@ -113,6 +113,7 @@ def prepare(config: RunConfig) -> Prepared:
         section = "trainer" if role == POLICY else "critic.trainer"
         check_targets(config.model_of(role), config.trainer_of(role), section=section)
         said.append(_unadapted(config.model_of(role), config.trainer_of(role), section))
+        config.trainer_of(role).lr_at(0, config.steps_of(role))
         ranks = config.trainer_of(role).tensor_parallel
         check_tensor_parallel(config.model_of(role), ranks, section=section)
     check_split_generator(config.model.path, config.generator.tensor_parallel)

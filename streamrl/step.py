@@ -39,7 +39,8 @@ async def train_step(
     active = {role: one for role, one in makers.items() if not trainers[role].rests(version)}
     schedules = {role: _schedule(trainers[role], config) for role in active}
     gathering = Gathering(stage, control, config)
-    parts = replay(recorded) if recorded else assemble(gathering, control, schedules)
+    shares = {role: trainer.num_shares for role, trainer in trainers.items()}
+    parts = replay(recorded, shares) if recorded else assemble(gathering, control, schedules)
     async with AsyncExitStack() as until_published:
         async with nullcontext() if recorded else gathering, aclosing(parts):
             async for part in parts:
@@ -139,9 +140,12 @@ def _schedule(trainer: Trainer, config: PipelineConfig) -> Schedule:
     )
 
 
-async def replay(step: TrainedStep) -> AsyncGenerator[Part]:
-    """A step that is made again, in one part."""
-    turns = {role: list(program.turns()) for role, program in step.programs.items()}
+async def replay(step: TrainedStep, shares: Mapping[str, int]) -> AsyncGenerator[Part]:
+    """A step that is made again, in one part, on as many ranks as there are now."""
+    turns = {
+        role: list(program.dealt_to(shares[role]).turns())
+        for role, program in step.programs.items()
+    }
     yield Part(turns, [group.uid for group in step.groups])
 
 

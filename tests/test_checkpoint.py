@@ -16,16 +16,22 @@ from streamrl.checkpoint import (
     Checkpoint,
     CheckpointConfig,
     CheckpointWriter,
+    QueueLayout,
     ResumePoint,
     State,
+    check_files,
     find_base,
     find_resume_point,
+    forget_old_shards,
     journal_dir,
+    link_checkpoint,
     list_checkpoints,
+    next_generation,
     read_checkpoint,
+    read_layout,
 )
 from streamrl.dataflow import POLICY
-from streamrl.errors import CheckpointError, ConfigError
+from streamrl.errors import ConfigError, NoSpaceError
 
 
 def state(version: int, cuts: Mapping[str, int]) -> State:
@@ -88,9 +94,11 @@ def test_a_disk_that_refuses_is_named_and_what_was_there_stays(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", refuse)
-    with pytest.raises(CheckpointError, match=r"step_000010: .*No space left"):
+    with pytest.raises(NoSpaceError, match=r"step_000010 cannot be written: No space left"):
         writer.commit(state(10, {}), keep=1)
     monkeypatch.undo()
+    writer.discard()
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_000005"]
     assert newest(tmp_path).version == 5
 
 
@@ -277,3 +285,89 @@ def test_a_shard_continues_its_snapshot_in_the_newest_checkpoint(tmp_path: Path)
 def test_impossible_settings_are_refused(key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"checkpoint\.{key}={value}"):
         CheckpointConfig(**{key: value})
+
+
+# What it is made of.
+
+
+def test_a_file_that_is_missing_or_cut_off_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, 5)
+    check_files(newest(tmp_path))
+    weights = path / "model" / "weights"
+    weights.write_text("55")
+    with pytest.raises(ConfigError, match="model/weights has 2 bytes of 1"):
+        check_files(newest(tmp_path))
+    weights.unlink()
+    with pytest.raises(ConfigError, match="model/weights is missing"):
+        check_files(newest(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": 2}, "not a checkpoint of format 3"),
+        ({"cuts": {"../../elsewhere": 1}}, "cuts: must be of shards and books"),
+        ({"cuts": {"shard-0": -1}}, "cuts: must be whole numbers"),
+        ({"ledger": 3}, "ledger: must be a mapping"),
+        ({"version": True}, "version True: no integer"),
+        ({"files": {"a": "b"}}, "files: must be whole numbers"),
+    ],
+)
+def test_a_state_that_says_what_cannot_be_is_refused(
+    tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    path = write(tmp_path, 5) / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(ConfigError, match=message):
+        newest(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "\xff", "[]"])
+def test_a_state_that_is_no_state_is_one_line(tmp_path: Path, text: str) -> None:
+    path = write(tmp_path, 5) / "state.json"
+    path.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match=r"--resume .*state\.json: ") as refused:
+        newest(tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_linked_checkpoint_stays_when_the_original_goes(tmp_path: Path) -> None:
+    for name in ("run", "other"):
+        (tmp_path / name).mkdir()
+    path = write(tmp_path / "run", 5, shard_0=3, books=2)
+    linked = link_checkpoint(newest(tmp_path / "run"), tmp_path / "other")
+    assert linked.state == newest(tmp_path / "run").state
+    shutil.rmtree(path)
+    assert (newest(tmp_path / "other").model_dir / "weights").read_text() == "5"
+
+
+# The folders of shards.
+
+
+def test_a_run_goes_on_with_the_folders_it_was_dealt_to(tmp_path: Path) -> None:
+    assert read_layout(tmp_path, shards=2).names == ["shard-0", "shard-1"]
+    assert next_generation(tmp_path) == 1
+    run_with_two_checkpoints(tmp_path)
+    layout = QueueLayout(3, next_generation(tmp_path))
+    for name in layout.names:
+        write_segments(tmp_path, name, 1)
+    assert read_layout(tmp_path, shards=1).names == ["shard-0"], "not before it is said"
+    layout.write(tmp_path)
+    assert read_layout(tmp_path, shards=1).names == ["shard-0.1", "shard-1.1", "shard-2.1"]
+    assert find_base(tmp_path, "shard-1.1") == Base(), "the journal has all of it"
+    assert next_generation(tmp_path) == 2
+    forget_old_shards(tmp_path, layout)
+    kept = sorted(path.name for path in (tmp_path / "journal").iterdir() if path.is_dir())
+    assert kept == ["books", "shard-0.1", "shard-1.1", "shard-2.1"]
+    older = find_resume_point(tmp_path / "checkpoints" / "step_000005")
+    assert older.layout(shards=9).names == ["shard-0"], "its snapshots are of these"
+    older.discard_later()
+    assert read_layout(tmp_path, shards=9).names == ["shard-0"]
+
+
+@pytest.mark.parametrize("text", ["{}", "[", '{"shards": 0, "generation": 1}', '{"shards": "2"}'])
+def test_a_layout_that_says_nothing_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal" / "layout.json").write_text(text)
+    with pytest.raises(ConfigError, match=r"layout\.json: "):
+        read_layout(tmp_path, shards=1)

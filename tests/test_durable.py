@@ -1,6 +1,8 @@
 """A file is there whole, or as it was."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -50,3 +52,34 @@ def test_a_directory_is_on_the_disk_before_it_has_its_name(
     assert {path for path, named in synced if not named} == inside
     assert [path for path, named in synced if named] == [str(tmp_path)]
     assert (final / "inner" / "file").read_text() == "x"
+
+
+WITHOUT_SPACE = """
+import resource, sys
+from pathlib import Path
+import numpy as np
+from safetensors.numpy import save_file
+from tokenizers import Tokenizer, models
+from streamrl.durable import checkpoint_errors
+from streamrl.errors import NoSpaceError
+
+folder = Path(sys.argv[1])
+words = {f"token{i}": i for i in range(1000)}
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+for write in (
+    lambda: (folder / "plain").write_bytes(bytes(2000)),
+    lambda: save_file({"a": np.zeros(1000)}, folder / "tensors"),
+    lambda: Tokenizer(models.WordLevel(words, unk_token="token0")).save(f"{folder}/words"),
+):
+    try:
+        with checkpoint_errors(folder):
+            write()
+    except NoSpaceError as error:
+        print(error)
+"""
+
+
+def test_a_disk_without_space_is_known_whichever_library_tells_of_it(tmp_path: Path) -> None:
+    words = [sys.executable, "-c", WITHOUT_SPACE, str(tmp_path)]
+    found = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert found == [f"{tmp_path} cannot be written: File too large"] * 3

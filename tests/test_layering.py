@@ -50,12 +50,13 @@ LEVELS = (
         "lease",
         "checkpoint",
         "durable",
+        "run_lock",
         "mailbox",
         "simulator",
     },
     {
-        *("config", "agreement", "preflight", "planning", "placing", "slots", "calibration"),
-        *("pictures", "actors"),
+        *("config", "agreement", "preflight", "resuming", "planning", "placing", "slots"),
+        *("calibration", "pictures", "actors"),
     },
     {"cli"},
 )

@@ -82,7 +82,7 @@ def test_what_is_made_again_comes_in_the_rounds_it_was_made_in() -> None:
     recorded = TrainedStep.from_record(step)
 
     async def main() -> list[Part]:
-        return [part async for part in replay(recorded)]
+        return [part async for part in replay(recorded, {POLICY: 2})]
 
     (part,) = run_virtual(main())
     assert part.uids == [group.uid for group in recorded.groups]

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import ray
@@ -15,7 +15,14 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from streamrl.errors import ActorError, ActorLostError, ConfigError, DeadlineError, StreamError
+from streamrl.errors import (
+    ActorError,
+    ActorLostError,
+    CheckpointError,
+    ConfigError,
+    DeadlineError,
+    StreamError,
+)
 
 CALL_TIMEOUT_S = 120.0
 """Deadline of a call that only keeps books, s. Work that computes brings its own."""
@@ -52,6 +59,27 @@ async def fetch_objects(
     # Ray warns of a get in an asyncio actor, since it stops the loop; this one is in a thread.
     os.environ.setdefault("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC", "0")
     return list(await asyncio.to_thread(fetch, list(references), what, timeout_s))
+
+
+async def all_saved(*saves: Awaitable[Any]) -> list[Any]:
+    """What the writers of one checkpoint answer; the first error of one is raised.
+
+    If the disk refuses one of them, not before all have ended: what they write is removed then.
+    """
+    tasks = [asyncio.ensure_future(save) for save in saves]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        failed = (task.exception() for task in tasks if task.done())
+        if all(error is None or isinstance(error, CheckpointError) for error in failed):
+            await asyncio.wait(tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+    errors = [task.exception() for task in tasks if task.done() and not task.cancelled()]
+    for error in errors:
+        if error is not None:
+            raise error
+    return [task.result() for task in tasks]
 
 
 def has_died(reply: Any) -> bool:

@@ -23,7 +23,7 @@ from streamrl.buffer.oversampling import Oversampling
 from streamrl.control import SURPLUS, Control
 from streamrl.data import PromptStream
 from streamrl.dataflow import GENERATE, MOVED, POLICY, REWARD, Kind
-from streamrl.errors import DataError, DropError, FilterError, StreamError
+from streamrl.errors import DataError, DropError, FilterError, NoSpaceError, StreamError
 from streamrl.faces import Stage, StepOutcome
 from streamrl.lease import Pulse
 from streamrl.messages import Ended, Prompt
@@ -209,8 +209,7 @@ class CoordinatorActor:
         await self._reporter.finish(reporting)
         interrupted = not control.admission.finished
         if control.torn:
-            kept = Path(self._checkpoint).name if self._checkpoint else "the beginning"
-            text = f"stopped between two updates: not saved; a resume goes on from {kept}"
+            text = f"stopped between two updates: not saved; a resume goes on from {self._kept}"
             self._feed.post(EventReport("note", {"text": text}))
         elif interrupted or config.checkpoint.at_end:
             await self._save()
@@ -243,8 +242,8 @@ class CoordinatorActor:
 
     async def _train(self) -> None:
         """Train; what the run starts from is evaluated first, while the first step is sampled."""
-        if self._control.admission.version == 0:
-            await self._evaluate_base()
+        if self._control.admission.version == 0 and (row := await self._evaluate_if_due()):
+            self._feed.post(StepReport(0, row))
         self._reporter.begin_step(time.time())
         stage = Stage("train", self._queue, self._lease, self._loop_spans)
         await train(stage, self._control, self._trainers, self._config.pipeline, report=self._step)
@@ -261,10 +260,8 @@ class CoordinatorActor:
         row = {**weights, "weights/version": admission.version}
         row |= report_skipped(self._prompts, self._feed)
         self._reporter.note(Snapshot(outcome, row, evaluation))
-        every = self._config.checkpoint.every
-        is_due = every and admission.version % every == 0
-        if is_due or outcome.queue.journal_bytes > self._config.queue.journal.max_mb << 20:
-            await self._save()
+        if self._durability.is_due(admission.version, outcome.queue.journal_bytes):
+            await self._save(goes_on=True)
 
     def _report_end(self, uid: str, how: Ended) -> None:
         for report in end_reports(uid, how):
@@ -296,25 +293,30 @@ class CoordinatorActor:
             self._feed.post(EventReport("unscored", {**fields, "reason": result.problem}))
         return result.metrics()
 
-    async def _evaluate_base(self) -> None:
-        """What the run starts from is reported as step 0."""
-        row = await self._evaluate_if_due()
-        if row:
-            self._feed.post(StepReport(0, row))
+    @property
+    def _kept(self) -> str:
+        return Path(self._checkpoint).name if self._checkpoint else "the beginning"
 
-    async def _save(self) -> None:
-        """Write a checkpoint of the current version, unless it is written already."""
+    async def _save(self, *, goes_on: bool = False) -> None:
+        """Write a checkpoint of the current version, unless there is one, or no space for it."""
         version = self._control.admission.version
         if self._checkpoint and version == self._saved_version:
             return
         # What is saved is as it was published.
         await self._control.publishing.settle()
         trainers = list(self._trainers.values())
-        path = await self._durability.save(self._control, trainers, self._reported)
-        if path is None:
+        try:
+            path = await self._durability.save(self._control, trainers, self._reported)
+        except NoSpaceError as error:
+            if not goes_on:
+                raise
+            text = f"{error}; kept: {self._kept}; the run goes on, and tries again later"
+            self._feed.post(EventReport("no_space", {"version": version, "text": text}))
             return
-        self._checkpoint, self._saved_version = str(path), version
-        self._feed.post(EventReport("checkpoint", {"version": version, "path": self._checkpoint}))
+        if path is not None:
+            self._checkpoint, self._saved_version = str(path), version
+            event = EventReport("checkpoint", {"version": version, "path": self._checkpoint})
+            self._feed.post(event)
 
     async def _save_of_failed(self) -> None:
         """Save what was made, if that can be, and see that the driver has all reports."""

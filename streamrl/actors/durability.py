@@ -10,17 +10,27 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from streamrl.actors.calls import all_saved
 from streamrl.actors.remote_shard import RemoteShard
 from streamrl.actors.trainer_group import TrainerGroup
 from streamrl.buffer import Books, Ledger
-from streamrl.buffer.books import read_log, recover_books
 from streamrl.buffer.journal import Journal, NoLog
-from streamrl.checkpoint import BOOKS, CheckpointWriter, State, journal_dir
+from streamrl.checkpoint import (
+    BOOKS,
+    CheckpointWriter,
+    State,
+    forget_old_shards,
+    journal_dir,
+    read_layout,
+)
 from streamrl.config import RunConfig
 from streamrl.control import Control
 from streamrl.data import PromptStream
-from streamrl.errors import JournalError
+from streamrl.errors import CheckpointError
+from streamrl.resuming import draw_again, recover_run_books
 
+STEPS_WITHOUT_ROOM = 10
+"""Steps after a checkpoint found no room, in which none is tried for the size of the journals."""
 SNAPSHOT_TIMEOUT_S = 600.0
 """Longest a shard may take to write its snapshot, s."""
 
@@ -40,6 +50,8 @@ class Durability:
         self._shards = shards
         self._state = state
         self._journal: Journal | None = None
+        self._layout = read_layout(run_dir, shards=len(shards))
+        self._early_from = 0
 
     async def open_books(self, prompts: PromptStream) -> Books:
         """The books as they were; `prompts` goes on behind the last one that was admitted."""
@@ -51,24 +63,21 @@ class Durability:
             if state is not None:
                 ledger = Ledger.from_state(state["ledger"], debug=debug)
             return Books(ledger, NoLog())
+        found = recover_run_books(self._run_dir, state, debug=debug)
+        await prompts.ready(len(found.drawn))
+        draw_again(prompts, found.drawn, self._run_dir)
         folder = journal_dir(self._run_dir, BOOKS)
         first = state["cuts"][BOOKS] if state is not None else 0
-        ledger_state = state["ledger"] if state is not None else None
-        found = recover_books(read_log(folder, first=first), ledger_state, debug=debug)
-        await prompts.ready(len(found.drawn))
-        self._go_behind(prompts, found.drawn)
         self._journal = Journal(folder, self._config.queue.journal, first=max(first, 1))
         books = Books(found.ledger, self._journal, found.steps)
         await books.open(0 if state is None else state["version"])
         return books
 
-    def _go_behind(self, prompts: PromptStream, drawn: Sequence[str]) -> None:
-        """Draw what the log says was drawn since the checkpoint."""
-        again = [prompt.uid for prompt in prompts.draw(len(drawn))]
-        if again != list(drawn):
-            was, now = next(pair for pair in zip(drawn, again, strict=True) if pair[0] != pair[1])
-            folder = journal_dir(self._run_dir, BOOKS)
-            raise JournalError(f"{folder}: prompt {was} was admitted, the data gives {now}")
+    def is_due(self, version: int, journal_bytes: int) -> bool:
+        """Whether a checkpoint is to be written: every so many steps, or as journals have grown."""
+        every = self._config.checkpoint.every
+        is_large = journal_bytes > self._config.queue.journal.max_mb << 20
+        return bool(every and version % every == 0) or (is_large and version >= self._early_from)
 
     async def save(
         self,
@@ -79,6 +88,7 @@ class Durability:
         """Write a checkpoint of the current version; it counts once all steps are reported, too.
 
         None while steps are made again: the last checkpoint and the journals hold more than that.
+        Raises NoSpaceError once nothing of it is left: the last checkpoint stays, and all goes on.
         """
         if control.books.steps:
             return None
@@ -93,12 +103,18 @@ class Durability:
                 cuts=cuts,
             )
         writer = CheckpointWriter(self._run_dir, version)
-        saves = [trainer.save(writer) for trainer in trainers]
-        await asyncio.gather(*saves, self._snapshot(cuts, writer.queue_dir), reported())
-        path = await asyncio.to_thread(writer.commit, state, keep=self._config.checkpoint.keep)
+        try:
+            saves = [trainer.save(writer) for trainer in trainers]
+            await all_saved(*saves, self._snapshot(cuts, writer.queue_dir), reported())
+            path = await asyncio.to_thread(writer.commit, state, keep=self._config.checkpoint.keep)
+        except CheckpointError as error:
+            self._early_from = version + STEPS_WITHOUT_ROOM
+            await asyncio.to_thread(writer.discard)
+            raise writer.with_its_name(error) from error
         await asyncio.gather(
             *(shard.discard_before(cuts[name]) for name, shard in self._kept_shards())
         )
+        await asyncio.to_thread(forget_old_shards, self._run_dir, self._layout)
         return path
 
     async def _cut(self) -> dict[str, int]:
@@ -109,7 +125,7 @@ class Durability:
         return {**dict(zip(names, cuts, strict=True)), BOOKS: await self._journal.rotate()}
 
     async def _snapshot(self, cuts: Mapping[str, int], folder: Path) -> None:
-        await asyncio.gather(
+        await all_saved(
             *(
                 shard.snapshot(cuts[name], folder / name, timeout_s=SNAPSHOT_TIMEOUT_S)
                 for name, shard in self._kept_shards()
@@ -117,8 +133,8 @@ class Durability:
         )
 
     def _kept_shards(self) -> list[tuple[str, RemoteShard]]:
-        """The shards that have a journal: all or none."""
-        return [(shard.name, shard) for shard in self._shards] if self._journal else []
+        """The shards that have a journal, by its folder: all or none."""
+        return list(zip(self._layout.names, self._shards, strict=True)) if self._journal else []
 
     async def close(self) -> None:
         """Write what is left of all journals."""

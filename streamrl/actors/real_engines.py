@@ -97,6 +97,7 @@ class RealEngines:
                 config=config.trainer_of(role),
                 rank=rank,
                 pretraining=_pretraining(config) if has_texts else None,
+                num_steps=config.steps_of(role),
             )
 
 

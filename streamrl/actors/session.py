@@ -22,7 +22,7 @@ from streamrl.actors.travel_plan import plan_travel
 from streamrl.actors.weight_travel import WeightTravel
 from streamrl.actors.wiring import Wiring
 from streamrl.buffer import Bounds, Files, Ports, ShardPlan
-from streamrl.checkpoint import Checkpoint, find_base, journal_dir
+from streamrl.checkpoint import Checkpoint, find_base, journal_dir, read_layout
 from streamrl.config import RunConfig
 from streamrl.dataflow import POLICY, Kind
 from streamrl.errors import (
@@ -245,10 +245,10 @@ class Session:
         bounds = Bounds(config.capacity_groups, self._shard_bytes, group_bytes)
         session = uuid.uuid4().hex
         plans = {}
-        for name in (f"shard-{i}" for i in range(config.queue.shards)):
-            files = Files(journal_dir(run_dir, name), partial(find_base, run_dir, name))
+        for i, folder in enumerate(read_layout(run_dir, shards=config.queue.shards).names):
+            files = Files(journal_dir(run_dir, folder), partial(find_base, run_dir, folder))
             kept = files if config.queue.journal.enabled else None
-            plans[name] = ShardPlan(ports, config.queue, bounds, session, kept)
+            plans[f"shard-{i}"] = ShardPlan(ports, config.queue, bounds, session, kept)
         return plans
 
     @property

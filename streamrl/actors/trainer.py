@@ -23,6 +23,7 @@ from streamrl.dataflow import MOVED, POLICY, Call
 from streamrl.engines.packing import MicroBatch, Pick
 from streamrl.engines.peak_memory import give_back_freed, give_back_large_at_once
 from streamrl.engines.rollout_sums import rollout_sums
+from streamrl.errors import CheckpointError
 from streamrl.messages import Columns
 from streamrl.weights import WeightManifest
 from streamrl.weights.probe import Probe, probe_sequences
@@ -240,13 +241,27 @@ class TrainerActor:
         return found
 
     async def save(self, model_dir: Path, trainer_dir: Path) -> None:
-        """Write this rank's part of a checkpoint. All ranks must take part."""
+        """Write this rank's part of a checkpoint. All ranks must take part.
+
+        Raises NoSpaceError, or CheckpointError, if the disk refuses, once all of it was tried: a
+        rank that gave up would have the others wait for it where they gather the model.
+        """
+        parts = [
+            partial(self._trainer.save, trainer_dir),
+            partial(self._trainer.save_model, model_dir),
+        ]
+        if self._keeps_reference:
+            parts.append(partial(self._reference.save, trainer_dir))
+        refusals = []
         async with self._having_all():
             with self._stage.spans.span("save"):
-                await self._in_thread(self._trainer.save, trainer_dir)
-                await self._in_thread(self._trainer.save_model, model_dir)
-                if self._keeps_reference:
-                    await self._in_thread(self._reference.save, trainer_dir)
+                for part in parts:
+                    try:
+                        await self._in_thread(part)
+                    except CheckpointError as error:
+                        refusals.append(error)
+        if refusals:
+            raise refusals[0]
 
     async def drain(self) -> ActorReport:
         """What this rank did since the last call."""

@@ -27,6 +27,8 @@ _Numbered = list[list[list[list[tuple[int, int]]]]]
 """Of a program: per update, round and rank the rollouts, as place of the group and index."""
 _Packed = tuple[list[tuple[int, GroupInfo]], dict[str, tuple[int, _Numbered]]]
 _unpack = msgspec.json.Decoder(_Packed).decode
+STEP_BYTES = 1 << 30
+"""Most of a step in the log, which has some 20 bytes a rollout."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class TrainedStep:
     def from_record(cls, record: Record) -> "TrainedStep":
         """Inverse of `to_record`."""
         uids = record.meta["uids"]
-        groups, programs = _unpack(zlib.decompress(join(record.payload)))
+        groups, programs = _unpack(_inflate(join(record.payload)))
         return cls(
             version=record.meta["version"],
             groups=tuple(
@@ -73,6 +75,15 @@ class TrainedStep:
                 for role, (epochs, updates) in programs.items()
             },
         )
+
+
+def _inflate(data: bytes) -> bytes:
+    """Decompress; raises ValueError for more than a step can be, as of a file made to be that."""
+    inflating = zlib.decompressobj()
+    found = inflating.decompress(data, STEP_BYTES)
+    if inflating.unconsumed_tail or not inflating.eof:
+        raise ValueError("a step that is cut off, or larger than any step can be")
+    return found
 
 
 def _numbered(program: Program, places: Mapping[str, int]) -> _Numbered:
@@ -159,24 +170,27 @@ def recover_books(
 ) -> Recovered:
     """The books as they were: a checkpoint's ledger, and what the log has behind its cut.
 
-    Raises LedgerError if they contradict each other.
+    Raises LedgerError if they contradict each other, JournalError for an entry that says nothing.
     """
     ledger = Ledger(debug=debug) if state is None else Ledger.from_state(state, debug=debug)
     steps: dict[int, TrainedStep] = {}
     drawn: list[str] = []
     for record in records:
         meta = record.meta
-        if meta["kind"] == "admit":
-            for uid in meta["uids"]:
-                ledger.admit(uid, meta["version"])
-            drawn += [uid for uid in meta["uids"] if parse_uid(uid)[2] == 0]
-        elif meta["kind"] == "step":
-            step = TrainedStep.from_record(record)
-            steps[step.version] = step
-            for uid in meta["uids"]:
-                ledger.train(uid)
-        elif meta["kind"] == "end":
-            _end(ledger, meta["uid"], _ended(meta))
+        try:
+            if meta["kind"] == "admit":
+                for uid in meta["uids"]:
+                    ledger.admit(uid, meta["version"])
+                drawn += [uid for uid in meta["uids"] if parse_uid(uid)[2] == 0]
+            elif meta["kind"] == "step":
+                step = TrainedStep.from_record(record)
+                steps[step.version] = step
+                for uid in meta["uids"]:
+                    ledger.train(uid)
+            elif meta["kind"] == "end":
+                _end(ledger, meta["uid"], _ended(meta))
+        except (LookupError, TypeError, ValueError, AttributeError, zlib.error) as error:
+            raise JournalError(f"the books: an entry cannot be used: {error!r}") from error
     return Recovered(ledger, steps, tuple(drawn))
 
 

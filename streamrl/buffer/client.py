@@ -3,9 +3,7 @@
 import asyncio
 import itertools
 import math
-import pickle
 import uuid
-import zlib
 from collections import deque
 from collections.abc import (
     Awaitable,
@@ -21,8 +19,16 @@ from functools import partial
 from typing import Any, Protocol, TypeVar, cast
 
 from streamrl.buffer.blob import Blob, decode, encode
-from streamrl.buffer.exchange import Commit, Farewell, Grant, ShardStats, merge_stats
+from streamrl.buffer.exchange import (
+    Commit,
+    Farewell,
+    Grant,
+    ShardStats,
+    merge_stats,
+    shard_of,
+)
 from streamrl.buffer.leases import Overdue, Request
+from streamrl.buffer.prompt_bytes import decode_prompt, encode_prompt
 from streamrl.errors import ContractError, DeadlineError, StreamError
 from streamrl.messages import (
     ROLLOUT_COLUMNS,
@@ -116,7 +122,7 @@ class ExperienceQueue:
 
     def shard_of(self, uid: str) -> int:
         """Index of the shard that owns `uid`; the same in every process."""
-        return zlib.crc32(uid.encode()) % len(self.shards)
+        return shard_of(uid, len(self.shards))
 
     async def admit(
         self,
@@ -455,7 +461,7 @@ def _key(lease: Lease) -> tuple[str, int]:
 
 
 def _entry(prompt: Prompt, version: int) -> tuple[str, bytes, int]:
-    return prompt.uid, pickle.dumps(prompt, pickle.HIGHEST_PROTOCOL), version
+    return prompt.uid, encode_prompt(prompt), version
 
 
 def _commit(lease: Lease, columns: Columns) -> Commit:
@@ -468,7 +474,7 @@ def _experience(grant: Grant, found: Columns, columns: Sequence[str]) -> Experie
     return Experience(
         lease=grant.lease,
         admitted_version=grant.admitted_version,
-        prompt=None if grant.prompt is None else pickle.loads(grant.prompt),
+        prompt=None if grant.prompt is None else decode_prompt(grant.prompt),
         columns={} if grant.ended else {name: found[name] for name in columns},
         info=grant.info,
         ready_version=grant.ready_version,

@@ -1,5 +1,6 @@
 """What a shard and its callers hand each other: leased groups, finished work, figures."""
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ from streamrl.messages import Ended, GroupInfo, Lease
 
 
 class Grant(msgspec.Struct, frozen=True, eq=False):
-    """A leased group: what an Experience says of it, its pickled prompt, blobs with the columns.
+    """A leased group: what an Experience says of it, its encoded prompt, blobs with the columns.
 
     `begun` is a blob, or none, of what an earlier holder had begun.
     """
@@ -77,3 +78,8 @@ def merge_stats(parts: Sequence[ShardStats]) -> ShardStats:
         fsync_s=sum(part.fsync_s for part in parts),
         cpu_s=sum(part.cpu_s for part in parts),
     )
+
+
+def shard_of(uid: str, count: int) -> int:
+    """Index of the shard, of so many, that owns a uid; the same in every process."""
+    return zlib.crc32(uid.encode()) % count

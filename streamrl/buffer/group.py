@@ -394,6 +394,12 @@ class GroupBook:
                 self.retired[group.uid] = {s: _shed(p) for s, p in group.parts.items()}
         return found
 
+    def order_by_version(self) -> None:
+        """Have groups of an earlier version stand before the others, as they were admitted."""
+        groups = sorted(self.groups.values(), key=lambda one: (one.admitted_version, one.order))
+        for place, group in enumerate(groups):
+            group.order = place
+
     def forget_incomplete(self) -> None:
         """Take back what was computed from columns that a damaged journal has lost."""
         for group in self.groups.values():

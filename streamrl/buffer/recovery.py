@@ -32,8 +32,10 @@ from streamrl.buffer.segment import (
     check_begins_at,
     read_record,
     replay,
+    segment_path,
     write_segment,
 )
+from streamrl.durable import checkpoint_errors
 from streamrl.errors import JournalError
 from streamrl.messages import Lease
 
@@ -47,30 +49,40 @@ class Base:
 
 
 def recover(
-    stages: Mapping[str, Ports], journal: Path, base: Base, *, before: int | None = None
+    stages: Mapping[str, Ports], journal: Path | None, base: Base, *, before: int | None = None
 ) -> tuple[GroupBook, list[Corrupt]]:
     """The groups as the files have them, and the records that could not be read.
 
-    `before` is the cut up to which the journal is read. No payload is loaded: see `load`. Raises
-    JournalError if a file is missing or the snapshot is not whole.
+    Without a `journal` they are those of the base; `before` is the cut up to which it is read. No
+    payload is loaded: see `load`. Raises JournalError if a file is missing or the snapshot is not
+    whole.
     """
-    check_begins_at(journal, base.first)
     book, corrupt = GroupBook(stages), []
     book.keeps_retired = True
+    sources: list[tuple[Path, int, int | None]]
     sources = [(base.folder, 0, None)] if base.folder is not None else []
-    for folder, first, end in (*sources, (journal, base.first, before)):
+    if journal is not None:
+        check_begins_at(journal, base.first)
+        sources.append((journal, base.first, before))
+    for folder, first, end in sources:
         for item in replay(folder, first=first, before=end):
             if isinstance(item, Corrupt):
                 corrupt.append(item)
             else:
                 position, record = item
-                book.apply(record, spot=Spot(folder, position))
+                try:
+                    book.apply(record, spot=Spot(folder, position))
+                except (LookupError, TypeError, ValueError, AttributeError) as error:
+                    place = f"{segment_path(folder, position.segment)}, byte {position.offset}"
+                    raise JournalError(f"{place}: not a record of a shard: {error!r}") from error
         if folder == base.folder and not book.is_sealed and not corrupt:
             raise JournalError(f"{folder}: the snapshot has lost its end")
     book.keeps_retired = False
     book.is_damaged = bool(corrupt)
     if book.is_damaged:
         book.forget_incomplete()
+    # Groups of several shards may have been dealt to this one, those of each in turn.
+    book.order_by_version()
     return book, corrupt
 
 
@@ -99,14 +111,15 @@ def snapshot(
     """Write the groups as they were at a cut into a folder that `recover` takes as a base.
 
     `known` are the damaged records without which the shard was opened. Raises JournalError for any
-    other: the shard may still have what the disk has lost.
+    other: the shard may still have what the disk has lost. NoSpaceError if there is no room.
     """
     book, corrupt = recover(stages, journal, base, before=before)
     for bad in corrupt:
         if bad not in known:
             raise JournalError(f"{bad.file}, byte {bad.position.offset}: {bad.reason}")
-    out.mkdir(parents=True, exist_ok=True)
-    write_segment(out / SNAPSHOT_FILE, _records(book))
+    with checkpoint_errors(out):
+        out.mkdir(parents=True, exist_ok=True)
+        write_segment(out / SNAPSHOT_FILE, _records(book))
 
 
 SNAPSHOT_FILE = "00000000.journal"

@@ -11,6 +11,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -115,10 +116,10 @@ def replay(
     if not present:
         return
     last = present[-1] if before is None else min(present[-1], before - 1)
-    wanted = range(max(first, present[0]), last + 1)
-    missing = sorted(set(wanted) - set(present))
-    if missing:
-        raise JournalError(f"journal {folder}: segments {missing} are missing")
+    wanted = [number for number in present if first <= number <= last]
+    for number, following in pairwise((max(first, present[0]) - 1, *wanted)):
+        if following != number + 1:
+            raise JournalError(f"journal {folder}: segment {number + 1} is missing")
     for number in wanted:
         yield from read_segment(segment_path(folder, number))
 
@@ -173,9 +174,12 @@ def _read_at(file: BinaryIO, offset: int, end: int) -> tuple[int, Record | str]:
     if check != _check_body(fields, meta, (payload,), offset):
         return size, "the record does not match its checksum"
     try:
-        return size, Record(parse_json(meta), payload)
+        read = parse_json(meta)
     except ValueError as error:
         return size, f"the record cannot be read: {error}"
+    if not isinstance(read, dict) or not isinstance(read.get("kind"), str):
+        return size, "the record says nothing of its kind"
+    return size, Record(read, payload)
 
 
 def _is_unwritten(file: BinaryIO, end: int) -> bool:
@@ -205,19 +209,39 @@ def journal_errors(path: Path) -> AbstractContextManager[None]:
     return named_errors(f"journal {path}", JournalError)
 
 
+class SegmentWriter:
+    """One segment file that is written at once, over what is there. A context: it is fsynced.
+
+    Raises the system's errors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._offset = path, 0
+
+    def __enter__(self) -> "SegmentWriter":
+        self._file = self._path.open("wb")
+        return self
+
+    def write(self, record: Record) -> None:
+        """Append a record."""
+        frame = frame_of(record)
+        meta, pieces = frame
+        self._offset += self._file.write(join((header_of(frame, self._offset), meta, *pieces)))
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        with self._file:
+            if kind is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        if kind is None:
+            fsync_path(self._path.parent)
+
+
 def write_segment(path: Path, records: Iterable[Record]) -> None:
-    """Write one file, replacing what is there, and fsync it. Raises JournalError if it cannot."""
-    with journal_errors(path):
-        with path.open("wb") as file:
-            offset = 0
-            for record in records:
-                frame = frame_of(record)
-                meta, pieces = frame
-                whole = join((header_of(frame, offset), meta, *pieces))
-                offset += file.write(whole)
-            file.flush()
-            os.fsync(file.fileno())
-        fsync_path(path.parent)
+    """Write one file, replacing what is there, and fsync it. Raises the system's errors."""
+    with SegmentWriter(path) as file:
+        for record in records:
+            file.write(record)
 
 
 def fsync_path(path: Path) -> None:

@@ -75,7 +75,7 @@ class Shard:
     # What prompts, stages and ranks ask for.
 
     async def admit(self, entries: Sequence[tuple[str, bytes, int]], *, wait_s: float) -> list[str]:
-        """Take in prompts: uid, pickled prompt, version. Returns the uids that are in.
+        """Take in prompts: uid, encoded prompt, version. Returns the uids that are in.
 
         Those are as many as there is room for, and one at least: DeadlineError says that there was
         none within `wait_s`. A uid that was here before in this session is passed over.

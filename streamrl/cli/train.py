@@ -2,9 +2,8 @@
 
 import argparse
 import contextlib
-import shutil
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import os
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,38 +14,37 @@ from streamrl.actors.fork_server import refusal, start_fork_server
 from streamrl.actors.real_engines import RealEngines
 from streamrl.algorithms.dials import Dials
 from streamrl.buffer import Ledger
-from streamrl.checkpoint import Checkpoint, ResumePoint, find_resume_point
+from streamrl.checkpoint import (
+    Checkpoint,
+    QueueLayout,
+    ResumePoint,
+    list_checkpoints,
+)
 from streamrl.cli.given import named_path
 from streamrl.cli.interrupts import (
     graceful_interrupt,
     interrupt_on_signals,
     uninterrupted_end,
 )
-from streamrl.config import RunConfig, dump_config, load_config, to_dict
-from streamrl.dataflow import CRITIC, POLICY, Kind
-from streamrl.durable import write_whole
-from streamrl.engines.reference_config import STATE_FILE
-from streamrl.errors import ConfigError, DiskError, StreamError
+from streamrl.cli.resume import Claim, begin_run, is_fork, resume_run
+from streamrl.cli.run_directory import run_directory
+from streamrl.config import RunConfig, load_config, to_dict
+from streamrl.durable import NO_SPACE
+from streamrl.errors import ConfigError, DiskError, JournalError, NoSpaceError, StreamError
 from streamrl.slots import placed, sharing
 from streamrl.telemetry import RunFacts
 from streamrl.telemetry.fanout import Fanout, make_sinks
 from streamrl.telemetry.rollout_log import RolloutLog
-from streamrl.telemetry.sinks import METRICS_FILE, Fields
+from streamrl.telemetry.sinks import Fields
 from streamrl.telemetry.wandb_sink import preload_wandb
 
 if TYPE_CHECKING:
     from streamrl.actors.coordinator import Finish
     from streamrl.actors.session import Session
     from streamrl.data import PromptStream
+    from streamrl.preflight import Prepared
 
 INTERRUPTED = 130
-
-
-KEPT_BY_TRAINERS = (
-    *("backend", "world_size", "tensor_parallel", "zero_stage"),
-    *("lora_rank", "lora_alpha", "lora_targets"),
-)
-"""Settings of a trainer that the state in a checkpoint is made for."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,47 +60,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--resume",
         type=named_path,
         metavar="RUN",
-        help="go on with a run directory (its newest checkpoint) or with one checkpoint of it",
+        help="go on with a run directory (its newest checkpoint) or with one checkpoint of it;"
+        " with run.name=NEW as a new run, which leaves that one as it is",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
-    if arguments.resume is not None:
-        config, resume = _resumed(arguments.resume, arguments.words)
-    else:
-        config, resume = _fresh(arguments.words), None
-    finish = train(config, resume, RealEngines())
+    claim = Claim()
+    try:
+        if arguments.resume is not None:
+            config, resume = resume_run(arguments.resume, arguments.words, claim)
+        else:
+            config, resume = begin_run(arguments.words, claim), None
+        finish = train(config, resume, RealEngines(), claim)
+    finally:
+        claim.release()
     return INTERRUPTED if finish.interrupted else 0
 
 
-def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory) -> "Finish":
-    """Train from a config, or go on with a run; writes the run directory.
+def train(
+    config: RunConfig,
+    resume: ResumePoint | None,
+    engines: EngineFactory,
+    claim: Claim | None = None,
+) -> "Finish":
+    """Train from a config, go on with a run, or fork one; writes the run directory.
 
-    Raises ConfigError before anything is written, and the StreamError that ended the run.
+    Of a run directory that is there, `claim` has the lock. Raises ConfigError before anything is
+    written, and the StreamError that ended the run.
     """
     # Ray and torch take seconds to import, and who asks for help needs neither.
     from streamrl.actors.cluster import cluster, node_stores
     from streamrl.actors.session import Session
-    from streamrl.preflight import hybrid_memory, prepare, shard_bytes, ways
+    from streamrl.preflight import hybrid_memory, shard_bytes, ways
 
-    prepared = prepare(config)
-    checkpoint = resume.checkpoint if resume else None
-    if checkpoint is not None:
-        # Refused here, other data or another order costs nothing.
-        _load_position(checkpoint, prepared.prompts)
+    claim, origin = claim or Claim(), resume
+    prepared, layout = _prepare(config, resume)
     if isinstance(engines, RealEngines):
         # Those who come from the command line have done so already, as the first thing of all.
         start_fork_server()
     # While Ray starts, this process has little else to do.
     preload_wandb(config.telemetry.wandb)
     with uninterrupted_end() as end:
+        end.callback(claim.release)
         site = end.enter_context(cluster(config.placement, partial(ways, config, prepared)))
         there = placed(config, site.placed.mode)
         memory = hybrid_memory(there, on_gpu=site.on_gpu)
         room = shard_bytes(config, prepared, node_stores=node_stores())
         check_interrupted = interrupt_on_signals()
-        log = end.enter_context(_run_directory(config, resume))
+        log, resume = end.enter_context(run_directory(config, origin, layout, claim))
         sinks = make_sinks(config.telemetry, _facts(config, resume))
         sinks.start(to_dict(config))
         summary = {"outcome": "failed"}
@@ -117,30 +124,50 @@ def train(config: RunConfig, resume: ResumePoint | None, engines: EngineFactory)
         )
         end.callback(session.close)
         try:
-            memory_line = memory.line if memory else ""
             sinks.event("machine", site.machine)
-            notes = (*prepared.notes, refusal(), site.placed.note, sharing(there), memory_line)
-            for text in filter(None, notes):
+            notes = (*prepared.notes, refusal(), site.placed.note, sharing(there))
+            for text in filter(None, (*notes, memory.line if memory else "")):
                 sinks.event("note", {"text": text})
+            if origin is not None and is_fork(config, origin):
+                sinks.event("forked", {"from": str(origin.run_dir), "step": origin.version})
 
             def status(text: str) -> None:
                 check_interrupted()
                 sinks.status(text)
 
-            for text in session.start(checkpoint, status):
+            for text in session.start(resume.checkpoint if resume else None, status):
                 sinks.event("corrupt", {"text": text})
             check_interrupted()
-            finish = _follow(session, sinks, log)
+            finish = _follow(session, sinks, log, claim)
         except StreamError as error:
+            failure = _with_kept(error, config)
             with contextlib.suppress(DiskError):  # the disk may be what failed
-                sinks.event("failed", {"error": str(error)})
+                sinks.event("failed", {"error": str(failure)})
             summary |= {"written": str(config.run_dir)}
-            raise
+            raise failure from error.__cause__
         except KeyboardInterrupt:
             summary |= {"outcome": "interrupted"}
             raise
         summary |= _summary(finish, config.run_dir)
     return finish
+
+
+def _prepare(config: RunConfig, resume: ResumePoint | None) -> tuple["Prepared", QueueLayout]:
+    """Load and check all that the run reads, and the folders that its groups are in.
+
+    Refused here, other data or a damaged file costs nothing: raises ConfigError.
+    """
+    from streamrl.preflight import prepare
+    from streamrl.resuming import check_resume
+
+    prepared = prepare(config)
+    if resume is None:
+        return prepared, QueueLayout(config.queue.shards)
+    if resume.checkpoint is not None:
+        _load_position(resume.checkpoint, config, prepared.prompts)
+    layout = _layout_of(resume)
+    check_resume(resume, layout, config, prepared.prompts)
+    return prepared, layout
 
 
 @contextlib.contextmanager
@@ -155,10 +182,26 @@ def _closing(sinks: Fanout, summary: Fields) -> Iterator[None]:
     sinks.close(summary)
 
 
-def _follow(session: "Session", sinks: Fanout, log: RolloutLog) -> "Finish":
+def _with_kept(error: StreamError, config: RunConfig) -> StreamError:
+    """The error of a disk without space, with what there is to go on from."""
+    is_of_disk = isinstance(error, DiskError | JournalError | NoSpaceError)
+    is_full = any(os.strerror(number) in str(error) for number in NO_SPACE)
+    if not (is_of_disk and is_full) or "; kept: " in str(error):
+        return error
+    complete = list_checkpoints(config.run_dir / "checkpoints")
+    kept = complete[-1].name if complete else "the beginning"
+    if config.queue.journal.enabled:
+        kept += " and the journals behind it"
+    text = f"kept: {kept}: make room, then --resume {config.run_dir}"
+    return type(error)(f"{error}; {text}")
+
+
+def _follow(session: "Session", sinks: Fanout, log: RolloutLog, claim: Claim) -> "Finish":
     """Hand every report to the sinks until the run ends."""
 
     def handle(report: Report) -> None:
+        if claim.own is not None:
+            claim.own.check()
         match report:
             case StepReport(step, row, spans, samples):
                 sinks.step(step, row)
@@ -173,173 +216,24 @@ def _follow(session: "Session", sinks: Fanout, log: RolloutLog) -> "Finish":
         return session.watch(handle, stopping)
 
 
-def _fresh(words: Sequence[str]) -> RunConfig:
-    """The config of a new run from the words of the command line."""
-    if not words or "=" in words[0]:
-        raise ConfigError("train: name a config file first, or --resume a run")
-    config = load_config(Path(words[0]), words[1:])
-    if config.run_dir.exists() and not config.run.overwrite:
-        raise ConfigError(
-            f"run directory {config.run_dir} exists: --resume it, name another (run.name=...),"
-            " or replace it (run.overwrite=true)"
-        )
-    if config.run_dir.exists():
-        _check_replaceable(config)
-    return config
+def _layout_of(resume: ResumePoint) -> QueueLayout:
+    """The folders of the shards of a run that goes on."""
+    stored = load_config(resume.run_dir / "config.yaml", is_rehearsed=True)
+    return resume.layout(shards=stored.queue.shards)
 
 
-def _check_replaceable(config: RunConfig) -> None:
-    """Refuse to replace what is no run, or a run that the new one reads from."""
-    folder = config.run_dir
-    if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"run.overwrite=true: {folder} is no run directory; left alone")
-    inputs = {"model.path": config.model.path, "data.pretrain": config.data.pretrain}
-    inputs |= {f"data.train[{i}]": file.path for i, file in enumerate(config.data.train_files)}
-    inputs |= {f"data.eval[{i}]": file.path for i, file in enumerate(config.data.eval_files)}
-    inputs |= {"critic.path": config.critic.path, "algorithm.path": config.algorithm.path}
-    inputs |= {"filter.path": config.filter.options.get("path", "")}
-    for section, entries in (("rewards", config.rewards), ("costs", config.costs)):
-        for i, entry in enumerate(entries):
-            inputs[f"{section}[{i}].path"] = str(entry.options.get("path", ""))
-    for key, path in inputs.items():
-        if path and folder.resolve() in Path(path).resolve().parents:
-            raise ConfigError(f"{key}={path}: lies in the run that run.overwrite=true replaces")
-
-
-def _resumed(path: Path, words: Sequence[str]) -> tuple[RunConfig, ResumePoint]:
-    """Config of a run that is to go on, and where it does."""
-    if words and "=" not in words[0]:
-        raise ConfigError(f"--resume goes on with the run's own config; {words[0]} is one too many")
-    resume = find_resume_point(path)
-    checkpoint, folder = resume.checkpoint, resume.run_dir
-    config = load_config(folder / "config.yaml", words)
-    _check_same_run(load_config(folder / "config.yaml", is_rehearsed=True), config)
-    if checkpoint is not None:
-        _check_parts(checkpoint, [call.role for call in config.dataflow.of_kind(Kind.TRAIN)])
-        _check_reference(checkpoint, config.reference.every)
-    # The directory may have been moved since.
-    config = replace(config, run=replace(config.run, name=folder.name, dir=str(folder.parent)))
-    if resume.version >= config.run.steps:
-        raise ConfigError(
-            f"run.steps={config.run.steps}: the checkpoint is at step {resume.version};"
-            " give a larger run.steps to go on"
-        )
-    return config, resume
-
-
-def _check_parts(checkpoint: Checkpoint, roles: Sequence[str]) -> None:
-    """Raise ConfigError unless there are a model and a trainer's state of each role."""
-    for part in (part for role in roles for part in checkpoint.dirs(role)):
-        if not part.is_dir() or not any(part.iterdir()):
-            place = part.relative_to(checkpoint.path)
-            raise ConfigError(f"--resume {checkpoint.path}: {place}/ is missing or empty")
-
-
-def _check_reference(checkpoint: Checkpoint, every: int) -> None:
-    """Raise ConfigError unless the run goes on with a moving reference just if one was saved."""
-    was_saved = (checkpoint.dirs(POLICY)[1] / STATE_FILE).is_file()
-    if was_saved and not every:
-        raise ConfigError(
-            f"reference.every={every}: the reference of {checkpoint.path} has moved; a resumed run"
-            " goes on with it"
-        )
-    if every and not was_saved:
-        raise ConfigError(
-            f"reference.every={every}: {checkpoint.path} has no reference that moves; a resumed"
-            " run keeps its 0"
-        )
-
-
-def _check_same_run(stored: RunConfig, config: RunConfig) -> None:
-    """Refuse overrides under which the saved state would mean something else."""
-    for section, role in (("trainer", POLICY), ("critic.trainer", CRITIC)):
-        was, wanted = (vars(one.trainer_of(role)) for one in (stored, config))
-        for name in KEPT_BY_TRAINERS:
-            if wanted[name] != was[name]:
-                raise ConfigError(
-                    f"{section}.{name}={wanted[name]}: a resumed run keeps its {was[name]}"
-                )
-    kept = {
-        "pipeline.groups_per_step": lambda c: c.pipeline.groups_per_step,
-        "critic.shared_coef": lambda c: c.critic.shared_coef,
-        "critic.warmup_alone": lambda c: c.critic.warmup_alone,
-        "algorithm.group_size": lambda c: c.algorithm.group_size,
-        "algorithm.epochs": lambda c: c.algorithm.epochs,
-        "algorithm.mini_batches": lambda c: c.algorithm.mini_batches,
-        "queue.shards": lambda c: c.queue.shards,
-        "queue.journal.enabled": lambda c: c.queue.journal.enabled,
-    }
-    for key, value in kept.items():
-        if value(config) != value(stored):
-            raise ConfigError(f"{key}={value(config)}: a resumed run keeps its {value(stored)}")
-    began, begins = (Dials(one.algorithm.row, one.settings).values for one in (stored, config))
-    for name in began.keys() & begins.keys():
-        if begins[name] != began[name]:
-            key = f"params.{name}" if name in stored.settings.params else name
-            raise ConfigError(
-                f"algorithm.{key}={begins[name]}: a resumed run goes on with what it had come to"
-            )
-    before, now = stored.pipeline.max_staleness, config.pipeline.max_staleness
-    if now < before:
-        raise ConfigError(
-            f"pipeline.max_staleness={now}: a resumed run has prompts in flight for {before};"
-            " it may only grow"
-        )
-
-
-def _load_position(checkpoint: Checkpoint, prompts: "PromptStream") -> None:
+def _load_position(checkpoint: Checkpoint, config: RunConfig, prompts: "PromptStream") -> None:
     """Have prompts go on where a checkpoint is; raises ConfigError if it is of other prompts."""
     try:
         Ledger.from_state(checkpoint.state["ledger"])
         prompts.load_state_dict(checkpoint.state["prompts"])
-    except (KeyError, TypeError, ValueError) as error:
+        Dials(config.algorithm.row, config.settings).load_state_dict(checkpoint.state["dials"])
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError(
             f"--resume {checkpoint.path}: state.json: {type(error).__name__}: {error}"
         ) from None
-
-
-@contextlib.contextmanager
-def _run_directory(config: RunConfig, resume: ResumePoint | None) -> Iterator[RolloutLog]:
-    """Make the directory of a new run, or cut a resumed one back to its checkpoint.
-
-    A new run that is refused or interrupted before its first step leaves none behind, and one that
-    does not get so far gives the directory back to the run it was to replace.
-    """
-    log, folder = RolloutLog(config.run_dir), config.run_dir
-    replaced = folder.with_name(f".{folder.name}.replaced")
-    _write_run_dir(config, resume, log, replaced)
-    try:
-        yield log
-    except BaseException as error:
-        metrics = folder / METRICS_FILE
-        has_steps = metrics.exists() and metrics.stat().st_size
-        is_refused = isinstance(error, ConfigError | KeyboardInterrupt)
-        if resume is None and not has_steps and (is_refused or replaced.exists()):
-            shutil.rmtree(folder)
-            if replaced.exists():
-                replaced.rename(folder)
-        shutil.rmtree(replaced, ignore_errors=True)
-        raise
-    shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _write_run_dir(
-    config: RunConfig, resume: ResumePoint | None, log: RolloutLog, replaced: Path
-) -> None:
-    try:
-        if resume is None:
-            if config.run_dir.exists():
-                shutil.rmtree(replaced, ignore_errors=True)
-                config.run_dir.rename(replaced)
-            config.run_dir.mkdir(parents=True)
-        else:
-            resume.discard_later()
-            log.discard_after(resume.version)
-        write_whole(config.run_dir / "config.yaml", dump_config(config))
-    except OSError as error:
-        raise ConfigError(f"run directory {config.run_dir}: {error.strerror or error}") from None
 
 
 def _facts(config: RunConfig, resume: ResumePoint | None) -> RunFacts:

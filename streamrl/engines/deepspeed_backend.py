@@ -14,10 +14,12 @@ it belongs, after the reduction over the ranks and before the clipping:
 DeepSpeed averages over the ranks; dividing by `divisor / world_size` makes that the sum again.
 """
 
+import contextlib
 import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +31,7 @@ from streamrl.engines.forward import local_device
 from streamrl.engines.optimizer_memory import tensors_of
 from streamrl.engines.ranks import bound_collectives
 from streamrl.engines.resident import lay_side_by_side
+from streamrl.engines.trained_state import Fragment
 from streamrl.engines.trainer_config import BUCKET_ELEMENTS
 from streamrl.errors import CheckpointError
 from streamrl.resharding import Shard, whole_shard
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
     from streamrl.engines.trainer_config import TrainerConfig
 
 TAG = "zero"
+FORCE_PLAIN = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
 
 
 class DeepSpeedBackend:
@@ -149,14 +153,71 @@ class DeepSpeedBackend:
             # Stage 3 shows them to its optimizer during a step alone.
             yield from self._engine.optimizer.fp32_partitioned_groups_flat
 
-    def save(self, directory: Path) -> None:
-        """Write every rank's part of what is trained and of the optimizer. Collective."""
-        self._engine.save_checkpoint(str(directory), tag=TAG, exclude_frozen_parameters=True)
+    def fragments(self) -> Iterator[Fragment]:
+        """What ZeRO has this rank update: runs of the elements of each parameter, in flat blocks.
 
-    def load(self, directory: Path) -> None:
-        """Read what `save` wrote. Collective; raises CheckpointError if there is nothing."""
-        # What is frozen was not saved.
-        path, _ = self._engine.load_checkpoint(str(directory), tag=TAG, load_module_strict=False)
+        All of them in stage 0, which leaves them to every rank.
+        """
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        optimizer = self._engine.optimizer
+        for name, parameter in self.module.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            if self._stage == 0:
+                whole = whole_shard(name, tuple(parameter.shape))
+                yield Fragment(whole, parameter, is_copy=rank != 0)
+            elif self.gathers:
+                shape = tuple(parameter.ds_shape)
+                run = whole_shard(name, shape).flat_part(rank, world_size)
+                block, start, _ = optimizer.grad_position[optimizer.get_param_id(parameter)]
+                if run is not None:
+                    yield Fragment(run, optimizer.fp32_partitioned_groups_flat[block], start)
+            elif parameter._hp_mapping is not None:
+                found = parameter._hp_mapping
+                at, within = found.hp_fragment_address, found.lp_fragment_address
+                whole = whole_shard(name, tuple(parameter.shape))
+                run = replace(whole, run=(within.start, within.start + within.numel))
+                yield Fragment(run, self._blocks[found.param_group_index], at.start)
+
+    @property
+    def _blocks(self) -> list[Tensor]:
+        """The float32 blocks of stages 1 and 2, one for each group of parameters."""
+        optimizer = self._engine.optimizer
+        is_bf16 = _is_bf16_optimizer(optimizer)
+        name = "fp32_groups_flat_partition" if is_bf16 else "single_partition_of_fp32_groups"
+        blocks: list[Tensor] = getattr(optimizer, name)
+        return blocks
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """AdamW, on the blocks."""
+        found: torch.optim.Optimizer = self._engine.basic_optimizer
+        return found
+
+    def refresh(self) -> None:
+        """Gather what stage 3 leaves whole on every rank, once the ranks' parts have changed."""
+        whole = self._engine.optimizer.persistent_parameters if self.gathers else []
+        if whole:
+            # Their whole copies go, unread; then each comes back from the ranks' parts.
+            whole[0].partition(whole)
+            whole[0].all_gather(whole)
+
+    def load_pickled(self, directory: Path) -> None:
+        """Read what DeepSpeed's own save_checkpoint wrote, which holds pickles: only plain ones.
+
+        Collective; raises CheckpointError if there is nothing.
+        """
+        from deepspeed.runtime.fp16.loss_scaler import LossScaler
+        from deepspeed.runtime.zero.config import ZeroStageEnum
+        from deepspeed.utils.tensor_fragment import fragment_address
+
+        known = [LossScaler, ZeroStageEnum, fragment_address]
+        # DeepSpeed asks for whatever a pickle has; this outvotes it.
+        with torch.serialization.safe_globals(known), _environment(FORCE_PLAIN, "1"):
+            # What is frozen was not saved.
+            path, _ = self._engine.load_checkpoint(
+                str(directory), tag=TAG, load_module_strict=False
+            )
         if path is None:
             raise CheckpointError(f"{directory} holds no DeepSpeed checkpoint")
 
@@ -206,6 +267,19 @@ def _import_deepspeed() -> Any:
     # It loads Muon with every optimizer, and to compile that loads torch's compiler: a second.
     compiler.compile = lambda: compiler.dummy_decorator
     return deepspeed
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _is_bf16_optimizer(optimizer: Any) -> bool:

@@ -28,6 +28,7 @@ from streamrl.engines.optimizer_memory import tensors_of
 from streamrl.engines.ranks import bound_collectives, leave_ranks
 from streamrl.engines.resident import place_in
 from streamrl.engines.tensor_parallel import layers_of, split_layers
+from streamrl.engines.trained_state import Fragment
 from streamrl.engines.trainer_config import SHARDS_PARAMETERS
 from streamrl.resharding import Shard, TensorSpec, tensor_shard
 from streamrl.resharding.storage import Storage
@@ -169,25 +170,30 @@ class MeshBackend:
         """Of what this rank keeps."""
         return tensors_of(self._optimizer)
 
-    def save(self, directory: Path) -> None:
-        """Write what every rank keeps, and the optimizer; what several have, one of them does."""
-        if self._is_sharded or self._data.get_local_rank() == 0:
-            # Copied: what is kept may be a view of more.
-            model = {name: kept.clone() for name, kept in self._kept.items()}
-            state = {"model": model, "optimizer": self._optimizer.state_dict()}
-            torch.save(state, self._state_file(directory))
+    def fragments(self) -> Iterator[Fragment]:
+        """What this rank keeps; what several have, one of them saves."""
+        repeats = not self._is_sharded and self._data.get_local_rank() != 0
+        is_neighbour = self._tensor.get_local_rank() != 0
+        for name, kept, shard in self.placed():
+            is_copy = repeats or (is_neighbour and _tensor_dim(self._trained[name]) is None)
+            yield Fragment(shard, kept, is_copy=is_copy)
 
-    def load(self, directory: Path) -> None:
-        """Read what `save` wrote."""
-        path = self._state_file(directory)
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """AdamW, on what this rank keeps."""
+        return self._optimizer
+
+    def refresh(self) -> None:
+        """Nothing: what the optimizer updates is computed with."""
+
+    def load_pickled(self, directory: Path) -> None:
+        """Read what this backend once wrote."""
+        place = dist.get_rank() if self._is_sharded else self._tensor.get_local_rank()
+        path = directory / f"torch_state_{place}.pt"
         state = torch.load(path, map_location="cpu", weights_only=True)
         for name, kept in self._kept.items():
             kept.copy_(state["model"][name])
         self._optimizer.load_state_dict(state["optimizer"])
-
-    def _state_file(self, directory: Path) -> Path:
-        place = dist.get_rank() if self._is_sharded else self._tensor.get_local_rank()
-        return directory / f"torch_state_{place}.pt"
 
     def close(self) -> None:
         """Leave the ranks."""

@@ -6,13 +6,16 @@ pulled what. `decay` 0 with an interval is TRL's synchronised reference (arXiv:2
 hard update), `decay` above 0 its soft update: r <- decay r + (1 - decay) p.
 """
 
+import pickle
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from streamrl.engines.reference_config import STATE_FILE
+from streamrl.durable import checkpoint_errors
+from streamrl.engines.reference_config import PICKLED_FILE, STATE_FILE
+from streamrl.engines.trained_state import load_tensors, save_tensors
 from streamrl.errors import CheckpointError
 
 
@@ -44,14 +47,21 @@ class MovingReference:
         yield from self._tensors.items()
 
     def save(self, folder: Path) -> None:
-        """Write it into a folder that exists."""
-        torch.save(self._tensors, folder / STATE_FILE)
+        """Write it into a folder that exists. Raises as `ModelTrainer.save` does."""
+        with checkpoint_errors(folder / STATE_FILE):
+            save_tensors(folder / STATE_FILE, self._tensors)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote; raises CheckpointError if there is nothing."""
-        path = folder / STATE_FILE
-        if not path.is_file():
+        if (folder / STATE_FILE).is_file():
+            self._tensors = load_tensors(folder / STATE_FILE)
+        elif (folder / PICKLED_FILE).is_file():
+            try:
+                self._tensors = torch.load(folder / PICKLED_FILE, weights_only=True)
+            except pickle.UnpicklingError as error:
+                reason = str(error).partition("\n")[0]
+                raise CheckpointError(f"{folder / PICKLED_FILE}: {reason}") from error
+        else:
             raise CheckpointError(
                 f"{folder} was written without a reference that moves: reference.every has to be 0"
             )
-        self._tensors = torch.load(path, weights_only=True)

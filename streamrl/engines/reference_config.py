@@ -4,7 +4,8 @@ from dataclasses import dataclass
 
 from streamrl.errors import ConfigError
 
-STATE_FILE = "reference.pt"
+STATE_FILE, PICKLED_FILE = "reference.safetensors", "reference.pt"
+"""Of a reference that moves, in the trainer's state; the second is what it once was."""
 
 
 @dataclass

@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from streamrl.engines.packing import Packer, Round
+from streamrl.engines.packing import MicroBatch, Packer, Round
 
 
 @dataclass(frozen=True)
@@ -56,6 +56,23 @@ class Program:
                 for j, work in enumerate(rounds):
                     ends = j == len(rounds) - 1
                     yield Turn(work, epoch, ends, ends and (epoch, i) == last)
+
+    def dealt_to(self, num_shares: int) -> "Program":
+        """The same micro-batches in the same order, dealt to another number of ranks.
+
+        A sum over ranks and rounds, which an update divides once, stays what it was but for
+        rounding.
+        """
+        return Program(tuple(_dealt(rounds, num_shares) for rounds in self.updates), self.epochs)
+
+
+def _dealt(rounds: Sequence[Round], num_shares: int) -> tuple[Round, ...]:
+    if all(len(work) == num_shares for work in rounds):
+        return tuple(rounds)
+    parts: list[MicroBatch] = [picks for work in rounds for picks in work if picks] or [()]
+    parts += [()] * (-len(parts) % num_shares)
+    starts = range(0, len(parts), num_shares)
+    return tuple(tuple(parts[start : start + num_shares]) for start in starts)
 
 
 class Schedule:

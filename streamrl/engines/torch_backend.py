@@ -15,6 +15,7 @@ from torch import Tensor
 from streamrl.engines.optimizer_memory import tensors_of
 from streamrl.engines.ranks import leave_ranks
 from streamrl.engines.resident import lay_side_by_side
+from streamrl.engines.trained_state import Fragment
 from streamrl.resharding import Shard, whole_shard
 from streamrl.resharding.storage import Storage
 from streamrl.weights.parameters import side_by_side
@@ -88,14 +89,24 @@ class TorchBackend:
         """Of all parameters, on every rank."""
         return tensors_of(self._optimizer)
 
-    def save(self, directory: Path) -> None:
-        """Write what is trained and the optimizer; rank 0 does, the others have the same."""
-        if dist.get_rank() == 0:
-            state = {"model": dict(self.full_state()), "optimizer": self._optimizer.state_dict()}
-            torch.save(state, directory / STATE_FILE)
+    def fragments(self) -> Iterator[Fragment]:
+        """All of every parameter; the ranks have the same."""
+        is_copy = dist.get_rank() != 0
+        for name, parameter in self.module.named_parameters():
+            if parameter.requires_grad:
+                shard = whole_shard(name, tuple(parameter.shape))
+                yield Fragment(shard, parameter, is_copy=is_copy)
 
-    def load(self, directory: Path) -> None:
-        """Read what `save` wrote."""
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """AdamW, on the parameters."""
+        return self._optimizer
+
+    def refresh(self) -> None:
+        """Nothing: what the optimizer updates is computed with."""
+
+    def load_pickled(self, directory: Path) -> None:
+        """Read what this backend once wrote."""
         state = torch.load(directory / STATE_FILE, map_location="cpu", weights_only=True)
         for name, parameter in self.full_state():
             parameter.copy_(state["model"][name])

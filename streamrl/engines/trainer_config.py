@@ -1,5 +1,7 @@
 """How a model is trained: the settings of the policy's trainer, and what a critic's adds."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +17,20 @@ ATTENTIONS = {
     "flash": "flash_attention_2",
 }
 """How attention may be computed, by transformers' names; auto is chosen by the model."""
+FALLS_TO = {
+    "linear": ("polynomial", "lr_end"),
+    "cosine": ("cosine_with_min_lr", "min_lr"),
+    "polynomial": ("polynomial", "lr_end"),
+    "cosine_with_min_lr": ("cosine_with_min_lr", "min_lr"),
+    "cosine_warmup_with_min_lr": ("cosine_warmup_with_min_lr", "min_lr"),
+    "warmup_stable_decay": ("warmup_stable_decay", "min_lr_ratio"),
+}
+"""For schedules that end above 0: transformers' name of those, and of what they fall to."""
+SCHEDULES = (
+    *("constant", "constant_with_warmup", "inverse_sqrt", "cosine_with_restarts"),
+    *FALLS_TO,
+)
+"""transformers' names but for those that ask for a loss, which a step of RL has not."""
 BUCKET_ELEMENTS = 50_000_000
 """Elements in one of DeepSpeed's reductions, for which it allocates that much; its own default is
 ten times it."""
@@ -39,8 +55,18 @@ class TrainerConfig:
     zero_stage: int = 1
     #: Learning rate.
     lr: float = 1e-6
-    #: Steps in which the learning rate rises to that in equal parts.
+    #: How the learning rate goes on from there, by the names of transformers' `get_scheduler`, over
+    #: all steps of the run; constant has the warm-up below besides.
+    lr_schedule: str = "constant"
+    #: Steps in which the learning rate rises to lr: to all of it in the last of them with constant,
+    #: from 0 in the first with the schedules of transformers.
     warmup_steps: int = 0
+    #: The same as a share of the run's steps.
+    warmup_ratio: float = 0.0
+    #: What the learning rate falls to, for schedules that fall; null for transformers' own.
+    lr_min: float | None = None
+    #: Further settings of the schedule, as transformers names them: num_cycles, num_decay_steps.
+    lr_schedule_options: dict[str, Any] = field(default_factory=dict)
     #: AdamW's weight decay.
     weight_decay: float = 0.0
     #: AdamW's decay of its first and second moment.
@@ -78,6 +104,7 @@ class TrainerConfig:
         for key in ("lr", "collective_timeout_s", "lora_alpha"):
             if vars(self)[key] <= 0:
                 raise ConfigError(f"trainer.{key}={vars(self)[key]}: must be above 0")
+        self._check_schedule()
         if [0 <= beta < 1 for beta in self.betas] != [True, True]:
             raise ConfigError(f"trainer.betas={self.betas}: must be two numbers from 0 to below 1")
         if self.lora_targets and not self.lora_rank:
@@ -103,6 +130,33 @@ class TrainerConfig:
                 "trainer.dtype=bfloat16: needs master weights, which backend deepspeed"
                 " keeps from zero_stage 1 on"
             )
+
+    def _check_schedule(self) -> None:
+        if not 0 <= self.warmup_ratio < 1:
+            raise ConfigError(
+                f"trainer.warmup_ratio={self.warmup_ratio}: must be 0 or more, below 1"
+            )
+        if self.warmup_ratio and self.warmup_steps:
+            raise ConfigError(
+                f"trainer.warmup_ratio={self.warmup_ratio}: must be 0 beside"
+                f" trainer.warmup_steps={self.warmup_steps}"
+            )
+        said = f"trainer.lr_schedule={self.lr_schedule}"
+        if self.lr_schedule not in SCHEDULES:
+            raise ConfigError(f"{said}: must be one of {', '.join(SCHEDULES)}")
+        if self.lr_schedule_options and self.lr_schedule == "constant":
+            raise ConfigError(
+                f"trainer.lr_schedule_options={self.lr_schedule_options}: {said} has none"
+            )
+        if self.lr_min is None:
+            return
+        if not 0 <= self.lr_min < self.lr:
+            raise ConfigError(
+                f"trainer.lr_min={self.lr_min}: must be 0 or more, below lr={self.lr}"
+            )
+        if self.lr_schedule not in FALLS_TO:
+            falling = ", ".join(FALLS_TO)
+            raise ConfigError(f"trainer.lr_min={self.lr_min}: {said} has none; {falling} have one")
 
     def _check_tensor_parallel(self) -> None:
         said = f"trainer.tensor_parallel={self.tensor_parallel}"
@@ -135,9 +189,40 @@ class TrainerConfig:
             return shards
         return self.tensor_parallel > 1 or (shards and self.world_size > 1)
 
-    def lr_at(self, step: int) -> float:
-        """Learning rate of a step, counted from 0."""
-        return self.lr * min(1.0, (step + 1) / max(1, self.warmup_steps))
+    def lr_at(self, step: int, num_steps: int | None = None) -> float:
+        """Learning rate of a step, counted from 0, of so many in all.
+
+        Raises ConfigError for settings that transformers' schedule does not take.
+        """
+        warmup = self.warmup_steps
+        if self.warmup_ratio:
+            assert num_steps is not None, "a share of the run's steps"
+            warmup = math.ceil(self.warmup_ratio * num_steps)
+        if self.lr_schedule == "constant":
+            return self.lr * min(1.0, (step + 1) / max(1, warmup))
+        return self.lr * self._schedule(warmup, num_steps)(step)
+
+    def _schedule(self, warmup: int, num_steps: int | None) -> Callable[[int], float]:
+        """The factor of a step, as transformers has it: a function of the step alone."""
+        import torch
+        from transformers import get_scheduler
+
+        name, options = self.lr_schedule, dict(self.lr_schedule_options)
+        if self.lr_min is not None:
+            name, key = FALLS_TO[name]
+            options[key] = self.lr_min / self.lr if key.endswith("ratio") else self.lr_min
+        # A schedule asks an optimizer for its learning rate, and changes it; this one updates none.
+        asked = torch.optim.SGD([torch.zeros(1)], lr=self.lr)
+        try:
+            found = get_scheduler(name, asked, warmup, num_steps, options)
+            factor: Callable[[int], float] = found.lr_lambdas[0]
+            factor(0)
+        except (TypeError, ValueError, ZeroDivisionError) as error:
+            raise ConfigError(
+                f"trainer.lr_schedule={self.lr_schedule}: {error}; see trainer.lr_min and"
+                " trainer.lr_schedule_options"
+            ) from None
+        return factor
 
 
 @dataclass

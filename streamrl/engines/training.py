@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from streamrl.durable import checkpoint_errors
 from streamrl.engines.batching import build_batch, derive_columns
 from streamrl.engines.deepspeed_backend import DeepSpeedBackend
 from streamrl.engines.dtypes import trained_dtype
@@ -27,12 +28,14 @@ from streamrl.engines.optimizer_memory import OptimizerMemory
 from streamrl.engines.packing import Pick
 from streamrl.engines.pretraining import Pretraining
 from streamrl.engines.ranks import deadline, join_ranks
+from streamrl.engines.saved_trainer import load_trainer, save_trainer
 from streamrl.engines.step_plan import StepPlan
 from streamrl.engines.switch import PlannedOnce
 from streamrl.engines.tasks import PolicyTask, Task
 from streamrl.engines.torch_backend import TorchBackend
+from streamrl.engines.trained_state import Fragment
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.errors import CheckpointError, DeadlineError, StreamError, WeightsError
+from streamrl.errors import DeadlineError, StreamError, WeightsError
 from streamrl.messages import Array, Columns
 from streamrl.resharding import Shard
 from streamrl.resharding.executors import Moved
@@ -96,12 +99,21 @@ class TrainingBackend(Protocol):
         """What this rank's optimizer keeps from step to step; parameters may be among it."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Write what is trained and the optimizer into a directory that exists. Collective."""
+    def fragments(self) -> Iterator[Fragment]:
+        """What this rank's optimizer updates of each parameter, and where it lies."""
         ...
 
-    def load(self, directory: Path) -> None:
-        """Read what `save` wrote. Collective."""
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """What updates the fragments; its state lies as their owners do."""
+        ...
+
+    def refresh(self) -> None:
+        """Compute with what `placed` has now, after it was filled anew. May be collective."""
+        ...
+
+    def load_pickled(self, directory: Path) -> None:
+        """Read the state that the backend once wrote by itself. May be collective."""
         ...
 
     def close(self) -> None:
@@ -124,7 +136,9 @@ class ModelTrainer:
         config: TrainerConfig,
         rank: int = 0,
         pretraining: Pretraining | None = None,
+        num_steps: int | None = None,
     ) -> None:
+        """`num_steps`: those of the run, which a schedule of the learning rate goes over."""
         torch.manual_seed(0)
         torch.set_num_threads(config.threads)
         join_ranks(rank=rank, world_size=config.world_size, timeout_s=config.collective_timeout_s)
@@ -133,6 +147,7 @@ class ModelTrainer:
         self._task = task
         self._config = config
         self._pretraining = pretraining
+        self._num_steps = num_steps
         self._plan: StepPlan | None = None
         self._switch = PlannedOnce(config.collective_timeout_s)
         module = task.load(trained_dtype(config))
@@ -220,7 +235,8 @@ class ModelTrainer:
         touched the parameters.
         """
         name = self._task.name
-        lr = self._config.lr_at(self.num_updates // self._task.settings.num_updates)
+        step = self.num_updates // self._task.settings.num_updates
+        lr = self._config.lr_at(step, self._num_steps)
         if normaliser == 0:
             return {f"{name}/grad_norm": 0.0, f"{name}/lr": lr}
         metrics = self._pretrain(normaliser)
@@ -324,32 +340,22 @@ class ModelTrainer:
         self._optimizer_memory.release()
 
     def save(self, directory: Path) -> None:
-        """Write all that training needs to go on as if it had not stopped."""
-        directory.mkdir(parents=True, exist_ok=True)
+        """Write all that training needs to go on as if it had not stopped.
+
+        Raises NoSpaceError, or CheckpointError, if the disk refuses; the trainer can go on.
+        """
         self._optimizer_memory.restore()
-        with self._in_time("saving"):
-            self._backend.save(directory)
-        _write_progress(
-            _progress_file(directory, self.rank), _layout_of(self._config), self.num_updates
-        )
+        save_trainer(directory, self.rank, self._backend, self._config, self.num_updates)
 
     def load(self, directory: Path) -> None:
-        """Go on from what `save` wrote. Raises CheckpointError if other ranks or stages wrote it.
+        """Go on from what `save` wrote, on any backend, in any stage, on any number of ranks.
 
-        Gradients since the last step have to be none.
+        Raises CheckpointError if it is of another model or other adapters. Gradients since the last
+        step have to be none.
         """
-        path = _progress_file(directory, self.rank)
-        if not path.is_file():
-            raise CheckpointError(f"{directory} holds no trainer state of rank {self.rank}")
-        progress = torch.load(path, weights_only=True)
-        written, layout = progress["layout"], _layout_of(self._config)
-        if written != layout:
-            raise CheckpointError(f"{directory} was written with {written}, not {layout}")
         self._optimizer_memory.restore()
         with self._in_time("loading"):
-            self._backend.load(directory)
-        self.num_updates = progress["num_updates"]
-        _take_up_rng(progress)
+            self.num_updates = load_trainer(directory, self.rank, self._backend, self._config)
 
     def save_model(self, directory: Path) -> None:
         """Write the model, whole, and its tokenizer as a Hugging Face directory; rank 0 writes."""
@@ -357,7 +363,8 @@ class ModelTrainer:
         if self.rank == 0:
             state = dict(self._merged(trained))
             path = self._task.model_path
-            write_model(directory, self._backend.module, state, tokenizer_from=path)
+            with checkpoint_errors(directory):
+                write_model(directory, self._backend.module, state, tokenizer_from=path)
 
     def whole_state(self) -> Iterator[tuple[str, Tensor]]:
         """As `full_state`, but the whole model also where adapters are trained: these are merged.
@@ -411,37 +418,3 @@ def _backend_of(module: "PreTrainedModel", config: TrainerConfig) -> TrainingBac
     if config.backend == "deepspeed":
         return DeepSpeedBackend(module, config)
     return MeshBackend(module, config) if config.gathers else TorchBackend(module, config)
-
-
-def _layout_of(config: TrainerConfig) -> str:
-    """What a saved state can be taken up by."""
-    has_stages = config.backend == "deepspeed" or config.gathers
-    stage = f" zero_stage={config.zero_stage}" if has_stages else ""
-    tensor = f" tensor_parallel={config.tensor_parallel}" if config.tensor_parallel > 1 else ""
-    lora = ""
-    if config.lora_rank:
-        settings = ("lora_rank", "lora_alpha", "lora_targets")
-        lora = "".join(f" {name}={vars(config)[name]}" for name in settings)
-    return f"backend={config.backend}{stage} world_size={config.world_size}{tensor}{lora}"
-
-
-def _write_progress(path: Path, layout: str, num_updates: int) -> None:
-    """What a rank knows beside what its backend keeps."""
-    on_gpu = torch.cuda.is_available()
-    progress = {
-        "layout": layout,
-        "num_updates": num_updates,
-        "rng": torch.get_rng_state(),
-        "cuda_rng": torch.cuda.get_rng_state() if on_gpu else None,
-    }
-    torch.save(progress, path)
-
-
-def _take_up_rng(progress: Mapping[str, Any]) -> None:
-    torch.set_rng_state(progress["rng"])
-    if progress["cuda_rng"] is not None:
-        torch.cuda.set_rng_state(progress["cuda_rng"])
-
-
-def _progress_file(directory: Path, rank: int) -> Path:
-    return directory / f"rank_{rank}.pt"

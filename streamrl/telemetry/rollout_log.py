@@ -17,7 +17,8 @@ class RolloutLog:
     def discard_after(self, step: int) -> None:
         """Remove the samples of later steps: the run goes on from `step` another way."""
         for path in self._folder.glob("step_*.jsonl"):
-            if int(path.stem.removeprefix("step_")) > step:
+            number = path.stem.removeprefix("step_")
+            if number.isdecimal() and int(number) > step:
                 path.unlink()
 
     def write(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:

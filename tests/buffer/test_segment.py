@@ -304,9 +304,9 @@ async def test_a_missing_segment_is_named(tmp_path: Path) -> None:
     await written(tmp_path, *(range(i, i + 1) for i in range(5)))
     for number in (2, 4):
         segment_path(tmp_path, number).unlink()
-    with pytest.raises(JournalError, match=r"segments \[2, 4\] are missing"):
+    with pytest.raises(JournalError, match="segment 2 is missing"):
         numbers(tmp_path)
-    with pytest.raises(JournalError, match=r"segments \[4\] are missing"):
+    with pytest.raises(JournalError, match="segment 4 is missing"):
         numbers(tmp_path, first=4)
     assert numbers(tmp_path, first=5) == [4]
 

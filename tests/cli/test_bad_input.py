@@ -1,6 +1,7 @@
 """What a user gets for bad input: one line with the rule, exit code 2, and nothing written."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,6 +16,7 @@ from streamrl.config import dump_config, load_config
 from streamrl.dataflow import POLICY
 from streamrl.engines.reference_config import STATE_FILE
 from streamrl.preflight import prepare
+from streamrl.run_lock import own_run
 from tests.toy import write_toy
 
 
@@ -299,10 +301,7 @@ def test_overwrite_replaces_runs_and_nothing_else(
     [
         ("pipeline.groups_per_step=8", "a resumed run keeps its 4"),
         ("pipeline.max_staleness=0", "it may only grow"),
-        ("trainer.world_size=2", "a resumed run keeps its 1"),
         ("trainer.lora_rank=4", "trainer.lora_rank=4: a resumed run keeps its 0"),
-        ("trainer={tensor_parallel: 2, world_size: 2, backend: torch}", "keeps its"),
-        ("queue.shards=3", "a resumed run keeps its 2"),
         ("algorithm.mini_batches=2", "algorithm.mini_batches=2: a resumed run keeps its 1"),
         ("queue.journal.enabled=false", "a resumed run keeps its True"),
         ("run.seed=5", "cannot resume the data stream"),
@@ -326,7 +325,7 @@ def test_a_resume_that_would_mean_another_run_is_refused_and_nothing_is_cut(
 @pytest.mark.parametrize(
     ("began", "override", "part"),
     [
-        ("ppo", "critic.trainer.zero_stage=3", "zero_stage=3: a resumed run keeps its 1"),
+        ("ppo", "critic.trainer.lora_rank=4", "lora_rank=4: a resumed run keeps its 0"),
         ("ppo", "critic.warmup_alone=2", "critic.warmup_alone=2: a resumed run keeps its 0"),
         ("ppo", "algorithm.kl_coef=0.5", "algorithm.kl_coef=0.5: a resumed run goes on with what"),
         (
@@ -376,6 +375,70 @@ def test_a_resume_keeps_a_reference_that_moves_or_one_that_does_not(
     error = capsys.readouterr().err.strip()
     assert part.format(checkpoint=saved) in error and "\n" not in error
     assert (run_dir / "config.yaml").read_text() == dump_config(config)
+
+
+@pytest.mark.parametrize("how", ["resume", "checkpoint", "fork", "new", "overwrite"])
+def test_whoever_comes_to_a_live_run_is_told_so_and_nothing_is_touched(
+    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    config = load_config(toy / "recipe.yaml", [f"run.dir={tmp_path}", "run.name=live"])
+    run_dir = tmp_path / "live"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(dump_config(config))
+    saved = save_checkpoint(run_dir, {})
+    lock = own_run(run_dir)
+    before = sorted(tmp_path.rglob("*"))
+    new = ["train", str(toy / "recipe.yaml"), f"run.dir={tmp_path}", "run.name=live"]
+    words = {
+        "resume": ["train", "--resume", str(run_dir)],
+        "checkpoint": ["train", "--resume", str(saved)],
+        "fork": ["train", "--resume", str(saved), "run.name=other"],
+        "new": new,
+        "overwrite": [*new, "run.overwrite=true"],
+    }
+    assert main(words[how]) == 2
+    line = capsys.readouterr().err.strip()
+    assert f"{run_dir} is in use: its run is alive, since " in line and "\n" not in line
+    assert f"pid {os.getpid()};" in line
+    assert sorted(tmp_path.rglob("*")) == before
+    lock.release()
+
+
+@pytest.mark.parametrize(
+    "override", ["trainer.world_size=2", "trainer.zero_stage=3", "trainer.backend=torch"]
+)
+def test_a_state_of_the_old_form_keeps_its_layout(
+    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], override: str
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(dump_config(load_config(toy / "recipe.yaml")))
+    (save_checkpoint(run_dir, {}) / "trainer" / "rank_0.pt").touch()
+    assert main(["train", "--resume", str(run_dir), override]) == 2
+    line = capsys.readouterr().err.strip()
+    assert f"{override}: " in line and "is of an old form" in line and "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (["run.dir={run}"], "lie in each other"),
+        (["run.name=taken"], "taken exists: --resume it"),
+        (["run.name=new", "algorithm.group_size=3"], "algorithm.group_size=3: a resumed run keeps"),
+    ],
+)
+def test_a_fork_that_cannot_be_is_refused(
+    toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], part: str
+) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (tmp_path / "taken").mkdir()
+    (run_dir / "config.yaml").write_text(dump_config(load_config(toy / "recipe.yaml")))
+    saved = save_checkpoint(run_dir, {})
+    given = [word.format(run=run_dir) for word in words]
+    assert main(["train", "--resume", str(saved), *given]) == 2
+    assert part in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "taken"]
 
 
 def save_checkpoint(run_dir: Path, prompts: object, state: Mapping[str, object] = {}) -> Path:

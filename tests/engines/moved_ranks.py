@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from streamrl.engines.mesh_backend import MeshBackend
@@ -17,6 +18,7 @@ from streamrl.engines.optimizer_memory import OptimizerMemory
 from streamrl.engines.ranks import join_ranks
 from streamrl.engines.switch import PlannedOnce
 from streamrl.engines.tensor_parallel import CUT_BY_INPUTS, CUT_BY_OUTPUTS
+from streamrl.engines.trained_state import load_state, save_state
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.resharding import Box
 from streamrl.resharding.storage import Storage
@@ -100,7 +102,8 @@ def train(
     seen: dict[str, Any] = {"norms": [], "moved": [], "served": []}
     for update in range(UPDATES):
         if update == UPDATES - 1:
-            backend.save(folder)
+            # All know of the others' files: the update that follows takes all of them.
+            saved_at = save_state(folder, dist.get_rank(), backend.fragments(), backend.optimizer)
         ids = torch.randint(0, 64, (4, 12), generator=drawn)
         seen["norms"].append(step(backend, ids))
         aside.release()
@@ -114,7 +117,8 @@ def train(
     if served is not None:
         seen["there"] = in_one_memory((view for _, _, view in served), backend)
         seen["held_bytes"] = held_bytes(backend, served)
-    backend.load(folder)
+    fragments, optimizer = backend.fragments(), backend.optimizer
+    load_state(folder, saved_at, fragments, optimizer, backend.placed())
     step(backend, ids)
     seen["again"] = whole(backend)
     return seen

@@ -133,7 +133,7 @@ def test_a_loaded_trainer_goes_on_as_if_it_had_not_stopped(seen, layout):
 @of_ranks("lora_updates", on=SEVERAL, quick=QUICK)
 def test_the_state_of_other_adapters_is_refused(seen, layout):
     for case in seen[f"lora/{layout.label}"]:
-        assert "lora_rank=2 lora_alpha=3.0 lora_targets=[], not backend=" in case["refusal"]
+        assert "lora_rank=2 lora_alpha=3.0 lora_targets=[], not lora_rank=" in case["refusal"]
         assert case["refusal"].endswith("lora_rank=2 lora_alpha=4.0 lora_targets=[]")
 
 

@@ -91,6 +91,20 @@ def test_a_program_by_hand():
     assert [turn.ends_step for turn in turns] == [False] * 5 + [True]
 
 
+@pytest.mark.parametrize("num_shares", [1, 2, 3, 4])
+def test_a_program_goes_to_other_ranks_micro_batch_by_micro_batch(num_shares):
+    a, b, c, d = (((name, 0),) for name in "abcd")
+    program = Program((((a, b), (c, ())), ((d, ()),)), epochs=2)
+    dealt = program.dealt_to(num_shares)
+    assert dealt.epochs == 2
+    for before, after in zip(program.updates, dealt.updates, strict=True):
+        assert {len(work) for work in after} == {num_shares}
+        kept = [[picks for work in rounds for picks in work if picks] for rounds in (before, after)]
+        assert kept[0] == kept[1], "each once, in their order"
+        assert all(any(work) for work in after), "no round is for nobody"
+    assert program.dealt_to(2) == program
+
+
 def test_a_rollout_that_fits_no_micro_batch_is_refused():
     schedule = schedule_of(Pace(), tokens=6)
     with pytest.raises(ValueError, match="rollout 1 of d has 7 tokens; a micro-batch holds 6"):

@@ -1,11 +1,13 @@
 """The trainer's update, whatever the backend, the ranks and the cut into micro-batches."""
 
 import math
+import re
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, get_scheduler
+from transformers.trainer_utils import SchedulerType
 
 from streamrl.algorithms import summarise
 from streamrl.algorithms.advantages import group_relative
@@ -14,7 +16,7 @@ from streamrl.algorithms.objective import policy_loss
 from streamrl.data import TextStream
 from streamrl.engines.batching import derive_columns
 from streamrl.engines.forward import load_value_model
-from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.engines.trainer_config import FALLS_TO, SCHEDULES, TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.messages import split_tokens
 from tests.engines.conftest import (
@@ -356,8 +358,7 @@ def test_metric_sums_of_micro_batches_and_ranks_add_up_to_those_of_the_step(seen
 
 @of_ranks("save_and_go_on", on=SAVED, quick=[TWO, SHARDED])
 def test_a_loaded_trainer_goes_on_as_if_it_had_not_stopped(seen, layout):
-    for case in seen[f"resume/{layout.label}"]:
-        (report, parameters, num_steps), again = case["runs"]
+    for (report, parameters, num_steps), again in seen[f"resume/{layout.label}"]:
         assert again[0] == report
         assert report["policy/lr"] == pytest.approx(LR * 2 / 4)  # the second of four warm-up steps
         assert furthest(again[1], parameters) == 0
@@ -379,13 +380,62 @@ def test_all_of_an_optimizers_state_can_be_offloaded(seen, expected, layout):
             assert offloaded == share
 
 
-# The first has no other to refuse.
+# The first has no other to go on from.
 @of_ranks("save_and_go_on", on=SAVED, quick=[SHARDED])
-def test_checkpoints_of_other_layouts_are_refused(seen, layout):
-    for case in seen[f"resume/{layout.label}"]:
-        assert len(case["refusals"]) == case["num_others"]
-        for refusal in case["refusals"]:
-            assert f"not backend={layout.backend}" in refusal
+def test_a_state_of_any_backend_stage_and_number_of_ranks_is_gone_on_with(seen, layout):
+    for cases in seen.get(f"moved/{layout.label}", []):
+        for moved in cases:
+            (report, parameters, _), _ = seen[f"resume/{layout.label}"][0]
+            check_moved(moved, report["policy/grad_norm"], parameters)
+
+
+@of_ranks(
+    "go_on_from_one_rank", on=[layout for layout in SAVED if layout.world_size == 2], quick=[]
+)
+def test_a_state_of_one_rank_is_gone_on_with_by_two(seen, expected, layout):
+    for moved in seen[f"grown/{layout.label}"]:
+        check_moved(moved, expected[0][1], expected[1])
+
+
+@of_ranks("old_form", on=[ONE, *ALONE, SHARDED, TWO], quick=[])
+def test_a_state_that_a_backend_wrote_by_itself_is_read_for_its_own_layout(seen, layout):
+    for case in seen[f"old/{layout.label}"]:
+        first, again = case["runs"]
+        assert again[0] == first[0] and again[2] == 2
+        assert furthest(again[1], first[1]) == 0
+        hostile, other = case["refusals"]
+        assert "holds more than plain data" in hostile and not case["harmed"]
+        assert "was written with backend=other, not" in other
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(Case("master_weights", ALONE[1]))
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_master_weights_of_any_stage_are_gone_on_with(seen, stage):
+    (((report, parameters, _), runs),) = seen[f"bf16_state/{stage}"]
+    assert runs.pop(stage)[0] == report
+    for other, (found, trained, num_updates) in runs.items():
+        assert found["policy/grad_norm"] == pytest.approx(report["policy/grad_norm"], rel=1e-3)
+        assert furthest(trained, parameters) < 5e-3, other
+        assert num_updates == 2
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(Case("hostile_state", ALONE[1]))
+def test_a_hostile_state_executes_nothing(seen):
+    ((refusals, harmed),) = seen["hostile"]
+    assert len(refusals) == 2 and not harmed
+    for refusal in refusals:
+        assert "holds more than plain data" in refusal and "\n" not in refusal
+
+
+def check_moved(moved, norm, parameters):
+    """Nothing is lost on the way, and the step from there is that of any other layout."""
+    assert furthest(moved.loaded, moved.saved) == 0, moved.label
+    report, found, num_updates = moved.second
+    assert report["policy/grad_norm"] == pytest.approx(norm, rel=1e-4), moved.label
+    assert furthest(found, parameters) < 1e-6, moved.label
+    assert num_updates == 2
 
 
 @of_ranks(
@@ -446,6 +496,66 @@ def test_the_learning_rate_rises_in_equal_parts():
     config = TrainerConfig(lr=8.0, warmup_steps=4)
     assert [config.lr_at(step) for step in range(6)] == [2.0, 4.0, 6.0, 8.0, 8.0, 8.0]
     assert TrainerConfig(lr=8.0).lr_at(0) == 8.0
+    share = TrainerConfig(lr=8.0, warmup_ratio=0.1)
+    assert [share.lr_at(step, 40) for step in range(5)] == [2.0, 4.0, 6.0, 8.0, 8.0]
+
+
+STEPS = 10
+OPTIONS = {"warmup_stable_decay": {"num_decay_steps": 3}, "cosine_with_restarts": {"num_cycles": 2}}
+
+
+# constant has a warm-up of its own.
+@pytest.mark.parametrize("name", sorted({*SCHEDULES} - {"constant"}))
+def test_a_schedule_is_that_of_transformers_from_whatever_step_it_goes_on(name):
+    options: dict[str, Any] = {"min_lr": 1.0} if "min_lr" in name else {**OPTIONS.get(name, {})}
+    config = TrainerConfig(lr=8.0, lr_schedule=name, warmup_steps=2, lr_schedule_options=options)
+    stepped = torch.optim.SGD([torch.zeros(1)], lr=8.0)
+    schedule = get_scheduler(name, stepped, 2, STEPS, options)
+    rates = []
+    for _ in range(STEPS):
+        rates.append(stepped.param_groups[0]["lr"])
+        stepped.step()
+        schedule.step()
+    assert [config.lr_at(step, STEPS) for step in range(STEPS)] == pytest.approx(rates)
+    assert config.lr_at(7, STEPS) == pytest.approx(rates[7]), "as a resume asks for it"
+    assert len(set(rates)) > 2
+
+
+# The one that is left out ends, in transformers, a step early or late.
+@pytest.mark.parametrize("name", sorted(FALLS_TO.keys() - {"cosine_warmup_with_min_lr"}))
+def test_a_schedule_falls_to_the_least_learning_rate(name):
+    options = OPTIONS.get(name, {})
+    config = TrainerConfig(lr=8.0, lr_min=2.0, lr_schedule=name, lr_schedule_options=options)
+    rates = [config.lr_at(step, STEPS) for step in range(STEPS + 1)]
+    assert rates[0] == pytest.approx(8.0)
+    assert rates[-1] == min(rates) == pytest.approx(2.0)
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_every_schedule_of_transformers_is_there_that_asks_for_no_loss():
+    assert {*SCHEDULES} == {one.value for one in SchedulerType} - {"reduce_lr_on_plateau", "greedy"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"lr_schedule": "linaer"}, "trainer.lr_schedule=linaer: must be one of constant, "),
+        ({"lr_min": 1e-7}, "trainer.lr_min=1e-07: trainer.lr_schedule=constant has none"),
+        ({"lr_min": 1.0, "lr_schedule": "cosine"}, "trainer.lr_min=1.0: must be 0 or more, below"),
+        ({"warmup_ratio": 1.0}, "trainer.warmup_ratio=1.0: must be 0 or more, below 1"),
+        ({"warmup_ratio": 0.1, "warmup_steps": 3}, "warmup_ratio=0.1: must be 0 beside"),
+        ({"lr_schedule_options": {"a": 1}}, "lr_schedule_options={'a': 1}: trainer.lr_schedule"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(settings, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        TrainerConfig(**settings)
+
+
+@pytest.mark.parametrize("name", ["warmup_stable_decay", "cosine_with_min_lr"])
+def test_a_schedule_that_lacks_a_setting_is_refused_before_the_first_step(name):
+    with pytest.raises(ConfigError, match=f"trainer.lr_schedule={name}: "):
+        TrainerConfig(lr_schedule=name).lr_at(0, STEPS)
 
 
 @pytest.mark.parametrize(

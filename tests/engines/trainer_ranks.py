@@ -81,6 +81,23 @@ PTX_DIVISORS = (1.0, 16.0)
 """What each update's own loss is divided by."""
 
 
+class Saved(NamedTuple):
+    """A trainer's state after its first step, and the parameters it had then."""
+
+    label: str
+    folder: Path
+    parameters: dict[str, torch.Tensor]
+
+
+class Moved(NamedTuple):
+    """A state of another layout: what it had, what was loaded, and the second step from there."""
+
+    label: str
+    saved: dict[str, torch.Tensor]
+    loaded: dict[str, torch.Tensor]
+    second: tuple[dict[str, float], dict[str, torch.Tensor], int]
+
+
 @dataclass
 class Seat:
     """A rank's place in a job, and what it has seen."""
@@ -90,7 +107,7 @@ class Seat:
     folder: Path
     ports: list[int]
     seen: dict[str, Any] = field(default_factory=dict)
-    saved: list[Path] = field(default_factory=list)
+    saved: list[Saved] = field(default_factory=list)
 
     def trainer(
         self,
@@ -200,10 +217,16 @@ def save_and_go_on(seat: Seat, layout: Layout) -> None:
     if layout.zero_stage in (1, 3):
         trainer.save_model(seat.folder / f"{layout.label}-model")
         seat.seen[f"model/{layout.label}"] = parameters_of(trainer)
+    saved = parameters_of(trainer)
     first = second_step(trainer, layout)
     trainer.close()
     trainer = seat.trainer(layout, warmup_steps=4)
-    refusals = [refusal_of(trainer, other) for other in seat.saved]
+    for other in seat.saved:
+        trainer.load(other.folder)
+        taken = parameters_of(trainer)
+        seat.seen.setdefault(f"moved/{layout.label}", []).append(
+            Moved(other.label, other.parameters, taken, second_step(trainer, layout))
+        )
     trainer.load(folder)
     # It comes back by itself, for whatever needs it. Others may still be reading the first files.
     trainer.offload_optimizer()
@@ -212,12 +235,111 @@ def save_and_go_on(seat: Seat, layout: Layout) -> None:
     gone = trainer._optimizer_memory._away
     assert isinstance(gone, OnDisk)
     seat.seen[f"offloaded/{layout.label}"] = sum(size for _, size in gone._sizes)
-    seat.saved.append(folder)
-    seat.seen[f"resume/{layout.label}"] = {
-        "runs": [first, second_step(trainer, layout)],
-        "refusals": refusals,
-        "num_others": len(seat.saved) - 1,
+    seat.saved.append(Saved(layout.label, folder, saved))
+    seat.seen[f"resume/{layout.label}"] = [first, second_step(trainer, layout)]
+    trainer.close()
+
+
+def master_weights(seat: Seat, layout: Layout) -> None:
+    """A step in bfloat16, saved in each stage, and the second from there in the same and others."""
+    saved: dict[int, Path] = {}
+    for stage in (1, 2, 3):
+        at = replace(layout, zero_stage=stage)
+        folder = seat.folder / f"bf16-{seat.rank}-{stage}"
+        trainer = seat.trainer(at, dtype="bfloat16", lr=SEVERAL_LR)
+        train_step(trainer, 1, 1)
+        trainer.save(folder)
+        first = second_step(trainer, at)
+        trainer.close()
+        saved[stage] = folder
+        runs = {}
+        for other, path in saved.items():
+            trainer = seat.trainer(at, dtype="bfloat16", lr=SEVERAL_LR)
+            trainer.load(path)
+            runs[other] = second_step(trainer, at)
+            trainer.close()
+        seat.seen[f"bf16_state/{stage}"] = (first, runs)
+
+
+class Hostile:
+    """Touches a file when it is unpickled."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> Any:
+        return os.system, (f"touch {self._path}",)
+
+
+def old_form(seat: Seat, layout: Layout) -> None:
+    """A step, written as backends once did by themselves; then the second from there."""
+    from streamrl.engines.saved_trainer import layout_of
+
+    folder = seat.folder / f"old-{layout.label}-{0 if layout.world_size > 1 else seat.rank}"
+    folder.mkdir(exist_ok=True)
+    trainer = seat.trainer(layout)
+    train_step(trainer, 1, layout.num_shares)
+    backend: Any = trainer._backend
+    if layout.backend == "deepspeed":
+        backend._engine.save_checkpoint(str(folder), tag="zero", exclude_frozen_parameters=True)
+    elif trainer.rank == 0:
+        model, optimizer = dict(backend.full_state()), backend.optimizer.state_dict()
+        torch.save({"model": model, "optimizer": optimizer}, folder / "torch_state.pt")
+    progress = {"layout": layout_of(trainer._config), "num_updates": 1}
+    progress |= {"rng": torch.get_rng_state(), "cuda_rng": None}
+    torch.save(progress, folder / f"rank_{trainer.rank}.pt")
+    first = second_step(trainer, layout)
+    trainer.close()
+    trainer = seat.trainer(layout)
+    trainer.load(folder)
+    again = second_step(trainer, layout)
+    harm = folder / f"harm_{trainer.rank}"
+    torch.save({**progress, "rng": Hostile(harm)}, folder / f"rank_{trainer.rank}.pt")
+    refusal = refusal_of(trainer, folder)
+    torch.save({**progress, "layout": "backend=other"}, folder / f"rank_{trainer.rank}.pt")
+    seat.seen[f"old/{layout.label}"] = {
+        "runs": [first, again],
+        "refusals": [refusal, refusal_of(trainer, folder)],
+        "harmed": harm.exists(),
     }
+    trainer.close()
+
+
+def hostile_state(seat: Seat, layout: Layout) -> None:
+    """A state as DeepSpeed wrote it, whose optimizer file is somebody else's."""
+    from streamrl.engines.saved_trainer import layout_of
+
+    folder = seat.folder / f"hostile-{seat.rank}"
+    folder.mkdir()
+    trainer = seat.trainer(layout)
+    backend: Any = trainer._backend
+    backend._engine.save_checkpoint(str(folder), tag="zero", exclude_frozen_parameters=True)
+    progress = {"layout": layout_of(trainer._config), "num_updates": 0}
+    progress |= {"rng": torch.get_rng_state(), "cuda_rng": None}
+    torch.save(progress, folder / "rank_0.pt")
+    refusals = []
+    for path in sorted((folder / "zero").glob("*.pt")):
+        kept = path.read_bytes()
+        torch.save({"module": Hostile(folder / "harm")}, path)
+        refusals.append(refusal_of(trainer, folder))
+        path.write_bytes(kept)
+    seat.seen["hostile"] = (refusals, (folder / "harm").exists())
+    trainer.close()
+
+
+def go_on_from_one_rank(seat: Seat, layout: Layout) -> None:
+    """A step alone, which is saved; the second by two ranks, from what the first of them saved."""
+    single = replace(layout, world_size=1, tensor_parallel=1)
+    trainer = seat.trainer(single)
+    train_step(trainer, 1, 1)
+    trainer.save(seat.folder / f"single-{layout.label}-{seat.rank}")
+    alone = parameters_of(trainer)
+    trainer.close()
+    trainer = seat.trainer(layout)
+    # Both have saved: to make it takes the two of them.
+    trainer.load(seat.folder / f"single-{layout.label}-0")
+    moved = Moved(single.label, alone, parameters_of(trainer), second_step(trainer, layout))
+    seat.seen[f"grown/{layout.label}"] = moved
     trainer.close()
 
 
@@ -447,6 +569,7 @@ CASES: dict[str, Callable[..., None]] = {
     for case in (
         *(same_update, several_updates, critic_updates, pretraining_updates, two_headed_updates),
         *(lora_updates, lora_critic, lora_recomputed, save_and_go_on, steps_that_do_not_count),
+        *(go_on_from_one_rank, old_form, hostile_state, master_weights),
         *(other_settings, row, come_late),
     )
 }

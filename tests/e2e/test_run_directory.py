@@ -1,0 +1,291 @@
+"""A run directory and those who come to it: second owners, forks, resumes in another form, damage,
+a disk without space."""
+
+import errno
+import hashlib
+import os
+import pickle
+import resource
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from streamrl.buffer.account import take_account
+from streamrl.buffer.books import history
+from streamrl.buffer.segment import segment_path, segments
+from streamrl.checkpoint import BOOKS, journal_dir, list_checkpoints
+from streamrl.cli.main import main
+from streamrl.run_lock import LOCK_FILE
+from tests.e2e.launched import Launched, events, rows
+from tests.toy import write_toy
+
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("run_directory")]
+APART = ["placement.mode=disaggregated", "placement.cpus=8"]
+SAME = ("reward/mean", "reward/std", "policy/grad_norm", "policy/ratio_mean", "loss/policy")
+
+
+@dataclass(frozen=True)
+class Killed:
+    """A run that was killed, what others heard while it was alive, and its rows then."""
+
+    run_dir: Path
+    refusals: dict[str, tuple[int, str]]
+    rows: list[dict[str, Any]]
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Every file, but for who owned it."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != LOCK_FILE
+    }
+
+
+def newest(run_dir: Path) -> Path:
+    return list_checkpoints(run_dir / "checkpoints")[-1]
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix("step_"))
+
+
+def words(toy: Path, name: str, *more: str) -> list[str]:
+    config = ["train", str(toy / "recipe.yaml"), f"run.dir={toy}/runs", f"run.name={name}"]
+    every = ["run.steps=100000", "checkpoint.every=10", "evaluation.limit=4"]
+    return [*config, *every, *APART, *more]
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_toy(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def killed(toy: Path) -> Killed:
+    """A run that others come to while it is alive, until it is killed two steps behind a save."""
+    run_dir = toy / "runs" / "owned"
+    run = Launched(words(toy, "owned", "checkpoint.keep=1000"), toy)
+    run.until(lambda: len(rows(run_dir)) >= 22)
+    fork = ["train", "--resume", str(newest(run_dir)), "run.name=early"]
+    asked = {
+        "resume": ["train", "--resume", str(run_dir), "run.steps=9"],
+        "checkpoint": ["train", "--resume", str(newest(run_dir))],
+        "again": words(toy, "owned"),
+        "overwrite": words(toy, "owned", "run.overwrite=true"),
+        "fork": fork,
+    }
+    commands = {name: Launched(said, toy) for name, said in asked.items()}
+    refusals = {name: (command.wait(120.0), command.output) for name, command in commands.items()}
+    seen = len(rows(run_dir))
+    run.until(lambda: len(rows(run_dir)) >= seen + 2, 120.0)
+
+    def is_between() -> bool:
+        last = rows(run_dir)[-1]["step"]
+        return last >= step_of(newest(run_dir)) + 1 and last % 10 in (3, 4, 5)
+
+    run.until(is_between, 120.0)
+    run.process.send_signal(signal.SIGKILL)
+    run.process.wait()
+    assert run.orphans(60.0) == []
+    return Killed(run_dir, refusals, rows(run_dir))
+
+
+def copied(killed: Killed, name: str) -> Path:
+    """A copy of the run, to be done to what may be."""
+    target = killed.run_dir.with_name(name)
+    shutil.copytree(killed.run_dir, target)
+    return target
+
+
+def test_a_live_run_is_left_alone_and_goes_on(killed: Killed) -> None:
+    for name, (code, output) in killed.refusals.items():
+        line = output.strip()
+        assert code == 2 and "\n" not in line, (name, output)
+        assert f"{killed.run_dir} is in use: its run is alive, since 20" in line
+        assert "pid " in line and "kill -INT" in line
+    steps = [row["step"] for row in killed.rows]
+    assert steps == list(range(1, len(steps) + 1))
+    assert not killed.run_dir.with_name("early").exists()
+
+
+def test_a_fork_goes_on_in_another_form_and_leaves_the_original_as_it_was(
+    toy: Path, killed: Killed
+) -> None:
+    run_dir = copied(killed, "original")
+    older = list_checkpoints(run_dir / "checkpoints")[0]
+    before = tree(run_dir)
+    said = ["trainer.backend=torch", "queue.shards=3", "trainer.lr_schedule=cosine"]
+    last = step_of(older) + 3
+    run = Launched(
+        ["train", "--resume", str(older), "run.name=fork", f"run.steps={last}", *said], toy
+    )
+    assert run.wait() == 0, run.output
+    assert tree(run_dir) == before
+    fork = run_dir.with_name("fork")
+    assert [row["step"] for row in rows(fork)] == list(range(step_of(older) + 1, last + 1))
+    assert events(fork, "forked")[0]["from"] == str(run_dir)
+    assert step_of(newest(fork)) == last
+    rates = [row["policy/lr"] for row in rows(fork)]
+    assert rates == sorted(rates, reverse=True) and rates[0] > rates[-1] > 0
+    again = ["train", "--resume", str(older), "run.name=fork", f"run.steps={last}"]
+    assert main(again) == 2, "it exists"
+    assert main([*again, "run.dir=" + str(run_dir)]) == 2, "not into the original"
+
+
+def test_a_resume_on_other_ranks_stage_and_shards_repeats_its_steps(
+    toy: Path, killed: Killed
+) -> None:
+    run_dir = copied(killed, "changed")
+    # The books may be ahead of the rows: the coordinator outlived the command by a moment.
+    saved = step_of(newest(run_dir))
+    made = take_account(history(journal_dir(run_dir, BOOKS))).num_steps
+    assert made > saved
+    said = ["trainer.world_size=2", "trainer.zero_stage=3", "queue.shards=3"]
+    run = Launched(["train", "--resume", str(run_dir), f"run.steps={made + 2}", *said], toy)
+    assert run.wait() == 0, run.output
+    found = {row["step"]: row for row in rows(run_dir)}
+    assert list(found) == list(range(1, made + 3))
+    for row in killed.rows[saved:]:
+        for name in SAME:
+            assert found[row["step"]][name] == pytest.approx(row[name], rel=1e-3, abs=1e-5), name
+    account = take_account(history(journal_dir(run_dir, BOOKS)))
+    assert len(account.trained) == len(set(account.trained)) == 4 * (made + 2)
+    assert len(segments(journal_dir(run_dir, "shard-2.1"))) == 1
+    assert not segments(journal_dir(run_dir, "shard-0")), "the old ones are gone"
+    run = Launched(
+        ["train", "--resume", str(run_dir), f"run.steps={made + 3}", "queue.shards=1"], toy
+    )
+    assert run.wait() == 0, run.output
+
+
+def _flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+def _truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size - 100)
+
+
+def _last_books(run_dir: Path) -> Path:
+    folder = journal_dir(run_dir, BOOKS)
+    return segment_path(folder, segments(folder)[-1])
+
+
+def _renamed(run_dir: Path, further: int) -> Path:
+    folder = journal_dir(run_dir, BOOKS)
+    return segment_path(folder, segments(folder)[-1] + further)
+
+
+class Hostile:
+    def __reduce__(self) -> Any:
+        return os.system, ("touch harmed",)
+
+
+def _hostile_prompt(run_dir: Path) -> None:
+    from streamrl.buffer.group import admitted
+    from streamrl.buffer.segment import write_segment
+
+    folder = journal_dir(run_dir, "shard-0")
+    record = admitted("0:99:0", pickle.dumps(Hostile()), 0)
+    write_segment(segment_path(folder, segments(folder)[-1] + 1), [record])
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "books": (lambda run: _flip(_last_books(run), 60), "books"),
+    "snapshot": (lambda run: _truncate(newest(run) / "queue/shard-1/00000000.journal"), "shard-1"),
+    "journal": (lambda run: shutil.rmtree(journal_dir(run, "shard-0")), "has to be made again"),
+    "state": (lambda run: (newest(run) / "state.json").write_text("[" * 100_000), "state.json"),
+    "trainer": (
+        lambda run: _truncate(newest(run) / "trainer/state_00000_000.safetensors"),
+        "state_00000_000.safetensors has",
+    ),
+    "progress": (lambda run: (newest(run) / "trainer/trainer.json").unlink(), "trainer.json"),
+    "model": (lambda run: (newest(run) / "model/model.safetensors").unlink(), "model.safetensors"),
+    "metrics": (
+        lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 2}\n'),
+        "metrics.jsonl:2",
+    ),
+    "hostile": (_hostile_prompt, "no prompt of streamrl's: it asks for posix.system"),
+    "gap": (lambda run: _last_books(run).rename(_renamed(run, 9_999_999)), "is missing"),
+    "pipe": (lambda run: os.mkfifo(_renamed(run, 1)), "not a regular file"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_a_resume_that_cannot_be_is_refused_and_nothing_is_touched(
+    killed: Killed, kind: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = copied(killed, f"damaged-{kind}")
+    monkeypatch.chdir(run_dir.parent)
+    monkeypatch.setenv("STREAMRL_FORK_WORKERS", "0")
+    damage, part = DAMAGE[kind]
+    damage(run_dir)
+    before = {} if kind == "pipe" else tree(run_dir)
+    started = len(psutil.Process().children(recursive=True))
+    assert main(["train", "--resume", str(run_dir)]) == 2
+    line = capsys.readouterr().err.strip()
+    assert part in line and "\n" not in line, line
+    assert before == ({} if kind == "pipe" else tree(run_dir))
+    assert len(psutil.Process().children(recursive=True)) == started, "Ray was not started"
+    assert not Path("harmed").exists()
+    shutil.rmtree(run_dir)
+
+
+def limit(process: psutil.Process, num_bytes: int = resource.RLIM_INFINITY) -> None:
+    """The size to which its files may grow, which is how a full disk is played."""
+    process.rlimit(psutil.RLIMIT_FSIZE, (num_bytes, resource.RLIM_INFINITY))
+
+
+def test_a_full_disk_is_one_line_and_the_run_goes_on_or_can_be_resumed(toy: Path) -> None:
+    run_dir = toy / "runs" / "full"
+    run = Launched(words(toy, "full"), toy)
+    run.until(lambda: len(rows(run_dir)) >= 12)
+    trainer, full = run.actor("TrainerActor"), os.strerror(errno.EFBIG)
+    limit(trainer, 2000)
+    run.until(lambda: bool(events(run_dir, "no_space")), 120.0)
+    (told, *_) = events(run_dir, "no_space")
+    kept = newest(run_dir)
+    path = run_dir / "checkpoints" / f"step_{told['version']:06d}"
+    assert told["text"].startswith(f"{path}/trainer cannot be written: {full}; kept: {kept.name};")
+    assert "the run goes on" in told["text"]
+    assert not list((run_dir / "checkpoints").glob(".*")), "its half is gone"
+    limit(trainer)
+    run.until(lambda: step_of(newest(run_dir)) > told["version"], 120.0)
+    limit(run.actor("Coordinator"), 2000)
+    check_ended(run, run_dir, full)
+
+    run = Launched(["train", "--resume", str(run_dir)], toy)
+    steps = len(rows(run_dir))
+    run.until(lambda: len(rows(run_dir)) >= steps + 2)
+    limit(psutil.Process(run.process.pid), (run_dir / "metrics.jsonl").stat().st_size + 10)
+    check_ended(run, run_dir, full)
+
+    last = rows(run_dir)[-1]["step"] // 10 * 10 + 19
+    run = Launched(["train", "--resume", str(run_dir), f"run.steps={last}"], toy)
+    run.until(lambda: bool(rows(run_dir)) and rows(run_dir)[-1]["step"] >= last - 5)
+    limit(run.actor("TrainerActor"), 2000)
+    assert run.wait(240.0) == 1, run.output
+    line = run.output.strip().splitlines()[-1]
+    assert f"{full}; kept: step_" in line and f"then --resume {run_dir}" in line
+    run = Launched(["train", "--resume", str(run_dir), f"run.steps={last + 1}"], toy)
+    assert run.wait() == 0, run.output
+    assert [row["step"] for row in rows(run_dir)] == list(range(1, last + 2))
+
+
+def check_ended(run: Launched, run_dir: Path, full: str) -> None:
+    """It ended with one line that says what is kept, and left nobody behind."""
+    assert run.wait(120.0) == 1, run.output
+    line = run.output.strip().splitlines()[-1]
+    assert line.startswith("streamrl: ") and full in line, run.output
+    assert f"kept: {newest(run_dir).name} and the journals" in line
+    assert f"make room, then --resume {run_dir}" in line
+    assert "Traceback" not in run.output and run.orphans() == []
