@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import methodcaller
 from pathlib import Path
@@ -165,8 +165,8 @@ class CoordinatorActor:
             readmits=config.queue.on_failed_group == "readmit",
             max_filtered=config.filter.max_filter_rounds * per_step,
             max_dropped=config.queue.max_drop_rounds * per_step,
-            on_end=self._report_end,
-            on_stall=self._report_stall,
+            on_end=lambda uid, how: self._tell(end_reports(uid, how)),
+            on_stall=lambda found: self._tell(stall_reports(found, pipeline.on_stall)),
             pulse=self._pulse,
         )
 
@@ -263,12 +263,8 @@ class CoordinatorActor:
         if self._durability.is_due(admission.version, outcome.queue.journal_bytes):
             await self._save(goes_on=True)
 
-    def _report_end(self, uid: str, how: Ended) -> None:
-        for report in end_reports(uid, how):
-            self._feed.post(report)
-
-    def _report_stall(self, found: Sequence[Overdue]) -> None:
-        for report in stall_reports(found, self._config.pipeline.on_stall):
+    def _tell(self, reports: Iterable[Report]) -> None:
+        for report in reports:
             self._feed.post(report)
 
     async def _evaluate_if_due(self) -> dict[str, float]:
