@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from streamrl.algorithms.columns import columns_needed
 from streamrl.algorithms.table import ALGORITHMS
-from streamrl.dataflow import CRITIC, CRITICS, dataflow_for
+from streamrl.dataflow import CRITIC, CRITICS, POLICY, dataflow_for
 from streamrl.engines.trainer_config import CriticConfig
 from streamrl.errors import AlgorithmError, ConfigError
 from streamrl.weights.config import AUTO, DISK
@@ -218,3 +218,9 @@ def _check_costs(config: "RunConfig") -> None:
         raise ConfigError(
             f"costs: {config.algorithm.name} has no use for them; a reward of weight 0 is logged"
         )
+
+
+def trained_steps(config: "RunConfig", role: str) -> int:
+    """The steps of a run in which the model of a role is trained: in some the policy may rest."""
+    rests = config.critic.warmup_alone if role == POLICY and len(config.dataflow.trained) > 1 else 0
+    return max(1, config.run.steps - rests)

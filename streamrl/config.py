@@ -195,11 +195,6 @@ class RunConfig:
             return self.trainer
         return _overlaid(self.trainer, self.critic.trainer, section="critic.trainer")
 
-    def steps_of(self, role: str) -> int:
-        """Steps in which the model of a role is trained."""
-        rests = self.critic.warmup_alone if role == POLICY and len(self.dataflow.trained) > 1 else 0
-        return max(1, self.run.steps - rests)
-
     def model_of(self, role: str) -> str:
         """The directory the model of a role starts from."""
         return self.model.path if role == POLICY else self.critic.path or self.model.path

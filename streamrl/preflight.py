@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from streamrl.agreement import trained_steps
 from streamrl.buffer.admission import check_bytes, most_group_bytes
 from streamrl.config import RunConfig
 from streamrl.data import (
@@ -113,7 +114,7 @@ def prepare(config: RunConfig) -> Prepared:
         section = "trainer" if role == POLICY else "critic.trainer"
         check_targets(config.model_of(role), config.trainer_of(role), section=section)
         said.append(_unadapted(config.model_of(role), config.trainer_of(role), section))
-        config.trainer_of(role).lr_at(0, config.steps_of(role))
+        config.trainer_of(role).lr_at(0, trained_steps(config, role))
         ranks = config.trainer_of(role).tensor_parallel
         check_tensor_parallel(config.model_of(role), ranks, section=section)
     check_split_generator(config.model.path, config.generator.tensor_parallel)

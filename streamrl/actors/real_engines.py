@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from streamrl.actors.engine_factory import HostedGenerator, HostedPart, HostedScorer
+from streamrl.agreement import trained_steps
 from streamrl.config import RunConfig
 from streamrl.dataflow import BASELINE, COST, COST_VALUE, POLICY, REFERENCE, REWARD, VALUE, Call
 from streamrl.messages import Array, Columns, Experience
@@ -97,7 +98,7 @@ class RealEngines:
                 config=config.trainer_of(role),
                 rank=rank,
                 pretraining=_pretraining(config) if has_texts else None,
-                num_steps=config.steps_of(role),
+                num_steps=trained_steps(config, role),
             )
 
 
