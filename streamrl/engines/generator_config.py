@@ -95,6 +95,18 @@ class GeneratorConfig:
             raise ConfigError(f"generator.dtype={self.dtype}: must be one of {', '.join(DTYPES)}")
 
 
+def _config_for_vllm(model_path: str, max_length: int) -> dict[str, Any]:
+    """Return what a config.json has to say for vLLM to build what transformers builds of it."""
+    config, changes = read_model_config(model_path).get_text_config(), dict[str, Any]()
+    if max_length > config.max_position_embeddings:
+        # vLLM takes this number for one that includes the scaling of YaRN.
+        changes["max_position_embeddings"] = max_positions(config)
+    if config.model_type == "deepseek_v3":
+        # To transformers the family says as much.
+        changes |= {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    return changes
+
+
 NEXT_TO_NOTHING = 0.01
 """A part of a GPU."""
 
@@ -118,10 +130,8 @@ def engine_arguments(
         "use_tqdm_on_load": False,
         "trust_remote_code": is_trusted(model_path),
     }
-    positions = read_model_config(model_path)
-    if max_length > positions.get_text_config().max_position_embeddings:
-        # vLLM takes this number for one that includes the scaling of YaRN.
-        arguments["hf_overrides"] = {"max_position_embeddings": max_positions(positions)}
+    if changes := _config_for_vllm(model_path, max_length):
+        arguments["hf_overrides"] = changes
     if config.tensor_parallel > 1:
         arguments |= {
             "tensor_parallel_size": config.tensor_parallel,

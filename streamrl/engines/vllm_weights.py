@@ -42,20 +42,33 @@ Engine = Any
 LEAST_FOR_ONEDNN = 2**19
 
 
+NUM_HEAD_AXES = 3
+"""Axes of queries whose heads lie apart: token, head and value."""
+
+
 @contextmanager
 def plain_linears() -> Iterator[None]:
     """A model that vLLM builds in here keeps its linear weights as they are.
 
     So do the classes of transformers that vLLM builds some models of: to be compiled, which is not
-    done on a CPU, they would be changed for everybody in the process.
+    done on a CPU, they would be changed for everybody in the process. Rotary positions of a part of
+    each head, as DeepSeek's attention has them, are computed by torch: vLLM's CPU kernel leaves
+    what does not lie in one piece as it was.
     """
     from vllm import _custom_ops
     from vllm.compilation import decorators
     from vllm.model_executor.layers import utils as layers
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     supports_onednn = _custom_ops._supports_onednn
     check_cpu_sgl_kernel = layers.check_cpu_sgl_kernel
     decorate = decorators._support_torch_compile
+    rotate = RotaryEmbedding.forward_cpu
+
+    def rotate_any(self: Any, positions: Tensor, query: Tensor, key: Any = None) -> Any:
+        if query.dim() == NUM_HEAD_AXES and not query.is_contiguous():
+            return self.forward_native(positions, query, key)
+        return rotate(self, positions, query, key)
 
     def decorate_own(cls: type, *arguments: Any, **named: Any) -> type:
         is_own = cls.__module__.partition(".")[0] == "vllm"
@@ -64,12 +77,15 @@ def plain_linears() -> Iterator[None]:
     _custom_ops._supports_onednn = False
     layers.check_cpu_sgl_kernel = lambda n, k, dtype: False
     decorators._support_torch_compile = decorate_own
+    # Layers look up what they call when they are built.
+    RotaryEmbedding.forward_cpu = rotate_any
     try:
         yield
     finally:
         _custom_ops._supports_onednn = supports_onednn
         layers.check_cpu_sgl_kernel = check_cpu_sgl_kernel
         decorators._support_torch_compile = decorate
+        RotaryEmbedding.forward_cpu = rotate
 
 
 def use_onednn(model: torch.nn.Module) -> None:

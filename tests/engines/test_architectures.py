@@ -47,6 +47,21 @@ COMMON = {
 }
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 LOCAL_EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+DEEPSEEK = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 96,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_key_value_heads": 4,
+    # vLLM has kernels for heads of this size alone.
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+}
 MIXED = ["sliding_attention", "full_attention"]
 SHORT = MAX_LENGTH // 4
 QUICK: dict[str, dict[str, Any]] = {
@@ -104,6 +119,8 @@ SLOW: dict[str, dict[str, Any]] = {
     "mixtral": {**LOCAL_EXPERTS, "sliding_window": None},
     "olmoe": EXPERTS,
     "granitemoe": LOCAL_EXPERTS,
+    "deepseek_v2": {**DEEPSEEK, "q_lora_rank": None, "topk_method": "greedy"},
+    "deepseek_v3": {**DEEPSEEK, "q_lora_rank": 64},
     # Its router has biases, which are no parameters.
     "glm4_moe": {
         "n_routed_experts": 4,
