@@ -1,7 +1,8 @@
 """A trained model on its way to the disk."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,13 +30,23 @@ def write_model(
     # Its state has no buffers that are computed anew, as those of rotary embeddings are.
     own, buffers = module.state_dict(), dict(module.named_buffers())
     state = {**parameters, **{name: own[name].cpu() for name in own.keys() & buffers.keys()}}
+    with _plain_generation(module):
+        module.save_pretrained(directory, state_dict=state)
+    defaults = Path(tokenizer_from) / GENERATION_CONFIG
+    if module.can_generate() and defaults.is_file():
+        shutil.copyfile(defaults, directory / GENERATION_CONFIG)
+    load_tokenizer(tokenizer_from).save_pretrained(directory)
+
+
+@contextmanager
+def _plain_generation(module: "PreTrainedModel") -> Iterator[None]:
+    """Have a model that generates, as a critic does not, no defaults of generation of its own."""
+    if not module.can_generate():
+        yield
+        return
     given = module.generation_config
     module.generation_config = type(given)()
     try:
-        module.save_pretrained(directory, state_dict=state)
+        yield
     finally:
         module.generation_config = given
-    defaults = Path(tokenizer_from) / GENERATION_CONFIG
-    if defaults.is_file():
-        shutil.copyfile(defaults, directory / GENERATION_CONFIG)
-    load_tokenizer(tokenizer_from).save_pretrained(directory)

@@ -1,3 +1,5 @@
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,6 +28,15 @@ from streamrl.weights.probe import NUM_SEQUENCES
 def test_an_impossible_setting_is_named(name: str, value: float | str, rule: str) -> None:
     with pytest.raises(ConfigError, match=f"^generator.{name}={value}: {rule}$"):
         GeneratorConfig(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.fixture(autouse=True)
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model directory `m` that says how long its rollouts may be."""
+    (tmp_path / "m").mkdir()
+    config = {"model_type": "qwen2", "max_position_embeddings": 8192}
+    (tmp_path / "m" / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
 
 
 def arguments(config: GeneratorConfig, *, on_cpu: bool) -> dict[str, Any]:

@@ -107,6 +107,8 @@ class Holdings:
     def unfit(self) -> str:
         """Why the devices that lack most cannot hold it, in a line; empty if all can."""
         short = [(self._short(stretch), stretch) for stretch in self._stretches]
+        if not short:
+            return ""  # nothing is placed yet
         most, worst = max(short, key=lambda each: each[0])
         return self._why(worst) if most > 0 else ""
 
