@@ -29,6 +29,8 @@ LOCK_FILE = "owner.lock"
 HEARTBEAT_S = 4.0
 WATCH_S = 5 * HEARTBEAT_S
 """A heartbeat that stays away for so long is that of a dead owner, s."""
+FORKS_S = 5.0
+"""A fork of an owner that was just killed has so long to close the lock that it was born with, s."""
 _POLL_S = 0.5
 _LARGEST = 1e12
 """No pid, tick or second of an owner is as large."""
@@ -205,17 +207,30 @@ def read_owner(folder: Path) -> Owner | None:
     return owner if is_one and all(str(text).isprintable() for text in texts) else None
 
 
+def _lock_file(folder: Path, file: int, kind: int) -> bool:
+    """Lock the file of a directory; False if its file system has no flock.
+
+    Raises ConfigError if another process has it, but for a fork of an owner that was just killed.
+    """
+    until = time.monotonic() + FORKS_S
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
+            return True
+        except OSError as error:
+            if error.errno in _NO_FLOCK:
+                return False
+            if error.errno not in _TAKEN:
+                raise
+        owner = read_owner(folder)
+        if owner is None or not _has_ended(owner) or time.monotonic() > until:
+            raise _in_use(folder, owner)
+        time.sleep(_POLL_S / 10)
+
+
 def _check_free(folder: Path, file: int, kind: int, status: Callable[[str], None]) -> None:
     """Raise ConfigError if a live command owns the directory; lock the file if it can be."""
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-        reaches = True
-    except OSError as error:
-        if error.errno in _TAKEN:
-            raise _in_use(folder, read_owner(folder)) from None
-        if error.errno not in _NO_FLOCK:
-            raise
-        reaches = False
+    reaches = _lock_file(folder, file, kind)
     owner, this = read_owner(folder), Owner.this_process()
     if owner is None:
         return
@@ -229,6 +244,13 @@ def _check_free(folder: Path, file: int, kind: int, status: Callable[[str], None
             return
     if _beats(folder, owner, status):
         raise _in_use(folder, owner)
+
+
+def _has_ended(owner: Owner) -> bool:
+    """Whether an owner in this set of process ids is known to have ended."""
+    this = Owner.this_process()
+    is_here = bool(owner.boot) and (owner.boot, owner.processes) == (this.boot, this.processes)
+    return is_here and _start_of(owner.pid) != owner.start
 
 
 def _beats(folder: Path, owner: Owner, status: Callable[[str], None]) -> bool:
