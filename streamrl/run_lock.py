@@ -30,7 +30,7 @@ HEARTBEAT_S = 4.0
 WATCH_S = 5 * HEARTBEAT_S
 """A heartbeat that stays away for so long is that of a dead owner, s."""
 FORKS_S = 5.0
-"""A fork of an owner that was just killed has so long to close the lock that it was born with, s."""
+"""A fork of an owner that was just killed has so long to close the lock it was born with, s."""
 _POLL_S = 0.5
 _LARGEST = 1e12
 """No pid, tick or second of an owner is as large."""
