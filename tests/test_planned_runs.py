@@ -27,11 +27,8 @@ MIB = 1 << 20
 CONFIGS = Path(__file__).parent.parent / "configs"
 PRESETS = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
 QUICK = {
-    ("dapo_qwen2.5_32b_math", "2x8xA100"),
     ("grpo_arithmetic", "2xH100"),
-    ("grpo_mixed_arithmetic", "2xH100"),
     ("grpo_arithmetic_colocated", "4xCPU"),
-    ("safe_rlhf_toy", "2xH100"),
 }
 CLUSTERS = ("1xH100", "2xH100", "8xA100", "2x8xA100", "4xCPU")
 SHORT = ("generator.max_new_tokens=12", "pipeline.groups_per_step=16", "algorithm.kl_horizon=4096")

@@ -16,6 +16,7 @@ workers along, since none may outlive the command; those that Ray starts again s
 import atexit
 import contextlib
 import ctypes
+import faulthandler
 import gc
 import importlib
 import json
@@ -324,6 +325,7 @@ def _become_worker(request: Mapping[str, Any], files: list[int]) -> NoReturn:
         for target, file in zip(FILES, files, strict=True):
             os.dup2(file, target)
             os.close(file)
+        faulthandler.enable()  # an end by a signal leaves the stacks of all threads
         os.environ.clear()
         os.environ.update(request["env"])
         os.chdir(request["cwd"])

@@ -55,6 +55,7 @@ def processes(local_ray: None) -> Iterator[dict[str, ray.actor.ActorHandle]]:
     os.kill(pids["generator-1"], signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_of_those_that_wait_are_stopped_and_are_dead_only_the_stopped_one_is_silent(
     processes: dict[str, ray.actor.ActorHandle],
 ) -> None:

@@ -183,6 +183,7 @@ except ConfigError as error:
 """
 
 
+@pytest.mark.slow
 def test_a_cluster_of_the_users_is_joined_with_their_token_alone(nodes: Nodes) -> None:
     wrong = {TOKEN_VARIABLE: "0" * 64}
     without = {"RAY_AUTH_MODE": "disabled"}

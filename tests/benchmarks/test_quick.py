@@ -226,6 +226,10 @@ QUICK: dict[str, Check] = {
 }
 
 
+LONG = ("data", "overlap", "queue")
+"""Those that take half a minute."""
+
+
 def check_trl(found: Figures) -> None:
     for task in ("demo", "long_tailed"):
         ours, peer = found[task]["streamrl"], found[task]["trl"]
@@ -281,7 +285,9 @@ def test_every_benchmark_has_a_test_of_its_quick_form() -> None:
     assert benchmarks() == {*QUICK, *WHOLE_ENGINES}
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in QUICK]
+)
 def test_a_benchmark_runs_in_its_quick_form(name: str) -> None:
     QUICK[name](run_quick(name))
 

@@ -73,6 +73,7 @@ def test_a_side_that_ends_too_early_is_a_failure(tmp_path: Path) -> None:
         play(python("print('done')"), tmp_path)
 
 
+@pytest.mark.slow
 def test_a_side_that_hangs_is_ended_with_all_it_started(tmp_path: Path) -> None:
     child = "import time; time.sleep(600)"
     program = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"

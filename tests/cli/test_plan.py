@@ -97,6 +97,7 @@ def test_a_bound_without_a_row_is_told_with_the_reason(
         assert said[-2:] == ["", f"no row for 2: {absent['why']}"]
 
 
+@pytest.mark.slow
 def test_the_bound_is_the_configs_own_and_others_are_shown_beside_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -179,6 +180,7 @@ def test_who_says_no_steps_has_enough_of_them_to_be_counted(
         assert len(found["step_ends_s"]) == steps
 
 
+@pytest.mark.slow
 def test_a_set_slice_changes_what_is_planned_and_what_is_simulated(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -479,6 +481,7 @@ def test_unlike_devices_are_no_setting_of_a_run(
     assert run(capsys, "plan", *words, "-o", str(tmp_path / "plan.json"))[0] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("recipe", "cluster"), [("grpo_arithmetic", "6xA100"), ("remax_arithmetic", "2x6xA100")]
 )

@@ -420,6 +420,7 @@ def test_the_page_has_every_protocol() -> None:
     assert re.findall(r"^\| `([A-Z_0-9]+)` \|", PAGE.read_text(), re.MULTILINE) == own
 
 
+@pytest.mark.slow
 def test_the_code_of_the_page_runs(tmp_path: Path) -> None:
     first, second = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.DOTALL | re.MULTILINE)
     (tmp_path / "page.py").write_text(first + second)

@@ -8,12 +8,14 @@ import uuid
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.e2e.launched import MARK, marked
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "queue" / "standalone.py"
 
 
+@pytest.mark.slow
 def test_every_group_arrives_once_though_a_shard_is_killed() -> None:
     mark = uuid.uuid4().hex
     done = subprocess.run(
