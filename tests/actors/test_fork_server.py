@@ -362,8 +362,8 @@ with local_ray(2, 200 << 20):
 
 
 def test_an_actor_whose_level_is_killed_is_started_again_as_ray_does_it() -> None:
-    *_, is_from_elsewhere = printed_by(KILLED_LEVEL)  # behind what Ray says of the death
-    assert is_from_elsewhere == "True"
+    # Among what Ray says of the death, whenever it does.
+    assert "True" in printed_by(KILLED_LEVEL)
 
 
 def test_every_level_forks_from_one_before_it() -> None:
