@@ -3,10 +3,14 @@
 CHAOS_SEED=<n> chooses other moments.
 """
 
+import importlib
+import inspect
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -60,3 +64,29 @@ def test_what_is_injected_does_nothing_by_itself_and_hides_no_other_sitecustomiz
     env.pop("STREAMRL_CHAOS", None)
     output = subprocess.check_output([sys.executable, "-c", script], env=env, text=True)
     assert output.splitlines() == ["the other one", "[]"]
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_what_is_wrapped_takes_what_it_took_before(
+    role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(INJECT)
+    faults = importlib.import_module("chaos_faults")
+    wrapped: list[tuple[Any, Callable[..., Any]]] = []
+
+    def note(owner: Any, name: str, around: Callable[..., Any]) -> None:
+        wrapped.append((getattr(owner, name), around))
+
+    monkeypatch.setattr(faults, "wrap", note)
+    monkeypatch.setattr(faults, "wrap_async", note)
+    names = ("role", "moment", "actor", "passage", "delay_s", "run_dir", "marker", "stored")
+    fault = faults.Fault({**dict.fromkeys(names), "role": role, "moment": "mid_fetch"})
+    for module, patch in faults.PATCHES.items():
+        patch(fault, importlib.import_module(module))
+    assert len(wrapped) > 10
+    for original, around in wrapped:
+        # Once by their places, as far as that goes, and once by their names.
+        own = inspect.signature(original).parameters.values()
+        placed = [p for p in own if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        named = {p.name: None for p in own if p.kind is p.KEYWORD_ONLY}
+        inspect.signature(around).bind(original, *placed, **named)

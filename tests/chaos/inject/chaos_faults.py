@@ -175,8 +175,8 @@ def queue_client(fault, module):
     queue = module.ExperienceQueue
     role = fault.role
 
-    def init(original, self, shards, holder):
-        original(self, shards, holder)
+    def init(original, self, shards, holder, **named):
+        original(self, shards, holder, **named)
         fault.arrive(holder)
 
     async def take(original, self, *arguments, **named):
