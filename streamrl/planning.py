@@ -120,7 +120,7 @@ def _sized(model: str, role: str) -> ModelShape:
     try:
         return shape_of(model)
     except ConfigError as error:
-        raise ConfigError(f"{error}; --model {role}=NAME says another") from None
+        raise ConfigError(f"{error}; streamrl plan --model {role}=NAME takes another") from None
 
 
 def _judge(config: RunConfig, role: str) -> RewardConfig | None:

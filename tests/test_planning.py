@@ -105,7 +105,7 @@ def test_a_model_that_nobody_can_size_is_refused() -> None:
     with pytest.raises(ConfigError, match="--model critic=llama-7b: the run has models of"):
         problem_of(recipe("grpo"), cluster, Asked(20, SIZES))
     nowhere = recipe("grpo", "model.path=no/where")
-    with pytest.raises(ConfigError, match="--model policy=NAME says another"):
+    with pytest.raises(ConfigError, match="--model policy=NAME takes another"):
         problem_of(nowhere, cluster, Asked(20))
 
 

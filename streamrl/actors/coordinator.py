@@ -14,6 +14,7 @@ from streamrl.actors.durability import Durability
 from streamrl.actors.evaluator import Evaluator
 from streamrl.actors.feed import EventReport, Feed, Report, StatusReport, StepReport
 from streamrl.actors.reporting import Reporter, RoleActors, Snapshot
+from streamrl.actors.stacks import record_stacks
 from streamrl.actors.trainer_group import MovedReference, TrainerGroup
 from streamrl.actors.wiring import TRAINERS, Wiring, make_arbiter, share
 from streamrl.algorithms.dials import Dials
@@ -80,6 +81,7 @@ class CoordinatorActor:
     async def start(self, wiring: Wiring, cast: Cast, start: Start) -> None:
         """Open the books, see to what was in flight, publish the version the run starts from."""
         config = self._config = wiring.config
+        record_stacks(wiring.run_dir, "coordinator")
         self._prompts = start.prompts
         version = 0 if start.state is None else int(start.state["version"])
         self._durability = Durability(config, wiring.run_dir, wiring.shards, start.state)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from streamrl.actors.silence import LifeSign
+from streamrl.actors.stacks import record_stacks
 from streamrl.actors.wiring import Wiring
 from streamrl.dataflow import Call
 from streamrl.faces import ClosableChannel, Follower
@@ -37,6 +38,7 @@ class Replica:
     ) -> None:
         """Have places in the stream, and a channel to the model that is followed, if one is."""
         self._name = name
+        record_stacks(wiring.run_dir, name)
         self._stages = wiring.stages(calls, name, suspendable=suspendable)
         self._held = HeldVersion(name, due=due) if follows else None
         self._channel: ClosableChannel | None = wiring.channel(name, follows) if follows else None

@@ -3,6 +3,7 @@
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
@@ -17,6 +18,7 @@ from streamrl.actors.feed import EventReport, Report
 from streamrl.actors.scaling import Scaling
 from streamrl.actors.shard import create_shards
 from streamrl.actors.silence import Vigil, naming_silent
+from streamrl.actors.stacks import CrashWatch
 from streamrl.actors.starting import Starting
 from streamrl.actors.travel_plan import plan_travel
 from streamrl.actors.weight_travel import WeightTravel
@@ -71,6 +73,7 @@ class Session:
         self._vigil = Vigil(config.run.silent_s)
         self._starting = Starting(config.generator.start_timeout_s + CALL_TIMEOUT_S)
         self._mailbox = Mailbox(config.run_dir)
+        self.crashes = CrashWatch(config.run_dir)
         self._scaling = Scaling(
             config, self._crew, self._mailbox, loops=self._loops, starting=self._starting
         )
@@ -211,6 +214,8 @@ class Session:
     def _bring_back(self, name: str, reason: str, handle: Callable[[Report], None]) -> None:
         """Ray has started the process of a dead actor again; have it load what it had."""
         handle(EventReport("died", {"actor": name, "reason": reason}))
+        for crash in self.crashes.look():
+            handle(EventReport("crashed", asdict(crash)))
         if name not in self._shards:
             fetch(self._crew.actors["coordinator"].lost.remote(name), "coordinator.lost")
         self._starting.add(self._crew.comebacks.begin(name), name)
@@ -219,18 +224,20 @@ class Session:
         """End every actor; what they had in memory is gone."""
         self._scaling.close()
         self._crew.close()
+        self.crashes.close()
         if self._travel is not None:
             self._travel.end()
 
     def _wire(self, coordinator: Any) -> Wiring:
-        shards = create_shards(self._shard_plans(), self._crew.create)
+        run_dir = self._config.run_dir.absolute()
+        shards = create_shards(self._shard_plans(), self._crew.create, run_dir=run_dir)
         self._travel = plan_travel(self._config, self._crew.demands, token=uuid.uuid4().hex[:12])
         return Wiring(
             config=self._config,
             dataflow=self._prepared.dataflow,
             components=self._prepared.components,
             max_length=self._prepared.max_length,
-            run_dir=self._config.run_dir.absolute(),
+            run_dir=run_dir,
             shards=tuple(shards),
             coordinator=coordinator,
             engines=self._engines,

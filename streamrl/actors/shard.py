@@ -11,6 +11,7 @@ import ray
 from streamrl.actors.blobs import Stored, received, store_blob
 from streamrl.actors.remote_shard import Ask, Elsewhere, RemoteShard
 from streamrl.actors.silence import LifeSign
+from streamrl.actors.stacks import record_stacks
 from streamrl.actors.wire import Endpoint, Listener
 from streamrl.buffer import ShardKeeper, ShardPlan
 from streamrl.buffer.exchange import Grant
@@ -25,7 +26,10 @@ class ShardActor:
     Callers ask over connections; objects of the store, which only Ray can hand over, by actor call.
     """
 
-    def __init__(self, plan: ShardPlan) -> None:
+    def __init__(self, plan: ShardPlan, crashes: tuple[Path, str] | None = None) -> None:
+        """`crashes` is where the stacks of a crash go: see `record_stacks`."""
+        if crashes is not None:
+            record_stacks(*crashes)
         self._plan = plan
         self._opened: ShardKeeper | None = None
         self._listener = Listener(ray.util.get_node_ip_address(), self._answer)
@@ -92,12 +96,16 @@ def _has_objects(group: Grant | Sequence[Any]) -> bool:
 
 
 def create_shards(
-    plans: Mapping[str, ShardPlan], create: Callable[..., Any] | None = None
+    plans: Mapping[str, ShardPlan],
+    create: Callable[..., Any] | None = None,
+    *,
+    run_dir: Path | None = None,
 ) -> list[RemoteShard]:
     """A shard actor per name and plan, spread over the nodes, in the order of the names given.
 
     One with a journal is started again by Ray when it dies; one without takes its groups along.
-    `create(name, actor class, arguments, options=...)` makes an actor, by default as Ray does.
+    `create(name, actor class, arguments, options=...)` makes an actor, by default as Ray does. The
+    stacks of one that crashes are left in `run_dir`.
     """
     shards = []
     for name, plan in plans.items():
@@ -105,7 +113,8 @@ def create_shards(
         options = {"max_restarts": RESTARTS if returns else 0, "scheduling_strategy": "SPREAD"}
         # Ray spreads only what asks for something, were it a byte; the rest lands anywhere.
         options["memory"] = 1
-        actor = (create or _create)(name, ShardActor, (plan,), options=options)
+        crashes = None if run_dir is None else (run_dir, name)
+        actor = (create or _create)(name, ShardActor, (plan, crashes), options=options)
         shards.append(RemoteShard(name, actor, returns=returns))
     return shards
 

@@ -17,6 +17,7 @@ import ray
 
 from streamrl.actors.meeting_place import meeting_place
 from streamrl.actors.residence import Residence
+from streamrl.actors.stacks import record_stacks
 from streamrl.actors.wiring import ActorReport, Wiring
 from streamrl.algorithms import columns_derived_from
 from streamrl.dataflow import MOVED, POLICY, Call
@@ -86,7 +87,9 @@ class TrainerActor:
 
         self._config = wiring.config
         self._rank = rank
-        (self._stage,) = wiring.stages([meeting.call], f"{meeting.name}-{rank}")
+        name = f"{meeting.name}-{rank}"
+        record_stacks(wiring.run_dir, name)
+        (self._stage,) = wiring.stages([meeting.call], name)
         self._columns = wiring.train_columns
         self._thread = ThreadPoolExecutor(1, "trainer")
         self._beside = ThreadPoolExecutor(1, "publisher")

@@ -4,6 +4,7 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,6 @@ from streamrl.config import RunConfig, load_config
 from streamrl.data import DataConfig, DataFile, Fate, Limits, load_tokenizer, load_vocab_size
 from streamrl.data.checking import FileReport, check_file
 from streamrl.data.files import MODEL, PLAIN
-from streamrl.data.formats import count_rows
 from streamrl.errors import ConfigError
 from streamrl.model_config import model_length
 
@@ -106,8 +106,8 @@ def _checked(file: DataFile, tokenizer: "PreTrainedTokenizerBase", limits: Limit
     ) as progress:
         # Escaped: what looks like markup is part of a name.
         name = escape(Path(file.path).name)
-        task = progress.add_task(f"reading {name}", total=count_rows(file.path, file.split))
-        return check_file(file, tokenizer, limits, advance=lambda: progress.advance(task))
+        track = partial(progress.track, description=f"reading {name}")
+        return check_file(file, tokenizer, limits, track=track)
 
 
 def _limits(arguments: argparse.Namespace, recipe: RunConfig | None, model: str) -> Limits:

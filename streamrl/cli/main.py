@@ -5,10 +5,11 @@ Exit codes: 0 done, 1 the run failed, 2 bad input, 130 interrupted.
 
 import argparse
 import errno
+import faulthandler
 import importlib
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from typing import NoReturn
 
@@ -69,8 +70,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Ray prints a death into whatever is on the screen; it is an event of the run already.
     os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", ".")
-    # Whoever calls this with words of its own has signals of its own.
-    check_interrupted = interrupt_on_signals() if argv is None else lambda: None
+    # Whoever calls this with words of its own has a process of its own.
+    check_interrupted = _take_process() if argv is None else lambda: None
     command = next((a for a in arguments if a in COMMANDS), None)
     _open_closed_files()
     if sys.stdout is None:
@@ -119,6 +120,16 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argpars
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return parsed
+
+
+def _take_process() -> Callable[[], None]:
+    """See to signals; that of a crash, here or in what is started, prints all threads' stacks.
+
+    Returns what raises KeyboardInterrupt if there has been Ctrl-C or SIGTERM.
+    """
+    faulthandler.enable(2)
+    os.environ.setdefault("PYTHONFAULTHANDLER", "1")
+    return interrupt_on_signals()
 
 
 def _open_closed_files() -> None:

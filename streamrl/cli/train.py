@@ -3,7 +3,8 @@
 import argparse
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,6 +42,7 @@ from streamrl.telemetry.wandb_sink import preload_wandb
 if TYPE_CHECKING:
     from streamrl.actors.coordinator import Finish
     from streamrl.actors.session import Session
+    from streamrl.actors.stacks import Crash
     from streamrl.data import PromptStream
     from streamrl.preflight import Prepared
 
@@ -140,8 +142,11 @@ def train(
             check_interrupted()
             finish = _follow(session, sinks, log, claim)
         except StreamError as error:
-            failure = _with_kept(error, config)
+            crashes = session.crashes.look()
+            failure = _with_kept(_with_crashes(error, crashes), config)
             with contextlib.suppress(DiskError):  # the disk may be what failed
+                for crash in crashes:
+                    sinks.event("crashed", asdict(crash))
                 sinks.event("failed", {"error": str(failure)})
             summary |= {"written": str(config.run_dir)}
             raise failure from error.__cause__
@@ -180,6 +185,14 @@ def _closing(sinks: Fanout, summary: Fields) -> Iterator[None]:
             sinks.close(summary)
         raise
     sinks.close(summary)
+
+
+def _with_crashes(error: StreamError, crashes: Sequence["Crash"]) -> StreamError:
+    """The error of a run of which processes were ended by a signal, with where their stacks are."""
+    if not crashes:
+        return error
+    told = [f"{each.actor} crashed: {each.reason}, stacks in {each.stacks}" for each in crashes]
+    return type(error)(f"{error}; {'; '.join(told)}")
 
 
 def _with_kept(error: StreamError, config: RunConfig) -> StreamError:

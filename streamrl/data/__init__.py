@@ -1,7 +1,7 @@
 """Prompts: read from files of any size, rendered as they are drawn, streamed epoch after epoch."""
 
 from streamrl.data.config import DataConfig
-from streamrl.data.examining import Fate, Limits, examine
+from streamrl.data.examining import Fate, Limits
 from streamrl.data.files import DataFile
 from streamrl.data.opened import OpenedFiles, open_files
 from streamrl.data.prompts import LoadedFile, LoadedPrompts, load_files, load_prompts
@@ -21,7 +21,6 @@ __all__ = [
     "PromptStream",
     "Row",
     "TextStream",
-    "examine",
     "load_files",
     "load_prompts",
     "load_rows",

@@ -2,16 +2,16 @@
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
 
-from streamrl.data.examining import Examined, Fate, Limits, examine
+from streamrl.data.examining import Examined, Fate, Limits
 from streamrl.data.files import DataFile
-from streamrl.errors import ConfigError
+from streamrl.data.prompt_file import PromptFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,9 +45,9 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Problem:
-    """Why a row cannot be used: its number in the file, from 1; None where the file breaks off."""
+    """Why a row cannot be used: its number in the file, from 1."""
 
-    row: int | None
+    row: int
     text: str
 
 
@@ -90,26 +90,19 @@ def check_file(
     tokenizer: "PreTrainedTokenizerBase",
     limits: Limits,
     *,
-    advance: Callable[[], object] = lambda: None,
+    track: Callable[[Iterable[Examined], int], Iterable[Examined]] = lambda rows, total: rows,
 ) -> FileReport:
     """Read every row as a run would; a bad one is noted and passed over.
 
-    `advance` is called for each row. Raises ConfigError if the file, its template or its filter
-    cannot be used at all.
+    What is to be examined goes through `track`, with how many rows there are. Raises ConfigError if
+    the file, its template or its filter cannot be used at all.
     """
     report, lengths, seen = FileReport(file.path), array("i"), set[bytes]()
-    try:
-        for row in examine(file, tokenizer, limits):
-            advance()
-            _note(report, row, seen)
-            if row.problem is None:
-                lengths.append(row.num_tokens)
-    except ConfigError as error:
-        if not report.num_rows:
-            raise
-        # The file is damaged further on.
-        report.fates[Fate.BAD] += 1
-        report.problems.append(Problem(None, str(error)))
+    prompts = PromptFile(file, lambda: tokenizer, limits)
+    for row in track(prompts, len(prompts.table)):
+        _note(report, row, seen)
+        if row.problem is None:
+            lengths.append(row.num_tokens)
     report.lengths = Lengths.of(lengths) if lengths else None
     return report
 

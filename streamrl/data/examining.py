@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -12,7 +11,7 @@ from msgspec.structs import replace
 from streamrl.data.files import DataFile
 from streamrl.data.filtering import Keep, load_filter
 from streamrl.data.rendering import Template, load_template, render
-from streamrl.data.rows import BadRow, Row, scan_rows
+from streamrl.data.rows import BadRow, Row
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt, make_uid
 
@@ -95,19 +94,6 @@ class Examiner:
             else:
                 prompt = _prompt(row, token_ids, self._first)
                 yield _examined(row, prompt, self._keep, self._limits)
-
-
-def examine(
-    file: DataFile, tokenizer: "PreTrainedTokenizerBase", limits: Limits, *, first: int = 0
-) -> Iterator[Examined]:
-    """Yield what becomes of every row of the file, in its order.
-
-    Raises ConfigError if the file, its template or its filter cannot be used.
-    """
-    examiner = Examiner(file, tokenizer, limits, first=first)
-    rows = scan_rows(file.path, file.prompt_key, label_key=file.label_key, split=file.split)
-    while batch := list(islice(rows, BATCH)):
-        yield from examiner.examine(batch)
 
 
 def _token_ids(

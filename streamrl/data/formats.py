@@ -1,7 +1,7 @@
-"""Formats of a data file, read from its first row to its last.
+"""Formats of a data file: where its rows are, and what a row is.
 
 JSONL, JSON, CSV (each also as .gz), parquet, a directory of parquet shards, a Hugging Face dataset.
-Every format gives the same plain Python records, one at a time, each with its place in the file.
+Every format gives the same plain Python records.
 """
 
 import codecs
@@ -31,9 +31,6 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from datasets import Dataset
 
-Records = Iterator[tuple[str, int, Any]]
-"""(place, index from 0, record); the record of a row that cannot be read is the ConfigError of it.
-"""
 TextRows = Iterator[tuple[int, int, bytes]]
 """(index from 0, byte at which it begins, bytes) of each row of a text file."""
 
@@ -42,39 +39,6 @@ _BATCH = 1024
 _CHUNK_BYTES = 4 * MIB
 _SHARD = re.compile(r"(.+)-\d+-of-\d+")
 _SPACE = re.compile(r"[ \t\r\n]*")
-
-
-def read_records(path: str, split: str = "") -> Records:
-    """Read the records of a data file one at a time; of a dataset with several splits, `split`.
-
-    Raises ConfigError naming the file if it cannot be read, has no such split, or needs one.
-    """
-    with reading(path):
-        if is_parquet(path):
-            yield from _read_parquets(path, split)
-        elif Path(path).is_dir():
-            with dataset_errors(path):
-                for index, record in enumerate(plain_records(open_dataset(path, split))):
-                    yield f"{path} row {index + 1}", index, record
-        else:
-            yield from _read_text(path, split)
-
-
-def count_rows(path: str, split: str = "") -> int | None:
-    """Count the rows of a data file at a glance; None where that would take reading it.
-
-    Of JSONL the blank lines count. Raises ConfigError like `read_records`.
-    """
-    with reading(path):
-        if is_parquet(path):
-            return sum(map(_parquet_rows, parquet_files(path, split)))
-        if Path(path).is_dir():
-            return len(open_dataset(path, split))
-        if extension(path) != ".jsonl":
-            return None
-        with open_regular(path) as file:
-            pieces = iter(lambda: file.read(_CHUNK_BYTES), b"")
-            return sum(piece.count(b"\n") for piece in pieces)
 
 
 @contextmanager
@@ -317,16 +281,6 @@ def parse_row(layout: Layout, row: bytes, place: str) -> Any:
         return ConfigError(f"{place}: {one_line(error)}")
 
 
-def _read_text(path: str, split: str) -> Records:
-    kind = extension(path)
-    refuse_split(path, split)
-    with open_text(path) as file, text_errors(path):
-        layout = layout_of(file, kind)
-        for index, _, row in layout.rows(file):
-            place = f"{path} {layout.unit} {index + 1}"
-            yield place, index, parse_row(layout, row, place)
-
-
 def refuse_split(path: str, split: str) -> None:
     """Raise ConfigError if a split is asked for, of what has none."""
     if split:
@@ -384,24 +338,21 @@ def read_batches(path: str) -> "Iterator[pa.RecordBatch]":
         raise ConfigError(f"{path}: cannot be read {where}: {one_line(error)}") from error
 
 
-def _parquet_rows(path: str) -> int:
+def parquet_footer(path: str) -> "tuple[pa.Schema, int]":
+    """Read which columns a parquet file has, and their bytes once they are unpacked.
+
+    Raises ConfigError naming it, and OSError.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with open_regular(path) as file, pq.ParquetFile(file) as opened:
-            return int(opened.metadata.num_rows)
+            found = opened.metadata
+            size = sum(found.row_group(i).total_byte_size for i in range(found.num_row_groups))
+            return opened.schema_arrow.remove_metadata(), size
     except (pa.ArrowException, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as parquet: {one_line(error)}") from error
-
-
-def _read_parquets(path: str, split: str) -> Records:
-    index = 0
-    for file in parquet_files(path, split):
-        for batch in read_batches(file):
-            for record in batch.to_pylist(maps_as_pydicts="strict"):
-                yield f"{path} row {index + 1}", index, record
-                index += 1
 
 
 def open_dataset(path: str, split: str) -> "Dataset":
@@ -444,12 +395,10 @@ def _check_regular(folder: Path) -> None:
             open_regular(file).close()
 
 
-def plain_records(dataset: "Dataset", rows: Sequence[int] | None = None) -> Iterator[Any]:
-    """Yield rows of a dataset as plain values: all, or those of these numbers."""
-    arrow = dataset.with_format("arrow")
-    tables = arrow.iter(_BATCH) if rows is None else [arrow[list(rows)]]
-    for table in tables:
-        yield from table.to_pylist(maps_as_pydicts="strict")
+def plain_records(dataset: "Dataset", rows: Sequence[int]) -> list[Any]:
+    """Read rows of a dataset as plain values."""
+    found: list[Any] = dataset.with_format("arrow")[list(rows)].to_pylist(maps_as_pydicts="strict")
+    return found
 
 
 def _check_split(path: str, split: str, splits: Any) -> None:

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from streamrl.data.examining import Fate, Limits, examine
+from streamrl.data.examining import Fate, Limits
 from streamrl.data.files import DataFile
+from streamrl.data.prompt_file import PromptFile
 from streamrl.data.rendering import load_tokenizer, load_vocab_size
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt
@@ -92,7 +93,7 @@ def load_prompts(
     loaded, first = [], 0
     for file in files:
         prompts, fates, index = [], Counter[Fate](), 0
-        for row in examine(file, tokenizer, limits, first=first):
+        for row in PromptFile(file, lambda: tokenizer, limits, first=first):
             if row.problem is not None:
                 raise row.problem
             fates[row.fate] += 1

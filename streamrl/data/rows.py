@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamrl.data.formats import read_records
+from streamrl.data.table import read_records
 from streamrl.errors import ConfigError
 from streamrl.small_file import check_depth
 
@@ -51,28 +51,14 @@ def load_rows(
 ) -> Iterator[Row]:
     """The rows of a data file, one at a time, in file order.
 
-    Raises ConfigError naming file, row and rule: at the first row that cannot be used, if the file
-    cannot be read, and at the end if it held no row.
+    Raises ConfigError naming file, row and rule: at the first row that cannot be used, and before
+    it if the file cannot be read or holds no row.
     """
-    for row in scan_rows(path, prompt_key, label_key=label_key, split=split):
+    for place, index, record in read_records(path, split):
+        row = parse_record(record, place, index, prompt_key=prompt_key, label_key=label_key)
         if isinstance(row, BadRow):
             raise row.problem
         yield row
-
-
-def scan_rows(
-    path: str, prompt_key: str = "prompt", *, label_key: str = "", split: str = ""
-) -> Iterator[Row | BadRow]:
-    """The rows of a data file, and those that cannot be used.
-
-    Raises ConfigError if the file cannot be read, and at the end if it held no row.
-    """
-    empty = True
-    for place, index, record in read_records(path, split):
-        empty = False
-        yield parse_record(record, place, index, prompt_key=prompt_key, label_key=label_key)
-    if empty:
-        raise ConfigError(f"{path}: holds no rows")
 
 
 def parse_record(

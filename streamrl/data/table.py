@@ -28,6 +28,7 @@ from streamrl.data.formats import (
     open_dataset,
     open_text,
     parquet_files,
+    parquet_footer,
     parse_row,
     plain_records,
     read_batches,
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Records = list[tuple[str, int, Any]]
+"""(place, index from 0, record) of rows; the record of one that cannot be read is the ConfigError.
+"""
+BATCH = 512
+"""Rows that are read together where all are read."""
 MOST_HELD_BYTES = 32 * MIB
 """Of columns of parquet that are held in memory rather than unpacked into a file."""
 _CHUNK_BYTES = 4 * MIB
@@ -133,10 +138,11 @@ class ColumnTable:
         columns = self._loaded()
         with data_errors(self.path):
             if isinstance(columns, pa.Table):
-                pieces = (columns.slice(row, 1) for row in rows)
-                found = [one.to_pylist(maps_as_pydicts="strict")[0] for one in pieces]
+                runs = [rows] if isinstance(rows, range) else [range(row, row + 1) for row in rows]
+                pieces = (columns.slice(run.start, len(run)) for run in runs)
+                found = [row for one in pieces for row in one.to_pylist(maps_as_pydicts="strict")]
             else:
-                found = list(plain_records(columns, rows))
+                found = plain_records(columns, rows)
         named = zip(rows, found, strict=True)
         return [(f"{self.path} row {row + 1}", int(row), record) for row, record in named]
 
@@ -190,6 +196,16 @@ def open_table(path: str, split: str = "") -> Table:
     return table
 
 
+def read_records(path: str, split: str = "") -> Iterator[tuple[str, int, Any]]:
+    """Read the records of a data file one at a time, in its order; see Records.
+
+    Raises ConfigError as `open_table` does.
+    """
+    table = open_table(path, split)
+    for start in range(0, len(table), BATCH):
+        yield from table.records(range(start, min(start + BATCH, len(table))))
+
+
 def _text_table(path: str, split: str) -> TextTable:
     kind = extension(path)
     refuse_split(path, split)
@@ -223,7 +239,7 @@ def _text_table(path: str, split: str) -> TextTable:
 def _parquet_table(path: str, split: str) -> ColumnTable:
     files = parquet_files(path, split)
     digest = _digest(files)
-    if sum(map(_column_bytes, files)) <= MOST_HELD_BYTES:
+    if sum(parquet_footer(file)[1] for file in files) <= MOST_HELD_BYTES:
         return ColumnTable(path, _Held(_in_memory(path, files)), digest)
     plain = _unpacked(path, f"{digest}.arrow", lambda _, out: _unpack_parquet(path, files, out))
     return ColumnTable(path, _Mapped(str(plain)), digest)
@@ -260,28 +276,19 @@ class _Dataset:
         return open_dataset(self.path, self.split)
 
 
-def _column_bytes(path: str) -> int:
-    """What the columns of a parquet file take, unpacked."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with open_regular(path) as file, pq.ParquetFile(file) as opened:
-            found = opened.metadata
-            return sum(found.row_group(i).total_byte_size for i in range(found.num_row_groups))
-    except (pa.ArrowException, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read as parquet: {one_line(error)}") from error
-
-
 def _batches(path: str, files: Sequence[str]) -> "Iterator[pa.RecordBatch]":
-    """The rows of all files, whose columns must be the same."""
-    schema = None
+    """The rows of all files, in the columns of all; one that a file lacks is null in its rows."""
+    import pyarrow as pa
+
+    schemas = [parquet_footer(file)[0] for file in files]
+    try:
+        columns = pa.unify_schemas(schemas).empty_table()
+    except pa.ArrowException as error:
+        raise ConfigError(f"{path}: its files have other columns: {one_line(error)}") from error
     for file in files:
         for batch in read_batches(file):
-            schema = schema or batch.schema
-            if not batch.schema.equals(schema):
-                raise ConfigError(f"{path}: {Path(file).name} has other columns than {files[0]}")
-            yield batch
+            rows = pa.Table.from_batches([batch])
+            yield from pa.concat_tables([columns, rows], promote_options="default").to_batches()
 
 
 def _in_memory(path: str, files: Sequence[str]) -> "pa.Table":

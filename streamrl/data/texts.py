@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from streamrl.data.formats import read_records
+from streamrl.data.table import read_records
 from streamrl.errors import ConfigError
 
 TEXT_COLUMN = "text"
@@ -23,8 +23,6 @@ def load_texts(path: str) -> list[str]:
         if not isinstance(text, str) or not text:
             raise ConfigError(f"{place}: column {TEXT_COLUMN!r} must be text, and not empty")
         texts.append(text)
-    if not texts:
-        raise ConfigError(f"{path}: holds no rows")
     return texts
 
 

@@ -57,6 +57,16 @@ def test_a_directory_of_shards_is_one_file_in_the_order_of_their_names(tmp_path,
     assert facts(tmp_path / "rows.parquet") == wanted
 
 
+def test_shards_with_other_columns_are_one_file_unless_the_same_column_is_of_another_type(tmp_path):
+    shard(tmp_path / "rows" / "a.parquet", [{"prompt": "1", "answer": 1}])
+    shard(tmp_path / "rows" / "b.parquet", [{"prompt": "2", "answer": 2, "level": "hard"}])
+    rows = list(load_rows(str(tmp_path / "rows"), label_key="answer"))
+    assert [dict(row.extra_info) for row in rows] == [{"answer": 1}, {"answer": 2, "level": "hard"}]
+    shard(tmp_path / "rows" / "c.parquet", [{"prompt": "3", "answer": "three"}])
+    with pytest.raises(ConfigError, match=f"^{tmp_path / 'rows'}: its files have other columns: "):
+        list(load_rows(str(tmp_path / "rows")))
+
+
 def test_a_split_is_taken_by_name(tmp_path, wanted):
     splits = {"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS[:2])}
     DatasetDict(splits).save_to_disk(tmp_path / "both")

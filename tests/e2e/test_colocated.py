@@ -119,7 +119,7 @@ def finished(killed: Ended, run_dir: Path) -> Ended:
     # Forked from a process that has imported vLLM, not started by the raylet.
     forked_from = run.actor("GeneratorActor").parent()
     assert forked_from is not None and "raylet" not in forked_from.name()
-    os.kill(run.actor("GeneratorActor").pid, signal.SIGKILL)
+    os.kill(run.actor("GeneratorActor").pid, signal.SIGSEGV)
     return Ended.of(run, run_dir)
 
 
@@ -128,7 +128,7 @@ def given_up(finished: Ended, run_dir: Path) -> Ended:
     """It goes on once more, until its generator is killed and may not be started again."""
     run = _resume(run_dir, *APART, f"run.steps={STEPS}", "run.max_restarts=0")
     run.until(lambda: len(rows(run_dir)) >= len(finished.rows) + 2)
-    os.kill(run.actor("GeneratorActor").pid, signal.SIGKILL)
+    os.kill(run.actor("GeneratorActor").pid, signal.SIGABRT)
     return Ended.of(run, run_dir)
 
 
@@ -215,6 +215,10 @@ def test_a_generator_that_is_killed_is_started_again(finished: Ended, run_dir: P
     assert "generator-0" in [event["actor"] for event in events(run_dir, "died")]
     assert [event["actor"] for event in events(run_dir, "restarted")] == ["generator-0"]
     assert finished.run.orphans() == []
+    (crash,) = events(run_dir, "crashed")
+    assert (crash["actor"], crash["reason"]) == ("generator-0", "Segmentation fault")
+    assert "Current thread" in Path(crash["stacks"]).read_text()
+    assert list((run_dir / "stacks").iterdir()) == [Path(crash["stacks"])]
 
 
 def test_it_goes_on_where_every_stage_has_devices_of_its_own(
@@ -251,3 +255,4 @@ def test_a_killed_generator_that_may_not_come_back_ends_the_run_and_is_named(
     assert "Traceback" not in given_up.run.output
     assert given_up.run.orphans() == []
     assert "generator-0" in given_up.failures[-1]["error"]
+    assert "generator-0 crashed: Aborted, stacks in " in last

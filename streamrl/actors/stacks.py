@@ -1,0 +1,65 @@
+"""The stacks that a process of a run leaves when a signal ends it: `RUN/stacks/<actor>-<pid>.txt`.
+
+Signals of faults only (SIGSEGV, SIGBUS, SIGFPE, SIGILL, SIGABRT): of SIGKILL no process knows.
+"""
+
+import contextlib
+import faulthandler
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = "stacks"
+
+
+@dataclass(frozen=True)
+class Crash:
+    """What a process left: its actor, its process id, how it ended, and the file of its stacks."""
+
+    actor: str
+    pid: int
+    reason: str
+    stacks: str
+
+
+def record_stacks(run_dir: Path, actor: str) -> None:
+    """Have this process write the stacks of all its threads into the run directory at its crash."""
+    folder = run_dir / FOLDER
+    # On a full disk a run goes on: there is only less to read if it crashes.
+    with contextlib.suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True)
+        # It stays open, as nothing can be opened in a crash; faulthandler keeps it.
+        faulthandler.enable((folder / f"{actor}-{os.getpid()}.txt").open("w"))
+
+
+class CrashWatch:
+    """The crashes of the processes of a run, each told once."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._folder = run_dir / FOLDER
+        self._told = {file.name for file in self._files()}
+
+    def look(self) -> list[Crash]:
+        """Return the crashes since the last look."""
+        fresh = [file for file in self._files() if file.name not in self._told]
+        crashes = [_read_crash(file) for file in fresh if file.stat().st_size]
+        self._told |= {Path(crash.stacks).name for crash in crashes}
+        return crashes
+
+    def close(self) -> None:
+        """Remove the files of processes that did not crash; all have ended."""
+        with contextlib.suppress(OSError):
+            for file in self._files():
+                if not file.stat().st_size:
+                    file.unlink()
+            self._folder.rmdir()
+
+    def _files(self) -> list[Path]:
+        return sorted(self._folder.glob("*.txt"))
+
+
+def _read_crash(file: Path) -> Crash:
+    actor, _, pid = file.stem.rpartition("-")
+    with file.open(errors="replace") as lines:
+        reason = lines.readline().strip().removeprefix("Fatal Python error: ")
+    return Crash(actor, int(pid), reason, str(file))
