@@ -36,9 +36,9 @@ test: $(STAMP) ## run the quick tests, the linters among them (ARGS="..." goes t
 	$(BASE_MODEL)
 	$(PYTEST) -m "not slow and not gpu" $(ARGS)
 
-test-all: $(STAMP) $(PARITY)/installed ## run every test, random schedules five times as long
+test-all: $(STAMP) $(PARITY)/installed ## run every test, random schedules three times as long
 	$(BASE_MODEL)
-	STREAMRL_TEST_BUDGET=5 $(PYTEST) $(ARGS)
+	STREAMRL_TEST_BUDGET=3 $(PYTEST) $(ARGS)
 
 test-chaos: $(STAMP) ## kill -9 every kind of actor at every moment of a run; a quarter of an hour (SEED=3)
 	$(BIN)/python -m tests.chaos.run_chaos --seed $(SEED) $(ARGS)

@@ -30,7 +30,7 @@ QUICK = {
     ("grpo_arithmetic", "2xH100"),
     ("grpo_arithmetic_colocated", "4xCPU"),
 }
-CLUSTERS = ("1xH100", "2xH100", "8xA100", "2x8xA100", "4xCPU")
+CLUSTERS = ("1xH100", "2xH100", "4xA100", "2x8xA100", "4xCPU")
 SHORT = ("generator.max_new_tokens=12", "pipeline.groups_per_step=16", "algorithm.kl_horizon=4096")
 
 

@@ -61,6 +61,13 @@ def claim_new(config: RunConfig, claim: Claim) -> None:
     claim.own = own_run(folder, status=_say_waiting)
 
 
+def claim_run(config: RunConfig, resume: ResumePoint | None, claim: Claim) -> Claim:
+    """Own what stands where a new run or a fork is to be, unless that has been done."""
+    if claim.own is None and (resume is None or is_fork(config, resume)):
+        claim_new(config, claim)
+    return claim
+
+
 def _say_waiting(text: str) -> None:
     print(f"streamrl: {text}", file=sys.stderr, flush=True)
 

@@ -27,7 +27,7 @@ from streamrl.cli.interrupts import (
     interrupt_on_signals,
     uninterrupted_end,
 )
-from streamrl.cli.resume import Claim, begin_run, is_fork, resume_run
+from streamrl.cli.resume import Claim, begin_run, claim_run, is_fork, resume_run
 from streamrl.cli.run_directory import run_directory
 from streamrl.config import RunConfig, load_config, to_dict
 from streamrl.durable import NO_SPACE
@@ -97,7 +97,7 @@ def train(
     from streamrl.actors.session import Session
     from streamrl.preflight import hybrid_memory, shard_bytes, ways
 
-    claim, origin = claim or Claim(), resume
+    origin = resume
     prepared, layout = _prepare(config, resume)
     if isinstance(engines, RealEngines):
         # Those who come from the command line have done so already, as the first thing of all.
@@ -105,6 +105,7 @@ def train(
     # While Ray starts, this process has little else to do.
     preload_wandb(config.telemetry.wandb)
     with uninterrupted_end() as end:
+        claim = claim_run(config, origin, claim or Claim())
         end.callback(claim.release)
         site = end.enter_context(cluster(config.placement, partial(ways, config, prepared)))
         there = placed(config, site.placed.mode)

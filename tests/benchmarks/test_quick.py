@@ -38,21 +38,10 @@ def numbers(figures: Any) -> Iterator[float]:
 
 
 def check_overlap(found: Figures) -> None:
-    assert set(found) == {"empty"}
+    assert set(found) == {"empty", "real", "sleeps"}
     check_stream(found["empty"]["max_staleness_1"], steps=8)
     assert found["empty"]["max_staleness_1"]["step_per_call"] > 1
     assert is_measured(found["empty"]["call_s"])
-
-
-def check_stream(run: Figures, *, steps: int) -> None:
-    assert run["steps"] == steps and set(run["busy_s"]) == {"generate", "score", "train"}
-    assert is_measured(run["step_s"], run["step_s_mean"], run["tokens_per_s"])
-    # A stage of several actors may be busy for longer than a step takes.
-    assert is_measured(run["overlap_efficiency"])
-
-
-def check_overlap_of_work(found: Figures) -> None:
-    assert set(found) == {"real", "sleeps"}
     check_stream(found["sleeps"]["max_staleness_1"], steps=2)
     assert found["sleeps"]["max_staleness_1"]["busy_s"]["generate"] > 0.1
     assert set(found["real"]) == {"sequential", "max_staleness_1"}
@@ -60,6 +49,13 @@ def check_overlap_of_work(found: Figures) -> None:
         check_stream(run, steps=2)
         assert is_measured(run["speed_up"])
     assert found["real"]["sequential"]["speed_up"] == 1
+
+
+def check_stream(run: Figures, *, steps: int) -> None:
+    assert run["steps"] == steps and set(run["busy_s"]) == {"generate", "score", "train"}
+    assert is_measured(run["step_s"], run["step_s_mean"], run["tokens_per_s"])
+    # A stage of several actors may be busy for longer than a step takes.
+    assert is_measured(run["overlap_efficiency"])
 
 
 def check_placement_modes(found: Figures) -> None:
@@ -112,17 +108,12 @@ def check_queue(found: Figures) -> None:
     assert set(found) == {"1024 bytes"}
     size = found["1024 bytes"]
     own = ("1 shards, journal off", "1 shards, journal on")
-    assert set(size) == {*own, "ray_queue_batch", "memcpy", "ratios"}
-    for name in (*own, "ray_queue_batch"):
+    for name in own:
         assert is_measured(size[name]["groups_per_s"], size[name]["mb_per_s"]), name
-    assert set(size["ratios"]) == {"over ray_queue_batch", "of memcpy", "journal's time"}
-    assert is_measured(size["memcpy"]["mb_per_s"], *size["ratios"].values())
-
-
-def check_queue_peers(found: Figures) -> None:
-    size = found["1024 bytes"]
-    for name in ("ray_queue", "ray_queue_references"):
-        assert is_measured(size[name]["groups_per_s"], size["ratios"][f"over {name}"])
+    ratios = size["ratios"]
+    assert is_measured(size["memcpy"]["mb_per_s"], ratios["of memcpy"], ratios["journal's time"])
+    for name in RAY_QUEUES:
+        assert is_measured(size[name]["groups_per_s"], ratios[f"over {name}"])
     # Of the parity environment: its figures, or how it is installed.
     peer = size["transfer_queue"]
     assert is_measured(peer["groups_per_s"]) if "groups_per_s" in peer else is_missing(peer)
@@ -226,8 +217,14 @@ QUICK: dict[str, Check] = {
 }
 
 
+RAY_QUEUES = ("ray_queue", "ray_queue_batch", "ray_queue_references")
 LONG = ("data", "overlap", "queue")
 """Those that take half a minute."""
+ALL_OF = {
+    "overlap": ("--parts", "empty", "real", "sleeps"),
+    "queue": ("--peers", *RAY_QUEUES, "transfer_queue"),
+}
+"""What a quick form leaves out, and a test need not."""
 
 
 def check_trl(found: Figures) -> None:
@@ -289,21 +286,10 @@ def test_every_benchmark_has_a_test_of_its_quick_form() -> None:
     "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in LONG)) for name in QUICK]
 )
 def test_a_benchmark_runs_in_its_quick_form(name: str) -> None:
-    QUICK[name](run_quick(name))
+    QUICK[name](run_quick(name, *ALL_OF.get(name, ())))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE_ENGINES)
 def test_a_benchmark_of_whole_engines_runs_in_its_quick_form(name: str) -> None:
     WHOLE_ENGINES[name](run_quick(name))
-
-
-@pytest.mark.slow
-def test_overlap_is_measured_of_engines_that_work_or_sleep() -> None:
-    check_overlap_of_work(run_quick("overlap", "--parts", "real", "sleeps"))
-
-
-@pytest.mark.slow
-def test_the_queue_is_compared_with_every_peer() -> None:
-    peers = ("ray_queue", "ray_queue_references", "transfer_queue")
-    check_queue_peers(run_quick("queue", "--peers", *peers))

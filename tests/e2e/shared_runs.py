@@ -34,7 +34,7 @@ RECIPES = {
     # It is slow to learn.
     "grpo_countdown": ("grpo_countdown.yaml", ["run.steps=30"]),
     # Costs give way more slowly than rewards come.
-    "safe_rlhf": ("safe_rlhf_toy.yaml", ["run.steps=26"]),
+    "safe_rlhf": ("safe_rlhf_toy.yaml", ["run.steps=26", "pipeline.groups_per_step=128"]),
     "shared_critic": ("ppo_arithmetic.yaml", ["critic={shared_coef: 0.5}", f"run.steps={_STEPS}"]),
     "custom": ("grpo_arithmetic.yaml", [*_CUSTOM, f"run.steps={_STEPS}"]),
 } | {
