@@ -29,7 +29,10 @@ def record_stacks(run_dir: Path, actor: str) -> None:
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         # It stays open, as nothing can be opened in a crash; faulthandler keeps it.
-        faulthandler.enable((folder / f"{actor}-{os.getpid()}.txt").open("w"))
+        file = (folder / f"{actor}-{os.getpid()}.txt").open("w")
+        # Else handlers of signals that were installed since it was enabled, Ray's, stay in place.
+        faulthandler.disable()
+        faulthandler.enable(file)
 
 
 class CrashWatch:
