@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrl.errors import ConfigError
+from streamrl.small_file import read_small_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -19,8 +20,10 @@ TRUST_VARIABLE = "STREAMRL_TRUSTED_MODELS"
 """Names the model directories whose own code may be run, for all processes of a run."""
 GENERATION_CONFIG = "generation_config.json"
 MOST_LAYERS = 10_000
-SCALED_ALREADY = ("default", "llama3", "longrope", "su")
-"""Kinds of rotary positions whose scaling max_position_embeddings includes."""
+MOST_INDEX_BYTES = 256 << 20
+NOT_SCALED = ("default", "llama3", "longrope", "su", "dynamic")
+"""Kinds of rotary positions whose scaling max_position_embeddings includes, or that scale by the
+length at hand in transformers, and by the longest there may be in vLLM."""
 
 
 def _config_errors() -> tuple[type[Exception], ...]:
@@ -123,7 +126,7 @@ def max_positions(config: "PreTrainedConfig") -> int:
     scaled = [
         int(float(rope["factor"]) * _original_positions(rope, tokens))
         for rope in _rope_parameters(settings)
-        if rope.get("rope_type") not in SCALED_ALREADY and rope.get("factor")
+        if rope.get("rope_type") not in NOT_SCALED and rope.get("factor")
     ]
     # The positions of Gemma-3 are given scaled, whatever their kind.
     return tokens if "gemma3" in settings.model_type else max([tokens, *scaled])
@@ -143,7 +146,8 @@ def _original_positions(rope: Mapping[str, Any], tokens: int) -> int:
 def check_weights(path: Path, key: str) -> None:
     """Raise ConfigError unless a directory holds tensors of the shapes that its config says.
 
-    Of families that are not known here, only the embedding and the number of layers are compared.
+    Of families that are not known here, only the embedding and the number of layers are compared:
+    see `support.check_against_class`.
     """
     stored = stored_shapes(path, key)
     _check_layers(path, stored, key)
@@ -157,8 +161,6 @@ def _check_shapes(path: Path, stored: Mapping[str, tuple[int, ...]], key: str) -
         expected = _expected_shapes(config)
     # What is wrong with the config itself is told by those who need more of it.
     except _config_errors():
-        return
-    if vars(config).get("quantization_config") is not None:
         return
     for name, shape in stored.items():
         wanted = expected.get(LAYER_NUMBER.sub(".#.", name).removeprefix("model."))
@@ -196,23 +198,38 @@ LLAMA_LIKE = (
     "gemma2",
     "gemma3_text",
     "glm4",
-    "gpt_oss",
     "granite",
-    "granitemoe",
     "llama",
     "mistral",
-    "mixtral",
     "olmo2",
     "olmo3",
-    "olmoe",
     "phi3",
     "qwen2",
-    "qwen2_moe",
     "qwen3",
-    "qwen3_moe",
     "smollm3",
 )
 """Families whose layers are called, and sized, as Llama's are."""
+
+
+def is_like_llama(family: str) -> bool:
+    """Whether `check_weights` knows the shapes of all large tensors of a family."""
+    return family in LLAMA_LIKE
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Name the files that a directory's weights are in: those of its index, if it has one.
+
+    Others may hold the same weights once more, as the consolidated file of Mistral's does.
+    """
+    files = sorted(path.glob("*.safetensors"))
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        return files
+    try:
+        named = set(read_small_json(index, most_bytes=MOST_INDEX_BYTES)["weight_map"].values())
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return files
+    return [file for file in files if file.name in named]
 
 
 def stored_shapes(path: Path, key: str) -> dict[str, tuple[int, ...]]:
@@ -224,7 +241,7 @@ def stored_shapes(path: Path, key: str) -> dict[str, tuple[int, ...]]:
 
     if not path.is_dir():
         raise ConfigError(f"{key}={path}: no such directory")
-    files = sorted(path.glob("*.safetensors"))
+    files = weight_files(path)
     if not files:
         raise ConfigError(f"{key}={path}: holds no .safetensors file")
     shapes: dict[str, tuple[int, ...]] = {}

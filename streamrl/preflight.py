@@ -29,6 +29,7 @@ from streamrl.dataflow import COST, CRITIC, GENERATE, POLICY, REWARD, Dataflow
 from streamrl.engines.held_memory import worker_memory
 from streamrl.engines.lora import check_targets
 from streamrl.engines.split_models import check_split_generator, check_tensor_parallel, has_experts
+from streamrl.engines.support import check_support, left_out
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.engines.vllm_registry import is_served_by_transformers
 from streamrl.errors import ConfigError
@@ -112,11 +113,14 @@ def prepare(config: RunConfig) -> Prepared:
         check_weights(Path(config.model_of(CRITIC)), "critic.path")
     for role in dataflow.trained:
         section = "trainer" if role == POLICY else "critic.trainer"
+        attention = config.trainer_of(role).attention
+        check_support(config.model_of(role), attention, section=section)
         check_targets(config.model_of(role), config.trainer_of(role), section=section)
         said.append(_unadapted(config.model_of(role), config.trainer_of(role), section))
         config.trainer_of(role).lr_at(0, trained_steps(config, role))
         ranks = config.trainer_of(role).tensor_parallel
         check_tensor_parallel(config.model_of(role), ranks, section=section)
+    said.append(left_out(config.model.path))
     check_split_generator(config.model.path, config.generator.tensor_parallel)
     hybrid_memory(config, on_gpu=torch.cuda.is_available())
     return Prepared(

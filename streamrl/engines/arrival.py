@@ -91,7 +91,8 @@ class ArrivalCheck:
         self._opaque: set[str] = set()
         prints = {name: self.print_of(tensor) for name, tensor in stored.items()}
         for published, held in self._differences(prints):
-            self._opaque |= {*published, *held}
+            # What the model has no place for at all will not arrive later either.
+            self._opaque |= {*published, *held} if held else set()
 
     def print_of(self, tensor: Tensor) -> Prints:
         """Return the fingerprints of a published tensor."""
@@ -117,7 +118,7 @@ class ArrivalCheck:
                 there.setdefault(_layer(name), {})[name] = prints
         for layer, parameters in held.items():
             missing, rest = self._unmatched(there.get(layer, {}), parameters)
-            if rest:
+            if missing or rest:
                 yield missing, rest
 
     def _unmatched(

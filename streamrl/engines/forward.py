@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 CHUNK_TOKENS = 2048
 """Tokens whose distributions over the vocabulary are held in float32 at a time."""
+MORE_TOKENS = "num_nextn_predict_layers"
+"""Setting of models with layers that predict several tokens at once."""
 VALUE_HEAD = "score."
 """How the names of a value model's own parameters begin."""
 
@@ -106,6 +108,9 @@ def _load(
     for name, value in config.to_dict().items():
         if "drop" in name and isinstance(value, float):
             setattr(config, name, 0.0)
+    if vars(config.get_text_config()).get(MORE_TOKENS):
+        # transformers has no such layers, and writes none into a checkpoint.
+        setattr(config.get_text_config(), MORE_TOKENS, 0)
     try:
         model, info = kind.from_pretrained(
             path,

@@ -129,6 +129,9 @@ def engine_arguments(
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
         "trust_remote_code": is_trusted(model_path),
+        # Else a consolidated file, of Mistral's own names, is taken for the others.
+        "load_format": "hf",
+        "config_format": "hf",
     }
     if changes := _config_for_vllm(model_path, max_length):
         arguments["hf_overrides"] = changes

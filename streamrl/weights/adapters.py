@@ -17,7 +17,7 @@ from torch import Tensor
 
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
-from streamrl.model_config import is_trusted
+from streamrl.model_config import is_trusted, weight_files
 from streamrl.weights.parameters import ParameterSet, as_tensor
 
 LORA_A = ".lora_A.default.weight"
@@ -148,6 +148,6 @@ def stored_weights(model_path: str) -> dict[str, Tensor]:
     from safetensors.torch import load_file
 
     tensors: dict[str, Tensor] = {}
-    for file in sorted(Path(model_path).glob("*.safetensors")):
+    for file in weight_files(Path(model_path)):
         tensors |= load_file(file)
     return tensors
