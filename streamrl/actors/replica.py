@@ -37,8 +37,8 @@ class Replica:
         suspendable: Suspendable | None = None,
     ) -> None:
         """Have places in the stream, and a channel to the model that is followed, if one is."""
-        self._name = name
-        record_stacks(wiring.run_dir, name)
+        self._name, self._run_dir = name, wiring.run_dir
+        record_stacks(self._run_dir, name)
         self._stages = wiring.stages(calls, name, suspendable=suspendable)
         self._held = HeldVersion(name, due=due) if follows else None
         self._channel: ClosableChannel | None = wiring.channel(name, follows) if follows else None
@@ -47,6 +47,8 @@ class Replica:
         self, loops: Sequence[Coroutine[Any, Any, None]], follower: Follower | None
     ) -> None:
         """Go through the loops, and follow the weights beside them, until all loops have ended."""
+        # An engine's libraries (tvm_ffi) take the signals for themselves as they are loaded.
+        record_stacks(self._run_dir, self._name)
         async with asyncio.TaskGroup() as tasks:
             following = []
             if follower is not None and self._held is not None and self._channel is not None:

@@ -1,0 +1,153 @@
+"""What of a model cannot be trained and served alike is refused by its directory alone."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from streamrl.engines.lora import check_targets
+from streamrl.engines.support import check_support, left_out
+from streamrl.engines.trainer_config import TrainerConfig
+from streamrl.errors import ConfigError
+from streamrl.model_config import max_positions, read_model_config, stored_shapes
+from tests.engines.test_architectures import COMMON, QUICK, SLOW
+
+KNOWN = QUICK | SLOW | {"gpt2": {"n_layer": 2, "n_head": 4}}
+FILE = "model.safetensors"
+
+
+def write(folder: Path, family: str, **settings: Any) -> str:
+    """A model with the weights it begins with, of a family and settings of its own."""
+    config = AutoConfig.for_model(family, **{**COMMON, **KNOWN[family], **settings})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return str(folder)
+
+
+def change(folder: Path, **settings: Any) -> None:
+    """Have its config say something else."""
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gpt_neox", "glm4_moe", "mixtral"])
+def test_a_directory_that_is_whole_is_taken_and_one_layer_short_is_not(
+    tmp_path: Path, family: str
+) -> None:
+    path = write(tmp_path, family)
+    check_support(path, "auto")
+    assert left_out(path) == []
+    tensors = load_file(tmp_path / FILE)
+    lost = next(name for name in tensors if ".layers.1." in name and tensors[name].dim() > 1)
+    save_file({name: t for name, t in tensors.items() if name != lost}, tmp_path / FILE)
+    with pytest.raises(ConfigError, match=r"layer 1 has .* by config\.json"):
+        check_support(path, "auto")
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("qwen3_moe", {"moe_intermediate_size": 10**9}),
+        ("qwen3_moe", {"num_experts": 8, "num_local_experts": 8}),
+        ("gpt_oss", {"num_local_experts": 10**6}),
+        ("gpt_neox", {"intermediate_size": 10**12}),
+        ("deepseek_v3", {"moe_intermediate_size": 10**10}),
+        ("glm4_moe", {"n_routed_experts": 10**7}),
+        ("mixtral", {"intermediate_size": 10**17}),
+    ],
+)
+def test_a_tensor_of_another_shape_than_the_config_says_is_named(
+    tmp_path: Path, family: str, settings: dict[str, int]
+) -> None:
+    path = write(tmp_path, family)
+    change(tmp_path, **settings)
+    with pytest.raises(ConfigError) as caught:
+        check_support(path, "auto")
+    text = str(caught.value)
+    assert "\n" not in text
+    assert any(name in text for name in stored_shapes(tmp_path, "model.path")) or "no such" in text
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "words"),
+    [
+        (
+            "qwen2",
+            {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8},
+            "max_window_layers: ",
+        ),
+        ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=true: "),
+        ("gemma2", {"tie_word_embeddings": False}, "tie_word_embeddings=false: "),
+        ("olmoe", {"clip_qkv": 1.0}, "clip_qkv=1.0: "),
+        (
+            "qwen3_moe",
+            {"attention_bias": True},
+            "no place for model.layers.0.self_attn.o_proj.bias",
+        ),
+    ],
+)
+def test_what_vllm_computes_otherwise_is_refused(
+    tmp_path: Path, family: str, settings: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        check_support(write(tmp_path, family, **settings), "auto")
+
+
+@pytest.mark.parametrize("method", ["mxfp4", "fp8", "gptq", "bitsandbytes"])
+def test_quantised_weights_are_refused(tmp_path: Path, method: str) -> None:
+    path = write(tmp_path, "qwen3")
+    change(tmp_path, quantization_config={"quant_method": method})
+    with pytest.raises(ConfigError, match=f"{method} weights cannot be trained"):
+        check_support(path, "auto")
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "words"),
+    [
+        ("gemma2", "sdpa", "leaves out the cap"),
+        ("gpt_oss", "sdpa", "leaves out the sinks"),
+        ("qwen3", "flash", "needs the package flash-attn"),
+    ],
+)
+def test_attention_that_computes_otherwise_is_refused(
+    tmp_path: Path, family: str, attention: str, words: str
+) -> None:
+    path = write(tmp_path, family)
+    check_support(path, "eager")
+    with pytest.raises(ConfigError, match=f"^trainer.attention={attention}: {words}"):
+        check_support(path, attention)
+
+
+def test_positions_that_scale_by_the_length_at_hand_are_not_counted(tmp_path: Path) -> None:
+    scaling = {"rope_type": "dynamic", "factor": 4.0}
+    path = write(tmp_path, "qwen2", rope_scaling=scaling, max_position_embeddings=128)
+    assert max_positions(read_model_config(path)) == 128
+
+
+def test_adapters_of_a_model_without_linear_layers_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "gpt2")
+    with pytest.raises(ConfigError, match="has no linear layers"):
+        check_targets(path, TrainerConfig(lora_rank=4), section="trainer")
+
+
+def test_layers_that_predict_several_tokens_are_said_to_be_left_out(tmp_path: Path) -> None:
+    path = write(tmp_path, "glm4_moe")
+    tensors = load_file(tmp_path / FILE)
+    more = {n.replace(".1.", ".2."): t.clone() for n, t in tensors.items() if ".layers.1." in n}
+    save_file({**tensors, **more}, tmp_path / FILE)
+    check_support(path, "auto")
+    (text,) = left_out(path)
+    assert "num_nextn_predict_layers=1: " in text
+
+
+def test_of_files_beside_those_of_the_index_nothing_is_read(tmp_path: Path) -> None:
+    path = write(tmp_path, "mixtral")
+    tensors = load_file(tmp_path / FILE)
+    index = {"weight_map": dict.fromkeys(tensors, FILE)}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    save_file({"layers.0.w": torch.ones(3)}, tmp_path / "consolidated.safetensors")
+    assert stored_shapes(tmp_path, "model.path").keys() == tensors.keys()
+    check_support(path, "auto")
