@@ -89,10 +89,10 @@ class JsonArray:
     unit: ClassVar[str] = "row"
 
     def rows(self, file: BinaryIO) -> TextRows:
-        """Find the rows. Raises ValueError where the array breaks off, or is none."""
+        """Find the rows. Raises ValueError where the array breaks off, is none or not all."""
         # Structure is ASCII: as Latin-1 each character is a byte, and its place the byte's.
         decoder, text, base, at, index = json.JSONDecoder(), "", 0, 0, 0
-        is_first, after_row = True, False
+        is_first, after_row, after_comma = True, False, False
         while True:
             at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
             found = text[at : at + 1]
@@ -101,10 +101,11 @@ class JsonArray:
                     at += len(codecs.BOM_UTF8) * text.startswith(_BOM, at)
                     at, is_first = _after(text, at, "["), False
                     continue
-                if found == "]":
+                if found == "]" and not after_comma:
+                    _check_end(file, text, at + 1)
                     return
                 if after_row:
-                    at, after_row = _after(text, at, ","), False
+                    at, after_row, after_comma = _after(text, at, ","), False, True
                     continue
                 end = decoder.raw_decode(text, at)[1]
                 if end == len(text) and text[-1] not in '}]"':  # more digits may come
@@ -120,7 +121,7 @@ class JsonArray:
                 text, base, at = text[at:] + more.decode("latin-1"), base + at, 0
                 continue
             yield index, base + at, text[at:end].encode("latin-1")
-            at, after_row, index = end, True, index + 1
+            at, after_row, after_comma, index = end, True, False, index + 1
 
     def parse(self, row: bytes) -> Any:
         """Read a row. Raises ValueError."""
@@ -141,6 +142,18 @@ def _after(text: str, at: int, wanted: str) -> int:
     if text[at] != wanted:
         raise ValueError(f"byte {text[at]!r} where {wanted!r} must be: not a JSON array of objects")
     return at + 1
+
+
+def _check_end(file: BinaryIO, text: str, at: int) -> None:
+    """Raise ValueError unless only white space comes from `at` on, to the end of the file."""
+    while text:
+        at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
+        if at < len(text):
+            raise ValueError(
+                f"byte {text[at]!r} behind the end of the array: must hold one array of objects,"
+                " or be named .jsonl with an object a line"
+            )
+        text, at = file.read(_CHUNK_BYTES).decode("latin-1"), 0
 
 
 def _why_no_row(error: Exception) -> str:
@@ -223,13 +236,17 @@ class CsvTable:
 
 
 Layout = JsonLines | JsonArray | CsvTable
-TEXT = (".jsonl", ".json", ".csv", ".tsv")
+LINES = (".jsonl", ".ndjson")
+TEXT = (*LINES, ".json", ".csv", ".tsv")
 EXTENSIONS = (".parquet", *TEXT, *(name + PACKED for name in TEXT))
 
 
 def extension(path: str) -> str:
-    """Return what the format of a file follows from. Raises ConfigError for one of none."""
-    name = Path(path).name
+    """Return what the format of a file follows from, in lower case.
+
+    Raises ConfigError for one of none.
+    """
+    name = Path(path).name.lower()
     for known in EXTENSIONS:
         if name.endswith(known):
             return known
@@ -238,11 +255,9 @@ def extension(path: str) -> str:
     )
 
 
-def open_text(path: str) -> BinaryIO:
-    """Open a text file, unpacked as it is read. Raises OSError."""
+def open_packed(path: str) -> BinaryIO:
+    """Open a packed text file, unpacked as it is read. Raises OSError."""
     file = open_regular(path)
-    if not path.endswith(PACKED):
-        return file
     packed = gzip.GzipFile(fileobj=file)
     packed.myfileobj = cast(Any, file)  # closed with it
     return cast(BinaryIO, packed)
@@ -253,7 +268,7 @@ def layout_of(file: BinaryIO, kind: str) -> Layout:
     kind = kind.removesuffix(PACKED)
     if kind in (".csv", ".tsv"):
         layout: Layout = CsvTable.of(file, "," if kind == ".csv" else "\t")
-    elif kind == ".jsonl":
+    elif kind in LINES:
         layout = JsonLines()
     else:
         head = file.read(_CHUNK_BYTES).removeprefix(codecs.BOM_UTF8).lstrip()
@@ -293,9 +308,13 @@ def refuse_split(path: str, split: str) -> None:
 def is_parquet(path: str) -> bool:
     """Whether a path is a parquet file, or a directory of them rather than a dataset."""
     if not Path(path).is_dir():
-        return path.endswith(".parquet")
+        return _has_parquet_name(Path(path))
     names = ("dataset_dict.json", "dataset_info.json")
     return not any((Path(path) / name).is_file() for name in names)
+
+
+def _has_parquet_name(path: Path) -> bool:
+    return path.suffix.lower() == ".parquet"
 
 
 def parquet_files(path: str, split: str) -> list[str]:
@@ -306,7 +325,7 @@ def parquet_files(path: str, split: str) -> list[str]:
     if not Path(path).is_dir():
         refuse_split(path, split)
         return [path]
-    shards = sorted(Path(path).glob("*.parquet"))
+    shards = sorted(filter(_has_parquet_name, Path(path).iterdir()))
     if not shards:
         raise ConfigError(
             f"{path}: cannot be read: a directory with neither a Hugging Face dataset on disk nor"

@@ -26,7 +26,7 @@ from streamrl.data.formats import (
     layout_of,
     one_line,
     open_dataset,
-    open_text,
+    open_packed,
     parquet_files,
     parquet_footer,
     parse_row,
@@ -210,7 +210,7 @@ def _text_table(path: str, split: str) -> TextTable:
     kind = extension(path)
     refuse_split(path, split)
     plain = path
-    if path.endswith(PACKED):
+    if kind.endswith(PACKED):
         name = _digest([path]) + kind.removesuffix(PACKED)
         with text_errors(path):
             plain = str(_unpacked(path, name, _unpack_text))
@@ -314,7 +314,7 @@ def _unpack_parquet(path: str, files: Sequence[str], out: BinaryIO) -> None:
 
 
 def _unpack_text(path: str, out: BinaryIO) -> None:
-    with open_text(path) as file:
+    with open_packed(path) as file:
         for line in read_lines(file):
             out.write(line)
 

@@ -1,3 +1,4 @@
+import gzip
 import json
 import os
 import pickle
@@ -201,8 +202,29 @@ def test_a_missing_file_and_a_directory_are_refused(tmp_path, name):
 
 
 def test_an_unknown_extension_is_refused_with_the_known_ones(tmp_path):
-    assert "must be one of .parquet, .jsonl, .json, .csv" in refusal(tmp_path / "rows.txt")
+    assert "must be one of .parquet, .jsonl, .ndjson, .json" in refusal(tmp_path / "rows.txt")
     assert "must be one of" in refusal(tmp_path / "rows.parquet.gz")
+
+
+@pytest.mark.parametrize(
+    "name", ["R.JSONL", "r.ndjson", "r.NDJSON.gz", "r.Json", "r.json.GZ", "R.CSV", "r.Tsv.Gz"]
+)
+def test_extensions_are_told_apart_without_regard_to_case(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    text = '{"prompt": "2+3="}\n'
+    if name.lower().startswith(("r.csv", "r.tsv")):
+        text = "prompt\n2+3=\n"
+    content = text.encode()
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content) if name.lower().endswith(".gz") else content)
+    assert [row.messages[0]["content"] for row in rows_of(path)] == ["2+3="]
+
+
+def test_parquet_is_parquet_in_capitals_too(tmp_path):
+    pq.write_table(pa.table({"prompt": ["a"]}), tmp_path / "A.PARQUET")
+    pq.write_table(pa.table({"prompt": ["b"]}), tmp_path / "B.parquet")
+    assert len(rows_of(tmp_path / "A.PARQUET")) == 1
+    assert [row.messages[0]["content"] for row in rows_of(tmp_path)] == ["a", "b"]
 
 
 @pytest.mark.parametrize("text", ["", "\n \n"])
@@ -248,12 +270,35 @@ def test_csv_has_text_alone_and_rows_that_fit_its_header(tmp_path):
         ("[", "row 1: "),
         ("[]", "holds no rows"),
         ("[" * 100_000, "row 1: not JSON: nested too deeply"),
+        ('[{"prompt": "a"},]', "row 2: not JSON: "),
+        ("[,]", "row 1: not JSON: "),
+        ('[{"prompt": "a"}]\n[{"prompt": "b"}]', "byte '[' behind the end of the array"),
+        ('[{"prompt": "a"}] garbage', "byte 'g' behind the end of the array"),
+        ('[{"prompt": "a"}]' + " " * 50 + "]", "byte ']' behind the end of the array"),
+        ('[] {"prompt": "a"}', "byte '{' behind the end of the array"),
     ],
 )
-def test_an_array_that_breaks_off_is_refused_with_the_row(tmp_path, text, words):
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20])
+def test_an_array_that_breaks_off_or_is_not_all_is_refused(
+    tmp_path, monkeypatch, text, words, chunk
+):
+    from streamrl.data import formats
+
+    # Of the first piece it follows that the file is an array.
+    monkeypatch.setattr(formats, "_CHUNK_BYTES", chunk)
     path = tmp_path / "rows.json"
     path.write_text(text)
     assert words in refusal(path)
+
+
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_white_space_around_an_array_and_its_rows_is_none_of_them(tmp_path, monkeypatch, chunk):
+    from streamrl.data import formats
+
+    monkeypatch.setattr(formats, "_CHUNK_BYTES", chunk)
+    path = tmp_path / "rows.json"
+    path.write_text('[ {"prompt": "a"} ,\n{"prompt": "b"}\t]\r\n' + " " * 20 + "\n")
+    assert [row.messages[0]["content"] for row in rows_of(path)] == ["a", "b"]
 
 
 def test_an_array_larger_than_what_is_read_at_once_has_all_its_rows(tmp_path, monkeypatch):
