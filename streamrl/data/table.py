@@ -280,15 +280,67 @@ def _batches(path: str, files: Sequence[str]) -> "Iterator[pa.RecordBatch]":
     """The rows of all files, in the columns of all; one that a file lacks is null in its rows."""
     import pyarrow as pa
 
-    schemas = [parquet_footer(file)[0] for file in files]
-    try:
-        columns = pa.unify_schemas(schemas).empty_table()
-    except pa.ArrowException as error:
-        raise ConfigError(f"{path}: its files have other columns: {one_line(error)}") from error
+    columns = _unify(path, files).empty_table()
     for file in files:
         for batch in read_batches(file):
-            rows = pa.Table.from_batches([batch])
-            yield from pa.concat_tables([columns, rows], promote_options="default").to_batches()
+            tables = [columns, pa.Table.from_batches([batch])]
+            try:
+                rows = pa.concat_tables(tables, promote_options="permissive")
+            except pa.ArrowException as error:
+                raise ConfigError(f"{file}: cannot be read: {one_line(error)}") from error
+            yield from rows.to_batches()
+
+
+def _unify(path: str, files: Sequence[str]) -> "pa.Schema":
+    """The columns of all files. Raises ConfigError for one of types that have other values."""
+    import pyarrow as pa
+
+    types: dict[str, dict[pa.DataType, str]] = {}
+    for file in files:
+        columns = parquet_footer(file)[0]
+        for name in columns.names:
+            if columns.names.count(name) > 1:
+                raise ConfigError(f"{file}: column {name!r}: must be there once")
+            types.setdefault(name, {}).setdefault(columns.field(name).type, Path(file).name)
+    return pa.schema([(name, _unify_types(path, name, found)) for name, found in types.items()])
+
+
+def _unify_types(path: str, name: str, types: "dict[pa.DataType, str]") -> "pa.DataType":
+    """The type that holds a column as all files have it; `types` says where each is first."""
+    import pyarrow as pa
+
+    try:
+        fields = [pa.schema([(name, one)]) for one in types]
+        unified = pa.unify_schemas(fields, promote_options="permissive").field(0).type
+    except pa.ArrowException:
+        unified = None
+    if unified is None or not all(_keeps_values(one, unified) for one in types):
+        found = ", ".join(f"{one} in {file}" for one, file in types.items())
+        raise ConfigError(
+            f"{path}: column {name!r} has other types in its files: {found}; write all with the"
+            " same type, or name each file as an entry of its own"
+        )
+    return unified
+
+
+def _keeps_values(one: "pa.DataType", other: "pa.DataType") -> bool:
+    """Whether values of a type are the same in a wider one: text and integers of any width are."""
+    from pyarrow import types as t
+
+    if one == other or t.is_null(one):
+        return True
+    if t.is_struct(one) and t.is_struct(other):
+        return all(_keeps_values(each.type, other.field(each.name).type) for each in one)
+    if t.is_map(one) and t.is_map(other):
+        pairs = ((one.key_type, other.key_type), (one.item_type, other.item_type))
+        return all(_keeps_values(*pair) for pair in pairs)
+    kinds: list[Callable[[Any], bool]] = [t.is_integer, t.is_floating]
+    kinds.append(lambda type_: t.is_string(type_) or t.is_large_string(type_))
+    kinds.append(lambda type_: t.is_binary(type_) or t.is_large_binary(type_))
+    if any(is_kind(one) and is_kind(other) for is_kind in kinds):
+        return True
+    is_list = all(t.is_list(each) or t.is_large_list(each) for each in (one, other))
+    return is_list and _keeps_values(one.value_type, other.value_type)
 
 
 def _in_memory(path: str, files: Sequence[str]) -> "pa.Table":
@@ -384,7 +436,8 @@ def _text_sizes(table: "pa.Table", prompt_key: str) -> NDArray[np.int64] | None:
     inner = column.type.value_type
     if not pa.types.is_struct(inner) or inner.get_field_index("content") < 0:
         return None
-    if not pa.types.is_string(inner.field("content").type):
+    content = inner.field("content").type
+    if not pa.types.is_string(content) and not pa.types.is_large_string(content):
         return None
     contents = pc.struct_field(pc.list_flatten(column), "content")
     sizes = np.asarray(pc.fill_null(pc.binary_length(contents), 0)).astype(np.int64)

@@ -1,6 +1,7 @@
 """The same rows from every format; splits are named, never guessed."""
 
 import json
+from decimal import Decimal
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -63,8 +64,83 @@ def test_shards_with_other_columns_are_one_file_unless_the_same_column_is_of_ano
     rows = list(load_rows(str(tmp_path / "rows"), label_key="answer"))
     assert [dict(row.extra_info) for row in rows] == [{"answer": 1}, {"answer": 2, "level": "hard"}]
     shard(tmp_path / "rows" / "c.parquet", [{"prompt": "3", "answer": "three"}])
-    with pytest.raises(ConfigError, match=f"^{tmp_path / 'rows'}: its files have other columns: "):
+    with pytest.raises(ConfigError) as caught:
         list(load_rows(str(tmp_path / "rows")))
+    assert str(caught.value) == (
+        f"{tmp_path / 'rows'}: column 'answer' has other types in its files: int64 in a.parquet,"
+        " string in c.parquet; write all with the same type, or name each file as an entry of its"
+        " own"
+    )
+
+
+TEXT = pa.string()
+WIDER = [
+    (TEXT, pa.large_string(), "7", "eight"),
+    (pa.int32(), pa.int64(), 7, 2**40),
+    (pa.int8(), pa.uint16(), -7, 65535),
+    (pa.float32(), pa.float64(), 0.5, 0.1),
+    (pa.null(), pa.int64(), None, 8),
+    (pa.list_(TEXT), pa.large_list(pa.large_string()), ["7"], ["8"]),
+    (pa.struct({"a": pa.int32()}), pa.struct({"b": TEXT, "a": pa.int64()}), {"a": 1}, {"b": "x"}),
+    (pa.list_(pa.null()), pa.list_(pa.struct({"a": TEXT})), [], [{"a": "b"}]),
+    (pa.map_(TEXT, pa.int32()), pa.map_(TEXT, pa.int64()), {"a": 1}, {"b": 2}),
+]
+
+
+def write_column(path, kind, value):
+    column = pa.array([list(value.items()) if pa.types.is_map(kind) else value], kind)
+    pq.write_table(pa.table({"prompt": pa.array(["2+3="]), "x": column}), path)
+
+
+@pytest.mark.parametrize("held", [0, 1 << 20])
+@pytest.mark.parametrize(("one", "other", "first", "second"), WIDER)
+def test_shards_whose_columns_are_of_another_width_keep_their_values(
+    tmp_path, monkeypatch, held, one, other, first, second
+):
+    from streamrl.data import table
+
+    monkeypatch.setattr(table, "MOST_HELD_BYTES", held)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    for names in (("a", "b"), ("b", "a")):
+        folder = tmp_path / names[0]
+        folder.mkdir()
+        write_column(folder / f"{names[0]}.parquet", one, first)
+        write_column(folder / f"{names[1]}.parquet", other, second)
+        rows = list(load_rows(str(folder)))
+        found = [row.extra_info.get("x") for row in rows]
+        wanted = [first, second] if names[0] == "a" else [second, first]
+        assert found == wanted
+        assert list(map(type, found)) == list(map(type, wanted))
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "first", "second"),
+    [
+        (pa.int64(), pa.float64(), 72, 0.5),
+        (pa.int64(), TEXT, 72, "72"),
+        (pa.bool_(), pa.int64(), True, 1),
+        (TEXT, pa.binary(), "a", b"a"),
+        (pa.struct({"a": pa.int64()}), pa.struct({"a": pa.float64()}), {"a": 72}, {"a": 0.5}),
+        (
+            pa.list_(pa.field("element", pa.int64())),
+            pa.list_(pa.field("element", pa.float64())),
+            [72],
+            [0.5],
+        ),
+        (pa.int64(), pa.decimal128(21, 2), 72, Decimal("0.50")),
+        (pa.decimal128(3, 1), pa.decimal128(4, 2), Decimal("0.5"), Decimal("0.50")),
+    ],
+)
+def test_shards_of_which_a_column_would_get_other_values_are_refused_in_one_line(
+    tmp_path, one, other, first, second
+):
+    write_column(tmp_path / "a.parquet", one, first)
+    write_column(tmp_path / "b.parquet", other, second)
+    with pytest.raises(ConfigError) as caught:
+        list(load_rows(str(tmp_path)))
+    said = f"{tmp_path}: column 'x' has other types in its files: {one} in a.parquet, {other} in b"
+    assert str(caught.value).startswith(said)
+    assert "\n" not in str(caught.value)
 
 
 def test_a_split_is_taken_by_name(tmp_path, wanted):
