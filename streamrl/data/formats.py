@@ -171,6 +171,10 @@ def _parse_json(row: bytes) -> Any:
         raise ValueError(f"not JSON: {one_line(error)}") from None
 
 
+class Cells(dict[str, str | None]):
+    """A row whose every value is text, JSON included."""
+
+
 @dataclass(frozen=True)
 class CsvTable:
     """Rows under a header. Every value is text; an empty one is missing."""
@@ -200,7 +204,8 @@ class CsvTable:
         fields = next(self._reader(io.StringIO(row.decode(), newline="")))
         if len(fields) != len(self.header):
             raise ValueError(f"has {len(fields)} fields, the header has {len(self.header)}")
-        return {name: value or None for name, value in zip(self.header, fields, strict=True)}
+        named = zip(self.header, fields, strict=True)
+        return Cells((name, value or None) for name, value in named)
 
     def _all_rows(self, file: BinaryIO) -> Iterator[tuple[int, bytes, list[str]]]:
         """Yield the header and every row: where it begins, its bytes and its fields."""

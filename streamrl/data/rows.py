@@ -3,6 +3,7 @@
 Read columns: the prompt (chat messages, or text, which is one user message), `data_source`,
 `reward_model.ground_truth` (or `ground_truth` at the top, or the column that `label_key` names),
 `tools` and `chat_template_kwargs` (what the chat template gets besides the messages), `extra_info`.
+Objects may be there as JSON text, and the messages of a prompt in a CSV file.
 Any other column, those of `label_key` and of the template included, is kept in extra_info under its
 name, where a reward finds it; a key that extra_info has itself wins.
 
@@ -10,14 +11,20 @@ A parquet struct has every key of its file in every row, null where the row had 
 removed from objects in all formats, so that the same row reads the same from each.
 """
 
-import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from streamrl.data.formats import Cells
 from streamrl.data.table import read_records
 from streamrl.errors import ConfigError
-from streamrl.small_file import check_depth
+from streamrl.small_file import check_depth, parse_json
+
+JSON_COLUMNS = ("reward_model", "extra_info", "tools", "chat_template_kwargs")
+"""Columns of objects, which may stand there as JSON text: a column of parquet has one type."""
+_CHAT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")
+"""How a list of chat messages begins, in JSON or as Python prints it."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +90,7 @@ def _parse(record: Any, place: str, index: int, *, prompt_key: str, label_key: s
         if key and key not in record:
             columns = ", ".join(map(str, record)) or "none"
             raise ConfigError(f"{place}: no column {key!r} ({setting}); the columns are: {columns}")
-    fields = _without_nulls(record)
+    fields = _without_nulls(_parse_texts(record, place, prompt_key, label_key))
     prompt = fields.pop(prompt_key, None)
     data_source = _typed(fields.pop("data_source", ""), str, name="data_source", place=place)
     ground_truth = fields.get(label_key) if label_key else _take_ground_truth(fields, place)
@@ -98,28 +105,46 @@ def _parse(record: Any, place: str, index: int, *, prompt_key: str, label_key: s
         is_chat=not isinstance(prompt, str),
         tools=_tools(fields.get("tools", []), place),
         template_arguments=_typed(
-            _parsed(fields.get("chat_template_kwargs", {})),
-            dict,
-            name="chat_template_kwargs",
-            place=place,
+            fields.get("chat_template_kwargs", {}), dict, name="chat_template_kwargs", place=place
         ),
     )
 
 
-def _tools(value: Any, place: str) -> list[Mapping[str, Any]]:
-    """Read the functions that a row offers to the model."""
-    tools = _parsed(value)
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ConfigError(f"{place}: tools must be a list of objects, is {_type_name(value)}")
-    return tools
+def _parse_texts(
+    record: Mapping[str, Any], place: str, prompt_key: str, label_key: str
+) -> dict[str, Any]:
+    """Read the JSON texts of a record that stand for objects or, in a CSV file, for messages."""
+    found = dict(record)
+    for name in JSON_COLUMNS:
+        if isinstance(text := found.get(name), str) and name not in (prompt_key, label_key):
+            try:
+                found[name] = parse_json(text)
+            except ValueError as error:
+                raise ConfigError(f"{place}: {name} is text, must be JSON: {error}") from None
+    if isinstance(record, Cells) and found[prompt_key]:
+        found[prompt_key] = _parse_cell(found[prompt_key], prompt_key, place)
+    return found
 
 
-def _parsed(value: Any) -> Any:
-    """Read JSON where a column holds it as text, as parquet files of mixed schemas do."""
+def _parse_cell(text: str, name: str, place: str) -> Any:
+    """Read the messages that a cell holds; any other text stays as it is."""
     try:
-        return json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError):
-        return value
+        found = parse_json(text) if text.lstrip().startswith("[") else None
+    except ValueError as error:
+        if _CHAT.match(text):
+            raise ConfigError(
+                f"{place}: {name} looks like chat messages, which must be JSON: {error}"
+            ) from None
+        return text
+    is_chat = isinstance(found, list) and all(isinstance(m, dict) and "role" in m for m in found)
+    return found if found and is_chat else text
+
+
+def _tools(tools: Any, place: str) -> list[Mapping[str, Any]]:
+    """Read the functions that a row offers to the model."""
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise ConfigError(f"{place}: tools must be a list of objects, is {_type_name(tools)}")
+    return tools
 
 
 def _take_ground_truth(fields: dict[str, Any], place: str) -> Any:

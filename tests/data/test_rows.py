@@ -1,3 +1,4 @@
+import csv
 import gzip
 import json
 import os
@@ -151,8 +152,19 @@ def test_rows_come_one_at_a_time(tmp_path):
         ),
         ('{"prompt": "\\ud800"}', "content of message 1 of prompt is not valid Unicode"),
         ('{"prompt": "a", "data_source": 3}', "data_source must be text, is int"),
-        ('{"prompt": "a", "extra_info": "x"}', "extra_info must be an object, is str"),
-        ('{"prompt": "a", "reward_model": "5"}', "reward_model must be an object, is str"),
+        ('{"prompt": "a", "extra_info": 3}', "extra_info must be an object, is int"),
+        ('{"prompt": "a", "extra_info": "x"}', "extra_info is text, must be JSON: Expecting"),
+        ('{"prompt": "a", "extra_info": "[1]"}', "extra_info must be an object, is list"),
+        ('{"prompt": "a", "reward_model": "5"}', "reward_model must be an object, is int"),
+        ('{"prompt": "a", "tools": "[1]"}', "tools must be a list of objects, is list"),
+        (
+            '{"prompt": "a", "chat_template_kwargs": "{\\"a\\": 1, \\"a\\": 2}"}',
+            "chat_template_kwargs is text, must be JSON: key 'a': must be there once",
+        ),
+        (
+            json.dumps({"prompt": "a", "extra_info": '{"a": ' + "[" * 200 + "]" * 200 + "}"}),
+            "extra_info is text, must be JSON: nested more than",
+        ),
         (
             '{"prompt": "a", "ground_truth": 1, "reward_model": {"ground_truth": 2}}',
             "give it once",
@@ -259,6 +271,67 @@ def test_csv_has_text_alone_and_rows_that_fit_its_header(tmp_path):
     assert refusal(path).endswith("row 2: has 1 fields, the header has 2")
     path.write_text("prompt,prompt\na,b\n")
     assert refusal(path).endswith("column 'prompt': must be there once")
+
+
+def write_cells(path, *rows):
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+        writer.writerows([list(rows[0]), *(row.values() for row in rows)])
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.tsv", "rows.jsonl", "rows.parquet"])
+def test_objects_may_be_json_text_in_every_format(tmp_path, write_rows, name):
+    objects = {
+        "reward_model": {"style": "rule", "ground_truth": "5", "none": None},
+        "extra_info": {"split": "train", "tests": [1, {"a": None}]},
+        "tools": [{"type": "function", "function": {"name": "add"}}],
+        "chat_template_kwargs": {"enable_thinking": False},
+    }
+    (wanted,) = rows_of(write_rows({"prompt": "2+3=", **objects}, name="wanted.jsonl"))
+    row = {"prompt": "2+3=", **{key: json.dumps(value) for key, value in objects.items()}}
+    path = tmp_path / name
+    if name == "rows.jsonl":
+        write_rows(row)
+    elif name == "rows.parquet":
+        pq.write_table(pa.Table.from_pylist([row]), path)
+    else:
+        write_cells(path, row)
+    (found,) = rows_of(path)
+    assert {**vars(found), "place": ""} == {**vars(wanted), "place": ""}
+    assert found.ground_truth == "5"
+
+
+def test_the_column_of_the_prompt_or_the_label_is_text_whatever_it_is_called(write_rows):
+    path = write_rows({"tools": "[]", "extra_info": "{}", "reward_model": "5"})
+    (row,) = rows_of(path, prompt_key="tools", label_key="reward_model")
+    assert (row.messages[0]["content"], row.ground_truth) == ("[]", "5")
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.tsv"])
+def test_a_cell_holds_chat_messages_as_json_and_only_there(tmp_path, write_rows, name):
+    chat = json.dumps([*CHAT, {"role": "assistant", "content": None, "tool_calls": []}])
+    texts = ["[1, 2]", "[]", "[not json", '[{"a": 1}]', '{"role": "user", "content": "a"}', "5"]
+    path = tmp_path / name
+    write_cells(path, *({"question": text, "other": chat} for text in (chat, *texts)))
+    first, *others = rows_of(path, prompt_key="question")
+    assert first.is_chat
+    assert [message["role"] for message in first.messages] == ["user", "assistant"]
+    assert first.extra_info == {"other": chat}
+    assert [row.messages[0]["content"] for row in others] == texts
+    assert not any(row.is_chat for row in others)
+    (row,) = rows_of(write_rows({"prompt": chat}))
+    assert (row.messages[0]["content"], row.is_chat) == (chat, False)
+
+
+def test_a_cell_of_messages_that_are_no_json_or_no_messages_is_refused(tmp_path):
+    path = tmp_path / "rows.csv"
+    for chat, words in (
+        (str(CHAT), "looks like chat messages, which must be JSON: Expecting"),
+        (json.dumps(CHAT)[:-1], "looks like chat messages, which must be JSON: Expecting"),
+        ('[{"role": "user"}]', "content of message 1 of prompt must be text"),
+    ):
+        write_cells(path, {"prompt": chat})
+        assert words in refusal(path)
 
 
 @pytest.mark.parametrize(
