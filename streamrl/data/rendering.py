@@ -1,8 +1,9 @@
 """Chat messages to token ids, as the model was trained to read them."""
 
+import functools
 import json
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -92,12 +93,18 @@ def load_vocab_size(model_path: str) -> int:
 class Template:
     """How chat messages become text: a jinja `source`, or None for contents joined by newlines.
 
-    `name` is what errors call it; `arguments` are passed to it besides messages and tools.
+    `name` is what errors call it; `arguments` are passed to it besides messages and tools. Rows
+    with tools are rendered by `tools_source`, where a model has a template of its own for them.
     """
 
     source: str | None
     name: str
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    tools_source: str | None = None
+
+    def source_for(self, row: Row) -> str | None:
+        """Tell by what a row is rendered."""
+        return self.tools_source if self.tools_source and row.tools else self.source
 
 
 def load_template(
@@ -119,9 +126,11 @@ def load_template(
         has_own = tokenizer.chat_template is not None
         try:
             source = tokenizer.get_chat_template() if has_own else None
+            for_tools = tokenizer.get_chat_template(tools=[]) if has_own else None
         except ValueError as error:  # of several templates none is the default
             raise ConfigError(f"{setting}={MODEL}: {_why(error)}") from error
-        template = Template(source, "the model's chat template", arguments or {})
+        said = "the model's chat template" if has_own else "plain, for a model without a template,"
+        template = Template(source, said, arguments or {}, for_tools)
     else:
         try:
             template = Template(read_small(Path(name)), name, arguments or {})
@@ -129,43 +138,77 @@ def load_template(
             raise ConfigError(
                 f"{setting}={name}: must be {MODEL}, {PLAIN} or a jinja file: {_why(error)}"
             ) from error
-    _check_syntax(template, f"{setting}={name}")
-    _check_arguments(template, f"{setting}={name}")
+    sources = {source for source in (template.source, template.tools_source) if source is not None}
+    for source in sources:
+        _check_syntax(source, f"{setting}={name}")
+    if sources:
+        # Which rows have tools is not known here: for each, `render` checks the one that it uses.
+        _check_arguments(
+            "data.chat_template_kwargs", template.arguments, sources, f"{setting}={name}"
+        )
     return template
 
 
-def _check_syntax(template: Template, said: str) -> None:
+def _check_syntax(source: str, said: str) -> None:
     """Raise ConfigError, with the line, for what is no template whatever the messages are."""
     from jinja2 import TemplateSyntaxError
     from transformers.utils.chat_template_utils import render_jinja_template
 
-    if template.source is None:
-        return
     try:
         # Of no conversation, it is only compiled: with the tags and the sandbox that it runs in.
-        render_jinja_template([], chat_template=template.source)
+        render_jinja_template([], chat_template=source)
     except Exception as error:
         line = f":{error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
         raise ConfigError(f"{said}{line}: {_why(error)}") from error
 
 
-def _check_arguments(template: Template, said: str) -> None:
-    """Raise ConfigError for an argument that the template never reads, as a misspelt one."""
-    if template.source is None or not template.arguments:
-        return
+def _check_arguments(
+    place: str, arguments: Iterable[str], sources: Iterable[str], said: str
+) -> None:
+    """Raise ConfigError for an argument that no template of these reads, as a misspelt one.
+
+    `place` is where the arguments come from, `said` what the templates are called.
+    """
+    for name in arguments:
+        read = _variables(*sources)
+        if name in RENDER_ARGUMENTS:
+            raise ConfigError(f"{place}.{name}: is set by the rows themselves")
+        if name not in read:
+            known = ", ".join(sorted(read.difference(RENDER_ARGUMENTS)))
+            rule = f"it reads {known}: name one of these" if known else "it reads none"
+            raise ConfigError(
+                f"{place}.{name}: {said} reads no such argument; {rule}, or remove it"
+            )
+
+
+def _check_row(row: Row, template: Template) -> None:
+    """Raise ConfigError for what a row, or the setting, gives to a template that never reads it."""
+    source = template.source_for(row)
+    sources = [] if source is None else [source]
+    place = f"{row.place}: chat_template_kwargs"
+    _check_arguments(place, row.template_arguments, sources, template.name)
+    if sources:
+        rest = template.arguments.keys() - row.template_arguments
+        place = f"{row.place}: data.chat_template_kwargs"
+        _check_arguments(place, rest, sources, template.name)
+    if row.tools and "tools" not in _variables(*sources):
+        raise ConfigError(
+            f"{row.place}: tools: {template.name} does not read them; remove them from the row, or"
+            " name a template that does, as in data.train={path: ..., template: mine.jinja}"
+        )
+
+
+@functools.lru_cache(maxsize=16)
+def _variables(*sources: str) -> frozenset[str]:
+    """Name what templates read."""
     from jinja2 import meta
     from transformers.utils import chat_template_utils
 
-    environment = chat_template_utils._compile_jinja_template(template.source).environment
-    read = meta.find_undeclared_variables(environment.parse(template.source))
-    for name in template.arguments:
-        if name in RENDER_ARGUMENTS:
-            raise ConfigError(f"data.chat_template_kwargs.{name}: is set by the rows themselves")
-        if name not in read:
-            known = ", ".join(sorted(read.difference(RENDER_ARGUMENTS))) or "none"
-            raise ConfigError(
-                f"data.chat_template_kwargs.{name}: {said} reads no such argument; it reads {known}"
-            )
+    found: set[str] = set()
+    for source in sources:
+        environment = chat_template_utils._compile_jinja_template(source).environment
+        found |= meta.find_undeclared_variables(environment.parse(source))
+    return frozenset(found)
 
 
 def render(
@@ -244,14 +287,16 @@ def _difference(wanted: str, found: str, *, width: int = 12) -> tuple[str, str]:
 
 
 def _text(tokenizer: "PreTrainedTokenizerBase", row: Row, template: Template) -> str:
-    if template.source is None:
+    _check_row(row, template)
+    source = template.source_for(row)
+    if source is None:
         return "\n".join(message["content"] for message in row.messages)
     is_open = row.messages[-1]["role"] == "assistant"
     try:
         text = tokenizer.apply_chat_template(
             [dict(message) for message in row.messages],
             tools=list(row.tools) or None,
-            chat_template=template.source,
+            chat_template=source,
             add_generation_prompt=not is_open,
             continue_final_message=is_open,
             tokenize=False,

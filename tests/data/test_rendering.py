@@ -1,10 +1,14 @@
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
 from streamrl.data import load_rows, load_tokenizer, load_vocab_size
+from streamrl.data.examining import Limits
+from streamrl.data.files import DataFile
+from streamrl.data.prompt_file import PromptFile
 from streamrl.data.rendering import load_template, render
 from streamrl.errors import ConfigError
 
@@ -266,12 +270,92 @@ def test_a_template_gets_arguments_of_the_setting_and_of_the_row_and_tools(token
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("enable_thinkin", "reads no such argument; it reads enable_thinking"), ("tools", "the rows")],
+    [
+        ("enable_thinkin", "reads no such argument; it reads enable_thinking: name one of these"),
+        ("tools", "is set by the rows"),
+    ],
 )
 def test_an_argument_that_a_template_does_not_read_is_refused(tokenizer, name, words):
     tokenizer.chat_template = WITH_ARGUMENTS
     with pytest.raises(ConfigError, match=rf"^data.chat_template_kwargs.{name}: .*{words}"):
         load_template("model", tokenizer, arguments={name: False})
+
+
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+FOR_TOOLS = "{{ tools[0].function.name }}: {{ messages[0].content }}{{ style }}"
+#: How published templates read their tools before they set them.
+READERS = [
+    "{% if not tools is defined %}{% set tools = none %}{% endif %}{{ tools | length }}",
+    "{% macro show() %}{{ tools | length }}{% endmacro %}{{ show() }}",
+    "{% set ns = namespace(tools=tools) %}{{ ns.tools | length }}",
+    "{% if custom_tools is defined %}{% set tools = custom_tools %}{% endif %}{{ tools | length }}",
+]
+
+
+def test_rows_with_tools_are_rendered_by_the_models_template_for_them(tokenizer, write_rows):
+    tokenizer.chat_template = {"default": WITH_ARGUMENTS, "tool_use": FOR_TOOLS, "rag": "{% if %}"}
+    path = write_rows(
+        {"prompt": "a", "tools": TOOLS},
+        {"prompt": "b", "chat_template_kwargs": {"enable_thinking": False}},
+        {"prompt": "c", "tools": []},
+        {"prompt": "d", "tools": TOOLS, "chat_template_kwargs": {"style": "!"}},
+    )
+    rows = list(load_rows(path))
+    texts = tokenizer.batch_decode(render(tokenizer, rows))
+    assert texts == ["add: a", "b</think>", "c", "add: d!"]
+    theirs = tokenizer.apply_chat_template(
+        [dict(rows[0].messages[0])], tools=TOOLS, tokenize=False, add_generation_prompt=True
+    )
+    assert texts[0] == theirs
+    tokenizer.chat_template = {"default": WITH_ARGUMENTS, "tool_use": "{% if %}"}
+    with pytest.raises(ConfigError, match=r"^template=model:1: TemplateSyntaxError: "):
+        load_template("model", tokenizer)
+
+
+def test_a_setting_must_be_read_by_the_template_that_each_row_is_rendered_by(tokenizer, write_rows):
+    tokenizer.chat_template = {"default": WITH_ARGUMENTS, "tool_use": FOR_TOOLS}
+    template = load_template("model", tokenizer, arguments={"style": "!"})
+    with_tools, without = load_rows(write_rows({"prompt": "a", "tools": TOOLS}, {"prompt": "b"}))
+    assert tokenizer.batch_decode(render(tokenizer, [with_tools], template)) == ["add: a!"]
+    with pytest.raises(ConfigError, match=r"line 2: data.chat_template_kwargs.style: the model's"):
+        render(tokenizer, [without], template)
+    with pytest.raises(ConfigError, match="it reads enable_thinking, style: name one of these"):
+        load_template("model", tokenizer, arguments={"styl": "!"})
+
+
+@pytest.mark.parametrize("source", READERS)
+def test_however_a_template_reads_its_tools_they_are_known_to_be_read(
+    tokenizer, write_rows, source
+):
+    tokenizer.chat_template = source
+    (prompt,) = render(tokenizer, list(load_rows(write_rows({"prompt": "a", "tools": TOOLS}))))
+    assert tokenizer.decode(prompt) == "1"
+
+
+@pytest.mark.parametrize("template", ["{{ messages[0].content }}{{ mood }}", None, "plain"])
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"tools": TOOLS}, r"tools: .* does not read them; remove them from the row, or name"),
+        (
+            {"chat_template_kwargs": {"enable_thinkin": False}},
+            r"chat_template_kwargs.enable_thinkin: .* reads no such argument; it reads .*remove it",
+        ),
+        ({"chat_template_kwargs": {"tools": TOOLS}}, r"chat_template_kwargs.tools: is set by the"),
+    ],
+)
+def test_what_a_row_gives_to_a_template_that_does_not_read_it_makes_a_bad_row(
+    tokenizer, write_rows, template, columns, words
+):
+    tokenizer.chat_template = None if template is None else "{{ messages[0].content }}{{ mood }}"
+    path = write_rows({"prompt": "a"}, {"prompt": "b", **columns}, {"prompt": "c"})
+    file = DataFile(
+        path, prompt_key="prompt", template=template if template == "plain" else "model"
+    )
+    good, bad, other = PromptFile(file, lambda: tokenizer, Limits(99, 300))
+    assert (good.problem, other.problem) == (None, None)
+    assert re.match(rf"{path} line 2: {words}", str(bad.problem))
+    assert "\n" not in str(bad.problem)
 
 
 def test_a_content_of_text_parts_is_one_text(tokenizer, write_rows):
