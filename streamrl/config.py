@@ -2,7 +2,9 @@
 
 import dataclasses
 import difflib
+import json
 import math
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
@@ -484,7 +486,9 @@ def _check_key(key: str, value: Any, inside: Any, place: str) -> None:
     if is_dataclass(hints[name]) and not isinstance(value, dict):
         raise ConfigError(f"{place}: {key}={value!r}: must be a mapping of settings")
     if get_origin(hints[name]) is list and not isinstance(value, list):
-        raise ConfigError(f"{place}: {key}={value!r}: must be a list")
+        entries = [] if value is None else [value]
+        example = shlex.quote(f"{key}={json.dumps(entries, ensure_ascii=False, default=str)}")
+        raise ConfigError(f"{place}: {key}={value!r}: must be a list, as in {example}")
     if isinstance(value, bool) and str in (hints[name], *get_args(hints[name])):
         also = "on, yes and true" if value else "off, no and false"
         raise ConfigError(

@@ -1,11 +1,13 @@
 """From YAML and overrides to a checked RunConfig, or to one line that says why not."""
 
 import os
+import shlex
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-from streamrl.config import RunConfig, dump_config, load_config
+from streamrl.config import RunConfig, dump_config, load_config, to_dict
 from streamrl.errors import ConfigError
 from streamrl.rewards import RewardConfig
 
@@ -74,6 +76,25 @@ def test_one_entry_of_a_list_can_be_overridden(recipe: Path) -> None:
     assert load_config(recipe, ["rewards[0].weight=2"]).rewards[0].weight == 2.0
     with pytest.raises(ConfigError, match=r"rewards\[5\]"):
         load_config(recipe, ["rewards[5].weight=2"])
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "entry"),
+    [
+        ("generator.stop=</answer>", "generator.stop", "</answer>"),
+        ("generator.stop='it''s, ü: [\"'", "generator.stop", "it's, ü: [\""),
+        ("rewards={kind: exact}", "rewards", "exact"),
+    ],
+)
+def test_a_list_that_is_none_is_refused_with_the_list_it_may_be(
+    recipe: Path, override: str, key: str, entry: object
+) -> None:
+    with pytest.raises(ConfigError, match="must be a list, as in ") as caught:
+        load_config(recipe, [override])
+    (example,) = shlex.split(str(caught.value).partition(", as in ")[2])
+    config = to_dict(load_config(recipe, [example]))
+    (found,) = OmegaConf.select(OmegaConf.create(config), key)
+    assert (found["kind"] if key == "rewards" else found) == entry
 
 
 def test_text_that_is_left_empty_is_empty_text(recipe: Path) -> None:
