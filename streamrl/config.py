@@ -2,9 +2,7 @@
 
 import dataclasses
 import difflib
-import json
 import math
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path
@@ -43,7 +41,7 @@ from streamrl.rewards import (
 )
 from streamrl.rewards.config import fold_options
 from streamrl.rewards.filtering import FilterConfig
-from streamrl.settings import unreadable, with_empty_text
+from streamrl.settings import as_list, unreadable, with_empty_text
 from streamrl.small_file import read_small_yaml
 from streamrl.telemetry import TelemetryConfig
 from streamrl.weights import WeightsConfig
@@ -486,9 +484,7 @@ def _check_key(key: str, value: Any, inside: Any, place: str) -> None:
     if is_dataclass(hints[name]) and not isinstance(value, dict):
         raise ConfigError(f"{place}: {key}={value!r}: must be a mapping of settings")
     if get_origin(hints[name]) is list and not isinstance(value, list):
-        entries = [] if value is None else [value]
-        example = shlex.quote(f"{key}={json.dumps(entries, ensure_ascii=False, default=str)}")
-        raise ConfigError(f"{place}: {key}={value!r}: must be a list, as in {example}")
+        raise ConfigError(f"{place}: {key}={value!r}: must be a list, as in {as_list(key, value)}")
     if isinstance(value, bool) and str in (hints[name], *get_args(hints[name])):
         also = "on, yes and true" if value else "off, no and false"
         raise ConfigError(

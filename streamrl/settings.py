@@ -2,6 +2,8 @@
 
 import dataclasses
 import difflib
+import json
+import shlex
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -67,3 +69,9 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """Which of `names` may have been meant, in words."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.0)
     return f"the nearest key is {close[0]}" if close else "there is nothing to set"
+
+
+def as_list(key: str, value: Any) -> str:
+    """Write on a command line the list that a setting may be where a value was given alone."""
+    entries = [] if value is None else [value]
+    return shlex.quote(f"{key}={json.dumps(entries, ensure_ascii=False, default=str)}")

@@ -101,8 +101,8 @@ class JsonArray:
                     at += len(codecs.BOM_UTF8) * text.startswith(_BOM, at)
                     at, is_first = _after(text, at, "["), False
                     continue
-                if found == "]" and not after_comma:
-                    _check_end(file, text, at + 1)
+                if found == "]":
+                    _check_end(file, text, at + 1, index if after_comma else None)
                     return
                 if after_row:
                     at, after_row, after_comma = _after(text, at, ","), False, True
@@ -144,8 +144,13 @@ def _after(text: str, at: int, wanted: str) -> int:
     return at + 1
 
 
-def _check_end(file: BinaryIO, text: str, at: int) -> None:
-    """Raise ValueError unless only white space comes from `at` on, to the end of the file."""
+def _check_end(file: BinaryIO, text: str, at: int, missing: int | None) -> None:
+    """Raise ValueError unless only white space comes from `at` on, to the end of the file.
+
+    Also where a comma has announced a row, of the index `missing`.
+    """
+    if missing is not None:
+        raise ValueError(f"row {missing + 1}: a comma stands before the array's end")
     while text:
         at = _SPACE.match(text, at).end()  # type: ignore[union-attr]
         if at < len(text):

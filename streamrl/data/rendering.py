@@ -175,9 +175,9 @@ def _check_arguments(
             raise ConfigError(f"{place}.{name}: is set by the rows themselves")
         if name not in read:
             known = ", ".join(sorted(read.difference(RENDER_ARGUMENTS)))
-            rule = f"it reads {known}: name one of these" if known else "it reads none"
+            rule = f"{known}: name one of these, or" if known else "none:"
             raise ConfigError(
-                f"{place}.{name}: {said} reads no such argument; {rule}, or remove it"
+                f"{place}.{name}: {said} reads no such argument; it reads {rule} remove it"
             )
 
 

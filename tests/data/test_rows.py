@@ -343,7 +343,7 @@ def test_a_cell_of_messages_that_are_no_json_or_no_messages_is_refused(tmp_path)
         ("[", "row 1: "),
         ("[]", "holds no rows"),
         ("[" * 100_000, "row 1: not JSON: nested too deeply"),
-        ('[{"prompt": "a"},]', "row 2: not JSON: "),
+        ('[{"prompt": "a"}, ]', "row 2: a comma stands before the array's end"),
         ("[,]", "row 1: not JSON: "),
         ('[{"prompt": "a"}]\n[{"prompt": "b"}]', "byte '[' behind the end of the array"),
         ('[{"prompt": "a"}] garbage', "byte 'g' behind the end of the array"),
