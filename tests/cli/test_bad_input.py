@@ -86,7 +86,6 @@ def refused(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Ca
         (["data.train=nowhere.jsonl"], ["nowhere.jsonl"]),
         (["data.train=rows.csv"], ["rows.csv"]),
         (["data.train=[a.jsonl, {path: b, wieght: 2}]"], ["data.train[1].wieght=2", "weight"]),
-        (["data.eval={path: a, filter: 'no.py:keep'}"], ["no.py", "no such file"]),
         (["generator.max_new_tokens=500"], ["generator.max_new_tokens=500", "128"]),
         (["model.max_length=4096"], ["model.max_length=4096", "at most 128"]),
         (["rewards=[{kind: exakt}]"], ["exakt", "exact"]),
@@ -204,6 +203,12 @@ def row(content: str, **changes: object) -> dict[str, object]:
 
 def test_an_empty_data_set_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
     assert "rows.jsonl" in refused(f"data.train={rows(tmp_path)}")
+
+
+def test_a_filter_that_is_not_there_is_named(refused: Callable[..., str], tmp_path: Path) -> None:
+    path = rows(tmp_path, row("1+1"))
+    line = refused(f"data.eval={{path: {path}, filter: 'no.py:keep'}}")
+    assert "no.py" in line and "no such file" in line
 
 
 def test_a_missing_column_is_named_with_its_row(
