@@ -41,7 +41,7 @@ from streamrl.rewards import (
 )
 from streamrl.rewards.config import fold_options
 from streamrl.rewards.filtering import FilterConfig
-from streamrl.settings import unreadable, with_empty_text
+from streamrl.settings import taken_over, unreadable, with_empty_text
 from streamrl.small_file import read_small_yaml
 from streamrl.telemetry import TelemetryConfig
 from streamrl.weights import WeightsConfig
@@ -353,7 +353,7 @@ def _overlaid(config: TrainerConfig, changes: Mapping[str, Any], *, section: str
         reason = str(error.msg or error).splitlines()[0]
         raise ConfigError(f"{section}.{error.full_key}: {reason}") from None
     except ConfigError as error:
-        raise ConfigError(str(error).replace("trainer.", f"{section}.")) from None
+        raise taken_over(error, changes, section=section) from None
     assert isinstance(overlaid, TrainerConfig)
     _check_plain(vars(overlaid), section)
     return overlaid

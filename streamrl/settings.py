@@ -67,3 +67,12 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """Which of `names` may have been meant, in words."""
     close = difflib.get_close_matches(name, list(names), n=1, cutoff=0.0)
     return f"the nearest key is {close[0]}" if close else "there is nothing to set"
+
+
+def taken_over(error: ConfigError, changes: Mapping[str, Any], *, section: str) -> ConfigError:
+    """An error of `trainer` as one of a section that has its settings, but for some changes."""
+    name = str(error).removeprefix("trainer.").partition("=")[0]
+    said = str(error).replace("trainer.", f"{section}.")
+    if name not in changes:
+        said += f"; it is that of trainer.{name}, unless {section}.{name} says another"
+    return ConfigError(said)
