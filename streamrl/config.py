@@ -60,7 +60,7 @@ class RunSettings:
     overwrite: replace a run directory of that name that exists.
     max_restarts: times a generator or a scorer that died is started again, each.
     silent_s: a generator, scorer or shard whose process, or engine, answers nothing for this long
-        is ended, and started again like one that died, s; longer than any one step or load takes.
+        is ended, and started again like one that died, s; others are named; longer than any load.
     debug: check the ledger uid by uid at every change, not only its sums at every step.
     """
 
