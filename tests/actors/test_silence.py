@@ -166,7 +166,8 @@ def test_a_silent_process_that_has_no_other_is_named_once_and_left_alone(
     crew.comebacks.note("generator-0", nothing)
     session._irreplaceable = crew.comebacks.others(crew.processes)
     assert sorted(session._irreplaceable) == ["coordinator", "trainer-0"]
-    clock, told = Clock(), []
+    told: list[Any] = []
+    clock = Clock()
     session._vigil = Vigil(config.run.silent_s, clock=clock)
     for _ in range(40):
         clock.now += 1.0
