@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from streamrl.algorithms.columns import columns_needed
 from streamrl.algorithms.table import ALGORITHMS
+from streamrl.buffer.oversampling import MOST as MOST_OVERSAMPLED
 from streamrl.dataflow import CRITIC, CRITICS, POLICY, dataflow_for
 from streamrl.engines.trainer_config import CriticConfig
 from streamrl.errors import AlgorithmError, ConfigError
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 def check_agreement(config: "RunConfig") -> None:
     """Raise ConfigError for the first disagreement."""
     _check_group(config)
-    config.trainer_of(CRITIC)
+    _check_critics_trainer(config)
     _check_publishing(config)
     if config.placement.is_hybrid and (reason := apart(config)):
         raise ConfigError(reason)
@@ -58,6 +59,10 @@ def _check_group(config: "RunConfig") -> None:
         raise ConfigError(
             "filter.kind=equal_rewards: takes out none of algorithm.group_size=1, as there is"
             " nothing to be equal to"
+        )
+    if (config.filter.oversampling or 1) > MOST_OVERSAMPLED:
+        raise ConfigError(
+            f"filter.oversample={config.filter.oversample}: must be at most {MOST_OVERSAMPLED:g}"
         )
 
 
@@ -161,9 +166,20 @@ def _check_reference(config: "RunConfig") -> None:
         )
 
 
-def _check_critic(config: "RunConfig") -> None:
+def _critics(config: "RunConfig") -> list[str]:
     columns = config.algorithm.row.columns
-    critics = [role for column, role in CRITICS.items() if column in columns]
+    return [role for column, role in CRITICS.items() if column in columns]
+
+
+def _check_critics_trainer(config: "RunConfig") -> None:
+    """What a critic takes over from the policy is wrong only where there is one, apart from it."""
+    is_said = config.critic.trainer != CriticConfig().trainer
+    if is_said or (_critics(config) and config.critic.shared_coef is None):
+        config.trainer_of(CRITIC)
+
+
+def _check_critic(config: "RunConfig") -> None:
+    critics = _critics(config)
     for key, default in vars(CriticConfig()).items():
         if not critics and vars(config.critic)[key] != default:
             raise ConfigError(

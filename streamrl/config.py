@@ -41,7 +41,7 @@ from streamrl.rewards import (
 )
 from streamrl.rewards.config import fold_options
 from streamrl.rewards.filtering import FilterConfig
-from streamrl.settings import as_list, unreadable, with_empty_text
+from streamrl.settings import as_list, taken_over, unreadable, with_empty_text
 from streamrl.small_file import read_small_yaml
 from streamrl.telemetry import TelemetryConfig
 from streamrl.weights import WeightsConfig
@@ -60,7 +60,7 @@ class RunSettings:
     overwrite: replace a run directory of that name that exists.
     max_restarts: times a generator or a scorer that died is started again, each.
     silent_s: a generator, scorer or shard whose process, or engine, answers nothing for this long
-        is ended, and started again like one that died, s; longer than any one step or load takes.
+        is ended, and started again like one that died, s; others are named; longer than any load.
     debug: check the ledger uid by uid at every change, not only its sums at every step.
     """
 
@@ -353,7 +353,7 @@ def _overlaid(config: TrainerConfig, changes: Mapping[str, Any], *, section: str
         reason = str(error.msg or error).splitlines()[0]
         raise ConfigError(f"{section}.{error.full_key}: {reason}") from None
     except ConfigError as error:
-        raise ConfigError(str(error).replace("trainer.", f"{section}.")) from None
+        raise taken_over(error, changes, section=section) from None
     assert isinstance(overlaid, TrainerConfig)
     _check_plain(vars(overlaid), section)
     return overlaid

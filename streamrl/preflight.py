@@ -38,6 +38,7 @@ from streamrl.model_config import check_weights, model_length, stored_shapes, tr
 from streamrl.placement import SLOTS, Demand, Way, WorkerMemory
 from streamrl.rewards import COSTS, Surroundings, build_rewards
 from streamrl.rewards.filtering import build_filter
+from streamrl.settings import taken_over
 from streamrl.slots import counts, placed, placement_of
 
 GIB = 1 << 30
@@ -117,7 +118,7 @@ def prepare(config: RunConfig) -> Prepared:
         check_support(config.model_of(role), attention, section=section)
         check_targets(config.model_of(role), config.trainer_of(role), section=section)
         said.append(_unadapted(config.model_of(role), config.trainer_of(role), section))
-        config.trainer_of(role).lr_at(0, trained_steps(config, role))
+        _check_schedule(config, role, section)
         ranks = config.trainer_of(role).tensor_parallel
         check_tensor_parallel(config.model_of(role), ranks, section=section)
     said.append(left_out(config.model.path))
@@ -141,6 +142,16 @@ def prepare(config: RunConfig) -> Prepared:
             for call, judges in zip((REWARD, COST), (rewards, *costs), strict=False)
         },
     )
+
+
+def _check_schedule(config: RunConfig, role: str, section: str) -> None:
+    """Raise ConfigError for a learning rate's schedule that the settings of a role do not give."""
+    try:
+        config.trainer_of(role).lr_at(0, trained_steps(config, role))
+    except ConfigError as error:
+        if role == POLICY:
+            raise
+        raise taken_over(error, config.critic.trainer, section=section) from None
 
 
 def ways(config: RunConfig, prepared: Prepared, on_gpu: bool) -> dict[str, Way]:

@@ -75,3 +75,12 @@ def as_list(key: str, value: Any) -> str:
     """Write on a command line the list that a setting may be where a value was given alone."""
     entries = [] if value is None else [value]
     return shlex.quote(f"{key}={json.dumps(entries, ensure_ascii=False, default=str)}")
+
+
+def taken_over(error: ConfigError, changes: Mapping[str, Any], *, section: str) -> ConfigError:
+    """An error of `trainer` as one of a section that has its settings, but for some changes."""
+    name = str(error).removeprefix("trainer.").partition("=")[0]
+    said = str(error).replace("trainer.", f"{section}.")
+    if name not in changes:
+        said += f"; it is that of trainer.{name}, unless {section}.{name} says another"
+    return ConfigError(said)

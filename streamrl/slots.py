@@ -17,7 +17,6 @@ def placed(config: RunConfig, mode: str) -> RunConfig:
 
 def counts(config: RunConfig) -> dict[str, tuple[str, int]]:
     """How many actors each role of a run has, in flow order, and the setting that says so."""
-    critics = ("critic.trainer.world_size", config.trainer_of(CRITIC).world_size)
     judges = ("scorer.replicas", config.scorer.replicas)
     shadows = ("critic.replicas", config.critic.replicas)
     policy = ("trainer.world_size", config.trainer.world_size)
@@ -30,10 +29,11 @@ def counts(config: RunConfig) -> dict[str, tuple[str, int]]:
         "value": shadows,
         "cost_value": shadows,
         POLICY: policy,
-        CRITIC: critics,
-        COST_CRITIC: critics,
     }
-    return {role: known[role] for role in config.dataflow.roles}
+    roles = config.dataflow.roles
+    for role in {CRITIC, COST_CRITIC} & roles.keys():
+        known[role] = ("critic.trainer.world_size", config.trainer_of(role).world_size)
+    return {role: known[role] for role in roles}
 
 
 def placement_of(config: RunConfig) -> SlotMap:

@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from streamrl.config import RunConfig, dump_config, load_config, to_dict
 from streamrl.errors import ConfigError
 from streamrl.rewards import RewardConfig
+from streamrl.slots import counts
 
 MINIMAL = """
 model: {path: some/model}
@@ -218,6 +219,14 @@ def test_paths_hold_wherever_an_actor_runs(recipe: Path) -> None:
         ("algorithm.ptx_rows=0", "algorithm.ptx_rows=0: must be at least 1"),
         ("critic.warmup_alone=-1", "critic.warmup_alone=-1: must not be negative"),
         ("critic.value_clip=0", "critic.value_clip=0.0: must be above 0"),
+        (
+            "filter={kind: equal_rewards, oversample: 33}",
+            "filter.oversample=33: must be at most 32$",
+        ),
+        (
+            "filter={kind: equal_rewards, oversample: 1e9}",
+            "oversample=1000000000.0: must be at most 32$",
+        ),
         ("justaword", "'justaword': an override is written key=value"),
     ],
 )
@@ -227,6 +236,24 @@ def test_a_wrong_setting_is_one_line_with_key_value_and_rule(
     with pytest.raises(ConfigError, match=message) as error:
         load_config(recipe, [override])
     assert "\n" not in str(error.value)
+
+
+FALLING = ["trainer.lr=1e-3", "trainer.lr_schedule=cosine_with_min_lr", "trainer.lr_min=1e-4"]
+
+
+def test_what_a_critic_would_take_over_is_no_fault_of_a_run_without_one(recipe: Path) -> None:
+    config = load_config(recipe, FALLING)
+    assert "critic" not in counts(config)
+    ppo = ["algorithm.name=ppo", *FALLING]
+    load_config(recipe, [*ppo, "critic.shared_coef=0.5"])
+    with pytest.raises(ConfigError) as error:
+        load_config(recipe, ppo)
+    assert str(error.value) == (
+        "critic.trainer.lr_min=0.0001: must be 0 or more, below critic.trainer.lr=1e-05;"
+        " it is that of trainer.lr_min, unless critic.trainer.lr_min says another"
+    )
+    load_config(recipe, [*ppo, "critic.trainer.lr_min=1e-6"])
+    load_config(recipe, [*ppo, "critic.trainer.lr=1e-3"])
 
 
 def test_a_missing_file_and_a_file_that_is_not_yaml_are_named(tmp_path: Path) -> None:

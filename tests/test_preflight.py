@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from streamrl.algorithms.config import AlgorithmConfig
 from streamrl.buffer.blob import encode
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
@@ -199,3 +200,16 @@ def test_a_mix_of_files_is_told_and_a_bad_row_is_named_by_its_own_file(tmp_path)
     second.write_text("\n".join([rows[0], '{"prompt": "1+1"}']))
     with pytest.raises(ConfigError, match=f"{second} line 2 .*ground_truth"):
         prepare(load_config(toy / "recipe.yaml", [mix]))
+
+
+def test_a_schedule_that_only_a_critic_cannot_follow_is_told_as_its_own(
+    run: tuple[RunConfig, Prepared],
+) -> None:
+    trainer = replace(run[0].trainer, lr=1e-3, lr_schedule="polynomial")
+    trainer = replace(trainer, lr_schedule_options={"lr_end": 1e-4})
+    config = replace(run[0], trainer=trainer)
+    prepare(config)
+    critics = replace(config, algorithm=AlgorithmConfig("ppo"))
+    told = r"^critic\.trainer\.lr_schedule=polynomial: .*unless critic\.trainer\.lr_schedule says"
+    with pytest.raises(ConfigError, match=told):
+        prepare(critics)

@@ -14,6 +14,7 @@ from streamrl.actors.durability import Durability
 from streamrl.actors.evaluator import Evaluator
 from streamrl.actors.feed import EventReport, Feed, Report, StatusReport, StepReport
 from streamrl.actors.reporting import Reporter, RoleActors, Snapshot
+from streamrl.actors.silence import Living
 from streamrl.actors.stacks import record_stacks
 from streamrl.actors.trainer_group import MovedReference, TrainerGroup
 from streamrl.actors.wiring import TRAINERS, Wiring, make_arbiter, share
@@ -71,7 +72,7 @@ class Finish:
     checkpoint: str
 
 
-class CoordinatorActor:
+class CoordinatorActor(Living):
     """Hosts the admitting and the training loop, and answers those who follow the weights."""
 
     def __init__(self) -> None:

@@ -68,6 +68,10 @@ class Comebacks:
         """Whether the process of an actor is one that Ray starts again."""
         return name in self._starts
 
+    def others(self, processes: Mapping[str, Any]) -> dict[str, Any]:
+        """Those of these processes that Ray does not start again."""
+        return {name: one for name, one in processes.items() if not self.includes(name)}
+
     def allows(self, name: str) -> bool:
         """Whether it does so when that dies once more."""
         return name in self._starts and self._deaths[name] < self._own[name]

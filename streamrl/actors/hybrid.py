@@ -5,10 +5,11 @@ from typing import Any
 
 from streamrl.actors.generator import GeneratorActor, PartActor
 from streamrl.actors.residence import Residence
+from streamrl.actors.silence import Living
 from streamrl.actors.trainer import TrainerActor
 
 
-class HybridActor:
+class HybridActor(Living):
     """Hosts both; each is called as the actor it would be alone, see `Part`."""
 
     def __init__(self, leads: bool = True) -> None:

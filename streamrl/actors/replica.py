@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
-from streamrl.actors.silence import LifeSign
+from streamrl.actors.silence import Living
 from streamrl.actors.stacks import record_stacks
 from streamrl.actors.wiring import Wiring
 from streamrl.dataflow import Call
@@ -23,7 +23,7 @@ def same(version: int) -> int:
     return version
 
 
-class Replica:
+class Replica(Living):
     """The part of an actor that serves stages until it is killed, or is to leave."""
 
     def _take_place(
@@ -69,10 +69,6 @@ class Replica:
     async def fail(self) -> None:
         """End this process as a death would: what it serves is not to be trusted any more."""
         os._exit(1)
-
-    async def life(self) -> LifeSign:
-        """Answer at once, as long as this process does anything at all."""
-        return LifeSign.here()
 
     async def serving(self) -> int:
         """Which version is held, once there is one; -1 if no model is followed."""

@@ -71,6 +71,7 @@ class Session:
         self._loops: dict[Any, str] = {}
         self._shards: set[str] = set()
         self._vigil = Vigil(config.run.silent_s)
+        self._irreplaceable: dict[str, Any] = {}
         self._starting = Starting(config.generator.start_timeout_s + CALL_TIMEOUT_S)
         self._mailbox = Mailbox(config.run_dir)
         self.crashes = CrashWatch(config.run_dir)
@@ -117,6 +118,7 @@ class Session:
         self._loops[coordinator.run.remote()] = "coordinator"
         self._shards = {shard.name for shard in wiring.shards}
         self._loops |= crew.watch_over(wiring.shards)
+        self._irreplaceable = crew.comebacks.others(crew.processes)
         self._mailbox.open()
         return corrupt
 
@@ -139,7 +141,7 @@ class Session:
                 stop_by = time.monotonic() + STOP_TIMEOUT_S
             if stop_by == float("inf"):
                 self._scaling.look(handle)
-                self._end_silent(handle)
+                self._see_to_silent(handle)
             replies = [feed, *self._loops, *self._starting, *self._scaling]
             done, _ = ray.wait(replies, timeout=POLL_S)
             if time.monotonic() > stop_by:
@@ -160,15 +162,20 @@ class Session:
                 return finish
             feed = coordinator.reports.remote(seen, 1.0)
 
-    def _end_silent(self, handle: Callable[[Report], None]) -> None:
-        """End the processes that answer nothing any more: new ones take their places.
+    def _see_to_silent(self, handle: Callable[[Report], None]) -> None:
+        """End the processes that answer nothing any more, if new ones take their places.
 
-        Raises ActorError for one that has been started again as often as it may be.
+        Of others it is told: they may go on yet, and what waits for them has a deadline. Raises
+        ActorError for one that has been started again as often as it may be.
         """
         names = filter(self._crew.comebacks.includes, self._loops.values())
         actors = {name: self._crew.actors[name] for name in names}
-        for name in self._vigil.look(actors):
+        for name in self._vigil.look({**self._irreplaceable, **actors}):
             reason = f"{name} has not answered for {self._config.run.silent_s:g} s (run.silent_s)"
+            if name not in actors:
+                told = f"{reason}: {_no_other(self._vigil.pid_of(name))}"
+                handle(EventReport("silent", {"actor": name, "reason": told}))
+                continue
             if not self._crew.comebacks.allows(name):
                 raise ActorError(f"{reason}, and was started again as often as it may be")
             handle(EventReport("silent", {"actor": name, "reason": f"{reason}: it is replaced"}))
@@ -279,3 +286,12 @@ class Session:
                 said += fetch(reply, f"{self._starting.pop(reply)}.start") or []
             self._starting.check()
         return said
+
+
+def _no_other(pid: str) -> str:
+    """What becomes of a run one of whose processes is silent and has no other to take its place."""
+    process = f"process {pid}" if pid else "its process"
+    return (
+        f"{process} cannot be replaced, and the run waits for it; if it was stopped, kill -CONT"
+        " lets it go on; else end the run, and go on with streamrl train --resume"
+    )

@@ -10,7 +10,7 @@ import ray
 
 from streamrl.actors.blobs import Stored, received, store_blob
 from streamrl.actors.remote_shard import Ask, Elsewhere, RemoteShard
-from streamrl.actors.silence import LifeSign
+from streamrl.actors.silence import Living
 from streamrl.actors.stacks import record_stacks
 from streamrl.actors.wire import Endpoint, Listener
 from streamrl.buffer import ShardKeeper, ShardPlan
@@ -20,7 +20,7 @@ RESTARTS = 10
 """Times Ray starts a shard anew that has a journal."""
 
 
-class ShardActor:
+class ShardActor(Living):
     """Hosts one shard on its event loop, from the first call after each start of the process.
 
     Callers ask over connections; objects of the store, which only Ray can hand over, by actor call.
@@ -49,10 +49,6 @@ class ShardActor:
     async def run(self) -> None:
         """Serve until the process ends: whoever waits for this is told of that by Ray."""
         await asyncio.Event().wait()
-
-    async def life(self) -> LifeSign:
-        """Answer at once, as long as this process does anything at all."""
-        return LifeSign.here()
 
     async def endpoint(self) -> Endpoint:
         """Where this process of the shard listens."""

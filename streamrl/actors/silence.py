@@ -1,6 +1,6 @@
 """Which processes give no sign of life: stopped, wedged or out of reach.
 
-Those that can be replaced are asked all the time, and all of them when a run fails of a wait. Who
+All are asked all the time, and once more when a run fails of a wait. Who
 waited knows only for whom, and that one may itself be waiting for a process that is stopped.
 """
 
@@ -68,6 +68,14 @@ class LifeSign:
         return cls(ray.get_runtime_context().get_node_id(), os.getpid())
 
 
+class Living:
+    """What every actor of a run is asked; no method of one that is async holds its loop up."""
+
+    async def life(self) -> LifeSign:
+        """Answer at once, as long as this process does anything at all."""
+        return LifeSign.here()
+
+
 @dataclass(frozen=True)
 class _Asked:
     reply: Any
@@ -75,9 +83,9 @@ class _Asked:
 
 
 class Vigil:
-    """Asks actors for signs of life, and says which have given none for `silent_s`.
+    """Asks actors, each a Living, for signs of life; says which have given none for `silent_s`.
 
-    Each has a method `life` that returns its LifeSign at once. Nothing here waits.
+    Nothing here waits.
     """
 
     def __init__(self, silent_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -86,25 +94,29 @@ class Vigil:
         self._looked_at = clock()
         self._now_s = 0.0
         self._asked: dict[str, _Asked] = {}
+        self._silent: set[str] = set()
         self._heard_s: dict[str, float] = {}
         self._signs: dict[str, LifeSign] = {}
 
     def look(self, actors: Mapping[str, Any]) -> list[str]:
-        """Ask whoever is due of these actors; the names of those that are silent, each once."""
+        """Ask whoever is due of these actors; the names of those that are silent.
+
+        Each once, until it has answered again or was ended.
+        """
         now = self._clock()
         self._now_s += min(now - self._looked_at, LOOK_S)
         self._looked_at = now
         self._asked = {name: asked for name, asked in self._asked.items() if name in actors}
         self._hear()
-        silent = [n for n, one in self._asked.items() if self._now_s - one.at_s >= self._silent_s]
-        for name in silent:
-            del self._asked[name]
+        late = [n for n, one in self._asked.items() if self._now_s - one.at_s >= self._silent_s]
+        found = [name for name in late if name not in self._silent]
+        self._silent = set(late)
         every_s = self._silent_s / ASKED_PER_DEADLINE
         for name, actor in actors.items():
             due_s = self._heard_s.get(name, -every_s) + every_s
-            if name not in self._asked and name not in silent and self._now_s >= due_s:
+            if name not in self._asked and self._now_s >= due_s:
                 self._asked[name] = _Asked(actor.life.remote(), self._now_s)
-        return silent
+        return found
 
     def _hear(self) -> None:
         """Take in what has been answered."""
@@ -120,11 +132,17 @@ class Vigil:
             with contextlib.suppress(RayError):
                 self._signs[name] = ray.get(reply, timeout=0)
 
+    def pid_of(self, name: str) -> str:
+        """The number of an actor's process on its machine, as text; empty if it never answered."""
+        sign = self._signs.get(name)
+        return "" if sign is None else str(sign.pid)
+
     def end(self, name: str, actor: Any) -> None:
         """End the process of a silent actor; Ray starts it again as it does any that dies.
 
         By a signal: one that is stopped would not hear of anything else.
         """
+        self._asked.pop(name, None)
         sign = self._signs.pop(name, None)
         if sign is None:
             ray.kill(actor, no_restart=False)

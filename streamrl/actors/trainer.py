@@ -17,6 +17,7 @@ import ray
 
 from streamrl.actors.meeting_place import meeting_place
 from streamrl.actors.residence import Residence
+from streamrl.actors.silence import Living
 from streamrl.actors.stacks import record_stacks
 from streamrl.actors.wiring import ActorReport, Wiring
 from streamrl.algorithms import columns_derived_from
@@ -64,7 +65,7 @@ def probe_of(trainer: "HostedRank", config: "RunConfig", *, max_length: int) -> 
     return Probe(sequences, logprobs, config.weights.limit(exact=exact))
 
 
-class TrainerActor:
+class TrainerActor(Living):
     """One rank. What touches the model runs in one thread; the queue is read beside it."""
 
     def __init__(self, residence: Residence | None = None) -> None:

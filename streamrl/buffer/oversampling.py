@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Iterable
 
 MOST = 32.0
-"""Most prompts that are admitted for a place by what the filter has taken: it takes 97 %."""
+"""Most prompts that are admitted for a place: the filter takes 97 %."""
 LEAST_VERDICTS = 256
 """So many of the last verdicts count, or those on some steps' groups if these are more."""
 STEPS = 8

@@ -197,7 +197,10 @@ def _check_reference(checkpoint: Checkpoint, every: int) -> None:
 
 def _check_same_run(stored: RunConfig, config: RunConfig) -> None:
     """Refuse overrides under which the saved state would mean something else."""
+    trained = stored.dataflow.trained
     for section, role in (("trainer", POLICY), ("critic.trainer", CRITIC)):
+        if role not in trained or role not in config.dataflow.trained:
+            continue
         was, wanted = (vars(one.trainer_of(role)) for one in (stored, config))
         for name in KEPT_BY_TRAINERS:
             if wanted[name] != was[name]:

@@ -152,7 +152,7 @@ class TrainerConfig:
             return
         if not 0 <= self.lr_min < self.lr:
             raise ConfigError(
-                f"trainer.lr_min={self.lr_min}: must be 0 or more, below lr={self.lr}"
+                f"trainer.lr_min={self.lr_min}: must be 0 or more, below trainer.lr={self.lr}"
             )
         if self.lr_schedule not in FALLS_TO:
             falling = ", ".join(FALLS_TO)

@@ -33,7 +33,7 @@ class FilterConfig:
     max_filter_rounds: the run ends with an error when this many steps' worth of groups were
         filtered for one step.
     oversample: prompts that are admitted for each place of a step while nobody knows what the
-        filter makes of them; auto: as many as it took lately for one group to be kept.
+        filter makes of them, 32 at most; auto: as many as it took lately for one group to be kept.
     options: of the kind, low and high, or path and function; they may stand beside these.
     """
 

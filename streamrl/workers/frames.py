@@ -22,15 +22,26 @@ def length(header: bytes) -> int:
     return int(size)
 
 
-class _PlainUnpickler(pickle.Unpickler):
-    """Makes objects of streamrl's classes and of plain data only.
+_CLASSES = frozenset(
+    {
+        ("streamrl.rewards.user_function", "Needs"),
+        ("streamrl.rewards.verdict", "Judgement"),
+        ("streamrl.rewards.verdict", "Verdict"),
+    }
+)
+"""The classes whose objects workers answer with: a module, and what is defined in it."""
 
-    A worker runs what others wrote: what it sends must not run anything where it arrives.
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Makes objects of those classes and of plain data only.
+
+    A worker runs what others wrote: what it sends must not run anything where it arrives. A module
+    has others' names too, and a name with a dot reaches through them to any function there is.
     """
 
     def find_class(self, module: str, name: str) -> Any:
-        found = super().find_class(module, name) if module.startswith("streamrl.") else None
-        if not isinstance(found, type):
+        found = super().find_class(module, name) if (module, name) in _CLASSES else None
+        if not isinstance(found, type) or found.__module__ != module:
             raise pickle.UnpicklingError(f"{module}.{name} is no plain data")
         return found
 

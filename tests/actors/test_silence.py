@@ -13,10 +13,13 @@ import pytest
 import ray
 from ray.exceptions import RayActorError
 
-from streamrl.actors.crew import Crew
-from streamrl.actors.hybrid import Part
+from streamrl.actors.coordinator import CoordinatorActor
+from streamrl.actors.crew import HOSTS, Crew
+from streamrl.actors.hybrid import HybridActor, Part
 from streamrl.actors.reporting import RoleActors
-from streamrl.actors.silence import LifeSign, Vigil, naming_silent, silent
+from streamrl.actors.session import Session
+from streamrl.actors.shard import ShardActor
+from streamrl.actors.silence import LifeSign, Living, Vigil, naming_silent, silent
 from streamrl.config import load_config
 from streamrl.dataflow import GENERATE, POLICY, REWARD
 from streamrl.errors import DeadlineError, FilterError
@@ -125,6 +128,65 @@ def watched(
             if name != stopped:
                 ray.wait([asked.reply], timeout=30.0)
     return found
+
+
+def test_whoever_is_not_ended_is_found_again_only_after_an_answer(local_ray: None) -> None:
+    waiter: Any = ray.remote(num_cpus=0)(Waiter)
+    actors = {"trainer-0": waiter.remote()}
+    pid = ray.get(actors["trainer-0"].pid.remote())
+    clock = Clock()
+    vigil = Vigil(12.0, clock=clock)
+    assert watched(vigil, clock, actors, 10) == [] and vigil.pid_of("trainer-0") == str(pid)
+    try:
+        os.kill(pid, signal.SIGSTOP)
+        found = watched(vigil, clock, actors, 60, stopped="trainer-0")
+        assert found == ["trainer-0"], "once"
+        assert len(vigil._asked) == 1, "nothing piles up"
+        os.kill(pid, signal.SIGCONT)
+        assert watched(vigil, clock, actors, 30) == []
+        os.kill(pid, signal.SIGSTOP)
+        assert watched(vigil, clock, actors, 30, stopped="trainer-0") == ["trainer-0"]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_silent_process_that_has_no_other_is_named_once_and_left_alone(
+    processes: dict[str, ray.actor.ActorHandle], tmp_path: Path
+) -> None:
+    config = load_config(RECIPE, [f"run.dir={tmp_path}", "run.silent_s=12"])
+    nothing: Any = None
+    prepared = Prepared(config.dataflow, nothing, {}, (), 8, 0, ())
+    session = Session(config, prepared, on_gpu=False, shard_bytes=0, engines=nothing)
+    calls = {call.role: call for call in config.dataflow.calls}
+    crew, stopped, waiting = session._crew, processes["generator-1"], processes["generator-0"]
+    # A rank that is stopped, a generator and the coordinator that are not.
+    crew.actors = {"coordinator": waiting, "trainer-0": stopped, "generator-0": waiting}
+    for role, name in ((POLICY, "trainer-0"), (GENERATE.role, "generator-0")):
+        crew.roles[role] = RoleActors([calls[role]], [name], [crew.actors[name]])
+    crew.comebacks.note("generator-0", nothing)
+    session._irreplaceable = crew.comebacks.others(crew.processes)
+    assert sorted(session._irreplaceable) == ["coordinator", "trainer-0"]
+    told: list[Any] = []
+    clock = Clock()
+    session._vigil = Vigil(config.run.silent_s, clock=clock)
+    for _ in range(40):
+        clock.now += 1.0
+        session._see_to_silent(told.append)
+        others = [one.reply for name, one in session._vigil._asked.items() if name != "trainer-0"]
+        ray.wait(others or [ray.put(0)], num_returns=len(others) or 1, timeout=30.0)
+    (event,) = told
+    assert event.name == "silent" and event.fields["actor"] == "trainer-0"
+    assert event.fields["reason"] == (
+        "trainer-0 has not answered for 12 s (run.silent_s): its process cannot be replaced, and"
+        " the run waits for it; if it was stopped, kill -CONT lets it go on; else end the run, and"
+        " go on with streamrl train --resume"
+    )
+    assert silent(processes, within_s=1.0) == ["generator-1"], "it is stopped, not ended"
+
+
+def test_every_actor_of_a_run_gives_signs_of_life() -> None:
+    for kind in (*HOSTS.values(), CoordinatorActor, HybridActor, ShardActor):
+        assert issubclass(kind, Living), kind
 
 
 def test_whoever_answers_nothing_is_found_once_and_ended_and_answers_again(local_ray: None) -> None:
