@@ -10,12 +10,20 @@ import yaml
 from streamrl.cli.main import main
 from streamrl.config import RunConfig, load_config
 from streamrl.errors import ConfigError
+from streamrl.model_config import read_model_config
 from streamrl.placement import Capacity, Cluster, FixedLength, Mesh, Placement, owner, settle
 from streamrl.placement.costs import Constants, CostModel
 from streamrl.placement.schedule import Estimator
 from streamrl.placement.search import Choices
 from streamrl.placement.search.partitions import allocations, set_partitions
-from streamrl.placing import RunCosts, placed_run, rules_of, run_placement, shares_devices
+from streamrl.placing import (
+    RunCosts,
+    placed_run,
+    rules_of,
+    run_costs,
+    run_placement,
+    shares_devices,
+)
 from streamrl.planning import Asked, problem_of, run_constants
 from streamrl.preflight import hybrid_memory, prepare, shard_bytes, ways
 from streamrl.resharding import Grid
@@ -62,7 +70,8 @@ def preset(name: str, inputs: Path) -> list[str]:
 def check_as_train_does(config: RunConfig, cluster: Cluster) -> None:
     """All that `streamrl train` checks before it starts an engine, on as many devices."""
     prepared, on_gpu = prepare(config), not cluster.is_cpu
-    have = Capacity(cpus=cluster.size + 8, gpus=cluster.size if on_gpu else 0)
+    cpus = config.placement.cpus or cluster.size + 8
+    have = Capacity(cpus=cpus, gpus=cluster.size if on_gpu else 0)
     mode = settle(ways(config, prepared, on_gpu), have).mode
     assert mode == config.placement.mode
     there = placed(config, mode)
@@ -70,9 +79,10 @@ def check_as_train_does(config: RunConfig, cluster: Cluster) -> None:
     shard_bytes(there, prepared, node_stores=[there.placement.object_store_mb * MIB])
     if given := config.generator.kv_cache_mb:
         # vLLM refuses to start without room for the longest rollout.
-        model = json.loads(Path(config.model.path, "config.json").read_text())
-        heads = model["num_key_value_heads"] * model["hidden_size"] // model["num_attention_heads"]
-        token_bytes = 2 * model["num_hidden_layers"] * heads * (2 if on_gpu else 4)
+        model = read_model_config(config.model.path).get_text_config()
+        heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+        width = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+        token_bytes = 2 * model.num_hidden_layers * heads * width * (2 if on_gpu else 4)
         assert given * MIB >= prepared.max_length * token_bytes / config.generator.tensor_parallel
 
 
@@ -126,7 +136,7 @@ def test_every_placement_that_a_plan_may_choose_is_taken_by_train(
     problem = problem_of(config, cluster, Asked(5, lengths=FixedLength(12)))
     costs = CostModel(problem, run_constants(config, Constants(), on_gpu=True))
     choices = Choices(
-        Estimator(problem, RunCosts(costs, config.dataflow)), rules=rules_of(config, problem.models)
+        Estimator(problem, run_costs(config, problem, costs)), rules=rules_of(config, problem)
     )
     prepared, checked = prepare(config), 0
     in_two = [sets for sets in set_partitions(choices.roles) if len(sets) <= 2]
@@ -150,9 +160,7 @@ def test_a_generator_alone_takes_what_it_finds_and_one_that_shares_is_told(input
     path, *overrides = preset("grpo_arithmetic", inputs)
     config = load_config(Path(path), overrides)
     problem = problem_of(config, Cluster.parse("2xH100"), Asked(5))
-    choices = Choices(
-        Estimator(problem, CostModel(problem)), rules=rules_of(config, problem.models)
-    )
+    choices = Choices(Estimator(problem, CostModel(problem)), rules=rules_of(config, problem))
     apart = choices.fitted({"generator": Mesh(0, 1), "policy": Mesh(1, 1)})
     together = choices.fitted({"generator": Mesh(0, 2), "policy": Mesh(0, 2)})
     assert apart is not None and together is not None
@@ -169,9 +177,7 @@ def test_roles_of_one_setting_have_devices_alike(inputs: Path) -> None:
     path, *overrides = preset("safe_rlhf_toy", inputs)
     config = load_config(Path(path), overrides)
     problem = problem_of(config, Cluster.parse("8xH100"), Asked(5))
-    choices = Choices(
-        Estimator(problem, CostModel(problem)), rules=rules_of(config, problem.models)
-    )
+    choices = Choices(Estimator(problem, CostModel(problem)), rules=rules_of(config, problem))
     whole = choices.fitted(dict.fromkeys(choices.roles, Mesh(0, 8)))
     assert whole is not None
     (small,) = (each for each in choices.of("critic", Mesh(0, 4))[:1])
