@@ -48,6 +48,8 @@ from streamrl.placement.search.rules import Rules
 from streamrl.planning import CRITICS, JUDGES
 from streamrl.resharding import Grid
 from streamrl.slots import counts
+from streamrl.weights.choice import many_nodes
+from streamrl.weights.config import SHARED_MEMORY
 
 SHADOWS = ("value", "cost_value")
 SIZED_ALIKE = (JUDGES, CRITICS, SHADOWS)
@@ -131,8 +133,9 @@ def placed_run(
 def sited_run(config: RunConfig, cluster: Cluster, *, longest_tokens: int) -> RunConfig:
     """The same run with what it needs to start on a cluster.
 
-    Of several nodes it joins the Ray that runs there; on a single one it starts its own, whose
-    object store has room for a step in any shard. longest_tokens: of the longest rollout.
+    Of several nodes it joins the Ray that runs there; on a single one it starts its own, with as
+    many CPU slots as it asks for, and an object store with room for a step in any shard.
+    longest_tokens: of the longest rollout.
     """
     there = config.placement
     if there.address:
@@ -203,17 +206,23 @@ def run_rules(call: Call, grid: Grid) -> Sequence[int]:
 
 def run_costs(config: RunConfig, problem: Problem, costs: Costs) -> "RunCosts":
     """Costs of placements of a run that `streamrl train` takes."""
+    # Sizes that are no model's are taken for those of one that vLLM has a class for.
     architectures = problem.models[POLICY].architectures
     on_gpu = not problem.cluster.is_cpu
+    nodes = many_nodes(problem.cluster.num_nodes)
 
-    def apart(mode: str, max_staleness: int) -> str:
-        if why := apart_at_any_size(config, max_staleness):
+    def refused(placement: PlacementConfig, max_staleness: int) -> str:
+        if nodes and config.weights.transport == SHARED_MEMORY:
+            return f"weights.transport={SHARED_MEMORY}: {nodes}"
+        if not placement.is_hybrid:
+            return ""
+        if architectures is not None and (
+            why := unshared_process(architectures, mode=placement.mode, on_gpu=on_gpu)
+        ):
             return why
-        # Sizes that are no model's are taken for those of one that vLLM knows.
-        known = architectures is not None
-        return unshared_process(architectures, mode=mode, on_gpu=on_gpu) if known else ""
+        return apart_at_any_size(config, max_staleness)
 
-    return RunCosts(costs, config.dataflow, apart=apart)
+    return RunCosts(costs, config.dataflow, refused=refused)
 
 
 class RunCosts:
@@ -224,18 +233,16 @@ class RunCosts:
         costs: Costs,
         dataflow: Dataflow,
         *,
-        apart: Callable[[str, int], str] = lambda _mode, _bound: "",
+        refused: Callable[[PlacementConfig, int], str] = lambda _placement, _bound: "",
     ) -> None:
-        """`apart` is why trainer and generators cannot share processes in a placement.mode and
-        under a bound, if so.
-        """
-        self._costs, self._dataflow, self._apart = costs, dataflow, apart
+        """`refused` is why a run does not start so placed and under a bound, if so."""
+        self._costs, self._dataflow, self._refused = costs, dataflow, refused
         self._pools: dict[tuple[bool, tuple[tuple[str, Mesh], ...]], PlacementConfig | None] = {}
 
     @property
     def rough(self) -> "RunCosts":
         """The same for a search."""
-        return RunCosts(self._costs.rough, self._dataflow, apart=self._apart)
+        return RunCosts(self._costs.rough, self._dataflow, refused=self._refused)
 
     def timings(self, placement: Placement) -> Timings:
         """How long things take."""
@@ -275,7 +282,7 @@ class RunCosts:
             return f"streamrl does not run it: {NOT_POOLS}"
         if why := unlike(self._dataflow, placement):
             return f"streamrl does not run it: {why}"
-        return self._apart(pools.mode, placement.max_staleness) if pools.is_hybrid else ""
+        return self._refused(pools, placement.max_staleness)
 
 
 def _check_runs(call: Call, assignment: Assignment, placement: Placement) -> None:
