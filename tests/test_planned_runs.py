@@ -278,12 +278,12 @@ def test_what_is_planned_of_a_family_is_taken_by_train(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     out, words = tmp_path / "plan.yaml", preset("grpo_arithmetic", inputs)
-    # One run's slots are few, and prompts of its evaluation longer than those that it trains on.
+    # Few CPU slots, and a long prompt that is not trained on.
     rows = [json.loads(line) for line in (inputs / "rows.jsonl").read_text().splitlines()[:2]]
     rows[0]["prompt"][0]["content"] = "1+1" * 10
     (tmp_path / "long.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     words += [f"model.path={families[family]}", "placement.cpus=1"]
-    words += [f"data.eval={tmp_path}/long.jsonl", "pipeline.groups_per_step=8192"]
+    words += [f"data.eval={tmp_path}/long.jsonl", "queue.store_share=0.0001"]
     options = ["--cluster", cluster, "--proposals", "10", "-o", str(out), "--json"]
     assert main(["plan", *words, *options]) == 0
     found = json.loads(capsys.readouterr().out)
