@@ -8,6 +8,7 @@ from typing import Any
 
 import networkx as nx
 
+from streamrl.agreement import apart_at_any_size
 from streamrl.buffer.admission import most_group_bytes
 from streamrl.config import RunConfig
 from streamrl.dataflow import (
@@ -19,7 +20,13 @@ from streamrl.dataflow import (
     Dataflow,
     Kind,
 )
-from streamrl.engines.split_models import is_served, is_trained_in_parts
+from streamrl.engines.split_models import (
+    sizes_of,
+    unloaded_split,
+    unserved_split,
+    untrained_split,
+)
+from streamrl.engines.vllm_registry import unshared_process
 from streamrl.errors import ConfigError
 from streamrl.messages import COMPONENT_PREFIX, COST_PREFIX
 from streamrl.placement import (
@@ -27,9 +34,9 @@ from streamrl.placement import (
     Assignment,
     Cluster,
     Mesh,
-    ModelShape,
     Placement,
     PlacementConfig,
+    Problem,
     Timings,
     lay_out,
     owner,
@@ -41,6 +48,8 @@ from streamrl.placement.search.rules import Rules
 from streamrl.planning import CRITICS, JUDGES
 from streamrl.resharding import Grid
 from streamrl.slots import counts
+from streamrl.weights.choice import many_nodes
+from streamrl.weights.config import SHARED_MEMORY
 
 SHADOWS = ("value", "cost_value")
 SIZED_ALIKE = (JUDGES, CRITICS, SHADOWS)
@@ -124,8 +133,9 @@ def placed_run(
 def sited_run(config: RunConfig, cluster: Cluster, *, longest_tokens: int) -> RunConfig:
     """The same run with what it needs to start on a cluster.
 
-    Of several nodes it joins the Ray that runs there; on a single one it starts its own, whose
-    object store has room for a step in any shard. longest_tokens: of the longest rollout.
+    Of several nodes it joins the Ray that runs there; on a single one it starts its own, with as
+    many CPU slots as it asks for, and an object store with room for a step in any shard.
+    longest_tokens: of the longest rollout.
     """
     there = config.placement
     if there.address:
@@ -140,7 +150,7 @@ def sited_run(config: RunConfig, cluster: Cluster, *, longest_tokens: int) -> Ru
     needed_mb = math.ceil(STORE_SLACK * step / config.queue.store_share / (1 << 20))
     return replace(
         config,
-        placement=replace(there, object_store_mb=max(there.object_store_mb, needed_mb)),
+        placement=replace(there, cpus=None, object_store_mb=max(there.object_store_mb, needed_mb)),
     )
 
 
@@ -153,7 +163,7 @@ def shares_devices(placement: Placement) -> bool:
 # What streamrl runs.
 
 
-def rules_of(config: RunConfig, models: Mapping[str, ModelShape]) -> Rules:
+def rules_of(config: RunConfig, problem: Problem) -> Rules:
     """`run_rules`, for a run's own types and models.
 
     Layers that are split are trained by torch, which keeps no master weights for those in bfloat16,
@@ -161,15 +171,20 @@ def rules_of(config: RunConfig, models: Mapping[str, ModelShape]) -> Rules:
     """
     trainers = {role: config.trainer_of(role) for role in config.dataflow.trained}
     whole = {r for r, each in trainers.items() if each.dtype == "bfloat16" or each.lora_rank}
+    on_gpu = not problem.cluster.is_cpu
 
     def rules(call: Call, grid: Grid) -> Sequence[int]:
-        shape = models.get(call.role) or models[call.follows]
+        shape = problem.models.get(call.role) or problem.models[call.follows]
+        sizes, ranks = sizes_of(shape), grid.tensor
         if call.kind is not Kind.TRAIN:
-            return run_rules(call, grid) if is_served(shape, grid.tensor) else ()
-        if grid.tensor > 1 and (call.role in whole or not is_trained_in_parts(shape, grid.tensor)):
+            why = unserved_split(sizes, ranks) or unloaded_split(
+                ranks, has_experts=bool(shape.experts), on_gpu=on_gpu
+            )
+            return () if why else run_rules(call, grid)
+        if ranks > 1 and (call.role in whole or untrained_split(shape.family, sizes, ranks)):
             return ()
         is_sharded = trainers[call.role].backend == "torch" and grid.size > 1
-        return (0, 3) if is_sharded and grid.tensor == 1 else run_rules(call, grid)
+        return (0, 3) if is_sharded and ranks == 1 else run_rules(call, grid)
 
     return rules
 
@@ -189,20 +204,45 @@ def run_rules(call: Call, grid: Grid) -> Sequence[int]:
     return (1, 3)
 
 
+def run_costs(config: RunConfig, problem: Problem, costs: Costs) -> "RunCosts":
+    """Costs of placements of a run that `streamrl train` takes."""
+    # Sizes that are no model's are taken for those of one that vLLM has a class for.
+    architectures = problem.models[POLICY].architectures
+    on_gpu = not problem.cluster.is_cpu
+    nodes = many_nodes(problem.cluster.num_nodes)
+
+    def refused(placement: PlacementConfig, max_staleness: int) -> str:
+        if nodes and config.weights.transport == SHARED_MEMORY:
+            return f"weights.transport={SHARED_MEMORY}: {nodes}"
+        if not placement.is_hybrid:
+            return ""
+        if architectures is not None and (
+            why := unshared_process(architectures, mode=placement.mode, on_gpu=on_gpu)
+        ):
+            return why
+        return apart_at_any_size(config, max_staleness)
+
+    return RunCosts(costs, config.dataflow, refused=refused)
+
+
 class RunCosts:
     """Costs of placements that streamrl itself runs; all others do not fit."""
 
     def __init__(
-        self, costs: Costs, dataflow: Dataflow, *, apart: Callable[[int], str] = lambda _: ""
+        self,
+        costs: Costs,
+        dataflow: Dataflow,
+        *,
+        refused: Callable[[PlacementConfig, int], str] = lambda _placement, _bound: "",
     ) -> None:
-        """`apart` is why trainer and generators cannot share processes under a bound, if so."""
-        self._costs, self._dataflow, self._apart = costs, dataflow, apart
+        """`refused` is why a run does not start so placed and under a bound, if so."""
+        self._costs, self._dataflow, self._refused = costs, dataflow, refused
         self._pools: dict[tuple[bool, tuple[tuple[str, Mesh], ...]], PlacementConfig | None] = {}
 
     @property
     def rough(self) -> "RunCosts":
         """The same for a search."""
-        return RunCosts(self._costs.rough, self._dataflow, apart=self._apart)
+        return RunCosts(self._costs.rough, self._dataflow, refused=self._refused)
 
     def timings(self, placement: Placement) -> Timings:
         """How long things take."""
@@ -242,7 +282,7 @@ class RunCosts:
             return f"streamrl does not run it: {NOT_POOLS}"
         if why := unlike(self._dataflow, placement):
             return f"streamrl does not run it: {why}"
-        return self._apart(placement.max_staleness) if pools.is_hybrid else ""
+        return self._refused(pools, placement.max_staleness)
 
 
 def _check_runs(call: Call, assignment: Assignment, placement: Placement) -> None:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from streamrl.config import RunConfig
-from streamrl.data import open_files
+from streamrl.data import load_files, open_files
 from streamrl.dataflow import COST_CRITIC, CRITIC, POLICY, Kind
 from streamrl.errors import ConfigError
 from streamrl.model_config import model_length
@@ -130,9 +130,10 @@ def _judge(config: RunConfig, role: str) -> RewardConfig | None:
 
 
 def prompt_tokens(config: RunConfig) -> tuple[float, int]:
-    """Mean and most tokens of a prompt of data.train, as the model of the run reads it.
+    """Mean tokens of a prompt of data.train, and most of one of data.eval, too.
 
-    Raises ConfigError if that cannot be had.
+    As the model of the run reads them: what generates and what is stored has room for both. Raises
+    ConfigError if that cannot be had.
     """
     try:
         limit = config.data.prompt_limit(
@@ -141,9 +142,17 @@ def prompt_tokens(config: RunConfig) -> tuple[float, int]:
         )
         data, model = config.data, config.model.path
         opened = open_files(data.train_files, model, limit=limit, on_long=data.on_long_prompt)
+        evaluation = load_files(
+            data.eval_files,
+            model,
+            limit=limit,
+            on_long=data.on_long_prompt,
+            most=config.evaluation.limit,
+        )
     except ConfigError as error:
         raise ConfigError(f"{error}; --prompt-tokens N says how long prompts are") from None
-    return opened.mean_tokens, opened.longest
+    longest = max([opened.longest, *(len(prompt.token_ids) for prompt in evaluation.prompts)])
+    return opened.mean_tokens, longest
 
 
 def run_constants(config: RunConfig, constants: Constants, *, on_gpu: bool) -> Constants:

@@ -28,13 +28,24 @@ from streamrl.data import (
 from streamrl.dataflow import COST, CRITIC, GENERATE, POLICY, REWARD, Dataflow
 from streamrl.engines.held_memory import worker_memory
 from streamrl.engines.lora import check_targets
-from streamrl.engines.split_models import check_split_generator, check_tensor_parallel, has_experts
+from streamrl.engines.split_models import (
+    check_split_generator,
+    check_tensor_parallel,
+    has_experts,
+    unloaded_split,
+)
 from streamrl.engines.support import check_support, left_out
 from streamrl.engines.trainer_config import TrainerConfig
-from streamrl.engines.vllm_registry import is_served_by_transformers
+from streamrl.engines.vllm_registry import unshared_process
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt
-from streamrl.model_config import check_weights, model_length, stored_shapes, trusted_env
+from streamrl.model_config import (
+    check_weights,
+    model_length,
+    read_model_config,
+    stored_shapes,
+    trusted_env,
+)
 from streamrl.placement import SLOTS, Demand, Way, WorkerMemory
 from streamrl.rewards import COSTS, Surroundings, build_rewards
 from streamrl.rewards.filtering import build_filter
@@ -157,6 +168,8 @@ def _check_schedule(config: RunConfig, role: str, section: str) -> None:
 def ways(config: RunConfig, prepared: Prepared, on_gpu: bool) -> dict[str, Way]:
     """What a run asks for in each mode it may be placed in, best first."""
     modes = [config.placement.mode]
+    # Before Ray is started it has told of no GPU.
+    has_gpu = on_gpu or torch.cuda.is_available()
     if modes == ["auto"]:
         modes = ["disaggregated", "colocated"]
     found: dict[str, Way] = {}
@@ -168,8 +181,8 @@ def ways(config: RunConfig, prepared: Prepared, on_gpu: bool) -> dict[str, Way]:
         wanted = demands(there, prepared, on_gpu)
         problem = (
             _unbounded_cache(there, wanted)
-            or _over_budget(there, on_gpu)
-            or _unservable(there, on_gpu)
+            or _over_budget(there, has_gpu)
+            or _unservable(there, has_gpu)
         )
         found[mode] = problem or wanted
     return found
@@ -180,8 +193,7 @@ def _over_budget(config: RunConfig, on_gpu: bool) -> str:
     if config.placement.memory_mb is None:
         return ""
     try:
-        # Before Ray is started it has told of no GPU.
-        hybrid_memory(config, on_gpu=on_gpu or torch.cuda.is_available())
+        hybrid_memory(config, on_gpu=on_gpu)
     except ConfigError as error:
         return str(error)
     return ""
@@ -189,18 +201,12 @@ def _over_budget(config: RunConfig, on_gpu: bool) -> str:
 
 def _unservable(config: RunConfig, on_gpu: bool) -> str:
     """What is wrong where vLLM cannot take up new weights of the model as it is placed."""
-    path, ranks = config.model.path, config.generator.tensor_parallel
-    if on_gpu and config.placement.is_hybrid and is_served_by_transformers(path):
-        return (
-            "placement.mode=colocated: vLLM serves this model with transformers' own classes, which"
-            " on a GPU it changes for its whole process, the trainer's; use disaggregated"
-        )
-    if not on_gpu and ranks > 1 and has_experts(path):
-        return (
-            f"generator.tensor_parallel={ranks}: on a CPU vLLM cannot load new weights of a mixture"
-            " of experts that is split; use 1"
-        )
-    return ""
+    path, ranks, there = config.model.path, config.generator.tensor_parallel, config.placement
+    if there.is_hybrid:
+        architectures = read_model_config(path).architectures or ()
+        if why := unshared_process(architectures, mode=there.mode, on_gpu=on_gpu):
+            return why
+    return unloaded_split(ranks, has_experts=has_experts(path), on_gpu=on_gpu)
 
 
 def _unbounded_cache(config: RunConfig, demands: Sequence[Demand]) -> str:

@@ -1,23 +1,45 @@
 """What `streamrl plan` writes is a run that `streamrl train` takes on that cluster."""
 
+import itertools
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamrl.cli.main import main
 from streamrl.config import RunConfig, load_config
+from streamrl.engines.split_models import check_split_generator, check_tensor_parallel
 from streamrl.errors import ConfigError
-from streamrl.placement import Capacity, Cluster, FixedLength, Mesh, Placement, owner, settle
+from streamrl.model_config import read_model_config
+from streamrl.placement import (
+    Assignment,
+    Capacity,
+    Cluster,
+    FixedLength,
+    Mesh,
+    Placement,
+    owner,
+    settle,
+)
 from streamrl.placement.costs import Constants, CostModel
 from streamrl.placement.schedule import Estimator
 from streamrl.placement.search import Choices
 from streamrl.placement.search.partitions import allocations, set_partitions
-from streamrl.placing import RunCosts, placed_run, rules_of, run_placement, shares_devices
+from streamrl.placing import (
+    RunCosts,
+    placed_run,
+    rules_of,
+    run_costs,
+    run_placement,
+    run_rules,
+    shares_devices,
+)
 from streamrl.planning import Asked, problem_of, run_constants
-from streamrl.preflight import hybrid_memory, prepare, shard_bytes, ways
+from streamrl.preflight import Prepared, hybrid_memory, prepare, shard_bytes, ways
 from streamrl.resharding import Grid
 from streamrl.slots import placed
 from tests.rewards.tiny_classifier import write_classifier
@@ -32,6 +54,26 @@ QUICK = {
 }
 CLUSTERS = ("1xH100", "2xH100", "4xA100", "2x8xA100", "4xCPU")
 SHORT = ("generator.max_new_tokens=12", "pipeline.groups_per_step=16", "algorithm.kl_horizon=4096")
+SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"),
+)
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"num_key_value_heads": 2},
+    # vLLM builds it of the classes of transformers.
+    "gpt_neox": {},
+    "qwen3_moe": {
+        **{"num_key_value_heads": 1, "head_dim": 32, "moe_intermediate_size": 33},
+        **{"num_experts": 4, "num_experts_per_tok": 2},
+    },
+    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+}
+REFUSED = {
+    ("gpt_neox", "2xH100"): {"placement.mode", "trainer.tensor_parallel"},
+    ("qwen3_moe", "2xH100"): {"generator.tensor_parallel", "trainer.tensor_parallel"},
+    ("mixtral", "2xCPU"): {"generator.tensor_parallel", "trainer.tensor_parallel"},
+}
+"""Settings that train refuses some placements by, by family and cluster."""
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +104,8 @@ def preset(name: str, inputs: Path) -> list[str]:
 def check_as_train_does(config: RunConfig, cluster: Cluster) -> None:
     """All that `streamrl train` checks before it starts an engine, on as many devices."""
     prepared, on_gpu = prepare(config), not cluster.is_cpu
-    have = Capacity(cpus=cluster.size + 8, gpus=cluster.size if on_gpu else 0)
+    cpus = config.placement.cpus or cluster.size + 8
+    have = Capacity(cpus=cpus, gpus=cluster.size if on_gpu else 0)
     mode = settle(ways(config, prepared, on_gpu), have).mode
     assert mode == config.placement.mode
     there = placed(config, mode)
@@ -70,9 +113,10 @@ def check_as_train_does(config: RunConfig, cluster: Cluster) -> None:
     shard_bytes(there, prepared, node_stores=[there.placement.object_store_mb * MIB])
     if given := config.generator.kv_cache_mb:
         # vLLM refuses to start without room for the longest rollout.
-        model = json.loads(Path(config.model.path, "config.json").read_text())
-        heads = model["num_key_value_heads"] * model["hidden_size"] // model["num_attention_heads"]
-        token_bytes = 2 * model["num_hidden_layers"] * heads * (2 if on_gpu else 4)
+        model = read_model_config(config.model.path).get_text_config()
+        heads = getattr(model, "num_key_value_heads", None) or model.num_attention_heads
+        width = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
+        token_bytes = 2 * model.num_hidden_layers * heads * width * (2 if on_gpu else 4)
         assert given * MIB >= prepared.max_length * token_bytes / config.generator.tensor_parallel
 
 
@@ -126,7 +170,7 @@ def test_every_placement_that_a_plan_may_choose_is_taken_by_train(
     problem = problem_of(config, cluster, Asked(5, lengths=FixedLength(12)))
     costs = CostModel(problem, run_constants(config, Constants(), on_gpu=True))
     choices = Choices(
-        Estimator(problem, RunCosts(costs, config.dataflow)), rules=rules_of(config, problem.models)
+        Estimator(problem, run_costs(config, problem, costs)), rules=rules_of(config, problem)
     )
     prepared, checked = prepare(config), 0
     in_two = [sets for sets in set_partitions(choices.roles) if len(sets) <= 2]
@@ -146,13 +190,127 @@ def test_every_placement_that_a_plan_may_choose_is_taken_by_train(
     assert checked >= len(in_two)
 
 
+def write_family(family: str, like: Path, folder: Path) -> str:
+    """A tiny model of another family, with the tokenizer of one that is there."""
+    shutil.copytree(like, folder)
+    sizes = {key: json.loads((like / "config.json").read_text())[key] for key in SIZES}
+    settings = AutoConfig.for_model(family, **sizes, **FAMILIES[family])
+    AutoModelForCausalLM.from_config(settings).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def families(inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Model directories by family."""
+    folder = tmp_path_factory.mktemp("families")
+    return {name: write_family(name, inputs / "model", folder / name) for name in FAMILIES}
+
+
+def refusal(
+    config: RunConfig, prepared: Prepared, cluster: Cluster, placement: Placement, room: float
+) -> str:
+    """Why `streamrl train` refuses a run that is so placed; empty if it does not."""
+    have = Capacity(cpus=cluster.size + 8, gpus=0 if cluster.is_cpu else cluster.size)
+    try:
+        run = placed_run(config, placement, kv_cache_bytes=room)
+        check_split_generator(run.model.path, run.generator.tensor_parallel)
+        ranks = run.trainer.tensor_parallel
+        check_tensor_parallel(run.model.path, ranks, section="trainer")
+        settle(ways(run, prepared, not cluster.is_cpu), have)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        pytest.param(family, name, marks=[pytest.mark.slow] * (each not in REFUSED))
+        for family, name in itertools.product(FAMILIES, ("2xH100", "2xCPU"))
+        for each in [(family, name)]
+    ],
+)
+def test_what_train_refuses_of_a_placement_the_planner_does(
+    family: str, name: str, inputs: Path, families: dict[str, str]
+) -> None:
+    path, *overrides = preset("grpo_arithmetic", inputs)
+    own = ["pipeline.max_staleness=0", "trainer.backend=torch", "algorithm.kl_coef=0"]
+    own.append(f"model.path={families[family]}")
+    config, cluster = load_config(Path(path), [*overrides, *own]), Cluster.parse(name)
+    problem, prepared = problem_of(config, cluster, Asked(5)), prepare(config)
+    plain = CostModel(problem, run_constants(config, Constants(), on_gpu=not cluster.is_cpu))
+    costs, rules = run_costs(config, problem, plain.rough), rules_of(config, problem)
+    every = Choices(Estimator(problem, plain), rules=rules)
+    calls = {role: config.dataflow.roles[role][0] for role in every.roles}
+    # All there are: a search leaves away what is not even.
+    options = [
+        [
+            Assignment(mesh, grid, zero)
+            for mesh in (Mesh(0, 1), Mesh(1, 1), Mesh(0, 2))
+            for grid in (Grid(1, 1, mesh.size), Grid(1, mesh.size, 1))[: mesh.size]
+            for zero in run_rules(calls[role], grid)
+        ]
+        for role in every.roles
+    ]
+    reasons = {True: set[str](), False: set[str]()}
+    for some in itertools.product(*options):
+        roles = dict(zip(every.roles, some, strict=True))
+        placement = every.placement(roles)
+        by_rules = any(r.zero_stage not in rules(calls[role], r.grid) for role, r in roles.items())
+        why = costs.unfit(placement)
+        said = refusal(config, prepared, cluster, placement, MIB)
+        # The planner may be stricter, and never laxer; of devices it gives the same reason.
+        assert why or by_rules or not said, f"{placement}: {said}"
+        if said.startswith("placement.mode="):
+            assert why == said
+        reasons[bool(said)].add(said.split("=")[0])
+    assert reasons[False]
+    assert reasons[True] >= REFUSED.get((family, name), set())
+
+
+@pytest.mark.parametrize(("family", "cluster"), [("gpt_neox", "2xH100"), ("gpt_neox", "2xCPU")])
+def test_what_is_planned_of_a_family_is_taken_by_train(
+    family: str,
+    cluster: str,
+    inputs: Path,
+    families: dict[str, str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out, words = tmp_path / "plan.yaml", preset("grpo_arithmetic", inputs)
+    # Few CPU slots, and a long prompt that is not trained on.
+    rows = [json.loads(line) for line in (inputs / "rows.jsonl").read_text().splitlines()[:2]]
+    rows[0]["prompt"][0]["content"] = "1+1" * 10
+    (tmp_path / "long.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    words += [f"model.path={families[family]}", "placement.cpus=1"]
+    words += [f"data.eval={tmp_path}/long.jsonl", "queue.store_share=0.0001"]
+    options = ["--cluster", cluster, "--proposals", "10", "-o", str(out), "--json"]
+    assert main(["plan", *words, *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["best"]["kind"] != "colocated" or cluster.endswith("CPU")
+    check_as_train_does(load_config(out), Cluster.parse(cluster))
+
+
+def test_where_nothing_can_be_placed_as_train_wants_it_the_reason_is_told_and_what_would_do(
+    inputs: Path, families: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [*preset("grpo_arithmetic", inputs), "--proposals", "10"]
+    own = [*words, f"model.path={families['gpt_neox']}"]
+    assert main(["plan", *own, "--cluster", "1xH100"]) == 1
+    said = capsys.readouterr().out
+    assert "colocated: cannot be: placement.mode=colocated: vLLM serves this model with" in said
+    assert "it would fit with any one of:\n  --cluster 2xH100" in said
+    assert main(["plan", *words, "weights.transport=shared_memory", "--cluster", "2x1xH100"]) == 1
+    assert "weights.transport=shared_memory: publisher and readers are on 2 nodes" in (
+        capsys.readouterr().out
+    )
+
+
 def test_a_generator_alone_takes_what_it_finds_and_one_that_shares_is_told(inputs: Path) -> None:
     path, *overrides = preset("grpo_arithmetic", inputs)
     config = load_config(Path(path), overrides)
     problem = problem_of(config, Cluster.parse("2xH100"), Asked(5))
-    choices = Choices(
-        Estimator(problem, CostModel(problem)), rules=rules_of(config, problem.models)
-    )
+    choices = Choices(Estimator(problem, CostModel(problem)), rules=rules_of(config, problem))
     apart = choices.fitted({"generator": Mesh(0, 1), "policy": Mesh(1, 1)})
     together = choices.fitted({"generator": Mesh(0, 2), "policy": Mesh(0, 2)})
     assert apart is not None and together is not None
@@ -169,9 +327,7 @@ def test_roles_of_one_setting_have_devices_alike(inputs: Path) -> None:
     path, *overrides = preset("safe_rlhf_toy", inputs)
     config = load_config(Path(path), overrides)
     problem = problem_of(config, Cluster.parse("8xH100"), Asked(5))
-    choices = Choices(
-        Estimator(problem, CostModel(problem)), rules=rules_of(config, problem.models)
-    )
+    choices = Choices(Estimator(problem, CostModel(problem)), rules=rules_of(config, problem))
     whole = choices.fitted(dict.fromkeys(choices.roles, Mesh(0, 8)))
     assert whole is not None
     (small,) = (each for each in choices.of("critic", Mesh(0, 4))[:1])

@@ -9,7 +9,6 @@ from streamrl.dataflow import Kind
 from streamrl.errors import ConfigError
 from streamrl.placement import Cluster, FixedLength, Manner, Placement, of_meshes, of_ratios
 from streamrl.placement.costs import Constants
-from streamrl.placement.shapes import shape_of
 from streamrl.placing import placed_run, pools_of, rules_of, run_placement, sited_run
 from streamrl.planning import Asked, problem_of, run_constants
 from streamrl.resharding import Grid
@@ -45,10 +44,11 @@ def test_a_problem_has_the_work_of_a_step_and_the_models_that_are_named() -> Non
 
 def test_what_lora_trains_is_planned_as_adapters_on_whole_layers() -> None:
     config = recipe("ppo", "trainer.lora_rank=16", "critic.trainer={lora_rank: 0}")
-    models = problem_of(config, Cluster.parse("8xA100"), Asked(20, SIZES)).models
+    problem = problem_of(config, Cluster.parse("8xA100"), Asked(20, SIZES))
+    models = problem.models
     assert 0 < models["policy"].trained < 0.01 * models["policy"].params
     assert not models["critic"].trained
-    rules = rules_of(config, models)
+    rules = rules_of(config, problem)
     calls = {call.role: call for call in config.dataflow.calls if call.kind is Kind.TRAIN}
     assert rules(calls["policy"], Grid(1, 2, 2)) == ()
     assert rules(calls["policy"], Grid(1, 1, 4)) and rules(calls["critic"], Grid(1, 2, 2))
@@ -74,7 +74,7 @@ def test_micro_batches_caches_and_the_longest_rollout_are_the_runs_own() -> None
 
 
 def test_what_train_cannot_split_is_not_planned_so() -> None:
-    config = recipe("grpo")
+    config, cluster = recipe("grpo"), Cluster.parse("8xH100")
     calls = {call.kind: call for call in config.dataflow.calls}
     for model, ranks, trains, serves in (
         ("llama-7b", 8, True, True),
@@ -85,7 +85,7 @@ def test_what_train_cannot_split_is_not_planned_so() -> None:
         # Two key and value heads: pairs of ranks serve with the same ones, and cannot train so.
         ("qwen2.5-3b", 4, False, True),
     ):
-        rules = rules_of(config, {"policy": shape_of(model)})
+        rules = rules_of(config, problem_of(config, cluster, Asked(20, {"policy": model})))
         assert bool(rules(calls[Kind.TRAIN], Grid(1, ranks, 1))) == trains, model
         assert bool(rules(calls[Kind.GENERATE], Grid(1, ranks, 1))) == serves, model
 

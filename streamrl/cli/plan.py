@@ -8,10 +8,8 @@ import argparse
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from streamrl.agreement import apart_at_any_size
 from streamrl.cli.bounds import BOUNDS, read_asked, read_bounds
 from streamrl.cli.fitting import Planning, remedies
 from streamrl.cli.given import named, named_path
@@ -36,7 +34,7 @@ from streamrl.placement.search import (
     anything,
     plan,
 )
-from streamrl.placing import RunCosts, placed_run, rules_of, shares_devices, sited_run
+from streamrl.placing import placed_run, rules_of, run_costs, shares_devices, sited_run
 from streamrl.simulator import Simulated, part_workload, play, played_groups, played_s, simulated_s
 
 MOST_PROPOSALS = 100_000
@@ -98,19 +96,19 @@ def run(arguments: argparse.Namespace) -> int:
     check_time(takes_s, problem.workload, place="")
     costs = CostModel(problem, constants)
 
-    def run_costs(config: RunConfig, costs: CostModel) -> Costs:
-        apart = partial(apart_at_any_size, config)
-        return costs if arguments.pipeline else RunCosts(costs, config.dataflow, apart=apart)
+    def checked(config: RunConfig, problem: Problem, costs: CostModel) -> Costs:
+        return costs if arguments.pipeline else run_costs(config, problem, costs)
 
     def rules(config: RunConfig, problem: Problem) -> Rules:
-        return anything if arguments.pipeline else rules_of(config, problem.models)
+        return anything if arguments.pipeline else rules_of(config, problem)
 
     def costs_of(part: Problem) -> Costs:
-        return run_costs(config, costs if part is problem else CostModel(part, constants))
+        return checked(config, part, costs if part is problem else CostModel(part, constants))
 
     def planning_of(config: RunConfig, cluster: Cluster) -> Planning:
         problem, constants = question.of(config, cluster)
-        return problem, run_costs(config, CostModel(problem, constants)), rules(config, problem)
+        found = checked(config, problem, CostModel(problem, constants))
+        return problem, found, rules(config, problem)
 
     planned = plan(
         problem,

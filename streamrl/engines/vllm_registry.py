@@ -3,9 +3,8 @@
 import functools
 import importlib.util
 import re
+from collections.abc import Iterable
 from pathlib import Path
-
-from streamrl.model_config import read_model_config
 
 ENTRY = re.compile(r'"(\w+)": \(\s*"(\w+)",\s*"\w+",?\s*\)')
 
@@ -20,10 +19,26 @@ def _modules() -> dict[str, str]:
     return dict(ENTRY.findall(file.read_text())) if file.is_file() else {}
 
 
-def is_served_by_transformers(model_path: str) -> bool:
-    """Whether vLLM builds the model in a directory of the classes of transformers.
+def is_served_by_transformers(architectures: Iterable[str]) -> bool:
+    """Whether vLLM builds a model of these architectures of the classes of transformers.
 
-    It does of families that it lists so, and of all that it does not know.
+    It does of families that it lists so, and of all that it does not know. Where there is no vLLM,
+    as where a run is only planned, it is taken to know them.
     """
-    architectures = read_model_config(model_path).architectures or []
-    return all(_modules().get(name, "transformers") == "transformers" for name in architectures)
+    modules = _modules()
+    if not modules:
+        return False
+    return all(modules.get(name, "transformers") == "transformers" for name in architectures)
+
+
+def unshared_process(architectures: Iterable[str], *, mode: str, on_gpu: bool) -> str:
+    """Why a generator cannot live in a trainer's process, as in that placement.mode; "" if it can.
+
+    architectures: of the model that it serves.
+    """
+    if not on_gpu or not is_served_by_transformers(architectures):
+        return ""
+    return (
+        f"placement.mode={mode}: vLLM serves this model with transformers' own classes, which on a"
+        " GPU it changes for its whole process, the trainer's; use disaggregated"
+    )

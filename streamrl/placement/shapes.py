@@ -31,6 +31,7 @@ class ModelShape:
     qkv_bias: whether query, key and value have one. scalar_head: a critic's or a reward model's
     head in place of the vocabulary's. trained: parameters of adapters that are trained in place of
     the model's own; 0 where these are. family: as model_type in a Hugging Face config.
+    architectures: as there; None of a size that is no model.
     """
 
     name: str
@@ -52,6 +53,7 @@ class ModelShape:
     scalar_head: bool = False
     trained: int = 0
     family: str = ""
+    architectures: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         for key in ("layers", "hidden", "intermediate", "heads", "kv_heads", "vocab", "head_dim"):
@@ -315,7 +317,7 @@ def shape_of(model: str) -> ModelShape:
 def _from_huggingface(found: Mapping[str, Any], place: str) -> ModelShape:
     """Of the language model alone, if there is more: sizes are then under text_config."""
     name, hint = Path(place).parent.name, "; a config.json with a language model's sizes would do"
-    text = found.get("text_config")
+    text, architectures = found.get("text_config"), found.get("architectures")
     if isinstance(text, Mapping):
         found, place = {**found, **text}, f"{place}: text_config"
     if any(isinstance(found.get(key), Mapping) for key in ("text_config", *TOWERS)):
@@ -356,4 +358,5 @@ def _from_huggingface(found: Mapping[str, Any], place: str) -> ModelShape:
         dense_intermediate=intermediate if experts else 0,
         kv_lora=number("kv_lora_rank", default=0) + number("qk_rope_head_dim", default=0),
         family=family,
+        architectures=tuple(map(str, architectures)) if isinstance(architectures, list) else (),
     )

@@ -85,11 +85,17 @@ def shares(config: WeightsConfig, facts: Facts) -> dict[str, int]:
 
 def _obstacle(config: WeightsConfig, facts: Facts) -> str | None:
     """What keeps weights from going through shared memory, if anything."""
-    if facts.num_nodes > 1:
-        return f"publisher and readers are on {facts.num_nodes} nodes, and must be on one"
+    if why := many_nodes(facts.num_nodes):
+        return why
     if sum(_needed(config, facts).values()) > facts.room_bytes:
         return f"{_has(facts)} and {_needs(config, facts)}"
     return None
+
+
+def many_nodes(num_nodes: int) -> str:
+    """What keeps weights from going through shared memory on so many nodes; empty on one."""
+    one = num_nodes == 1
+    return "" if one else f"publisher and readers are on {num_nodes} nodes, and must be on one"
 
 
 def _needed(config: WeightsConfig, facts: Facts) -> dict[str, int]:
