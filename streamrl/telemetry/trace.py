@@ -17,7 +17,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from streamrl.durable import disk_errors
+from streamrl.durable import disk_errors, open_new
 from streamrl.small_file import file_errors, open_regular, parse_json, read_lines
 from streamrl.telemetry.contract import Histogram, Row, json_value
 from streamrl.telemetry.sinks import Fields, json_fields
@@ -76,7 +76,7 @@ class TraceSink:
         """Begin a file, with what is kept of the one that it takes the place of."""
         partial = self._path.with_suffix(".partial")
         with disk_errors(self._path):
-            self._file, self._end = FileIO(partial, "w"), 0
+            self._file, self._end = FileIO(open_new(partial), "w"), 0
             self._append([*kept, *self._new_names(_RUN, 0)])
             partial.replace(self._path)
 
