@@ -31,6 +31,7 @@ from streamrl.dataflow import Dataflow, Kind
 from streamrl.errors import CheckpointError, ConfigError, DataError, JournalError, LedgerError
 from streamrl.model_config import check_weights
 from streamrl.run_lock import check_links
+from streamrl.telemetry.fanout import check_reported
 from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE, read_jsonl
 
 
@@ -75,6 +76,7 @@ def check_resume(
         if config.queue.journal.enabled:
             _check_queue(resume, layout, config, prompts)
         _check_rows(resume.run_dir)
+        check_reported(config.telemetry, resume.run_dir)
     except (CheckpointError, DataError, JournalError, LedgerError) as error:
         if resume.checkpoint is None or resume.is_continued or not resume.keeps_journal:
             raise ConfigError(f"{place}: {error}") from None
@@ -86,6 +88,7 @@ def check_resume(
 
 
 def _check_checkpoint(checkpoint: Checkpoint, dataflow: Dataflow) -> None:
+    from streamrl.engines.saved_trainer import load_pickled_progress
     from streamrl.engines.trained_state import PROGRESS_FILE, check_state
 
     check_files(checkpoint)
@@ -94,7 +97,10 @@ def _check_checkpoint(checkpoint: Checkpoint, dataflow: Dataflow) -> None:
         check_weights(model, f"--resume {checkpoint.path}: {role}")
         if (state / PROGRESS_FILE).is_file():
             check_state(state)
-        elif not list(state.glob("rank_*.pt")):
+        elif ranks := sorted(state.glob("rank_*.pt")):
+            for path in ranks:
+                load_pickled_progress(path)
+        else:
             raise CheckpointError(f"{state} holds no state of a trainer")
 
 

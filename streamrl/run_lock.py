@@ -181,9 +181,10 @@ def own_run(folder: Path, *, status: Callable[[str], None] = _ignore) -> RunLock
 
 
 def check_links(folder: Path) -> None:
-    """Raise ConfigError for a link in a run directory that leads out of it; none is followed.
+    """Raise ConfigError for a link in a run directory that leads out of it, or a FIFO or device.
 
-    A run writes and removes files in its directory, by names that anybody knows.
+    No link is followed. A run writes and removes files in its directory, by names that
+    anybody knows.
     """
     inside, left = folder.resolve(), [folder]
     while left:
@@ -199,6 +200,8 @@ def check_links(folder: Path) -> None:
                     f" {os.readlink(entry.path)!r}, which is not in it; remove the link, or put"
                     " in its place what it leads to"
                 )
+            elif not entry.is_symlink() and not entry.is_file(follow_symlinks=False):
+                raise ConfigError(f"run directory {folder}: {entry.path}: not a regular file")
 
 
 def _stays(link: Path, folder: Path, inside: Path) -> bool:
