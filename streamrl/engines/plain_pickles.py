@@ -1,5 +1,6 @@
 """Pickles that older versions wrote, read as plain values and tensors: nothing else in them is."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ from streamrl.small_file import open_regular
 def load_plain(path: Path) -> Any:
     """Load tensors and plain values onto the CPU. Raises CheckpointError for anything else."""
     try:
-        with open_regular(path) as file:
+        with open_regular(path) as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a hostile one would have torch say more than a line
             return torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
         raise CheckpointError(f"{path}: {error.strerror or error}") from error
