@@ -218,7 +218,6 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "gap": (lambda run: _last_books(run).rename(_renamed(run, 9_999_999)), "is missing"),
     "lost": (lambda run: shutil.rmtree(newest(run)), "goes on from that one"),
     "trace": (lambda run: (run / "trace.json").write_text("[" * 100_000), "trace.json: "),
-    "wandb": (lambda run: os.truncate(run / "wandb/run_id.txt", 1 << 40), "run_id.txt: "),
     "link": (lambda run: (run / "trace.partial").symlink_to("/nowhere"), "trace.partial is a link"),
     "pipe": (lambda run: os.mkfifo(_renamed(run, 1)), "not a regular file"),
 }
