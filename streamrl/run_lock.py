@@ -23,9 +23,8 @@ from dataclasses import asdict, dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
-from streamrl.durable import named_errors
 from streamrl.errors import ConfigError, StreamError
-from streamrl.small_file import open_regular, read_small_json
+from streamrl.small_file import file_errors, open_regular, read_small_json
 
 LOCK_FILE = "owner.lock"
 HEARTBEAT_S = 4.0
@@ -189,7 +188,7 @@ def check_links(folder: Path) -> None:
     inside, left = folder.resolve(), [folder]
     while left:
         here = left.pop()
-        with named_errors(f"run directory {here} cannot be read", ConfigError):
+        with file_errors(here):
             entries = list(os.scandir(here))
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):

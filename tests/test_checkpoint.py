@@ -285,7 +285,7 @@ def test_where_the_newest_is_lost_a_named_older_one_goes_on_without_the_journals
     found = find_resume_point(tmp_path)
     assert (found.version, found.keeps_journal, found.is_continued) == (5, True, False)
     # However often it is cut off, it is never taken for one that has journals.
-    forget, times = checkpoint.forget_from, []
+    forget, times = checkpoint.forget_from, list[str]()
 
     def die(journal: Path, first: int) -> None:
         if len(times) == 1:

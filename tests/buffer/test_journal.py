@@ -191,7 +191,7 @@ async def test_a_segment_for_which_there_is_no_room_is_begun_later(
     await journal.append([note(0)])
     works = getattr(os, refused)
 
-    def refuse(what: object, *how: int) -> object:
+    def refuse(what: Any, *how: int) -> object:
         is_new = what == segment_path(tmp_path, 2)
         if is_new or (refused == "fsync" and os.path.samestat(os.fstat(what), tmp_path.stat())):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
