@@ -14,15 +14,16 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict, cast
 
 from streamrl.buffer.keeper import forget_from
 from streamrl.buffer.recovery import Base
+from streamrl.buffer.segment import check_begins_at
 from streamrl.dataflow import POLICY
 from streamrl.durable import checkpoint_errors, move_whole, write_whole
-from streamrl.errors import CheckpointError, ConfigError
+from streamrl.errors import CheckpointError, ConfigError, JournalError
 from streamrl.settings import unreadable
 from streamrl.small_file import MIB, read_small_json
 from streamrl.telemetry.sinks import METRICS_FILE
@@ -144,9 +145,17 @@ def _sizes(folder: Path) -> dict[str, int]:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoint directories in `folder`, oldest first."""
+    return [path for path in _numbered(folder) if (path / "state.json").is_file()]
+
+
+def _numbered(folder: Path) -> list[Path]:
+    """What is called as checkpoints are, also if it has lost its state, oldest first."""
     found = [path for path in folder.glob("step_*") if _NAME.fullmatch(path.name)]
-    complete = [path for path in found if (path / "state.json").is_file()]
-    return sorted(complete, key=lambda path: int(path.name.removeprefix("step_")))
+    return sorted(found, key=_number_of)
+
+
+def _number_of(path: Path) -> int:
+    return int(path.name.removeprefix("step_"))
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
@@ -254,7 +263,8 @@ class ResumePoint:
     """Where a run goes on: at a checkpoint, or at its very start if it died before its first.
 
     `keeps_journal` says whether what came after the checkpoint is part of it; not so for a
-    checkpoint that is named itself, if there are newer ones.
+    checkpoint that is named itself, if there are newer ones, or if one has been that is lost: the
+    journals continue that one.
     """
 
     run_dir: Path
@@ -271,6 +281,11 @@ class ResumePoint:
         if self.checkpoint is not None and not self.keeps_journal:
             return _layout_of(self.checkpoint, shards=shards)
         return read_layout(self.run_dir, shards=shards)
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether the journals begin where its checkpoint ends, or before."""
+        return self.checkpoint is None or not _gaps(self.run_dir, self.checkpoint)
 
     def base(self, name: str) -> Base:
         """The snapshot of a shard's folder that its journal continues from here."""
@@ -291,13 +306,16 @@ class ResumePoint:
             return
         cuts = self.checkpoint.state["cuts"]
         # The journals first: cut off in between, the newer checkpoints still stand for themselves.
-        for name, cut in cuts.items():
-            forget_from(journal_dir(self.run_dir, name), cut)
+        # Where these are lost, what cannot be continued goes last: as long as it is there, nobody
+        # takes the rest for what continues this one.
+        gaps = _gaps(self.run_dir, self.checkpoint)
+        for name in sorted(cuts, key=lambda name: name in gaps):
+            forget_from(journal_dir(self.run_dir, name), cuts[name])
         layout = _layout_of(self.checkpoint, shards=0)
         if layout.shards:
             layout.write(self.run_dir)
-        for path in reversed(list_checkpoints(folder)):
-            if int(path.name.removeprefix("step_")) > self.version:
+        for path in reversed(_numbered(folder)):
+            if _number_of(path) > self.version:
                 shutil.rmtree(path)
 
 
@@ -316,8 +334,9 @@ def find_resume_point(path: Path) -> ResumePoint:
     """
     run_dir, folder = run_dir_of(path), path.resolve()
     if run_dir != folder:
-        newest = list_checkpoints(folder.parent)[-1:] == [folder]
-        return ResumePoint(run_dir, read_checkpoint(folder), keeps_journal=newest)
+        named = ResumePoint(run_dir, read_checkpoint(folder))
+        is_newest = list_checkpoints(folder.parent)[-1:] == [folder]
+        return replace(named, keeps_journal=is_newest and named.is_continued)
     complete = list_checkpoints(folder / "checkpoints")
     if complete:
         return ResumePoint(folder, read_checkpoint(complete[-1]))
@@ -349,6 +368,21 @@ def find_base(run_dir: Path, shard: str) -> Base:
 def _base_in(checkpoint: Checkpoint, shard: str) -> Base:
     cut = checkpoint.state["cuts"].get(shard)
     return Base() if cut is None else Base(checkpoint.path / "queue" / shard, cut)
+
+
+def _gaps(run_dir: Path, checkpoint: Checkpoint) -> set[str]:
+    """The journals of a run that lack what came right after a checkpoint."""
+    cuts = checkpoint.state["cuts"]
+    if not cuts:
+        return set()
+    layout = read_layout(run_dir, shards=_layout_of(checkpoint, shards=0).shards)
+    gaps = set()
+    for name in (*layout.names, *cuts):
+        try:
+            check_begins_at(journal_dir(run_dir, name), cuts.get(name, 0))
+        except JournalError:
+            gaps.add(name)
+    return gaps
 
 
 def forget_old_shards(run_dir: Path, layout: QueueLayout) -> None:

@@ -57,13 +57,24 @@ def write_whole(path: Path, text: str) -> None:
     """Put `text` into a file at once: readers and crashes see the old file or the new one."""
     partial = partial_of(path)
     try:
-        partial.write_text(text, encoding="utf-8")
+        with open(open_new(partial), "w", encoding="utf-8") as file:
+            file.write(text)
         move_whole(partial, path)
     except OSError:
         # On a full disk half a file would take what others need.
         with contextlib.suppress(OSError):
             partial.unlink()
         raise
+
+
+def open_new(path: Path) -> int:
+    """Open a new file for writing, in the place of what is there; returns its descriptor.
+
+    A link that stands there, as in a directory of a stranger's, is never followed. Raises OSError.
+    """
+    path.unlink(missing_ok=True)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    return os.open(path, flags, 0o666)
 
 
 def partial_of(path: Path) -> Path:

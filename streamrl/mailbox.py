@@ -15,6 +15,7 @@ from pathlib import Path
 
 from streamrl.durable import disk_errors, write_whole
 from streamrl.errors import ConfigError
+from streamrl.small_file import file_errors, read_small_json
 
 FOLDER = "requests"
 TAKEN_S = 15.0
@@ -105,7 +106,7 @@ def ask(
     ends over it, and if there is no answer within `timeout_s`.
     """
     folder = run_dir / FOLDER
-    if not folder.is_dir():
+    if folder.is_symlink() or not folder.is_dir():
         raise ConfigError(f"{run_dir}: the run is not running, or still starting")
     name = f"{time.time_ns():020d}-{uuid.uuid4().hex[:8]}"
     asked, taken, answer = (folder / f"{name}{kind}" for kind in (_REQUEST, _TAKEN, _ANSWER))
@@ -125,13 +126,16 @@ def ask(
                     " come: see events.jsonl"
                 )
             sleep(LOOK_S)
-        found = json.loads(answer.read_text())
+        with file_errors(answer):
+            found = read_small_json(answer)
+            if not isinstance(found, dict) or not isinstance(found.get("lines"), list):
+                raise ValueError("no answer of a run")
     except FileNotFoundError:
         raise ConfigError(f"{run_dir}: the run has ended") from None
     finally:
         for path in (asked, taken, answer):
             path.unlink(missing_ok=True)
-    return Answer(found["lines"], found["is_done"])
+    return Answer([str(line) for line in found["lines"]], found.get("is_done") is True)
 
 
 def _take_back(asked: Path) -> bool:
@@ -145,7 +149,7 @@ def _take_back(asked: Path) -> bool:
 
 def _read_request(name: str, path: Path) -> Request:
     """Raises ValueError, LookupError, TypeError or AttributeError for what is no request."""
-    counts = json.loads(path.read_text())["counts"]
+    counts = read_small_json(path)["counts"]
     for role, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ValueError(f"{role}={count!r}: must be a whole number, 1 or more")

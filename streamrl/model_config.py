@@ -4,13 +4,14 @@ import importlib
 import json
 import os
 import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from streamrl.errors import ConfigError
-from streamrl.small_file import read_small_json
+from streamrl.small_file import MIB, file_errors, read_small, read_small_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
 TRUST_VARIABLE = "STREAMRL_TRUSTED_MODELS"
 """Names the model directories whose own code may be run, for all processes of a run."""
 GENERATION_CONFIG = "generation_config.json"
+MOST_DESCRIPTION_BYTES = 512 * MIB
+"""Of a file that says what a model is; the largest are tokenizers."""
+DESCRIPTION = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".py")
 MOST_LAYERS = 10_000
 MOST_INDEX_BYTES = 256 << 20
 NOT_SCALED = ("default", "llama3", "longrope", "su", "dynamic")
@@ -54,6 +58,8 @@ def read_model_config(path: str, **changes: Any) -> "PreTrainedConfig":
     """
     from transformers import AutoConfig
 
+    if Path(path).is_dir():
+        check_regular(Path(path))
     num_layers = _num_layers(Path(path))
     if num_layers > MOST_LAYERS:
         raise ConfigError(f"{path}: config.json says {num_layers} layers: at most {MOST_LAYERS}")
@@ -64,6 +70,22 @@ def read_model_config(path: str, **changes: Any) -> "PreTrainedConfig":
             )
     except ValueError as error:
         raise untrusted(path, error) or error from None
+
+
+def check_regular(path: Path) -> None:
+    """Raise ConfigError for what libraries would read for ever in a model's directory."""
+    with file_errors(path):
+        files = sorted(path.iterdir())
+    for file in files:
+        try:
+            found = file.stat()
+        except OSError:
+            continue  # a link to nowhere, of which the one that reads it tells
+        if not stat.S_ISREG(found.st_mode) and not stat.S_ISDIR(found.st_mode):
+            raise ConfigError(f"{file}: not a regular file")
+        if file.suffix in DESCRIPTION and found.st_size > MOST_DESCRIPTION_BYTES:
+            most = MOST_DESCRIPTION_BYTES // MIB
+            raise ConfigError(f"{file}: more than {most} MiB: must be at most that")
 
 
 def untrusted(path: str, error: Exception) -> ConfigError | None:
@@ -183,7 +205,7 @@ def _check_layers(path: Path, stored: Iterable[str], key: str) -> None:
 def _num_layers(path: Path) -> int:
     """Read how many layers a config.json says, before transformers lists each; 0 if it does not."""
     try:
-        config = json.loads((path / "config.json").read_text())
+        config = json.loads(read_small(path / "config.json"))
         settings = {**config, **config.get("text_config", {})}
     except (OSError, ValueError, RecursionError, TypeError, AttributeError):
         return 0
@@ -241,6 +263,7 @@ def stored_shapes(path: Path, key: str) -> dict[str, tuple[int, ...]]:
 
     if not path.is_dir():
         raise ConfigError(f"{key}={path}: no such directory")
+    check_regular(path)
     files = weight_files(path)
     if not files:
         raise ConfigError(f"{key}={path}: holds no .safetensors file")

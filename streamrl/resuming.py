@@ -30,6 +30,8 @@ from streamrl.data import PromptStream
 from streamrl.dataflow import Dataflow, Kind
 from streamrl.errors import CheckpointError, ConfigError, DataError, JournalError, LedgerError
 from streamrl.model_config import check_weights
+from streamrl.run_lock import check_links
+from streamrl.telemetry.fanout import check_reported
 from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE, read_jsonl
 
 
@@ -66,6 +68,7 @@ def check_resume(
 
     `layout` is where its groups are; `prompts` stay where they are.
     """
+    check_links(resume.run_dir)
     place = f"--resume {resume.checkpoint.path if resume.checkpoint else resume.run_dir}"
     try:
         if resume.checkpoint is not None:
@@ -73,11 +76,19 @@ def check_resume(
         if config.queue.journal.enabled:
             _check_queue(resume, layout, config, prompts)
         _check_rows(resume.run_dir)
+        check_reported(config.telemetry, resume.run_dir)
     except (CheckpointError, DataError, JournalError, LedgerError) as error:
-        raise ConfigError(f"{place}: {error}") from None
+        if resume.checkpoint is None or resume.is_continued or not resume.keeps_journal:
+            raise ConfigError(f"{place}: {error}") from None
+        raise ConfigError(
+            f"--resume {resume.run_dir}: {error}: a checkpoint newer than"
+            f" {resume.checkpoint.path.name} is lost; {place} goes on from that one, without what"
+            " came after it"
+        ) from None
 
 
 def _check_checkpoint(checkpoint: Checkpoint, dataflow: Dataflow) -> None:
+    from streamrl.engines.saved_trainer import load_pickled_progress
     from streamrl.engines.trained_state import PROGRESS_FILE, check_state
 
     check_files(checkpoint)
@@ -86,7 +97,10 @@ def _check_checkpoint(checkpoint: Checkpoint, dataflow: Dataflow) -> None:
         check_weights(model, f"--resume {checkpoint.path}: {role}")
         if (state / PROGRESS_FILE).is_file():
             check_state(state)
-        elif not list(state.glob("rank_*.pt")):
+        elif ranks := sorted(state.glob("rank_*.pt")):
+            for path in ranks:
+                load_pickled_progress(path)
+        else:
             raise CheckpointError(f"{state} holds no state of a trainer")
 
 

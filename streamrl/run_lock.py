@@ -20,10 +20,11 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 from streamrl.errors import ConfigError, StreamError
-from streamrl.small_file import read_small_json
+from streamrl.small_file import file_errors, open_regular, read_small_json
 
 LOCK_FILE = "owner.lock"
 HEARTBEAT_S = 4.0
@@ -39,7 +40,13 @@ _NO_FLOCK = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL)
 _TAKEN = (errno.EAGAIN, errno.EACCES)
 _FLAGS = os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
 """A link would have a file elsewhere overwritten, and a pipe never be opened."""
+WANDB_LINK = "wandb/*run-*/logs/debug-core.log"
+"""To the log of wandb's service, elsewhere: made in a new folder with each start, never opened."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class InUseError(ConfigError):
+    """A live command has the run directory."""
 
 
 def _ignore(text: str) -> None:
@@ -150,9 +157,11 @@ os.register_at_fork(after_in_child=_leave_locks)
 def own_run(folder: Path, *, status: Callable[[str], None] = _ignore) -> RunLock:
     """Own a run directory that exists.
 
-    Raises ConfigError in one line if a live command owns it, or it cannot be owned. `status` is
-    told what is waited for: the heartbeat of an owner on another node takes WATCH_S.
+    Raises ConfigError in one line if a live command owns it, or it cannot be owned, as one with
+    links that lead out of it. `status` is told what is waited for: the heartbeat of an owner on
+    another node takes WATCH_S.
     """
+    check_links(folder)
     path = folder / LOCK_FILE
     with _disk_errors(path):
         file = os.open(path, os.O_RDWR | os.O_CREAT | _FLAGS, 0o644)
@@ -168,6 +177,41 @@ def own_run(folder: Path, *, status: Callable[[str], None] = _ignore) -> RunLock
     except BaseException:
         os.close(file)
         raise
+
+
+def check_links(folder: Path) -> None:
+    """Raise ConfigError for a link in a run directory that leads out of it, or a FIFO or device.
+
+    No link is followed. A run writes and removes files in its directory, by names that
+    anybody knows.
+    """
+    inside, left = folder.resolve(), [folder]
+    while left:
+        here = left.pop()
+        with file_errors(here):
+            entries = list(os.scandir(here))
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                left.append(Path(entry.path))
+            elif entry.is_symlink() and not _stays(Path(entry.path), folder, inside):
+                raise ConfigError(
+                    f"run directory {folder}: {entry.path} is a link to"
+                    f" {os.readlink(entry.path)!r}, which is not in it; remove the link, or put"
+                    " in its place what it leads to"
+                )
+            elif not entry.is_symlink() and not entry.is_file(follow_symlinks=False):
+                raise ConfigError(f"run directory {folder}: {entry.path}: not a regular file")
+
+
+def _stays(link: Path, folder: Path, inside: Path) -> bool:
+    """Whether a link leads into the run directory, or is the one of wandb's to its own log."""
+    if fnmatch(str(link.relative_to(folder)), WANDB_LINK):
+        return True
+    try:
+        return inside in link.resolve().parents
+    except (OSError, RuntimeError):
+        # Links in a circle lead nowhere.
+        return False
 
 
 @contextlib.contextmanager
@@ -267,19 +311,19 @@ def _beats(folder: Path, owner: Owner, status: Callable[[str], None]) -> bool:
 def _beat_of(folder: Path) -> int:
     """When the file was touched last, as its file system has it."""
     # Opened anew: NFS asks the server for what it knows of a file when it is opened.
-    with (folder / LOCK_FILE).open("rb") as file:
+    with open_regular(folder / LOCK_FILE) as file:
         return os.fstat(file.fileno()).st_mtime_ns
 
 
-def _in_use(folder: Path, owner: Owner | None) -> ConfigError:
+def _in_use(folder: Path, owner: Owner | None) -> InUseError:
     if owner is None:
-        return ConfigError(
+        return InUseError(
             f"run directory {folder} is in use: another command is just taking it or reads it for"
             " a fork; try again in a minute"
         )
-    return ConfigError(
-        f"run directory {folder} is in use: its run is alive, {owner}; wait for its end, stop it"
-        f" (kill -INT {owner.pid} on {owner.host}), or name another run (run.name=...)"
+    return InUseError(
+        f"run directory {folder} is in use: its run is alive, {owner}; wait for its end, or stop it"
+        f" (kill -INT {owner.pid} on {owner.host})"
     )
 
 

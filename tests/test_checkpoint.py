@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from streamrl import checkpoint
 from streamrl.buffer.recovery import Base
 from streamrl.buffer.segment import segment_path, segments
 from streamrl.checkpoint import (
@@ -272,6 +273,50 @@ def test_a_crash_while_discarding_leaves_nothing_that_looks_whole_and_is_not(
     assert left(tmp_path) == (["step_000005", "step_000010"], [], [1])
     find_resume_point(older).discard_later()
     assert left(tmp_path) == (["step_000005"], [], [1])
+
+
+def test_where_the_newest_is_lost_a_named_older_one_goes_on_without_the_journals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_with_two_checkpoints(tmp_path)
+    older, lost = (tmp_path / "checkpoints" / f"step_0000{n}" for n in ("05", "10"))
+    assert find_resume_point(older).is_continued is False
+    (lost / "state.json").unlink()
+    found = find_resume_point(tmp_path)
+    assert (found.version, found.keeps_journal, found.is_continued) == (5, True, False)
+    # However often it is cut off, it is never taken for one that has journals.
+    forget, times = checkpoint.forget_from, list[str]()
+
+    def die(journal: Path, first: int) -> None:
+        if len(times) == 1:
+            raise KeyboardInterrupt
+        times.append(journal.name)
+        forget(journal, first)
+
+    monkeypatch.setattr(checkpoint, "forget_from", die)
+    with pytest.raises(KeyboardInterrupt):
+        find_resume_point(older).discard_later()
+    monkeypatch.undo()
+    assert times == [BOOKS] and not find_resume_point(older).keeps_journal
+    find_resume_point(older).discard_later()
+    assert left(tmp_path) == (["step_000005"], [], [1])
+    assert not lost.exists()
+    assert find_resume_point(tmp_path).is_continued
+
+
+def test_where_one_that_was_dealt_anew_is_lost_the_older_one_has_its_own_shards(
+    tmp_path: Path,
+) -> None:
+    write(tmp_path, 5, shard_0=3, books=2)
+    write_segments(tmp_path, BOOKS, 1, 2, 3)
+    write_segments(tmp_path, "shard-0.1", 4)
+    write_segments(tmp_path, "shard-1.1", 4)
+    QueueLayout(2, 1).write(tmp_path)
+    found = find_resume_point(tmp_path / "checkpoints" / "step_000005")
+    assert not found.keeps_journal and found.layout(shards=1).names == ["shard-0"]
+    found.discard_later()
+    assert read_layout(tmp_path, shards=9).names == ["shard-0"]
+    assert find_resume_point(tmp_path).is_continued
 
 
 def test_a_shard_continues_its_snapshot_in_the_newest_checkpoint(tmp_path: Path) -> None:

@@ -83,3 +83,15 @@ def test_a_disk_without_space_is_known_whichever_library_tells_of_it(tmp_path: P
     words = [sys.executable, "-c", WITHOUT_SPACE, str(tmp_path)]
     found = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
     assert found == [f"{tmp_path} cannot be written: File too large"] * 3
+
+
+def test_a_link_where_a_file_is_written_first_is_replaced_and_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / ".file.txt.partial").symlink_to(precious)
+    write_whole(tmp_path / "file.txt", "text")
+    assert (tmp_path / "file.txt").read_text() == "text" and precious.read_text() == "mine"
+    os.mkfifo(tmp_path / ".file.txt.partial")
+    write_whole(tmp_path / "file.txt", "more")
+    assert (tmp_path / "file.txt").read_text() == "more"
+    assert sorted(os.listdir(tmp_path)) == ["file.txt", "precious"]

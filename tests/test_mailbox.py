@@ -70,7 +70,8 @@ def test_two_that_ask_at_once_get_their_own_answers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", '{"counts": {"gen', "[]", '{"count": 3}', '{"counts": {"generator": 0}}']
+    "text",
+    ["[" * 100_000, "", '{"counts": {"gen', "[]", '{"count": 3}', '{"counts": {"generator": 0}}'],
 )
 def test_what_is_no_request_is_answered_as_such(tmp_path: Path, text: str) -> None:
     mailbox = opened(tmp_path)
@@ -169,3 +170,15 @@ def test_a_taken_request_that_is_never_answered_has_a_deadline(tmp_path: Path) -
     mailbox = opened(tmp_path)
     with pytest.raises(ConfigError, match=r"no answer within 100 s; what was asked for may"):
         asked(tmp_path, lambda now: mailbox.take(), generator=2)
+
+
+def test_an_answer_that_is_none_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).mkdir()
+
+    def spoil(now: float) -> None:
+        for path in (tmp_path / FOLDER).glob("*.request.json"):
+            name = path.name.removesuffix(".request.json")
+            os.mkfifo(tmp_path / FOLDER / f"{name}.answer.json")
+
+    with pytest.raises(ConfigError, match="not a regular file"):
+        asked(tmp_path, spoil, generator=3)

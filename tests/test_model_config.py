@@ -1,6 +1,7 @@
 """What a model directory says of its model, and what is refused before a model is built."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from streamrl.model_config import (
     max_positions,
     model_length,
     read_model_config,
+    stored_shapes,
     trusted_env,
 )
 from tests.toy import write_model
@@ -215,3 +217,13 @@ def test_code_of_a_trusted_directory_is_run_and_of_no_other(
 def test_a_family_that_transformers_knows_needs_no_code(changed: Any) -> None:
     auto_map = {"AutoConfig": "configuration_none.NoneConfig"}
     assert model_length(str(changed({"auto_map": auto_map})), limit=None) == 128
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
+def test_a_pipe_in_a_model_directory_is_refused_and_not_waited_for(
+    tmp_path: Path, name: str
+) -> None:
+    os.mkfifo(tmp_path / name)
+    for read in (read_model_config, lambda path: stored_shapes(Path(path), "model.path")):
+        with pytest.raises(ConfigError, match=f"{name}: not a regular file"):
+            read(str(tmp_path))

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -56,7 +57,7 @@ def test_a_second_owner_is_told_since_when_where_and_what_to_do(tmp_path: Path) 
         text = str(refused.value)
         assert f"{tmp_path} is in use" in text and f"pid {process.pid}" in text
         assert f"since {time.strftime('%Y-')}" in text and os.uname().nodename in text
-        assert f"kill -INT {process.pid}" in text and "run.name" in text and "\n" not in text
+        assert f"kill -INT {process.pid}" in text and "\n" not in text
         with pytest.raises(ConfigError, match="is in use"), read_run(tmp_path):
             pass
         process.kill()
@@ -181,5 +182,41 @@ def test_a_lock_that_is_a_link_or_no_file_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "precious").read_text() == "mine"
     (tmp_path / LOCK_FILE).unlink()
     os.mkfifo(tmp_path / LOCK_FILE)
-    with pytest.raises(ConfigError, match="cannot be locked"):
+    with pytest.raises(ConfigError, match="not a regular file"):
         own_run(tmp_path)
+
+
+LEADS_OUT = (
+    ".config.yaml.partial",
+    "trace.partial",
+    ".metrics.jsonl.partial",
+    "wandb/.run_id.txt.partial",
+    "rollouts",
+    "checkpoints/step_000001/queue",
+    "wandb/latest-run",
+)
+
+
+@pytest.mark.parametrize("name", LEADS_OUT)
+@pytest.mark.parametrize("target", ["..", "nowhere", "absolute", "circle"])
+def test_a_directory_with_a_link_that_leads_out_of_it_is_not_owned(
+    tmp_path: Path, name: str, target: str
+) -> None:
+    run_dir, link = tmp_path / "run", tmp_path / "run" / name
+    link.parent.mkdir(parents=True)
+    out = os.path.relpath(tmp_path, link.parent)
+    named = {"..": out, "nowhere": f"{out}/nowhere", "absolute": "/etc", "circle": link.name}
+    link.symlink_to(named[target])
+    with pytest.raises(ConfigError, match=re.escape(f"{link} is a link to")):
+        own_run(run_dir)
+    assert not (run_dir / LOCK_FILE).exists()
+
+
+def test_links_within_a_directory_and_to_it_are_as_good_as_any(tmp_path: Path) -> None:
+    logs = tmp_path / "run/wandb/offline-run-1/logs"
+    logs.mkdir(parents=True)
+    (logs / "debug-core.log").symlink_to("/root/.cache/wandb/logs/core-debug.log")
+    (tmp_path / "run/wandb/latest-run").symlink_to("offline-run-1")
+    (tmp_path / "run/latest").symlink_to(tmp_path / "run" / "v1")
+    (tmp_path / "link").symlink_to("run")
+    own_run(tmp_path / "link").release()

@@ -21,10 +21,13 @@ from streamrl.errors import (
     CheckpointError,
     ConfigError,
     DeadlineError,
+    DiskError,
+    JournalError,
     StreamError,
 )
 
 CALL_TIMEOUT_S = 120.0
+_DISK_ERRORS = (CheckpointError, JournalError, DiskError)
 """Deadline of a call that only keeps books, s. Work that computes brings its own."""
 
 
@@ -70,7 +73,7 @@ async def all_saved(*saves: Awaitable[Any]) -> list[Any]:
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         failed = (task.exception() for task in tasks if task.done())
-        if all(error is None or isinstance(error, CheckpointError) for error in failed):
+        if all(error is None or isinstance(error, _DISK_ERRORS) for error in failed):
             await asyncio.wait(tasks)
     finally:
         for task in tasks:

@@ -26,7 +26,7 @@ from streamrl.checkpoint import (
 from streamrl.config import RunConfig
 from streamrl.control import Control
 from streamrl.data import PromptStream
-from streamrl.errors import CheckpointError
+from streamrl.errors import CheckpointError, StreamError
 from streamrl.resuming import draw_again, recover_run_books
 
 STEPS_WITHOUT_ROOM = 10
@@ -93,29 +93,46 @@ class Durability:
         if control.books.steps:
             return None
         version = control.admission.version
-        async with control.booking:
-            cuts = await self._cut()
-            state = State(
-                version=version,
-                ledger=control.admission.ledger.state_dict(),
-                prompts=control.prompts.state_dict(),
-                dials=control.dials.state_dict(),
-                cuts=cuts,
-            )
-        writer = CheckpointWriter(self._run_dir, version)
         try:
-            saves = [trainer.save(writer) for trainer in trainers]
-            await all_saved(*saves, self._snapshot(cuts, writer.queue_dir), reported())
-            path = await asyncio.to_thread(writer.commit, state, keep=self._config.checkpoint.keep)
-        except CheckpointError as error:
+            writer = CheckpointWriter(self._run_dir, version)
+            path, cuts = await self._write(writer, control, trainers, reported)
+        except CheckpointError:
             self._early_from = version + STEPS_WITHOUT_ROOM
-            await asyncio.to_thread(writer.discard)
-            raise writer.with_its_name(error) from error
+            raise
         await asyncio.gather(
             *(shard.discard_before(cuts[name]) for name, shard in self._kept_shards())
         )
         await asyncio.to_thread(forget_old_shards, self._run_dir, self._layout)
         return path
+
+    async def _write(
+        self,
+        writer: CheckpointWriter,
+        control: Control,
+        trainers: Sequence[TrainerGroup],
+        reported: Callable[[], Awaitable[None]],
+    ) -> tuple[Path, Mapping[str, int]]:
+        """Fill a checkpoint, or leave nothing of it; where it is, and its cuts."""
+        try:
+            async with control.booking:
+                cuts = await self._cut()
+                state = State(
+                    version=control.admission.version,
+                    ledger=control.admission.ledger.state_dict(),
+                    prompts=control.prompts.state_dict(),
+                    dials=control.dials.state_dict(),
+                    cuts=cuts,
+                )
+            saves = [trainer.save(writer) for trainer in trainers]
+            await all_saved(*saves, self._snapshot(cuts, writer.queue_dir), reported())
+            path = await asyncio.to_thread(writer.commit, state, keep=self._config.checkpoint.keep)
+        except StreamError as error:
+            # On a full disk it would take what others need.
+            await asyncio.to_thread(writer.discard)
+            if isinstance(error, CheckpointError):
+                raise writer.with_its_name(error) from error
+            raise
+        return path, cuts
 
     async def _cut(self) -> dict[str, int]:
         if self._journal is None:

@@ -9,7 +9,11 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from streamrl.durable import open_new
+from streamrl.small_file import open_regular
+
 FOLDER = "stacks"
+MOST_REASON_BYTES = 1000
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ def record_stacks(run_dir: Path, actor: str) -> None:
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         # It stays open, as nothing can be opened in a crash; faulthandler keeps it.
-        file = (folder / f"{actor}-{os.getpid()}.txt").open("w")
+        file = open(open_new(folder / f"{actor}-{os.getpid()}.txt"), "w")  # noqa: SIM115
         # Else handlers of signals that were installed since it was enabled, Ray's, stay in place.
         faulthandler.disable()
         faulthandler.enable(file)
@@ -63,6 +67,7 @@ class CrashWatch:
 
 def _read_crash(file: Path) -> Crash:
     actor, _, pid = file.stem.rpartition("-")
-    with file.open(errors="replace") as lines:
-        reason = lines.readline().strip().removeprefix("Fatal Python error: ")
+    with open_regular(file) as lines:
+        first = lines.readline(MOST_REASON_BYTES).decode(errors="replace")
+    reason = first.strip().removeprefix("Fatal Python error: ")
     return Crash(actor, int(pid), reason, str(file))

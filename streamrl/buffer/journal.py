@@ -29,7 +29,8 @@ from streamrl.buffer.segment import (
     segment_path,
     segments,
 )
-from streamrl.errors import ConfigError, JournalError
+from streamrl.durable import NO_SPACE
+from streamrl.errors import ConfigError, JournalError, NoSpaceError
 
 _Clock = Callable[[], float]
 POST_S = 0.05
@@ -133,7 +134,8 @@ class _Writer:
     def commit(self, frames: Sequence[Frame], *, sync: bool, cut: bool) -> list[Position]:
         """Write, fsync, begin a new segment: the places of the records, then that of the next.
 
-        Raises JournalError; the writer must not be used any more then.
+        Where there is no room for a new one, the last place lies behind the records. Raises
+        JournalError; the writer must not be used any more then.
         """
         try:
             if segment_path(self._folder, self.segment + 1).exists():
@@ -146,8 +148,7 @@ class _Writer:
             if sync or cut:
                 self._sync()
             self._end = places[-1].offset
-            if cut and self._end:
-                self._begin()
+            if cut and self._end and self._has_begun():
                 places[-1] = Position(self.segment, 0, 0)
         except OSError as error:
             raise JournalError(self._give_up(error)) from error
@@ -175,16 +176,31 @@ class _Writer:
         self._can_sync, self.dirty, self.synced_at = True, False, began
         self.fsync_total_s += self._clock() - began
 
+    def _has_begun(self) -> bool:
+        """Begin a new segment; False where there is no room: all goes on in the one that is."""
+        try:
+            self._begin()
+        except OSError as error:
+            if error.errno not in NO_SPACE:
+                raise
+            return False
+        return True
+
     def _begin(self) -> None:
-        self.segment += 1
-        self.path = segment_path(self._folder, self.segment)
+        path = segment_path(self._folder, self.segment + 1)
         # Exclusive: if somebody else writes into this folder, the later one must not go on.
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            if self._can_sync:
+                fsync_path(self._folder)
+        except OSError:
+            os.close(descriptor)
+            path.unlink()
+            raise
         if self.descriptor >= 0:
             os.close(self.descriptor)
+        self.segment, self.path = self.segment + 1, path
         self.descriptor, self._end, self.dirty = descriptor, 0, False
-        if self._can_sync:
-            fsync_path(self._folder)
 
     def _give_up(self, error: OSError) -> str:
         """Cut off what was not accepted; what there is to say."""
@@ -267,8 +283,15 @@ class Journal:
         self._submit(records, sync=False, delay_s=POST_S).cancel()
 
     async def rotate(self) -> int:
-        """The segment that begins with the next record; all so far are written, in lower ones."""
-        return (await self._submit([], sync=None, cut=True))[-1].segment
+        """The segment that begins with the next record; all so far are written, in lower ones.
+
+        Raises NoSpaceError where there is no room for one: the journal goes on in the one it has.
+        """
+        place = (await self._submit([], sync=None, cut=True))[-1]
+        if place.offset:
+            path = segment_path(self._folder, place.segment + 1)
+            raise NoSpaceError(f"journal {path} cannot be begun: {os.strerror(errno.ENOSPC)}")
+        return place.segment
 
     def discard_before(self, segment: int) -> None:
         """Remove the files of lower segments. Raises JournalError if one stays."""

@@ -19,7 +19,7 @@ import msgspec
 import xxhash
 
 from streamrl.buffer.blob import Blob, Buffer, join, pieces_of, size_of
-from streamrl.durable import named_errors
+from streamrl.durable import named_errors, open_new
 from streamrl.errors import JournalError
 from streamrl.small_file import open_regular, parse_json
 
@@ -219,7 +219,7 @@ class SegmentWriter:
         self._path, self._offset = path, 0
 
     def __enter__(self) -> "SegmentWriter":
-        self._file = self._path.open("wb")
+        self._file = open(open_new(self._path), "wb")
         return self
 
     def write(self, record: Record) -> None:

@@ -12,7 +12,7 @@ from streamrl.config import RunConfig, RunSettings, load_config
 from streamrl.dataflow import CRITIC, POLICY, Kind
 from streamrl.engines.reference_config import PICKLED_FILE, STATE_FILE
 from streamrl.errors import ConfigError
-from streamrl.run_lock import RunLock, own_run, read_run
+from streamrl.run_lock import InUseError, RunLock, own_run, read_run
 
 KEPT_BY_TRAINERS = ("lora_rank", "lora_alpha", "lora_targets")
 """Settings of a trainer that the state in a checkpoint is made for."""
@@ -51,14 +51,19 @@ def claim_new(config: RunConfig, claim: Claim) -> None:
     folder = config.run_dir
     if not folder.exists():
         return
-    if not config.run.overwrite:
+    if config.run.overwrite:
+        _check_replaceable(config)
+    try:
+        if config.run.overwrite:
+            claim.own = own_run(folder, status=_say_waiting)
+            return
         with read_run(folder, status=_say_waiting):
             raise ConfigError(
                 f"run directory {folder} exists: --resume it, name another (run.name=...),"
                 " or replace it (run.overwrite=true)"
             )
-    _check_replaceable(config)
-    claim.own = own_run(folder, status=_say_waiting)
+    except InUseError as error:
+        raise ConfigError(f"{error}, or name another run (run.name=...)") from None
 
 
 def claim_run(config: RunConfig, resume: ResumePoint | None, claim: Claim) -> Claim:

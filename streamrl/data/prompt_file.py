@@ -4,7 +4,6 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,12 +14,19 @@ from streamrl.data.rendering import load_tokenizer
 from streamrl.data.rows import parse_record
 from streamrl.data.table import Table, open_table
 from streamrl.model_config import is_trusted, trusted_env
+from streamrl.small_file import MOST_LINE_BYTES, open_regular
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _rendering = threading.Lock()
 """Neither tokenizers nor a user's filter may be called by several threads at once."""
+
+
+def _digest_of(path: str) -> str:
+    """What a file that the settings name has in it, of its first MOST_LINE_BYTES."""
+    with open_regular(path) as file:
+        return hashlib.blake2b(file.read(MOST_LINE_BYTES), digest_size=8).hexdigest()
 
 
 class LazyTokenizer:
@@ -97,7 +103,7 @@ class PromptFile:
         facts += [sorted(file.template_arguments.items()), limits.on_long]
         named = [] if file.template in (MODEL, PLAIN) else [file.template]
         named += [file.filter.rpartition(":")[0]] if file.filter else []
-        code = [hashlib.blake2b(Path(one).read_bytes(), digest_size=8).hexdigest() for one in named]
+        code = [_digest_of(one) for one in named]
         return repr((facts, file.filter.rpartition(":")[2], code))
 
     def __getstate__(self) -> dict[str, object]:

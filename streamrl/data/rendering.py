@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 from streamrl.data.files import MODEL, PLAIN
 from streamrl.data.rows import Row
 from streamrl.errors import ConfigError
-from streamrl.model_config import is_trusted, read_model_config, untrusted
+from streamrl.model_config import (
+    MOST_DESCRIPTION_BYTES,
+    check_regular,
+    is_trusted,
+    read_model_config,
+    untrusted,
+)
 from streamrl.small_file import read_small
 
 if TYPE_CHECKING:
@@ -67,11 +73,15 @@ def _is_whole(path: Path) -> bool:
     file, settings = path / "tokenizer.json", path / "tokenizer_config.json"
     if not file.is_file():
         return False
-    found = json.loads(settings.read_text()) if settings.is_file() else {}
+    found = _read(settings) if settings.is_file() else {}
     # Code of the model's own, or Mistral's library, goes before the file.
     if "auto_map" in found or (path / "tekken.json").exists():
         return False
-    return found.get("tokenizer_class") in WHOLE or _is_byte_level(json.loads(file.read_text()))
+    return found.get("tokenizer_class") in WHOLE or _is_byte_level(_read(file))
+
+
+def _read(path: Path) -> Any:
+    return json.loads(read_small(path, most_bytes=MOST_DESCRIPTION_BYTES))
 
 
 def _is_byte_level(content: Mapping[str, Any]) -> bool:
@@ -317,6 +327,7 @@ def _check_model_directory(model_path: str) -> None:
         raise ConfigError(f"{model_path}: {fact}; the model must be a directory on this machine")
     if not (path / "config.json").is_file():
         raise ConfigError(f"{model_path}: not a model directory: it has no config.json")
+    check_regular(path)
 
 
 def _why(error: Exception) -> str:

@@ -25,6 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard as StridedCut
 
 from streamrl.engines.forward import local_device
 from streamrl.engines.optimizer_memory import tensors_of
+from streamrl.engines.plain_pickles import load_plain
 from streamrl.engines.ranks import bound_collectives, leave_ranks
 from streamrl.engines.resident import place_in
 from streamrl.engines.tensor_parallel import layers_of, split_layers
@@ -190,7 +191,7 @@ class MeshBackend:
         """Read what this backend once wrote."""
         place = dist.get_rank() if self._is_sharded else self._tensor.get_local_rank()
         path = directory / f"torch_state_{place}.pt"
-        state = torch.load(path, map_location="cpu", weights_only=True)
+        state = load_plain(path)
         for name, kept in self._kept.items():
             kept.copy_(state["model"][name])
         self._optimizer.load_state_dict(state["optimizer"])

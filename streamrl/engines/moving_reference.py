@@ -6,7 +6,6 @@ pulled what. `decay` 0 with an interval is TRL's synchronised reference (arXiv:2
 hard update), `decay` above 0 its soft update: r <- decay r + (1 - decay) p.
 """
 
-import pickle
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import torch
 from torch import Tensor
 
 from streamrl.durable import checkpoint_errors
+from streamrl.engines.plain_pickles import load_plain
 from streamrl.engines.reference_config import PICKLED_FILE, STATE_FILE
 from streamrl.engines.trained_state import load_tensors, save_tensors
 from streamrl.errors import CheckpointError
@@ -56,11 +56,7 @@ class MovingReference:
         if (folder / STATE_FILE).is_file():
             self._tensors = load_tensors(folder / STATE_FILE)
         elif (folder / PICKLED_FILE).is_file():
-            try:
-                self._tensors = torch.load(folder / PICKLED_FILE, weights_only=True)
-            except pickle.UnpicklingError as error:
-                reason = str(error).partition("\n")[0]
-                raise CheckpointError(f"{folder / PICKLED_FILE}: {reason}") from error
+            self._tensors = load_plain(folder / PICKLED_FILE)
         else:
             raise CheckpointError(
                 f"{folder} was written without a reference that moves: reference.every has to be 0"

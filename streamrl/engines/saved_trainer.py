@@ -2,11 +2,12 @@
 
 import pickle
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from streamrl.durable import checkpoint_errors
+from streamrl.engines.plain_pickles import load_plain, not_plain
 from streamrl.engines.trained_state import (
     PROGRESS_FILE,
     Progress,
@@ -22,6 +23,9 @@ from streamrl.errors import CheckpointError
 
 if TYPE_CHECKING:
     from streamrl.engines.training import TrainingBackend
+
+PICKLED = {"layout": str, "num_updates": int, "rng": torch.Tensor}
+"""What each rank once wrote, and of which kind; cuda_rng besides, which may be None."""
 
 
 def save_trainer(
@@ -68,7 +72,7 @@ def _load_pickled(
     if not path.is_file():
         raise CheckpointError(f"{directory} holds no trainer state of rank {rank}")
     try:
-        progress = torch.load(path, weights_only=True)
+        progress = load_pickled_progress(path)
         if progress["layout"] != layout:
             raise CheckpointError(
                 f"{directory} was written with {progress['layout']}, not {layout}; of this old"
@@ -76,7 +80,7 @@ def _load_pickled(
             )
         backend.load_pickled(directory)
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{directory} holds more than plain data: {_first(error)}") from error
+        raise not_plain(directory) from error
     torch.set_rng_state(progress["rng"])
     if progress["cuda_rng"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(progress["cuda_rng"])
@@ -84,9 +88,13 @@ def _load_pickled(
     return num_updates
 
 
-def _first(error: Exception) -> str:
-    """The first line of what torch says, which is long."""
-    return str(error).partition("\n")[0]
+def load_pickled_progress(path: Path) -> dict[str, Any]:
+    """Load what a rank once wrote beside its state. Raises CheckpointError for anything else."""
+    found = load_plain(path)
+    is_it = isinstance(found, dict) and "cuda_rng" in found
+    if not is_it or not all(isinstance(found.get(key), kind) for key, kind in PICKLED.items()):
+        raise CheckpointError(f"{path}: not a trainer's state of the old form")
+    return found
 
 
 def layout_of(config: TrainerConfig) -> str:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from streamrl.engines.optimizer_memory import tensors_of
+from streamrl.engines.plain_pickles import load_plain
 from streamrl.engines.ranks import leave_ranks
 from streamrl.engines.resident import lay_side_by_side
 from streamrl.engines.trained_state import Fragment
@@ -107,7 +108,7 @@ class TorchBackend:
 
     def load_pickled(self, directory: Path) -> None:
         """Read what this backend once wrote."""
-        state = torch.load(directory / STATE_FILE, map_location="cpu", weights_only=True)
+        state = load_plain(directory / STATE_FILE)
         for name, parameter in self.full_state():
             parameter.copy_(state["model"][name])
         self._optimizer.load_state_dict(state["optimizer"])

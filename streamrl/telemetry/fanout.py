@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -21,7 +22,7 @@ from streamrl.telemetry.sinks import (
     read_jsonl,
 )
 from streamrl.telemetry.spans import Span
-from streamrl.telemetry.trace import MOST_BYTES, TraceSink
+from streamrl.telemetry.trace import MOST_BYTES, TraceSink, check_trace
 from streamrl.telemetry.wandb_sink import WandbSink, saved_run_id
 
 
@@ -108,6 +109,14 @@ def make_sinks(
     if config.trace:
         trace = TraceSink(facts.run_dir, resume=resumed, most_bytes=MOST_BYTES)
     return Fanout(sinks, console=make_console(config.console, facts, console), trace=trace)
+
+
+def check_reported(config: TelemetryConfig, run_dir: Path) -> None:
+    """Raise ConfigError if a run cannot go on with what its sinks have written so far."""
+    if config.wandb.mode != "disabled":
+        saved_run_id(run_dir)
+    if config.trace:
+        check_trace(run_dir)
 
 
 def make_console(kind: str, facts: RunFacts, console: Console | None = None) -> RunConsole | None:

@@ -12,12 +12,12 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from streamrl.durable import disk_errors
+from streamrl.durable import disk_errors, open_new
 from streamrl.small_file import file_errors, open_regular, parse_json, read_lines
 from streamrl.telemetry.contract import Histogram, Row, json_value
 from streamrl.telemetry.sinks import Fields, json_fields
@@ -76,7 +76,7 @@ class TraceSink:
         """Begin a file, with what is kept of the one that it takes the place of."""
         partial = self._path.with_suffix(".partial")
         with disk_errors(self._path):
-            self._file, self._end = FileIO(partial, "w"), 0
+            self._file, self._end = FileIO(open_new(partial), "w"), 0
             self._append([*kept, *self._new_names(_RUN, 0)])
             partial.replace(self._path)
 
@@ -191,24 +191,46 @@ def _spans(path: Path) -> list[Span]:
             event["args"],
         )
         for event in events
-        if event["ph"] == "X"
+        if event["ph"] == "X" and event["pid"] in processes
     ]
 
 
+def check_trace(run_dir: Path) -> None:
+    """Raise ConfigError if a run cannot add to the trace that is there."""
+    for _ in _read_events(run_dir / TRACE_FILE):
+        pass
+
+
 def _complete_events(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace, without a last line that a crash tore.
+    return list(_read_events(path))
+
+
+def _read_events(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events of a trace, without a last line that a crash tore.
 
     Raises ConfigError for what is no trace at all: no regular file, or one that cannot be parsed.
     """
     if not path.exists():
-        return []
-    events = []
+        return
     with file_errors(path), open_regular(path) as file:
-        for line in read_lines(file):
+        for number, line in enumerate(read_lines(file), 1):
             try:
                 event = parse_json(line.decode().rstrip(",\r\n"))
             except json.JSONDecodeError:
                 continue
             if isinstance(event, dict):
-                events.append(event)
-    return events
+                if not _is_event(event):
+                    raise ValueError(f"line {number}: not an event of a trace")
+                yield event
+
+
+def _is_event(event: Mapping[str, Any]) -> bool:
+    """Whether it has what is read of its kind."""
+    kinds: dict[str, type | tuple[type, ...]] = {"ph": str, "name": str, "pid": int, "tid": int}
+    if event.get("ph") in ("X", "M"):
+        kinds["args"] = dict
+    if event.get("ph") == "X":
+        kinds |= {"ts": (int, float), "dur": (int, float)}
+    if not all(isinstance(event.get(key), kind) for key, kind in kinds.items()):
+        return False
+    return event["name"] != "process_name" or isinstance(event.get("args", {}).get("name"), str)

@@ -8,6 +8,7 @@ the like are overruled (WANDB_API_KEY, WANDB_BASE_URL and WANDB_ENTITY still cou
 import contextlib
 import importlib
 import logging
+import re
 import secrets
 import threading
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ import psutil
 
 from streamrl.durable import disk_errors, write_whole
 from streamrl.errors import ConfigError
+from streamrl.small_file import file_errors, read_small
 from streamrl.telemetry.config import WandbConfig
 from streamrl.telemetry.contract import Histogram, Row
 from streamrl.telemetry.sinks import Fields
@@ -31,6 +33,7 @@ FINISH_S = 10.0
 _GRACE_S = 2.0
 _INIT_S = 30.0
 _SERVICE = "wandb-core"
+_RUN_ID = re.compile(r"[\w.-]{1,128}", re.ASCII)
 _log = logging.getLogger(__name__)
 
 ALERTS = ("stall", "silent", "died")
@@ -38,9 +41,15 @@ ALERTS = ("stall", "silent", "died")
 
 
 def saved_run_id(run_dir: Path) -> str | None:
-    """The wandb id of the run in this directory, if it ever had one."""
+    """The wandb id of the run in this directory, if it ever had one. Raises ConfigError."""
     path = run_dir / "wandb" / RUN_ID_FILE
-    return path.read_text(encoding="utf-8").strip() if path.exists() else None
+    if not path.exists():
+        return None
+    with file_errors(path):
+        found = read_small(path).strip()
+    if not _RUN_ID.fullmatch(found):
+        raise ConfigError(f"{path}: {found[:40]!r}: must be letters, digits, '.', '-' and '_'")
+    return found
 
 
 def preload_wandb(config: WandbConfig) -> None:

@@ -25,11 +25,13 @@ from safetensors.torch import save_file
 from streamrl.durable import move_whole
 from streamrl.errors import WeightsError
 from streamrl.messages import Array
+from streamrl.small_file import MIB, read_small
 from streamrl.weights.manifest import Bucket, WeightManifest
 from streamrl.weights.views import tensor_view
 
 LATEST = "latest"
 MANIFEST = "manifest.json"
+MOST_MANIFEST_BYTES = 256 * MIB
 INDEX = "model.safetensors.index.json"
 PARTIAL = ".tmp-"
 #: What of a model directory says how its weights are to be used.
@@ -223,8 +225,9 @@ def read_manifest(version_dir: Path) -> WeightManifest:
     # Not `latest`, which may be another one when the buckets are read.
     directory = version_dir.resolve()
     try:
-        contents = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=_Contents)
-    except (OSError, msgspec.DecodeError) as error:
+        text = read_small(directory / MANIFEST, most_bytes=MOST_MANIFEST_BYTES)
+        contents = msgspec.json.decode(text, type=_Contents)
+    except (OSError, ValueError, RecursionError, msgspec.DecodeError) as error:
         raise WeightsError(f"{directory} holds no version of the weights: {error}") from error
     handles = tuple(DiskHandle(str(directory), i) for i in range(len(contents.buckets)))
     return WeightManifest(contents.version, contents.buckets, handles)

@@ -21,7 +21,7 @@ from streamrl.buffer.segment import (
     segment_path,
     write_segment,
 )
-from streamrl.errors import ConfigError, JournalError
+from streamrl.errors import ConfigError, JournalError, NoSpaceError
 from tests.buffer.journals import eventually, intact, note, numbers, opened, written
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -181,6 +181,32 @@ async def test_a_full_disk_is_said_clearly_and_to_everybody(
     assert segment_path(tmp_path, 1).stat().st_size == size, "cut back to the last good end"
     assert journal.num_bytes == size
     assert numbers(tmp_path) == [0, 1]
+
+
+@pytest.mark.parametrize("refused", ["open", "fsync"])
+async def test_a_segment_for_which_there_is_no_room_is_begun_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    journal = opened(tmp_path)
+    await journal.append([note(0)])
+    works = getattr(os, refused)
+
+    def refuse(what: Any, *how: int) -> object:
+        is_new = what == segment_path(tmp_path, 2)
+        if is_new or (refused == "fsync" and os.path.samestat(os.fstat(what), tmp_path.stat())):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return works(what, *how)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, refused, refuse)
+        with pytest.raises(NoSpaceError, match=r"2\.journal cannot be begun: No space left"):
+            await journal.rotate()
+        assert os.listdir(tmp_path) == ["00000001.journal"]
+        await journal.append([note(1)])
+    assert await journal.rotate() == 2
+    await journal.append([note(2)])
+    await journal.close()
+    assert numbers(tmp_path) == [0, 1, 2]
 
 
 async def test_a_failed_post_is_raised_by_what_comes_next(

@@ -405,6 +405,8 @@ def test_whoever_comes_to_a_live_run_is_told_so_and_nothing_is_touched(
     line = capsys.readouterr().err.strip()
     assert f"{run_dir} is in use: its run is alive, since " in line and "\n" not in line
     assert f"pid {os.getpid()};" in line
+    # A live run cannot be forked either.
+    assert ("name another run" in line) == (how in ("new", "overwrite"))
     assert sorted(tmp_path.rglob("*")) == before
     lock.release()
 

@@ -3,12 +3,13 @@ import json
 import math
 import os
 from io import FileIO
+from pathlib import Path
 
 import pytest
 
-from streamrl.errors import DiskError
+from streamrl.errors import ConfigError, DiskError
 from streamrl.telemetry.spans import Span
-from streamrl.telemetry.trace import EARLIER_FILE, TRACE_FILE, TraceSink, read_spans
+from streamrl.telemetry.trace import EARLIER_FILE, TRACE_FILE, TraceSink, check_trace, read_spans
 from tests.telemetry.rows import Clock, full_row
 
 SPANS = [
@@ -195,3 +196,28 @@ def test_what_a_crash_leaves_between_two_parts_can_be_read_and_resumed(tmp_path)
 def test_without_a_bound_a_trace_is_one_file(tmp_path):
     long_run(tmp_path, steps=50, most_bytes=math.inf).close({})
     assert [path.name for path in tmp_path.iterdir()] == [TRACE_FILE]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[" * 100_000,
+        '{"ph": "M", "pid": 1, "tid": 1}',
+        '{"ph": "M", "name": "process_name", "pid": 1, "tid": 1, "args": {}}',
+        '{"ph": "X", "name": "x", "pid": 1, "tid": 1, "ts": 0, "args": {}}',
+        '{"ph": "i", "name": "x", "pid": [], "tid": 1}',
+    ],
+)
+def test_a_trace_of_a_strangers_is_refused_in_one_line(tmp_path: Path, line: str) -> None:
+    (tmp_path / TRACE_FILE).write_text(f"[\n{line}\n]\n")
+    with pytest.raises(ConfigError, match=r"trace\.json: "):
+        check_trace(tmp_path)
+
+
+def test_a_trace_is_not_begun_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / "trace.partial").symlink_to("precious")
+    sink = TraceSink(tmp_path)
+    sink.start({})
+    sink.close({})
+    assert (tmp_path / "precious").read_text() == "mine"

@@ -1,6 +1,7 @@
 import io
 import logging
 import math
+import os
 import socket
 import subprocess
 import sys
@@ -237,3 +238,17 @@ async def test_wandb_can_be_used_within_an_event_loop(tmp_path):
 def test_closing_a_sink_that_never_started_does_nothing(tmp_path):
     WandbSink(tmp_path, WandbConfig(), run_name="demo").close({})
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["pipe", "sparse", "elsewhere", "binary"])
+def test_an_id_that_is_none_is_refused_and_never_waited_for(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "wandb" / "run_id.txt"
+    path.parent.mkdir()
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.write_bytes({"sparse": b"", "elsewhere": b"../../x\n", "binary": b"\xff"}[kind])
+    if kind == "sparse":
+        os.truncate(path, 1 << 40)
+    with pytest.raises(ConfigError, match=r"run_id\.txt: "):
+        saved_run_id(tmp_path)
