@@ -27,8 +27,8 @@ from streamrl.errors import (
 )
 
 CALL_TIMEOUT_S = 120.0
-_DISK_ERRORS = (CheckpointError, JournalError, DiskError)
 """Deadline of a call that only keeps books, s. Work that computes brings its own."""
+_DISK_ERRORS = (CheckpointError, JournalError, DiskError)
 
 
 async def call(reply: Any, what: str, timeout_s: float = CALL_TIMEOUT_S) -> Any:
