@@ -13,7 +13,7 @@ from streamrl.engines.lora import check_targets
 from streamrl.engines.support import check_support, left_out
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
-from streamrl.model_config import max_positions, read_model_config, stored_shapes
+from streamrl.model_config import stored_shapes
 from tests.engines.test_architectures import COMMON, QUICK, SLOW
 
 KNOWN = QUICK | SLOW | {"gpt2": {"n_layer": 2, "n_head": 4}}
@@ -119,12 +119,6 @@ def test_attention_that_computes_otherwise_is_refused(
     check_support(path, "eager")
     with pytest.raises(ConfigError, match=f"^trainer.attention={attention}: {words}"):
         check_support(path, attention)
-
-
-def test_positions_that_scale_by_the_length_at_hand_are_not_counted(tmp_path: Path) -> None:
-    scaling = {"rope_type": "dynamic", "factor": 4.0}
-    path = write(tmp_path, "qwen2", rope_scaling=scaling, max_position_embeddings=128)
-    assert max_positions(read_model_config(path)) == 128
 
 
 def test_adapters_of_a_model_without_linear_layers_are_refused(tmp_path: Path) -> None:
