@@ -222,7 +222,7 @@ LONG = ("data", "overlap", "queue")
 """Those that take half a minute."""
 ALL_OF = {
     "overlap": ("--parts", "empty", "real", "sleeps"),
-    "queue": ("--peers", *RAY_QUEUES, "transfer_queue"),
+    "queue": ("--peers", *RAY_QUEUES, "memcpy", "transfer_queue"),
 }
 """What a quick form leaves out, and a test need not."""
 
