@@ -62,8 +62,14 @@ def wiring(told: list[str]) -> Any:
         train_columns=(),
         memory=WorkerMemory(1, 1, 1, 1, 1, 1, 1, releases_kv=True, offloads_optimizer=True),
         max_length=8,
+        run_dir=Path("a-run"),
         engines=SimpleNamespace(trainer=lambda config, max_length, rank, role: Rank(told)),
     )
+
+
+@pytest.fixture(autouse=True)
+def _tests_keep_their_own_handler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamrl.actors.trainer.record_stacks", lambda run_dir, actor: None)
 
 
 MEETING = Meeting(Call("train", POLICY, Kind.TRAIN, (), ()), "trainer", "localhost", 1)
