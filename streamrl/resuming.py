@@ -31,7 +31,6 @@ from streamrl.dataflow import Dataflow, Kind
 from streamrl.errors import CheckpointError, ConfigError, DataError, JournalError, LedgerError
 from streamrl.model_config import check_weights
 from streamrl.run_lock import check_links
-from streamrl.telemetry.fanout import check_reported
 from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE, read_jsonl
 
 
@@ -68,6 +67,8 @@ def check_resume(
 
     `layout` is where its groups are; `prompts` stay where they are.
     """
+    from streamrl.telemetry.fanout import check_reported
+
     check_links(resume.run_dir)
     place = f"--resume {resume.checkpoint.path if resume.checkpoint else resume.run_dir}"
     try:

@@ -93,7 +93,8 @@ def unloaded_split(ranks: int, *, has_experts: bool, on_gpu: bool) -> str:
 
 def _read_sizes(config: "PreTrainedConfig", names: Iterable[str]) -> Sizes:
     # Families have names of their own for some, which transformers knows.
-    return {name: size for name in names if (size := getattr(config, name, None))}
+    known = {name: getattr(config, name) for name in names if hasattr(config, name)}
+    return {name: size for name, size in known.items() if size}
 
 
 def _undivided(sizes: Sizes, ranks: int) -> str:
