@@ -217,7 +217,8 @@ def test_a_generator_that_is_killed_is_started_again(finished: Ended, run_dir: P
     assert finished.run.orphans() == []
     (crash,) = events(run_dir, "crashed")
     assert (crash["actor"], crash["reason"]) == ("generator-0", "Segmentation fault")
-    assert "Current thread" in Path(crash["stacks"]).read_text()
+    # Other threads run on meanwhile, and one that changes its stack may cut the list short.
+    assert "most recent call first" in Path(crash["stacks"]).read_text()
     assert list((run_dir / "stacks").iterdir()) == [Path(crash["stacks"])]
 
 
