@@ -126,7 +126,10 @@ def prepare(config: RunConfig) -> Prepared:
     for role in dataflow.trained:
         section = "trainer" if role == POLICY else "critic.trainer"
         attention = config.trainer_of(role).attention
-        check_support(config.model_of(role), attention, section=section)
+        is_served = role == POLICY
+        key = "model.path" if is_served or not config.critic.path else "critic.path"
+        model = config.model_of(role)
+        check_support(model, attention, section=section, key=key, is_served=is_served)
         check_targets(config.model_of(role), config.trainer_of(role), section=section)
         said.append(_unadapted(config.model_of(role), config.trainer_of(role), section))
         _check_schedule(config, role, section)

@@ -21,19 +21,30 @@ COMPUTED = re.compile(r"rotary_emb\.|\.attention\.(masked_)?bias$|\.attn\.(maske
 """Tensors of older directories that a model computes anew."""
 
 
-def check_support(path: str, attention: str, *, section: str = "trainer") -> None:
+def check_support(
+    path: str,
+    attention: str,
+    *,
+    section: str = "trainer",
+    key: str = "model.path",
+    is_served: bool = True,
+) -> None:
     """Raise ConfigError, with the reason, for a model that cannot be trained and served alike.
 
-    `attention` is the setting of this name in a trainer's section.
+    `attention` is the setting of this name in a trainer's section, `key` names the directory. A
+    critic is not served: vLLM need not take it.
     """
     config = read_model_config(path).get_text_config()
-    settings = config.to_dict()
-    if problem := _unlike(config.model_type, settings, stored_shapes(Path(path), "model.path")):
-        raise ConfigError(f"model.path={path}: {problem}")
+    settings, stored = config.to_dict(), stored_shapes(Path(path), key)
+    problem = _quantised(settings)
+    if is_served:
+        problem = problem or _unlike(config.model_type, settings, stored)
+    if problem:
+        raise ConfigError(f"{key}={path}: {problem}")
     if problem := _wrong_attention(config.model_type, settings, attention):
         raise ConfigError(f"{section}.attention={attention}: {problem}")
     if not is_like_llama(config.model_type):
-        check_against_class(path)
+        check_against_class(path, key)
 
 
 def left_out(path: str) -> list[str]:
@@ -48,16 +59,23 @@ def left_out(path: str) -> list[str]:
     ]
 
 
+def _quantised(settings: Mapping[str, Any]) -> str:
+    found = settings.get("quantization_config")
+    if not found:
+        return ""
+    return (
+        f"quantization_config: {found.get('quant_method')} weights cannot be trained; load the"
+        " directory with transformers, dequantized, save it, and train that"
+    )
+
+
 def _unlike(family: str, settings: Mapping[str, Any], stored: Shapes) -> str:
     """What vLLM's model of a family leaves out, or does not take, with these settings."""
-    quantised = settings.get("quantization_config") or {}
     windows = bool(settings.get("use_sliding_window"))
     kinds, clip = set(settings.get("layer_types") or ()), settings.get("clip_qkv")
     is_tied = bool(settings.get("tie_word_embeddings"))
     biased = next((name for name in stored if name.endswith("self_attn.o_proj.bias")), "")
     rules = {
-        f"quantization_config: {quantised.get('quant_method')} weights cannot be trained; load the"
-        " directory with transformers, dequantized, save it, and train that": bool(quantised),
         "max_window_layers: vLLM takes a sliding window for all layers or none": (
             family in ("qwen2", "qwen3") and len(kinds) > 1 and windows
         ),
@@ -86,23 +104,23 @@ def _wrong_attention(family: str, settings: Mapping[str, Any], wanted: str) -> s
     return ""
 
 
-def check_against_class(path: str) -> None:
+def check_against_class(path: str, key: str) -> None:
     """Raise ConfigError unless a directory's tensors are those of transformers' model, by layer.
 
     Tensors of another name, as those of single experts that the model has together, count by their
     elements.
     """
-    stored = stored_shapes(Path(path), "model.path")
+    stored = stored_shapes(Path(path), key)
     try:
         state = load_skeleton(path).state_dict()
     except (RuntimeError, OverflowError, MemoryError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"model.path={path}: config.json: no such model: {reason}") from None
+        raise ConfigError(f"{key}={path}: config.json: no such model: {reason}") from None
     wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
     for name in stored.keys() & wanted.keys():
         if stored[name] != wanted[name]:
             raise ConfigError(
-                f"model.path={path}: {name} has shape {stored[name]} in its files,"
+                f"{key}={path}: {name} has shape {stored[name]} in its files,"
                 f" {wanted[name]} by config.json"
             )
     held, needed = _sizes_of_layers(stored), _sizes_of_layers(wanted)
@@ -110,7 +128,7 @@ def check_against_class(path: str) -> None:
         if held[layer] != size:
             name, shape = _first_apart(stored, wanted, layer)
             raise ConfigError(
-                f"model.path={path}: layer {layer} has {held[layer]:,} elements in its files,"
+                f"{key}={path}: layer {layer} has {held[layer]:,} elements in its files,"
                 f" {size:,} by config.json: see {name}, of shape {shape}"
             )
 

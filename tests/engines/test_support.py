@@ -92,8 +92,10 @@ def test_a_tensor_of_another_shape_than_the_config_says_is_named(
 def test_what_vllm_computes_otherwise_is_refused(
     tmp_path: Path, family: str, settings: dict[str, Any], words: str
 ) -> None:
+    path = write(tmp_path, family, **settings)
     with pytest.raises(ConfigError, match=words):
-        check_support(write(tmp_path, family, **settings), "auto")
+        check_support(path, "auto")
+    check_support(path, "auto", key="critic.path", is_served=False)
 
 
 @pytest.mark.parametrize("method", ["mxfp4", "fp8", "gptq", "bitsandbytes"])
