@@ -164,7 +164,7 @@ def make_parser() -> BenchmarkParser:
     )
     parser.add_argument("--deadline", type=float, default=600.0, help="of each run, s (600)")
     parser.add_argument("--python", type=Path, default=PARITY_PYTHON, help="TRL's Python")
-    parser.set_quick(rounds=1, steps=3, warm_up=1)
+    parser.set_quick(tasks=["demo"], rounds=1, steps=3, warm_up=1)
     return parser
 
 
