@@ -5,7 +5,7 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,7 +35,7 @@ def _config_errors() -> tuple[type[Exception], ...]:
     from huggingface_hub.errors import StrictDataclassError
 
     wrong = (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError)
-    return (*wrong, StrictDataclassError)
+    return (*wrong, RecursionError, StrictDataclassError)
 
 
 def trusted_env(*paths: str) -> dict[str, str]:
@@ -53,14 +53,15 @@ def is_trusted(path: str) -> bool:
 def read_model_config(path: str, **changes: Any) -> "PreTrainedConfig":
     """Read the config of the model in a directory, with some of its settings changed.
 
-    Raises ConfigError if that takes code of the directory's own and it is not trusted, and what
-    transformers raises of a wrong config.
+    Raises ConfigError if the config is wrong, or takes code of the directory's own that is not
+    trusted.
     """
     from transformers import AutoConfig
 
-    if Path(path).is_dir():
-        check_regular(Path(path))
-    num_layers = _num_layers(Path(path))
+    if not Path(path).is_dir():
+        raise ConfigError(f"{path}: no such directory")
+    check_regular(Path(path))
+    num_layers = num_layers_of(Path(path))
     if num_layers > MOST_LAYERS:
         raise ConfigError(f"{path}: config.json says {num_layers} layers: at most {MOST_LAYERS}")
     try:
@@ -68,8 +69,9 @@ def read_model_config(path: str, **changes: Any) -> "PreTrainedConfig":
             return AutoConfig.from_pretrained(
                 path, local_files_only=True, trust_remote_code=is_trusted(path), **changes
             )
-    except ValueError as error:
-        raise untrusted(path, error) or error from None
+    except _config_errors() as error:
+        reason = " ".join(str(error).split())
+        raise untrusted(path, error) or ConfigError(f"{path}: config.json: {reason}") from None
 
 
 def check_regular(path: Path) -> None:
@@ -100,15 +102,15 @@ def untrusted(path: str, error: Exception) -> ConfigError | None:
 
 def model_length(path: str, *, limit: int | None) -> int:
     """Tokens a model takes, or `limit` if that is less. Raises ConfigError for what is no model."""
-    stored = stored_shapes(Path(path), "model.path")
-    _check_layers(Path(path), stored, "model.path")
     try:
-        tokens = max_positions(read_model_config(path))
+        config = read_model_config(path)
     except ConfigError as error:
         raise ConfigError(f"model.path={error}") from None
+    try:
+        tokens = max_positions(config)
     except _config_errors() as error:
-        raise ConfigError(f"model.path={path}: {' '.join(str(error).split())}") from None
-    _check_shapes(Path(path), stored, "model.path")
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"model.path={path}: config.json: {reason}") from None
     _check_generation_config(Path(path))
     if limit is not None and limit > tokens:
         raise ConfigError(f"model.max_length={limit}: the model takes at most {tokens} tokens")
@@ -165,44 +167,7 @@ def _original_positions(rope: Mapping[str, Any], tokens: int) -> int:
     return int(rope.get("original_max_position_embeddings") or tokens)
 
 
-def check_weights(path: Path, key: str) -> None:
-    """Raise ConfigError unless a directory holds tensors of the shapes that its config says.
-
-    Of families that are not known here, only the embedding and the number of layers are compared:
-    see `support.check_against_class`.
-    """
-    stored = stored_shapes(path, key)
-    _check_layers(path, stored, key)
-    _check_shapes(path, stored, key)
-
-
-def _check_shapes(path: Path, stored: Mapping[str, tuple[int, ...]], key: str) -> None:
-    """Raise ConfigError for the first tensor of another shape than the config says."""
-    try:
-        config = read_model_config(str(path)).get_text_config()
-        expected = _expected_shapes(config)
-    # What is wrong with the config itself is told by those who need more of it.
-    except _config_errors():
-        return
-    for name, shape in stored.items():
-        wanted = expected.get(LAYER_NUMBER.sub(".#.", name).removeprefix("model."))
-        if wanted is not None and shape != wanted:
-            raise ConfigError(
-                f"{key}={path}: {name} has shape {shape} in its files, {wanted} by config.json"
-            )
-
-
-def _check_layers(path: Path, stored: Iterable[str], key: str) -> None:
-    """Raise ConfigError for more layers than the files hold."""
-    num_layers = _num_layers(path)
-    numbers = [int(found[1]) for name in stored if (found := LAYER_NUMBER.search(name))]
-    if numbers and num_layers > max(numbers) + 1:
-        raise ConfigError(
-            f"{key}={path}: its files hold {max(numbers) + 1} layers, config.json says {num_layers}"
-        )
-
-
-def _num_layers(path: Path) -> int:
+def num_layers_of(path: Path) -> int:
     """Read how many layers a config.json says, before transformers lists each; 0 if it does not."""
     try:
         config = json.loads(read_small(path / "config.json"))
@@ -215,33 +180,13 @@ def _num_layers(path: Path) -> int:
 
 LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 """The number of a layer in the name of a parameter."""
-LLAMA_LIKE = (
-    "gemma",
-    "gemma2",
-    "gemma3_text",
-    "glm4",
-    "granite",
-    "llama",
-    "mistral",
-    "olmo2",
-    "olmo3",
-    "phi3",
-    "qwen2",
-    "qwen3",
-    "smollm3",
-)
-"""Families whose layers are called, and sized, as Llama's are."""
-
-
-def is_like_llama(family: str) -> bool:
-    """Whether `check_weights` knows the shapes of all large tensors of a family."""
-    return family in LLAMA_LIKE
 
 
 def weight_files(path: Path) -> list[Path]:
     """Name the files that a directory's weights are in: those of its index, if it has one.
 
-    Others may hold the same weights once more, as the consolidated file of Mistral's does.
+    Others may hold the same weights once more, as the consolidated file of Mistral's does. Raises
+    ConfigError for an index that cannot be read.
     """
     files = sorted(path.glob("*.safetensors"))
     index = path / "model.safetensors.index.json"
@@ -249,8 +194,8 @@ def weight_files(path: Path) -> list[Path]:
         return files
     try:
         named = set(read_small_json(index, most_bytes=MOST_INDEX_BYTES)["weight_map"].values())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        return files
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{index}: no index of weights: {error}") from None
     return [file for file in files if file.name in named]
 
 
@@ -276,35 +221,6 @@ def stored_shapes(path: Path, key: str) -> dict[str, tuple[int, ...]]:
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{key}={path}: {file.name}: {error}") from None
     return shapes
-
-
-def _expected_shapes(config: Any) -> dict[str, tuple[int, ...]]:
-    """Return the shapes that a config says, by names without `model.` and with # for a layer."""
-    hidden, vocab = int(config.hidden_size), int(config.vocab_size)
-    shapes: dict[str, tuple[int, ...]] = dict.fromkeys(
-        ("embed_tokens.weight", "lm_head.weight", "gpt_neox.embed_in.weight", "embed_out.weight"),
-        (vocab, hidden),
-    )
-    if config.model_type not in LLAMA_LIKE:
-        return shapes
-    heads, inner = int(config.num_attention_heads), int(config.intermediate_size)
-    kv_heads = int(vars(config).get("num_key_value_heads") or heads)
-    size = int(vars(config).get("head_dim") or hidden // heads)
-    layer = {
-        "self_attn.q_proj": (heads * size, hidden),
-        "self_attn.k_proj": (kv_heads * size, hidden),
-        "self_attn.v_proj": (kv_heads * size, hidden),
-        "self_attn.qkv_proj": ((heads + 2 * kv_heads) * size, hidden),
-        "self_attn.o_proj": (hidden, heads * size),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.gate_up_proj": (2 * inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-        "input_layernorm": (hidden,),
-        "post_attention_layernorm": (hidden,),
-    }
-    shapes |= {f"layers.#.{name}.weight": shape for name, shape in layer.items()}
-    return {**shapes, "norm.weight": (hidden,)}
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from streamrl.data import (
     load_vocab_size,
     open_files,
 )
-from streamrl.dataflow import COST, CRITIC, GENERATE, POLICY, REWARD, Dataflow
+from streamrl.dataflow import COST, GENERATE, POLICY, REWARD, Dataflow
 from streamrl.engines.held_memory import worker_memory
 from streamrl.engines.lora import check_targets
 from streamrl.engines.split_models import (
@@ -40,7 +40,6 @@ from streamrl.engines.vllm_registry import unshared_process
 from streamrl.errors import ConfigError
 from streamrl.messages import Prompt
 from streamrl.model_config import (
-    check_weights,
     model_length,
     read_model_config,
     stored_shapes,
@@ -121,8 +120,6 @@ def prepare(config: RunConfig) -> Prepared:
     max_length = longest + new
     _check_micro_batch(config, max_length)
     dataflow = config.dataflow
-    if dataflow.trained != [POLICY]:
-        check_weights(Path(config.model_of(CRITIC)), "critic.path")
     for role in dataflow.trained:
         section = "trainer" if role == POLICY else "critic.trainer"
         attention = config.trainer_of(role).attention

@@ -27,9 +27,8 @@ from streamrl.checkpoint import (
 )
 from streamrl.config import RunConfig
 from streamrl.data import PromptStream
-from streamrl.dataflow import Dataflow, Kind
+from streamrl.dataflow import POLICY, Dataflow, Kind
 from streamrl.errors import CheckpointError, ConfigError, DataError, JournalError, LedgerError
-from streamrl.model_config import check_weights
 from streamrl.run_lock import check_links
 from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE, read_jsonl
 
@@ -90,12 +89,14 @@ def check_resume(
 
 def _check_checkpoint(checkpoint: Checkpoint, dataflow: Dataflow) -> None:
     from streamrl.engines.saved_trainer import load_pickled_progress
+    from streamrl.engines.support import check_weights
     from streamrl.engines.trained_state import PROGRESS_FILE, check_state
 
     check_files(checkpoint)
     for role in (call.role for call in dataflow.of_kind(Kind.TRAIN)):
         model, state = checkpoint.dirs(role)
-        check_weights(model, f"--resume {checkpoint.path}: {role}")
+        place = f"--resume {checkpoint.path}: {role}"
+        check_weights(str(model), place, is_served=role == POLICY)
         if (state / PROGRESS_FILE).is_file():
             check_state(state)
         elif ranks := sorted(state.glob("rank_*.pt")):

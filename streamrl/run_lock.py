@@ -188,7 +188,9 @@ def check_links(folder: Path) -> None:
     inside, left = folder.resolve(), [folder]
     while left:
         here = left.pop()
-        with file_errors(here):
+        entries: list[os.DirEntry[str]] = []
+        # Of a run that goes on, a folder may be gone meanwhile.
+        with file_errors(here), contextlib.suppress(FileNotFoundError):
             entries = list(os.scandir(here))
         for entry in entries:
             if entry.is_dir(follow_symlinks=False):

@@ -16,7 +16,10 @@ from types import FrameType, ModuleType
 from typing import Any
 
 from streamrl.errors import ConfigError
+from streamrl.small_file import MIB
 
+MOST_BYTES = 64 * MIB
+"""Of a user's file, all of which is read before any of it runs."""
 IMPORT_TIMEOUT_S = 100.0
 """Deadline of importing a user's file, s: it may load a model of its own."""
 MAX_WORDS = 500
@@ -132,13 +135,18 @@ def import_file(path: str, *, setting: str) -> ModuleType:
     """The Python file as a module, executed anew.
 
     Raises ConfigError, which names the setting and the line of the file, if it is missing, no .py
-    file, fails while it is imported, or takes longer than IMPORT_TIMEOUT_S in a main thread.
+    file or a huge one, fails while it is imported, or takes longer than IMPORT_TIMEOUT_S in a main
+    thread.
     """
     file = Path(path).resolve()
     if not file.is_file():
         raise ConfigError(f"{setting}={path}: no such file")
     if file.suffix != ".py":
         raise ConfigError(f"{setting}={file}: must be a .py file")
+    if file.stat().st_size > MOST_BYTES:
+        raise ConfigError(
+            f"{setting}={file}: more than {MOST_BYTES // MIB} MiB: is this a program?"
+        )
     # A name of its own per file: two tasks may both have a reward.py.
     name = f"streamrl_user_{hashlib.blake2b(str(file).encode(), digest_size=6).hexdigest()}"
     spec = importlib.util.spec_from_file_location(name, file)

@@ -97,27 +97,6 @@ def test_gemma_3_gives_its_positions_scaled() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"hidden_size": 10**15}, "model.embed_tokens.weight has shape (32, 64)"),
-        ({"vocab_size": 33}, "model.embed_tokens.weight has shape (32, 64) in its files, (33, 64)"),
-        ({"intermediate_size": 100}, "mlp."),
-        ({"num_hidden_layers": 10**9, "layer_types": None}, "its files hold 2 layers"),
-        ({"num_hidden_layers": 3, "layer_types": None}, "its files hold 2 layers"),
-        ({"num_key_value_heads": 1}, "self_attn."),
-        ({"head_dim": 64}, "self_attn."),
-    ],
-)
-def test_tensors_of_another_shape_than_the_config_says_are_named(
-    settings: dict[str, Any], words: str, changed: Any
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        model_length(str(changed(settings)), limit=None)
-    assert words in str(caught.value) and "\n" not in str(caught.value)
-    assert str(caught.value).startswith("model.path=")
-
-
-@pytest.mark.parametrize(
     ("content", "words"),
     [
         ('{"max_new_tokens": -1}', "max_new_tokens"),
@@ -218,6 +197,20 @@ def test_code_of_a_trusted_directory_is_run_and_of_no_other(
 def test_a_family_that_transformers_knows_needs_no_code(changed: Any) -> None:
     auto_map = {"AutoConfig": "configuration_none.NoneConfig"}
     assert model_length(str(changed({"auto_map": auto_map})), limit=None) == 128
+
+
+DESCRIPTIONS = ["config.json", "generation_config.json", "model.safetensors.index.json"]
+
+
+@pytest.mark.parametrize("name", DESCRIPTIONS)
+@pytest.mark.parametrize("text", ["[" * 10**5 + "]" * 10**5, "[", "[[]]", '{"weight_map": 3, '])
+def test_json_that_is_no_description_is_one_line(changed: Any, name: str, text: str) -> None:
+    path = changed({})
+    (path / name).write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        model_length(str(path), limit=None)
+        stored_shapes(path, "model.path")
+    assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])

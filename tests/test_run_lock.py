@@ -14,16 +14,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from streamrl import run_lock
 from streamrl.errors import ConfigError, StreamError
-from streamrl.run_lock import LOCK_FILE, Owner, own_run, read_owner, read_run
+from streamrl.run_lock import LOCK_FILE, Owner, check_links, own_run, read_owner, read_run
 
 OWNS = """
 import os, sys, time
 from pathlib import Path
+from typing import Any
 from streamrl.run_lock import own_run
 lock = own_run(Path(sys.argv[1]))
 if "forks" in sys.argv and (child := os.fork()) == 0:
@@ -220,3 +222,20 @@ def test_links_within_a_directory_and_to_it_are_as_good_as_any(tmp_path: Path) -
     (tmp_path / "run/latest").symlink_to(tmp_path / "run" / "v1")
     (tmp_path / "link").symlink_to("run")
     own_run(tmp_path / "link").release()
+
+
+def test_a_folder_that_goes_while_links_are_looked_for_is_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "checkpoints" / ".partial").mkdir(parents=True)
+    scan = os.scandir
+
+    def vanishing(path: Path) -> Any:
+        found = list(scan(path))
+        for entry in found if Path(path).name == "checkpoints" else ():
+            os.rmdir(entry.path)
+        return found
+
+    monkeypatch.setattr("streamrl.run_lock.os.scandir", vanishing)
+    check_links(tmp_path)
+    assert not list((tmp_path / "checkpoints").iterdir())

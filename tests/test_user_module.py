@@ -1,5 +1,6 @@
 """A user's file is imported in time, and the process is left as it was."""
 
+import os
 import signal
 
 import pytest
@@ -18,6 +19,14 @@ def test_an_import_that_hangs_is_ended_with_the_line_where_it_did(tmp_path, monk
     words = "TimeoutError: not imported in 1 s"
     assert str(caught.value) == f"rewards.path={path}:3: {words}"
     assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+
+
+def test_a_file_that_is_no_program_is_not_read_whole(tmp_path):
+    path = tmp_path / "reward.py"
+    path.touch()
+    os.truncate(path, 10 << 30)
+    with pytest.raises(ConfigError, match=r"^filter.path=.*reward.py: more than 64 MiB"):
+        import_file(str(path), setting="filter.path")
 
 
 def test_after_an_import_the_alarm_is_off(tmp_path):

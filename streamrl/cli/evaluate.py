@@ -160,8 +160,11 @@ def _subject(arguments: argparse.Namespace) -> Subject:
 async def _evaluate(
     subject: Subject, files: Sequence[DataFile], config: EvaluationConfig
 ) -> EvaluationResult:
+    from streamrl.engines.support import check_weights
+
     rewards = build_rewards(subject.rewards, subject.around)
     model = str(subject.model_dir)
+    check_weights(model, "model.path")
     tokenizer = load_tokenizer(model)
     limit = subject.data.prompt_limit(
         model_tokens=model_length(model, limit=None),

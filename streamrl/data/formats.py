@@ -29,6 +29,7 @@ from streamrl.small_file import (
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
     from datasets import Dataset
 
 TextRows = Iterator[tuple[int, int, bytes]]
@@ -37,7 +38,8 @@ TextRows = Iterator[tuple[int, int, bytes]]
 PACKED = ".gz"
 _BATCH = 1024
 _CHUNK_BYTES = 4 * MIB
-_SHARD = re.compile(r"(.+)-\d+-of-\d+")
+_SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z]).*|(.+)-\d+-of-\d+")
+"""How the name of a parquet file begins that says of which split it is."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -341,12 +343,17 @@ def parquet_files(path: str, split: str) -> list[str]:
             f"{path}: cannot be read: a directory with neither a Hugging Face dataset on disk nor"
             " .parquet files"
         )
-    names = [_SHARD.fullmatch(shard.stem) for shard in shards]
-    splits = {name[1] if name else "" for name in names}
-    if len(splits) > 1 or split:
-        _check_split(path, split, splits - {""})
-        shards = [s for s, name in zip(shards, names, strict=True) if name and name[1] == split]
+    splits = [_split_of(shard.stem) for shard in shards]
+    if len({*splits}) > 1 or split:
+        _check_split(path, split, {*splits} - {""})
+        shards = [shard for shard, name in zip(shards, splits, strict=True) if name == split]
     return [str(shard) for shard in shards]
+
+
+def _split_of(name: str) -> str:
+    """Return the split that a file's name says, if it says one."""
+    found = _SPLIT.fullmatch(name)
+    return (found[1] or found[2]) if found else ""
 
 
 def read_batches(path: str) -> "Iterator[pa.RecordBatch]":
@@ -357,8 +364,9 @@ def read_batches(path: str) -> "Iterator[pa.RecordBatch]":
     count = 0
     try:
         with open_regular(path) as file, pq.ParquetFile(file) as opened:
+            schema = _plain_schema(opened)
             for batch in opened.iter_batches(batch_size=_BATCH):
-                yield batch
+                yield batch.cast(schema)
                 count += batch.num_rows
     except ConfigError:
         raise
@@ -379,9 +387,31 @@ def parquet_footer(path: str) -> "tuple[pa.Schema, int]":
         with open_regular(path) as file, pq.ParquetFile(file) as opened:
             found = opened.metadata
             size = sum(found.row_group(i).total_byte_size for i in range(found.num_row_groups))
-            return opened.schema_arrow.remove_metadata(), size
+            return _plain_schema(opened), size
     except (pa.ArrowException, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as parquet: {one_line(error)}") from error
+
+
+def _plain_schema(file: "pq.ParquetFile") -> "pa.Schema":
+    """Return the columns of a file without what only says how values are packed."""
+    import pyarrow as pa
+
+    return pa.schema([(field.name, _plain_type(field.type)) for field in file.schema_arrow])
+
+
+def _plain_type(one: "pa.DataType") -> "pa.DataType":
+    import pyarrow as pa
+    from pyarrow import types as t
+
+    if t.is_dictionary(one) or t.is_run_end_encoded(one):
+        return _plain_type(one.value_type)
+    if t.is_struct(one):
+        return pa.struct([(field.name, _plain_type(field.type)) for field in one])
+    if t.is_list(one) or t.is_large_list(one):
+        kind = pa.list_ if t.is_list(one) else pa.large_list
+        return kind(one.value_field.with_type(_plain_type(one.value_type)))
+    views = {pa.string_view(): pa.large_string(), pa.binary_view(): pa.large_binary()}
+    return views.get(one, one)
 
 
 def open_dataset(path: str, split: str) -> "Dataset":

@@ -74,8 +74,10 @@ def _is_whole(path: Path) -> bool:
     if not file.is_file():
         return False
     found = _read(settings) if settings.is_file() else {}
-    # Code of the model's own, or Mistral's library, goes before the file.
-    if "auto_map" in found or (path / "tekken.json").exists():
+    # Mistral's library goes before the file, and so does code of the model's own, where it is run
+    # or nothing else is named.
+    has_class = "tokenizer_class" in found and not is_trusted(str(path))
+    if ("auto_map" in found and not has_class) or (path / "tekken.json").exists():
         return False
     return found.get("tokenizer_class") in WHOLE or _is_byte_level(_read(file))
 
@@ -95,7 +97,7 @@ def load_vocab_size(model_path: str) -> int:
     _check_model_directory(model_path)
     try:
         return int(read_model_config(model_path).get_text_config().vocab_size)
-    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, AttributeError, TypeError) as error:
         raise ConfigError(f"{model_path}: config.json cannot be used: {_why(error)}") from error
 
 
@@ -278,7 +280,7 @@ def _check_round_trip(tokenizer: "PreTrainedTokenizerBase", rows: Sequence[Row])
     encoded = _encode(tokenizer, [content for _, content in contents])
     decoded = tokenizer.batch_decode(encoded, clean_up_tokenization_spaces=False)
     for (row, content), text in zip(contents, decoded, strict=True):
-        wanted, found = (unicodedata.normalize("NFKC", each) for each in (content, str(text)))
+        wanted, found = (unicodedata.normalize("NFC", each) for each in (content, str(text)))
         if found not in (wanted, f" {wanted}"):
             before, after = _difference(wanted, found)
             raise ConfigError(

@@ -118,7 +118,7 @@ def _parse_texts(
     for name in JSON_COLUMNS:
         if isinstance(text := found.get(name), str) and name not in (prompt_key, label_key):
             try:
-                found[name] = parse_json(text)
+                found[name] = parse_json(text) if text.strip() else None
             except ValueError as error:
                 raise ConfigError(f"{place}: {name} is text, must be JSON: {error}") from None
     if isinstance(record, Cells) and found[prompt_key]:
@@ -136,8 +136,8 @@ def _parse_cell(text: str, name: str, place: str) -> Any:
                 f"{place}: {name} looks like chat messages, which must be JSON: {error}"
             ) from None
         return text
-    is_chat = isinstance(found, list) and all(isinstance(m, dict) and "role" in m for m in found)
-    return found if found and is_chat else text
+    is_chat = isinstance(found, list) and any(isinstance(m, dict) and "role" in m for m in found)
+    return found if is_chat else text
 
 
 def _tools(tools: Any, place: str) -> list[Mapping[str, Any]]:

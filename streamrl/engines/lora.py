@@ -11,7 +11,6 @@ import torch
 from streamrl.engines.forward import VALUE_HEAD, load_skeleton
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
-from streamrl.model_config import is_like_llama, read_model_config
 from streamrl.placement.adapters import is_meant
 
 if TYPE_CHECKING:
@@ -77,10 +76,6 @@ def num_trained(module: "PreTrainedModel", config: TrainerConfig) -> int:
 
 
 def check_targets(model_path: str, config: TrainerConfig, *, section: str) -> None:
-    """Raise ConfigError if the model in a directory has no layers of these names, or none at all.
-
-    Families that are like Llama have some.
-    """
-    family = read_model_config(model_path).get_text_config().model_type
-    if config.lora_targets or (config.lora_rank and not is_like_llama(family)):
+    """Raise ConfigError if the model in a directory has no such layers, or none at all."""
+    if config.lora_rank:
         layers_to_adapt(load_skeleton(model_path), config, section=section)

@@ -14,7 +14,7 @@ from typing import Any
 
 from streamrl.engines.forward import MORE_TOKENS, load_skeleton
 from streamrl.errors import ConfigError
-from streamrl.model_config import LAYER_NUMBER, is_like_llama, read_model_config, stored_shapes
+from streamrl.model_config import LAYER_NUMBER, num_layers_of, read_model_config, stored_shapes
 
 Shapes = Mapping[str, tuple[int, ...]]
 COMPUTED = re.compile(r"rotary_emb\.|\.attention\.(masked_)?bias$|\.attn\.(masked_)?bias$")
@@ -43,8 +43,7 @@ def check_support(
         raise ConfigError(f"{key}={path}: {problem}")
     if problem := _wrong_attention(config.model_type, settings, attention):
         raise ConfigError(f"{section}.attention={attention}: {problem}")
-    if not is_like_llama(config.model_type):
-        check_against_class(path, key)
+    check_weights(path, key, is_served=is_served)
 
 
 def left_out(path: str) -> list[str]:
@@ -104,19 +103,76 @@ def _wrong_attention(family: str, settings: Mapping[str, Any], wanted: str) -> s
     return ""
 
 
-def check_against_class(path: str, key: str) -> None:
-    """Raise ConfigError unless a directory's tensors are those of transformers' model, by layer.
+def check_weights(path: str, key: str, *, is_served: bool = True) -> None:
+    """Raise ConfigError unless a directory's tensors are those of the model its config describes.
+
+    That is transformers' class, whose import takes a second. The tensors of some families are known
+    without it. A critic, which is not served, needs no head over the vocabulary.
+    """
+    stored = stored_shapes(Path(path), key)
+    num_layers, last = num_layers_of(Path(path)), max(_sizes_of_layers(stored), default=-1)
+    if 0 <= last < num_layers - 1:
+        raise ConfigError(
+            f"{key}={path}: its files hold {last + 1} layers, config.json says {num_layers}"
+        )
+    settings = read_model_config(path).get_text_config().to_dict()
+    if stored != _known_shapes(settings, is_tied="lm_head.weight" not in stored):
+        _check_against_class(path, key, stored, settings, has_head=is_served)
+
+
+def _known_shapes(settings: Mapping[str, Any], *, is_tied: bool) -> dict[str, tuple[int, ...]]:
+    """Return all tensors of the plainest families by name; nothing of another."""
+    family, biased = settings["model_type"], ("attention_bias", "mlp_bias")
+    if family not in ("llama", "mistral", "qwen2", "qwen3") or any(map(settings.get, biased)):
+        return {}
+    if is_tied and not settings.get("tie_word_embeddings"):
+        return {}
+    hidden, inner = settings["hidden_size"], settings["intermediate_size"]
+    heads = settings["num_attention_heads"]
+    size = settings.get("head_dim") or hidden // heads
+    queries, keys = heads * size, (settings.get("num_key_value_heads") or heads) * size
+    layer: dict[str, tuple[int, ...]] = {
+        "self_attn.q_proj.weight": (queries, hidden),
+        "self_attn.k_proj.weight": (keys, hidden),
+        "self_attn.v_proj.weight": (keys, hidden),
+        "self_attn.o_proj.weight": (hidden, queries),
+        "mlp.gate_proj.weight": (inner, hidden),
+        "mlp.up_proj.weight": (inner, hidden),
+        "mlp.down_proj.weight": (hidden, inner),
+        "input_layernorm.weight": (hidden,),
+        "post_attention_layernorm.weight": (hidden,),
+    }
+    if family == "qwen2":
+        sizes = {"q": queries, "k": keys, "v": keys}
+        layer |= {f"self_attn.{one}_proj.bias": (size,) for one, size in sizes.items()}
+    if family == "qwen3":
+        layer |= {f"self_attn.{one}_norm.weight": (size,) for one in "qk"}
+    ends = ["model.embed_tokens.weight", *([] if is_tied else ["lm_head.weight"])]
+    return {
+        **dict.fromkeys(ends, (settings["vocab_size"], hidden)),
+        "model.norm.weight": (hidden,),
+        **{
+            f"model.layers.{number}.{name}": shape
+            for number in range(settings["num_hidden_layers"])
+            for name, shape in layer.items()
+        },
+    }
+
+
+def _check_against_class(
+    path: str, key: str, stored: Shapes, settings: Mapping[str, Any], *, has_head: bool
+) -> None:
+    """Compare with transformers' class, by layer.
 
     Tensors of another name, as those of single experts that the model has together, count by their
     elements.
     """
-    stored = stored_shapes(Path(path), key)
     try:
-        state = load_skeleton(path).state_dict()
+        model = load_skeleton(path)
     except (RuntimeError, OverflowError, MemoryError) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{key}={path}: config.json: no such model: {reason}") from None
-    wanted = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for name in stored.keys() & wanted.keys():
         if stored[name] != wanted[name]:
             raise ConfigError(
@@ -131,6 +187,25 @@ def check_against_class(path: str, key: str) -> None:
                 f"{key}={path}: layer {layer} has {held[layer]:,} elements in its files,"
                 f" {size:,} by config.json: see {name}, of shape {shape}"
             )
+    more = len(held) - len(needed)
+    if more > (settings.get(MORE_TOKENS) or 0):
+        raise ConfigError(
+            f"{key}={path}: its files hold {len(held)} layers, config.json says {len(needed)}"
+        )
+    # Names differ where a model is part of another. What is tied to another is one with it here.
+    head = () if has_head else tuple(model.get_output_embeddings().parameters())
+    ends = {
+        name: tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if not any(parameter is one for one in head)
+    }
+    others = Counter(shape for name, shape in stored.items() if name not in ends)
+    for name, shape in ends.items():
+        if name in stored or LAYER_NUMBER.search(name):
+            continue
+        if not others[shape]:
+            raise ConfigError(f"{key}={path}: its files lack {name}, of shape {shape}")
+        others[shape] -= 1
 
 
 def _sizes_of_layers(shapes: Shapes) -> Counter[int]:

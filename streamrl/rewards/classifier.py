@@ -77,8 +77,8 @@ def _refusal(path: str, reason: object) -> ConfigError:
 def _config(path: str) -> Any:
     try:
         return read_model_config(path)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _refusal(path, f"config.json cannot be used: {error}") from None
+    except ConfigError as error:
+        raise ConfigError(f"rewards.path={error}") from None
 
 
 def _check_head(path: str, config: Any) -> None:

@@ -84,6 +84,15 @@ WIDER = [
     (pa.struct({"a": pa.int32()}), pa.struct({"b": TEXT, "a": pa.int64()}), {"a": 1}, {"b": "x"}),
     (pa.list_(pa.null()), pa.list_(pa.struct({"a": TEXT})), [], [{"a": "b"}]),
     (pa.map_(TEXT, pa.int32()), pa.map_(TEXT, pa.int64()), {"a": 1}, {"b": 2}),
+    (pa.dictionary(pa.int8(), TEXT), pa.dictionary(pa.int32(), pa.large_string()), "7", "eight"),
+    (pa.dictionary(pa.int8(), TEXT), TEXT, "7", "eight"),
+    (pa.string_view(), TEXT, "7", "eight"),
+    (
+        pa.list_(pa.struct({"a": pa.dictionary(pa.int8(), TEXT)})),
+        pa.list_(pa.struct({"a": TEXT})),
+        [{"a": "b"}],
+        [{"a": "c"}],
+    ),
 ]
 
 
@@ -155,6 +164,15 @@ def test_a_split_is_taken_by_name(tmp_path, wanted):
         for split, words in (("", "split: missing"), ("tset", "split=tset: there is no such")):
             with pytest.raises(ConfigError, match=rf"{words}.*the splits are test, train"):
                 facts(tmp_path / name, split)
+
+
+def test_files_called_as_splits_are_not_read_together(tmp_path, wanted):
+    for name in ("train", "test_0", "test-1", "trainer"):
+        shard(tmp_path / f"{name}.parquet", ROWS if name == "train" else ROWS[:1])
+    assert facts(tmp_path, "train") == wanted
+    assert len(facts(tmp_path, "test")) == 2
+    with pytest.raises(ConfigError, match=r"split: missing; the splits are test, train$"):
+        facts(tmp_path)
 
 
 def test_a_split_of_what_has_none_is_refused(tmp_path):

@@ -187,12 +187,16 @@ CLASSES = ["LlamaTokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer", "GemmaToken
 TEXT = "What is  7+5-3?\n\n\tЖю, 什么 ÷ 🙂 end "
 
 
+@pytest.mark.parametrize("own", [{}, {"auto_map": {"AutoTokenizer": ["code.Mine", None]}}])
 @pytest.mark.parametrize("name", CLASSES)
-def test_a_byte_level_file_is_taken_at_its_word_whatever_class_is_named(model_dir, tmp_path, name):
+def test_a_byte_level_file_is_taken_at_its_word_whatever_class_is_named(
+    model_dir, tmp_path, name, own
+):
     path = tmp_path / "model"
     shutil.copytree(model_dir, path)
     settings = json.loads((path / "tokenizer_config.json").read_text())
-    (path / "tokenizer_config.json").write_text(json.dumps({**settings, "tokenizer_class": name}))
+    settings |= {"tokenizer_class": name, **own}
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
     tokenizer = load_tokenizer(str(path))
     ids = tokenizer(TEXT, add_special_tokens=False).input_ids
     assert tokenizer.decode(ids) == TEXT
@@ -225,6 +229,16 @@ def test_a_row_whose_text_the_tokenizer_does_not_keep_is_named(
         render(tokenizer, rows)
     assert "line 2: the model's tokenizer does not keep the text" in str(caught.value)
     assert lost in str(caught.value)
+
+
+def test_a_tokenizer_that_writes_other_characters_does_not_keep_the_text(tokenizer, write_rows):
+    from tokenizers import normalizers
+
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
+    render(tokenizer, list(load_rows(write_rows({"prompt": "re\u0301sume\u0301"}))))
+    tokenizer.backend_tokenizer.normalizer = normalizers.NFKC()
+    with pytest.raises(ConfigError, match="does not keep the text: '5² = ' comes back as '52 = '"):
+        render(tokenizer, list(load_rows(write_rows({"prompt": "5² = "}))))
 
 
 def test_no_end_of_sequence_stands_behind_a_prompt(tokenizer, write_rows):

@@ -307,6 +307,12 @@ def test_the_column_of_the_prompt_or_the_label_is_text_whatever_it_is_called(wri
     assert (row.messages[0]["content"], row.ground_truth) == ("[]", "5")
 
 
+def test_a_blank_text_stands_for_no_object(write_rows):
+    texts = dict.fromkeys(("tools", "extra_info", "reward_model", "chat_template_kwargs"), " ")
+    (row,) = rows_of(write_rows({"prompt": "a", **texts}))
+    assert ([*row.tools], row.extra_info, row.template_arguments) == ([], {}, {})
+
+
 @pytest.mark.parametrize("name", ["rows.csv", "rows.tsv"])
 def test_a_cell_holds_chat_messages_as_json_and_only_there(tmp_path, write_rows, name):
     chat = json.dumps([*CHAT, {"role": "assistant", "content": None, "tool_calls": []}])
@@ -329,6 +335,7 @@ def test_a_cell_of_messages_that_are_no_json_or_no_messages_is_refused(tmp_path)
         (str(CHAT), "looks like chat messages, which must be JSON: Expecting"),
         (json.dumps(CHAT)[:-1], "looks like chat messages, which must be JSON: Expecting"),
         ('[{"role": "user"}]', "content of message 1 of prompt must be text"),
+        ('[{"role": "user", "content": "a"}, {"content": "b"}]', "message 2 of prompt"),
     ):
         write_cells(path, {"prompt": chat})
         assert words in refusal(path)

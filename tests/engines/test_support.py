@@ -1,6 +1,7 @@
 """What of a model cannot be trained and served alike is refused by its directory alone."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from streamrl.engines.lora import check_targets
-from streamrl.engines.support import check_support, left_out
+from streamrl.engines.support import check_support, check_weights, left_out
 from streamrl.engines.trainer_config import TrainerConfig
 from streamrl.errors import ConfigError
 from streamrl.model_config import stored_shapes
@@ -45,6 +46,79 @@ def test_a_directory_that_is_whole_is_taken_and_one_layer_short_is_not(
     save_file({name: t for name, t in tensors.items() if name != lost}, tmp_path / FILE)
     with pytest.raises(ConfigError, match=r"layer 1 has .* by config\.json"):
         check_support(path, "auto")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"hidden_size": 10**15}, "config.json"),
+        ({"hidden_size": 64}, "has shape"),
+        ({"vocab_size": 33}, "has shape (320, 128) in its files, (33, 128)"),
+        ({"intermediate_size": 100}, "mlp."),
+        ({"num_hidden_layers": 10**9, "layer_types": None}, "its files hold 2 layers"),
+        ({"num_hidden_layers": 3, "layer_types": None}, "its files hold 2 layers"),
+        ({"num_key_value_heads": 1}, "self_attn."),
+        ({"head_dim": 128}, "self_attn."),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen2", "gemma2"])
+def test_a_config_that_says_something_else_than_the_files_is_told(
+    tmp_path: Path, family: str, settings: dict[str, Any], words: str
+) -> None:
+    path = write(tmp_path, family)
+    change(tmp_path, **settings)
+    with pytest.raises(ConfigError) as caught:
+        check_weights(path, "model.path")
+    assert words in str(caught.value) and "\n" not in str(caught.value)
+    assert path in str(caught.value)
+
+
+PLAIN = ["llama", "qwen2", "qwen3", "mistral"]
+"""Families whose tensors are known without transformers' class."""
+
+
+@pytest.mark.parametrize("family", [*PLAIN, "gemma2", "olmo2", "phi3"])
+def test_each_tensor_that_is_lost_or_of_another_shape_is_named(tmp_path: Path, family: str) -> None:
+    path = write(tmp_path, family, tie_word_embeddings=family == "gemma2")
+    check_weights(path, "model.path")
+    tensors = load_file(tmp_path / FILE)
+    once = {re.sub(r"\.\d+\.", ".1.", name) for name in tensors}
+    for name in sorted(once):
+        for odd in ({}, {name: tensors[name].flatten()[:-1].clone()}):
+            save_file({**{n: t for n, t in tensors.items() if n != name}, **odd}, tmp_path / FILE)
+            with pytest.raises(ConfigError) as caught:
+                check_weights(path, "model.path")
+            text = str(caught.value)
+            assert (name in text or "see model." in text) and "\n" not in text, text
+
+
+@pytest.mark.parametrize("family", [*PLAIN, "qwen3_moe"])
+def test_layers_that_the_config_does_not_count_are_told(tmp_path: Path, family: str) -> None:
+    path = write(tmp_path, family)
+    change(tmp_path, num_hidden_layers=1, layer_types=None)
+    with pytest.raises(ConfigError, match=r"its files hold 2 layers, config\.json says 1"):
+        check_weights(path, "model.path")
+
+
+@pytest.mark.parametrize("family", PLAIN)
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_the_class_of_a_plain_family_is_not_needed(
+    tmp_path: Path, family: str, is_tied: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, family, tie_word_embeddings=is_tied)
+    monkeypatch.setattr("streamrl.engines.support.load_skeleton", None)
+    check_weights(path, "model.path")
+
+
+@pytest.mark.parametrize("prefix", ["", "model.language_model."])
+def test_names_begin_otherwise_where_a_model_is_part_of_another(
+    tmp_path: Path, prefix: str
+) -> None:
+    path = write(tmp_path, "llama", tie_word_embeddings=True)
+    tensors = load_file(tmp_path / FILE)
+    renamed = {prefix + name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / FILE)
+    check_weights(path, "model.path")
 
 
 @pytest.mark.parametrize(
