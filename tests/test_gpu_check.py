@@ -1,0 +1,38 @@
+"""The check of a GPU machine, in its shortest form: on a CPU."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parent.parent / "scripts" / "gpu_check.py"
+
+
+def run_check(out: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, SCRIPT, "--device", "cpu", "--out", out, *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+
+
+@pytest.mark.slow
+def test_the_check_of_a_gpu_machine_passes_on_a_cpu(tmp_path: Path) -> None:
+    out = tmp_path / "lines.jsonl"
+    steps = ["machine", "trainer", "nccl", "weights"]
+    done = run_check(out, "--steps", ",".join(steps))
+    assert done.returncode == 0, done.stdout
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["step"] for line in lines] == steps
+    assert "skipped" in lines[2]["cases"]["all"]
+
+
+def test_the_check_of_a_gpu_machine_refuses_steps_it_has_not(tmp_path: Path) -> None:
+    done = run_check(tmp_path / "lines.jsonl", "--steps", "machine,warp")
+    assert done.returncode == 2
+    assert "no step warp; there are machine, losses" in done.stdout
