@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 CHUNK_TOKENS = 2048
 """Tokens whose distributions over the vocabulary are held in float32 at a time."""
+FLEX = ATTENTIONS["flex"]
 MORE_TOKENS = "num_nextn_predict_layers"
 """Setting of models with layers that predict several tokens at once."""
 VALUE_HEAD = "score."
@@ -124,6 +125,8 @@ def _load(
         reason = " ".join(str(error).split())
         raise ConfigError(f"model.path={path}: cannot be loaded: {reason[:500]}") from error
     _settle_positions(model, options.max_length)
+    if model.config.get_text_config()._attn_implementation == FLEX and torch.cuda.is_available():
+        model.register_forward_pre_hook(_keep_from_decoding, with_kwargs=True)
     return model, sorted(info["missing_keys"])
 
 
@@ -132,8 +135,19 @@ def _attention(config: Any, wanted: str) -> str | None:
     capped = config.get_text_config().to_dict().get("attn_logit_softcapping")
     if wanted == "auto" and capped:
         # The others leave the cap out without a word.
-        return "flex_attention" if torch.cuda.is_available() else "eager"
+        return FLEX if torch.cuda.is_available() else "eager"
     return ATTENTIONS[wanted]
+
+
+def _keep_from_decoding(
+    model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Have flex attention take its usual kernel for short rows, too.
+
+    For fewer than 128 tokens it takes the one for decoding, which does not compile with blocks of a
+    mask as large as they are by default.
+    """
+    return args, {"kernel_options": {"BACKEND": "TRITON"}, **kwargs}
 
 
 def _settle_positions(model: Any, max_length: int | None) -> None:

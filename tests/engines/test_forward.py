@@ -2,19 +2,23 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from streamrl.engines import forward
 from streamrl.engines.batching import build_batch
 from streamrl.engines.dtypes import resolve_dtype
-from streamrl.engines.forward import load_model, token_logprobs
+from streamrl.engines.forward import causal_forward, load_model, token_logprobs
 from streamrl.errors import ConfigError
 from streamrl.messages import group_rollouts
+from tests.engines.test_architectures import COMMON
 from tests.engines.tiny_groups import made_up_groups
 from tests.engines.tiny_qwen import forward_logprobs, save, tiny_model
 
@@ -140,3 +144,26 @@ def test_a_loaded_model_is_the_saved_one(model, tmp_path):
     batch = batch_of()
     assert torch.equal(scores_of(loaded, batch).logprobs, scores_of(model, batch).logprobs)
     assert math.isfinite(scores_of(loaded, batch).logprobs.sum().item())
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_on_a_gpu_flex_attention_is_told_its_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, recompute: bool
+) -> None:
+    config = AutoConfig.for_model("gemma2", **COMMON, attn_logit_softcapping=50.0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    told = []
+
+    def attend(module: Any, query: Tensor, *rest: Any, **kwargs: Any) -> tuple[Tensor, None]:
+        told.append(kwargs.get("kernel_options"))
+        return query.transpose(1, 2).contiguous(), None
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "flex_attention", attend)
+    with monkeypatch.context() as while_loading:
+        while_loading.setattr("torch.cuda.is_available", lambda: True)
+        while_loading.setattr(forward, "local_device", lambda: torch.device("cpu"))
+        model = load_model(str(tmp_path), dtype=torch.float32)
+    if recompute:
+        model.gradient_checkpointing_enable()
+    causal_forward(model, torch.ones(1, 8, dtype=torch.int64)).logits.sum().backward()
+    assert told == [{"BACKEND": "TRITON"}] * (4 if recompute else 2)
