@@ -924,6 +924,7 @@ STUCK_S = 10.0
 """How long the GPU is kept busy before the collective that is late."""
 CYCLES_PER_S = 1.7e9
 HANDLING, BLOCKING = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_NCCL_BLOCKING_WAIT"
+NONBLOCKING = {"TORCH_NCCL_USE_COMM_NONBLOCKING": "1", "TORCH_NCCL_NONBLOCKING_TIMEOUT": "5"}
 NCCL_RUNS: Mapping[str, tuple[str, dict[str, str]]] = {
     "late, default": ("late", {}),
     "late, handling 0": ("late", {HANDLING: "0"}),
@@ -931,7 +932,9 @@ NCCL_RUNS: Mapping[str, tuple[str, dict[str, str]]] = {
     "late, blocking": ("late", {BLOCKING: "1"}),
     "group, default": ("lonely_group", {}),
     "group, handling 0": ("lonely_group", {HANDLING: "0"}),
+    "group, nonblocking": ("lonely_group", NONBLOCKING),
     "left, default": ("left_alone", {}),
+    "left, nonblocking": ("left_alone", NONBLOCKING),
     "join": ("lonely_join", {}),
 }
 """By name: a part of this step and what is added to its environment."""
@@ -1494,12 +1497,12 @@ STEPS: Mapping[str, Step] = {
     "nccl": Step(check_nccl, 50),
     "memory-1.5B": Step(partial(check_memory, "1.5B"), 45),
     "memory-3B": Step(partial(check_memory, "3B"), 40),
-    "optimizer": Step(check_optimizer_memory, 30),
+    "optimizer": Step(check_optimizer_memory, 60),
     "weights": Step(check_weights, 20),
-    "speed": Step(check_speed, 30),
-    "resharding": Step(check_resharding, 25),
+    "speed": Step(check_speed, 60),
+    "resharding": Step(check_resharding, 60),
 }
-"""In the order of their worth; the deadlines add up to 420 s."""
+"""In the order of their worth; the deadlines add up to 515 s."""
 
 if __name__ == "__main__":
     main()

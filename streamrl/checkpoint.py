@@ -170,8 +170,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     lacks = sorted(State.__required_keys__ - state.keys())
     if lacks:
         raise ConfigError(f"{place}: lacks {', '.join(lacks)}")
-    if not _is_count(state["version"]):
-        raise ConfigError(f"{place}: version {state['version']!r}: no integer")
+    if problem := _wrong_version(state["version"], folder):
+        raise ConfigError(f"{place}: version {state['version']!r}: {problem}")
     for key in ("ledger", "prompts", "dials", "cuts", "files"):
         if not isinstance(state.get(key, {}), dict):
             raise ConfigError(f"{place}: {key}: must be a mapping")
@@ -181,6 +181,13 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     if not all(name == BOOKS or _SHARD_NAME.fullmatch(name) for name in state["cuts"]):
         raise ConfigError(f"{place}: cuts: must be of shards and {BOOKS}")
     return Checkpoint(folder, cast(State, state))
+
+
+def _wrong_version(version: object, folder: Path) -> str:
+    if not _is_count(version):
+        return "no integer"
+    is_other = _NAME.fullmatch(folder.name) and _number_of(folder) != version
+    return "in a folder of another's name" if is_other else ""
 
 
 def _is_count(value: object) -> bool:

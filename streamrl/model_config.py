@@ -183,20 +183,29 @@ LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Name the files that a directory's weights are in: those of its index, if it has one.
+    """Name the files that a directory's weights are in: those of its index, or the only one.
 
-    Others may hold the same weights once more, as the consolidated file of Mistral's does. Raises
-    ConfigError for an index that cannot be read.
+    Others beside an index may hold the same weights once more, as the consolidated file of
+    Mistral's does. Raises ConfigError for files that are not there, or that vLLM alone would read.
     """
+    index, whole = path / "model.safetensors.index.json", path / "model.safetensors"
     files = sorted(path.glob("*.safetensors"))
-    index = path / "model.safetensors.index.json"
-    if not index.is_file():
-        return files
-    try:
-        named = set(read_small_json(index, most_bytes=MOST_INDEX_BYTES)["weight_map"].values())
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{index}: no index of weights: {error}") from None
-    return [file for file in files if file.name in named]
+    if index.is_file():
+        try:
+            found = read_small_json(index, most_bytes=MOST_INDEX_BYTES)["weight_map"].values()
+            named = [path / name for name in sorted({*found})]
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{index}: no index of weights: {error}") from None
+        if missing := [file.name for file in named if file not in files]:
+            raise ConfigError(f"{index}: names {missing[0]}, which is not beside it")
+        return named
+    if files and files != [whole]:
+        other = next(file.name for file in files if file != whole)
+        raise ConfigError(
+            f"{path}: without an index its weights are those of model.safetensors alone, but there"
+            f" is {other}: move it elsewhere, or add model.safetensors.index.json"
+        )
+    return files
 
 
 def stored_shapes(path: Path, key: str) -> dict[str, tuple[int, ...]]:

@@ -44,6 +44,7 @@ from streamrl.model_config import (
     read_model_config,
     stored_shapes,
     trusted_env,
+    weight_files,
 )
 from streamrl.placement import SLOTS, Demand, Way, WorkerMemory
 from streamrl.rewards import COSTS, Surroundings, build_rewards
@@ -146,7 +147,7 @@ def prepare(config: RunConfig) -> Prepared:
         eval_prompts=evaluation.by_name,
         components=tuple(name for judges in (rewards, *costs) for name in judges.columns),
         max_length=max_length,
-        model_bytes=sum(p.stat().st_size for p in Path(config.model.path).glob("*.safetensors")),
+        model_bytes=sum(file.stat().st_size for file in weight_files(Path(config.model.path))),
         notes=(*chain.from_iterable(said), *_notes(config, train, evaluation)),
         judge_bytes={
             call.role: judges.model_bytes

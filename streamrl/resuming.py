@@ -30,6 +30,7 @@ from streamrl.data import PromptStream
 from streamrl.dataflow import POLICY, Dataflow, Kind
 from streamrl.errors import CheckpointError, ConfigError, DataError, JournalError, LedgerError
 from streamrl.run_lock import check_links
+from streamrl.telemetry.contract import read_row
 from streamrl.telemetry.sinks import EVENTS_FILE, METRICS_FILE, read_jsonl
 
 
@@ -144,7 +145,7 @@ def _read_shard(resume: ResumePoint, name: str, ports: Mapping[str, Ports]) -> G
 
 
 def _check_rows(run_dir: Path) -> None:
-    """Rows are cut off behind the checkpoint, and events kept: each has to be a line of JSON."""
+    """Rows are cut off behind the checkpoint and told to sinks, and events kept: all are read."""
     for name in (METRICS_FILE, EVENTS_FILE):
         path = run_dir / name
         if path.exists() and not path.is_file():
@@ -153,10 +154,24 @@ def _check_rows(run_dir: Path) -> None:
             lines = read_jsonl(path)
         except (ValueError, OSError) as error:
             raise ConfigError(f"--resume: {error}") from None
-        is_row = [isinstance(line, dict) and isinstance(line.get("step"), int) for line in lines]
-        if name == METRICS_FILE and not all(is_row):
-            number = is_row.index(False) + 1
-            raise ConfigError(f"--resume: {path}:{number}: a row without its step")
+        for number, line in enumerate(lines, start=1):
+            if problem := _wrong_line(line, name):
+                raise ConfigError(f"--resume: {path}:{number}: {problem}")
+
+
+def _wrong_line(line: object, name: str) -> str:
+    """What is wrong with a line of metrics or events."""
+    if not isinstance(line, dict):
+        return "no object"
+    if name == EVENTS_FILE:
+        return ""
+    if not isinstance(line.get("step"), int):
+        return "a row without its step"
+    try:
+        read_row(line)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def redeal_queue(resume: ResumePoint, layout: QueueLayout, shards: int) -> None:

@@ -140,7 +140,8 @@ def import_file(path: str, *, setting: str) -> ModuleType:
     """
     file = Path(path).resolve()
     if not file.is_file():
-        raise ConfigError(f"{setting}={path}: no such file")
+        problem = "not a regular file" if file.exists() else "no such file"
+        raise ConfigError(f"{setting}={path}: {problem}")
     if file.suffix != ".py":
         raise ConfigError(f"{setting}={file}: must be a .py file")
     if file.stat().st_size > MOST_BYTES:

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -235,7 +236,7 @@ def render(
     """
     template = template or load_template(MODEL, tokenizer)
     texts = [_text(tokenizer, row, template) for row in rows]
-    _check_round_trip(tokenizer, rows)
+    _check_round_trip(tokenizer, rows, texts)
     # A template writes its special tokens itself. One call for all: it is far faster than a loop.
     encoded = _encode(tokenizer, texts)
     opening = _opening_tokens(tokenizer) if template.source is None else []
@@ -262,25 +263,29 @@ def _opening_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
     return around[:start]
 
 
-def _check_round_trip(tokenizer: "PreTrainedTokenizerBase", rows: Sequence[Row]) -> None:
+def _check_round_trip(
+    tokenizer: "PreTrainedTokenizerBase", rows: Sequence[Row], texts: Sequence[str]
+) -> None:
     """Raise ConfigError naming the first row whose text does not come back from its tokens.
 
-    Texts may come back in another Unicode normalization, and with a space before them; contents
-    that spell a special token are left out, as such a token may swallow the blanks around it.
+    What stands between special tokens may come back in another Unicode normalization, and with a
+    space before it; blanks alone are left out, as such a token may swallow those around it.
     """
-    special = [str(token) for token in tokenizer.all_special_tokens]
-    contents = [
-        (row, message["content"])
-        for row in rows
-        for message in row.messages
-        if not any(token in message["content"] for token in special)
+    added = {str(token) for token in tokenizer.added_tokens_decoder.values()}
+    special = sorted(filter(None, added.union(tokenizer.all_special_tokens)), key=len, reverse=True)
+    between = re.compile("|".join(map(re.escape, special)) or "(?!)")
+    pieces = [
+        (row, piece)
+        for row, text in zip(rows, texts, strict=True)
+        for piece in between.split(text)
+        if not piece.isspace() and piece
     ]
-    if not contents:
+    if not pieces:
         return
-    encoded = _encode(tokenizer, [content for _, content in contents])
+    encoded = _encode(tokenizer, [piece for _, piece in pieces])
     decoded = tokenizer.batch_decode(encoded, clean_up_tokenization_spaces=False)
-    for (row, content), text in zip(contents, decoded, strict=True):
-        wanted, found = (unicodedata.normalize("NFC", each) for each in (content, str(text)))
+    for (row, piece), text in zip(pieces, decoded, strict=True):
+        wanted, found = (unicodedata.normalize("NFC", each) for each in (piece, str(text)))
         if found not in (wanted, f" {wanted}"):
             before, after = _difference(wanted, found)
             raise ConfigError(

@@ -7,10 +7,12 @@ docs/models.md.
 import importlib.util
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
+
+from torch.nn import Module, Parameter
 
 from streamrl.engines.forward import MORE_TOKENS, load_skeleton
 from streamrl.errors import ConfigError
@@ -123,10 +125,13 @@ def check_weights(path: str, key: str, *, is_served: bool = True) -> None:
 def _known_shapes(settings: Mapping[str, Any], *, is_tied: bool) -> dict[str, tuple[int, ...]]:
     """Return all tensors of the plainest families by name; nothing of another."""
     family, biased = settings["model_type"], ("attention_bias", "mlp_bias")
+    rope = (settings.get("rope_parameters") or {}).get("rope_type")
     if family not in ("llama", "mistral", "qwen2", "qwen3") or any(map(settings.get, biased)):
         return {}
     if is_tied and not settings.get("tie_word_embeddings"):
         return {}
+    if (rope, settings.get("hidden_act")) != ("default", "silu"):
+        return {}  # there may be no such thing, which the class finds out
     hidden, inner = settings["hidden_size"], settings["intermediate_size"]
     heads = settings["num_attention_heads"]
     size = settings.get("head_dim") or hidden // heads
@@ -169,8 +174,10 @@ def _check_against_class(
     """
     try:
         model = load_skeleton(path)
-    except (RuntimeError, OverflowError, MemoryError) as error:
-        reason = " ".join(str(error).split())
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever a class makes of wrong settings
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(f"{key}={path}: config.json: no such model: {reason}") from None
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for name in stored.keys() & wanted.keys():
@@ -192,20 +199,31 @@ def _check_against_class(
         raise ConfigError(
             f"{key}={path}: its files hold {len(held)} layers, config.json says {len(needed)}"
         )
-    # Names differ where a model is part of another. What is tied to another is one with it here.
-    head = () if has_head else tuple(model.get_output_embeddings().parameters())
+    head = [] if has_head else list(model.get_output_embeddings().parameters())
+    if lost := _first_lost(stored, model, head):
+        raise ConfigError(f"{key}={path}: its files lack {lost[0]}, of shape {lost[1]}")
+
+
+def _first_lost(
+    stored: Shapes, model: Module, besides: Sequence[Parameter]
+) -> tuple[str, tuple[int, ...]] | None:
+    """Return name and shape of the first parameter outside of layers that no file has.
+
+    Names differ where a model is part of another. What is tied to another is one with it here.
+    """
     ends = {
         name: tuple(parameter.shape)
         for name, parameter in model.named_parameters()
-        if not any(parameter is one for one in head)
+        if not any(parameter is one for one in besides)
     }
     others = Counter(shape for name, shape in stored.items() if name not in ends)
     for name, shape in ends.items():
         if name in stored or LAYER_NUMBER.search(name):
             continue
         if not others[shape]:
-            raise ConfigError(f"{key}={path}: its files lack {name}, of shape {shape}")
+            return name, shape
         others[shape] -= 1
+    return None
 
 
 def _sizes_of_layers(shapes: Shapes) -> Counter[int]:

@@ -145,20 +145,29 @@ def load_rng(directory: Path, rank: int) -> None:
     path = _rng_file(directory, rank)
     if not path.is_file():
         return
+    found = _read_rng(path)
+    torch.set_rng_state(found["cpu"])
+    if "cuda" in found and torch.cuda.is_available():
+        torch.cuda.set_rng_state(found["cuda"])
+
+
+def _read_rng(path: Path) -> dict[str, Tensor]:
+    """Read where a rank's random numbers are. Raises CheckpointError for what is no such state."""
     with _opened(path) as file:
-        torch.set_rng_state(file.get_tensor("cpu"))
-        if "cuda" in file.keys() and torch.cuda.is_available():  # noqa: SIM118
-            torch.cuda.set_rng_state(file.get_tensor("cuda"))
+        found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    now, then = torch.get_rng_state(), found.get("cpu")
+    if then is None or (then.dtype, then.shape) != (now.dtype, now.shape):
+        raise CheckpointError(f"{path}: not a state of random numbers")
+    return found
 
 
 def check_state(directory: Path) -> Progress:
-    """Check by the headers alone that a state is whole; raises CheckpointError if not."""
+    """Check, of large files by their headers, that a state is whole, or raise CheckpointError."""
     progress = read_progress(directory)
     with StateFiles(directory) as files:
         files.check(MOMENTS if progress.step else ())
     for path in sorted(directory.glob("rng_*.safetensors")):
-        with _opened(path):
-            pass
+        _read_rng(path)
     return progress
 
 

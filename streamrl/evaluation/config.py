@@ -19,7 +19,7 @@ class EvaluationConfig:
     samples: completions per prompt, the k of mean@k and maj@k and the largest of pass@k.
     temperature: of sampling; 0 takes the likeliest token.
     top_p: draw among the fewest likeliest tokens that have this probability together.
-    top_k: draw among so many likeliest tokens; 0: all.
+    top_k: draw among so many likeliest tokens; 0 or -1: all.
     limit: evaluate the first so many prompts of each file; null: all.
     seed: of sampling; the same weights and seed give the same result.
     pass_score: score from which a completion passes.
@@ -44,7 +44,7 @@ class EvaluationConfig:
             ("samples", 1),
             ("temperature", 0),
             ("concurrency", 1),
-            ("top_k", 0),
+            ("top_k", -1),
         ):
             if not vars(self)[key] >= least:
                 raise ConfigError(f"evaluation.{key}={vars(self)[key]}: must be {least} or more")
@@ -60,7 +60,7 @@ class EvaluationConfig:
     @property
     def sampling(self) -> Sampling:
         """How completions are sampled."""
-        return Sampling(self.temperature, self.top_p, self.top_k)
+        return Sampling(self.temperature, self.top_p, max(self.top_k, 0))
 
     def is_due(self, step: int, *, num_steps: int) -> bool:
         """Whether to evaluate when `step` of `num_steps` optimizer steps have been made."""

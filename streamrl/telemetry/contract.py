@@ -63,6 +63,8 @@ class Histogram:
 
 
 Row = Mapping[str, float | Histogram]
+NO_METRICS = ("step", "time")
+"""What a line of metrics.jsonl holds besides."""
 
 
 @dataclass(frozen=True)
@@ -244,6 +246,22 @@ def json_value(value: float | Histogram) -> int | float | dict[str, list[float]]
     if isinstance(value, Integral):
         return int(value)
     return float(value) if math.isfinite(value) else None
+
+
+def read_row(line: Mapping[str, Any]) -> Row:
+    """Inverse of `json_value` for the metrics of a line, without those that are null.
+
+    Raises ValueError for a value that is neither a number nor a histogram.
+    """
+    row: dict[str, float | Histogram] = {}
+    for name, value in line.items():
+        if name in NO_METRICS or value is None:
+            continue
+        try:
+            row[name] = value if isinstance(value, int | float) else Histogram.from_json(value)
+        except (KeyError, TypeError, ValueError):
+            raise ValueError(f"{name}={value!r:.40}: neither a number nor a histogram") from None
+    return row
 
 
 def contract_table() -> str:

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from streamrl.telemetry.config import TelemetryConfig
 from streamrl.telemetry.console import PlainConsole, RunConsole
-from streamrl.telemetry.contract import Histogram, Row, check_row
+from streamrl.telemetry.contract import Row, check_row, read_row
 from streamrl.telemetry.live import LiveConsole
 from streamrl.telemetry.progress import RunFacts
 from streamrl.telemetry.sinks import (
@@ -140,13 +140,8 @@ def make_console(kind: str, facts: RunFacts, console: Console | None = None) -> 
 def _rows(facts: RunFacts) -> Iterable[tuple[int, Row]]:
     """The base model's evaluation and the rows of metrics.jsonl up to the step that is resumed."""
     for line in read_jsonl(facts.run_dir / EVENTS_FILE):
-        if line["event"] == BASE_EVALUATION:
+        if line.get("event") == BASE_EVALUATION:
             yield 0, {name: value for name, value in line.items() if name.startswith("eval/")}
     for line in read_jsonl(facts.run_dir / METRICS_FILE):
-        values = {
-            name: Histogram.from_json(value) if isinstance(value, dict) else value
-            for name, value in line.items()
-            if name not in ("step", "time") and value is not None
-        }
         if line["step"] <= (facts.resume_step or 0):
-            yield line["step"], values
+            yield line["step"], read_row(line)

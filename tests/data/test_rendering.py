@@ -241,6 +241,20 @@ def test_a_tokenizer_that_writes_other_characters_does_not_keep_the_text(tokeniz
         render(tokenizer, list(load_rows(write_rows({"prompt": "5² = "}))))
 
 
+def test_a_tokenizer_that_loses_what_the_template_writes_does_not_keep_the_text(
+    tokenizer, write_rows
+):
+    from tokenizers import Regex, normalizers
+
+    tokenizer.backend_tokenizer.normalizer = normalizers.Replace(Regex(r"\s+"), " ")
+    chat = [{"role": "user", "content": "a"}]
+    tokenizer.chat_template = "{% for m in messages %}<s>{{ m.role }} {{ m.content }}{% endfor %}"
+    render(tokenizer, list(load_rows(write_rows({"prompt": chat}))))
+    tokenizer.chat_template = tokenizer.chat_template.replace("role }} ", "role }}\n")
+    with pytest.raises(ConfigError, match=r"'user\\na' comes back as 'user a'"):
+        render(tokenizer, list(load_rows(write_rows({"prompt": chat}))))
+
+
 def test_no_end_of_sequence_stands_behind_a_prompt(tokenizer, write_rows):
     from tokenizers import processors
 

@@ -3,6 +3,7 @@ a disk without space."""
 
 import errno
 import hashlib
+import json
 import os
 import pickle
 import resource
@@ -15,6 +16,8 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from streamrl.buffer.account import take_account
 from streamrl.buffer.books import history
@@ -185,6 +188,23 @@ def _renamed(run_dir: Path, further: int) -> Path:
     return segment_path(folder, segments(folder)[-1] + further)
 
 
+def _append(path: Path, text: str) -> None:
+    path.write_text(path.read_text() + text)
+
+
+def _random_numbers(checkpoint: Path) -> None:
+    """As many bytes as there should be, as far as anybody is told, but no such state."""
+    cut = {"cpu": torch.zeros(7, dtype=torch.uint8)}
+    save_file(cut, checkpoint / "trainer/rng_00000.safetensors")
+    path = checkpoint / "state.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "files": {}}))
+
+
+def _other_version(path: Path) -> None:
+    state = json.loads(path.read_text())
+    path.write_text(json.dumps({**state, "version": state["version"] - 1}))
+
+
 class Hostile:
     def __reduce__(self) -> Any:
         return os.system, ("touch harmed",)
@@ -214,6 +234,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda run: (run / "metrics.jsonl").write_text('{"step": 1}\n{"st\n{"step": 2}\n'),
         "metrics.jsonl:2",
     ),
+    "rows": (
+        lambda run: _append(run / "metrics.jsonl", '{"step": 6, "staleness/hist": {}}\n'),
+        "staleness/hist={}: neither a number nor a histogram",
+    ),
+    "random": (
+        lambda run: _random_numbers(newest(run)),
+        "not a state of random numbers",
+    ),
+    "version": (lambda run: _other_version(newest(run) / "state.json"), "of another's name"),
     "hostile": (_hostile_prompt, "no prompt of streamrl's: it asks for posix.system"),
     "gap": (lambda run: _last_books(run).rename(_renamed(run, 9_999_999)), "is missing"),
     "lost": (lambda run: shutil.rmtree(newest(run)), "goes on from that one"),
