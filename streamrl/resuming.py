@@ -80,7 +80,9 @@ def check_resume(
         check_reported(config.telemetry, resume.run_dir)
     except (CheckpointError, DataError, JournalError, LedgerError) as error:
         if resume.checkpoint is None or resume.is_continued or not resume.keeps_journal:
-            raise ConfigError(f"{place}: {error}") from None
+            has_begun = resume.checkpoint is None and isinstance(error, JournalError)
+            hint = ": nothing goes on without a checkpoint; start a run of another name"
+            raise ConfigError(f"{place}: {error}{hint if has_begun else ''}") from None
         raise ConfigError(
             f"--resume {resume.run_dir}: {error}: a checkpoint newer than"
             f" {resume.checkpoint.path.name} is lost; {place} goes on from that one, without what"

@@ -246,6 +246,10 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "hostile": (_hostile_prompt, "no prompt of streamrl's: it asks for posix.system"),
     "gap": (lambda run: _last_books(run).rename(_renamed(run, 9_999_999)), "is missing"),
     "lost": (lambda run: shutil.rmtree(newest(run)), "goes on from that one"),
+    "all lost": (
+        lambda run: shutil.rmtree(run / "checkpoints"),
+        "are missing: nothing goes on without a checkpoint; start a run of another name",
+    ),
     "trace": (lambda run: (run / "trace.json").write_text("[" * 100_000), "trace.json: "),
     "link": (lambda run: (run / "trace.partial").symlink_to("/nowhere"), "trace.partial is a link"),
     "pipe": (lambda run: os.mkfifo(_renamed(run, 1)), "not a regular file"),

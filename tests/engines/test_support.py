@@ -59,6 +59,10 @@ def test_a_directory_that_is_whole_is_taken_and_one_layer_short_is_not(
         ({"num_hidden_layers": 3, "layer_types": None}, "its files hold 2 layers"),
         ({"num_key_value_heads": 1}, "self_attn."),
         ({"head_dim": 128}, "self_attn."),
+        ({"hidden_act": "nope", "hidden_activation": "nope"}, "no such model: KeyError: 'nope'"),
+        ({"rope_parameters": {"rope_type": "none", "rope_theta": 1.0}}, "config.json"),
+        ({"num_hidden_layers": 0, "layer_types": []}, "its files hold 2 layers"),
+        ({"num_hidden_layers": -1, "layer_types": []}, "config.json"),
     ],
 )
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
@@ -211,6 +215,22 @@ def test_layers_that_predict_several_tokens_are_said_to_be_left_out(tmp_path: Pa
     check_support(path, "auto")
     (text,) = left_out(path)
     assert "num_nextn_predict_layers=1: " in text
+
+
+@pytest.mark.parametrize("name", ["adapter_model", "consolidated", "model-00001-of-00001"])
+def test_without_an_index_there_is_one_file_of_weights(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, "qwen2")
+    save_file({"x": torch.zeros(1)}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(ConfigError, match=f"{name}.safetensors: move it elsewhere"):
+        check_support(path, "auto")
+
+
+def test_a_file_that_an_index_names_must_be_there(tmp_path: Path) -> None:
+    path = write(tmp_path, "qwen2")
+    index = {"weight_map": {"a": FILE, "b": "model-00002-of-00002.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"names model-00002-of-00002\.safetensors, which is not"):
+        check_support(path, "auto")
 
 
 def test_of_files_beside_those_of_the_index_nothing_is_read(tmp_path: Path) -> None:
