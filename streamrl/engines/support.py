@@ -130,10 +130,10 @@ def _known_shapes(settings: Mapping[str, Any], *, is_tied: bool) -> dict[str, tu
         return {}
     if is_tied and not settings.get("tie_word_embeddings"):
         return {}
-    if (rope, settings.get("hidden_act")) != ("default", "silu"):
+    heads = settings["num_attention_heads"]
+    if (rope, settings.get("hidden_act")) != ("default", "silu") or not heads:
         return {}  # there may be no such thing, which the class finds out
     hidden, inner = settings["hidden_size"], settings["intermediate_size"]
-    heads = settings["num_attention_heads"]
     size = settings.get("head_dim") or hidden // heads
     queries, keys = heads * size, (settings.get("num_key_value_heads") or heads) * size
     layer: dict[str, tuple[int, ...]] = {

@@ -63,6 +63,7 @@ def test_a_directory_that_is_whole_is_taken_and_one_layer_short_is_not(
         ({"rope_parameters": {"rope_type": "none", "rope_theta": 1.0}}, "config.json"),
         ({"num_hidden_layers": 0, "layer_types": []}, "its files hold 2 layers"),
         ({"num_hidden_layers": -1, "layer_types": []}, "config.json"),
+        ({"num_attention_heads": 0, "head_dim": None}, "config.json"),
     ],
 )
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
