@@ -132,3 +132,7 @@ class ActorError(StreamError):
 
 class ActorLostError(ActorError):
     """The process of an actor died."""
+
+
+class RankLostError(ActorError):
+    """A collective failed, since another rank is gone; the call to that one says how."""

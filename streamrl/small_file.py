@@ -192,13 +192,15 @@ def read_small_yaml(path: Path) -> Any:
             if isinstance(event, yaml.AliasEvent):
                 place = _place(event.start_mark)
                 raise ValueError(f"{place}: *{event.anchor}: must be written out, no alias")
-        return yaml.load(text, Loader=Loader)
+        found = yaml.load(text, Loader=Loader)
     except yaml.constructor.ConstructorError as error:
         raise ValueError(_told(error)) from None
     except yaml.YAMLError as error:
         raise ValueError(f"not YAML: {_told(error)}") from None
     except RecursionError:
         raise ValueError("nested too deeply") from None
+    check_depth(found)
+    return found
 
 
 def _told(error: yaml.YAMLError) -> str:

@@ -282,7 +282,7 @@ def test_a_setting_may_stand_for_another(recipe: Path) -> None:
         ("a: &b {c: 1}\nd: *b\n", r"line 2, column 4: \*b: must be written out, no alias"),
         ("run: {name: '${'}\n", r"run\.name: no viable alternative at input '\$\{'"),
         ("name\n", "'name': must be a mapping of settings"),
-        ("{a: " * 120 + "1" + "}" * 120, "nested too deeply"),
+        ("{a: " * 120 + "1" + "}" * 120, "nested more than 100 deep"),
         ("# a\n" * (1 << 18) + "\n", "more than 1 MiB: must be at most that"),
     ],
 )

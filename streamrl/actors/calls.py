@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from typing import Any
 
 import ray
@@ -23,11 +23,14 @@ from streamrl.errors import (
     DeadlineError,
     DiskError,
     JournalError,
+    RankLostError,
     StreamError,
 )
 
 CALL_TIMEOUT_S = 120.0
 """Deadline of a call that only keeps books, s. Work that computes brings its own."""
+LOST_S = 20.0
+"""Longest that Ray takes to tell that an actor has died, s."""
 _DISK_ERRORS = (CheckpointError, JournalError, DiskError)
 
 
@@ -64,25 +67,31 @@ async def fetch_objects(
     return list(await asyncio.to_thread(fetch, list(references), what, timeout_s))
 
 
-async def all_saved(*saves: Awaitable[Any]) -> list[Any]:
-    """What the writers of one checkpoint answer; the first error of one is raised.
+async def all_answered(*replies: Awaitable[Any]) -> list[Any]:
+    """What all of those who work together answer; the first error of one is raised.
 
-    If the disk refuses one of them, not before all have ended: what they write is removed then.
+    If the disk refuses one of them, not before all have ended: what they write is removed then. If
+    one tells that another rank is gone, the error is that one's, as soon as it is known.
     """
-    tasks = [asyncio.ensure_future(save) for save in saves]
+    tasks = [asyncio.ensure_future(reply) for reply in replies]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        failed = (task.exception() for task in tasks if task.done())
-        if all(error is None or isinstance(error, _DISK_ERRORS) for error in failed):
+        failed = _errors_of(tasks)
+        if all(isinstance(error, _DISK_ERRORS) for error in failed):
             await asyncio.wait(tasks)
+        elif any(isinstance(error, RankLostError) for error in failed):
+            await asyncio.wait(tasks, timeout=LOST_S)
     finally:
         for task in tasks:
             task.cancel()
-    errors = [task.exception() for task in tasks if task.done() and not task.cancelled()]
-    for error in errors:
-        if error is not None:
-            raise error
+    for error in sorted(_errors_of(tasks), key=lambda error: isinstance(error, RankLostError)):
+        raise error
     return [task.result() for task in tasks]
+
+
+def _errors_of(tasks: Iterable[asyncio.Future[Any]]) -> list[BaseException]:
+    ended = (task for task in tasks if task.done() and not task.cancelled())
+    return [error for task in ended if (error := task.exception()) is not None]
 
 
 def has_died(reply: Any) -> bool:

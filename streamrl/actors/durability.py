@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from streamrl.actors.calls import all_saved
+from streamrl.actors.calls import all_answered
 from streamrl.actors.remote_shard import RemoteShard
 from streamrl.actors.trainer_group import TrainerGroup
 from streamrl.buffer import Books, Ledger
@@ -124,7 +124,7 @@ class Durability:
                     cuts=cuts,
                 )
             saves = [trainer.save(writer) for trainer in trainers]
-            await all_saved(*saves, self._snapshot(cuts, writer.queue_dir), reported())
+            await all_answered(*saves, self._snapshot(cuts, writer.queue_dir), reported())
             path = await asyncio.to_thread(writer.commit, state, keep=self._config.checkpoint.keep)
         except StreamError as error:
             # On a full disk it would take what others need.
@@ -142,7 +142,7 @@ class Durability:
         return {**dict(zip(names, cuts, strict=True)), BOOKS: await self._journal.rotate()}
 
     async def _snapshot(self, cuts: Mapping[str, int], folder: Path) -> None:
-        await all_saved(
+        await all_answered(
             *(
                 shard.snapshot(cuts[name], folder / name, timeout_s=SNAPSHOT_TIMEOUT_S)
                 for name, shard in self._kept_shards()

@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from streamrl.actors.calls import CALL_TIMEOUT_S, all_saved, call
+from streamrl.actors.calls import CALL_TIMEOUT_S, all_answered, call
 from streamrl.actors.reporting import RoleActors
 from streamrl.algorithms import Settings
 from streamrl.checkpoint import CheckpointWriter
@@ -138,7 +138,7 @@ class TrainerGroup:
     async def _all(self, what: str, replies: Sequence[Any]) -> list[Any]:
         names = (f"{self._name}-{rank}.{what}" for rank in range(len(self._ranks)))
         calls = (call(r, name, self._timeout_s) for r, name in zip(replies, names, strict=True))
-        return await (all_saved(*calls) if what == "save" else asyncio.gather(*calls))
+        return await all_answered(*calls)
 
 
 class MovedReference:

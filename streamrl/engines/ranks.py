@@ -9,8 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from streamrl.errors import ActorError, DeadlineError
+from streamrl.errors import ActorError, DeadlineError, RankLostError
 from streamrl.rendezvous import serve_store
+
+LOST = ("connection closed", "connection reset", "broken pipe", "remote process exited")
+"""What gloo and nccl say of a peer whose process has ended."""
 
 
 def join_ranks(*, rank: int, world_size: int, timeout_s: float) -> None:
@@ -63,10 +66,16 @@ def bound_collectives(timeout_s: float) -> None:
 
 @contextmanager
 def deadline(message: str) -> Iterator[None]:
-    """Turn a collective's timeout into a DeadlineError: torch has no type of its own for it."""
+    """Turn a collective's timeout into a DeadlineError, and a lost connection into RankLostError.
+
+    torch has no types of its own for them.
+    """
     try:
         yield
     except RuntimeError as error:
-        if "timed out" in str(error).lower():
+        said = str(error).lower()
+        if "timed out" in said:
             raise DeadlineError(f"{message}: {str(error).splitlines()[0]}") from error
+        if any(words in said for words in LOST):
+            raise RankLostError(f"another rank is gone: {str(error).splitlines()[0]}") from error
         raise

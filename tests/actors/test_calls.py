@@ -1,5 +1,9 @@
 """What Ray raises, as the errors of streamrl."""
 
+import asyncio
+from collections.abc import Awaitable
+from typing import Any
+
 import pytest
 import ray
 from ray.exceptions import (
@@ -11,9 +15,9 @@ from ray.exceptions import (
     RayTaskError,
 )
 
-from streamrl.actors.calls import translate
+from streamrl.actors.calls import all_answered, translate
 from streamrl.actors.local_ray import local_ray
-from streamrl.errors import ActorError, ActorLostError, ConfigError, RewardError
+from streamrl.errors import ActorError, ActorLostError, ConfigError, RankLostError, RewardError
 
 
 @pytest.mark.parametrize("error", [ConfigError("model.path=x: no"), RewardError("no verdict")])
@@ -57,3 +61,39 @@ def test_a_dead_actor_is_lost_and_so_is_what_it_owned() -> None:
     found = translate(OwnerDiedError("ab", None, ""), "columns of a group")
     assert isinstance(found, ActorLostError)
     assert str(found) == "columns of a group: the actor that owned it died"
+
+
+@pytest.mark.parametrize("how", ["the actor died", "another error"])
+def test_of_ranks_that_fail_together_the_one_that_died_is_named(how: str) -> None:
+    async def survive() -> None:
+        raise RankLostError("another rank is gone: Connection closed by peer")
+
+    async def die() -> None:
+        await asyncio.sleep(0.1)
+        raise ActorLostError(how)
+
+    with pytest.raises(ActorLostError, match=how):
+        asyncio.run(_answers(survive(), die(), survive()))
+
+
+def test_a_rank_that_is_gone_without_a_trace_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def survive() -> None:
+        raise RankLostError("another rank is gone")
+
+    monkeypatch.setattr("streamrl.actors.calls.LOST_S", 0.1)
+    with pytest.raises(RankLostError):
+        asyncio.run(_answers(survive(), asyncio.sleep(60)))
+
+
+async def _answers(*replies: Awaitable[Any]) -> list[Any]:
+    return await asyncio.wait_for(all_answered(*replies), 10.0)
+
+
+def test_ranks_answer_in_their_order() -> None:
+    async def answer(after_s: float) -> float:
+        await asyncio.sleep(after_s)
+        return after_s
+
+    assert asyncio.run(_answers(answer(0.1), answer(0.0))) == [0.1, 0.0]
