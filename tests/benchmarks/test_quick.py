@@ -112,8 +112,7 @@ def check_queue(found: Figures) -> None:
         assert is_measured(size[name]["groups_per_s"], size[name]["mb_per_s"]), name
     ratios = size["ratios"]
     assert is_measured(size["memcpy"]["mb_per_s"], ratios["of memcpy"], ratios["journal's time"])
-    for name in RAY_QUEUES:
-        assert is_measured(size[name]["groups_per_s"], ratios[f"over {name}"])
+    assert is_measured(size[RAY_QUEUE]["groups_per_s"], ratios[f"over {RAY_QUEUE}"])
     # Of the parity environment: its figures, or how it is installed.
     peer = size["transfer_queue"]
     assert is_measured(peer["groups_per_s"]) if "groups_per_s" in peer else is_missing(peer)
@@ -217,12 +216,12 @@ QUICK: dict[str, Check] = {
 }
 
 
-RAY_QUEUES = ("ray_queue", "ray_queue_batch", "ray_queue_references")
+RAY_QUEUE = "ray_queue_batch"
 LONG = ("data", "overlap", "queue")
 """Those that take half a minute."""
 ALL_OF = {
     "overlap": ("--parts", "empty", "real", "sleeps"),
-    "queue": ("--peers", *RAY_QUEUES, "memcpy", "transfer_queue"),
+    "queue": ("--peers", RAY_QUEUE, "memcpy", "transfer_queue"),
 }
 """What a quick form leaves out, and a test need not."""
 

@@ -89,13 +89,16 @@ def test_a_command_of_the_docs_runs(command: Command, capsys: pytest.CaptureFixt
     assert said.out.strip() or "--svg" in command.words
 
 
+SHORT = {"plan": ["--gpus", "32", "--proposals", "60"], "simulate": ["--steps", "4"]}
+"""What makes the two short, which take a minute."""
+
+
 @pytest.mark.slow
 def test_the_readmes_plan_is_made_and_simulated(workspace: Path) -> None:
     shown = find_commands((ROOT / "README.md").read_text())
-    for name in ("plan", "simulate"):
+    for name in SHORT:
         (command,) = [one for one in shown if one.words[:2] == ("streamrl", name)]
-        short = ["--proposals", "60"] if name == "plan" else []
-        assert main([*command.words[1:], *short]) == 0
+        assert main([*command.words[1:], *SHORT[name]]) == 0
     assert (workspace / "plan.yaml").exists()
 
 
