@@ -89,7 +89,7 @@ def test_a_command_of_the_docs_runs(command: Command, capsys: pytest.CaptureFixt
     assert said.out.strip() or "--svg" in command.words
 
 
-SHORT = {"plan": ["--gpus", "32", "--proposals", "60"], "simulate": ["--steps", "4"]}
+SHORT = {"plan": ["--gpus", "64", "--proposals", "60"], "simulate": ["--steps", "4"]}
 """What makes the two short, which take a minute."""
 
 
