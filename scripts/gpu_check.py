@@ -90,15 +90,18 @@ def main() -> None:
     """Run the chosen steps and exit with 1 if one failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-    parser.add_argument("--out", type=Path, help="file the JSON lines are added to")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("gpu_check.jsonl"),
+        help="file the JSON lines are added to (gpu_check.jsonl)",
+    )
     parser.add_argument("--steps", default=",".join(STEPS), help="comma-separated; default: all")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.child:
         run_child(arguments.child, arguments.device)
         return
-    if arguments.out is None:
-        parser.error("--out is required")
     names = arguments.steps.split(",")
     if unknown := [name for name in names if name not in STEPS]:
         parser.error(f"--steps: no step {', '.join(unknown)}; there are {', '.join(STEPS)}")

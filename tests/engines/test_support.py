@@ -110,9 +110,10 @@ def test_layers_that_the_config_does_not_count_are_told(tmp_path: Path, family: 
 def test_the_class_of_a_plain_family_is_not_needed(
     tmp_path: Path, family: str, is_tied: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path = write(tmp_path, family, tie_word_embeddings=is_tied)
+    config = AutoConfig.for_model(family, **COMMON, tie_word_embeddings=is_tied)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     monkeypatch.setattr("streamrl.engines.support.load_skeleton", None)
-    check_weights(path, "model.path")
+    check_weights(str(tmp_path), "model.path")
 
 
 @pytest.mark.parametrize("prefix", ["", "model.language_model."])

@@ -1,5 +1,6 @@
 """The merge of adapters: W0 + scale B A, of the stored W0 every time."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,8 @@ def model_path(tmp_path: Path) -> str:
     names = sorted(STORED)
     save_file({name: STORED[name] for name in names[:1]}, tmp_path / "model-1.safetensors")
     save_file({name: STORED[name] for name in names[1:]}, tmp_path / "model-2.safetensors")
+    places = {name: f"model-{1 if name == names[0] else 2}.safetensors" for name in names}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
     return str(tmp_path)
 
 
