@@ -38,8 +38,8 @@ TextRows = Iterator[tuple[int, int, bytes]]
 PACKED = ".gz"
 _BATCH = 1024
 _CHUNK_BYTES = 4 * MIB
-_SPLIT = re.compile(r"(train|test|validation|valid|val|dev|eval)(?![a-z]).*|(.+)-\d+-of-\d+")
-"""How the name of a parquet file begins that says of which split it is."""
+_SPLIT = re.compile(r"(.+)-\d+-of-\d+|(train|test|validation|valid|val|dev|eval)([-_.]?\d+)?")
+"""How a parquet file is called that says of which split it is."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 

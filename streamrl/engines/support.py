@@ -19,8 +19,11 @@ from streamrl.errors import ConfigError
 from streamrl.model_config import LAYER_NUMBER, num_layers_of, read_model_config, stored_shapes
 
 Shapes = Mapping[str, tuple[int, ...]]
-COMPUTED = re.compile(r"rotary_emb\.|\.attention\.(masked_)?bias$|\.attn\.(masked_)?bias$")
-"""Tensors of older directories that a model computes anew."""
+BESIDES = re.compile(
+    r"rotary_emb\.|\.attention\.(masked_)?bias$|\.attn\.(masked_)?bias$"
+    r"|(^|\.)mtp[_.]|^(score|v_head|value_head)\."
+)
+"""Tensors that a model computes anew, predicts several tokens with, or takes for another head."""
 
 
 def check_support(
@@ -230,7 +233,7 @@ def _sizes_of_layers(shapes: Shapes) -> Counter[int]:
     found = Counter[int]()
     for name, shape in shapes.items():
         number = LAYER_NUMBER.search(name)
-        if number and not COMPUTED.search(name):
+        if number and not BESIDES.search(name):
             found[int(number[1])] += prod(shape)
     return found
 

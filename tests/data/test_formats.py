@@ -173,6 +173,11 @@ def test_files_called_as_splits_are_not_read_together(tmp_path, wanted):
     assert len(facts(tmp_path, "test")) == 2
     with pytest.raises(ConfigError, match=r"split: missing; the splits are test, train$"):
         facts(tmp_path)
+    for name in ("train_sft", "train_gen", "train-clean-100"):
+        shard(tmp_path / "more" / f"{name}-00000-of-00001.parquet", ROWS[:2])
+    assert len(facts(tmp_path / "more", "train_sft")) == 2
+    with pytest.raises(ConfigError, match="train-clean-100, train_gen, train_sft"):
+        facts(tmp_path / "more")
 
 
 def test_a_split_of_what_has_none_is_refused(tmp_path):

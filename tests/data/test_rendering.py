@@ -255,6 +255,22 @@ def test_a_tokenizer_that_loses_what_the_template_writes_does_not_keep_the_text(
         render(tokenizer, list(load_rows(write_rows({"prompt": chat}))))
 
 
+def test_a_space_behind_a_special_token_may_be_that_of_the_next_word(write_rows):
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    known = {c: i for i, c in enumerate(["<unk>", "[INST]", "▁hi", "▁you", "▁"])}
+    backend = Tokenizer(models.WordLevel(known, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[INST]"]})
+    tokenizer.chat_template = "{% for m in messages %}[INST] {{ m.content }}[INST]{% endfor %}"
+    chat = [{"role": "user", "content": "hi you"}]
+    (prompt,) = render(tokenizer, list(load_rows(write_rows({"prompt": chat}))))
+    assert prompt == [1, 2, 3, 1]
+
+
 def test_no_end_of_sequence_stands_behind_a_prompt(tokenizer, write_rows):
     from tokenizers import processors
 

@@ -219,6 +219,13 @@ def test_layers_that_predict_several_tokens_are_said_to_be_left_out(tmp_path: Pa
     assert "num_nextn_predict_layers=1: " in text
 
 
+@pytest.mark.parametrize("name", ["mtp.layers.0.weight", "model.mtp_block.0.x", "score.0.weight"])
+def test_what_is_not_of_the_layers_does_not_count_as_theirs(tmp_path: Path, name: str) -> None:
+    path = write(tmp_path, "qwen3")
+    save_file({**load_file(tmp_path / FILE), name: torch.zeros(3)}, tmp_path / FILE)
+    check_weights(path, "critic.path", is_served=False)
+
+
 @pytest.mark.parametrize("name", ["adapter_model", "consolidated", "model-00001-of-00001"])
 def test_without_an_index_there_is_one_file_of_weights(tmp_path: Path, name: str) -> None:
     path = write(tmp_path, "qwen2")
