@@ -198,6 +198,11 @@ def weight_files(path: Path) -> list[Path]:
             raise ConfigError(f"{index}: no index of weights: {error}") from None
         if missing := [file.name for file in named if file not in files]:
             raise ConfigError(f"{index}: names {missing[0]}, which is not beside it")
+        if whole in files and whole not in named:
+            raise ConfigError(
+                f"{path}: model.safetensors is not in the index beside it: transformers reads the"
+                " one, vLLM what the other names; remove one of them"
+            )
         return named
     if files and files != [whole]:
         other = next(file.name for file in files if file != whole)

@@ -38,7 +38,9 @@ TextRows = Iterator[tuple[int, int, bytes]]
 PACKED = ".gz"
 _BATCH = 1024
 _CHUNK_BYTES = 4 * MIB
-_SPLIT = re.compile(r"(.+)-\d+-of-\d+|(train|test|validation|valid|val|dev|eval)([-_.]?\d+)?")
+_SPLIT = re.compile(
+    r"(.+)-\d+-of-\d+|(?i:(?:.+[-_.])?(train|test|validation|valid|val|dev|eval)(?:[-_.]?\d+)?)"
+)
 """How a parquet file is called that says of which split it is."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -353,7 +355,7 @@ def parquet_files(path: str, split: str) -> list[str]:
 def _split_of(name: str) -> str:
     """Return the split that a file's name says, if it says one."""
     found = _SPLIT.fullmatch(name)
-    return (found[1] or found[2]) if found else ""
+    return (found[1] or found[2].lower()) if found else ""
 
 
 def read_batches(path: str) -> "Iterator[pa.RecordBatch]":
@@ -464,4 +466,4 @@ def _check_split(path: str, split: str, splits: Any) -> None:
     if split not in splits:
         known = ", ".join(sorted(splits)) or "none"
         said = f"split={split}: there is no such split" if split else "split: missing"
-        raise ConfigError(f"{path}: {said}; the splits are {known}")
+        raise ConfigError(f"{path}: {said}; the splits are {known} (a file can be named by itself)")

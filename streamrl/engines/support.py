@@ -21,9 +21,9 @@ from streamrl.model_config import LAYER_NUMBER, num_layers_of, read_model_config
 Shapes = Mapping[str, tuple[int, ...]]
 BESIDES = re.compile(
     r"rotary_emb\.|\.attention\.(masked_)?bias$|\.attn\.(masked_)?bias$"
-    r"|(^|\.)mtp[_.]|^(score|v_head|value_head)\."
+    r"|(^|\.)mtp[_.]|^(score|v_head|value_head)\.|vision|visual"
 )
-"""Tensors that a model computes anew, predicts several tokens with, or takes for another head."""
+"""Tensors that a model computes anew, or predicts several tokens with; other heads, and eyes."""
 
 
 def check_support(
@@ -78,6 +78,7 @@ def _unlike(family: str, settings: Mapping[str, Any], stored: Shapes) -> str:
     windows = bool(settings.get("use_sliding_window"))
     kinds, clip = set(settings.get("layer_types") or ()), settings.get("clip_qkv")
     is_tied = bool(settings.get("tie_word_embeddings"))
+    heads, kv_heads = (settings.get(f"num_{kind}_heads") for kind in ("attention", "key_value"))
     biased = next((name for name in stored if name.endswith("self_attn.o_proj.bias")), "")
     rules = {
         "max_window_layers: vLLM takes a sliding window for all layers or none": (
@@ -88,6 +89,9 @@ def _unlike(family: str, settings: Mapping[str, Any], stored: Shapes) -> str:
         ),
         "tie_word_embeddings=false: vLLM has no head of its own for this family": (
             family in ("gemma", "gemma2", "gemma3_text") and not is_tied
+        ),
+        f"num_key_value_heads={kv_heads}: must divide num_attention_heads={heads}": bool(
+            heads and kv_heads and heads % kv_heads
         ),
         f"clip_qkv={clip}: vLLM does not clip": family == "olmoe" and bool(clip),
         f"attention_bias=true: vLLM has no place for {biased}": (
@@ -127,15 +131,19 @@ def check_weights(path: str, key: str, *, is_served: bool = True) -> None:
 
 def _known_shapes(settings: Mapping[str, Any], *, is_tied: bool) -> dict[str, tuple[int, ...]]:
     """Return all tensors of the plainest families by name; nothing of another."""
-    family, biased = settings["model_type"], ("attention_bias", "mlp_bias")
+    family, heads = settings["model_type"], settings.get("num_attention_heads")
     rope = (settings.get("rope_parameters") or {}).get("rope_type")
-    if family not in ("llama", "mistral", "qwen2", "qwen3") or any(map(settings.get, biased)):
+    # Of all else there may be other tensors, or no such model, which the class finds out.
+    is_plain = (
+        family in ("llama", "mistral", "qwen2", "qwen3")
+        and not any(map(settings.get, ("attention_bias", "mlp_bias")))
+        and (rope, settings.get("hidden_act")) == ("default", "silu")
+        and heads
+        and (settings.get("pad_token_id") or 0) < settings["vocab_size"]
+        and (settings.get("tie_word_embeddings") or not is_tied)
+    )
+    if not is_plain:
         return {}
-    if is_tied and not settings.get("tie_word_embeddings"):
-        return {}
-    heads = settings["num_attention_heads"]
-    if (rope, settings.get("hidden_act")) != ("default", "silu") or not heads:
-        return {}  # there may be no such thing, which the class finds out
     hidden, inner = settings["hidden_size"], settings["intermediate_size"]
     size = settings.get("head_dim") or hidden // heads
     queries, keys = heads * size, (settings.get("num_key_value_heads") or heads) * size
@@ -181,7 +189,7 @@ def _check_against_class(
         raise
     except Exception as error:  # noqa: BLE001 - whatever a class makes of wrong settings
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ConfigError(f"{key}={path}: config.json: no such model: {reason}") from None
+        raise ConfigError(f"{key}={path}: config.json: no such model: {reason[:300]}") from None
     wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     for name in stored.keys() & wanted.keys():
         if stored[name] != wanted[name]:

@@ -34,7 +34,9 @@ def change(folder: Path, **settings: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **settings}))
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "gpt_neox", "glm4_moe", "mixtral"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "gpt_oss", "gpt_neox", "glm4_moe", "mixtral", "gpt2"]
+)
 def test_a_directory_that_is_whole_is_taken_and_one_layer_short_is_not(
     tmp_path: Path, family: str
 ) -> None:
@@ -42,7 +44,7 @@ def test_a_directory_that_is_whole_is_taken_and_one_layer_short_is_not(
     check_support(path, "auto")
     assert left_out(path) == []
     tensors = load_file(tmp_path / FILE)
-    lost = next(name for name in tensors if ".layers.1." in name and tensors[name].dim() > 1)
+    lost = next(name for name in tensors if ".1." in name and tensors[name].dim() > 1)
     save_file({name: t for name, t in tensors.items() if name != lost}, tmp_path / FILE)
     with pytest.raises(ConfigError, match=r"layer 1 has .* by config\.json"):
         check_support(path, "auto")
@@ -64,6 +66,7 @@ def test_a_directory_that_is_whole_is_taken_and_one_layer_short_is_not(
         ({"num_hidden_layers": 0, "layer_types": []}, "its files hold 2 layers"),
         ({"num_hidden_layers": -1, "layer_types": []}, "config.json"),
         ({"num_attention_heads": 0, "head_dim": None}, "config.json"),
+        ({"pad_token_id": 320}, "no such model: AssertionError: Padding_idx"),
     ],
 )
 @pytest.mark.parametrize("family", ["qwen2", "gemma2"])
@@ -219,7 +222,10 @@ def test_layers_that_predict_several_tokens_are_said_to_be_left_out(tmp_path: Pa
     assert "num_nextn_predict_layers=1: " in text
 
 
-@pytest.mark.parametrize("name", ["mtp.layers.0.weight", "model.mtp_block.0.x", "score.0.weight"])
+@pytest.mark.parametrize(
+    "name",
+    ["mtp.layers.0.weight", "model.mtp_block.0.x", "score.0.weight", "model.visual.blocks.0.x"],
+)
 def test_what_is_not_of_the_layers_does_not_count_as_theirs(tmp_path: Path, name: str) -> None:
     path = write(tmp_path, "qwen3")
     save_file({**load_file(tmp_path / FILE), name: torch.zeros(3)}, tmp_path / FILE)
@@ -239,6 +245,24 @@ def test_a_file_that_an_index_names_must_be_there(tmp_path: Path) -> None:
     index = {"weight_map": {"a": FILE, "b": "model-00002-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match=r"names model-00002-of-00002\.safetensors, which is not"):
+        check_support(path, "auto")
+
+
+def test_a_file_that_the_index_beside_it_does_not_name_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "qwen2")
+    save_file(load_file(tmp_path / FILE), tmp_path / "model-1.safetensors")
+    index = {"weight_map": dict.fromkeys(load_file(tmp_path / FILE), "model-1.safetensors")}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"is not in the index beside it: .* remove one of them"):
+        check_support(path, "auto")
+    (tmp_path / FILE).unlink()
+    check_support(path, "auto")
+
+
+def test_heads_that_cannot_share_keys_are_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "llama")
+    change(tmp_path, num_attention_heads=4, num_key_value_heads=3)
+    with pytest.raises(ConfigError, match=r"num_key_value_heads=3: must divide num_attention"):
         check_support(path, "auto")
 
 
