@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 MAX_LENGTH = 256
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>", "<unk>")
 
 #: Width, width between, layers, heads, heads of keys, tokens; by millions of parameters.
 SHAPES = {
@@ -46,12 +47,14 @@ def write_model(
 
     model = make_model(millions, num_words=num_words, max_length=max_length)
     model.save_pretrained(folder)
-    tokenizer = Tokenizer(
-        models.WordLevel({f"t{i}": i for i in range(num_words or 64)}, unk_token="t3")
+    # No special token may be the beginning of a word, in which it would be found.
+    words = [*SPECIAL_TOKENS, *(f"t{i}" for i in range(len(SPECIAL_TOKENS), num_words or 64))]
+    backend = Tokenizer(
+        models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>")
     )
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="t2", bos_token="t1", pad_token="t0"
+        tokenizer_object=backend, eos_token="<eos>", bos_token="<bos>", pad_token="<pad>"
     )
     fast.save_pretrained(folder)
     return str(folder)

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from streamrl.errors import ConfigError
 from streamrl.small_file import MIB, file_errors, read_small, read_small_json
@@ -125,17 +125,13 @@ def _check_generation_config(path: Path) -> None:
     if not (path / GENERATION_CONFIG).is_file():
         return
     from transformers import GenerationConfig
-    from transformers.utils import logging
 
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
     try:
-        found = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
+        with quiet_transformers():
+            found = GenerationConfig.from_pretrained(path, local_files_only=True).eos_token_id
     except _config_errors() as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model.path={path}: {GENERATION_CONFIG}: {reason}") from None
-    finally:
-        logging.set_verbosity(verbosity)
     ends = found if isinstance(found, list) else [found]
     if not all(end is None or (isinstance(end, int) and end >= 0) for end in ends):
         raise ConfigError(
@@ -213,8 +209,15 @@ def weight_files(path: Path) -> list[Path]:
     return files
 
 
-def stored_shapes(path: Path, key: str) -> dict[str, tuple[int, ...]]:
-    """Read the shapes of all tensors in a directory from the headers of its safetensors files.
+class StoredTensor(NamedTuple):
+    """What the header of a safetensors file says of a tensor; dtype as F32, BF16, I8 and so on."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def stored_tensors(path: Path, key: str) -> dict[str, StoredTensor]:
+    """Read what the headers of a directory's safetensors files say of all their tensors.
 
     Raises ConfigError, beginning with `key`, if there are none or a header cannot be read.
     """
@@ -226,15 +229,37 @@ def stored_shapes(path: Path, key: str) -> dict[str, tuple[int, ...]]:
     files = weight_files(path)
     if not files:
         raise ConfigError(f"{key}={path}: holds no .safetensors file")
-    shapes: dict[str, tuple[int, ...]] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
         try:
             with safe_open(file, framework="np") as opened:
                 for name in opened.keys():  # noqa: SIM118 - it is no mapping
-                    shapes[name] = tuple(opened.get_slice(name).get_shape())
+                    stored = opened.get_slice(name)
+                    tensors[name] = StoredTensor(tuple(stored.get_shape()), stored.get_dtype())
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{key}={path}: {file.name}: {error}") from None
-    return shapes
+    return tensors
+
+
+def stored_shapes(path: Path, key: str) -> dict[str, tuple[int, ...]]:
+    """Return the shapes alone, and raise as `stored_tensors` does."""
+    return {name: tensor.shape for name, tensor in stored_tensors(path, key).items()}
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Have transformers say nothing of what it finds, and show no bar, for the moment."""
+    from transformers.utils import logging
+
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()
 
 
 @contextmanager

@@ -5,18 +5,24 @@ docs/models.md.
 """
 
 import importlib.util
+import math
 import re
-from collections import Counter
-from collections.abc import Mapping, Sequence
-from math import prod
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from torch.nn import Module, Parameter
+import torch
 
-from streamrl.engines.forward import MORE_TOKENS, load_skeleton
+from streamrl.engines.forward import MORE_TOKENS, VALUE_HEAD, load_skeleton, load_value_skeleton
 from streamrl.errors import ConfigError
-from streamrl.model_config import LAYER_NUMBER, num_layers_of, read_model_config, stored_shapes
+from streamrl.model_config import (
+    LAYER_NUMBER,
+    num_layers_of,
+    quiet_transformers,
+    read_model_config,
+    stored_shapes,
+    stored_tensors,
+)
 
 Shapes = Mapping[str, tuple[int, ...]]
 BESIDES = re.compile(
@@ -24,6 +30,13 @@ BESIDES = re.compile(
     r"|(^|\.)mtp[_.]|^(score|v_head|value_head)\.|vision|visual"
 )
 """Tensors that a model computes anew, or predicts several tokens with; other heads, and eyes."""
+FLOATS = ("F16", "BF16", "F32", "F64")
+"""Types of numbers, by their names in safetensors, that are weights as they are."""
+POSITIVE = ("rope_theta", "rms_norm_eps", "layer_norm_eps")
+QUANTISED = (
+    "quantised weights cannot be trained; load the directory with transformers, dequantized, save"
+    " it, and train that"
+)
 
 
 def check_support(
@@ -54,7 +67,7 @@ def check_support(
 def left_out(path: str) -> list[str]:
     """Say what of a model is not trained, and will not be in its checkpoints."""
     settings = read_model_config(path).get_text_config().to_dict()
-    layers = _sizes_of_layers(stored_shapes(Path(path), "model.path"))
+    layers = _layers_in(stored_shapes(Path(path), "model.path"))
     if not settings.get(MORE_TOKENS) or max(layers, default=0) < settings["num_hidden_layers"]:
         return []
     return [
@@ -67,10 +80,7 @@ def _quantised(settings: Mapping[str, Any]) -> str:
     found = settings.get("quantization_config")
     if not found:
         return ""
-    return (
-        f"quantization_config: {found.get('quant_method')} weights cannot be trained; load the"
-        " directory with transformers, dequantized, save it, and train that"
-    )
+    return f"quantization_config: {found.get('quant_method')} weights: {QUANTISED}"
 
 
 def _unlike(family: str, settings: Mapping[str, Any], stored: Shapes) -> str:
@@ -118,15 +128,32 @@ def check_weights(path: str, key: str, *, is_served: bool = True) -> None:
     That is transformers' class, whose import takes a second. The tensors of some families are known
     without it. A critic, which is not served, needs no head over the vocabulary.
     """
-    stored = stored_shapes(Path(path), key)
-    num_layers, last = num_layers_of(Path(path)), max(_sizes_of_layers(stored), default=-1)
+    tensors = stored_tensors(Path(path), key)
+    for name, tensor in tensors.items():
+        if name.endswith("weight") and tensor.dtype not in FLOATS:
+            raise ConfigError(f"{key}={path}: {name} is stored as {tensor.dtype}: {QUANTISED}")
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    num_layers, last = num_layers_of(Path(path)), max(_layers_in(shapes), default=-1)
     if 0 <= last < num_layers - 1:
         raise ConfigError(
             f"{key}={path}: its files hold {last + 1} layers, config.json says {num_layers}"
         )
     settings = read_model_config(path).get_text_config().to_dict()
-    if stored != _known_shapes(settings, is_tied="lm_head.weight" not in stored):
-        _check_against_class(path, key, stored, settings, has_head=is_served)
+    _check_positive(path, key, settings)
+    if shapes != _known_shapes(settings, is_tied="lm_head.weight" not in shapes):
+        problem = _load_on_meta(path, shapes, is_served=is_served)
+        if problem:
+            raise ConfigError(f"{key}={path}: {problem}")
+
+
+def _check_positive(path: str, key: str, settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for numbers of which a model computes nothing, but that give no error."""
+    rope = settings.get("rope_parameters") or {}
+    for place in (settings, rope, *(value for value in rope.values() if isinstance(value, dict))):
+        for name in POSITIVE:
+            value = place.get(name)
+            if isinstance(value, int | float) and not 0 < value < math.inf:
+                raise ConfigError(f"{key}={path}: config.json: {name}={value}: must be above 0")
 
 
 def _known_shapes(settings: Mapping[str, Any], *, is_tied: bool) -> dict[str, tuple[int, ...]]:
@@ -175,84 +202,64 @@ def _known_shapes(settings: Mapping[str, Any], *, is_tied: bool) -> dict[str, tu
     }
 
 
-def _check_against_class(
-    path: str, key: str, stored: Shapes, settings: Mapping[str, Any], *, has_head: bool
-) -> None:
-    """Compare with transformers' class, by layer.
+def _load_on_meta(path: str, shapes: Shapes, *, is_served: bool) -> str:
+    """Load tensors of these shapes as transformers does, without their values.
 
-    Tensors of another name, as those of single experts that the model has together, count by their
-    elements.
+    Returns what is wrong with them, if anything is.
     """
+    load = load_skeleton if is_served else load_value_skeleton
     try:
-        model = load_skeleton(path)
+        with quiet_transformers():
+            skeleton = load(path)
+            _, found = type(skeleton).from_pretrained(
+                None,
+                config=skeleton.config,
+                state_dict={name: torch.empty(s, device="meta") for name, s in shapes.items()},
+                device_map={"": "meta"},
+                ignore_mismatched_sizes=True,
+                output_loading_info=True,
+            )
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a class makes of wrong settings
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise ConfigError(f"{key}={path}: config.json: no such model: {reason[:300]}") from None
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    for name in stored.keys() & wanted.keys():
-        if stored[name] != wanted[name]:
-            raise ConfigError(
-                f"{key}={path}: {name} has shape {stored[name]} in its files,"
-                f" {wanted[name]} by config.json"
-            )
-    held, needed = _sizes_of_layers(stored), _sizes_of_layers(wanted)
-    for layer, size in sorted(needed.items()):
-        if held[layer] != size:
-            name, shape = _first_apart(stored, wanted, layer)
-            raise ConfigError(
-                f"{key}={path}: layer {layer} has {held[layer]:,} elements in its files,"
-                f" {size:,} by config.json: see {name}, of shape {shape}"
-            )
-    more = len(held) - len(needed)
-    if more > (settings.get(MORE_TOKENS) or 0):
-        raise ConfigError(
-            f"{key}={path}: its files hold {len(held)} layers, config.json says {len(needed)}"
-        )
-    head = [] if has_head else list(model.get_output_embeddings().parameters())
-    if lost := _first_lost(stored, model, head):
-        raise ConfigError(f"{key}={path}: its files lack {lost[0]}, of shape {lost[1]}")
+        return _why_not_loaded(error, "policy" if is_served else "critic")
+    for name, shape, wanted in sorted(found["mismatched_keys"]):
+        return f"{name} has shape {tuple(shape)} in its files, {tuple(wanted)} by config.json"
+    settings = skeleton.config.get_text_config()
+    num_layers, num_more = settings.num_hidden_layers, vars(settings).get(MORE_TOKENS) or 0
+    more = {number for number in _layers_in(shapes) if number >= num_layers}
+    if len(more) > num_more:
+        return f"its files hold {max(more) + 1} layers, config.json says {num_layers}"
+    odd = sorted(
+        name
+        for name in found["unexpected_keys"]
+        if not BESIDES.search(name)
+        and _layers_in([name]).isdisjoint(more)
+        # In place of the head over the vocabulary a critic has one of its own.
+        and (is_served or LAYER_NUMBER.search(name))
+    )
+    missing = [n for n in found["missing_keys"] if is_served or not n.startswith(VALUE_HEAD)]
+    # What is tied to another is missing with it.
+    tied = skeleton.all_tied_weights_keys
+    lost = sorted(missing, key=lambda name: (name in tied, name))
+    instead = f"; they have {odd[0]}, which is none of the model's" if odd else ""
+    if lost:
+        shape = tuple(skeleton.state_dict()[lost[0]].shape)
+        return f"its files lack {lost[0]}, of shape {shape}{instead}"
+    return f"its files have {odd[0]}, which is none of the model's parameters" if odd else ""
 
 
-def _first_lost(
-    stored: Shapes, model: Module, besides: Sequence[Parameter]
-) -> tuple[str, tuple[int, ...]] | None:
-    """Return name and shape of the first parameter outside of layers that no file has.
-
-    Names differ where a model is part of another. What is tied to another is one with it here.
-    """
-    ends = {
-        name: tuple(parameter.shape)
-        for name, parameter in model.named_parameters()
-        if not any(parameter is one for one in besides)
-    }
-    others = Counter(shape for name, shape in stored.items() if name not in ends)
-    for name, shape in ends.items():
-        if name in stored or LAYER_NUMBER.search(name):
-            continue
-        if not others[shape]:
-            return name, shape
-        others[shape] -= 1
-    return None
+def _why_not_loaded(error: Exception, role: str) -> str:
+    """Say what a model's class, or the choice of one, raised of a directory's settings."""
+    text = " ".join(str(error).split())
+    if text.startswith("Unrecognized configuration class"):
+        return f"config.json: transformers has no class that makes a {role} of this family"
+    if "automatic conversion" in text:
+        return "its files lack a tensor of the experts, or have one of another shape than the rest"
+    return f"config.json: transformers makes no such model: {type(error).__name__}: {text[:300]}"
 
 
-def _sizes_of_layers(shapes: Shapes) -> Counter[int]:
-    found = Counter[int]()
-    for name, shape in shapes.items():
-        number = LAYER_NUMBER.search(name)
-        if number and not BESIDES.search(name):
-            found[int(number[1])] += prod(shape)
-    return found
-
-
-def _first_apart(stored: Shapes, wanted: Shapes, layer: int) -> tuple[str, tuple[int, ...]]:
-    """The largest tensor of a layer that only one of both has; the files' own come first."""
-    of_layer = re.compile(rf"\.{layer}\.")
-    for there, other in ((stored, wanted), (wanted, stored)):
-        apart = [name for name in there if name not in other and of_layer.search(name)]
-        if apart:
-            name = max(apart, key=lambda each: prod(there[each]))
-            return name, there[name]
-    name = next(name for name in stored if of_layer.search(name))
-    return name, stored[name]
+def _layers_in(names: Iterable[str]) -> set[int]:
+    """Return the numbers of the layers that tensors of these names belong to."""
+    numbers = (LAYER_NUMBER.search(name) for name in names if not BESIDES.search(name))
+    return {int(number[1]) for number in numbers if number}

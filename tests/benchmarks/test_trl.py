@@ -12,6 +12,9 @@ import pytest
 from benchmarks import trl
 from benchmarks.process_tree import ProcessTree
 from benchmarks.trl import Launch, Length, RunError, Step
+from streamrl.data.examining import Limits
+from streamrl.data.prompts import load_prompts
+from streamrl.data.rendering import load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKS = "import time; t = time.process_time\nwhile t() < {}: pass\n"
@@ -41,7 +44,11 @@ def test_the_long_tailed_task_is_one_model_and_one_file_of_rows_for_both(tmp_pat
     assert spec.model == config.model.path == str(tmp_path / "model")
     assert [spec.rows] == [file.path for file in config.data.train_files]
     assert (spec.groups * spec.group_size, spec.max_new_tokens) == (256, 256)
-    assert len(task.rows.read_text().splitlines()) == trl.NUM_ROWS
+    tokenizer, limits = load_tokenizer(spec.model), Limits(trl.PROMPT_TOKENS, trl.NUM_WORDS)
+    loaded = load_prompts(config.data.train_files, tokenizer, limits)
+    prompts = [prompt.token_ids for prompt in loaded.prompts]
+    assert len(prompts) == trl.NUM_ROWS
+    assert all(len(ids) == trl.PROMPT_TOKENS and min(ids) >= 4 for ids in prompts)
 
 
 def test_figures_leave_the_first_steps_out(tmp_path: Path) -> None:
