@@ -178,6 +178,10 @@ LAYER_NUMBER = re.compile(r"\.(\d+)\.")
 """The number of a layer in the name of a parameter."""
 
 
+COMPUTED = re.compile(r"rotary_emb\.|\.(attention|attn)\.(masked_)?bias$")
+"""Tensors in files of older versions that a model computes anew, whatever the files say."""
+
+
 def weight_files(path: Path) -> list[Path]:
     """Name the files that a directory's weights are in: those of its index, or the only one.
 

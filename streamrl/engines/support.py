@@ -16,6 +16,7 @@ import torch
 from streamrl.engines.forward import MORE_TOKENS, VALUE_HEAD, load_skeleton, load_value_skeleton
 from streamrl.errors import ConfigError
 from streamrl.model_config import (
+    COMPUTED,
     LAYER_NUMBER,
     num_layers_of,
     quiet_transformers,
@@ -26,8 +27,7 @@ from streamrl.model_config import (
 
 Shapes = Mapping[str, tuple[int, ...]]
 BESIDES = re.compile(
-    r"rotary_emb\.|\.attention\.(masked_)?bias$|\.attn\.(masked_)?bias$"
-    r"|(^|\.)mtp[_.]|^(score|v_head|value_head)\.|vision|visual"
+    rf"{COMPUTED.pattern}|(^|\.)mtp[_.]|^(score|v_head|value_head)\.|vision|visual"
 )
 """Tensors that a model computes anew, or predicts several tokens with; other heads, and eyes."""
 FLOATS = ("F16", "BF16", "F32", "F64")

@@ -27,6 +27,7 @@ from torch import Tensor
 from streamrl.engines.arrival import ArrivalCheck, Prints
 from streamrl.engines.forward import load_skeleton
 from streamrl.errors import WeightsError
+from streamrl.model_config import COMPUTED
 from streamrl.resharding import Box
 from streamrl.resharding.storage import Storage
 from streamrl.weights import Arrival
@@ -205,8 +206,9 @@ def as_stored(model_path: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[
     """Yield a model's tensors by the names, and in the shapes, that they have in its directory.
 
     First what the directory holds besides parameters, as the biases of a router, which are not
-    trained. Where transformers keeps parameters as the directory does, each is asked for on its
-    turn only; of others, as the weights of all experts in one, all are asked for at once.
+    trained; without what every model computes anew. Where transformers keeps parameters as the
+    directory does, each is asked for on its turn only; of others, as the weights of all experts in
+    one, all are asked for at once.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import revert_weight_conversion
@@ -215,8 +217,10 @@ def as_stored(model_path: str, tensors: Mapping[str, Tensor]) -> Iterator[tuple[
     if get_model_conversion_mapping(skeleton, add_legacy=False):
         tensors = revert_weight_conversion(skeleton, dict(tensors))
     stored = stored_weights(model_path)
-    for name in stored.keys() - tensors.keys():
-        yield name, stored[name]
+    trained = dict(skeleton.named_parameters(remove_duplicate=False)).keys() | tensors.keys()
+    for name in stored.keys() - trained:
+        if not COMPUTED.search(name):
+            yield name, stored[name]
     yield from tensors.items()
 
 

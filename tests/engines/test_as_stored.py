@@ -1,0 +1,54 @@
+"""What an engine is given of a model: the names of its family's files, whatever these files say."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from streamrl.engines.forward import load_model
+from streamrl.engines.support import check_support
+from streamrl.engines.vllm_weights import as_stored
+from tests.engines.test_support import FILE, write
+
+
+def given(path: str) -> dict[str, torch.Tensor]:
+    """All that an engine is given of the model as it is read, by name."""
+    model = load_model(path, dtype=torch.float32)
+    named = model.named_parameters(remove_duplicate=False)
+    pairs = list(as_stored(path, {name: tensor.detach() for name, tensor in named}))
+    assert len(pairs) == len(dict(pairs)), "nothing twice"
+    return dict(pairs)
+
+
+def test_what_a_model_computes_anew_is_not_given(tmp_path: Path) -> None:
+    path = write(tmp_path, "gpt_neox")
+    before = given(path).keys()
+    place = "gpt_neox.layers.0.attention."
+    older = {
+        f"{place}bias": torch.ones(1, 1, 8, 8).to(torch.uint8),
+        f"{place}masked_bias": torch.tensor(-1e9),
+        f"{place}rotary_emb.inv_freq": torch.zeros(4),
+    }
+    save_file({**load_file(tmp_path / FILE), **older}, tmp_path / FILE)
+    check_support(path, "auto")
+    assert given(path).keys() == before
+
+
+def test_a_routers_bias_is_given_though_it_is_not_trained(tmp_path: Path) -> None:
+    path = write(tmp_path, "glm4_moe")
+    (name,) = (n for n in load_file(tmp_path / FILE) if n.endswith("e_score_correction_bias"))
+    assert name in given(path)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe"])
+def test_experts_that_lie_together_are_given_one_by_one(tmp_path: Path, family: str) -> None:
+    path = write(tmp_path, family)
+    apart = given(path)
+    together = load_model(path, dtype=torch.float32).state_dict()
+    save_file({n: tensor.clone() for n, tensor in together.items()}, tmp_path / FILE)
+    assert load_file(tmp_path / FILE).keys() != apart.keys()
+    check_support(path, "auto")
+    found = given(path)
+    assert found.keys() == apart.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in apart.items())
