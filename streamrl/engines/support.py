@@ -149,8 +149,10 @@ def check_weights(path: str, key: str, *, is_served: bool = True) -> None:
 def _check_positive(path: str, key: str, settings: Mapping[str, Any]) -> None:
     """Raise ConfigError for numbers of which a model computes nothing, but that give no error."""
     rope = settings.get("rope_parameters") or {}
+    has_windows = "sliding_attention" in (settings.get("layer_types") or ["sliding_attention"])
+    names = (*POSITIVE, "sliding_window") if has_windows else POSITIVE
     for place in (settings, rope, *(value for value in rope.values() if isinstance(value, dict))):
-        for name in POSITIVE:
+        for name in names:
             value = place.get(name)
             if isinstance(value, int | float) and not 0 < value < math.inf:
                 raise ConfigError(f"{key}={path}: config.json: {name}={value}: must be above 0")

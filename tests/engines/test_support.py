@@ -172,6 +172,8 @@ def test_numbers_that_are_no_weights_by_themselves_are_refused(
     [
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 0}}),
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": -1e4}}),
+        ("mistral", {"sliding_window": 0}),
+        ("gemma2", {"sliding_window": -1}),
         ("qwen3", {"rms_norm_eps": -1e-6}),
         ("gpt_neox", {"layer_norm_eps": 0.0}),
     ],
