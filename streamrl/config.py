@@ -274,6 +274,7 @@ def resolve(settings: DictConfig, *, place: str) -> RunConfig:
         _check_key(key, value, inside, place)
     try:
         config = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(RunConfig), loose))
+        OmegaConf.structured(config)  # looks into lists, which a merge does not
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
         raise ConfigError(f"{place}: {_key_of(error, loose)}: {reason}") from None

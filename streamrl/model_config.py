@@ -111,13 +111,13 @@ def model_length(path: str, *, limit: int | None) -> int:
     except _config_errors() as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model.path={path}: config.json: {reason}") from None
-    _check_generation_config(Path(path))
+    _check_generation_config(Path(path), int(config.get_text_config().vocab_size))
     if limit is not None and limit > tokens:
         raise ConfigError(f"model.max_length={limit}: the model takes at most {tokens} tokens")
     return tokens if limit is None else limit
 
 
-def _check_generation_config(path: Path) -> None:
+def _check_generation_config(path: Path, vocab_size: int) -> None:
     """Raise ConfigError for defaults of generation that vLLM refuses, or leaves out unsaid.
 
     Temperatures beside greedy decoding, of which transformers warns, mean nothing to a run.
@@ -133,9 +133,10 @@ def _check_generation_config(path: Path) -> None:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model.path={path}: {GENERATION_CONFIG}: {reason}") from None
     ends = found if isinstance(found, list) else [found]
-    if not all(end is None or (isinstance(end, int) and end >= 0) for end in ends):
+    if not all(end is None or (isinstance(end, int) and 0 <= end < vocab_size) for end in ends):
         raise ConfigError(
-            f"model.path={path}: {GENERATION_CONFIG}: eos_token_id={found!r}: must be token ids"
+            f"model.path={path}: {GENERATION_CONFIG}: eos_token_id={found!r}: must be token ids, of"
+            f" which the model has {vocab_size}"
         )
 
 

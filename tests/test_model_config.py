@@ -103,6 +103,7 @@ def test_gemma_3_gives_its_positions_scaled() -> None:
         ('{"eos', "not a valid JSON file"),
         ('{"eos_token_id": "x"}', "eos_token_id='x': must be token ids"),
         ('{"eos_token_id": [4, -5]}', "must be token ids"),
+        ('{"eos_token_id": 10000000}', "must be token ids, of which the model has"),
     ],
 )
 def test_defaults_of_generation_that_cannot_be_used_are_refused(

@@ -40,6 +40,10 @@ if TYPE_CHECKING:
     from streamrl.engines.generation import GenerationEngine
 
 
+SAMPLING = ("samples", "temperature", "top_p", "top_k", "limit", "seed", "pass_score")
+"""Settings of evaluation that the command line may change."""
+
+
 @dataclass(frozen=True)
 class Subject:
     """What is evaluated, and the settings it was trained with, if it is of a run."""
@@ -49,11 +53,11 @@ class Subject:
     generator: GeneratorConfig
     data: DataConfig
     around: Surroundings
+    evaluation: EvaluationConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `streamrl evaluate`."""
-    defaults = EvaluationConfig()
     parser.add_argument(
         "model", type=named_path, help="model directory, checkpoint or run directory"
     )
@@ -66,21 +70,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="file of prompts; may be given several times (the run's or recipe's data.eval)",
     )
     add_file_arguments(parser)
-    parser.add_argument(
-        "--samples", type=int, default=defaults.samples, help="completions per prompt, k"
-    )
-    parser.add_argument(
-        "--temperature", type=float, default=defaults.temperature, help="0 takes the likeliest"
-    )
-    parser.add_argument(
-        "--top-p", type=float, default=defaults.top_p, help="the likeliest, of this probability"
-    )
-    parser.add_argument("--top-k", type=int, default=defaults.top_k, help="0 takes all tokens")
-    parser.add_argument("--limit", type=int, help="only the first so many prompts")
-    parser.add_argument("--seed", type=int, default=0, help="seed of sampling")
-    parser.add_argument(
-        "--pass-score", type=float, default=defaults.pass_score, help="score that passes"
-    )
+    sampling = parser.add_argument_group("how", "the run's or recipe's evaluation.* unless given")
+    sampling.add_argument("--samples", type=int, help="completions per prompt, k (4)")
+    sampling.add_argument("--temperature", type=float, help="0 takes the likeliest (1)")
+    sampling.add_argument("--top-p", type=float, help="the likeliest, of this probability (1)")
+    sampling.add_argument("--top-k", type=int, help="0 takes all tokens (0)")
+    sampling.add_argument("--limit", type=int, help="only the first so many prompts")
+    sampling.add_argument("--seed", type=int, help="seed of sampling (0)")
+    sampling.add_argument("--pass-score", type=float, help="score that passes (1)")
     parser.add_argument(
         "--config",
         type=named_path,
@@ -97,16 +94,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command; returns its exit code."""
-    config = EvaluationConfig(
-        samples=arguments.samples,
-        temperature=arguments.temperature,
-        top_p=arguments.top_p,
-        top_k=arguments.top_k,
-        limit=arguments.limit,
-        seed=arguments.seed,
-        pass_score=arguments.pass_score,
-    )
     subject = _subject(arguments)
+    config = choose_sampling(arguments, subject.evaluation)
     named = named_files(arguments, arguments.data, subject.data)
     # There is no place for a name of theirs, and two folders may both have a test.parquet.
     files = tuple(replace(file, name=file.path) for file in named) or subject.data.eval_files
@@ -117,6 +106,12 @@ def run(arguments: argparse.Namespace) -> int:
     result = asyncio.run(_evaluate(subject, files, config))
     _print(result, subject, time.monotonic() - started, as_json=arguments.json)
     return 0
+
+
+def choose_sampling(arguments: argparse.Namespace, config: EvaluationConfig) -> EvaluationConfig:
+    """Return a run's or recipe's settings of evaluation with those that the command line gives."""
+    given = {name: vars(arguments)[name] for name in SAMPLING}
+    return replace(config, **{name: value for name, value in given.items() if value is not None})
 
 
 def _subject(arguments: argparse.Namespace) -> Subject:
@@ -134,7 +129,8 @@ def _subject(arguments: argparse.Namespace) -> Subject:
         tokens = min(256, model_length(str(path), limit=None) // 2)
         rewards = [RewardConfig(kind="exact")]
         generator = GeneratorConfig(max_new_tokens=tokens)
-        subject = Subject(path, rewards, generator, DataConfig(), Surroundings())
+        around, how = Surroundings(), EvaluationConfig()
+        subject = Subject(path, rewards, generator, DataConfig(), around, how)
     else:
         config = load_config(recipe)
         if config.model.trust_remote_code:
@@ -145,7 +141,8 @@ def _subject(arguments: argparse.Namespace) -> Subject:
             stop_token_ids=config.generator.stop_token_ids,
         )
         around = Surroundings(config.scorer, config.sandbox)
-        subject = Subject(path, config.rewards, generator, config.data, around)
+        how = config.evaluation
+        subject = Subject(path, config.rewards, generator, config.data, around, how)
     if arguments.reward is not None:
         # One reward is not combined with any.
         around = replace(subject.around, scorer=replace(subject.around.scorer, combine=""))

@@ -240,6 +240,13 @@ def render(
     # A template writes its special tokens itself. One call for all: it is far faster than a loop.
     encoded = _encode(tokenizer, texts)
     opening = _opening_tokens(tokenizer) if template.source is None else []
+    for row, token_ids in zip(rows, encoded, strict=True):
+        if token_ids and token_ids[-1] == tokenizer.eos_token_id:
+            raise ConfigError(
+                f"{row.place}: the prompt ends with {tokenizer.eos_token}, behind which the policy"
+                f" has nothing to say: {template.name} must leave it open, as with"
+                " add_generation_prompt"
+            )
     return [opening + token_ids for token_ids in encoded]
 
 

@@ -30,9 +30,26 @@ BESIDES = re.compile(
     rf"{COMPUTED.pattern}|(^|\.)mtp[_.]|^(score|v_head|value_head)\.|vision|visual"
 )
 """Tensors that a model computes anew, or predicts several tokens with; other heads, and eyes."""
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+ADAPTER = "adapter_config.json"
 FLOATS = ("F16", "BF16", "F32", "F64")
 """Types of numbers, by their names in safetensors, that are weights as they are."""
-POSITIVE = ("rope_theta", "rms_norm_eps", "layer_norm_eps")
+POSITIVE = (
+    "rope_theta",
+    "rope_local_base_freq",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rms_norm_eps",
+    "layer_norm_eps",
+    "layer_norm_epsilon",
+    "num_experts_per_tok",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
+"""Settings with which a model computes nothing, and says nothing, unless they are above 0."""
 QUANTISED = (
     "quantised weights cannot be trained; load the directory with transformers, dequantized, save"
     " it, and train that"
@@ -52,10 +69,12 @@ def check_support(
     `attention` is the setting of this name in a trainer's section, `key` names the directory. A
     critic is not served: vLLM need not take it.
     """
-    config = read_model_config(path).get_text_config()
+    whole = read_model_config(path)
+    config = whole.get_text_config()
     settings, stored = config.to_dict(), stored_shapes(Path(path), key)
     problem = _quantised(settings)
     if is_served:
+        problem = problem or _not_served(whole, is_part=config is not whole)
         problem = problem or _unlike(config.model_type, settings, stored)
     if problem:
         raise ConfigError(f"{key}={path}: {problem}")
@@ -83,12 +102,33 @@ def _quantised(settings: Mapping[str, Any]) -> str:
     return f"quantization_config: {found.get('quant_method')} weights: {QUANTISED}"
 
 
+def _not_served(config: Any, *, is_part: bool) -> str:
+    """What vLLM would serve in place of the class that is trained, or cannot."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if is_part and importlib.util.find_spec("torchvision") is None:
+        return (
+            f"model_type={config.model_type}: a model of more than text, which vLLM serves with"
+            " torchvision only; load its language model with transformers, save it, and train that"
+        )
+    found = (config.architectures or [""])[0]
+    trained = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, "")
+    if not found or not trained or found == trained or found.endswith("Model"):
+        return ""
+    return (
+        f'config.json: architectures=["{found}"]: must be ["{trained}"], the class that is trained,'
+        " for vLLM to serve it"
+    )
+
+
 def _unlike(family: str, settings: Mapping[str, Any], stored: Shapes) -> str:
     """What vLLM's model of a family leaves out, or does not take, with these settings."""
     windows = bool(settings.get("use_sliding_window"))
     kinds, clip = set(settings.get("layer_types") or ()), settings.get("clip_qkv")
     is_tied = bool(settings.get("tie_word_embeddings"))
     heads, kv_heads = (settings.get(f"num_{kind}_heads") for kind in ("attention", "key_value"))
+    routed = settings.get("num_experts_per_tok")
+    experts = next(filter(None, map(settings.get, EXPERTS)), None)
     biased = next((name for name in stored if name.endswith("self_attn.o_proj.bias")), "")
     rules = {
         "max_window_layers: vLLM takes a sliding window for all layers or none": (
@@ -99,6 +139,9 @@ def _unlike(family: str, settings: Mapping[str, Any], stored: Shapes) -> str:
         ),
         "tie_word_embeddings=false: vLLM has no head of its own for this family": (
             family in ("gemma", "gemma2", "gemma3_text") and not is_tied
+        ),
+        f"num_experts_per_tok={routed}: must be at most the number of experts, {experts}": bool(
+            routed and experts and routed > experts
         ),
         f"num_key_value_heads={kv_heads}: must divide num_attention_heads={heads}": bool(
             heads and kv_heads and heads % kv_heads
@@ -128,6 +171,11 @@ def check_weights(path: str, key: str, *, is_served: bool = True) -> None:
     That is transformers' class, whose import takes a second. The tensors of some families are known
     without it. A critic, which is not served, needs no head over the vocabulary.
     """
+    if (Path(path) / ADAPTER).exists():
+        raise ConfigError(
+            f"{key}={path}: {ADAPTER}: transformers would put an adapter on the model, vLLM would"
+            " not; move it elsewhere"
+        )
     tensors = stored_tensors(Path(path), key)
     for name, tensor in tensors.items():
         if name.endswith("weight") and tensor.dtype not in FLOATS:

@@ -407,3 +407,9 @@ def test_a_content_of_text_parts_is_one_text(tokenizer, write_rows):
     path = write_rows({"prompt": [{"role": "user", "content": parts}]}, {"prompt": "2+3"})
     first, second = render(tokenizer, list(load_rows(path)))
     assert first == second
+
+
+def test_a_prompt_that_ends_with_the_end_of_a_sequence_is_refused(tokenizer) -> None:
+    template = Template("{{ messages[0]['content'] + eos_token }}", "mine.jinja")
+    with pytest.raises(ConfigError, match=r"the prompt ends with <eos>.* mine\.jinja must leave"):
+        render(tokenizer, [row("hi")], template)

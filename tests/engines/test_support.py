@@ -175,6 +175,8 @@ def test_numbers_that_are_no_weights_by_themselves_are_refused(
         ("mistral", {"sliding_window": 0}),
         ("gemma2", {"sliding_window": -1}),
         ("qwen3", {"rms_norm_eps": -1e-6}),
+        ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}}),
+        ("qwen3_moe", {"num_experts_per_tok": 0}),
         ("gpt_neox", {"layer_norm_eps": 0.0}),
     ],
 )
@@ -222,6 +224,7 @@ def test_a_tensor_of_another_shape_than_the_config_says_is_named(
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=true: "),
         ("gemma2", {"tie_word_embeddings": False}, "tie_word_embeddings=false: "),
         ("olmoe", {"clip_qkv": 1.0}, "clip_qkv=1.0: "),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9: must be at most"),
         (
             "qwen3_moe",
             {"attention_bias": True},
@@ -335,3 +338,20 @@ def test_of_files_beside_those_of_the_index_nothing_is_read(tmp_path: Path) -> N
     save_file({"layers.0.w": torch.ones(3)}, tmp_path / "consolidated.safetensors")
     assert stored_shapes(tmp_path, "model.path").keys() == tensors.keys()
     check_support(path, "auto")
+
+
+def test_vllm_serves_the_class_that_is_trained(tmp_path: Path) -> None:
+    path = write(tmp_path, "llama")
+    change(tmp_path, architectures=["LlamaModel"])
+    check_support(path, "auto")
+    for other in ("MyLlamaForCausalLM", "LlamaForSequenceClassification"):
+        change(tmp_path, architectures=[other])
+        with pytest.raises(ConfigError, match=rf'{other}"\]: must be \["LlamaForCausalLM"\]'):
+            check_support(path, "auto")
+
+
+def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path, "llama")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"adapter_config\.json: .* move it elsewhere"):
+        check_support(path, "auto")

@@ -1,0 +1,20 @@
+"""How `streamrl evaluate` samples: as the run or recipe says, unless the command line says else."""
+
+import argparse
+from dataclasses import replace
+
+from streamrl.cli.evaluate import add_arguments, choose_sampling
+from streamrl.evaluation import EvaluationConfig
+
+
+def parse(*words: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return parser.parse_args(["runs/mine", *words])
+
+
+def test_what_is_not_given_is_the_runs() -> None:
+    run = EvaluationConfig(samples=32, temperature=0.5, top_p=0.7, top_k=9, limit=3, seed=4)
+    assert choose_sampling(parse(), run) == run
+    changed = choose_sampling(parse("--samples", "8", "--temperature", "0", "--seed", "0"), run)
+    assert changed == replace(run, samples=8, temperature=0.0, seed=0)
