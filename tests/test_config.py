@@ -98,6 +98,13 @@ def test_a_list_that_is_none_is_refused_with_the_list_it_may_be(
     assert (found["kind"] if key == "rewards" else found) == entry
 
 
+@pytest.mark.parametrize("value", ['[["a"]]', "[{a: 1}]", "[a, [b]]"])
+def test_what_is_in_a_list_is_of_its_kind(recipe: Path, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"generator\.stop\[\d\]: ") as caught:
+        load_config(recipe, [f"generator.stop={value}"])
+    assert "\n" not in str(caught.value)
+
+
 def test_text_that_is_left_empty_is_empty_text(recipe: Path) -> None:
     recipe.write_text(MINIMAL + "placement: {address: }\n")
     empty = ["critic.path=", "scorer.combine=", "data.eval=", "telemetry.wandb.mode=disabled"]

@@ -137,7 +137,8 @@ def read_segment(path: Path) -> Iterator[tuple[Position, Record] | Corrupt]:
             size, found = _read_at(file, offset, end)
             if isinstance(found, str):
                 following = _next_intact(file, offset + (size or 1), end)
-                if following is None and (not size or _is_unwritten(file, offset + size)):
+                is_torn = _is_unwritten(file, offset + size) if size else _is_begun(file, offset)
+                if following is None and is_torn:
                     return
                 size = size or (following or end) - offset
                 yield Corrupt(Position(number, offset, size), path, found)
@@ -187,6 +188,13 @@ def _is_unwritten(file: BinaryIO, end: int) -> bool:
     start = (end - 1) // _SECTOR_BYTES * _SECTOR_BYTES
     file.seek(start)
     return not any(file.read(end - start))
+
+
+def _is_begun(file: BinaryIO, offset: int) -> bool:
+    """Whether a record begins here as one does, as far as it was written; a disk may give zeros."""
+    file.seek(offset)
+    head = file.read(len(MAGIC)).rstrip(b"\0")
+    return MAGIC.startswith(head)
 
 
 def _next_intact(file: BinaryIO, offset: int, end: int) -> int | None:

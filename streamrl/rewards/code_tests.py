@@ -14,29 +14,35 @@ from typing import Any
 
 from streamrl.errors import RewardError
 from streamrl.rewards.sandbox import CallTest, StdinTest
+from streamrl.small_file import parse_json
 
 Test = StdinTest | CallTest
 
 
 def read_tests(truth: Any, *, most: int = 0) -> list[Test]:
     """The first `most` tests of a ground truth, 0: all. Raises RewardError if it holds none."""
-    facts = _object(truth)
-    if "assert_case" in facts:
-        cases = facts["assert_case"]
-        tests: list[Test] = [
-            _assertion(case) for case in ([cases] if isinstance(cases, str) else cases)
-        ]
-    else:
-        tests = _pairs(facts)
+    try:
+        facts = _object(truth)
+        tests = _assertions(facts["assert_case"]) if "assert_case" in facts else _pairs(facts)
+    except (RecursionError, MemoryError, OverflowError) as error:
+        raise RewardError(f"ground_truth cannot be read: {type(error).__name__}") from None
     if not tests:
         raise RewardError("ground_truth holds no tests")
     return tests[: most or None]
 
 
+def _assertions(cases: Any) -> list[Test]:
+    if isinstance(cases, str):
+        cases = [cases]
+    if not isinstance(cases, Sequence):
+        raise RewardError(f"assert_case must be a list of asserts, is {type(cases).__name__}")
+    return [_assertion(case) for case in cases]
+
+
 def _object(truth: Any) -> dict[str, Any]:
     if isinstance(truth, str):
         try:
-            truth = json.loads(truth)
+            truth = parse_json(truth)
         except ValueError as error:
             raise RewardError(
                 f"ground_truth must be JSON with inputs and outputs: {error}"
@@ -78,7 +84,7 @@ def _arguments(value: Any) -> list[Any]:
     if not isinstance(value, str):
         return list(value) if isinstance(value, list) else [value]
     try:
-        return [json.loads(line) for line in value.split("\n") if line.strip()]
+        return [parse_json(line) for line in value.split("\n") if line.strip()]
     except ValueError as error:
         raise RewardError(f"an input of fn_name must be JSON on each line: {error}") from None
 
@@ -87,7 +93,7 @@ def _accepted(value: Any) -> list[Any]:
     """The value; some data sets put it into a list of one."""
     if isinstance(value, str):
         try:
-            value = json.loads(value)
+            value = parse_json(value)
         except ValueError:
             return [value]
     return [value, value[0]] if isinstance(value, list) and len(value) == 1 else [value]

@@ -129,6 +129,17 @@ async def test_a_last_record_without_its_last_sectors_is_left_out(tmp_path: Path
         assert numbers(tmp_path) == [0], size
 
 
+@pytest.mark.parametrize("kept", [0, 1])
+async def test_what_never_was_a_record_is_no_torn_end(tmp_path: Path, kept: int) -> None:
+    places = await written(tmp_path, range(2))
+    path = segment_path(tmp_path, 1)
+    content = path.read_bytes()
+    start = places[kept].offset
+    path.write_bytes(content[:start] + b"\x01" + os.urandom(len(content) - start - 1))
+    (corrupt,) = [item for item in replay(tmp_path) if isinstance(item, Corrupt)]
+    assert (corrupt.position.offset, corrupt.position.size) == (start, len(content) - start)
+
+
 @pytest.mark.parametrize("bad", [0, 1, 2])
 async def test_a_flipped_byte_costs_its_record_and_no_other(tmp_path: Path, bad: int) -> None:
     places = await written(tmp_path, range(4))

@@ -409,7 +409,7 @@ def test_a_content_of_text_parts_is_one_text(tokenizer, write_rows):
     assert first == second
 
 
-def test_a_prompt_that_ends_with_the_end_of_a_sequence_is_refused(tokenizer) -> None:
-    template = Template("{{ messages[0]['content'] + eos_token }}", "mine.jinja")
-    with pytest.raises(ConfigError, match=r"the prompt ends with <eos>.* mine\.jinja must leave"):
-        render(tokenizer, [row("hi")], template)
+def test_a_prompt_that_ends_with_the_end_of_a_sequence_is_refused(tokenizer, write_rows):
+    tokenizer.chat_template = "{{ messages[0]['content'] + eos_token }}"
+    with pytest.raises(ConfigError, match=r"line 1: the prompt ends with </s>, .* must leave it"):
+        render(tokenizer, list(load_rows(write_rows({"prompt": "hi"}))))

@@ -180,6 +180,10 @@ def test_tests_are_read_as_data_sets_write_them(truth, tests):
         ({"assert_case": ["assert f(1) > 2"]}, r"must be `assert f\(literals\) == literal`"),
         ({"assert_case": "assert f(g(1)) == 2"}, r"is 'assert f\(g\(1\)\) == 2'"),
         ({"assert_case": ["import os"]}, "is 'import os'"),
+        ({"assert_case": 5}, "assert_case must be a list of asserts, is int"),
+        ({"assert_case": ["assert f(" + "-" * 50_000 + "1) == 1"]}, "cannot be read|must be"),
+        ("[" * 100_000, "ground_truth must be JSON .*nested too deeply"),
+        ({"inputs": ["[" * 100_000], "outputs": ["1"], "fn_name": "f"}, "must be JSON on each"),
     ],
 )
 def test_a_ground_truth_without_tests_is_refused(truth, words):
