@@ -50,6 +50,8 @@ POSITIVE = (
     "final_logit_softcapping",
 )
 """Settings with which a model computes nothing, and says nothing, unless they are above 0."""
+PLAIN_DTYPES = ("None", "float16", "bfloat16", "float32")
+SAVED_ANEW = "load the directory with transformers, save it, and train that"
 QUANTISED = (
     "quantised weights cannot be trained; load the directory with transformers, dequantized, save"
     " it, and train that"
@@ -127,6 +129,7 @@ def _unlike(family: str, settings: Mapping[str, Any], stored: Shapes) -> str:
     kinds, clip = set(settings.get("layer_types") or ()), settings.get("clip_qkv")
     is_tied = bool(settings.get("tie_word_embeddings"))
     heads, kv_heads = (settings.get(f"num_{kind}_heads") for kind in ("attention", "key_value"))
+    bare = next((name for name in stored if name.startswith("layers.")), "")
     routed = settings.get("num_experts_per_tok")
     experts = next(filter(None, map(settings.get, EXPERTS)), None)
     biased = next((name for name in stored if name.endswith("self_attn.o_proj.bias")), "")
@@ -146,6 +149,7 @@ def _unlike(family: str, settings: Mapping[str, Any], stored: Shapes) -> str:
         f"num_key_value_heads={kv_heads}: must divide num_attention_heads={heads}": bool(
             heads and kv_heads and heads % kv_heads
         ),
+        f"its files have {bare}, a name that vLLM does not take; {SAVED_ANEW}": bool(bare),
         f"clip_qkv={clip}: vLLM does not clip": family == "olmoe" and bool(clip),
         f"attention_bias=true: vLLM has no place for {biased}": (
             family in ("qwen3", "qwen3_moe") and bool(biased)
@@ -202,8 +206,11 @@ def _check_positive(path: str, key: str, settings: Mapping[str, Any]) -> None:
     for place in (settings, rope, *(value for value in rope.values() if isinstance(value, dict))):
         for name in names:
             value = place.get(name)
-            if isinstance(value, int | float) and not 0 < value < math.inf:
-                raise ConfigError(f"{key}={path}: config.json: {name}={value}: must be above 0")
+            is_number = isinstance(value, int | float) and 0 < value < math.inf
+            if value is not None and not is_number:
+                raise ConfigError(
+                    f"{key}={path}: config.json: {name}={value!r}: must be a number above 0"
+                )
 
 
 def _known_shapes(settings: Mapping[str, Any], *, is_tied: bool) -> dict[str, tuple[int, ...]]:
@@ -216,7 +223,8 @@ def _known_shapes(settings: Mapping[str, Any], *, is_tied: bool) -> dict[str, tu
         and not any(map(settings.get, ("attention_bias", "mlp_bias")))
         and (rope, settings.get("hidden_act")) == ("default", "silu")
         and heads
-        and (settings.get("pad_token_id") or 0) < settings["vocab_size"]
+        and 0 <= (settings.get("pad_token_id") or 0) < settings["vocab_size"]
+        and str(settings.get("dtype")).removeprefix("torch.") in PLAIN_DTYPES
         and (settings.get("tie_word_embeddings") or not is_tied)
     )
     if not is_plain:
@@ -283,9 +291,9 @@ def _load_on_meta(path: str, shapes: Shapes, *, is_served: bool) -> str:
     odd = sorted(
         name
         for name in found["unexpected_keys"]
-        if not BESIDES.search(name)
+        # A critic has a head of its own in place of others; vLLM takes none that it does not know.
+        if not (COMPUTED if is_served else BESIDES).search(name)
         and _layers_in([name]).isdisjoint(more)
-        # In place of the head over the vocabulary a critic has one of its own.
         and (is_served or LAYER_NUMBER.search(name))
     )
     missing = [n for n in found["missing_keys"] if is_served or not n.startswith(VALUE_HEAD)]

@@ -133,7 +133,9 @@ def rename(folder: Path, old: str, new: str) -> None:
 def test_names_are_those_that_transformers_reads(tmp_path: Path) -> None:
     path = write(tmp_path, "llama", tie_word_embeddings=True)
     rename(tmp_path, "model.", "")
-    check_weights(path, "model.path")
+    check_weights(path, "critic.path", is_served=False)
+    with pytest.raises(ConfigError, match=r"layers\.0\..*, a name that vLLM does not take; load"):
+        check_support(path, "auto")
     rename(tmp_path, "layers.", "model.language_model.layers.")
     with pytest.raises(ConfigError, match=r"lack .*; they have .*language_model.* none of the"):
         check_weights(path, "model.path")
@@ -177,6 +179,7 @@ def test_numbers_that_are_no_weights_by_themselves_are_refused(
         ("qwen3", {"rms_norm_eps": -1e-6}),
         ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}}),
         ("qwen3_moe", {"num_experts_per_tok": 0}),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": "10000"}}),
         ("gpt_neox", {"layer_norm_eps": 0.0}),
     ],
 )
@@ -185,7 +188,7 @@ def test_numbers_of_which_a_model_computes_nothing_are_refused(
 ) -> None:
     path = write(tmp_path, family)
     change(tmp_path, **settings)
-    with pytest.raises(ConfigError, match=r"config\.json: \w+=\S+: must be above 0"):
+    with pytest.raises(ConfigError, match=r"config\.json: \w+=\S+: must be a number above 0"):
         check_weights(path, "model.path")
 
 
@@ -294,6 +297,8 @@ def test_what_is_not_of_the_layers_does_not_count_as_theirs(tmp_path: Path, name
     path = write(tmp_path, "qwen3")
     save_file({**load_file(tmp_path / FILE), name: torch.zeros(3)}, tmp_path / FILE)
     check_weights(path, "critic.path", is_served=False)
+    with pytest.raises(ConfigError, match=f"its files have {name}, which is none of the model's"):
+        check_weights(path, "model.path")
 
 
 @pytest.mark.parametrize("name", ["adapter_model", "consolidated", "model-00001-of-00001"])
