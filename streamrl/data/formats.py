@@ -25,6 +25,7 @@ from streamrl.small_file import (
     MIB,
     MOST_LINE_BYTES,
     RepeatedKeyError,
+    file_errors,
     open_regular,
     parse_json,
     read_lines,
@@ -372,9 +373,13 @@ def read_batches(path: str) -> "Iterator[pa.RecordBatch]":
 
     count = 0
     try:
-        with open_regular(path) as file, pq.ParquetFile(file) as opened:
+        # With a buffer a column is read piece by piece, else a whole group of rows at once.
+        with (
+            open_regular(path) as file,
+            pq.ParquetFile(file, buffer_size=MIB, pre_buffer=False) as opened,
+        ):
             schema = _plain_schema(opened)
-            for batch in opened.iter_batches(batch_size=_BATCH):
+            for batch in opened.iter_batches(batch_size=_batch_size(opened)):
                 yield batch.cast(schema)
                 count += batch.num_rows
     except ConfigError:
@@ -382,6 +387,13 @@ def read_batches(path: str) -> "Iterator[pa.RecordBatch]":
     except (pa.ArrowException, ValueError, KeyError) as error:
         where = f"after row {count}" if count else "as parquet"
         raise ConfigError(f"{path}: cannot be read {where}: {one_line(error)}") from error
+
+
+def _batch_size(file: "pq.ParquetFile") -> int:
+    """Return how many rows, if they are as the first are, take some MiB."""
+    for head in file.iter_batches(batch_size=16):
+        return max(1, min(_BATCH, _CHUNK_BYTES * head.num_rows // max(1, head.nbytes)))
+    return _BATCH
 
 
 def parquet_columns(path: str) -> "pa.Schema":
@@ -451,7 +463,9 @@ def open_dataset(path: str, split: str) -> "Dataset":
         else:
             refuse_split(path, split)
         for file in _read_saved(folder / _STATE, _State).data_files:
-            open_regular(_beside(folder / _STATE, file.filename)).close()
+            data = _beside(folder / _STATE, file.filename)
+            with file_errors(data):
+                open_regular(data).close()
         _read_saved(folder / _INFO, dict)
         return Dataset.load_from_disk(str(folder))
 

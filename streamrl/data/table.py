@@ -6,6 +6,7 @@ Hugging Face datasets, under the hash of what it holds.
 """
 
 import contextlib
+import mmap
 import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -147,6 +148,8 @@ class ColumnTable:
         for run, piece in zip(runs, pieces, strict=True):
             places = [f"{self.path} row {row + 1}" for row in run]
             found += zip(places, map(int, run), plain_records(piece, places), strict=True)
+            if isinstance(self._load, _Mapped):
+                self._load.release()
         return found
 
     def prompt_sizes(self, prompt_key: str) -> NDArray[np.int64] | None:
@@ -259,16 +262,27 @@ class _Held:
         return self.columns
 
 
-@dataclass(frozen=True)
 class _Mapped:
     """Columns in an Arrow file, of which the system reads what is asked for."""
 
-    path: str
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._pages: mmap.mmap | None = None
 
     def __call__(self) -> "pa.Table":
         import pyarrow as pa
 
-        return pa.ipc.open_file(pa.memory_map(self.path)).read_all()
+        with open_regular(self._path) as file:
+            self._pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return pa.ipc.open_file(pa.py_buffer(self._pages)).read_all()
+
+    def release(self) -> None:
+        """Give back the memory of what has been read: the system holds more around each row."""
+        if self._pages is not None:
+            self._pages.madvise(mmap.MADV_DONTNEED)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_pages": None}
 
 
 @dataclass(frozen=True)
