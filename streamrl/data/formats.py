@@ -15,16 +15,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, ClassVar, cast
+
+import msgspec
 
 from streamrl.errors import ConfigError
+from streamrl.settings import unreadable
 from streamrl.small_file import (
     MIB,
     MOST_LINE_BYTES,
     RepeatedKeyError,
+    file_errors,
     open_regular,
     parse_json,
     read_lines,
+    read_small_json,
 )
 
 if TYPE_CHECKING:
@@ -42,6 +47,10 @@ _SPLIT = re.compile(
     r"(.+)-\d+-of-\d+|(?i:(?:.+[-_.])?(train|test|validation|valid|val|dev|eval)(?:[-_.]?\d+)?)"
 )
 """How a parquet file is called that says of which split it is."""
+_SPLITS = "dataset_dict.json"
+"""Names the folders of a dataset on disk that has splits."""
+_STATE, _INFO = "state.json", "dataset_info.json"
+"""Say what a dataset on disk, or one split of it, is."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -323,8 +332,7 @@ def is_parquet(path: str) -> bool:
     """Whether a path is a parquet file, or a directory of them rather than a dataset."""
     if not Path(path).is_dir():
         return _has_parquet_name(Path(path))
-    names = ("dataset_dict.json", "dataset_info.json")
-    return not any((Path(path) / name).is_file() for name in names)
+    return not any((Path(path) / name).is_file() for name in (_SPLITS, _INFO))
 
 
 def _has_parquet_name(path: Path) -> bool:
@@ -365,9 +373,13 @@ def read_batches(path: str) -> "Iterator[pa.RecordBatch]":
 
     count = 0
     try:
-        with open_regular(path) as file, pq.ParquetFile(file) as opened:
+        # With a buffer a column is read piece by piece, else a whole group of rows at once.
+        with (
+            open_regular(path) as file,
+            pq.ParquetFile(file, buffer_size=MIB, pre_buffer=False) as opened,
+        ):
             schema = _plain_schema(opened)
-            for batch in opened.iter_batches(batch_size=_BATCH):
+            for batch in opened.iter_batches(batch_size=_batch_size(opened)):
                 yield batch.cast(schema)
                 count += batch.num_rows
     except ConfigError:
@@ -377,19 +389,21 @@ def read_batches(path: str) -> "Iterator[pa.RecordBatch]":
         raise ConfigError(f"{path}: cannot be read {where}: {one_line(error)}") from error
 
 
-def parquet_footer(path: str) -> "tuple[pa.Schema, int]":
-    """Read which columns a parquet file has, and their bytes once they are unpacked.
+def _batch_size(file: "pq.ParquetFile") -> int:
+    """Return how many rows, if they are as the first are, take some MiB."""
+    for head in file.iter_batches(batch_size=16):
+        return max(1, min(_BATCH, _CHUNK_BYTES * head.num_rows // max(1, head.nbytes)))
+    return _BATCH
 
-    Raises ConfigError naming it, and OSError.
-    """
+
+def parquet_columns(path: str) -> "pa.Schema":
+    """Read which columns a parquet file has. Raises ConfigError naming it, and OSError."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         with open_regular(path) as file, pq.ParquetFile(file) as opened:
-            found = opened.metadata
-            size = sum(found.row_group(i).total_byte_size for i in range(found.num_row_groups))
-            return _plain_schema(opened), size
+            return _plain_schema(opened)
     except (pa.ArrowException, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read as parquet: {one_line(error)}") from error
 
@@ -416,49 +430,93 @@ def _plain_type(one: "pa.DataType") -> "pa.DataType":
     return views.get(one, one)
 
 
+class _DataFile(msgspec.Struct):
+    filename: str
+
+
+class _State(msgspec.Struct):
+    """What state.json of a dataset on disk says of its files."""
+
+    data_files: Annotated[list[_DataFile], msgspec.Meta(min_length=1)] = msgspec.field(
+        name="_data_files"
+    )
+
+
+class _Splits(msgspec.Struct):
+    """What dataset_dict.json says."""
+
+    splits: list[str]
+
+
 def open_dataset(path: str, split: str) -> "Dataset":
     """Open what `save_to_disk` of Hugging Face datasets wrote; its columns are memory-mapped.
 
     Raises ConfigError naming it.
     """
-    from datasets import Dataset, DatasetDict, load_from_disk
+    from datasets import Dataset
 
-    _check_regular(Path(path))
-    has_splits = (Path(path) / "dataset_dict.json").is_file()
-    if not has_splits:
-        refuse_split(path, split)
+    folder = Path(path)
     with dataset_errors(path):
-        found = load_from_disk(path)
-        if isinstance(found, DatasetDict):
-            _check_split(path, split, found)
-            found = found[split]
-        assert isinstance(found, Dataset)
-        return found
+        if (folder / _SPLITS).is_file() and not (folder / _STATE).is_file():
+            _check_split(path, split, _read_saved(folder / _SPLITS, _Splits).splits)
+            folder = _beside(folder / _SPLITS, split)
+        else:
+            refuse_split(path, split)
+        for file in _read_saved(folder / _STATE, _State).data_files:
+            data = _beside(folder / _STATE, file.filename)
+            with file_errors(data):
+                open_regular(data).close()
+        _read_saved(folder / _INFO, dict)
+        return Dataset.load_from_disk(str(folder))
 
 
 @contextmanager
 def dataset_errors(path: str) -> Iterator[None]:
     """Raise what is wrong with a dataset on disk as ConfigError naming it."""
-    import pyarrow as pa
-
     try:
         yield
-    except ConfigError:
+    except (ConfigError, OSError):
         raise
-    except (pa.ArrowException, ValueError, KeyError, TypeError) as error:
+    except Exception as error:
         raise ConfigError(f"{path}: cannot be read as a dataset: {one_line(error)}") from error
 
 
-def _check_regular(folder: Path) -> None:
-    """Raise OSError if a directory has anything but directories and regular files."""
-    for file in folder.rglob("*"):
-        if not file.is_dir():
-            open_regular(file).close()
+def _read_saved(file: Path, kind: Any) -> Any:
+    """Read a file that says what a dataset on disk is. Raises ValueError naming it."""
+    try:
+        return msgspec.convert(read_small_json(file, most_bytes=MOST_LINE_BYTES), kind)
+    except (OSError, ValueError, msgspec.ValidationError) as error:
+        raise ValueError(f"{file.parent.name}/{file.name}: {unreadable(error)}") from None
 
 
-def plain_records(dataset: "Dataset", rows: Sequence[int]) -> list[Any]:
-    """Read rows of a dataset as plain values."""
-    found: list[Any] = dataset.with_format("arrow")[list(rows)].to_pylist(maps_as_pydicts="strict")
+def _beside(file: Path, name: str) -> Path:
+    """Return what a file says lies beside it. Raises ValueError for what lies elsewhere."""
+    if name in ("", "..") or Path(name).name != name:
+        said = f"{file.parent.name}/{file.name}"
+        raise ValueError(f"{said}: {name!r:.80} must lie in the same folder")
+    return file.with_name(name)
+
+
+def plain_records(rows: "pa.Table", places: Sequence[str]) -> list[Any]:
+    """Make plain values of rows; of a row with one that Python cannot have, the ConfigError."""
+    try:
+        return _to_python(rows)
+    except Exception:
+        if len(places) > 1:
+            return [plain_records(rows.slice(i, 1), [places[i]])[0] for i in range(len(places))]
+        for column in rows.schema:
+            try:
+                _to_python(rows.select([column.name]))
+            except Exception as error:  # noqa: BLE001
+                # Arrow says of an unknown time zone that what knows them is not installed.
+                why = "unknown time zone" if "pytz" in str(error) else one_line(error)
+                said = f"column {column.name!r} of {column.type!s:.80}: {why}"
+                return [ConfigError(f"{places[0]}: {said}")]
+        raise
+
+
+def _to_python(rows: "pa.Table") -> list[Any]:
+    found: list[Any] = rows.to_pylist(maps_as_pydicts="strict")
     return found
 
 

@@ -6,6 +6,7 @@ Hugging Face datasets, under the hash of what it holds.
 """
 
 import contextlib
+import mmap
 import os
 from array import array
 from collections.abc import Callable, Iterator, Sequence
@@ -20,15 +21,14 @@ from numpy.typing import NDArray
 from streamrl.data.formats import (
     PACKED,
     Layout,
-    dataset_errors,
     extension,
     is_parquet,
     layout_of,
     one_line,
     open_dataset,
     open_packed,
+    parquet_columns,
     parquet_files,
-    parquet_footer,
     parse_row,
     plain_records,
     read_batches,
@@ -135,16 +135,22 @@ class ColumnTable:
         """Read rows by their place among all. Raises DataError if they cannot be read."""
         import pyarrow as pa
 
-        columns = self._loaded()
+        runs: Sequence[Sequence[int]] = [rows]
         with data_errors(self.path):
+            columns = self._loaded()
             if isinstance(columns, pa.Table):
-                runs = [rows] if isinstance(rows, range) else [range(row, row + 1) for row in rows]
-                pieces = (columns.slice(run.start, len(run)) for run in runs)
-                found = [row for one in pieces for row in one.to_pylist(maps_as_pydicts="strict")]
+                if not isinstance(rows, range):
+                    runs = [range(row, row + 1) for row in rows]
+                pieces = [columns.slice(run[0], len(run)) for run in runs]
             else:
-                found = plain_records(columns, rows)
-        named = zip(rows, found, strict=True)
-        return [(f"{self.path} row {row + 1}", int(row), record) for row, record in named]
+                pieces = [columns.with_format("arrow")[list(rows)]]
+        found: Records = []
+        for run, piece in zip(runs, pieces, strict=True):
+            places = [f"{self.path} row {row + 1}" for row in run]
+            found += zip(places, map(int, run), plain_records(piece, places), strict=True)
+            if isinstance(self._load, _Mapped):
+                self._load.release()
+        return found
 
     def prompt_sizes(self, prompt_key: str) -> NDArray[np.int64] | None:
         """Return the bytes of each row's prompt; None where that cannot be told at a glance."""
@@ -175,7 +181,7 @@ def data_errors(path: str) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:
         raise DataError(f"{path}: cannot be read any more: {one_line(error)}") from error
 
 
@@ -185,10 +191,10 @@ def open_table(path: str, split: str = "") -> Table:
         if is_parquet(path):
             table: Table = _parquet_table(path, split)
         elif Path(path).is_dir():
+            load = _Dataset(path, split)
+            load()  # what is no dataset is refused before all of it is hashed
             digest = _digest(sorted(file for file in Path(path).rglob("*") if file.is_file()))
-            table = ColumnTable(path, _Dataset(path, split), f"{digest}:{split}")
-            with dataset_errors(path):
-                len(table)
+            table = ColumnTable(path, load, f"{digest}:{split}")
         else:
             table = _text_table(path, split)
     if not len(table):
@@ -239,8 +245,9 @@ def _text_table(path: str, split: str) -> TextTable:
 def _parquet_table(path: str, split: str) -> ColumnTable:
     files = parquet_files(path, split)
     digest = _digest(files)
-    if sum(parquet_footer(file)[1] for file in files) <= MOST_HELD_BYTES:
-        return ColumnTable(path, _Held(_in_memory(path, files)), digest)
+    held = _in_memory(path, files)
+    if held is not None:
+        return ColumnTable(path, _Held(held), digest)
     plain = _unpacked(path, f"{digest}.arrow", lambda _, out: _unpack_parquet(path, files, out))
     return ColumnTable(path, _Mapped(str(plain)), digest)
 
@@ -255,16 +262,27 @@ class _Held:
         return self.columns
 
 
-@dataclass(frozen=True)
 class _Mapped:
     """Columns in an Arrow file, of which the system reads what is asked for."""
 
-    path: str
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._pages: mmap.mmap | None = None
 
     def __call__(self) -> "pa.Table":
         import pyarrow as pa
 
-        return pa.ipc.open_file(pa.memory_map(self.path)).read_all()
+        with open_regular(self._path) as file:
+            self._pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        return pa.ipc.open_file(pa.py_buffer(self._pages)).read_all()
+
+    def release(self) -> None:
+        """Give back the memory of what has been read: the system holds more around each row."""
+        if self._pages is not None:
+            self._pages.madvise(mmap.MADV_DONTNEED)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_pages": None}
 
 
 @dataclass(frozen=True)
@@ -280,10 +298,10 @@ def _batches(path: str, files: Sequence[str]) -> "Iterator[pa.RecordBatch]":
     """The rows of all files, in the columns of all; one that a file lacks is null in its rows."""
     import pyarrow as pa
 
-    columns = _unify(path, files).empty_table()
+    none = pa.Table.from_batches([], _unify(path, files))
     for file in files:
         for batch in read_batches(file):
-            tables = [columns, pa.Table.from_batches([batch])]
+            tables = [none, pa.Table.from_batches([batch])]
             try:
                 rows = pa.concat_tables(tables, promote_options="permissive")
             except pa.ArrowException as error:
@@ -297,7 +315,7 @@ def _unify(path: str, files: Sequence[str]) -> "pa.Schema":
 
     types: dict[str, dict[pa.DataType, str]] = {}
     for file in files:
-        columns = parquet_footer(file)[0]
+        columns = parquet_columns(file)
         for name in columns.names:
             if columns.names.count(name) > 1:
                 raise ConfigError(f"{file}: column {name!r}: must be there once")
@@ -343,10 +361,20 @@ def _keeps_values(one: "pa.DataType", other: "pa.DataType") -> bool:
     return is_list and _keeps_values(one.value_type, other.value_type)
 
 
-def _in_memory(path: str, files: Sequence[str]) -> "pa.Table":
+def _in_memory(path: str, files: Sequence[str]) -> "pa.Table | None":
+    """The rows of all files; None if they take more than MOST_HELD_BYTES.
+
+    A value that a file has once may be that of all its rows: only unpacked it is known what they
+    take.
+    """
     import pyarrow as pa
 
-    batches = list(_batches(path, files))
+    batches, size = [], 0
+    for batch in _batches(path, files):
+        batches.append(batch)
+        size += batch.nbytes
+        if size > MOST_HELD_BYTES:
+            return None
     if not batches:
         raise ConfigError(f"{path}: holds no rows")
     return pa.Table.from_batches(batches).combine_chunks()

@@ -1,12 +1,19 @@
 """The same rows from every format; splits are named, never guessed."""
 
 import json
+import os
+import pickle
+import re
+import shutil
 from decimal import Decimal
+from uuid import UUID
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import Dataset, DatasetDict
+from datasets.table import InMemoryTable
 
 from streamrl.data import load_rows
 from streamrl.errors import ConfigError
@@ -200,3 +207,165 @@ def test_a_directory_that_holds_no_data_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=rf"^{tmp_path}: cannot be read") as caught:
         facts(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+ZONE = pa.timestamp("us", tz="Mars/Base")
+PAIRS = pa.map_(TEXT, pa.int64())
+
+
+@pytest.mark.parametrize("held", [0, 1 << 20])
+@pytest.mark.parametrize(
+    ("kind", "good", "bad"),
+    [
+        (pa.timestamp("us"), 1, 2**62),
+        (pa.timestamp("us", tz="UTC"), 1, -(2**60)),
+        (pa.date32(), 1, 2**30),
+        (pa.duration("ms"), 1, 2**63 - 1),
+        (pa.list_(pa.struct({"a": pa.timestamp("us")})), [{"a": 1}], [{"a": 2**62}]),
+        (PAIRS, [("a", 1)], [("a", 1), ("a", 2)]),
+        (ZONE, None, 1),
+        (pa.timestamp("us", tz="America"), None, 1),  # a folder of zones
+    ],
+)
+def test_a_value_that_python_cannot_have_makes_its_row_a_bad_one(
+    tmp_path, monkeypatch, kind, good, bad, held
+):
+    from streamrl.data import table
+
+    monkeypatch.setattr(table, "MOST_HELD_BYTES", held)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    rows = {"prompt": pa.array(["1", "2", "3"]), "x": pa.array([good, bad, good], kind)}
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table(rows), path)
+    paths = [path]
+    if kind is not PAIRS:  # which datasets does not know
+        paths.append(tmp_path / "saved")
+        Dataset(InMemoryTable(pa.table(rows))).save_to_disk(paths[1])
+    for one in paths:
+        opened = table.open_table(str(one))
+        for places in (range(3), [2, 1, 0]):
+            found = {index: record for _, index, record in opened.records(places)}
+            assert [found[i]["prompt"] for i in (0, 2)] == ["1", "3"]
+            assert isinstance(found[1], ConfigError)
+        with pytest.raises(ConfigError, match=f"^{one} row 2: column 'x' of .*: ") as caught:
+            facts(one)
+        assert "\n" not in str(caught.value)
+    if kind is ZONE:
+        said = "column 'x' of timestamp[us, tz=Mars/Base]: unknown time zone"
+        assert str(caught.value).endswith(said)
+
+
+def tensors():
+    return pa.FixedShapeTensorArray.from_numpy_ndarray(
+        np.arange(12, dtype=np.float32).reshape(3, 4)
+    )
+
+
+@pytest.mark.parametrize(
+    ("column", "wanted"),
+    [
+        (tensors, [4, 5, 6, 7]),
+        (lambda: pa.ListArray.from_arrays([0, 1, 2, 3], tensors()), [[4, 5, 6, 7]]),
+        (lambda: pa.StructArray.from_arrays([tensors()], ["a"]), {"a": [4, 5, 6, 7]}),
+        (lambda: pa.array([b"%016d" % i for i in range(3)], pa.uuid()), UUID(bytes=b"%016d" % 1)),
+    ],
+)
+def test_a_column_of_an_extension_type_is_read_as_any_other(tmp_path, column, wanted):
+    rows = {"prompt": pa.array(["1", "2", "3"]), "x": column()}
+    pq.write_table(pa.table(rows), tmp_path / "a.parquet")
+    pq.write_table(pa.table({"prompt": pa.array(["4"])}), tmp_path / "b.parquet")
+    found = [row.extra_info for row in load_rows(str(tmp_path))]
+    assert found[1] == {"x": wanted}
+    assert found[3] == {}
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "is_constant"),
+    [(40_000, 2048, True), (40_000, 2048, False), (150, 1 << 20, True)],
+)
+def test_parquet_is_never_in_memory_whatever_it_takes_on_disk(
+    tmp_path, monkeypatch, rows, size, is_constant
+):
+    """A constant is there once; what is not makes one group of rows."""
+    from streamrl.data import table
+
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "rows.parquet"
+    texts = ["x" * size] if is_constant else [f"{i:07d}" * (size // 7) for i in range(rows)]
+    column = pa.array(texts, pa.large_string()).take(pa.array(np.arange(rows) % len(texts)))
+    pq.write_table(pa.table({"prompt": pa.array(map(str, range(rows))), "x": column}), path)
+    del texts, column
+    before = pa.default_memory_pool()
+    pa.set_memory_pool(pool := pa.system_memory_pool())
+    try:
+        opened = table.open_table(str(path))
+        ((_, _, record),) = opened.records([rows - 1])
+    finally:
+        pa.set_memory_pool(before)
+    assert (record["prompt"], len(record["x"]) // 7) == (str(rows - 1), size // 7)
+    assert pool.max_memory() < 60 << 20
+    assert len(pickle.dumps(opened)) < 1000
+
+
+DEEP = pytest.param("[" * 100_000, id="deep")
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved")
+    Dataset.from_list(ROWS).save_to_disk(path / "one")
+    DatasetDict({"train": Dataset.from_list(ROWS)}).save_to_disk(path / "several")
+    return path
+
+
+@pytest.mark.parametrize("name", ["state.json", "dataset_info.json", "dataset_dict.json"])
+@pytest.mark.parametrize("text", [DEEP, "[]", "null", "{", "\xff", '{"a": 1, "a": 1}', None])
+def test_a_dataset_that_says_nothing_of_itself_is_refused_in_one_line(tmp_path, saved, name, text):
+    folder, split = ("several", "train") if name == "dataset_dict.json" else ("one", "")
+    shutil.copytree(saved / folder, tmp_path / folder)
+    file = tmp_path / folder / name
+    if text is None:
+        os.truncate(file, 10 << 30)
+    else:
+        file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(
+        ConfigError, match=rf"^{tmp_path / folder}: .*: {folder}/{name}: "
+    ) as caught:
+        facts(tmp_path / folder, split)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("entry", "words"),
+    [
+        ({"_data_files": [{"filename": "../fifo"}]}, "'../fifo' must lie in the same folder"),
+        ({"_data_files": [{"filename": "/dev/zero"}]}, "'/dev/zero' must lie in the same folder"),
+        ({"_data_files": [{"filename": ".."}]}, "'..' must lie in the same folder"),
+        ({"_data_files": [{"filename": "fifo"}]}, "one/fifo: not a regular file"),
+        ({"_data_files": [{"filename": "link"}]}, "one/link: not a regular file"),
+        ({"_data_files": [{"filename": "gone"}]}, "one/gone: no such file"),
+        ({"_data_files": []}, "state.json: Expected `array` of length >= 1"),
+        ({"_data_files": [3]}, "state.json: Expected `object`, got `int`"),
+        ({"_format_type": "none"}, "cannot be read as a dataset: "),
+        ({"_split": [1]}, "cannot be read as a dataset: "),
+    ],
+)
+def test_a_dataset_whose_files_are_elsewhere_or_none_is_refused(tmp_path, saved, entry, words):
+    shutil.copytree(saved / "one", tmp_path / "one")
+    for fifo in (tmp_path / "fifo", tmp_path / "one" / "fifo"):
+        os.mkfifo(fifo)
+    (tmp_path / "one" / "link").symlink_to("/dev/zero")
+    file = tmp_path / "one" / "state.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **entry}))
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        facts(tmp_path / "one")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_split_that_lies_elsewhere_is_refused(tmp_path, saved):
+    shutil.copytree(saved / "several", tmp_path / "several")
+    shutil.copytree(saved / "one", tmp_path / "one")
+    (tmp_path / "several" / "dataset_dict.json").write_text('{"splits": ["../one", ".."]}')
+    for split in ("../one", ".."):
+        with pytest.raises(ConfigError, match="must lie in the same folder"):
+            facts(tmp_path / "several", split)

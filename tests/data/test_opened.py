@@ -153,6 +153,27 @@ def test_bad_rows_are_refused_where_they_are_examined_and_passed_over_where_they
     assert skipped.problems[0].startswith(f"{path} line 21: not JSON")
 
 
+def test_a_row_whose_value_python_cannot_have_is_refused_or_passed_over_as_any_bad_one(
+    tokenizer, tmp_path
+):
+    path = tmp_path / "rows.parquet"
+
+    def write(bad: int) -> None:
+        times = pa.array([2**62 if i == bad else i for i in range(50)], pa.timestamp("us"))
+        pq.write_table(pa.table({"prompt": pa.array(map(str, range(50))), "x": times}), path)
+
+    write(3)
+    with pytest.raises(ConfigError, match=f"^{path} row 4: column 'x' of timestamp"):
+        open_rows(str(path), tokenizer=tokenizer)
+    write(20)
+    stream = stream_of(open_rows(str(path), tokenizer=tokenizer))
+    drawn = stream.draw(49)
+    assert sorted(parse_uid(one.uid)[1] for one in drawn) == [i for i in range(50) if i != 20]
+    skipped = stream.take_skipped()
+    assert skipped.metrics["data/bad"] == 1
+    assert skipped.problems[0].startswith(f"{path} row 21: column 'x' of timestamp[us]: ")
+
+
 def test_a_row_that_a_reward_cannot_judge_is_refused_where_it_is_examined(tokenizer, write_rows):
     def inspect(prompts):
         for prompt in prompts:
