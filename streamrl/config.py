@@ -418,12 +418,10 @@ def _read_config(path: Path) -> DictConfig:
         raise ConfigError(f"config {path}: {error.strerror or error}") from None
     except ValueError as error:
         raise ConfigError(f"config {path}: {unreadable(error)}") from None
-    if loaded is None:
-        loaded = {}
-    if not isinstance(loaded, dict):
+    if not isinstance(loaded, dict | None):
         raise ConfigError(f"config {path}: {loaded!r:.40}: must be a mapping of settings")
     try:
-        return OmegaConf.create(loaded)
+        return OmegaConf.create(loaded or {})
     except OmegaConfBaseException as error:
         reason = str(error.msg or error).splitlines()[0]
         raise ConfigError(f"config {path}: {error.full_key}: {reason}") from None

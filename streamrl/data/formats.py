@@ -15,27 +15,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO, ClassVar, cast
-
-import msgspec
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, cast
 
 from streamrl.errors import ConfigError
-from streamrl.settings import unreadable
 from streamrl.small_file import (
     MIB,
     MOST_LINE_BYTES,
     RepeatedKeyError,
-    file_errors,
     open_regular,
     parse_json,
     read_lines,
-    read_small_json,
 )
 
 if TYPE_CHECKING:
     import pyarrow as pa
     import pyarrow.parquet as pq
-    from datasets import Dataset
 
 TextRows = Iterator[tuple[int, int, bytes]]
 """(index from 0, byte at which it begins, bytes) of each row of a text file."""
@@ -47,10 +41,8 @@ _SPLIT = re.compile(
     r"(.+)-\d+-of-\d+|(?i:(?:.+[-_.])?(train|test|validation|valid|val|dev|eval)(?:[-_.]?\d+)?)"
 )
 """How a parquet file is called that says of which split it is."""
-_SPLITS = "dataset_dict.json"
-"""Names the folders of a dataset on disk that has splits."""
-_STATE, _INFO = "state.json", "dataset_info.json"
-"""Say what a dataset on disk, or one split of it, is."""
+SAVED = ("dataset_dict.json", "dataset_info.json")
+"""Files of which a folder has one that is a dataset, not files of rows."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -332,7 +324,7 @@ def is_parquet(path: str) -> bool:
     """Whether a path is a parquet file, or a directory of them rather than a dataset."""
     if not Path(path).is_dir():
         return _has_parquet_name(Path(path))
-    return not any((Path(path) / name).is_file() for name in (_SPLITS, _INFO))
+    return not any((Path(path) / name).is_file() for name in SAVED)
 
 
 def _has_parquet_name(path: Path) -> bool:
@@ -355,7 +347,7 @@ def parquet_files(path: str, split: str) -> list[str]:
         )
     splits = [_split_of(shard.stem) for shard in shards]
     if len({*splits}) > 1 or split:
-        _check_split(path, split, {*splits} - {""})
+        check_split(path, split, {*splits} - {""})
         shards = [shard for shard, name in zip(shards, splits, strict=True) if name == split]
     return [str(shard) for shard in shards]
 
@@ -430,73 +422,6 @@ def _plain_type(one: "pa.DataType") -> "pa.DataType":
     return views.get(one, one)
 
 
-class _DataFile(msgspec.Struct):
-    filename: str
-
-
-class _State(msgspec.Struct):
-    """What state.json of a dataset on disk says of its files."""
-
-    data_files: Annotated[list[_DataFile], msgspec.Meta(min_length=1)] = msgspec.field(
-        name="_data_files"
-    )
-
-
-class _Splits(msgspec.Struct):
-    """What dataset_dict.json says."""
-
-    splits: list[str]
-
-
-def open_dataset(path: str, split: str) -> "Dataset":
-    """Open what `save_to_disk` of Hugging Face datasets wrote; its columns are memory-mapped.
-
-    Raises ConfigError naming it.
-    """
-    from datasets import Dataset
-
-    folder = Path(path)
-    with dataset_errors(path):
-        if (folder / _SPLITS).is_file() and not (folder / _STATE).is_file():
-            _check_split(path, split, _read_saved(folder / _SPLITS, _Splits).splits)
-            folder = _beside(folder / _SPLITS, split)
-        else:
-            refuse_split(path, split)
-        for file in _read_saved(folder / _STATE, _State).data_files:
-            data = _beside(folder / _STATE, file.filename)
-            with file_errors(data):
-                open_regular(data).close()
-        _read_saved(folder / _INFO, dict)
-        return Dataset.load_from_disk(str(folder))
-
-
-@contextmanager
-def dataset_errors(path: str) -> Iterator[None]:
-    """Raise what is wrong with a dataset on disk as ConfigError naming it."""
-    try:
-        yield
-    except (ConfigError, OSError):
-        raise
-    except Exception as error:
-        raise ConfigError(f"{path}: cannot be read as a dataset: {one_line(error)}") from error
-
-
-def _read_saved(file: Path, kind: Any) -> Any:
-    """Read a file that says what a dataset on disk is. Raises ValueError naming it."""
-    try:
-        return msgspec.convert(read_small_json(file, most_bytes=MOST_LINE_BYTES), kind)
-    except (OSError, ValueError, msgspec.ValidationError) as error:
-        raise ValueError(f"{file.parent.name}/{file.name}: {unreadable(error)}") from None
-
-
-def _beside(file: Path, name: str) -> Path:
-    """Return what a file says lies beside it. Raises ValueError for what lies elsewhere."""
-    if name in ("", "..") or Path(name).name != name:
-        said = f"{file.parent.name}/{file.name}"
-        raise ValueError(f"{said}: {name!r:.80} must lie in the same folder")
-    return file.with_name(name)
-
-
 def plain_records(rows: "pa.Table", places: Sequence[str]) -> list[Any]:
     """Make plain values of rows; of a row with one that Python cannot have, the ConfigError."""
     try:
@@ -520,7 +445,7 @@ def _to_python(rows: "pa.Table") -> list[Any]:
     return found
 
 
-def _check_split(path: str, split: str, splits: Any) -> None:
+def check_split(path: str, split: str, splits: Any) -> None:
     if split not in splits:
         known = ", ".join(sorted(splits)) or "none"
         said = f"split={split}: there is no such split" if split else "split: missing"

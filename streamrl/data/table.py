@@ -25,7 +25,6 @@ from streamrl.data.formats import (
     is_parquet,
     layout_of,
     one_line,
-    open_dataset,
     open_packed,
     parquet_columns,
     parquet_files,
@@ -36,6 +35,7 @@ from streamrl.data.formats import (
     refuse_split,
     text_errors,
 )
+from streamrl.data.saved_dataset import open_dataset
 from streamrl.durable import move_whole
 from streamrl.errors import ConfigError, DataError
 from streamrl.small_file import MIB, open_regular, read_lines
