@@ -7,8 +7,9 @@ PYTHON ?= python3 python3.11 python3.12
 FITS := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info < (3, 13))
 # More for pytest, as in: make test ARGS="tests/buffer -x"
 ARGS ?=
-# Processes that run the tests side by side.
+# Processes that run the tests side by side; of all tests more wait for others.
 PROCESSES ?= 2
+test-all: PROCESSES := $(if $(filter file,$(origin PROCESSES)),3,$(PROCESSES))
 # Who is killed at which passage, as in: make test-chaos SEED=3 ARGS="--only shard"
 SEED ?= 0
 

@@ -446,6 +446,7 @@ def _to_python(rows: "pa.Table") -> list[Any]:
 
 
 def check_split(path: str, split: str, splits: Any) -> None:
+    """Raise ConfigError for a split that is none of `splits`, or none where there are some."""
     if split not in splits:
         known = ", ".join(sorted(splits)) or "none"
         said = f"split={split}: there is no such split" if split else "split: missing"
