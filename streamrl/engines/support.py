@@ -45,7 +45,6 @@ POSITIVE = (
     "rms_norm_eps",
     "layer_norm_eps",
     "layer_norm_epsilon",
-    "num_experts_per_tok",
     "attn_logit_softcapping",
     "final_logit_softcapping",
 )
@@ -143,8 +142,8 @@ def _unlike(family: str, settings: Mapping[str, Any], stored: Shapes) -> str:
         "tie_word_embeddings=false: vLLM has no head of its own for this family": (
             family in ("gemma", "gemma2", "gemma3_text") and not is_tied
         ),
-        f"num_experts_per_tok={routed}: must be at most the number of experts, {experts}": bool(
-            routed and experts and routed > experts
+        f"num_experts_per_tok={routed}: must be from 1 to the number of experts, {experts}": bool(
+            experts and routed is not None and not 0 < routed <= experts
         ),
         f"num_key_value_heads={kv_heads}: must divide num_attention_heads={heads}": bool(
             heads and kv_heads and heads % kv_heads

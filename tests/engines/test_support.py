@@ -178,7 +178,6 @@ def test_numbers_that_are_no_weights_by_themselves_are_refused(
         ("gemma2", {"sliding_window": -1}),
         ("qwen3", {"rms_norm_eps": -1e-6}),
         ("llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.0}}),
-        ("qwen3_moe", {"num_experts_per_tok": 0}),
         ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": "10000"}}),
         ("gpt_neox", {"layer_norm_eps": 0.0}),
     ],
@@ -227,7 +226,8 @@ def test_a_tensor_of_another_shape_than_the_config_says_is_named(
         ("qwen3_moe", {"use_sliding_window": True}, "use_sliding_window=true: "),
         ("gemma2", {"tie_word_embeddings": False}, "tie_word_embeddings=false: "),
         ("olmoe", {"clip_qkv": 1.0}, "clip_qkv=1.0: "),
-        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9: must be at most"),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, "num_experts_per_tok=9: must be from 1 to"),
+        ("mixtral", {"num_experts_per_tok": 0}, "num_experts_per_tok=0: must be from 1 to"),
         (
             "qwen3_moe",
             {"attention_bias": True},
