@@ -181,10 +181,6 @@ def _parse_json(row: bytes) -> Any:
         raise ValueError(f"not JSON: {one_line(error)}") from None
 
 
-class Cells(dict[str, str | None]):
-    """A row whose every value is text, JSON included."""
-
-
 @dataclass(frozen=True)
 class CsvTable:
     """Rows under a header. Every value is text; an empty one is missing."""
@@ -215,7 +211,7 @@ class CsvTable:
         if len(fields) != len(self.header):
             raise ValueError(f"has {len(fields)} fields, the header has {len(self.header)}")
         named = zip(self.header, fields, strict=True)
-        return Cells((name, value or None) for name, value in named)
+        return {name: value or None for name, value in named}
 
     def _all_rows(self, file: BinaryIO) -> Iterator[tuple[int, bytes, list[str]]]:
         """Yield the header and every row: where it begins, its bytes and its fields."""

@@ -3,7 +3,7 @@
 Read columns: the prompt (chat messages, or text, which is one user message), `data_source`,
 `reward_model.ground_truth` (or `ground_truth` at the top, or the column that `label_key` names),
 `tools` and `chat_template_kwargs` (what the chat template gets besides the messages), `extra_info`.
-Objects may be there as JSON text, and the messages of a prompt in a CSV file.
+Objects and the messages of a prompt may be there as JSON text, as in a CSV file they must.
 Any other column, those of `label_key` and of the template included, is kept in extra_info under its
 name, where a reward finds it; a key that extra_info has itself wins.
 
@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from streamrl.data.formats import Cells
 from streamrl.data.table import read_records
 from streamrl.errors import ConfigError
 from streamrl.small_file import check_depth, parse_json
@@ -113,7 +112,7 @@ def _parse(record: Any, place: str, index: int, *, prompt_key: str, label_key: s
 def _parse_texts(
     record: Mapping[str, Any], place: str, prompt_key: str, label_key: str
 ) -> dict[str, Any]:
-    """Read the JSON texts of a record that stand for objects or, in a CSV file, for messages."""
+    """Read the JSON texts of a record that stand for objects or messages."""
     found = dict(record)
     for name in JSON_COLUMNS:
         if isinstance(text := found.get(name), str) and name not in (prompt_key, label_key):
@@ -121,13 +120,13 @@ def _parse_texts(
                 found[name] = parse_json(text) if text.strip() else None
             except ValueError as error:
                 raise ConfigError(f"{place}: {name} is text, must be JSON: {error}") from None
-    if isinstance(record, Cells) and found[prompt_key]:
-        found[prompt_key] = _parse_cell(found[prompt_key], prompt_key, place)
+    if isinstance(text := found.get(prompt_key), str):
+        found[prompt_key] = _parse_messages(text, prompt_key, place)
     return found
 
 
-def _parse_cell(text: str, name: str, place: str) -> Any:
-    """Read the messages that a cell holds; any other text stays as it is."""
+def _parse_messages(text: str, name: str, place: str) -> Any:
+    """Read messages that are JSON text; any other text stays as it is."""
     try:
         found = parse_json(text) if text.lstrip().startswith("[") else None
     except ValueError as error:

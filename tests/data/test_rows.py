@@ -314,7 +314,7 @@ def test_a_blank_text_stands_for_no_object(write_rows):
 
 
 @pytest.mark.parametrize("name", ["rows.csv", "rows.tsv"])
-def test_a_cell_holds_chat_messages_as_json_and_only_there(tmp_path, write_rows, name):
+def test_a_text_may_be_chat_messages_as_json(tmp_path, write_rows, name):
     chat = json.dumps([*CHAT, {"role": "assistant", "content": None, "tool_calls": []}])
     texts = ["[1, 2]", "[]", "[not json", '[{"a": 1}]', '{"role": "user", "content": "a"}', "5"]
     path = tmp_path / name
@@ -325,8 +325,9 @@ def test_a_cell_holds_chat_messages_as_json_and_only_there(tmp_path, write_rows,
     assert first.extra_info == {"other": chat}
     assert [row.messages[0]["content"] for row in others] == texts
     assert not any(row.is_chat for row in others)
-    (row,) = rows_of(write_rows({"prompt": chat}))
-    assert (row.messages[0]["content"], row.is_chat) == (chat, False)
+    row, plain = rows_of(write_rows({"prompt": chat}, {"prompt": texts[3]}))
+    assert (row.messages, row.is_chat) == (first.messages, True)
+    assert (plain.messages[0]["content"], plain.is_chat) == (texts[3], False)
 
 
 def test_a_cell_of_messages_that_are_no_json_or_no_messages_is_refused(tmp_path):
