@@ -23,8 +23,7 @@ def test_a_plain_model_is_scored_as_a_recipe_does(toy: Path) -> None:
     text = (toy / "recipe.yaml").read_text()
     (toy / "more.py").write_text("def more(rewards):\n    return rewards['numeric'] + 0.25\n")
     text = text.replace("{kind: exact}", "{kind: numeric}")
-    text += f'scorer: {{combine: "{toy}/more.py:more"}}\nevaluation: {{samples: 2}}\n'
-    recipe.write_text(text)
+    recipe.write_text(text + f'scorer: {{combine: "{toy}/more.py:more"}}\n')
     rows, other = toy / "rows.jsonl", toy / "other" / "rows.jsonl"
     other.parent.mkdir()
     other.write_text(rows.read_text().replace('"toy"', '"org/other"'))
