@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,8 +40,16 @@ if TYPE_CHECKING:
     from streamrl.engines.generation import GenerationEngine
 
 
-SAMPLING = ("samples", "temperature", "top_p", "top_k", "limit", "seed", "pass_score")
-"""Settings of evaluation that the command line may change."""
+SAMPLING: Mapping[str, tuple[type, str]] = {
+    "samples": (int, "completions per prompt, k"),
+    "temperature": (float, "0 takes the likeliest"),
+    "top_p": (float, "the likeliest, of this probability"),
+    "top_k": (int, "0 takes all tokens"),
+    "limit": (int, "only the first so many prompts"),
+    "seed": (int, "seed of sampling"),
+    "pass_score": (float, "score that passes"),
+}
+"""Settings of evaluation that the command line may change: what they are, and the help."""
 
 
 @dataclass(frozen=True)
@@ -70,18 +78,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="file of prompts; may be given several times (the run's or recipe's data.eval)",
     )
     add_file_arguments(parser)
-    sampling = parser.add_argument_group("how", "the run's or recipe's evaluation.* unless given")
-    sampling.add_argument("--samples", type=int, help="completions per prompt, k (4)")
-    sampling.add_argument("--temperature", type=float, help="0 takes the likeliest (1)")
-    sampling.add_argument("--top-p", type=float, help="the likeliest, of this probability (1)")
-    sampling.add_argument("--top-k", type=int, help="0 takes all tokens (0)")
-    sampling.add_argument("--limit", type=int, help="only the first so many prompts")
-    sampling.add_argument("--seed", type=int, help="seed of sampling (0)")
-    sampling.add_argument("--pass-score", type=float, help="score that passes (1)")
+    sampling = parser.add_argument_group(
+        "sampling", "unless given, the evaluation.* of the run or recipe, or their defaults"
+    )
+    for name, (kind, said) in SAMPLING.items():
+        sampling.add_argument(f"--{name.replace('_', '-')}", type=kind, help=said)
     parser.add_argument(
         "--config",
         type=named_path,
-        help="score as this recipe does: its rewards, its longest completion",
+        help="evaluate as this recipe does: its rewards, longest completion and evaluation.*",
     )
     parser.add_argument(
         "--max-new-tokens",

@@ -422,6 +422,8 @@ def plain_records(rows: "pa.Table", places: Sequence[str]) -> list[Any]:
     """Make plain values of rows; of a row with one that Python cannot have, the ConfigError."""
     try:
         return _to_python(rows)
+    except MemoryError:
+        raise
     except Exception:
         if len(places) > 1:
             return [plain_records(rows.slice(i, 1), [places[i]])[0] for i in range(len(places))]

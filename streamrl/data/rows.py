@@ -3,7 +3,7 @@
 Read columns: the prompt (chat messages, or text, which is one user message), `data_source`,
 `reward_model.ground_truth` (or `ground_truth` at the top, or the column that `label_key` names),
 `tools` and `chat_template_kwargs` (what the chat template gets besides the messages), `extra_info`.
-Objects and the messages of a prompt may be there as JSON text, as in a CSV file they must.
+Objects and the messages of a prompt may be JSON text, which is how a CSV file has them.
 Any other column, those of `label_key` and of the template included, is kept in extra_info under its
 name, where a reward finds it; a key that extra_info has itself wins.
 

@@ -47,7 +47,7 @@ def open_dataset(path: str, split: str) -> "Dataset":
     from datasets import Dataset
 
     folder = Path(path)
-    with dataset_errors(path):
+    with _dataset_errors(path):
         if (folder / _SPLITS).is_file() and not (folder / _STATE).is_file():
             check_split(path, split, _read_saved(folder / _SPLITS, _Splits).splits)
             folder = _beside(folder / _SPLITS, split)
@@ -62,7 +62,7 @@ def open_dataset(path: str, split: str) -> "Dataset":
 
 
 @contextmanager
-def dataset_errors(path: str) -> Iterator[None]:
+def _dataset_errors(path: str) -> Iterator[None]:
     """Raise what is wrong with a dataset on disk as ConfigError naming it."""
     try:
         yield

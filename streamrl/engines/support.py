@@ -280,7 +280,8 @@ def _load_on_meta(path: str, shapes: Shapes, *, is_served: bool) -> str:
         raise
     except Exception as error:  # noqa: BLE001 - whatever a class makes of wrong settings
         return _why_not_loaded(error, "policy" if is_served else "critic")
-    for name, shape, wanted in sorted(found["mismatched_keys"]):
+    if mismatched := found["mismatched_keys"]:
+        name, shape, wanted = min(mismatched)
         return f"{name} has shape {tuple(shape)} in its files, {tuple(wanted)} by config.json"
     settings = skeleton.config.get_text_config()
     num_layers, num_more = settings.num_hidden_layers, vars(settings).get(MORE_TOKENS) or 0
