@@ -1,0 +1,59 @@
+"""A run directory written by an earlier version: readable, and resumed to its end.
+
+`run_of_november_2026.tar.gz` holds a PPO run of six steps, killed while it wrote its last
+checkpoint: the base model, the rows, and the run with its checkpoint, journals and metrics.
+"""
+
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from streamrl.buffer.account import take_account
+from streamrl.buffer.books import history
+from streamrl.buffer.segment import Corrupt, read_segment, segment_path, segments
+from streamrl.checkpoint import BOOKS, find_resume_point, journal_dir
+from tests.e2e.launched import Launched, rows
+
+ARCHIVE = Path(__file__).with_name("run_of_november_2026.tar.gz")
+
+
+@pytest.fixture
+def old_run(tmp_path: Path) -> Path:
+    """The run directory, unpacked, with its paths set to where it lies now."""
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    run_dir = tmp_path / "runs" / "old"
+    run_dir.parent.mkdir()
+    (tmp_path / "run").rename(run_dir)
+    config = run_dir / "config.yaml"
+    config.write_text(config.read_text().replace("FOLDER", str(tmp_path)))
+    return run_dir
+
+
+def test_journals_and_checkpoint_of_an_earlier_version_are_read(old_run: Path) -> None:
+    resume = find_resume_point(old_run)
+    assert resume.checkpoint is not None and resume.checkpoint.path.name == "step_000004"
+
+    account = take_account(history(journal_dir(old_run, BOOKS)))
+    assert (account.num_steps, len(rows(old_run))) == (6, 5)
+    assert not account.problems
+
+    for name in ("shard-0", "shard-1"):
+        folder = journal_dir(old_run, name)
+        read = [entry for n in segments(folder) for entry in read_segment(segment_path(folder, n))]
+        assert not any(isinstance(entry, Corrupt) for entry in read)
+        kinds = {entry[1].meta["kind"] for entry in read if isinstance(entry, tuple)}
+        assert {"admit", "lease", "put", "leave"} <= kinds
+
+
+@pytest.mark.slow
+def test_resume_of_an_earlier_version_trains_to_the_end(old_run: Path) -> None:
+    earlier = rows(old_run)
+    run = Launched(["train", "--resume", str(old_run)], old_run.parent)
+    assert run.wait() == 0, run.output
+    assert [row["step"] for row in rows(old_run)] == [1, 2, 3, 4, 5, 6]
+    assert rows(old_run)[:4] == earlier[:4]
+    account = take_account(history(journal_dir(old_run, BOOKS)))
+    assert account.num_steps == 6 and not account.problems
+    assert "24 admitted = 24 trained + 0 filtered + 0 dropped + 0 in flight" in run.output
