@@ -44,7 +44,7 @@ def test_journals_and_checkpoint_of_an_earlier_version_are_read(old_run: Path) -
         read = [entry for n in segments(folder) for entry in read_segment(segment_path(folder, n))]
         assert not any(isinstance(entry, Corrupt) for entry in read)
         kinds = {entry[1].meta["kind"] for entry in read if isinstance(entry, tuple)}
-        assert {"admit", "lease", "put", "leave"} <= kinds
+        assert {"lease", "put", "leave"} <= kinds
 
 
 @pytest.mark.slow
